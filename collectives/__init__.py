@@ -1,6 +1,6 @@
-"""collectives: runs a topoplan plan on arrays.
+"""collectives: run a topoplan plan on arrays.
 
-What training loops use, and what is compiled, is loaded when it is first asked for.
+Names of training loops, and compiled ones, are loaded at their first use.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collectives.tables.table_check import check_table
 from collectives.tables.transfer_table import TransferTable
 
 if TYPE_CHECKING:
+    from collectives.sparse.codec import WireFormat
     from collectives.sparse.selection.mstopk import mstopk
     from collectives.training.gradient_synchronizer import GradientSynchronizer
     from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD
+    from collectives.training.optimizers import Lamb, Lars
     from collectives.training.report import report
 
 _HOME = {
@@ -27,8 +29,11 @@ _HOME = {
     "BSP": "collectives.training.modes",
     "Gossip": "collectives.training.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
+    "Lamb": "collectives.training.optimizers",
+    "Lars": "collectives.training.optimizers",
     "LocalSGD": "collectives.training.modes",
     "SSP": "collectives.training.modes",
+    "WireFormat": "collectives.sparse.codec",
     "mstopk": "collectives.sparse.selection.mstopk",
     "report": "collectives.training.report",
 }
@@ -42,8 +47,11 @@ __all__ = [
     "Gossip",
     "GradientSynchronizer",
     "Handle",
+    "Lamb",
+    "Lars",
     "LocalSGD",
     "TransferTable",
+    "WireFormat",
     "check_table",
     "lower",
     "mstopk",

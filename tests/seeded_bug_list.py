@@ -460,8 +460,8 @@ BUGS = (
         "tcp-stranger",
         "missing check",
         "collectives/backends/tcp/connections.py",
-        'said["token"] == self._token and bool(self._token)',
-        "len(self._token) > 0",
+        'introduction["token"] == self._token',
+        'introduction["token"] != ""',
         (
             "tests/collectives/peers/test_tcp_meeting.py::test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job",
         ),

@@ -124,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for bug in bugs:
             verdict = judge(bug, checkout)
             caught += verdict.place != "nowhere"
-            found = f"{verdict.place:14} {verdict.seconds:6.1f} s  {verdict.test}"
-            print(f"{bug.name:36} {bug.idea:22} {found}", flush=True)
+            row = f"{bug.name:36} {bug.idea:22} {verdict.place:14} {verdict.seconds:6.1f} s  {verdict.test}"
+            print(row, flush=True)
     print(f"{caught} of {len(bugs)} bugs are caught")
     return 0 if caught == len(bugs) else 1
 

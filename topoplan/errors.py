@@ -30,13 +30,7 @@ class UsageError(TopoplanError, ValueError):
 
 
 class InfeasibleError(TopoplanError):
-    """No plan can exist on these links.
-
-    Attributes
-    ----------
-    cut : tuple of str
-        Devices on one side of a cut that no usable link leaves: the proof.
-    """
+    """No plan can exist on these links; ``cut`` names the devices on one side of a cut that no usable link leaves."""
 
     def __init__(self, message: str, *, cut: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -46,19 +40,11 @@ class InfeasibleError(TopoplanError):
 class PlanError(TopoplanError, ValueError):
     """A plan is wrong.
 
-    Attributes
-    ----------
-    shard, stage, rank : int or None
-        Where it is wrong, as indices into the plan; None where the fault is not that local.
+    ``shard``, ``stage`` and ``rank`` are indices into the plan; None if the fault is not that local.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        shard: int | None = None,
-        stage: int | None = None,
-        rank: int | None = None,
+        self, message: str, *, shard: int | None = None, stage: int | None = None, rank: int | None = None
     ) -> None:
         where = ", ".join(
             f"{label} {value}"
@@ -72,11 +58,11 @@ class PlanError(TopoplanError, ValueError):
         self.rank = rank
 
     def within(self, shard: int, stage: int) -> PlanError:
-        """The same fault, told with the shard and stage in which it was found."""
+        """Return the same fault with the shard and stage in which it was found."""
         return PlanError(self.fault, shard=shard, stage=stage, rank=self.rank)
 
     def under(self, heading: str) -> PlanError:
-        """The same fault, told with the plan in which it was found, where there are several."""
+        """Return the same fault with the name of the plan in which it was found, for files of several plans."""
         error = PlanError(f"{heading}: {self}")
         error.shard, error.stage, error.rank = self.shard, self.stage, self.rank
         return error
@@ -89,19 +75,12 @@ class ProbeError(TopoplanError):
 class BackendError(TopoplanError):
     """A running collective failed.
 
-    Attributes
-    ----------
-    rank, peer, step : int or None
-        The rank that noticed, the rank that it waited for or refused, and the step of the transfer table.
+    ``rank`` noticed, ``peer`` is the rank that it waited for or refused, ``step`` that of the transfer table; None if
+    unknown.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        peer: int | None = None,
-        step: int | None = None,
+        self, message: str, *, rank: int | None = None, peer: int | None = None, step: int | None = None
     ) -> None:
         where = ", ".join(
             f"{label} {value}"
@@ -117,17 +96,9 @@ class BackendError(TopoplanError):
 class RefusedError(BackendError, UsageError):
     """All ranks refused a collective before any data moved; the communicator stays usable.
 
-    One rank called it with wrong arguments, or with other ones than the other ranks. The message is the same on all
-    ranks.
-
-    Attributes
-    ----------
-    rank, peer : int or None
-        This rank, and the rank that refused or differs.
-    by_all : bool
-        Whether every rank refused it.
-    next_call : int
-        The number that all ranks give to their next collective.
+    One rank called it with wrong arguments, or with arguments that differ from those of the other ranks. The message is
+    the same on all ranks. ``peer`` is the rank that refused or differs, ``by_all`` says whether every rank refused, and
+    ``next_call`` is the number that all ranks give to their next collective.
     """
 
     def __init__(

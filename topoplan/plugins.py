@@ -15,49 +15,35 @@ from topoplan.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One entry.
-
-    Parameters
-    ----------
-    name, package : str
-        As the package calls it, and who offers it.
-    entry : callable
-        Imports and returns it.
-    """
+    """An entry point: its name, the package that declares it, and the call that imports it."""
 
     name: str
     package: str
     entry: Callable[[], Any]
 
     def load(self) -> Any:
-        """What is offered.
-
-        Raises
-        ------
-        UsageError
-            The package cannot be imported, or has nothing of that name.
-        """
+        """Import and return the object; UsageError if the package cannot be imported or lacks the name."""
         try:
             return self.entry()
         except Exception as error:
-            told = (
+            reason = (
                 str(error)
                 if isinstance(error, ImportError | AttributeError)
                 else f"{type(error).__name__}: {error}"
             )
             raise UsageError(
-                f"{self.name}, which the package {self.package} offers, cannot be loaded: {told}; install it again"
+                f"{self.name}, which the package {self.package} offers, cannot be loaded: {reason}; install it again"
             ) from error
 
 
 def plugin_loaders(group: str) -> dict[str, Callable[[], Any]]:
-    """What loads each entry of a group, by name; as `installed_plugins`, of which the loaders remain."""
+    """Return a loader for each entry of a group, by name."""
     return {name: offer.load for name, offer in installed_plugins(group).items()}
 
 
 def installed_plugins(group: str) -> dict[str, Plugin]:
-    """All entries of a group, by name."""
-    # Reading what is installed takes longer than a small plan: only where it is asked for.
+    """Return all entries of a group, by name."""
+    # Reading the installed packages takes longer than a small plan: only on request.
     from importlib.metadata import EntryPoint, entry_points
 
     found = [*entry_points(group=group)]
@@ -72,7 +58,7 @@ def installed_plugins(group: str) -> dict[str, Plugin]:
 
 
 def _checkout_entry_points(group: str) -> dict[str, str]:
-    """What ``pyproject.toml`` beside the package offers, where nothing is installed: names and what they load."""
+    """Return the entries of ``pyproject.toml`` beside the package, for a checkout that is not installed."""
     import tomllib
 
     file = Path(__file__).resolve().parents[1] / "pyproject.toml"

@@ -21,10 +21,8 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def exact(bandwidth: float) -> Fraction:
-    """The rational number that a bandwidth is written as: 25.781 is 25781/1000, not its binary neighbour.
+    """Return the rational number that a bandwidth is written as: 25.781 is 25781/1000, not its binary neighbour.
 
-    Examples
-    --------
     >>> exact(25.781)
     Fraction(25781, 1000)
     """
@@ -32,10 +30,8 @@ def exact(bandwidth: float) -> Fraction:
 
 
 def nearest_float(value: Fraction) -> float:
-    """The float nearest to an exact rate; infinity where floats end.
+    """Return the float nearest to an exact rate; infinity beyond the range of floats.
 
-    Examples
-    --------
     >>> nearest_float(Fraction(600, 7)), nearest_float(Fraction(10) ** 400)
     (85.71428571428571, inf)
     """
@@ -46,10 +42,8 @@ def nearest_float(value: Fraction) -> float:
 
 
 def summed(bandwidths: Iterable[float]) -> float:
-    """The sum of bandwidths as they are written, of which floats miss the last digit.
+    """Return the sum of bandwidths as they are written: sums of floats miss the last digit.
 
-    Examples
-    --------
     >>> summed([25.781, 25.781, 25.781]), 25.781 + 25.781 + 25.781
     (77.343, 77.34299999999999)
     """
@@ -57,21 +51,13 @@ def summed(bandwidths: Iterable[float]) -> float:
 
 
 def several(count: int, bandwidth: float) -> float:
-    """The bandwidth of equal wires together, as `summed`.
-
-    Examples
-    --------
-    >>> several(3, 25.781)
-    77.343
-    """
+    """Return the bandwidth of equal wires together, exact as `summed`."""
     return nearest_float(count * exact(bandwidth))
 
 
 def shown(value: Fraction) -> str:
-    """A rational number as text: as it is where that is short.
+    """Return a rational number as text: in full if that is short.
 
-    Examples
-    --------
     >>> shown(Fraction(1, 6)), shown(Fraction(1, 3**80))
     ('1/6', 'about 6.7654957e-39')
     """
@@ -81,23 +67,11 @@ def shown(value: Fraction) -> str:
 
 
 def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 32) -> Fraction:
-    """Bytes of entries for each byte of elements.
+    """Return the bytes of entries for each byte of elements.
 
-    Parameters
-    ----------
-    density : float
-        Share of the elements that are chosen, above 0 and at most 1.
-    entry_bits : float
-        Of an index and a value, as they travel.
-    element_bits : int
+    ``density`` is the share of the elements that are chosen, above 0 and at most 1; ``entry_bits`` are those of an
+    index and a value as they travel.
 
-    Raises
-    ------
-    UsageError
-        An argument is out of range.
-
-    Examples
-    --------
     >>> entry_share(0.01)
     Fraction(1, 50)
     """
@@ -113,8 +87,6 @@ def entry_share(density: float, *, entry_bits: float = 64, element_bits: int = 3
 def gigabytes_from_gigabits(gigabits: float) -> float:
     """Convert Gb/s, as NICs are sold, to GB/s.
 
-    Examples
-    --------
     >>> gigabytes_from_gigabits(100)
     12.5
     """
@@ -122,13 +94,11 @@ def gigabytes_from_gigabits(gigabits: float) -> float:
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
+    """Return bus bandwidth over algorithm bandwidth (nccl-tests, ``doc/PERFORMANCE.md``).
 
-    What a ring sends over each of its links for a byte of the buffer: with it rates of all collectives can be
-    compared with each other, and with a link.
+    This is the traffic of a ring on each of its links for a byte of the buffer, which makes the rates of all
+    collectives comparable with each other and with a link.
 
-    Examples
-    --------
     >>> bus_factor("allreduce", 8), bus_factor("allgather", 8), bus_factor("broadcast", 8)
     (1.75, 0.875, 1.0)
     """
@@ -140,10 +110,8 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
-    """The bus bandwidth to put behind a rate in GB/s; nothing where it is the same.
+    """Return the bus bandwidth as words to follow a rate in GB/s; empty if both are the same.
 
-    Examples
-    --------
     >>> bus_words(50.0, "allreduce", 4), bus_words(150.0, "broadcast", 8)
     (', 75 of bus bandwidth', '')
     """
@@ -156,37 +124,25 @@ _THOUSANDS = {"M": -1, "G": 0, "T": 1}
 
 
 def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
-    """GB/s in a text such as ``400Gb/s``, ``50GB/s`` or a bare number, which is of ``unit``, GB/s or Gb/s.
+    """Return the GB/s of a text such as ``400Gb/s``, ``50GB/s`` or a bare number in ``unit``, GB/s or Gb/s.
 
-    Raises
-    ------
-    UsageError
-        The text is no bandwidth above zero.
-
-    Examples
-    --------
     >>> parse_bandwidth("400Gb/s"), parse_bandwidth("25"), parse_bandwidth("100", unit="Gb/s")
     (50.0, 25.0, 12.5)
     """
     match = _RATE.fullmatch(text[:60])
     value = float(match[1]) if match else 0.0
     if match is None or not 0 < value < math.inf:
-        raise UsageError(f"{text[:40]!r} is no bandwidth in {unit} above zero, such as 25, 50GB/s or 400Gb/s")
+        raise UsageError(
+            f"{text[:40]!r} is not a bandwidth in {unit} above zero, such as 25, 50GB/s or 400Gb/s"
+        )
     bits = unit == "Gb/s" if match[3] is None else match[3] != "B"
     value *= 1000.0 ** _THOUSANDS[match[2] or "G"]
     return gigabytes_from_gigabits(value) if bits else value
 
 
 def parse_size(text: str) -> int:
-    """Bytes in a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 as in nccl-tests.
+    """Return the bytes of a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 (nccl-tests).
 
-    Raises
-    ------
-    UsageError
-        The text is no size.
-
-    Examples
-    --------
     >>> parse_size("64KB"), parse_size("1.5M"), parse_size("7")
     (65536, 1572864, 7)
     """
@@ -202,15 +158,8 @@ def parse_size(text: str) -> int:
 
 
 def parse_gpu_list(text: str) -> tuple[int, ...]:
-    """GPU numbers from ``1,4,5,7`` or ``0-3,6``.
+    """Return the GPU numbers of ``1,4,5,7`` or ``0-3,6``.
 
-    Raises
-    ------
-    UsageError
-        The text is no such list.
-
-    Examples
-    --------
     >>> parse_gpu_list("0-2,5")
     (0, 1, 2, 5)
     """
@@ -218,7 +167,7 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", part)
         if match is None:
-            raise UsageError(f"{text[:60]!r} is no list of GPU numbers such as 1,4,5,7 or 0-3")
+            raise UsageError(f"{text[:60]!r} is not a list of GPU numbers such as 1,4,5,7 or 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UsageError(f"the range {part.strip()} runs backwards; write {last}-{first}")
@@ -231,10 +180,8 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
-    Examples
-    --------
     >>> counted(1, "GPU"), counted(8, "GPU")
     ('1 GPU', '8 GPUs')
     """
@@ -242,17 +189,15 @@ def counted(number: int, noun: str) -> str:
 
 
 MOST_GPUS_LISTED, MOST_SIZES = 1 << 20, 1024
-"""Most numbers of a list of GPUs, and most sizes of a list: more is a slip of the keyboard."""
+"""Most numbers in a list of GPUs, and most sizes in a list: more is taken for a typing error."""
 
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _SERVER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})([^0-9]*)", re.DOTALL)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Numbers as `parse_gpu_list` reads them, three and more in a row as a range.
+    """Return numbers as `parse_gpu_list` reads them; three or more in a row are a range.
 
-    Examples
-    --------
     >>> number_ranges([1, 4, 5, 7]), number_ranges(range(16)), number_ranges([0, 1, 2, 6])
     ('1,4,5,7', '0-15', '0-2,6')
     """
@@ -267,10 +212,8 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
-    """Names that differ in a number only, together: of GPUs, and of servers whose lists are alike.
+    """Group names that differ in a number only: of GPUs, and of servers with equal lists.
 
-    Examples
-    --------
     >>> name_ranges(["gpu1", "gpu4", "gpu5", "gpu7", "nic0"])
     ('gpu1,4,5,7', 'nic0')
     >>> name_ranges(f"s{server}.gpu{gpu}" for server in range(4) for gpu in range(8))
@@ -297,15 +240,8 @@ def name_ranges(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes from ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
+    """Return the sizes in bytes of ``1KB:1GB`` (doubling from first to last) or ``1KB,64KB,16MB``.
 
-    Raises
-    ------
-    UsageError
-        A part is no size, the range is empty, or it starts at zero.
-
-    Examples
-    --------
     >>> parse_sizes("1KB:8KB")
     (1024, 2048, 4096, 8192)
     """
@@ -324,10 +260,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def format_size(nbytes: int) -> str:
-    """A short text for a number of bytes.
+    """Return a short text for a number of bytes.
 
-    Examples
-    --------
     >>> format_size(65536), format_size(1536), format_size(7)
     ('64KB', '1.5KB', '7B')
     """
@@ -338,10 +272,8 @@ def format_size(nbytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A short text for a time.
+    """Return a short text for a time.
 
-    Examples
-    --------
     >>> format_seconds(0.00123), format_seconds(2.5e-5)
     ('1.23 ms', '25 us')
     """

@@ -1,7 +1,7 @@
 """Define the back end protocol: it runs the rows of transfer tables for the ranks whose arrays this process holds.
 
-The communicator checks arguments, plans, lowers, allocates memory and divides averages; a back end only moves and
-joins bytes. A `Call` describes one collective. Optional abilities are protocols of their own, checked at run time.
+The communicator checks arguments, plans, lowers, allocates memory and divides averages; a back end only moves and joins
+bytes. A `Call` describes one collective. Optional abilities are protocols of their own, checked at run time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from topoplan.plans.plan import Plan
 Array = TypeVar("Array")
 
 LONGEST_TIMEOUT = 100_000
-"""Seconds, more than a day; waits of the systems, some of them for multiples of it, end at 2**31 milliseconds."""
+"""Seconds, more than a day: waits of the system, some for multiples of it, are limited to 2**31 milliseconds."""
 
 AVERAGED = ("float32", "float64", "complex64", "complex128")
-"""Types whose averages a back end may divide itself: numpy divides them alike wherever they are."""
+"""Types whose averages a back end may divide itself: numpy divides them equally everywhere."""
 
 DIVIDED_FIRST = ("float16", "bfloat16")
 """Types whose averages are sums of values that each rank has divided by the number of ranks.
 
-A sum of values of 16 bits may be beyond their type where the average is not. The communicator divides them; a back end
-adds them up as they come.
+A sum of values of 16 bits may be beyond their type although the average is not. The communicator divides them; a back
+end adds them up as they come.
 """
 
 
@@ -47,10 +47,10 @@ class RankArrays(Generic[Array]):
     source : array
         One contiguous dimension of those elements; only read, unless it is the same memory as ``result``.
     block : (int, int)
-        The elements of the buffer that are the rank's result; empty where it gets none.
+        The elements of the buffer in the rank's result; empty if it gets none.
     result : array
-        One contiguous dimension of those elements, to be written. Where no row leads, the communicator puts
-        what the rank has given.
+        One contiguous dimension of those elements, to be written. The communicator copies the rank's input to elements
+        that no row writes.
     """
 
     rank: int
@@ -60,12 +60,12 @@ class RankArrays(Generic[Array]):
     result: Array
 
     def put_in(self, start: int, stop: int) -> slice:
-        """Where elements lie in ``source``; those of one shard, which is one piece of it."""
+        """Return where elements of one shard lie in `source`; they are one piece of it."""
         first = place_in(self.given, start)
         return slice(first, first + stop - start)
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether elements are part of the result; chunks are so as a whole or not at all."""
+        """Return whether elements are part of the result; chunks are so as a whole or not at all."""
         return self.block[0] <= start and stop <= self.block[1]
 
 
@@ -79,10 +79,10 @@ class Call(Generic[Array]):
     table : TransferTable
         The plan lowered for this element count.
     signature : Signature
-        What all ranks must agree on before the first byte moves.
+        The data that all ranks must agree on before the first byte moves.
     op : str or None
         Reduction (sum, prod, min, max, or avg: added up here, and divided by the communicator unless the back end
-        `averages`, or divided before in `DIVIDED_FIRST` types); None where data is copied.
+        `averages`, or divided before in `DIVIDED_FIRST` types); None for copies.
     dtype : str
         numpy's name of the elements' type.
     itemsize : int
@@ -105,21 +105,19 @@ class Backend(Protocol[Array]):
 
     Attributes
     ----------
-    name : str
     ranks : tuple of int
         The ranks whose arrays this process holds: all of them in one process, else one.
     one_rank : bool
-        Whether a process holds one rank, so that methods take and return one array instead of a list.
+        A process holds one rank, so that methods take and return one array instead of a list.
     size : int
         Number of all ranks.
     direct : bool
-        Whether results may be written to the caller's arrays. A back end that can fail after it has begun to write
-        them says False; its results are copied to the caller's arrays when they are complete.
+        Results may be written to the caller's arrays. A back end that can fail after it has begun to write them says
+        False; its results are copied to the caller's arrays when they are complete.
     averages : bool
-        Whether it divides the averages of `AVERAGED` types by the number of ranks, in the pass that hands results over;
-        if not, the communicator divides them.
+        It divides averages of `AVERAGED` types as it writes results; otherwise the communicator divides them.
     chunk_bytes : int or None
-        The chunk size that suits it; None where the best one depends on the machine and has to be found.
+        The best chunk size; None if it depends on the machine and has to be found.
     """
 
     name: str
@@ -132,7 +130,7 @@ class Backend(Protocol[Array]):
 
     @property
     def arrays(self) -> ArrayLibrary[Array]:
-        """The kind of arrays that it takes."""
+        """Return the library of its arrays."""
 
     def run(self, call: Call[Array]) -> None:
         """Run a collective to its end for the ranks of this process.
@@ -140,49 +138,42 @@ class Backend(Protocol[Array]):
         Raises
         ------
         RefusedError
-            A rank refused, or means another collective: on all ranks, before anything moves.
+            A rank refused, or calls another collective: on all ranks, before anything moves.
         BackendError
             A peer died or stalled. The back end is unusable from then on.
         """
 
     def refuse(self, signature: Signature) -> None:
-        """Tell the other ranks that this one will not take part in a collective, and why (`Signature.refusal`).
+        """Refuse a collective for this rank, for the reason in `Signature.refusal`; raises as `run`.
 
-        All ranks come together for that as for any collective, and all of them raise; nothing is done where all ranks
-        are in this process.
-
-        Raises
-        ------
-        RefusedError
-            As `run`.
-        BackendError
-            As `run`.
+        All ranks take part as in any collective, and all of them raise; nothing is done if all ranks are in this
+        process.
         """
 
     def largest(self, value: float) -> float:
-        """The largest of the values that all ranks give, the same on every rank; all ranks must call it."""
+        """Return the largest of the values of all ranks, the same on every rank; all ranks must call it."""
 
     def close(self) -> None:
-        """Give up processes, connections and memory; closing twice is fine."""
+        """Release processes, connections and memory; a second call does nothing."""
 
 
 @runtime_checkable
 class GathersTexts(Protocol):
-    """A back end of one rank that carries words too, over the control plane that watches its collectives."""
+    """A back end of one rank that gathers texts over the control plane that watches its collectives."""
 
     def agree(self, signature: Signature) -> None:
-        """Compare with all ranks what they are about to do, before they tell each other about it.
+        """Compare with all ranks the next operation before they exchange texts about it.
 
         Raises
         ------
         RefusedError
-            A rank means something else, or refuses: on all ranks.
+            A rank means another one, or refuses: on all ranks.
         BackendError
             A rank died or stalled. The back end is unusable from then on.
         """
 
     def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; all ranks must call it, between collectives.
+        """Return the text of every rank, in order of rank; all ranks must call it, between collectives.
 
         Raises
         ------
@@ -196,17 +187,18 @@ class Aborts(Protocol):
     """A back end of one rank whose waits can be ended from another thread."""
 
     def abort(self, error: BackendError) -> None:
-        """End every wait of this rank, and tell the other ranks why; the back end is unusable from then on."""
+        """End every wait of this rank, and report the error to the other ranks; the back end is unusable afterwards."""
 
 
 @runtime_checkable
 class Follows(Protocol):
-    """A back end of one rank, or of one device that is no rank: a helper, numbered behind the ranks."""
+    """A back end of one rank, or of a helper rank: a device without arrays, numbered behind the ranks."""
 
     helpers: int
 
     def follow(self) -> Signature | None:
-        """What the ranks have agreed on that this helper takes part in, whenever that is; None once they have left.
+        """Wait for the next agreement that concerns this helper rank, and return it; None after the shutdown of the
+        ranks.
 
         Raises
         ------
@@ -216,32 +208,27 @@ class Follows(Protocol):
 
 
 PreparedRun = Callable[[int, int, int], None]
-"""Runs a collective of a kind: its number, and the addresses of input and result."""
+"""Run a collective of a kind: its number, and the addresses of input and result."""
 
 
 @runtime_checkable
 class PreparesRuns(Protocol):
-    """A back end of one rank that needs less time for a collective that is like one before."""
+    """A back end of one rank with a faster path for calls like an earlier one."""
 
     def repeated(self, call: Call[Any]) -> PreparedRun | None:
-        """What runs calls that differ from this one only in their number and in where their arrays begin.
+        """Return what runs calls that differ from this one only in their number and in the addresses of their arrays.
 
-        It takes addresses of contiguous arrays, aligned to their elements, which overlap only where results take the
-        places of their inputs; it divides averages; and raises as `run`. None where such a call is no quicker.
+        It takes addresses of contiguous, aligned arrays, which overlap only if results replace their inputs; it divides
+        averages; and raises as `run`. None if that is not faster.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that a rank did in a collective, for a timeline.
+    """An event of a rank in a collective, for a timeline.
 
-    Parameters
-    ----------
-    row : str
-        Of the timeline: the rank, or the link over which it received.
-    what : str
-    start, end : int
-        Nanoseconds of the host's steady clock.
+    `row` of the timeline is the rank, or the link over which it received; `start` and `end` are nanoseconds of the
+    host's steady clock.
     """
 
     row: str
@@ -252,22 +239,18 @@ class TraceEvent:
 
 @runtime_checkable
 class Traces(Protocol):
-    """A back end that tells what it does in a collective."""
+    """A back end that records the events of its collectives."""
 
     def trace(self, steps: list[TraceEvent] | None) -> None:
-        """Add the steps of the collectives from now on to a list; with None no longer."""
+        """Append the events of later collectives to a list; None ends that."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What a link from this rank has carried since it was opened.
+    """The traffic over a link from this rank since it was opened.
 
-    Parameters
-    ----------
-    nbytes : int
-        That have arrived.
-    busy : float
-        Seconds in which something was on its way, those not counted in which the destination had no room for it.
+    `nbytes` have arrived. `busy` are the seconds with data under way, except those in which the destination had no
+    room.
     """
 
     nbytes: int
@@ -276,14 +259,10 @@ class LinkUse:
 
 @dataclass(frozen=True, slots=True)
 class LinkShare:
-    """What a plan counts on for a link from one rank to another.
+    """The plan's rate of a link from one rank to another, in GB/s, and the links of the machine that it crosses,
+    sorted.
 
-    Parameters
-    ----------
-    rate : float
-        GB/s.
-    wires : tuple of (source device, destination device, channel)
-        The links of the machine that it crosses, sorted.
+    Those are (source device, destination device, channel).
     """
 
     rate: float
@@ -292,68 +271,63 @@ class LinkShare:
 
 @runtime_checkable
 class MeasuresLinks(Protocol):
-    """A back end of one rank that sees how fast its links are while they are busy."""
+    """A back end of one rank that measures how fast its busy links are."""
 
     @property
     def measures(self) -> bool:
-        """Whether the system under it counts what that takes."""
+        """Return whether the system provides the counters."""
 
     def link_uses(self) -> Mapping[tuple[int, int, str], LinkUse]:
-        """What has gone over each link from this rank so far."""
+        """Return the traffic over each link from this rank so far."""
 
     def link_shares(self, plan: Plan, machine: Topology) -> Mapping[tuple[int, int, str], LinkShare]:
-        """What a plan counts on for its links on a machine that has those of the plan's, perhaps slower."""
+        """Return the planned share of each link on a machine that has the links of the plan's, perhaps slower."""
 
 
 @runtime_checkable
 class GivesMemory(Protocol):
-    """A back end of one rank with memory of its own kind, from which it can do with fewer copies."""
+    """A back end of one rank with memory of its own kind, from which it makes fewer copies."""
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """A new contiguous array of the same dtype, contents undefined: of that memory where there is some left."""
+        """Return a new contiguous array of the same dtype, contents undefined: in that memory while it lasts."""
 
     def writes(self, array: Any) -> bool:
-        """Whether results may be written to this contiguous array at once, also where that is not so of all arrays."""
+        """Return whether results may be written directly to this contiguous array, also if not all arrays allow it."""
 
 
 @runtime_checkable
 class Captures(Protocol):
-    """A back end whose collectives can be put into graphs that the caller launches later."""
+    """A back end whose collectives can be captured in graphs that the caller launches later."""
 
     @property
     def captures(self) -> bool:
-        """Whether the caller captures a graph now."""
+        """Return whether the caller captures a graph now."""
 
 
 @runtime_checkable
 class Splits(Protocol):
-    """A back end that can be made for the groups of its ranks, too."""
+    """A back end that can be split for groups of its ranks."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """New back ends, one for each group that has ranks of this process; all ranks must call it at once.
+        """Return a new back end for each group that has ranks of this process; all ranks must call it at once.
 
         Parameters
         ----------
         groups : sequence of sequence of int
             Ranks; every rank is in one of them. Rank i of a new back end is the i-th of its group.
-
-        Raises
-        ------
-        UsageError, BackendError
-            As where such a back end is made.
         """
 
 
 @runtime_checkable
 class Recovers(Protocol):
-    """A back end of one rank whose ranks can go on when others are gone.
+    """A back end of one rank whose ranks can recover from failures of others.
 
     Attributes
     ----------
-    survivors : Survivors or None
-        How ranks that are left find each other; None where they cannot, or a new back end has taken it over.
+    survivors : MembershipProtocol or None
+        How survivors find each other; None if they cannot, or a new back end has taken it over.
     about : dict
-        What that of a rank that joins these must be made with, as JSON has it (`open_among`).
+        The settings for a rank that joins these, as JSON has it (`open_joining_backend`).
     """
 
     survivors: MembershipProtocol | None
@@ -363,26 +337,21 @@ class Recovers(Protocol):
         """See above."""
 
     def go_on(self, gather: Callable[[str], list[str]], *, rank: int, size: int) -> Backend[Any]:
-        """A new back end among the ranks that are left, with the same survivors; all of them call it.
+        """Return a new back end among the surviving ranks, with the same `survivors`; all of them call it.
 
-        This one ends, if it has not ended, but leaves the survivors open. A second attempt may follow.
+        This one ends, if it has not ended, but leaves `survivors` open. A second attempt may follow.
 
         Parameters
         ----------
         gather : callable
             An allgather of texts among those ranks.
         rank, size : int
-            This rank among them, and how many they are.
-
-        Raises
-        ------
-        UsageError, BackendError
-            As where such a back end is made.
+            This rank among them, and their number.
         """
 
 
 def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
-    """The group that a rank is in."""
+    """Return the group of a rank."""
     return next(group for group in groups if rank in group)
 
 
@@ -390,56 +359,54 @@ def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
 class HasEngines(Protocol):
     """A back end that moves data in one of several ways.
 
-    Attributes
-    ----------
-    about_engine : str
-        Which one it is, and why no better one; empty where it has no choice. The same on all ranks.
+    `about_engine` says which one, and why no better one; empty if it has no choice. It is the same on all ranks.
     """
 
     about_engine: str
 
 
 class OneRank:
-    """What back ends of one rank that have a `ControlPlane` tell the other ranks through it, between collectives.
-
-    Attributes
-    ----------
-    _world : World
-    _timeout : float
-        Seconds that a rank waits for the others.
-    """
+    """Control messages between collectives of back ends of one rank with a `ControlPlane`, `_world`."""
 
     _world: ControlPlane
     _timeout: float
 
     @property
     def timeout(self) -> float:
-        """Seconds that a rank waits for the others."""
+        """Return the seconds that a rank waits for the others."""
         return self._timeout
 
     def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        with self._telling():
+        with self._reporting_failures():
             return self._world.largest(value, timeout=self._timeout)
 
     def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
-        with self._telling():
+        with self._reporting_failures():
             self._world.agree(signature, timeout=self._timeout)
 
     def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`."""
         self.agree(signature)
 
     def abort(self, error: BackendError) -> None:
-        """See `Aborts.abort`."""
         self._world.abort(error)
 
     def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        with self._telling():
+        with self._reporting_failures():
             return self._world.texts(text, timeout=self._timeout)
 
-    def _telling(self) -> AbstractContextManager[None]:
-        """Tells all ranks of what this one stops with by itself, inside, where they would wait for it."""
+    def _reporting_failures(self) -> AbstractContextManager[None]:
+        """Report failures inside to all ranks, which would wait for this one."""
         return nullcontext()
+
+
+class AllRanks:
+    """Common part of back ends that hold all ranks in one process."""
+
+    one_rank = False
+    direct = True
+    averages = False
+
+    def refuse(self, signature: Signature) -> None: ...
+
+    def largest(self, value: float) -> float:
+        return value

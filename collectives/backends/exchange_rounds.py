@@ -1,9 +1,8 @@
 """Run allreduces whose ranks exchange elements: rounds on a back end, and the sums that each rank makes in between.
 
-A round on elements runs in a buffer. For an exchange all ranks divide an area in the same way among the messages: a
-rank puts its own into their places, the back end copies them along the trees into the same places elsewhere, and
-every rank that has them all adds them up in the order of the senders. So sums have the same bits on all ranks, on
-every back end.
+A round on elements runs in a buffer. For an exchange all ranks divide an area equally among the messages: a rank puts
+its own into their places, the back end copies them along the trees into the same places elsewhere, and every rank that
+has them all adds them up in the order of the senders. So sums have the same bits on all ranks, on every back end.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from collectives.tables.array_library import ArrayLibrary
 from topoplan.plans.plan import Plan
@@ -22,35 +21,18 @@ from topoplan.plans.verify import exchanged
 Array = TypeVar("Array")
 
 
-class RoundFunction(Protocol):
-    """What runs one round; see `collectives.backends.execution.Execution.run_round`."""
-
-    def __call__(
-        self,
-        plan: Plan,
-        borders: tuple[int, ...],
-        *,
-        op: str | None,
-        given: Sequence[Array],
-        results: Sequence[Array],
-        about: str,
-    ) -> None:
-        """Run it to its end."""
+RoundFunction = Callable[..., None]
+"""Run one round; see `collectives.backends.execution.Execution.run_round`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageArea:
-    """Where the messages of one exchange lie for a buffer of some elements.
+    """The places of one exchange's messages for a buffer of some elements.
 
-    Parameters
-    ----------
-    borders : tuple of int
-        Where each message of the round ends; the last is the length of the area.
-    places : dict of (shard, sender) to int
-        Where what a rank sends of a shard begins.
-    sums : tuple of (int, int, int, tuple of int, frozenset of int)
-        Each shard that is not empty: its elements from start to stop, the senders in order, and the ranks that add them
-        up.
+    - `borders`: where each message of the round ends; the last is the length of the area.
+    - `places`: the start of the message of (shard, sender).
+    - `sums`: each shard that is not empty: its elements from start to stop, the senders in order, and the ranks that
+      add them up.
     """
 
     borders: tuple[int, ...]
@@ -61,12 +43,6 @@ class MessageArea:
 class ExchangeRounds(Generic[Array]):
     """The rounds of one plan whose ranks exchange elements.
 
-    Parameters
-    ----------
-    plan : Plan
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = ExchangeRounds(topoplan.one_shot(topoplan.load("v100x4")))
     >>> area = found.area(0, 100)
@@ -89,7 +65,7 @@ class ExchangeRounds(Generic[Array]):
 
     def run(
         self,
-        lines: Sequence[Array],
+        inputs: Sequence[Array],
         totals: Sequence[Array],
         ranks: Sequence[int],
         library: ArrayLibrary[Array],
@@ -97,35 +73,27 @@ class ExchangeRounds(Generic[Array]):
         op: str,
         run_round: RoundFunction,
     ) -> None:
-        """Add up the lines of all ranks.
+        """Add up the contiguous arrays of all ranks into `totals`; both have one for each rank of this process.
 
-        Parameters
-        ----------
-        lines, totals : sequence of arrays, one for each rank of this process
-            Contiguous lines of the same length: what is added up, only read, and where sums are put.
-        ranks : sequence of int
-        library : ArrayLibrary
-        op : str
-            Reduction; an average is added up here.
-        run_round : callable
+        An average is only added up here.
         """
-        (count,) = library.shape(lines[0])
+        (count,) = library.shape(inputs[0])
         borders = tuple(shard_bounds((shard.share for shard in self.plan.shards), count)[1:])
         joined = "sum" if op == "avg" else op
-        for total, line in zip(totals, lines, strict=True):
-            library.copy(total, line)
+        for total, given in zip(totals, inputs, strict=True):
+            library.copy(total, given)
         for number, one in enumerate(self.rounds):
             about = f"{op} of {count} elements, round {number}"
             if one.kind == "elements":
                 run_round(one.plan, borders, op=joined, given=totals, results=totals, about=about)
                 continue
             area = self.area(number, count)
-            rooms = [library.empty((area.borders[-1],), line) for line in lines]
-            for rank, total, room in zip(ranks, totals, rooms, strict=True):
-                _put(area, rank, total, room, library)
-            run_round(one.plan, area.borders, op=None, given=rooms, results=rooms, about=about)
-            for rank, total, room in zip(ranks, totals, rooms, strict=True):
-                _add_up(area, rank, total, room, library, joined)
+            areas = [library.empty((area.borders[-1],), given) for given in inputs]
+            for rank, total, area_elements in zip(ranks, totals, areas, strict=True):
+                _put(area, rank, total, area_elements, library)
+            run_round(one.plan, area.borders, op=None, given=areas, results=areas, about=about)
+            for rank, total, area_elements in zip(ranks, totals, areas, strict=True):
+                _add_up(area, rank, total, area_elements, library, joined)
 
     def _area(self, number: int, count: int) -> MessageArea:
         one: PlanRound = self.rounds[number]
@@ -144,20 +112,24 @@ class ExchangeRounds(Generic[Array]):
         return MessageArea(tuple(borders), places, sums)
 
 
-def _put(area: MessageArea, rank: int, total: Array, room: Array, library: ArrayLibrary[Array]) -> None:
-    """Put what a rank has into the places of its messages."""
+def _put(
+    area: MessageArea, rank: int, total: Array, area_elements: Array, library: ArrayLibrary[Array]
+) -> None:
+    """Copy a rank's elements into the places of its messages."""
     for shard, start, stop, senders, _ in area.sums:
         if rank in senders:
             place = area.places[shard, rank]
-            library.copy(library.part(room, place, place + stop - start), library.part(total, start, stop))
+            library.copy(
+                library.part(area_elements, place, place + stop - start), library.part(total, start, stop)
+            )
 
 
 def _add_up(
-    area: MessageArea, rank: int, total: Array, room: Array, library: ArrayLibrary[Array], op: str
+    area: MessageArea, rank: int, total: Array, area_elements: Array, library: ArrayLibrary[Array], op: str
 ) -> None:
     """Add up all messages of every shard on a rank that has them."""
     for shard, start, stop, senders, adding in area.sums:
         if rank in adding:
             places = [area.places[shard, sender] for sender in senders]
-            parts = [library.part(room, place, place + stop - start) for place in places]
+            parts = [library.part(area_elements, place, place + stop - start) for place in places]
             library.join(library.part(total, start, stop), parts, op)

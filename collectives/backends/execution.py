@@ -1,4 +1,4 @@
-"""Run a checked request: plan, lower, give out memory, let the back end move bytes, hand over results.
+"""Run a checked request: plan, lower, allocate memory, let the back end move bytes, return results.
 
 A back end that can fail after it has begun to write gets memory of this module: results are copied to the caller's
 arrays when they are complete, so that these are either complete or untouched. For a back end that writes to the
@@ -51,10 +51,10 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 MAX_CALL_KINDS = 64
-"""Kinds of calls of which is kept what is run."""
+"""Kinds of calls whose programs are kept."""
 
 DEBUG = "TOPOPLAN_DEBUG"
-"""Set in the environment it has every collective told on stderr: 1 by the process of rank 0, all by every process."""
+"""The environment variable that prints every collective on stderr: 1 in the process of rank 0, all in every process."""
 
 
 PlanQuery = tuple[str, int | None, str | None, Any, Any]
@@ -63,17 +63,9 @@ PlanQuery = tuple[str, int | None, str | None, Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """What all calls of one kind have in common, for the one rank of this process.
+    """The common part of all calls of one kind, for the one rank of this process.
 
-    Parameters
-    ----------
-    run : callable
-        See `PreparesRuns.repeated`.
-    kind : Kind
-    table : TransferTable
-    dtype : dtype of the array's library
-    kept : tuple of (int, int, int)
-        See `local_copy_parts`.
+    `run` is that of `PreparesRuns.repeated`, `dtype` the array library's, `kept` the `local_copy_parts`.
     """
 
     run: PreparedRun
@@ -84,20 +76,14 @@ class PreparedCall:
 
     @classmethod
     def of(cls, run: PreparedRun, kind: CallKind, call: Call[Any], dtype: Any) -> PreparedCall:
-        """Of a call that has been run."""
+        """Prepare calls like one that has been run."""
         (one,) = call.memory
         return cls(run, kind, call.table, dtype, local_copy_parts(call.table, one.rank, one.given, one.block))
 
     def places(self, array: Any, out: Any, library: ArrayLibrary[Any]) -> tuple[int, int] | None:
-        """Where the input and the array for the result are, 0 where that is yet to be made; None where they do not fit.
+        """Return the addresses of input and result, 0 for a result without `out`; None if the arrays do not fit.
 
-        Parameters
-        ----------
-        array : array
-            Of this dtype and the shape of the call.
-        out : anything
-            What the caller wants the result in.
-        library : ArrayLibrary
+        `array` has this dtype and the shape of the call.
         """
         kind = self.kind
         source, itemsize = library.address(array), kind.itemsize
@@ -125,21 +111,8 @@ class PreparedCall:
 class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
 
-    Parameters
-    ----------
-    store : PlanStore
-    backend : Backend
-    chunks : ChunkSizes
-
-    Attributes
-    ----------
-    store : PlanStore
-    traffic : Traffic
-        What the collectives so far have moved.
-    failure : BackendError or None
-        What another process did that ended this.
-    aborted : bool
-        Whether `abort` was called.
+    `traffic` counts what the collectives so far have moved. `failure` is the error of another process that ended this,
+    or None. `aborted`: `abort` was called.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
@@ -151,23 +124,17 @@ class Execution(Generic[Array]):
         self._failed = False
         self.failure: BackendError | None = None
         self.aborted = False
-        asked = os.environ.get(DEBUG, "0")
-        self._tells = asked == "all" or (asked not in ("", "0") and 0 in backend.ranks)
+        setting = os.environ.get(DEBUG, "0")
+        self._prints = setting == "all" or (setting not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str, str], Array] = {}
         self._lowered: dict[CallKind, tuple[PlanKey, TransferTable, Signature]] = {}
-        self._repeats = isinstance(backend, PreparesRuns) and not self._tells
-        self._gives = backend if isinstance(backend, GivesMemory) else None
-        self._repeated: dict[PlanQuery, PreparedCall] = {}
+        self._prepares = isinstance(backend, PreparesRuns) and not self._prints
+        self._memory_source = backend if isinstance(backend, GivesMemory) else None
+        self._prepared: dict[PlanQuery, PreparedCall] = {}
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
 
     def run(self, request: Request[Array]) -> Any:
-        """Run a request to its end; the result, or a list with one for each rank of this process.
-
-        Raises
-        ------
-        BackendError
-            Another process failed, now or before.
-        """
+        """Run a request to its end; return the result, or a list with one for each rank of this process."""
         self._check_alive()
         library, kind = self.backend.arrays, request.kind
         if kind not in self._lowered:
@@ -178,11 +145,11 @@ class Execution(Generic[Array]):
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if divides_first(kind):
             memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
-        if self.backend.direct or self._gives:
+        if self.backend.direct or self._memory_source:
             memory = copy_overlapping_inputs(memory, library)
         agreed = signature.of_call(self._calls)
         if request.about is not None:
-            # helpers read the reduction in front
+            # helper ranks read the reduction at the start
             agreed = replace(agreed, op=request.about if kind.op is None else f"{kind.op} {request.about}")
         call = Call(key.plan, table, agreed, kind.op, kind.dtype, kind.itemsize, tuple(memory))
         self._run(call, key.digest, kind.nbytes)
@@ -194,8 +161,8 @@ class Execution(Generic[Array]):
             self._finished(request, one, request.outputs[place]) if one.rank in kind.holders else None
             for place, one in enumerate(memory)
         ]
-        if self._repeats:
-            self._may_repeat(request, call)
+        if self._prepares:
+            self._prepare(request, call)
         return results[0] if self.backend.one_rank else results
 
     def repeated(
@@ -209,41 +176,33 @@ class Execution(Generic[Array]):
         later: bool,
         below: int | None = None,
     ) -> Callable[[], Any] | None:
-        """What runs a call like an earlier one on these arrays; None where they have to be looked at.
+        """Return a function that runs a prepared call on these arrays; None if they need the checks of a first call.
 
-        Parameters
-        ----------
-        collective, root, op
-            As the caller asks.
-        array, out : anything
-            What he passes for input and result.
-        later : bool
-            Whether it runs in the background.
-        below : int, optional
-            Buffers of so many bytes and more have to be looked at in any case.
+        The first arguments are the caller's. `later`: it runs in the background. Buffers of `below` bytes and more
+        always need the checks.
         """
         library = self.backend.arrays
         if (
-            not self._repeats
+            not self._prepares
             or type(array) not in library.plain
             or type(root) not in (int, NoneType)
             or type(op) not in (str, NoneType)
         ):
             return None
-        call = self._repeated.get((collective, root, op, array.dtype, array.shape))
+        call = self._prepared.get((collective, root, op, array.dtype, array.shape))
         if call is None or (below is not None and call.kind.nbytes >= below):
             return None
         places = call.places(array, out, library)
         if places is None:
             return None
-        # a tensor may be given other memory meanwhile, so what was looked at is held
+        # a tensor may get other memory meanwhile, so this holds the checked memory
         held = [library.line(one) for one in (array, out) if one is not None] if later else []
-        return partial(self._run_repeated, call, array, out, *places, held)
+        return partial(self._run_prepared, call, array, out, *places, held)
 
-    def _run_repeated(
+    def _run_prepared(
         self, call: PreparedCall, array: Array, out: Array | None, source: int, result: int, held: list[Array]
     ) -> Array:
-        """Run a call whose arguments fit."""
+        """Run a prepared call on arrays that fit."""
         self._check_alive()
         if out is None:
             out = self.backend.arrays.empty(call.kind.shape, array)
@@ -253,7 +212,7 @@ class Execution(Generic[Array]):
         try:
             call.run(number, source, result)
         except BaseException as error:
-            self._meets(error)
+            self._note_failure(error)
             raise
         self.traffic.add(call.table, itemsize=call.kind.itemsize)
         if call.kept:
@@ -261,13 +220,13 @@ class Execution(Generic[Array]):
             copy_local_parts(call.kept, library.line(array), library.line(out), library)
         return out
 
-    def _may_repeat(self, request: Request[Array], call: Call[Array]) -> None:
-        """Keep what runs calls like this one, which has been run."""
+    def _prepare(self, request: Request[Array], call: Call[Array]) -> None:
+        """Prepare calls like this one, which has been run."""
         kind = request.kind
         first: Any = request.inputs[0]
-        asked = kind.collective, kind.root, kind.op, first.dtype, first.shape
+        key = kind.collective, kind.root, kind.op, first.dtype, first.shape
         if (
-            asked in self._repeated
+            key in self._prepared
             or kind not in self._lowered
             or request.about is not None
             or (kind.op == "avg" and kind.dtype not in AVERAGED)
@@ -277,10 +236,10 @@ class Execution(Generic[Array]):
         assert isinstance(self.backend, PreparesRuns), "looked at before"
         run = self.backend.repeated(call)
         if run is not None:
-            _remember(self._repeated, asked, PreparedCall.of(run, kind, call, first.dtype))
+            _remember(self._prepared, key, PreparedCall.of(run, kind, call, first.dtype))
 
     def _lower(self, kind: CallKind) -> tuple[PlanKey, TransferTable, Signature]:
-        """What is run for calls of a kind; kept once their chunk size is settled."""
+        """Return the lowered plan of a kind; kept once its chunk size is settled."""
         key = self.store.key(self._plan(kind.collective, kind.root, kind.nbytes))
         check_helpers(key.plan, self.backend)
         chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
@@ -301,9 +260,9 @@ class Execution(Generic[Array]):
         return key, table, signature
 
     def _run_exchange(self, request: Request[Array], plan: Plan) -> Any:
-        """Run an allreduce whose ranks exchange what they have; results as of `run`."""
+        """Run an allreduce in exchange rounds; results as of `run`."""
         library, kind = self.backend.arrays, request.kind
-        assert kind.op is not None, "an allreduce adds up"
+        assert kind.op is not None, "an allreduce has a reduction"
         key = self.store.key(plan)
         if key.digest not in self._exchanges:
             _remember(self._exchanges, key.digest, ExchangeRounds(key.plan))
@@ -312,15 +271,15 @@ class Execution(Generic[Array]):
         if divides_first(kind):
             lines = [self._divided(line, rank) for rank, line in zip(self.backend.ranks, lines, strict=True)]
         totals = [library.empty((kind.count,), first) for _ in lines]
-        told = f"{kind.op} of {shape_text(kind.input_shape) if request.about is None else request.about}"
+        meaning = f"{kind.op} of {shape_text(kind.input_shape) if request.about is None else request.about}"
         self._exchanges[key.digest].run(
             lines,
             totals,
             self.backend.ranks,
             library,
             op=kind.op,
-            run_round=lambda *given, about, **asked: self.run_round(
-                *given, about=f"{told}: {about}", **asked
+            run_round=lambda *given, about, **options: self.run_round(
+                *given, about=f"{meaning}: {about}", **options
             ),
         )
         results = []
@@ -345,24 +304,11 @@ class Execution(Generic[Array]):
     ) -> None:
         """Run one round of a plan that exchanges elements or entries.
 
-        Parameters
-        ----------
-        plan : Plan
-            Of a `topoplan.plans.structure.PlanRound`.
-        borders : tuple of int
-            Where its shards end in the buffers.
-        op : str or None
-            Reduction, or None where data is copied.
-        given, results : sequence of arrays, one for each rank of this process
-            Lines of ``borders[-1]`` elements: what each rank starts with, and where what arrives is put; the same
-            memory, or apart. Where nothing arrives, results stay as they are.
-        about : str
-            What the elements mean: ranks that differ in it must not exchange them.
-
-        Raises
-        ------
-        BackendError
-            Another process failed, now or before.
+        `plan` is that of a `topoplan.plans.structure.PlanRound`; its shards end at `borders` in the buffers. `op` is
+        None for copies. `given` and `results` have for each rank of this process one contiguous array of
+        ``borders[-1]`` elements: the initial values, and the target of arrivals; the same memory, or disjoint. Elements
+        without arrivals stay unchanged. `about` is the meaning of the elements: ranks that differ in it must not
+        exchange them.
         """
         self._check_alive()
         library = self.backend.arrays
@@ -388,34 +334,34 @@ class Execution(Generic[Array]):
 
     @property
     def calls(self) -> int:
-        """Transfer tables that were run so far."""
+        """Return how many transfer tables were run."""
         return self._calls
 
     def plan_of(self, kind: CallKind) -> Plan:
-        """The plan by which calls of a kind run; see `planned`."""
+        """Return the plan for calls of a kind; see `planned`."""
         return self._plan(kind.collective, kind.root, kind.nbytes)
 
     def settled(self, collective: str, root: int | None, nbytes: int) -> bool:
-        """Whether the chunk size for buffers of so many bytes is no longer searched for."""
+        """Return whether the search for the chunk size of such buffers has ended."""
         plan = self.store.plan(collective, root, nbytes)
         return self.chunks.settled(self.store.key(plan).digest, nbytes)
 
     @property
     def topology(self) -> Topology:
-        """The machine that plans are made for."""
+        """Return the machine of the plans."""
         return self.store.topology
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The channels that plans are made for."""
+        """Return the channels of the plans."""
         return self.store.channels
 
     def plan(self, collective: str, nbytes: int) -> Plan:
-        """The plan of a collective without a root for a buffer of so many bytes; see `planned`."""
+        """Return the plan of a collective without a root for a buffer of so many bytes; see `planned`."""
         return self._plan(collective, None, nbytes)
 
     def knows(self, collective: str) -> bool:
-        """Whether a collective without a root was planned before."""
+        """Return whether a collective without a root was planned before."""
         return self.store.knows(collective, None)
 
     def planned(
@@ -426,45 +372,28 @@ class Execution(Generic[Array]):
         root: int | None = None,
         about: str | None = None,
     ) -> Plans:
-        """A verified plan: made here where all ranks are in this process, else by one rank for all.
+        """Return a verified plan: made here if all ranks are in this process, else by one rank for all.
 
-        Parameters
-        ----------
-        make : callable
-            What plans.
-        collective, root, about
-            What for: all ranks must want the same.
-
-        Raises
-        ------
-        TopoplanError
-            There is no such plan; the communicator stays usable.
-        BackendError
-            Another rank failed, or means something else.
+        All ranks must want the same `collective`, `root` and `about`. Raises `TopoplanError` if planning fails; the
+        communicator stays usable.
         """
         if not isinstance(self.backend, GathersTexts):
             return plan_locally(make)
-        with self._speaking(
+        with self._agreed_gather(
             plan=self.store.digest[:16], collective=collective, root=root, op=about
         ) as gather:
             return plan_on_one_rank(gather, make, rank=self.backend.ranks[0])
 
     def gather_texts(self, text: str) -> list[str]:
-        """What every rank says, in order of rank; of ranks that are all in this process the same.
-
-        Raises
-        ------
-        BackendError
-            Another rank failed, or does something else.
-        """
+        """Return the text of every rank, in order of rank; if all ranks are in this process, copies of this one."""
         if not isinstance(self.backend, GathersTexts):
             return [text] * self.backend.size
-        with self._speaking(collective="texts") as gather:
+        with self._agreed_gather(collective="texts") as gather:
             return gather(text)
 
     @contextmanager
-    def _speaking(self, **agreed: Any) -> Iterator[Gather]:
-        """How ranks tell each other texts, once all mean the same by it."""
+    def _agreed_gather(self, **agreed: Any) -> Iterator[Gather]:
+        """Yield an allgather of texts after all ranks have agreed on its purpose."""
         backend = self.backend
         assert isinstance(backend, GathersTexts), "looked at before"
         self._check_alive()
@@ -473,11 +402,11 @@ class Execution(Generic[Array]):
             yield backend.gather_texts
         except BaseException as error:
             if isinstance(error, BackendError) or not isinstance(error, Exception):
-                self._meets(error)
+                self._note_failure(error)
             raise
 
     def model_seconds(self, collective: str, nbytes: int) -> float:
-        """Model time of a collective on a buffer of so many bytes, on the machine of the plan."""
+        """Return the model's time of a collective on a buffer of so many bytes, on the machine of the plan."""
         return simulate(self.plan(collective, nbytes), nbytes=nbytes).seconds
 
     def _plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
@@ -494,55 +423,52 @@ class Execution(Generic[Array]):
             self._run_measured(call, digest, nbytes)
         except BaseException as error:
             if self.backend.one_rank:
-                self._meets(error)
+                self._note_failure(error)
             raise
         self.traffic.add(call.table, itemsize=call.itemsize)
 
     def _run_measured(self, call: Call[Array], digest: str, nbytes: int) -> None:
-        """Run a call, and time it while a chunk size is searched for: all ranks count the slowest."""
+        """Run a call, and time it during the search for a chunk size: all ranks count the slowest."""
         started = time.perf_counter()
         self.backend.run(call)
         seconds = time.perf_counter() - started
-        if self._tells:
+        if self._prints:
             print(describe_call(call, self.backend, nbytes, seconds), file=sys.stderr, flush=True)
         if not self.chunks.settled(digest, nbytes):
             self.chunks.measured(digest, nbytes, self.backend.largest(seconds))
 
     def _memory(self, request: Request[Array], place: int, rank: int) -> RankArrays[Array]:
-        """Where a rank's input lies and where its result is put together."""
+        """Return the memory of a rank's input, and of its result."""
         library = self.backend.arrays
         first, output, kind = request.inputs[0], request.outputs[place], request.kind
         elements = kind.blocks[place][1] - kind.blocks[place][0]
         if output is None:
             result = library.empty((elements,), first)
-        elif self._into(output):
+        elif self._writes_to(output):
             result = library.line(output)
         else:
-            result = library.part(self._room(rank, elements, first), 0, elements)
+            result = library.part(self._staging_memory(rank, elements, first), 0, elements)
         return RankArrays(
             rank, kind.given[place], library.line(request.inputs[place]), kind.blocks[place], result
         )
 
-    def _into(self, output: Array) -> bool:
-        """Whether the back end may write a result to the caller's array itself."""
+    def _writes_to(self, output: Array) -> bool:
+        """Return whether the back end may write a result to the caller's array itself."""
         if not self.backend.arrays.contiguous(output):
             return False
-        return self.backend.direct or (self._gives is not None and self._gives.writes(output))
+        return self.backend.direct or (self._memory_source is not None and self._memory_source.writes(output))
 
     def _divided(self, line: Array, rank: int) -> Array:
-        """What a rank gives to an average, divided by the number of ranks, in memory of our own."""
+        """Return a rank's input of an average, divided by the number of ranks, in memory of this module."""
         library = self.backend.arrays
         (elements,) = library.shape(line)
-        divided = library.part(self._room(rank, elements, line, "given"), 0, elements)
+        divided = library.part(self._staging_memory(rank, elements, line, "given"), 0, elements)
         library.copy(divided, line)
         library.divide(divided, self.backend.size)
         return divided
 
-    def _room(self, rank: int, elements: int, like: Array, use: str = "result") -> Array:
-        """Memory for a result that is copied to the caller's array when it is complete; kept between calls.
-
-        Also for what is given to a collective in place of the caller's array.
-        """
+    def _staging_memory(self, rank: int, elements: int, like: Array, use: str = "result") -> Array:
+        """Return memory for a result until it is complete, or for a replaced input; kept between calls."""
         library = self.backend.arrays
         key = (rank, library.dtype(like), use)
         if key not in self._staging or library.shape(self._staging[key])[0] < elements:
@@ -550,7 +476,7 @@ class Execution(Generic[Array]):
         return self._staging[key]
 
     def _finished(self, request: Request[Array], one: RankArrays[Array], output: Array | None) -> Array:
-        """The result in its shape, in the caller's array where he gave one."""
+        """Return the result in its shape, in the caller's array if there is one."""
         library = self.backend.arrays
         kind = request.kind
         divided = divides_first(kind) or (self.backend.averages and kind.dtype in AVERAGED)
@@ -559,25 +485,20 @@ class Execution(Generic[Array]):
         result = library.shaped(one.result, kind.shape)
         if output is None:
             return result
-        if not self._into(output):
+        if not self._writes_to(output):
             library.copy(output, result)
         return output
 
     def agree(self, **agreed: Any) -> None:
-        """Compare with all ranks what they are about to do, which something else carries out.
+        """Compare with all ranks what they are about to do outside of this module.
 
-        Raises
-        ------
-        RefusedError
-            A rank means something else, or refuses; on all ranks.
-        BackendError
-            Another rank failed.
+        Raises `RefusedError` on all ranks if one means something else, or refuses.
         """
-        with self._speaking(**agreed):
+        with self._agreed_gather(**agreed):
             pass
 
     def abort(self, reason: str) -> None:
-        """End what is under way and all that comes, from any thread; the other ranks are told."""
+        """End what is under way and all later calls, from any thread, and report it to the other ranks."""
         rank = self.backend.ranks[0]
         self.aborted = self._failed = True
         self.failure = BackendError(reason, rank=rank, peer=rank)
@@ -585,26 +506,21 @@ class Execution(Generic[Array]):
             self.backend.abort(self.failure)
 
     def refuse(self, reason: str) -> None:
-        """Refuse a collective with all ranks, since arguments do not fit here; nothing where all have other reasons.
+        """Refuse a collective with all ranks, because this rank's arguments do not fit; return if all ranks refuse by
+        themselves.
 
-        Where other ranks do not come for it, execution fails: the caller has an error to raise.
-
-        Raises
-        ------
-        RefusedError
-            Some rank does not refuse by itself; the same on all ranks.
-        BackendError
-            An earlier collective failed.
+        Raises `RefusedError`, the same on all ranks, if some rank does not. If other ranks do not take part, execution
+        fails without an error here: the caller has one to raise.
         """
         self._check_alive()
         try:
             self.backend.refuse(self._signature(refusal=reason))
         except RefusedError as error:
-            self._meets(error)
+            self._note_failure(error)
             if not error.by_all:
                 raise
         except BackendError as error:
-            self._meets(error)
+            self._note_failure(error)
 
     def _signature(self, **agreed: Any) -> Signature:
         nothing: dict[str, Any] = {"plan": "", "collective": "", "root": None, "op": None, "dtype": ""}
@@ -612,24 +528,21 @@ class Execution(Generic[Array]):
         return Signature(**{**nothing, **numbers, **agreed})
 
     def exchange_plans(self, store: PlanStore) -> None:
-        """Go on with other plans, for the same ranks; all of them must do so at once."""
+        """Switch to other plans for the same ranks; all ranks do so at once."""
         self.store = store
         self._lowered.clear()
-        self._repeated.clear()
+        self._prepared.clear()
         self._exchanges.clear()
 
     def hand_over(self) -> None:
-        """Wait for the word that all ranks have their whole results; only then may one of them let the caller have it.
+        """Wait until all ranks have their whole results; only then may one of them return to the caller.
 
-        Raises
-        ------
-        BackendError
-            A rank failed. Where this is raised some may have had the word, and then all have their results.
+        If this raises, some ranks may have succeeded, and then all have their results.
         """
         self.agree(collective="handed over")
 
-    def _meets(self, error: BaseException) -> None:
-        """Note what has ended a collective: all ranks go on behind one that they have refused, and else never."""
+    def _note_failure(self, error: BaseException) -> None:
+        """Note a failure of a collective: all ranks continue after a refusal, and never after another failure."""
         if isinstance(error, RefusedError):
             self._calls = error.next_call
             return
@@ -645,19 +558,19 @@ class Execution(Generic[Array]):
 
 
 def divides_first(kind: CallKind) -> bool:
-    """Whether ranks divide what they give to a collective before it is added up (`DIVIDED_FIRST`)."""
+    """Return whether ranks divide their inputs before they are added up (`DIVIDED_FIRST`)."""
     return kind.op == "avg" and kind.dtype in DIVIDED_FIRST
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> None:
-    """Keep what belongs to a kind of calls, and let go of the oldest where there are `MAX_CALL_KINDS`."""
+    """Keep a value, and drop the oldest of `MAX_CALL_KINDS`."""
     if len(kept) == MAX_CALL_KINDS:
         del kept[next(iter(kept))]
     kept[key] = value
 
 
 def describe_call(call: Call[Any], backend: Backend[Any], nbytes: int, seconds: float) -> str:
-    """One line about a collective that took so many seconds on this rank; GB/s is its algorithm bandwidth."""
+    """Return a line about a collective that took so many seconds on this rank; GB/s is its algorithm bandwidth."""
     about, plan = call.signature, call.plan
     fields = {
         "rank": backend.ranks[0],
@@ -677,13 +590,11 @@ def describe_call(call: Call[Any], backend: Backend[Any], nbytes: int, seconds: 
 def copy_overlapping_inputs(
     memory: Sequence[RankArrays[Array]], library: ArrayLibrary[Array]
 ) -> list[RankArrays[Array]]:
-    """The same memory, but inputs copied where results would overwrite them too early.
+    """Return the memory with copies of the inputs that results would overwrite too early.
 
-    An input and a result of one rank may be the same memory, element for element: what is written to an element
-    then needs nothing of it any more.
+    An input and a result of one rank may be the same memory, element for element: an element is written when its input
+    is not needed any more.
 
-    Examples
-    --------
     >>> import numpy as np
     >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> line, other = np.arange(4), np.zeros(3)
@@ -708,15 +619,7 @@ def copy_overlapping_inputs(
 def local_copy_parts(
     table: TransferTable, rank: int, given: Given, block: tuple[int, int]
 ) -> tuple[tuple[int, int, int], ...]:
-    """What no row of a table writes of what a rank has given: where it is there and in the result, and elements.
-
-    Parameters
-    ----------
-    table : TransferTable
-    rank : int
-    given, block : Given, (int, int)
-        As in `RankArrays`.
-    """
+    """Return the parts of a rank's input that no row of a table writes: offsets in input and result, and elements."""
     parts = []
     for holder, first, last in table.kept():
         start, stop = max(first, block[0]), min(last, block[1])
@@ -730,7 +633,7 @@ def local_copy_parts(
 def copy_local_parts(
     parts: tuple[tuple[int, int, int], ...], source: Any, result: Any, library: ArrayLibrary[Any]
 ) -> None:
-    """Copy `local_copy_parts` of the input into the result, both lines of elements."""
+    """Copy `local_copy_parts` of the input into the result, both contiguous."""
     for start, goal, elements in parts:
         given, kept = (
             library.part(source, start, start + elements),
@@ -741,7 +644,7 @@ def copy_local_parts(
 
 
 def _aligned(one: RankArrays[Array], other: RankArrays[Array], library: ArrayLibrary[Array]) -> bool:
-    """Whether the elements that both hold lie in the same places; in an all-to-all some never do."""
+    """Return whether the common elements of both lie at the same addresses; in an all-to-all some never do."""
     if len(one.given) > 2:
         return False
     start, stop = max(one.given[0], other.block[0]), min(one.given[1], other.block[1])

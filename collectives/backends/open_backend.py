@@ -19,28 +19,17 @@ NEEDS = {
     "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
     "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
 }
-"""The module that a back end needs, its name, and what installs it."""
+"""The module that a back end needs, its name, and the command that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """How a back end is made.
+    """Settings of a back end.
 
-    Parameters
-    ----------
-    timeout : float
-        Seconds that a rank waits for the next step of a collective.
-    pace : float, optional
-        Let every link run at its bandwidth in the plan's machine times this scale.
-    engine : str
-        How nccl, and torch on GPUs, move data: see `collectives.backends.nccl.nccl_backend.NcclBackend`.
-    exact : bool
-        Whether sums must have the plan's bits; kernels between GPUs alone can do without.
-
-    Raises
-    ------
-    UsageError
-        The timeout is not above zero, or too long.
+    - `timeout`: seconds that a rank waits for the next step of a collective.
+    - `pace`: limit every link to its bandwidth in the plan's machine times this scale.
+    - `engine`: how nccl, and torch on GPUs, move data: see `NcclBackend`.
+    - `exact`: sums must have the plan's bits; only kernels between GPUs can do without.
     """
 
     timeout: float
@@ -50,9 +39,7 @@ class BackendSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= LONGEST_TIMEOUT:
-            raise UsageError(
-                f"a timeout of {self.timeout} s is no time to wait; give more than zero, {LONGEST_TIMEOUT} at most"
-            )
+            raise UsageError(f"timeout must be above 0 and at most {LONGEST_TIMEOUT} s, got {self.timeout}")
 
 
 DEFAULT = BackendSettings(timeout=30.0)
@@ -60,18 +47,21 @@ DEFAULT = BackendSettings(timeout=30.0)
 
 def _loopback(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
     from collectives.backends.loopback.loopback_backend import Loopback
+
+    assert plan is not None, "its size is the plan's"
+    size, pace = len(plan.ranks), settings.pace
+    if pace is None:
+        return Loopback(size)
     from collectives.backends.loopback.paced_loopback import PacedLoopback
 
-    assert plan is not None, "all ranks are in this process, and the plan says how many"
-    size, pace = len(plan.ranks), settings.pace
-    return Loopback(size) if pace is None else PacedLoopback(size, scale=pace)
+    return PacedLoopback(size, scale=pace)
 
 
 def _loopback_gpu(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
     from collectives.backends.loopback.gpu_loopback import LoopbackGpu
     from collectives.tables.cupy_arrays import load_cupy
 
-    assert plan is not None, "all ranks are in this process, and the plan says how many"
+    assert plan is not None, "its size is the plan's"
     return LoopbackGpu(load_cupy("loopback-gpu"), len(plan.ranks))
 
 
@@ -109,10 +99,10 @@ def _torch(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
 
 
 ENGINED = ("nccl", "torch")
-"""The back ends that move data between GPUs in several ways."""
+"""The back ends that can move data between GPUs in several ways."""
 
 PACED = ("loopback", "tcp")
-"""The back ends that can hold links to the bandwidths of the plan's machine."""
+"""The back ends that can limit links to the bandwidths of the plan's machine."""
 
 BACKENDS: dict[str, Callable[[Plans | None, BackendSettings], Backend[Any]]] = {
     "loopback": _loopback,
@@ -123,13 +113,14 @@ BACKENDS: dict[str, Callable[[Plans | None, BackendSettings], Backend[Any]]] = {
     "tcp": _tcp,
     "torch": _torch,
 }
-"""What makes each back end, from a plan and settings.
+"""Openers of the back ends, from a plan and settings.
 
-The plan may be None where a process holds one rank: it can be opened before there is a plan."""
+The plan may be None if a process holds one rank: it can be opened before it has a plan.
+"""
 
 
 def check_backend(name: str, settings: BackendSettings = DEFAULT) -> None:
-    """Raise `UsageError` where there is no such back end, a library is missing, or it has no such settings."""
+    """Raise `UsageError` if the back end is unknown, a library is missing, or it has no such settings."""
     if name not in BACKENDS:
         *others, last = sorted(BACKENDS)
         known = f"{', '.join(others)} or {last}" if others else last
@@ -147,7 +138,7 @@ def check_backend(name: str, settings: BackendSettings = DEFAULT) -> None:
 
 
 def _check_gpu(name: str) -> None:
-    """Raise `UsageError` where there is no GPU, driver or NCCL: once, before each rank finds that out."""
+    """Raise `UsageError` without a GPU, driver or NCCL: once, instead of in each rank."""
     from collectives.backends.nccl.nccl_library import find_library
     from collectives.tables.cupy_arrays import load_cupy
 
@@ -157,20 +148,17 @@ def _check_gpu(name: str) -> None:
 
 
 RUN_HELPERS = ("loopback", "paced loopback", "shared", "mpi", "tcp")
-"""The back ends, by `Backend.name`, that add and copy for devices that are no ranks: tcp has a process for each; where
-ranks share memory they add up by themselves what a helper would."""
+"""Names of back ends that run helper ranks: tcp has a process for each; ranks that share memory do their additions."""
 
 
 def machine_helpers(plans: Plans) -> int:
-    """Devices of a plan's machine that may add and copy and are no ranks; tcp has a process for each."""
+    """Return how many helper ranks a plan's machine has: devices that may add and copy; tcp has a process for each."""
     return len(plans.plans[0].vertices) - len(plans.ranks)
 
 
 def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
-    """Raise `UsageError` where trees pass devices that are no ranks and the back end has nobody to add and copy there.
+    """Raise `UsageError` if the trees pass helper ranks and the back end cannot run them.
 
-    Examples
-    --------
     >>> import topoplan
     >>> check_helpers(topoplan.plan("dgx-1v"), "torch")
     """
@@ -178,27 +166,21 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     for plan in plans.plans:
         if plan.helpers and name not in RUN_HELPERS:
             raise UsageError(
-                f"{plan.helpers[0]} adds and copies in this plan and is no rank, and the {name} back end runs ranks "
-                "alone; use loopback, shared, mpi or tcp, or leave the helpers out of the machine"
+                f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has none; use loopback, "
+                "shared, mpi or tcp, or leave the helpers out of the machine"
             )
         if plan.helpers and isinstance(backend, Follows):
             needed = len(plan.vertices) - len(plan.ranks)
             if backend.helpers != needed:
                 raise UsageError(
-                    f"{plan.helpers[0]} adds and copies in this plan, and the {name} back end has "
+                    f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has "
                     f"{backend.helpers} processes for the {needed} helpers of the machine; start "
-                    f"{len(plan.vertices)} processes, the last {needed} of them to serve"
+                    f"{len(plan.vertices)} processes, the last {needed} of them as helper ranks"
                 )
 
 
 def open_backend(name: str, plan: Plans, settings: BackendSettings) -> Backend[Any]:
-    """The back end of this name.
-
-    Raises
-    ------
-    UsageError
-        No such back end, a library that it needs is not installed (says what to install), or it cannot be set so.
-    """
+    """Return the back end of this name; raise as `check_backend`."""
     check_backend(name, settings)
     return BACKENDS[name](plan, settings)
 
@@ -212,41 +194,19 @@ def open_joining_backend(
     timeout: float,
     about: Mapping[str, Any],
 ) -> Backend[Any]:
-    """The back end of a rank that joins others, while they go on (`GoesOn.go_on`).
+    """Return the back end of a rank that joins a job during its recovery (`Recovers.go_on`).
 
-    Parameters
-    ----------
-    name : str
-        Of their back end.
-    gather : Gather
-        Among them and this one.
-    rank, size : int
-    survivors : Survivors
-        Of this rank; the back end closes it.
-    timeout : float
-        Seconds that a rank waits for another one.
-    about : mapping
-        What theirs was made with (`GoesOn.about`).
-
-    Raises
-    ------
-    UsageError, BackendError
-        As where it is made; ranks of this back end cannot join.
+    `gather` is an allgather among all ranks. The back end closes `survivors`. `about` has the settings of the others
+    (`Recovers.about`).
     """
     check_backend(name)
     if name not in JOINED:
-        raise UsageError(f"no rank can join others over {name}; use {' or '.join(JOINED)}")
-    return JOINED[name](gather, rank=rank, size=size, survivors=survivors, timeout=timeout, about=about)
+        raise UsageError(f"ranks cannot join a job over {name}; use {' or '.join(JOINED)}")
+    return JOINED[name](gather, about, rank=rank, size=size, survivors=survivors, timeout=timeout)
 
 
 def _join_nccl(
-    gather: Gather,
-    *,
-    rank: int,
-    size: int,
-    survivors: MembershipProtocol,
-    timeout: float,
-    about: Mapping[str, Any],
+    gather: Gather, about: Mapping[str, Any], *, size: int, survivors: MembershipProtocol, **joining: Any
 ) -> Backend[Any]:
     from collectives.backends.nccl.nccl_backend import NcclBackend, use_local_gpu
     from collectives.tables.cupy_arrays import load_cupy
@@ -257,60 +217,39 @@ def _join_nccl(
         range(size),
         cupy,
         device=use_local_gpu(cupy),
-        rank=rank,
         local=survivors.local,
-        timeout=timeout,
         survivors=survivors,
+        **joining,
         **about,
     )
 
 
-def _join_shared(
-    gather: Gather,
-    *,
-    rank: int,
-    size: int,
-    survivors: MembershipProtocol,
-    timeout: float,
-    about: Mapping[str, Any],
-) -> Backend[Any]:
+def _join_shared(gather: Gather, about: Mapping[str, Any], **joining: Any) -> Backend[Any]:
     from collectives.backends.shared.shared_backend import SharedBackend
 
-    arrays = _arrays(about)
-    return SharedBackend(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, arrays=arrays)
+    return SharedBackend(gather, arrays=_arrays(about), **joining)
 
 
-def _join_tcp(
-    gather: Gather,
-    *,
-    rank: int,
-    size: int,
-    survivors: MembershipProtocol,
-    timeout: float,
-    about: Mapping[str, Any],
-) -> Backend[Any]:
+def _join_tcp(gather: Gather, about: Mapping[str, Any], **joining: Any) -> Backend[Any]:
     from collectives.backends.tcp.tcp_backend import TcpBackend
 
-    about = {**about, "arrays": _arrays(about)}
-    return TcpBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout, **about)
+    return TcpBackend.among(gather, **joining, **{**about, "arrays": _arrays(about)})
 
 
-def _join_torch(
-    gather: Gather,
-    *,
-    rank: int,
-    size: int,
-    survivors: MembershipProtocol,
-    timeout: float,
-    about: Mapping[str, Any],
-) -> Backend[Any]:
+def _join_torch(gather: Gather, about: Mapping[str, Any], **joining: Any) -> Backend[Any]:
     from collectives.backends.torch.torch_backend import TorchBackend
 
-    return TorchBackend.among(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
+    return TorchBackend.among(gather, **joining)
+
+
+def _join_mpi(gather: Gather, about: Mapping[str, Any], **joining: Any) -> Backend[Any]:
+    from collectives.backends.mpi.mpi_backend import join_mpi
+
+    return join_mpi(gather, **joining)
 
 
 def _arrays(about: Mapping[str, Any]) -> Any:
-    """The kind of arrays that a back end of others takes; None for numpy's."""
+    """Return the array library of the other ranks; None for numpy's."""
     if about.get("arrays") != "torch":
         return None
     from collectives.backends.torch.backend_selection import torch_arrays
@@ -318,25 +257,11 @@ def _arrays(about: Mapping[str, Any]) -> Any:
     return torch_arrays()
 
 
-def _join_mpi(
-    gather: Gather,
-    *,
-    rank: int,
-    size: int,
-    survivors: MembershipProtocol,
-    timeout: float,
-    about: Mapping[str, Any],
-) -> Backend[Any]:
-    from collectives.backends.mpi.mpi_backend import join_mpi
-
-    return join_mpi(gather, rank=rank, size=size, survivors=survivors, timeout=timeout)
-
-
-JOINED = {
+JOINED: dict[str, Callable[..., Backend[Any]]] = {
     "mpi": _join_mpi,
     "nccl": _join_nccl,
     "shared": _join_shared,
     "tcp": _join_tcp,
     "torch": _join_torch,
 }
-"""What makes the back end of a rank that joins others."""
+"""Openers of the back ends of joining ranks."""

@@ -4,11 +4,11 @@
 
 `ChunkSizes` searches as Blink (Wang et al., MLSys 2020), section 4: start at 1 MB, multiply (here by 4) while
 throughput rises, then step back half of the way to the better neighbour. Chunks that stay in a CPU's L2 cache may be
-the fastest, so the search divides the first size too, unless that is hopeless. Every size is tried twice and its
-better rate counts; a size must be `SEARCH_GAIN` times as fast as the best one before it. At most 7 sizes, 14 calls.
-A size is remembered for a plan, a back end and a class of buffer sizes (between two powers of two); the search that
-ends first decides for its class. It changes the speed of a collective, never its result. All ranks choose from the
-same seconds: the longest that any of them took.
+the fastest, so the search divides the first size too, unless that is hopeless. Every size is tried twice and its better
+rate counts; a size must be `SEARCH_GAIN` times as fast as the best one before it. At most 7 sizes, 14 calls. A size is
+kept for a plan, a back end and a class of buffer sizes (between two powers of two); the search that ends first decides
+for its class. It changes the speed of a collective, never its result. All ranks choose from the same seconds: the
+longest of all ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FIRST_CHUNK = 1 << 20
 """First size, in bytes."""
 
 SMALLEST_CHUNK = 64 << 10
-"""Smallest size that is tried, in bytes: below it the cost of each transfer outweighs everything."""
+"""The smallest size that is tried, in bytes: below it the cost of each transfer dominates."""
 
 LARGEST_CHUNK = 64 << 20
-"""Largest size that is tried, in bytes."""
+"""The largest size that is tried, in bytes."""
 
 SEARCH_FACTOR = 4
 
@@ -42,34 +42,20 @@ SEARCH_GAIN = 1.03
 """Smaller gains are noise."""
 
 HOPELESS_FACTOR = 1.5
-"""A size that is so much slower than the best ends the search among smaller ones."""
+"""A size so many times slower than the best ends the search among smaller ones."""
 
 CHUNKS_FORMAT = "topoplan.chunks/1"
 
 OPEN_SEARCHES = 64
-"""Searches that are kept at a time; beyond them, the one that began first is given up."""
+"""The most concurrent searches; beyond them the oldest is dropped."""
 
 ChunkKey = tuple[str, str, int]
 """Plan digest, back end, and the power of two that the bytes do not exceed."""
 
 
 class ChunkSizes:
-    """Chunk sizes of one back end.
+    """Chunk sizes of the back end of this name; `fixed` bytes disable the search.
 
-    Parameters
-    ----------
-    backend : str
-        Its name.
-    fixed : int, optional
-        Bytes; then nothing is searched for.
-
-    Raises
-    ------
-    UsageError
-        ``fixed`` is not positive.
-
-    Examples
-    --------
     >>> sizes = ChunkSizes("loopback")
     >>> while not sizes.settled("12ab", 8 << 20):
     ...     size = sizes.choose("12ab", 8 << 20)
@@ -80,21 +66,16 @@ class ChunkSizes:
 
     def __init__(self, backend: str, *, fixed: int | None = None) -> None:
         if fixed is not None and fixed < 1:
-            raise UsageError(f"chunks of {fixed} bytes do not exist; give at least 1, for example 262144")
+            raise UsageError(f"chunks must have at least 1 byte, got {fixed}; give for example 262144")
         self.backend = backend
         self.fixed = fixed
         self._found: dict[ChunkKey, int] = {}
         self._open: dict[tuple[str, int], _ChunkSearch] = {}
 
     def choose(self, plan: str, nbytes: int) -> int:
-        """Bytes of a chunk in the next call of this size; the same until `measured` is called.
+        """Return the bytes of a chunk in the next call of this size; the same until `measured` is called.
 
-        Parameters
-        ----------
-        plan : str
-            Its digest.
-        nbytes : int
-            Of the buffer.
+        `plan` is a digest, `nbytes` the buffer's size.
         """
         if self.fixed is not None:
             return self.fixed
@@ -104,11 +85,11 @@ class ChunkSizes:
         return max(min(FIRST_CHUNK if found is None else found, nbytes), 1)
 
     def settled(self, plan: str, nbytes: int) -> bool:
-        """Whether calls of this size need not be measured."""
+        """Return whether calls of this size need not be measured."""
         return self.fixed is not None or nbytes <= SMALLEST_CHUNK or self._key(plan, nbytes) in self._found
 
     def measured(self, plan: str, nbytes: int, seconds: float) -> None:
-        """Take in how long a call with the chosen size took, on the slowest rank; nothing to do if `settled`."""
+        """Record the time of a call with the chosen size on the slowest rank; ignored if `settled`."""
         if self.settled(plan, nbytes):
             return
         if (plan, nbytes) not in self._open:
@@ -126,12 +107,9 @@ class ChunkSizes:
             }
 
     def save(self, path: str | Path) -> None:
-        """Add the sizes that were found to a file, or make one; what it holds of other plans is kept.
+        """Add the found sizes to a file, or create it; its sizes of other plans are kept.
 
-        Raises
-        ------
-        UsageError
-            The file is something else, and is left as it is; or it cannot be written.
+        Raises `UsageError` if the file is something else, and is left unchanged, or cannot be written.
         """
         path = Path(path)
         kept = _read_chunk_sizes(path) if path.exists() else {}
@@ -149,12 +127,9 @@ class ChunkSizes:
             raise UsageError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
     def load(self, path: str | Path) -> None:
-        """Take over the sizes in a file, those of other back ends too, which only `save` uses.
+        """Take over the sizes in a file, including those of other back ends, which only `save` uses.
 
-        Raises
-        ------
-        UsageError
-            There is no such file, or it is something else; nothing has been taken over.
+        Raises `UsageError` if the file is missing or something else; nothing has been taken over then.
         """
         self._found.update(_read_chunk_sizes(Path(path)))
         self._open = {
@@ -168,16 +143,10 @@ class ChunkSizes:
 
 
 def chunk_search(limit: int) -> Generator[int, float, int]:
-    """A coroutine that yields the size to use next, is sent the rate that this gave, and returns the best size.
+    """Yield the size to use next, receive its rate, and return the best size, as a coroutine.
 
-    Parameters
-    ----------
-    limit : int
-        Largest size that makes sense, in bytes: that of the buffer.
-
-    Examples
-    --------
-    A machine on which chunks of 256 KiB are the fastest:
+    `limit` is the largest size that makes sense, in bytes: that of the buffer. On a machine whose fastest chunks have
+    256 KiB:
 
     >>> from math import log
     >>> search = chunk_search(16 << 20)
@@ -220,14 +189,14 @@ def _better_of_two(size: int) -> Generator[int, float, float]:
 
 
 class _ChunkSearch:
-    """A search that is under way for one buffer size."""
+    """A search under way for one buffer size."""
 
     def __init__(self, nbytes: int) -> None:
         self._steps: Generator[int, float, int] = chunk_search(nbytes)
         self.size = next(self._steps)
 
     def take(self, rate: float) -> int | None:
-        """Go on with a rate in bytes per second; the best size once it is known."""
+        """Continue with a rate in bytes per second; return the best size once it is known."""
         try:
             self.size = self._steps.send(rate)
         except StopIteration as end:
@@ -237,23 +206,23 @@ class _ChunkSearch:
 
 
 def _read_chunk_sizes(path: Path) -> dict[ChunkKey, int]:
-    """The sizes in a file."""
+    """Return the sizes in a file."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read chunk sizes from {path}: {error.strerror}; check the path") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{path} is no file of chunk sizes: {error}; choose another, or remove it"
+            f"{path} is not a file of chunk sizes: {error}; choose another, or remove it"
         ) from error
-    told = content.get("format") if isinstance(content, dict) else None
-    if told != CHUNKS_FORMAT:
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != CHUNKS_FORMAT:
         raise UsageError(
-            f"{path} is no file of chunk sizes: format {told!r} instead of {CHUNKS_FORMAT!r}; choose another"
+            f"{path} is not a file of chunk sizes: format {found!r} instead of {CHUNKS_FORMAT!r}; choose another"
         )
     entries = content.get("sizes")
     if not isinstance(entries, list):
-        raise UsageError(f"{path} holds no list of sizes; choose another file, or remove it")
+        raise UsageError(f"{path} has no list of sizes; choose another file, or remove it")
     return dict(_chunk_entry(path, number, entry) for number, entry in enumerate(entries))
 
 
@@ -279,20 +248,9 @@ def _power_of_two(value: object) -> TypeGuard[int]:
 class PlanStore:
     """Verified plans of one allocation by collective, root and message size, and their transfer tables.
 
-    Parameters
-    ----------
-    plans : Plan or SizePlans
-        Verified here. Other plans are made for its topology and channels in the same way (`plan_like`), and verified.
+    The first plans are verified here. Others are made for their topology and channels in the same way (`plan_like`),
+    and verified. Sparse plans raise `UsageError`.
 
-    Raises
-    ------
-    PlanError
-        A plan is wrong.
-    UsageError
-        It is a sparse plan.
-
-    Examples
-    --------
     >>> import topoplan
     >>> store = PlanStore(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7]))
     >>> store.plan("broadcast", 1, nbytes=400).root
@@ -302,7 +260,7 @@ class PlanStore:
     def __init__(self, plans: Plans) -> None:
         if any(plan.sparse for plan in plans.plans):
             raise UsageError(
-                "this plan moves entries; give the plan of an allreduce, on which sparse_all_reduce finds its own"
+                "plan must be dense, got a sparse plan; give the plan of an allreduce: sparse_all_reduce makes its own"
             )
         verify_all(plans)
         self._given = plans
@@ -311,16 +269,16 @@ class PlanStore:
 
     @property
     def topology(self) -> Topology:
-        """The machine that all plans are made for."""
+        """Return the machine of all plans."""
         return self._given.topology
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The channels of all plans; of plans by size, those of large buffers."""
+        """Return the channels of all plans; of plans by size, those of large buffers."""
         return self._given.plans[-1].channels
 
     def knows(self, collective: str, root: int | None) -> bool:
-        """Whether a collective was planned before."""
+        """Return whether a collective was planned before."""
         return (collective, root) in self._plans
 
     def plan(
@@ -331,17 +289,10 @@ class PlanStore:
         *,
         made_by: Callable[[Callable[[], Plans]], Plans] | None = None,
     ) -> Plan:
-        """The plan of a collective for a buffer of so many bytes, planned now if it never was before.
+        """Return the plan of a collective for a buffer of so many bytes, planned now if it never was before.
 
-        Parameters
-        ----------
-        collective : str
-        root : int or None
-            Root rank of a broadcast or reduce, None for the others.
-        nbytes : int
-            Of the full gathered buffer for allgather and reduce_scatter.
-        made_by : callable, optional
-            Calls what plans, somewhere, and returns a verified plan; by default it is called here.
+        `root` is None for collectives without one. `nbytes` is of the full gathered buffer for allgather and
+        reduce_scatter. `made_by` calls the planner somewhere and returns a verified plan; by default it is called here.
         """
         key = (collective, root)
         if key not in self._plans:
@@ -352,22 +303,22 @@ class PlanStore:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of what the store was made with."""
+        """Return the digest of the first plans."""
         return self._given.digest
 
     def key(self, plan: Plan) -> PlanKey:
-        """A plan with its digest, computed once: by these two its transfer tables are kept.
+        """Return a plan with its digest, computed once, under which its transfer tables are kept.
 
-        The plan in it may be another object, an equal one: the first that this process has made a key of.
+        Its plan may be another object, an equal one: the first for which this process has made a key.
         """
-        # held with the plan, since the number of an object that is gone may be another one's
+        # hold the plan, since its id could be reused after its end
         if id(plan) not in self._keys:
             self._keys[id(plan)] = plan, _first_equal(PlanKey(plan.digest, plan))
         return self._keys[id(plan)][1]
 
 
 def plan_locally(make: Callable[[], Plans]) -> Plans:
-    """What a planner makes in this process, verified."""
+    """Return the verified plan of a planner in this process."""
     made = make()
     verify_all(made)
     return made
@@ -375,5 +326,5 @@ def plan_locally(make: Callable[[], Plans]) -> Plans:
 
 @lru_cache(maxsize=64)
 def _first_equal(key: PlanKey) -> PlanKey:
-    """The first of equal keys, so that tables are found without looking through plans that were read twice."""
+    """Return the first of equal keys, so that equal plans that were read twice share tables."""
     return key

@@ -1,16 +1,16 @@
 """Check the arguments of each collective before anything is written.
 
-In allgather and reduce-scatter the buffer is the full gathered one, and rank r owns the r-th of N equal blocks of
-axis 0. So every rank gives some range of the buffer's elements and gets some range of the result:
+In allgather and reduce-scatter the buffer is the full gathered one, and rank r owns the r-th of N equal blocks of axis
+0. So every rank puts in some range of the buffer's elements and gets some range of the result:
 
-    4 ranks, reduce_scatter of 8 elements: rank 1 gives (0, 8) and gets (2, 4)
-    4 ranks, allgather to 8 elements:      rank 1 gives (2, 4) and gets (0, 8)
+    4 ranks, reduce_scatter of 8 elements: rank 1 puts in (0, 8) and gets (2, 4)
+    4 ranks, allgather to 8 elements:      rank 1 puts in (2, 4) and gets (0, 8)
 
 The buffer of an all-to-all is that of all ranks together, block by block in the order of destinations and then of
-sources. So a rank gets one range of it, and gives one block in each of these ranges (`given_block`).
+sources. So a rank gets one range of it, and puts in one block in each of these ranges (`given_block`).
 
-There is one array for each rank of this process, all of one shape and dtype. ``out`` may be the inputs themselves;
-overlap between the ``out`` arrays of two ranks is refused.
+Each rank of this process has one array, all of one shape and dtype. ``out`` may be the inputs themselves; overlap
+between the ``out`` arrays of two ranks is refused.
 """
 
 from __future__ import annotations
@@ -36,29 +36,13 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallKind:
-    """What calls of one collective on arrays of one shape and dtype have in common; one object for all of them.
+    """The common part of calls of one collective on arrays of one shape and dtype; one object for all of them.
 
-    Parameters
-    ----------
-    collective : str
-    root : int or None
-    op : str or None
-        Reduction; None where data is only copied.
-    dtype : str
-    itemsize : int
-        Bytes of an element.
-    given, blocks : tuple of Given, tuple of (start, stop)
-        The elements of the buffer that each rank of this process puts in, and that are its result.
-    holders : sequence of int
-        The ranks that get a result.
-    shape : tuple of int
-        Of a result.
-    count : int
-        Elements of the buffer.
-    size : int
-        Number of ranks.
-    input_shape : tuple of int
-        Of every rank's array.
+    - `op` is None for copies. `itemsize` is in bytes.
+    - `given`, `blocks`: the elements of the buffer that each rank of this process puts in, and those of its result.
+    - `holders`: the ranks that get a result, of `shape`.
+    - `count`: elements of the buffer. `size`: number of ranks.
+    - `input_shape` of every rank's array.
     """
 
     collective: str
@@ -76,7 +60,7 @@ class CallKind:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer, of an all-to-all those of one rank's."""
+        """Return the bytes of the buffer, of an all-to-all those of one rank's."""
         elements = self.count // self.size if self.collective == ALL_TO_ALL else self.count
         return elements * self.itemsize
 
@@ -85,14 +69,8 @@ class CallKind:
 class Request(Generic[Array]):
     """A collective whose arguments fit.
 
-    Parameters
-    ----------
-    kind : Kind
-    inputs : list of arrays, one for each rank of this process
-    outputs : list of arrays or None
-        The caller's arrays for results, where he gave some.
-    about : str or None
-        What the elements mean, where ranks that differ in it must not exchange them.
+    `inputs` and `outputs` have an entry for each rank of this process; an output is None without an array of the
+    caller's. `about` is the meaning of the elements, if ranks that differ in it must not exchange them.
     """
 
     kind: CallKind
@@ -110,37 +88,24 @@ def request(
     op: str | None = None,
     root: int | None = None,
 ) -> Request[Array]:
-    """Check the arguments of a collective.
+    """Check the arguments of a collective; raise `UsageError` with the rank and what does not fit.
 
-    Parameters
-    ----------
-    collective : str
-        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
-    backend : Backend
-    arrays : array, or a list of one for each rank of this process
-    out : None, or as the results
-    op : str or None
-    root : int or None
-
-    Raises
-    ------
-    UsageError
-        Names the rank and what does not fit.
+    `arrays` is an array, or a list with one for each rank of this process; `out` is None, or as the results.
     """
     if root is not None:
         try:
             root = int(index(root))
         except TypeError:
-            raise UsageError(f"root {root!r} is no rank; use 0 to {backend.size - 1}") from None
+            raise UsageError(f"root must be a rank, 0 to {backend.size - 1}, got {root!r}") from None
     if root is not None and not 0 <= root < backend.size:
-        raise UsageError(f"root {root} is no rank; use 0 to {backend.size - 1}")
+        raise UsageError(f"root must be a rank, 0 to {backend.size - 1}, got {root}")
     library = backend.arrays
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
     if op is not None:
         library.check_reduction(op, inputs[0])
     first = inputs[0]
-    asked = (collective, root, op, library.dtype(first), library.itemsize(first), library.shape(first))
-    kind = _call_kind(*asked, backend.size, backend.ranks)
+    key = (collective, root, op, library.dtype(first), library.itemsize(first), library.shape(first))
+    kind = _call_kind(*key, backend.size, backend.ranks)
     outputs = check_outputs(
         [out] if backend.one_rank and out is not None else out,
         backend.ranks,
@@ -163,7 +128,7 @@ def _call_kind(
     size: int,
     ranks: tuple[int, ...],
 ) -> CallKind:
-    """The kind of a call on arrays of the shape ``whole``."""
+    """Return the kind of a call on arrays of the shape `whole`."""
     shape = _result_shape(collective, whole, size)
     count = math.prod(shape if collective == "allgather" else whole)
     if collective == ALL_TO_ALL:
@@ -177,7 +142,7 @@ def _call_kind(
 
 
 def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Shape of a result where every rank gives an array of one shape; a single number counts as shape (1,)."""
+    """Return the shape of a result for inputs of one shape; a single number counts as shape (1,)."""
     if collective not in ("allgather", "reduce_scatter", ALL_TO_ALL):
         return shape
     length, *rest = shape or (1,)
@@ -192,15 +157,8 @@ def _result_shape(collective: str, shape: tuple[int, ...], ranks: int) -> tuple[
 
 
 def check_inputs(arrays: Sequence[Array], ranks: Sequence[int], library: ArrayLibrary[Array]) -> list[Array]:
-    """The arrays as a list, one per rank, of one shape and one supported dtype.
+    """Return the arrays as a list, one per rank, of one shape and one supported dtype.
 
-    Raises
-    ------
-    UsageError
-        Names the first rank whose array does not fit.
-
-    Examples
-    --------
     >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> check_inputs([np.zeros(3), np.zeros(4)], range(2), NumpyArrays())
     Traceback (most recent call last):
@@ -233,13 +191,10 @@ def check_outputs(
     like: Array,
     holders: Sequence[int],
 ) -> list[Array | None]:
-    """The caller's arrays for results, or None everywhere where he gave none or the rank gets no result.
+    """Return the caller's arrays for results, or None for a rank without one, or without a result.
 
-    Raises
-    ------
-    UsageError
-        Names the first rank whose ``out`` array has another shape or dtype, is read-only, or shares memory
-        with that of another rank.
+    An array of another shape or dtype, a read-only one, and one that shares memory with another rank's raise
+    `UsageError`.
     """
     kept: list[Array | None] = [None] * len(ranks)
     if out is None:

@@ -31,18 +31,11 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """M moves in the order of a table's rows; columns of length M.
+    """M moves in the order of a table's rows; columns of length M, those from `source` on as in `TransferTable`.
 
-    Parameters
-    ----------
-    row : array
-        The first of the rows of the table that a move stands for.
-    group : array
-        Chunks that go together have one group.
-    level : array
-        A move runs in step ``group + level``.
-    source, destination, shard, start, stop, add, source_fresh, destination_fresh : array
-        As in `TransferTable`.
+    - `row`: the first row of the table in a move.
+    - `group`: chunks that move together have one group.
+    - `level`: a move runs in step ``group + level``.
     """
 
     row: Numbers
@@ -59,28 +52,19 @@ class Moves:
 
     @property
     def step(self) -> Numbers:
-        """The step of each move."""
+        """Return the step of each move."""
         return self.group + self.level
 
     def __len__(self) -> int:
-        """Number of moves."""
         return len(self.row)
 
 
 def moves_of(table: TransferTable, *, together: int = 1, join_steps: int = 0) -> Moves:
-    """The moves of a table.
+    """Return the moves of a table, with `together` chunks of every shard in one; of shorter shards, in proportion.
 
-    Parameters
-    ----------
-    table : TransferTable
-    together : int
-        Chunks of every shard in one move; of shards with fewer chunks, in proportion.
-    join_steps : int
-        0: what a step brings is joined before the next step. 1: while the next step moves; what needs the joined
-        data waits one step longer.
+    `join_steps` 0: arrivals of a step are joined before the next step. 1: while the next step moves; rows that need the
+    joined data wait one step longer.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
@@ -112,10 +96,8 @@ def moves_of(table: TransferTable, *, together: int = 1, join_steps: int = 0) ->
 
 
 def chunks_together(table: TransferTable, itemsize: int, step_bytes: int) -> int:
-    """Chunks of each shard that must go together for a step in the middle to move so many bytes.
+    """Return how many chunks of each shard must move together for a step in the middle to move `step_bytes`.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
@@ -128,7 +110,7 @@ def chunks_together(table: TransferTable, itemsize: int, step_bytes: int) -> int
 
 
 def _levels(table: TransferTable, join_steps: int) -> list[int]:
-    """The level of each stream."""
+    """Return the level of each stream."""
     parts = streams(table)
     levels: list[int] = []
     for part in parts:
@@ -146,25 +128,15 @@ Place = tuple[Numbers, Numbers]
 """Buffer and byte offset for every move."""
 
 VECTOR = 16
-"""Elements in scratch lie as those of whole buffers do, counted from here, so that kernels can use vectors."""
+"""Elements in scratch have the alignment of whole buffers modulo so many bytes, so that kernels can use vectors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Places of M moves; buffer -1 where the rank lives in another process.
+    """Places of M moves; buffer -1 if the rank lives in another process.
 
-    Rank number i of this process has buffers 2 i (given) and 2 i + 1 (result); scratch is the last one.
-
-    Parameters
-    ----------
-    source : Place
-        What is moved.
-    own : Place
-        What the destination has before.
-    target : Place
-        Where the destination puts what it has afterwards.
-    scratch : int
-        Bytes of scratch.
+    Rank number i of this process has buffers 2 i (input) and 2 i + 1 (result); scratch is the last one, of `scratch`
+    bytes. `source` is moved; `own` is the earlier value of the destination, `target` the place of its later one.
     """
 
     source: Place
@@ -177,14 +149,8 @@ class Places:
 class _Rings:
     """Scratch of all ranks and shards: rings of slots, each slot for one group of chunks.
 
-    Parameters
-    ----------
-    base, depth : (ranks, shards) arrays
-        Where a ring begins, in bytes, and its number of slots.
-    slot : (shards,) array
-        Bytes of a slot.
-    total : int
-        Bytes of all rings.
+    `base` and `depth` have for each rank and shard the first byte of a ring and its slots, `slot` for each shard the
+    bytes of a slot; `total` are the bytes of all rings.
     """
 
     base: Numbers
@@ -193,25 +159,14 @@ class _Rings:
     total: int
 
     def offset(self, moves: Moves, rank: NDArray[np.int32], itemsize: int) -> Numbers:
-        """Bytes at which each move lies in the ring of this rank; of no use where it has none."""
+        """Return the byte of each move in the ring of this rank; meaningless if it has none."""
         turn = moves.group % self.depth[rank, moves.shard]
         found: Numbers = self.base[rank, moves.shard] + turn * self.slot[moves.shard]
         return found + moves.start * itemsize % VECTOR
 
 
 def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[Any]], itemsize: int) -> Places:
-    """Find the places of all moves.
-
-    Parameters
-    ----------
-    table : TransferTable
-    moves : Moves
-        Of that table.
-    memory : sequence of RankArrays
-        Only ``rank``, ``given`` and ``block`` matter.
-    itemsize : int
-        Bytes of an element.
-    """
+    """Return the places of all moves of a table; only `rank`, `given` and `block` of the memory are read."""
     number = np.full(table.ranks, -1, dtype=np.int64)
     given = np.array([(0, 1, 0)] * table.ranks, dtype=np.int64)
     block = np.zeros((table.ranks, 2), dtype=np.int64)
@@ -241,7 +196,7 @@ def places_of(table: TransferTable, moves: Moves, memory: Sequence[RankArrays[An
 
 
 def slot_bytes(elements: Numbers, itemsize: int) -> Numbers:
-    """Bytes of a slot for so many elements, wherever in a vector of 16 bytes the first one lies."""
+    """Return the bytes of a slot for so many elements with any alignment modulo `VECTOR`."""
     return -(-elements * itemsize // VECTOR) * VECTOR + VECTOR
 
 
@@ -251,8 +206,8 @@ def _rings(table: TransferTable, moves: Moves, number: Numbers, block: Numbers, 
     np.maximum.at(longest, moves.shard, moves.stop - moves.start)
     slot = slot_bytes(longest, itemsize)
 
-    # A slot is first written at the lowest level, and used last at the highest; the transfers of the step that
-    # follows may run beside the joins of that one.
+    # A slot is first written at the lowest level, and last used at the highest; the transfers of the next step
+    # may run beside the joins of that one.
     never = np.iinfo(np.int64).max
     first = np.full((table.ranks, shards), never)
     last = np.full((table.ranks, shards), -1, dtype=np.int64)
@@ -270,26 +225,18 @@ def _rings(table: TransferTable, moves: Moves, number: Numbers, block: Numbers, 
 
 
 def _is_result(moves: Moves, block: Numbers, rank: NDArray[np.int32]) -> Flags:
-    """Whether what moves is part of the rank's result: a shard is so as a whole or not at all."""
+    """Return whether each move is part of the rank's result: a shard is so as a whole or not at all."""
     within: Flags = (block[rank, 0] <= moves.start) & (moves.stop <= block[rank, 1])
     return within
 
 
 SCRATCH = 2
-"""The buffer of scratch; 0 is what the rank has given, 1 its result."""
+"""The buffer of scratch; 0 is the rank's input, 1 its result."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramMessage:
-    """A send or a receive.
-
-    Parameters
-    ----------
-    peer : int
-    row : int
-        Row of the table, which errors name.
-    buffer, offset, nbytes : int
-    """
+    """A send or a receive; errors name its `row` of the table."""
 
     peer: int
     row: int
@@ -300,18 +247,12 @@ class ProgramMessage:
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """What a rank does in one step of a lane.
+    """The work of a rank in one step of a stream.
 
-    Parameters
-    ----------
-    number : int
-        The same on all ranks.
-    sends, receives : tuple of Message
-        Between two ranks, in the same order on both.
-    join : int or None
-        Number of its joins among those of the lane's steps.
-    joined : int or None
-        Position of the last step whose joins must be done before this one begins to move.
+    - `number`: the same on all ranks.
+    - `sends`, `receives`: between two ranks, in the same order on both.
+    - `join`: number of its joins among those of the stream's steps, or None.
+    - `joined`: position of the last step whose joins must precede this one, or None.
     """
 
     number: int
@@ -323,7 +264,7 @@ class ProgramStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramStream:
-    """Steps one after another, and what they join: launch by launch, in the order of the steps."""
+    """Steps one after another, and their joins: launch by launch, in the order of the steps."""
 
     steps: tuple[ProgramStep, ...]
     joins: Chunks
@@ -331,16 +272,9 @@ class ProgramStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteppedProgram:
-    """All that one rank does.
+    """All work of one rank; `scratch` is in bytes."""
 
-    Parameters
-    ----------
-    lanes : tuple of Lane
-    scratch : int
-        Bytes.
-    """
-
-    lanes: tuple[ProgramStream, ...]
+    streams: tuple[ProgramStream, ...]
     scratch: int
 
 
@@ -353,56 +287,38 @@ def program_of(
     by_tree: bool = False,
     overlap: bool = True,
 ) -> SteppedProgram:
-    """The program of one rank.
+    """Return the program of one rank, whose arrays are not read.
 
-    Parameters
-    ----------
-    table : TransferTable
-    one : RankArrays
-        The rank; the arrays themselves are not looked at.
-    itemsize : int
-        Bytes of an element.
-    step_bytes : int
-        Bytes that a rank sends in a step, on average and where the buffer has them.
-    by_tree : bool
-        A lane for each shard.
-    overlap : bool
-        Join while the next step moves; else before.
+    `step_bytes` is what a rank sends in a step, on average and if the buffer has as much. `by_tree`: a stream for each
+    shard. `overlap`: join while the next step moves; else before.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
     >>> one = RankArrays(3, (0, 25600), None, (0, 25600), None)
     >>> program = program_of(table, one, 4, step_bytes=1)
-    >>> [(len(step.sends), len(step.receives), step.join) for step in program.lanes[0].steps[:4]]
+    >>> [(len(step.sends), len(step.receives), step.join) for step in program.streams[0].steps[:4]]
     [(15, 15, 0), (15, 15, 1), (30, 30, 2), (30, 30, 3)]
     """
     together = chunks_together(table, itemsize, step_bytes * table.ranks)
     moves = moves_of(table, together=together, join_steps=1 if overlap else 0)
     places = places_of(table, moves, [one], itemsize)
     shards = range(len(table.bounds) - 1) if by_tree else [None]
-    lanes, scratch = [], places.scratch
+    made, scratch = [], places.scratch
     for shard in shards:
         mine = (moves.source == one.rank) | (moves.destination == one.rank)
         chosen = np.flatnonzero(mine if shard is None else mine & (moves.shard == shard))
-        lane, scratch = _stream_steps(one.rank, moves, places, chosen, scratch, itemsize, overlap)
-        lanes.append(lane)
-    return SteppedProgram(tuple(lanes), scratch)
+        stream, scratch = _stream_steps(one.rank, moves, places, chosen, scratch, itemsize, overlap)
+        made.append(stream)
+    return SteppedProgram(tuple(made), scratch)
 
 
 def waits_for(program: SteppedProgram, done: Sequence[int]) -> tuple[int | None, int | None]:
-    """Peer and row of the message that the lane which is furthest behind waits for.
-
-    Parameters
-    ----------
-    program : Program
-    done : sequence of int
-        Steps of each lane that have ended.
-    """
+    """Return peer and row of the awaited message of the stream furthest behind; `done` counts its ended steps."""
     waiting = [
-        lane.steps[count] for lane, count in zip(program.lanes, done, strict=False) if count < len(lane.steps)
+        stream.steps[count]
+        for stream, count in zip(program.streams, done, strict=False)
+        if count < len(stream.steps)
     ]
     if not waiting:
         return None, None
@@ -414,7 +330,7 @@ def waits_for(program: SteppedProgram, done: Sequence[int]) -> tuple[int | None,
 def _stream_steps(
     rank: int, moves: Moves, places: Places, chosen: Numbers, scratch: int, itemsize: int, overlap: bool
 ) -> tuple[ProgramStream, int]:
-    """The moves of a lane as steps; its slots come behind the scratch that is given out already."""
+    """Return the moves of a stream as steps; its slots lie behind the scratch that is assigned already."""
     steps = moves.step[chosen]
     order = chosen[np.argsort(steps, kind="stable")]
     arriving = order[(moves.destination[order] == rank) & moves.add[order]]
@@ -457,7 +373,7 @@ def _stream_steps(
 
 
 def _slot_offsets(moves: Moves, arriving: Numbers, scratch: int, itemsize: int) -> tuple[Numbers, int]:
-    """Byte offsets of the slots of what arrives to be joined, in order of steps, and the end of all of them."""
+    """Return byte offsets of the slots of arrivals to be joined, in order of steps, and the end of all of them."""
     steps = moves.step[arriving]
     sizes = slot_bytes(moves.stop[arriving] - moves.start[arriving], itemsize)
     ends = np.cumsum(sizes)

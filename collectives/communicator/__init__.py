@@ -1,1 +1,1 @@
-"""The collectives as their callers see them: the communicator, and handles of those in the background."""
+"""The communicator: its collectives, handles, membership and recovery."""

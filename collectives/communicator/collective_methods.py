@@ -23,31 +23,31 @@ from topoplan.errors import BackendError, RefusedError, UsageError
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
 
-Arrays = TypeVar("Arrays")
-"""One array, or a list of arrays where one process holds several ranks."""
+Arrays = TypeVar("Arrays")  # one array, or a list of arrays where one process holds several ranks
 
 
 class DenseCollectives(ABC):
-    """See `collectives.Communicator`."""
+    """Dense methods of `collectives.Communicator`.
+
+    With several ranks in this process, each array argument is a list of one per rank, and so is the result. ``op`` is
+    sum, prod, min, max or avg; for avg, values of 16-bit floats are divided by the number of ranks before the
+    addition, others after it (`collectives.tables.numpy_arrays`). ``root`` is by default that of the communicator's
+    plan, or rank 0 without one. ``out`` is shaped as the result. ``async_op`` returns a `Handle` at once.
+    """
 
     @abstractmethod
     def _start(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
     ) -> Any:
-        """Run a collective, or start it."""
+        """Check a collective's arguments, and run or start it."""
 
     @abstractmethod
     def _root(self, root: int | None) -> int:
-        """The rank that is meant by a root, or by none."""
+        """Return a root, by default the plan's root or rank 0."""
 
     @overload
     def all_reduce(
-        self,
-        arrays: Arrays,
-        *,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[False] = False
     ) -> Arrays: ...
 
     @overload
@@ -61,23 +61,7 @@ class DenseCollectives(ABC):
     ) -> Arrays | Handle[Arrays]: ...
 
     def all_reduce(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
-        """Reduce over all ranks; every rank gets the result, shaped as the inputs.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        op : str
-            sum, prod, min, max or avg. Values of 16-bit floats are divided by the number of ranks before they are added
-            up for avg, others after it (`collectives.tables.numpy_arrays`).
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-        """
-
+        """Reduce arrays of any shape over all ranks; every rank gets the result."""
         return self._start("allreduce", None, op, arrays, out, async_op)
 
     @overload
@@ -111,25 +95,10 @@ class DenseCollectives(ABC):
         out: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce over all ranks; the root gets the result, the others get None.
+        """Reduce arrays of any shape over all ranks; the root gets the result, the others get None.
 
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        root : int, optional
-            Rank; by default the root of the communicator's plan, or rank 0 where it has none.
-        op : str
-            sum, prod, min, max or avg.
-        out : as ``arrays``
-            Only the root's is used; the others may be None.
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, with None for all ranks but the root, or a `Handle`.
+        Only the root's ``out`` is used; the others may be None.
         """
-
         return self._start("reduce", self._root(root), op, arrays, out, async_op)
 
     @overload
@@ -150,22 +119,7 @@ class DenseCollectives(ABC):
     def broadcast(
         self, arrays: Any, *, root: int | None = None, out: Any = None, async_op: bool = False
     ) -> Any:
-        """Copy the root's array to every rank; what the others hand in is not read, only its shape and dtype.
-
-        Parameters
-        ----------
-        arrays : array of any shape; with several ranks in this process a list of one per rank
-        root : int, optional
-            Rank; by default the root of the communicator's plan, or rank 0 where it has none.
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-        """
-
+        """Copy the root's array, of any shape, to every rank; the others' arrays only give shape and dtype."""
         return self._start("broadcast", self._root(root), None, arrays, out, async_op)
 
     @overload
@@ -184,32 +138,15 @@ class DenseCollectives(ABC):
     ) -> Arrays | Handle[Arrays]: ...
 
     def all_gather(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
-        """Put the arrays of all ranks one after another along axis 0; every rank gets the whole.
+        """Concatenate the arrays of all ranks along axis 0: shape (m, ...) to (N m, ...); every rank gets the result.
 
-        Parameters
-        ----------
-        arrays : array of shape (m, ...); with several ranks in this process a list of one per rank
-            A single number, shape (), counts as shape (1,).
-        out : arrays of shape (N m, ...)
-            The input of rank r may be the r-th block of its ``out``.
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Arrays of shape (N m, ...), or a `Handle`.
+        A single number, shape (), counts as shape (1,). The input of rank r may be the r-th block of its ``out``.
         """
-
         return self._start("allgather", None, None, arrays, out, async_op)
 
     @overload
     def reduce_scatter(
-        self,
-        arrays: Arrays,
-        *,
-        op: str = "sum",
-        out: Arrays | None = None,
-        async_op: Literal[False] = False,
+        self, arrays: Arrays, *, op: str = "sum", out: Arrays | None = None, async_op: Literal[False] = False
     ) -> Arrays: ...
 
     @overload
@@ -218,27 +155,10 @@ class DenseCollectives(ABC):
     ) -> Handle[Arrays]: ...
 
     def reduce_scatter(self, arrays: Any, *, op: str = "sum", out: Any = None, async_op: bool = False) -> Any:
-        """Reduce over all ranks and divide the result along axis 0; rank r gets the r-th of N equal blocks.
+        """Reduce over all ranks; rank r gets the r-th of N equal blocks of axis 0: shape (N m, ...) to (m, ...).
 
-        Parameters
-        ----------
-        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
-        op : str
-            sum, prod, min, max or avg.
-        out : arrays of shape (m, ...)
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Arrays of shape (m, ...), or a `Handle`.
-
-        Raises
-        ------
-        UsageError
-            Axis 0 cannot be divided by the number of ranks.
+        Raises `UsageError` if the number of ranks does not divide axis 0.
         """
-
         return self._start("reduce_scatter", None, op, arrays, out, async_op)
 
     @overload
@@ -252,32 +172,16 @@ class DenseCollectives(ABC):
     ) -> Handle[Arrays]: ...
 
     def all_to_all(self, arrays: Any, *, out: Any = None, async_op: bool = False) -> Any:
-        """Send the r-th of N equal blocks of axis 0 to rank r; the blocks that arrive stand in the order of ranks.
+        """Send the r-th of N equal blocks of axis 0 to rank r; the result has the received blocks in order of rank.
 
-        As ``MPI_Alltoall`` and torch's ``all_to_all_single``.
-
-        Parameters
-        ----------
-        arrays : array of shape (N m, ...); with several ranks in this process a list of one per rank
-        out : as ``arrays``
-        async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        As ``arrays``, or a `Handle`.
-
-        Raises
-        ------
-        UsageError
-            Axis 0 cannot be divided by the number of ranks.
+        As ``MPI_Alltoall`` and torch's ``all_to_all_single``. Raises `UsageError` if the number of ranks does not
+        divide axis 0.
         """
-
         return self._start("alltoall", None, None, arrays, out, async_op)
 
 
 class SparseCollectives(ABC):
-    """See `collectives.Communicator`."""
+    """Sparse methods of `collectives.Communicator`."""
 
     arrays: ArrayLibrary[Any]
     _members: CommunicatorMembers
@@ -285,7 +189,7 @@ class SparseCollectives(ABC):
 
     @abstractmethod
     def refuse(self, reason: str) -> None:
-        """Tell the other ranks that this one will not take part."""
+        """Refuse the next collective with all ranks."""
 
     def sparse_all_reduce(
         self,
@@ -301,53 +205,49 @@ class SparseCollectives(ABC):
         out: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Add up the largest entries of every rank's gradient; what a rank does not give it keeps for the next call.
+        """Sum the largest entries of every rank's gradient; each rank keeps the entries that it does not send for the
+        next call.
 
-        Over several servers the largest entries of every server's sum, where that is quicker.
+        Over several servers it sums the largest entries of every server's sum, if that is faster. The sums are dense
+        and bit-identical on all ranks. If a gradient of some rank is not finite, the result on all ranks is not finite
+        in at least one element, and the residuals on all ranks are those from before the call.
 
         Parameters
         ----------
         gradients : float array of any shape; with several ranks in this process a list of one per rank
         density : float
-            Share of the entries that every rank gives, above 0 and at most 1; with "servers" that every server gives.
+            Share of the entries that every rank sends, above 0 and at most 1; with "servers" that every server sends.
         op : str
             sum or avg.
         key : str
-            Names the gradient: every key has a residual of its own (see `collectives.ErrorFeedback`).
+            Names the gradient: every key has its own residual (see `collectives.ErrorFeedback`).
         momentum : float
-            Of the momentum correction; 0 for none.
+            Factor of the momentum correction; 0 for none.
         exchange : str
-            "auto" takes what is quickest by the model (see `explain`): "dense" adds up everything, the residual too;
-            "pairs" gathers the chosen entries; "servers" adds up inside servers and exchanges entries between them;
-            "tree" and "balanced" add entries up on trees and choose again on the way.
+            "auto" takes the fastest by the model (see `explain`): "dense" sums everything, including the residual;
+            "pairs" gathers the selected entries; "servers" sums inside servers and exchanges entries between them;
+            "tree" and "balanced" sum entries on trees and select again on the way.
         wire : WireFormat, optional
-            How entries travel: packed indices, values of fewer bits (`collectives.wire.WireFormat`). By default as
-            they are.
+            Encoding of the entries: packed indices, values of fewer bits. By default none.
         loss_scale : float
-            By which the gradients were multiplied, the same on all ranks: what was kept in an earlier call is
-            multiplied by the new loss scale over that of then.
+            Factor of the gradients, the same on all ranks: residuals of earlier calls are multiplied by the new loss
+            scale over the old one.
         out : as ``gradients``
         async_op : bool
-            Return at once, with a `Handle`.
-
-        Returns
-        -------
-        Dense arrays as ``gradients``, or a `Handle`. Bit-identical on all ranks. If a gradient is not finite on some
-        rank, neither is the result, on all ranks, in at least one element; the residuals are then what they were
-        before the call, on all ranks.
+            Return a `Handle` at once.
 
         Raises
         ------
         UsageError
-            An argument does not fit. The residuals are what they were.
+            An argument is invalid. The residuals do not change.
         RefusedError
-            Another rank refused, or means another gradient; the communicator stays usable. The residuals hold this
-            gradient too, as after a BackendError, but on the rank that refused.
+            Another rank refused, or passed another gradient; the communicator stays usable. The residuals then include
+            this gradient, as after a BackendError, except on the rank that refused.
         BackendError
-            Another rank failed. The residuals hold what was not given, this gradient too, unless it was lost in the sum
-            of a server: to be sure of it, go on from a state that was saved.
+            Another rank failed. The residuals include this gradient and what was not sent, except what was lost in the
+            sum of a server: to exclude that, continue from a saved state.
         """
-        execution, company = self._members.present
+        execution, membership = self._members.present
         try:
             asked = sparse_request(
                 execution.backend,
@@ -366,13 +266,13 @@ class SparseCollectives(ABC):
             raise
         if self._members.repeats:
             outcome = CollectiveOutcome()
-            task = partial(self._members.run_sparse_to_end, asked, company.seats, outcome)
+            task = partial(self._members.run_sparse_to_end, asked, membership.seats, outcome)
             return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
         sparse = self._members.sparse
         try:
             chosen = self._explained(asked)
             residuals = sparse.prepare(asked)
-        except BackendError:  # ranks could not agree on a plan, so nothing of the gradient has gone anywhere
+        except BackendError:  # ranks could not agree on a plan, so no part of the gradient was sent
             with suppress(UsageError):
                 residuals = sparse.prepare(asked)
                 self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
@@ -390,13 +290,13 @@ class SparseCollectives(ABC):
                 raise
 
         if async_op:
-            return self._in_order.submit(run, CollectiveOutcome(among=company.seats, exchange=chosen))
+            return self._in_order.submit(run, CollectiveOutcome(among=membership.seats, exchange=chosen))
         return self._in_order.run(run)
 
     def explain(
         self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
     ) -> SparseExplanation:
-        """What `sparse_all_reduce` would exchange for such gradients, and why; none is exchanged.
+        """Return what `sparse_all_reduce` would exchange for such gradients, and why, without an exchange.
 
         All ranks must call it, since one of them makes the plans for all.
         """
@@ -406,60 +306,33 @@ class SparseCollectives(ABC):
         )
 
     def end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
-        """Go back with the residuals of some keys to before their last call if the sum of one was not finite.
+        """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step counts.
 
-        For the end of a training step that exchanges several gradients: it is left out as a whole. Nothing is
-        exchanged, since all ranks have the same sums.
-
-        Parameters
-        ----------
-        keys : collection of str
-            Those of the step's calls, which have ended.
-        lost : bool
-            Go back in any case: the step failed, and its averages are not used. A key without a call since the end of
-            the last step stays as it is.
-
-        Returns
-        -------
-        bool
-            Whether all sums were finite, and the step was not lost.
+        Ends a training step that exchanges several gradients under these `keys`, which is skipped as a whole. Nothing
+        is exchanged, since all ranks have the same sums. `lost` undoes in any case: the step failed, and its averages
+        are not used. A key without a call since the last step does not change.
         """
         return self._in_order.run(lambda: self._members.sparse.end_step(keys, lost=lost), exchanges=False)
 
     def sparse_state(self) -> dict[str, list[dict[str, Any]]]:
-        """Residuals, velocities and steps of this process's ranks, by key, as copies: for a checkpoint.
+        """Return copies of the residuals, velocities and steps of this process's ranks, by key, for a checkpoint.
 
         In units of a loss scale of 1.
         """
         return self._in_order.run(self._members.sparse.state, exchanges=False)
 
     def restore_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from what `sparse_state` gave, instead of what is kept now.
-
-        Raises
-        ------
-        UsageError
-            It is of another number of ranks.
-        """
+        """Replace the state by one of `sparse_state`; UsageError if it is of another number of ranks."""
         sparse = self._members.sparse
         self._in_order.run(lambda: sparse.restore(state), exchanges=False)
 
     def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """Remove what is kept of some keys, and return it: to arrange it anew.
-
-        As `sparse_state` would, but in arrays of the back end's kind, where they lie; nothing leaves a GPU.
-        """
+        """Remove and return the state of some keys, in arrays of the back end where they are."""
         sparse = self._members.sparse
         return self._in_order.run(lambda: sparse.take(keys), exchanges=False)
 
     def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from a state of some keys as `take_sparse_state` gives it, whatever else is kept.
-
-        Raises
-        ------
-        UsageError
-            It is of another number of ranks.
-        """
+        """Add the state of some keys from `take_sparse_state`; UsageError if it is of another number of ranks."""
         sparse = self._members.sparse
         for listed in state.values():
             for rank, one in zip(self._members.ranks, listed, strict=False):
@@ -469,7 +342,7 @@ class SparseCollectives(ABC):
         self._in_order.run(lambda: sparse.put(state), exchanges=False)
 
     def _explained(self, asked: SparseRequest) -> SparseExplanation:
-        """As `SparseCollective.explain`; in turn where ranks may have to plan for it."""
+        """Return the explanation, in the order of the collectives if ranks may have to plan for it."""
         known = self._members.sparse.known(asked)
         if known is not None:
             return known

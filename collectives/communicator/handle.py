@@ -21,18 +21,10 @@ Other = TypeVar("Other")
 
 @dataclass(slots=True, eq=False)
 class CollectiveOutcome:
-    """How a collective came to its end: filled in while it runs.
+    """The outcome of a collective, filled in while it runs.
 
-    Parameters
-    ----------
-    repeated : bool
-        Whether it was run again, by fewer ranks than it was called on.
-    without : tuple of int
-        The ranks that its result is without, as they were counted when it was called.
-    among : tuple of int
-        The ranks whose arrays are in the result, by their numbers in the first plan.
-    exchange : Explanation or None
-        Of a sparse collective: by which exchange it ran.
+    `repeated` says that fewer ranks ran it again. `without` are the ranks that its result lacks, as numbered when it
+    was called; `among` the original ranks whose arrays are in the result. `exchange` is that of a sparse collective.
     """
 
     repeated: bool = False
@@ -45,7 +37,7 @@ class Handle(Generic[Result]):
     """A collective that was started with ``async_op=True``.
 
     Until it is done the input arrays must not be changed, and the ``out`` arrays neither read nor changed; on a GPU
-    that means work which is queued after the call. When it is done, any stream may use them.
+    this applies to work queued after the call. When it is done, any stream may use them.
     """
 
     def __init__(
@@ -60,79 +52,79 @@ class Handle(Generic[Result]):
 
     @property
     def repeated(self) -> bool:
-        """Once it is done: whether it was run again without ranks that died (``on_failure="shrink"``)."""
+        """Whether it was run again without failed ranks (``on_failure="shrink"``); valid once it is done."""
         return self._outcome.repeated
 
     @property
     def without(self) -> tuple[int, ...]:
-        """Once it is done: the ranks that its result is without, as they were counted when it was called.
+        """The ranks that its result lacks, as numbered when it was called; valid once it is done.
 
-        They died on the way, or before it began, where it waited behind others. One that died when all had their
-        results is not among them.
+        They failed during the collective, or while it was queued. A rank that failed when all had their results is not
+        among them.
         """
         return self._outcome.without
 
     @property
     def among(self) -> tuple[int, ...]:
-        """Once it is done: the ranks whose arrays are in the result, by their numbers in the first plan.
+        """The original ranks whose arrays are in the result; valid once it is done.
 
-        The same on all ranks, whoever has died meanwhile, which `Communicator.size` need not be: one may have had its
-        result just before the others went on without a rank. Empty where nothing was exchanged.
+        The same on all ranks, which `Communicator.size` need not be: a rank may have had its result just before the
+        others excluded a failed rank. Empty if nothing was exchanged.
         """
         return self._outcome.among
 
     @property
     def exchange(self) -> SparseExplanation | None:
-        """Once it is done, of a sparse collective: what travelled, and why."""
+        """The exchange of a sparse collective, and its reason; valid once it is done."""
         return self._outcome.exchange
 
     @staticmethod
     def of(result: Result) -> Handle[Result]:
-        """One that has ended, with this result."""
+        """Return a handle that is done, with this result."""
         future: Future[Result] = Future()
         future.set_result(result)
         return Handle(future)
 
     @staticmethod
     def around(found: Any) -> Handle[Any]:
-        """What a collective gave: its handle, or without ``async_op`` one that has ended with its result."""
+        """Return the handle of a collective, or a done one with its result without ``async_op``."""
         return found if isinstance(found, Handle) else Handle.of(found)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, with or without an error."""
         return self._future.done()
 
     def when_done(self, then: Callable[[], object]) -> None:
-        """Call a function when it has ended, well or not: in the thread that ran it, or at once."""
+        """Call a function when it has ended, with or without an error: in the thread that ran it, or at once."""
         self._future.add_done_callback(lambda _: then())
 
     def then(self, make: Callable[[Result], Other]) -> Handle[Other]:
-        """One whose result is made of this one's when it is there, in the thread that ends it; errors are passed on."""
+        """Return a handle whose result is made from this one's, in the thread that ends it; errors are passed on."""
         future: Future[Other] = Future()
 
         def follow() -> None:
             try:
                 future.set_result(make(self.wait()))
-            except BaseException as error:  # whoever waits is told of it
+            except BaseException as error:  # raised by wait()
                 future.set_exception(error)
 
         self.when_done(follow)
         return Handle(future, outcome=self._outcome)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """The result, once it is there.
+        """Return the result, once it is available.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds; for ever by default, since a back end ends by itself when a peer fails.
+            Seconds; unlimited by default, since a back end ends by itself when a peer fails.
 
         Raises
         ------
         TimeoutError
             It is still running.
         TopoplanError
-            What ended it.
+            Its error.
         """
         try:
             result = self._future.result(timeout)
@@ -146,14 +138,10 @@ class Handle(Generic[Result]):
 
 
 class StepBatch:
-    """Collectives of one training step: where one is refused, the later ones exchange nothing.
+    """Collectives of one training step: if one is refused, the later ones exchange nothing.
 
-    A rank that refuses one starts no later one. Its peers may have queued them already.
-
-    Attributes
-    ----------
-    refused : RefusedError or None
-        The error of the first refused collective; the later ones raise it too.
+    A rank that refuses one starts no later one, but its peers may have queued them already. `refused` is the error of
+    the first refused collective, which the later ones raise too.
     """
 
     refused: RefusedError | None = None
@@ -174,12 +162,9 @@ class StepBatch:
 
 
 class CallQueue:
-    """Runs tasks one after another: in the background, or at once where nothing is in the background.
+    """Runs tasks one after another: in the background, or at once if the background is idle.
 
-    Parameters
-    ----------
-    arrays : ArrayLibrary, optional
-        By which a task runs behind what its caller has told a GPU, whichever thread runs it.
+    `arrays` orders a task after the caller's work on a GPU, in whichever thread it runs.
     """
 
     def __init__(self, arrays: ArrayLibrary[Any] | None = None) -> None:
@@ -187,14 +172,10 @@ class CallQueue:
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
-        self.batch: StepBatch | None = None
-        """The batch of the exchanges that are started from now on."""
+        self.batch: StepBatch | None = None  # the batch of the exchanges that are started from now on
 
     def run(self, task: Callable[[], Result], *, exchanges: bool = True) -> Result:
-        """The task's result, after everything that was submitted before.
-
-        A task that exchanges nothing is in no batch.
-        """
+        """Return the task's result, after all earlier tasks; one that exchanges nothing is in no batch."""
         if self._last is not None and not self._last.done():
             return self.submit(task, exchanges=exchanges).wait()
         if self.batch is not None and exchanges:
@@ -207,22 +188,22 @@ class CallQueue:
     def submit(
         self, task: Callable[[], Result], outcome: CollectiveOutcome | None = None, *, exchanges: bool = True
     ) -> Handle[Result]:
-        """Start the task in the background, after everything that was submitted before."""
+        """Start the task in the background, after all earlier tasks."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
         if self.batch is not None and exchanges:
             task = self.batch.guarded(task)
-        turn = self._arrays.ordered()  # here, since it is this thread's stream that the task is to be behind
+        turn = self._arrays.ordered()  # here, since the task must run after this thread's stream
 
         def in_turn() -> Result:
             with self._one, turn:
                 return task()
 
         future: Future[Result] = self._worker.submit(in_turn)
-        self._last = future  # type: ignore[assignment]  # only asked whether it is done
+        self._last = future  # type: ignore[assignment]  # only its done() is called
         return Handle(future, self._arrays.received, outcome)
 
     def close(self) -> None:
-        """Wait for what runs; what has not begun fails."""
+        """Wait for the running task; queued ones fail."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)

@@ -20,152 +20,114 @@ from topoplan.plans.plan import Plans
 from topoplan.reading.load import library
 
 PlanLike = Plans | Topology | str | os.PathLike[str]
-"""A plan, the path of its file, or the machine all of whose GPUs are the ranks, also by its name in the library."""
+"""A plan, the path of its file, or the machine whose GPUs are the ranks, also by its name in the library."""
 
 PlanOrTopology = Plans | Topology
 
 AGREEING_BACKENDS = ("mpi", "shared", "tcp")
-"""The back ends whose ranks, processes without GPUs, can make a plan of where they run."""
+"""Back ends whose ranks, processes without GPUs, can plan for where they run."""
 
 
 def resolve_plan(given: PlanLike) -> Plans:
-    """The plan that a caller means, made here where he means a machine.
+    """Return a caller's plan, made here for a machine.
 
-    Parameters
-    ----------
-    given : Plan, SizePlans, Topology, str or path
-        A name of the library wins over a file of that name, as in `topoplan.load`.
-
-    Raises
-    ------
-    UsageError
-        It is no plan, or its file cannot be read.
-    PlanError
-        The file is no plan file.
-    InfeasibleError
-        The GPUs of the machine are not joined.
+    A name of the library takes precedence over a file of that name, as in `topoplan.load`. Raises `UsageError` if it
+    is not a plan or its file cannot be read, `PlanError` for a wrong file, and `InfeasibleError` if the GPUs are not
+    joined.
 
     Examples
     --------
     >>> resolve_plan("v100x4").ranks
     ('gpu0', 'gpu1', 'gpu2', 'gpu3')
     """
-    meant = _read_given(given)
-    return topoplan.plan(meant) if isinstance(meant, Topology) else meant
+    given_plan = _read_given(given)
+    return topoplan.plan(given_plan) if isinstance(given_plan, Topology) else given_plan
 
 
 def agree_on_input(gather: Gather, given: PlanLike | None, *, size: int, where: str) -> PlanOrTopology | None:
-    """What all ranks were given, read; None where nothing. All of them must call it.
+    """Return the plan or machine that all ranks were given, None without one; all of them must call it.
 
-    Parameters
-    ----------
-    gather : Gather
-    given : as `resolve_plan` takes it, or None
-    size : int
-        Ranks of the job.
-    where : str
-        What has so many, as "the process group".
-
-    Raises
-    ------
-    TopoplanError
-        A rank was given what is none, is for another number of ranks, or is not that of the others; on all ranks, with
-        the same text.
+    `size` is the number of ranks, and `where` names the job in messages ("the process group"). Raises `TopoplanError`
+    on all ranks, with the same text, if an input is invalid, for another number of ranks, or differs between ranks.
 
     Examples
     --------
     >>> agree_on_input(lambda text: [text] * 4, "v100x4", size=4, where="the group").name
     'v100x4'
     """
-    meant: list[PlanOrTopology] = []
+    given_plan: list[PlanOrTopology] = []
 
     def read() -> str:
         if given is None:
             return ""
-        meant.append(_read_given(given))
-        _check_size(meant[0], size, where)
-        if isinstance(meant[0], Topology):
-            return f"machine {hashlib.sha256(meant[0].to_json().encode()).hexdigest()}"
-        return f"plan {meant[0].digest}"
+        given_plan.append(_read_given(given))
+        _check_size(given_plan[0], size, where)
+        if isinstance(given_plan[0], Topology):
+            return f"machine {hashlib.sha256(given_plan[0].to_json().encode()).hexdigest()}"
+        return f"plan {given_plan[0].digest}"
 
-    told = gather_or_raise(gather, read)
-    for rank, one in enumerate(told):
-        if bool(one) != any(told):
+    inputs = gather_or_raise(gather, read)
+    for rank, one in enumerate(inputs):
+        if bool(one) != any(inputs):
             raise UsageError(
                 f"rank {rank}: this rank was given no plan and others were; give all ranks the same plan"
             )
-        if one != told[0]:
+        if one != inputs[0]:
             raise UsageError(
-                f"rank {rank} has {one[:24]} and rank 0 {told[0][:24]}; give all ranks the same plan"
+                f"rank {rank} has {one[:24]} and rank 0 {inputs[0][:24]}; give all ranks the same plan"
             )
-    return meant[0] if meant else None
+    return given_plan[0] if given_plan else None
 
 
-def agree_on_plan(gather: Gather, meant: PlanOrTopology | None, *, rank: int, size: int) -> Plans:
-    """The plan of a job for what `agree_on_input` has found; one rank makes it. All of them must call this.
+def agree_on_plan(gather: Gather, given_plan: PlanOrTopology | None, *, rank: int, size: int) -> Plans:
+    """Return the plan of a job for the result of `agree_on_input`; one rank makes it, and all must call this.
 
-    Raises
-    ------
-    TopoplanError
-        As `topoplan.plan` and `collectives.communicator.job_topology.agree_on_job_plan`; on all ranks, with the same
-        text.
+    Raises `TopoplanError` as `topoplan.plan` and `collectives.communicator.job_topology.agree_on_job_plan`, on all
+    ranks with the same text.
     """
-    if meant is None:
+    if given_plan is None:
         from collectives.communicator.job_topology import (
-            agree_on_job_plan,  # it probes, which few processes need
-        )
+            agree_on_job_plan,
+        )  # probes, which few processes need
 
         return agree_on_job_plan(gather, rank=rank, size=size)
-    if isinstance(meant, Topology):
-        machine = meant
+    if isinstance(given_plan, Topology):
+        machine = given_plan
         return plan_on_one_rank(
             gather, lambda: topoplan.plan(machine, progress=check_still_wanted), rank=rank
         )
-    return meant
+    return given_plan
 
 
 def open_backend_for_plan(
     backend: str | Backend[Any], plan: PlanLike | None, settings: BackendSettings
 ) -> tuple[Backend[Any], Plans]:
-    """The back end, and the plan on which its ranks agree.
+    """Return the back end, and the plan on which its ranks agree.
 
-    Parameters
-    ----------
-    backend : str or Backend
-        One that is given stays open where no plan can be had.
-    plan : as `resolve_plan` takes it, or None
-        None where ranks compute without GPUs, to plan for where they run.
-    settings : Settings
-        Of a back end that is named.
-
-    Raises
-    ------
-    UsageError
-        There is no plan, and ranks of this back end cannot ask each other; or as `resolve_plan` and
-        `agree_on_job_plan`.
-    BackendError
-        The ranks do not find each other.
+    A given back end stays open after an error. `plan` is None if ranks compute without GPUs, to plan for where they
+    run. Raises `UsageError` without a plan if the ranks of this back end cannot agree on one, or as `resolve_plan` and
+    `agree_on_job_plan`; `BackendError` if the ranks do not find each other.
     """
     if isinstance(backend, str):
         check_backend(backend, settings)
         if plan is None and backend not in AGREEING_BACKENDS:
-            raise _not_a_plan(backend)
+            raise _no_plan(backend)
         if backend.startswith("loopback"):
-            assert plan is not None, "looked at above"
-            meant = resolve_plan(plan)
-            return BACKENDS[backend](meant, settings), meant
+            assert plan is not None, "checked above"
+            given_plan = resolve_plan(plan)
+            return BACKENDS[backend](given_plan, settings), given_plan
         opened = BACKENDS[backend](None, settings)
     else:
         opened = backend
     try:
         if plan is None and opened.name not in AGREEING_BACKENDS:
-            raise _not_a_plan(opened.name)
+            raise _no_plan(opened.name)
         if not isinstance(opened, GathersTexts):
-            assert plan is not None, "looked at above"
+            assert plan is not None, "checked above"
             return opened, resolve_plan(plan)
         gather, (rank,), size = opened.gather_texts, opened.ranks, opened.size
-        alike = agree_on_input(gather, plan, size=size, where=f"the {opened.name} back end")
-        return opened, agree_on_plan(gather, alike, rank=rank, size=size)
+        agreed = agree_on_input(gather, plan, size=size, where=f"the {opened.name} back end")
+        return opened, agree_on_plan(gather, agreed, rank=rank, size=size)
     except BaseException:
         if opened is not backend:
             opened.close()
@@ -173,41 +135,46 @@ def open_backend_for_plan(
 
 
 def _read_given(given: PlanLike) -> PlanOrTopology:
-    """A plan or a machine, read where it is named."""
+    """Return a plan or a machine, read if it is named."""
     if isinstance(given, str) and given in library():
         return topoplan.load(given)
     if isinstance(given, str | os.PathLike):
         return topoplan.load_plan(given)
     if not isinstance(given, Plans | Topology):
-        raise UsageError(
-            f"a {type(given).__name__} is no plan; make one with topoplan.plan or topoplan.plan_by_size, or give the "
-            "path of a plan file or the name of a machine"
-        )
+        raise not_a_plan(given)
     return given
 
 
-def _check_size(meant: PlanOrTopology, size: int, where: str) -> None:
-    """Raise `UsageError` where it is for another number of ranks."""
-    if isinstance(meant, Topology):
-        if len(meant.gpus) != size:
+def not_a_plan(given: object) -> UsageError:
+    """Return the error for another type than `PlanLike`."""
+    return UsageError(
+        f"plan must be a Plan, a plan file or the name of a machine, got {type(given).__name__}; make one with "
+        "topoplan.plan or topoplan.plan_by_size"
+    )
+
+
+def _check_size(given_plan: PlanOrTopology, size: int, where: str) -> None:
+    """Raise `UsageError` if a plan or machine is for another number of ranks."""
+    if isinstance(given_plan, Topology):
+        if len(given_plan.gpus) != size:
             raise UsageError(
-                f"{meant.name} has {len(meant.gpus)} GPUs and {where} {size} ranks; choose {size} GPUs: "
+                f"{given_plan.name} has {len(given_plan.gpus)} GPUs and {where} {size} ranks; choose {size} GPUs: "
                 "topoplan.plan(machine, gpus=[...])"
             )
-    elif len(meant.ranks) != size:
+    elif len(given_plan.ranks) != size:
         raise UsageError(
-            f"the plan is for {len(meant.ranks)} ranks and {where} has {size}; plan for {size} GPUs"
+            f"the plan is for {len(given_plan.ranks)} ranks and {where} has {size}; plan for {size} GPUs"
         )
 
 
-def _not_a_plan(name: str) -> UsageError:
+def _no_plan(name: str) -> UsageError:
     if name.startswith("loopback"):
         return UsageError(
-            f"{name} holds all ranks in this process, so there is no job to plan for; give a plan, for example "
+            f"{name} holds all ranks in this process, without a job to plan for; give a plan, for example "
             "topoplan.plan(topoplan.probe())"
         )
     return UsageError(
-        f"without a plan the ranks have to ask each other, which those of {', '.join(AGREEING_BACKENDS)} can "
-        f"and {name} cannot; "
-        "give the plan that collectives.communicator.job_topology.agree_on_job_plan makes with an allgather of yours"
+        f"without a plan the ranks must agree on one, which ranks of {', '.join(AGREEING_BACKENDS)} can "
+        f"and ranks of {name} cannot; pass the plan that "
+        "collectives.communicator.job_topology.agree_on_job_plan makes with your own allgather"
     )

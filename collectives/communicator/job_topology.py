@@ -5,8 +5,8 @@
 3. Rank 0 joins the hosts to one topology, plans on it and sends the plan.
 4. Every rank verifies the plan; all compare its digest.
 
-In each round the error of one rank is the error of all (`error_rounds`). Plans number ranks by the order of GPUs in the
-topology; here devices are put in the job's order, which changes nothing else. A plan is cached for the life of the
+In each round the error of one rank is the error of all (`error_rounds`). Plans number ranks by the order of GPUs in
+the topology; here devices are put in the job's order, which changes nothing else. A plan is cached for the life of the
 process, for the same processes on the same devices.
 """
 
@@ -35,32 +35,19 @@ from topoplan.plans.plan import Plan, Plans, check_collective
 from topoplan.reading.probe import host_sysfs, probe_host, visible_devices
 from topoplan.reading.probe_devices import FoundNic, find_nics
 
-Gpu = int | str
-"""A GPU's UUID, PCI bus id or name in the machine, or its number among those that CUDA shows the process."""
+Gpu = int | str  # a GPU's UUID, PCI bus id or name in the machine, or its CUDA number in the process
 
 VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-"""The environment on which CUDA's numbers depend."""
+"""Environment variables on which CUDA's numbers depend."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRank:
-    """What a rank says of itself.
+    """A rank's description of itself.
 
-    Parameters
-    ----------
-    rank, size : int
-    host : str
-        The same for ranks of one host, and of no others.
-    process : int
-        Its process id.
-    gpu : int, str or None
-        None where it computes without.
-    visible : tuple of (str, str)
-        Those variables of `VISIBILITY_VARIABLES` that are set.
-    wanted : tuple of (str, str)
-        Collective and channels of the plan.
-    machine : str
-        What the host is, as topology JSON, where the caller says so; else empty.
+    `host` is the same for ranks of one host only, and `process` a process id. `gpu` is None if the rank computes
+    without one. `visible` are the set `VISIBILITY_VARIABLES`; `wanted` are collective and channels of the plan.
+    `machine` is the topology JSON of the host if the caller gives it, else empty.
     """
 
     rank: int
@@ -73,16 +60,14 @@ class JobRank:
     machine: str = ""
 
     def to_text(self) -> str:
-        """As JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
     def from_text(text: str) -> JobRank:
-        """From `to_text`."""
-        told = json.loads(text)
-        told["visible"] = tuple((name, value) for name, value in told["visible"])
-        told["wanted"] = tuple(told["wanted"])
-        return JobRank(**told)
+        fields = json.loads(text)
+        fields["visible"] = tuple((name, value) for name, value in fields["visible"])
+        fields["wanted"] = tuple(fields["wanted"])
+        return JobRank(**fields)
 
 
 def describe_this_rank(
@@ -94,24 +79,20 @@ def describe_this_rank(
     machine: Topology | None,
     wanted: tuple[str, str],
 ) -> JobRank:
-    """What this process says of itself.
-
-    Raises
-    ------
-    UsageError
-        An argument makes no sense.
-    """
+    """Return the description of this process; UsageError for an invalid argument."""
     for name, value in (("rank", rank), ("size", size)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{name} {value!r} is no whole number; give this process's place in the job")
+            raise UsageError(
+                f"{name} must be a whole number, got {value!r}; give this process's rank and the number of ranks"
+            )
     if not 0 <= rank < size:
         raise UsageError(f"rank {rank} of {size} does not exist; ranks are 0 to {max(size, 1) - 1}")
     if isinstance(gpu, bool) or not isinstance(gpu, int | str | None) or gpu == "":
         raise UsageError(
-            f"device {gpu!r} names no GPU; give its UUID, its PCI bus id or its number in CUDA, or None for none"
+            f"device must be a GPU's UUID, PCI bus id or CUDA number, or None for none, got {gpu!r}"
         )
     if not isinstance(host, str | None) or host == "":
-        raise UsageError(f"host {host!r} is no name; give a text, or None for the name of this machine")
+        raise UsageError(f"host must be a text, or None for the name of this machine, got {host!r}")
     return JobRank(
         rank=rank,
         size=size,
@@ -125,20 +106,14 @@ def describe_this_rank(
 
 
 def this_host() -> str:
-    """Name of this machine, and of its last start where the kernel tells it: names are not always unique."""
+    """Return the name of this machine with its boot id, if known: names are not always unique."""
     sysfs = host_sysfs()
     boot = sysfs.text(sysfs.root.parent / "proc/sys/kernel/random/boot_id") or ""
     return " ".join(part for part in (platform.node() or "this machine", boot) if part)
 
 
 def check_job_ranks(members: Sequence[JobRank]) -> None:
-    """Whether the ranks are one job that wants one plan.
-
-    Raises
-    ------
-    UsageError
-        Names a rank that does not fit; the same text on all ranks.
-    """
+    """Raise `UsageError`, with the same text on all ranks, unless the ranks are one job that wants one plan."""
     first = members[0]
     for place, one in enumerate(members):
         if (one.rank, one.size) != (place, len(members)):
@@ -159,12 +134,12 @@ def check_job_ranks(members: Sequence[JobRank]) -> None:
 
 
 def ranks_by_host(members: Sequence[JobRank]) -> tuple[tuple[JobRank, ...], ...]:
-    """The ranks of each host in ascending order, hosts in the order of their first ranks.
+    """Return the ranks of each host in ascending order, hosts in the order of their first ranks.
 
     Examples
     --------
-    >>> told = [JobRank(rank, 4, host, 7, None, (), ("allreduce", "auto")) for rank, host in enumerate("abab")]
-    >>> [[one.rank for one in host] for host in ranks_by_host(told)]
+    >>> ranks = [JobRank(rank, 4, host, 7, None, (), ("allreduce", "auto")) for rank, host in enumerate("abab")]
+    >>> [[one.rank for one in host] for host in ranks_by_host(ranks)]
     [[0, 2], [1, 3]]
     """
     hosts: dict[str, list[JobRank]] = {}
@@ -174,29 +149,19 @@ def ranks_by_host(members: Sequence[JobRank]) -> tuple[tuple[JobRank, ...], ...]
 
 
 MEMORY_GBPS = 10.0
-"""GB/s that each process is assumed to read from its host's memory, and to write to it, at the same time."""
+"""GB/s that each process is assumed to read from its host's memory and to write to it, at the same time."""
 
 NIC_BUS_GBPS = 100.0
-"""GB/s between a NIC and the memory of a host of processes: more than any NIC has, so that the wire limits."""
+"""GB/s between a NIC and the memory of a host of processes: above any NIC's, so that the wire limits."""
 
 MEMORY = "memory"
 
-ASSUMED_GIGABITS = 10.0
-"""Gb/s of a NIC whose speed is not known."""
+ASSUMED_GIGABITS = 10.0  # Gb/s of a NIC of unknown speed
 
 
 @dataclass(frozen=True, slots=True)
 class JobHost:
-    """A host of a job.
-
-    Parameters
-    ----------
-    machine : Topology
-    ranks : tuple of int
-        The job's ranks on it.
-    devices : tuple of str
-        The device of each of them.
-    """
+    """A host of a job, its ranks, and the device of each of them."""
 
     machine: Topology
     ranks: tuple[int, ...]
@@ -204,41 +169,26 @@ class JobHost:
 
 
 def read_host(members: Sequence[JobRank]) -> tuple[Topology, tuple[str, ...]]:
-    """This host's machine, and the device of each of these ranks on it; called by the first of them.
+    """Return this host's machine, and the device of each of its ranks; called by the first of them.
 
-    Parameters
-    ----------
-    members : sequence of Member
-        The ranks of this host.
-
-    Raises
-    ------
-    ProbeError
-        The driver does not answer.
-    UsageError
-        A rank names a GPU that is not there, or two name one.
+    Raises `ProbeError` if the driver does not answer, and `UsageError` as `gpus_of_ranks`.
     """
     given = members[0].machine
     if members[0].gpu is None:
         if given:
-            raise UsageError("a machine is given and ranks have no GPU on it; name the GPU of every rank")
+            raise UsageError("a machine is given but no GPUs; give the GPU of every rank")
         return process_machine([one.rank for one in members])
     machine = parse_topology_json(given) if given else probe_host()
     return machine, gpus_of_ranks(machine, members)
 
 
 def gpus_of_ranks(machine: Topology, members: Sequence[JobRank]) -> tuple[str, ...]:
-    """The GPU of each rank by its name in a machine.
-
-    Raises
-    ------
-    UsageError
-        A rank names a GPU that is not there, or two name one; names the ranks.
+    """Return the GPU of each rank by its name in a machine; UsageError if one does not exist or two ranks share one.
 
     Examples
     --------
-    >>> told = [JobRank(0, 2, "a", 7, 0, (("CUDA_VISIBLE_DEVICES", "5"),), ("allreduce", "auto"))]
-    >>> gpus_of_ranks(topoplan.load("dgx-1v"), told)
+    >>> ranks = [JobRank(0, 2, "a", 7, 0, (("CUDA_VISIBLE_DEVICES", "5"),), ("allreduce", "auto"))]
+    >>> gpus_of_ranks(topoplan.load("dgx-1v"), ranks)
     ('gpu5',)
     """
     found: dict[str, int] = {}
@@ -254,13 +204,13 @@ def gpus_of_ranks(machine: Topology, members: Sequence[JobRank]) -> tuple[str, .
 
 
 def _visible_gpu(machine: Topology, one: JobRank) -> str:
-    """The GPU that has a number in CUDA, for a process of this rank's environment."""
-    assert isinstance(one.gpu, int), "a number in CUDA"
+    """Return the GPU of a CUDA number in a rank's environment."""
+    assert isinstance(one.gpu, int), "a CUDA number"
     environment = dict(one.visible)
     models = {machine.device(name).model for name in machine.gpus}
     if len(models) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         raise UsageError(
-            f"rank {one.rank} names GPU {one.gpu} by CUDA's number, which counts the fastest first where GPUs differ; "
+            f"rank {one.rank} names GPU {one.gpu} by CUDA's number, which counts the fastest first if GPUs differ; "
             "give its UUID, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
     try:
@@ -276,8 +226,8 @@ def _visible_gpu(machine: Topology, one: JobRank) -> str:
 
 
 def _gpu_by_name(machine: Topology, one: JobRank) -> str:
-    """The GPU that has a UUID, bus id or name; that of a MIG instance is its whole GPU's."""
-    assert isinstance(one.gpu, str), "no number in CUDA"
+    """Return the GPU of a UUID, bus id or name; for a MIG instance its whole GPU."""
+    assert isinstance(one.gpu, str), "not a CUDA number"
     wanted, busid = one.gpu.lower(), plain_bus_id(one.gpu)
     for name in machine.gpus:
         gpu = machine.device(name)
@@ -292,7 +242,7 @@ def _gpu_by_name(machine: Topology, one: JobRank) -> str:
 
 
 def process_machine(ranks: Sequence[int]) -> tuple[Topology, tuple[str, ...]]:
-    """This host without GPUs: each rank is a process at the memory that all of them share, and NICs hang on it too.
+    """Return this host without GPUs: each rank is a process at the shared memory, to which the NICs are connected too.
 
     Examples
     --------
@@ -300,7 +250,7 @@ def process_machine(ranks: Sequence[int]) -> tuple[Topology, tuple[str, ...]]:
     >>> devices, machine.gpus == devices
     (('rank4', 'rank5'), True)
     """
-    # Slower interfaces than beside GPUs count: they may be all there is.
+    # Slower interfaces count than beside GPUs: there may be no others.
     found, _ = find_nics(host_sysfs(), slowest=0.0)
     devices = tuple(f"rank{rank}" for rank in ranks)
     nics = found or (FoundNic("", "", None, active=True),)
@@ -336,12 +286,9 @@ def _nic(number: int, nic: FoundNic) -> Device:
 
 
 def job_topology(hosts: Sequence[JobHost]) -> Topology:
-    """All hosts as one topology; GPU i is that of the job's rank i.
+    """Return all hosts as one topology; GPU i is that of the job's rank i.
 
-    Parameters
-    ----------
-    hosts : sequence of JobHost
-        Of a single one the other GPUs are taken out; several are joined by a network (`topoplan.cluster`).
+    A single host loses its other GPUs; several are joined by a network (`topoplan.cluster`).
 
     Examples
     --------
@@ -358,8 +305,8 @@ def job_topology(hosts: Sequence[JobHost]) -> Topology:
         return in_rank_order(host.machine.subset(chosen), host.devices)
     servers, notes = [], []
     for number, host in enumerate(hosts):
-        machine, gbps, said = network_speed(host.machine)
-        notes += [f"s{number} ({machine.name}): {note}" for note in said]
+        machine, gbps, found = network_speed(host.machine)
+        notes += [f"s{number} ({machine.name}): {note}" for note in found]
         gpus = [machine.gpus.index(name) for name in host.devices]
         servers.append(topoplan.Server(machine, gpus, nic_gbps=gbps))
     joined = topoplan.cluster(servers)
@@ -373,12 +320,8 @@ def job_topology(hosts: Sequence[JobHost]) -> Topology:
 
 
 def in_rank_order(topology: Topology, gpus: Sequence[str]) -> Topology:
-    """The same topology with its GPUs in another order, before all other devices.
-
-    Raises
-    ------
-    UsageError
-        These are not its GPUs, each once.
+    """Return a topology with its GPUs in another order, before all other devices; UsageError unless each is named
+    once.
 
     Examples
     --------
@@ -395,9 +338,9 @@ def in_rank_order(topology: Topology, gpus: Sequence[str]) -> Topology:
 
 
 def network_speed(machine: Topology) -> tuple[Topology, float, tuple[str, ...]]:
-    """The machine with the NICs that count, their speed in Gb/s, and notes on what was left out or assumed.
+    """Return the machine with its fastest NICs, their speed in Gb/s, and notes on omissions and assumptions.
 
-    The fastest count: slower ones serve other things, and ranks that share a plan wait for the slowest.
+    Slower NICs serve other purposes, and ranks that share a plan wait for the slowest.
     """
     speeds: dict[str, float] = {}
     for device in machine.devices:
@@ -415,8 +358,7 @@ def network_speed(machine: Topology) -> tuple[Topology, float, tuple[str, ...]]:
     return topoplan.without_devices(machine, slower), fastest, (note,)
 
 
-_PLAN_CACHE: dict[tuple[JobRank, ...], Plan] = {}
-"""Plans of this process by the members of their jobs."""
+_PLAN_CACHE: dict[tuple[JobRank, ...], Plan] = {}  # plans of this process, by the ranks of their jobs
 
 
 def agree_on_job_plan(
@@ -438,19 +380,18 @@ def agree_on_job_plan(
         Allgather of the job: takes this rank's text, returns those of all ranks in their order. For example
         ``MPI.COMM_WORLD.allgather``.
     rank, size : int
-        This process's place in the job, and number of processes.
+        This process's rank in the job, and the number of processes.
     device : str, int or None
-        The GPU that this rank drives: its UUID, PCI bus id or name in the machine, or its number among those that CUDA
-        shows this process. None where ranks compute without GPUs: then each is a process at its host's memory.
+        This rank's GPU: its UUID, PCI bus id or name in the machine, or its CUDA number in this process. None if ranks
+        compute without GPUs: then each is a process at its host's memory.
     collective : str
     channels : str
         As `topoplan.plan` takes them, the same on all ranks.
     host : str, optional
-        Names this rank's host; by default the machine's name with its boot id. Ranks in several containers of one host
-        can say so here.
+        Names this rank's host, also for ranks in several containers of one host; by default the machine's name with
+        its boot id.
     machine : Topology, str or path, optional
-        What this rank's host is, where it cannot be probed; also as `topoplan.load` takes it. The first rank of a host
-        decides.
+        This rank's host, if it cannot be probed; also as `topoplan.load` takes it. The first rank of a host decides.
 
     Returns
     -------
@@ -460,14 +401,14 @@ def agree_on_job_plan(
     Raises
     ------
     UsageError
-        A rank names a GPU that is not there, two name one, some have a GPU and others none, or they want different
+        A rank names a GPU that does not exist, two name one, some have a GPU and others none, or they want different
         plans.
     ProbeError
         The driver of a host does not answer.
     InfeasibleError
         The devices are not joined.
     PlanError
-        The plan that arrived is wrong, or not the same on all ranks.
+        The received plan is wrong, or not the same on all ranks.
 
         All of these are raised on all ranks, with the same text, which names the rank at fault.
 
@@ -490,13 +431,13 @@ def agree_on_job_plan(
     (('rank0', 'rank1'), True)
     """
     wanted = (collective, channels)
-    said = gather_or_raise(
+    texts = gather_or_raise(
         gather,
         lambda: describe_this_rank(
             rank, size, device, host=host, machine=_given_machine(machine), wanted=wanted
         ).to_text(),
     )
-    members = tuple(JobRank.from_text(text) for text in said)
+    members = tuple(JobRank.from_text(text) for text in texts)
     check_job_ranks(members)
     kept = _PLAN_CACHE.get(members)
     digests = gather_or_raise(gather, lambda: "" if kept is None else kept.digest)
@@ -515,18 +456,18 @@ def agree_on_job_plan(
 
 
 def _given_machine(given: object) -> Topology | None:
-    """What a caller says that a host is."""
+    """Return the machine that a caller gives for a host."""
     if isinstance(given, str | os.PathLike):
         return topoplan.load(given)
     if not isinstance(given, Topology | None):
         raise UsageError(
-            f"a {type(given).__name__} is no machine; give a Topology, a name of the library or a file"
+            f"machine must be a Topology, a name of the library or a file, got {type(given).__name__}"
         )
     return given
 
 
 def _read_hosts(gather: Gather, members: tuple[JobRank, ...], rank: int) -> list[JobHost]:
-    """Every host, read by its first rank."""
+    """Return every host, read by its first rank."""
     grouped = ranks_by_host(members)
     mine = next((host for host in grouped if host[0].rank == rank), None)
 
@@ -536,10 +477,10 @@ def _read_hosts(gather: Gather, members: tuple[JobRank, ...], rank: int) -> list
         machine, devices = read_host(mine)
         return json.dumps({"machine": machine.to_json(), "devices": devices})
 
-    told = gather_when_done(gather, read)
+    texts = gather_when_done(gather, read)
     hosts = []
     for host in grouped:
-        one = json.loads(told[host[0].rank])
+        one = json.loads(texts[host[0].rank])
         machine = parse_topology_json(one["machine"])
         hosts.append(JobHost(machine, tuple(member.rank for member in host), tuple(one["devices"])))
     return hosts
@@ -548,13 +489,13 @@ def _read_hosts(gather: Gather, members: tuple[JobRank, ...], rank: int) -> list
 def _plan_job(hosts: list[JobHost], collective: str, channels: str) -> Plan:
     topology = job_topology(hosts)
     if channels == "auto" and len(hosts) > 1 and not any(link.channel == "nvlink" for link in topology.links):
-        # Network links alone may join all ranks; those of one host had better use what is inside it.
+        # Network links alone may join all ranks, but ranks of one host should use the links inside it.
         channels = "pcie+network"
     return topoplan.plan(topology, collective, channels=channels, progress=check_still_wanted)
 
 
 def _check_job_plan(plan: Plans, hosts: list[JobHost], collective: str) -> None:
-    """Whether the plan that arrived has every rank on its own device."""
+    """Raise `PlanError` unless the received plan has every rank on its own device."""
     alone = len(hosts) == 1
     expected = {
         rank: device if alone else f"s{number}.{device}"

@@ -1,8 +1,8 @@
 """Track the membership of a communicator: its ranks, their plan, and how both change; and run helper ranks.
 
 A rank fails, leaves or joins (`collectives.communicator.recovery`); a link is slow
-(`collectives.communicator.link_monitor`) or is reported dead. Then numbers, plan and back end change, for all ranks
-at the same place in their work, and residuals of sparse gradients move with them. A collective that is to be repeated
+(`collectives.communicator.link_monitor`) or is reported dead. Then numbers, plan and back end change, for all ranks at
+the same place in their work, and residuals of sparse gradients move with them. A collective that is to be repeated
 after a failure runs into memory of this module; its result is handed over when all ranks have theirs.
 
 A helper rank adds and copies in the ranks' collectives and has no array of its own (`serve_as_helper`).
@@ -49,137 +49,104 @@ from topoplan.plans.plan import Plans
 Result = TypeVar("Result")
 
 BLOCK_COLLECTIVES = ("allgather", "reduce_scatter")
-"""Collectives that cannot be repeated by fewer ranks where a rank has named an ``out``: its length depends on them."""
+"""Collectives that fewer ranks cannot repeat into an ``out``, whose length depends on the number of ranks."""
 
 OUT_RULE = "into an out, which all ranks must give, or none"
-"""What ranks say of such a collective that have named one, to be compared: all of them can repeat it, or none."""
+"""Compared between the ranks of such a collective with an ``out``: all of them can repeat it, or none."""
 
 
 class CommunicatorMembers:
-    """The ranks of a communicator.
+    """The ranks of a communicator, and their plan and back end.
 
-    Parameters
-    ----------
-    execution : Execution
-        What runs their collectives.
-    plans : Plan or SizePlans
-        The first plan.
-    terms : Terms
-        How they work, whoever they are.
-
-    Attributes
-    ----------
-    ranks : tuple of int
-        Those of this process.
-    plans : Plan or SizePlans
-        By which they work.
-    epoch : int
-        How often they have agreed on who is left.
-    notes : tuple of str
-        What was planned anew and why, in order.
-    backend, engine : str
-        Name of the back end, and how it moves data.
+    `plans` is the first plan, then the current one. `epoch` counts the agreements on the membership, and `notes`
+    describes the changes in order. `ranks` are those of this process.
     """
 
-    def __init__(self, execution: Execution[Any], plans: Plans, terms: JoinSettings) -> None:
+    def __init__(self, execution: Execution[Any], plans: Plans, settings: JoinSettings) -> None:
         self.epoch = 0
         self.notes: tuple[str, ...] = ()
-        self._terms = terms
+        self._settings = settings
         self._one_rank = execution.backend.one_rank
         self._handed_over = 0
         self._sparse: SparseCollective | None = None
-        self._watch: LinkMonitor | None = None
+        self._monitor: LinkMonitor | None = None
         self._present: tuple[Execution[Any] | None, Membership]
-        self._work_by(execution, plans, Membership(plans))
+        self._switch_to(execution, plans, Membership(plans))
 
     @property
     def present(self) -> tuple[Execution[Any], Membership]:
-        """What runs collectives, and among whom; read at once, since another thread may go on meanwhile.
-
-        Raises
-        ------
-        UsageError
-            The communicator is closed.
-        """
-        execution, company = self._present
+        """The execution and the membership, read atomically; UsageError once closed."""
+        execution, membership = self._present
         if execution is None:
             raise UsageError("the communicator is closed; make a new one")
-        return execution, company
+        return execution, membership
 
     @property
     def now(self) -> Execution[Any] | None:
-        """What runs their collectives; None where the communicator is closed."""
+        """The execution of collectives; None once closed."""
         return self._present[0]
 
     @property
     def execution(self) -> Execution[Any]:
-        """What runs their collectives, as in `present`."""
+        """The execution of collectives; UsageError once closed."""
         return self.present[0]
 
     @property
-    def company(self) -> Membership:
-        """Who they are, of those that the first plan is for."""
+    def membership(self) -> Membership:
+        """The current members of the first plan's ranks."""
         return self._present[1]
 
     @property
     def sparse(self) -> SparseCollective:
-        """What exchanges entries, and keeps those that it did not."""
+        """The sparse collective, with its residuals."""
         if self._sparse is None:
             self._sparse = SparseCollective(self.execution)
         return self._sparse
 
     @property
     def repeats(self) -> bool:
-        """Whether a collective in which a rank dies is repeated by those that are left."""
-        return self._terms.on_failure == "shrink" and self._one_rank
+        """Whether survivors repeat a collective in which a rank fails."""
+        return self._settings.on_failure == "shrink" and self._one_rank
 
     @property
     def watched(self) -> bool:
-        """Whether somebody asks what is slow."""
-        return self._watch is not None
+        return self._monitor is not None
 
     @property
     def slow(self) -> tuple[SlowLink | SlowRank, ...]:
-        """What is slow by now."""
-        return () if self._watch is None else self._watch.slow
+        return () if self._monitor is None else self._monitor.slow
 
     def close(self) -> Execution[Any] | None:
-        """Run nothing any more; what has run the collectives is returned, the first time."""
-        execution, company = self._present
-        self._present = None, company
+        """Stop running collectives; return the execution, the first time."""
+        execution, membership = self._present
+        self._present = None, membership
         return execution
 
     def survivors(self, to: str) -> MembershipProtocol:
-        """How the ranks find each other where one is gone.
-
-        Raises
-        ------
-        UsageError
-            They cannot: so they cannot do what this is wanted for.
-        """
+        """Return the membership protocol, to do something; UsageError if the back end has none."""
         backend = self.execution.backend
         if not isinstance(backend, Recovers) or backend.survivors is None:
             raise UsageError(f"cannot {to}: {RECOVERY_UNSUPPORTED.format(name=backend.name)}")
         if backend.survivors.beside is not None:
             raise UsageError(
-                f"cannot {to}: a process group of torch goes on without ranks and takes none in; use gloo, and "
-                "DDP with HookState(on_failure='shrink'), whose grow does"
+                f"cannot {to}: a process group of torch can exclude ranks but not admit any; use gloo, and DDP with "
+                "HookState(on_failure='shrink'), whose grow does"
             )
         return backend.survivors
 
     def run(self, execution: Execution[Any], checked: Request[Any]) -> Any:
-        """Run a collective; where somebody asks what is slow measure it, and look before it what there is."""
-        watch = self._watch
-        if watch is None or watch.execution is not execution or not watch.measures(checked):
+        """Run a collective; with monitoring, judge earlier measurements first and measure this one."""
+        monitor = self._monitor
+        if monitor is None or monitor.execution is not execution or not monitor.measures(checked):
             return execution.run(checked)
-        if watch.due:
-            made, news = watch.look(self.plans)
+        if monitor.due:
+            made, news = monitor.look(self.plans)
             self.notes = (*self.notes, *news)
             if news:
-                self._present = self._present[0], watch.company
+                self._present = self._present[0], monitor.membership
             if made is not self.plans:
-                self._adopt(made, self.company)
-        return watch.run(checked)
+                self._adopt(made, self.membership)
+        return monitor.run(checked)
 
     def run_to_end(
         self,
@@ -191,41 +158,37 @@ class CommunicatorMembers:
         seats: tuple[int, ...],
         outcome: CollectiveOutcome,
     ) -> Any:
-        """Run a collective into memory of our own, again where a rank is lost, and hand it over when all have it.
+        """Run a collective into private memory, again if a rank fails, and hand the result over when all ranks have
+        theirs.
 
-        Parameters
-        ----------
-        root : int or None
-            As ranks were counted at the beginning.
-        seats : tuple of int
-            Those that were taken when it was called.
+        `root` is an original rank; `seats` are the original ranks of the members at the call.
         """
         failure: BackendError | None = None
         while True:
-            execution, company = self.present
-            left = company.seats
+            execution, membership = self.present
+            present = membership.seats
             try:
-                if root is not None and root not in left:
-                    raise UsageError(f"its root, rank {seats.index(root)} when it was called, is gone")
-                place = None if root is None else left.index(root)
+                if root is not None and root not in present:
+                    raise UsageError(f"its root, rank {seats.index(root)} when it was called, has failed")
+                place = None if root is None else present.index(root)
                 checked = request(collective, execution.backend, array, out=out, op=op, root=place)
             except UsageError as error:
-                outcome.without = _failed_ranks(seats, left)
+                outcome.without = _failed_ranks(seats, present)
                 lost = ", ".join(map(str, outcome.without))
                 raise BackendError(
-                    f"went on without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
-                    f"anew among the {len(left)} ranks that are left"
+                    f"recovered without rank {lost}, but this {collective} cannot be repeated: {error}; call it "
+                    f"again among the {len(present)} surviving ranks"
                 ) from failure
             about = OUT_RULE if out is not None and collective in BLOCK_COLLECTIVES else None
             run = partial(self.run, execution, replace(checked, outputs=[None], about=about))
-            result, failure = self._given_to_all(run, seats, outcome)
+            result, failure = self._run_for_all(run, seats, outcome)
             if failure is None:
-                return self._handed(result, checked.outputs[0])
+                return self._handed_to_caller(result, checked.outputs[0])
 
     def run_sparse_to_end(
         self, asked: SparseRequest, seats: tuple[int, ...], outcome: CollectiveOutcome
     ) -> Any:
-        """As `run_to_end`, of a sparse collective: each time with the residuals from before it was called."""
+        """Run a sparse collective as `run_to_end`, each time with the residuals from before the call."""
         before = self.sparse.kept(asked)
         while True:
             sparse = self.sparse
@@ -235,8 +198,8 @@ class CommunicatorMembers:
                 return sparse.run(replace(wanted, outputs=[None]), sparse.prepare(wanted), outcome.exchange)
 
             try:
-                result, failure = self._given_to_all(run, seats, outcome)
-            except BackendError:  # also where another rank has refused
+                result, failure = self._run_for_all(run, seats, outcome)
+            except BackendError:  # also when another rank has refused
                 sparse.go_back(asked, before)
                 with suppress(UsageError):
                     sparse.keep(asked, sparse.prepare(asked))
@@ -246,90 +209,89 @@ class CommunicatorMembers:
                 self.execution.refuse(str(error))
                 raise
             if failure is None:
-                return self._handed(result, asked.outputs[0])
+                return self._handed_to_caller(result, asked.outputs[0])
             self.sparse.go_back(asked, before)
 
     def shrink(self, without: Collection[int] | None) -> None:
-        """Go on without some ranks, by default those that are gone."""
+        """Exclude ranks, by default the failed ones."""
         execution = self.execution
         named = checked_ranks(execution.backend, () if without is None else without)
         self.check_no_helpers("shrink")
         if not self._one_rank and not named:
-            raise UsageError("all ranks are in this process and none has failed; name those to leave out")
-        doubted = self._accused(execution.failure)
-        left = recover(self._state(RecoveryProgress(self._handed_over)), named, doubted=doubted)
-        assert left is not None, "only where it is asked for"
-        self._take(left)
+            raise UsageError("all ranks are in this process and none has failed; name the ranks to leave out")
+        doubted = self._suspected(execution.failure)
+        recovered = recover(self._state(RecoveryProgress(self._handed_over)), named, doubted=doubted)
+        assert recovered is not None, "only_changed is False"
+        self._take(recovered)
 
     def replan(self, change: PlanChange) -> None:
-        """Go on with other links; all ranks mean the same."""
-        before, company = self.plans, replace(self.company, change=self.company.change.then(change))
+        """Change the links; all ranks pass the same change."""
+        before, membership = self.plans, replace(self.membership, change=self.membership.change.then(change))
         made = self.execution.planned(
-            company.plan, collective=before.collective, root=before.root, about=change.digest
+            membership.plan, collective=before.collective, root=before.root, about=change.digest
         )
-        self._adopt(made, company)
+        self._adopt(made, membership)
         self.notes = (*self.notes, describe_replan(before, made, change))
-        self._watch_anew()
+        self._restart_monitor()
 
     def grow(self) -> tuple[int, ...]:
-        """Let in who comes, where each rank is a process; the ranks that have come, as they are counted then."""
-        before, survivors = self.company.seats, self.survivors("grow")
+        """Admit joining processes, and return their ranks in the new numbering."""
+        before, survivors = self.membership.seats, self.survivors("grow")
         while True:
             try:
-                texts = self.execution.gather_texts(survivors.knocks)
+                texts = self.execution.gather_texts(survivors.join_requests)
             except BackendError as error:
                 if not self.repeats or isinstance(error, RefusedError):
                     raise
                 progress = self._without_failed(error, RecoveryProgress(self._handed_over))
                 survivors = self.survivors("grow")
                 if max(one.handed_over for one in progress) == self._handed_over:
-                    before = self.company.seats
+                    before = self.membership.seats
                     continue
-                texts = []  # others had those of all, and have let in whom they named
-            self._had_by_all()
-            invited = survivors.invited(texts, seats=len(self.company.whole.ranks))
+                texts = []  # the others had the texts of all, and have admitted the ranks named there
+            self._count_completed()
+            invited = survivors.invited(texts, seats=len(self.membership.whole.ranks))
             if invited:
-                left = recover(self._state(RecoveryProgress(self._handed_over)), invited=invited)
-                assert left is not None, "only where it is asked for"
-                self._take(left)
-            return self._come_since(before)
+                recovered = recover(self._state(RecoveryProgress(self._handed_over)), invited=invited)
+                assert recovered is not None, "only_changed is False"
+                self._take(recovered)
+            return self._joined_since(before)
 
     def grow_here(self, seats: Collection[int] | None) -> tuple[int, ...]:
-        """`grow` where this process holds all ranks: at these seats, by default at all that are empty."""
-        empty = self.company.change.without
+        """Restore original ranks, by default all missing ones, if this process holds all ranks."""
+        empty = self.membership.change.without
         wanted = empty if seats is None else tuple(seats)
-        strange = [seat for seat in wanted if seat not in empty]
-        if strange:
-            raise UsageError(f"rank {strange[0]} of the first plan is not gone; gone are {empty or 'none'}")
+        present = [seat for seat in wanted if seat not in empty]
+        if present:
+            raise UsageError(
+                f"original rank {present[0]} has not failed; the failed ones are {empty or 'none'}"
+            )
         if not wanted:
             return ()
-        before = self.company.seats
+        before = self.membership.seats
         self._take(recover_in_process(self._state(), sorted({*before, *wanted})))
-        return self._come_since(before)
+        return self._joined_since(before)
 
-    def joined(self, left: RecoveryResult) -> None:
-        """Of a rank that was let in: know what the others know."""
-        self.epoch, self._present = left.epoch, (self.execution, left.company)
-        self._handed_over = max(one.handed_over for one in left.progress)
+    def joined(self, recovered: RecoveryResult) -> None:
+        """Take the state of the other ranks, on a rank that has joined."""
+        self.epoch, self._present = recovered.epoch, (self.execution, recovered.membership)
+        self._handed_over = max(one.handed_over for one in recovered.progress)
         self.notes = (f"epoch {self.epoch}: joined as rank {self.ranks[0]} of {len(self.plans.ranks)}",)
-        self._watch_anew()
+        self._restart_monitor()
 
     def check_no_helpers(self, what: str) -> None:
-        """Raise where a plan has helpers, which cannot do what is wanted.
-
-        Raises
-        ------
-        UsageError
-        """
+        """Raise `UsageError` if the plan has helpers."""
         if self.plans.plans[-1].helpers:
-            raise UsageError(f"a plan with helpers cannot {what}; start the job again with what is left")
+            raise UsageError(
+                f"a plan with helpers cannot {what}; start the job again with the remaining devices"
+            )
 
-    def _given_to_all(
+    def _run_for_all(
         self, run: Callable[[], Result], seats: tuple[int, ...], outcome: CollectiveOutcome
     ) -> tuple[Result | None, BackendError | None]:
-        """What a collective gives, once all ranks have theirs; or the error after which it is to be run again."""
-        execution, company = self.present
-        among, complete = company.seats, False
+        """Return the result of a collective once all ranks have theirs, or the error after which to run it again."""
+        execution, membership = self.present
+        among, complete = membership.seats, False
         outcome.without = _failed_ranks(seats, among)
         result: Result | None = None
         try:
@@ -345,19 +307,19 @@ class CommunicatorMembers:
             if max(one.handed_over for one in progress) == self._handed_over:
                 outcome.repeated = True
                 return None, error
-            assert complete, "some rank was told that all are"
-        self._had_by_all()
+            assert complete, "some rank knows that all are"
+        self._count_completed()
         outcome.among = among
         return result, None
 
-    def _had_by_all(self) -> None:
-        """Count what all ranks have had; who leaves tells that to those that may have yet to hear it."""
+    def _count_completed(self) -> None:
+        """Count a collective that all ranks have completed, for the shutdown notice of this rank."""
         self._handed_over += 1
         if self._survivors is not None:
             self._survivors.handed_over = self._handed_over
 
-    def _handed(self, result: Any, wanted: Any) -> Any:
-        """A result where its caller wants it."""
+    def _handed_to_caller(self, result: Any, wanted: Any) -> Any:
+        """Copy a result into the caller's ``out``, if there is one."""
         if wanted is None or result is None:
             return result
         self.execution.backend.arrays.copy(wanted, result)
@@ -366,13 +328,13 @@ class CommunicatorMembers:
     def _still_possible(
         self, sparse: SparseCollective, asked: SparseRequest
     ) -> tuple[SparseRequest, SparseExplanation]:
-        """What is asked for, and how it is exchanged: by another exchange where fewer ranks do not have that one."""
+        """Return a request and its exchange: the quickest one if fewer ranks do not support the one asked for."""
         try:
             return asked, sparse.explain(asked)
         except UsageError as error:
             if isinstance(error, RefusedError) or not self.epoch or asked.exchange == "auto":
                 raise
-            note = f"epoch {self.epoch}: what is quickest in place of exchange {asked.exchange!r}: {error}"
+            note = f"epoch {self.epoch}: exchange 'auto' in place of exchange {asked.exchange!r}: {error}"
             self.notes = self.notes if note in self.notes else (*self.notes, note)
             asked = replace(asked, exchange="auto")
             return asked, sparse.explain(asked)
@@ -380,63 +342,69 @@ class CommunicatorMembers:
     def _without_failed(
         self, error: BackendError, progress: RecoveryProgress
     ) -> tuple[RecoveryProgress, ...]:
-        """Go on without who has failed in a collective, and hear how far the others have come; else raise the error."""
-        left = recover(self._state(progress), doubted=self._accused(error), only_changed=True)
-        if left is None:
+        """Recover from a failed collective and return the progress of all; raise the error if no rank failed."""
+        recovered = recover(self._state(progress), doubted=self._suspected(error), only_changed=True)
+        if recovered is None:
             raise error
-        self._take(left)
-        return left.progress
+        self._take(recovered)
+        return recovered.progress
 
-    def _accused(self, error: BackendError | None) -> list[int]:
-        """The rank whose failure an error reports, unless it is one of this process."""
+    def _suspected(self, error: BackendError | None) -> list[int]:
+        """Return the rank whose failure an error reports, unless it is of this process."""
         return [] if error is None or error.peer is None or error.peer in self.ranks else [error.peer]
 
     def _state(self, progress: RecoveryProgress | None = None) -> RecoveryState:
-        """What this process has when it goes on."""
+        """Return the state of this process for a recovery."""
         backend = self.execution.backend
         about = backend.about if isinstance(backend, Recovers) else {}
-        terms = replace(self._terms, backend=backend.name, about=about)
+        settings = replace(self._settings, backend=backend.name, about=about)
         return RecoveryState(
-            backend, self.company, self.plans, terms, self.epoch, progress or RecoveryProgress()
+            backend, self.membership, self.plans, settings, self.epoch, progress or RecoveryProgress()
         )
 
-    def _take(self, left: RecoveryResult) -> None:
-        """Go on with what is left, or has grown."""
-        before, seats, backend = self.plans, self.company.seats, self.backend
-        chunks = ChunkSizes(left.backend.name, fixed=self._terms.chunk_bytes)
-        self._work_by(Execution(PlanStore(left.plans), left.backend, chunks), left.plans, left.company)
-        self.epoch = left.epoch
-        gone, come = _failed_ranks(seats, self.company.seats), self._come_since(seats)
-        told = [str(PlanChange.of(gone))] if gone else []
-        if come:
-            told.append(f"with rank {', '.join(map(str, come))} again")
-        about = describe_replan(before, left.plans, ", ".join(told)) if told else "all ranks go on"
+    def _take(self, recovered: RecoveryResult) -> None:
+        """Switch to the result of a recovery."""
+        before, seats, backend = self.plans, self.membership.seats, self.backend
+        chunks = ChunkSizes(recovered.backend.name, fixed=self._settings.chunk_bytes)
+        self._switch_to(
+            Execution(PlanStore(recovered.plans), recovered.backend, chunks),
+            recovered.plans,
+            recovered.membership,
+        )
+        self.epoch = recovered.epoch
+        failed, joined = _failed_ranks(seats, self.membership.seats), self._joined_since(seats)
+        changes = [str(PlanChange.of(failed))] if failed else []
+        if joined:
+            changes.append(f"with rank {', '.join(map(str, joined))} again")
+        about = (
+            describe_replan(before, recovered.plans, ", ".join(changes)) if changes else "all ranks continue"
+        )
         if self.backend != backend:
             about += f"; over {self.backend}, before {backend}"
         self.notes = (*self.notes, f"epoch {self.epoch}: {about}")
         places = {seat: place for place, seat in enumerate(seats)}
-        self._renew_sparse([0] if self._one_rank else [places.get(seat) for seat in self.company.seats])
+        self._renew_sparse([0] if self._one_rank else [places.get(seat) for seat in self.membership.seats])
 
-    def _work_by(self, execution: Execution[Any], plans: Plans, company: Membership) -> None:
-        """Run collectives by another plan and back end."""
+    def _switch_to(self, execution: Execution[Any], plans: Plans, membership: Membership) -> None:
+        """Switch to another plan and back end."""
         backend = execution.backend
-        self._present = execution, company
+        self._present = execution, membership
         self._survivors = backend.survivors if isinstance(backend, Recovers) else None
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
         self.engine = backend.about_engine if isinstance(backend, HasEngines) else ""
-        self._watch_anew()
+        self._restart_monitor()
 
-    def _adopt(self, made: Plans, company: Membership) -> None:
-        """Go on with another plan for the same ranks."""
+    def _adopt(self, made: Plans, membership: Membership) -> None:
+        """Switch to another plan for the same ranks."""
         self.execution.exchange_plans(PlanStore(made))
-        self.plans, self._present = made, (self._present[0], company)  # which may be closed meanwhile
+        self.plans, self._present = made, (self._present[0], membership)  # another thread may have closed it
         self._renew_sparse(range(len(self.ranks)))
 
-    def _watch_anew(self) -> None:
-        """Begin to look for what is slow, by the present plan."""
-        if self._terms.on_slow != "ignore":
-            replans = self._terms.on_slow == "replan"
-            self._watch = LinkMonitor(self.execution, self.plans, self.company, replans=replans)
+    def _restart_monitor(self) -> None:
+        """Restart the link monitor, for the current plan."""
+        if self._settings.on_slow != "ignore":
+            replans = self._settings.on_slow == "replan"
+            self._monitor = LinkMonitor(self.execution, self.plans, self.membership, replans=replans)
 
     def _renew_sparse(self, places: Sequence[int | None]) -> None:
         """Plan sparse collectives anew, with the residuals at these places; None is a rank that has none yet."""
@@ -450,75 +418,56 @@ class CommunicatorMembers:
             if self._one_rank:
                 self._sparse.follow(before)
 
-    def _come_since(self, before: Collection[int]) -> tuple[int, ...]:
-        """Ranks at seats that were empty."""
-        return tuple(rank for rank, seat in enumerate(self.company.seats) if seat not in before)
+    def _joined_since(self, before: Collection[int]) -> tuple[int, ...]:
+        """Return the ranks that have joined since."""
+        return tuple(rank for rank, seat in enumerate(self.membership.seats) if seat not in before)
 
 
 def _failed_ranks(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """Ranks, as they were counted before, whose seats are empty."""
+    """Return the ranks, in the old numbering, whose original ranks are missing now."""
     return tuple(rank for rank, seat in enumerate(before) if seat not in after)
 
 
 def _empty_residual(like: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a gradient like this before its first collective."""
+    """Return the initial residual of a gradient like this."""
     return {
         name: np.zeros_like(kept) if isinstance(kept, np.ndarray) else 0 if name == "step" else kept
         for name, kept in like.items()
     }
 
 
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
-"""Collectives that add up."""
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")  # collectives that add
 
 
 def serve_as_helper(backend: Backend[Any], store: PlanStore) -> int:
-    """Take part in every collective of the ranks whose trees pass helpers, until they leave.
+    """Take part in every collective whose trees pass helpers, until the ranks leave; return how many.
 
-    A helper is told of each what the ranks have agreed on, and lowers the plan by itself: plans are the same wherever
-    they are made.
-
-    Parameters
-    ----------
-    backend : Backend
-        Of a helper.
-    store : PlanStore
-
-    Returns
-    -------
-    int
-        Collectives that were run.
-
-    Raises
-    ------
-    UsageError
-        The back end is of a rank; or a helper has another plan than the ranks, of which they are told.
-    BackendError
-        A rank or a helper failed.
+    A helper gets the signature that the ranks have agreed on, and lowers the plan itself: planning is deterministic.
+    Raises `UsageError` on a rank, or if the plan differs from that of the ranks, which are notified.
     """
     if not is_helper(backend):
-        raise UsageError("this process is a rank, which calls collectives; only helpers serve")
-    assert isinstance(backend, Follows), "helpers are of such back ends alone"
+        raise UsageError("serve is for helpers, and this process is a rank; call collectives")
+    assert isinstance(backend, Follows), "only such back ends have helpers"
     done = 0
     while (asked := backend.follow()) is not None:
         try:
             call = _helper_call(asked, store, backend.ranks[0])
         except (TypeError, PlanError, UsageError) as error:
-            told = f"helper {backend.ranks[0]} cannot take part: {error}"
-            backend.refuse(Signature(asked.call, "", asked.world, "", None, None, "", 0, 0, refusal=told))
-            raise UsageError(told) from error
+            reason = f"helper {backend.ranks[0]} cannot take part: {error}"
+            backend.refuse(Signature(asked.call, "", asked.world, "", None, None, "", 0, 0, refusal=reason))
+            raise UsageError(reason) from error
         backend.run(call)
         done += 1
     return done
 
 
 def is_helper(backend: Backend[Any]) -> bool:
-    """Whether a back end is of a device that is no rank."""
+    """Return whether a back end is that of a helper."""
     return backend.one_rank and backend.ranks[0] >= backend.size
 
 
 def _helper_call(asked: Signature, store: PlanStore, vertex: int) -> Call[Any]:
-    """What a helper runs of a collective."""
+    """Return a helper's part of a collective."""
     dtype = np.dtype(asked.dtype)
     plan = store.plan(asked.collective, asked.root, asked.count * dtype.itemsize)
     key = store.key(plan)

@@ -2,9 +2,9 @@
 
 MPICH's launcher ends all processes of a job as soon as one ends by a signal, regardless of its options, and signals
 them when one ends without ``MPI_Finalize``; that cuts them off before they can report the failure. It sees this
-process instead, which waits for the others if the program has failed: a minute at most, in which all ranks that
-notice it end, or as long as ``--wait`` gives, ``inf`` if they continue without it. This file runs by itself and
-imports no other module of the package, so that it starts in a few milliseconds.
+process instead, which waits for the others if the program has failed: a minute at most, in which all ranks that notice
+it end, or as long as ``--wait`` gives, ``inf`` if they continue without it. This file runs by itself and imports no
+other module of the package, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import signal
 import sys
 import time
 
-LIMIT = 60.0
-"""Seconds to wait for the others, unless told otherwise."""
+LIMIT = 60.0  # seconds to wait for the others by default
 
 
 def main() -> int:
-    """Run the program; its exit status, or 128 + the number of the signal that killed it."""
+    """Run the program; return its exit status, or 128 + the number of the signal that killed it."""
     program, limit = sys.argv[1:], LIMIT
     if program[:1] == ["--wait"]:
         limit, program = float(program[1]), program[2:]
@@ -30,7 +29,7 @@ def main() -> int:
         except OSError as error:
             print(f"cannot start {program[0]}: {error.strerror}", file=sys.stderr)
             os._exit(127)
-    # what the keyboard or the launcher sends goes to the program too, which decides what becomes of it
+    # signals of the keyboard or the launcher reach the program too, which handles them
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -41,7 +40,7 @@ def main() -> int:
 
 
 def others() -> bool:
-    """Whether another process of this parent still runs a program."""
+    """Return whether another process of this parent still runs a program."""
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -51,9 +50,10 @@ def others() -> bool:
             continue
         if state not in "ZX":
             parents[int(name)] = int(parent)
-    sheltering = set(parents.values())
+    parents_of_programs = set(parents.values())
     return any(
-        parent == os.getppid() and pid != os.getpid() and pid in sheltering for pid, parent in parents.items()
+        parent == os.getppid() and pid != os.getpid() and pid in parents_of_programs
+        for pid, parent in parents.items()
     )
 
 

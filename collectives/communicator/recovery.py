@@ -2,8 +2,8 @@
 
 With one process for each rank, survivors agree on the membership (`collectives.peers.membership_protocol`), the lowest
 rank plans for all, every rank verifies the plan, and they make a new back end. If another rank fails meanwhile, they
-agree anew. Joining ranks get the job's first plan and the settings of the others. A process that holds all ranks leaves
-out or adds their arrays.
+agree anew. Joining ranks get the job's first plan and the settings of the others. A process that holds all ranks
+leaves out or adds their arrays.
 
 The new plan is made as the plan before was (`replan_for_change`). If the channels of that plan do not join the ranks
 any more, they are chosen anew, and a note says so: GPUs without NVLink between them exchange over PCIe.
@@ -37,16 +37,10 @@ from topoplan.solve.planner import plan
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """What a plan is to do without.
+    """Ranks and links that a plan must not use, or use at lower speed.
 
-    Parameters
-    ----------
-    without : tuple of int
-        Ranks, ascending.
-    without_links : tuple of str
-        Wires, named as `topoplan.machine.variants` does: ``gpu0-gpu3`` both ways, ``gpu0->gpu3`` one.
-    slow_links : tuple of (str, float)
-        Wires and their GB/s per direction.
+    Wires are named as in `topoplan.machine.variants`: ``gpu0-gpu3`` both ways, ``gpu0->gpu3`` one. `slow_links` are in
+    GB/s per direction.
     """
 
     without: tuple[int, ...] = ()
@@ -60,7 +54,7 @@ class PlanChange:
         without_links: Collection[str] = (),
         slow_links: Mapping[str, float] | None = None,
     ) -> PlanChange:
-        """In order, so that ranks that mean the same say the same."""
+        """Return a change in canonical order."""
         return PlanChange(
             tuple(sorted(set(without))),
             tuple(sorted(set(without_links))),
@@ -69,11 +63,11 @@ class PlanChange:
 
     @property
     def digest(self) -> str:
-        """In few letters, by which ranks see that they mean the same."""
+        """A short digest, for comparison between ranks."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def then(self, links: PlanChange) -> PlanChange:
-        """Both, where of a wire that both name as slow the later speed holds."""
+        """Return the union with another change, whose speeds replace earlier ones."""
         return PlanChange.of(
             (*self.without, *links.without),
             without_links=(*self.without_links, *links.without_links),
@@ -91,20 +85,15 @@ class PlanChange:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who works together by now, of those that a job's first plan is for.
+    """The current members of a job, and the links that its plan avoids.
 
-    Parameters
-    ----------
-    whole : Plan or SizePlans
-        The first plan; each of its ranks is a seat.
-    change : Change
-        What it does without by now; its ranks are empty seats.
+    Each rank of the first plan, `whole`, is an original rank; those in `change` are missing.
 
     Examples
     --------
     >>> import topoplan
-    >>> company = Membership(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))
-    >>> company.at([0, 2, 3]).seats, company.at([0, 2, 3]).plan().ranks
+    >>> four = Membership(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))
+    >>> four.at([0, 2, 3]).seats, four.at([0, 2, 3]).plan().ranks
     ((0, 2, 3), ('gpu1', 'gpu5', 'gpu7'))
     """
 
@@ -113,11 +102,11 @@ class Membership:
 
     @property
     def seats(self) -> tuple[int, ...]:
-        """Those that are taken, ascending; rank i has the i-th."""
+        """The original rank of each member, ascending."""
         return tuple(seat for seat in range(len(self.whole.ranks)) if seat not in self.change.without)
 
     def at(self, seats: Collection[int]) -> Membership:
-        """With these seats taken."""
+        """Return the membership of these original ranks."""
         return replace(
             self,
             change=replace(
@@ -126,7 +115,7 @@ class Membership:
         )
 
     def with_slow(self, links: Mapping[str, float]) -> Membership:
-        """With these links, each in one direction such as ``gpu0->gpu3``, as slow as that, whatever is said of them."""
+        """Return the membership with these directed links (``gpu0->gpu3``) at these speeds."""
         machine = self.whole.topology
         said = {
             f"{src}->{dst}": speed
@@ -138,24 +127,12 @@ class Membership:
         )
 
     def plan(self) -> Plans:
-        """Their plan: that of `replan_for_change`, or the first one where all are there.
-
-        Raises
-        ------
-        UsageError, InfeasibleError
-            As `replan_for_change`.
-        """
+        """Return the plan of `replan_for_change`, or the first one without a change; raises as `replan_for_change`."""
         return replan_for_change(self.whole, self.change) if self.change != PlanChange() else self.whole
 
 
 def changed_topology(given: Plans, change: PlanChange) -> Topology:
-    """The machine of a plan without what a change takes.
-
-    Raises
-    ------
-    UsageError
-        A rank or wire is not there, or no rank is left.
-    """
+    """Return a plan's machine after a change; UsageError if a rank or wire does not exist, or no rank remains."""
     machine = given.topology
     if change.slow_links:
         machine = slow_links(machine, dict(change.slow_links))
@@ -166,19 +143,14 @@ def changed_topology(given: Plans, change: PlanChange) -> Topology:
 
 
 def replan_for_change(given: Plans, change: PlanChange) -> Plans:
-    """The plan of what is left of a plan's machine, in the way of that plan; where it was planned ahead, that one.
-
-    Parameters
-    ----------
-    given : Plan, SizePlans or SurvivalPlans
-    change : Change
+    """Return the plan of a changed machine, made as the given plan was, or the one that was planned ahead.
 
     Raises
     ------
     UsageError
-        A rank or wire is not there, or no rank is left.
+        A rank or wire does not exist, or no rank remains.
     InfeasibleError
-        No channel joins the ranks that are left.
+        No channel joins the remaining ranks.
 
     Examples
     --------
@@ -192,16 +164,15 @@ def replan_for_change(given: Plans, change: PlanChange) -> Plans:
     if isinstance(given, SurvivalPlans):
         if not change.slow_links:
             gpus = [given.topology.gpus.index(given.ranks[rank]) for rank in change.without]
-            with suppress(
-                UsageError, InfeasibleError
-            ):  # several failures, or one without a plan over these channels
+            # several failures, or one without a plan over these channels
+            with suppress(UsageError, InfeasibleError):
                 return given.plan_without(gpus=gpus, links=change.without_links)
         given = given.whole
     machine, collective = changed_topology(given, change), given.collective
     kept = [rank for rank in range(len(given.ranks)) if rank not in change.without]
     root = None if given.root is None else kept.index(given.root) if given.root in kept else 0
     if isinstance(given, Plan) and given.method == "exact":
-        # the first optimum that is found, since a job is waiting
+        # the first optimum found, since a job is waiting
         old_root = None if root is None else kept[root]
         return replan(
             given,
@@ -213,13 +184,13 @@ def replan_for_change(given: Plans, change: PlanChange) -> Plans:
     try:
         return plan_like(given, collective, root=root, machine=machine)
     except (InfeasibleError, UsageError):
-        # the channels of that plan do not join what is left
+        # the channels of that plan do not join the remaining ranks
         made = plan_by_size if isinstance(given, SizePlans) else plan
         return made(machine, collective, root=root)
 
 
 def describe_replan(before: Plans, after: Plans, change: PlanChange | str) -> str:
-    """What a person wants to know of the new plan, in one line that begins with what has changed.
+    """Return one line on the new plan, which begins with the change.
 
     Examples
     --------
@@ -231,17 +202,17 @@ def describe_replan(before: Plans, after: Plans, change: PlanChange | str) -> st
     old, new = before.plans[-1], after.plans[-1]
     if len(after.ranks) == 1:
         return f"{change}: {after.ranks[0]} alone, whose collectives are copies"
-    told = (
+    line = (
         f"{change}: {len(after.ranks)} ranks ({' '.join(after.ranks)}) "
         f"at {new.rate:.4g} GB/s, before {old.rate:.4g}"
     )
     if new.channels != old.channels:
-        told += f"; {'+'.join(old.channels)} does not join them, planned over {'+'.join(new.channels)}"
-    return told
+        line += f"; {'+'.join(old.channels)} does not join them, planned over {'+'.join(new.channels)}"
+    return line
 
 
 RECOVERY_UNSUPPORTED = (
-    "the {name} back end cannot go on without a rank; start the job again with the ranks that are left "
+    "the {name} back end cannot continue without a rank; start the job again with the surviving ranks "
     "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, torch with tensors on the CPU, and nccl where "
     "its ranks meet at a rendezvous)"
 )
@@ -249,14 +220,10 @@ RECOVERY_UNSUPPORTED = (
 
 @dataclass(frozen=True, slots=True)
 class RecoveryProgress:
-    """How far a rank has come, as it tells the others that are left.
+    """A rank's progress, as it reports it in a recovery.
 
-    Parameters
-    ----------
-    handed_over : int
-        Collectives whose results it has handed over.
-    complete : bool
-        Whether it has its whole result of the next one, and waits for the word that all have theirs.
+    `handed_over` counts the collectives whose results it has handed over. `complete` says that it has its whole result
+    of the next one, and waits until all ranks have theirs.
     """
 
     handed_over: int = 0
@@ -265,19 +232,10 @@ class RecoveryProgress:
 
 @dataclass(frozen=True, slots=True)
 class JoinSettings:
-    """What a rank that comes later must know to do as the others do.
+    """The settings of a communicator, for a joining rank.
 
-    Parameters
-    ----------
-    backend : str
-        Its name.
-    about : dict
-        What that back end was made with (`Recovers.about`).
-    timeout : float
-        Seconds that a rank waits for another one.
-    chunk_bytes : int or None
-        Longest piece that moves at once.
-    on_failure, on_slow : str
+    `about` are the settings of the back end (`Recovers.about`). `timeout` is in seconds, and `chunk_bytes` None for
+    the back end's own choice.
     """
 
     backend: str
@@ -290,24 +248,13 @@ class JoinSettings:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryResult:
-    """What is left, or has grown.
+    """A communicator's state after a recovery.
 
-    Parameters
-    ----------
-    backend : Backend
-        Among the ranks that there are now.
-    company : Company
-        They.
-    plans : Plan or SizePlans
-        Theirs, verified.
-    epoch : int
-        How many agreements there were, this one included.
-    progress : tuple of Progress
-        Of each rank, and of those that have left in order; empty where one process holds all.
+    `progress` is by rank, then of ranks that have shut down normally; empty if one process holds all ranks.
     """
 
     backend: Backend[Any]
-    company: Membership
+    membership: Membership
     plans: Plans
     epoch: int
     progress: tuple[RecoveryProgress, ...] = ()
@@ -315,22 +262,10 @@ class RecoveryResult:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryState:
-    """What a rank has when it goes on.
-
-    Parameters
-    ----------
-    backend : Backend
-        Closed where ranks go on, or ended by a failure.
-    company : Company
-    plans : Plan or SizePlans
-        By which it works.
-    terms : Terms
-    epoch : int
-    progress : Progress
-    """
+    """A rank's state before a recovery; its back end is closed in the recovery, or ended by a failure."""
 
     backend: Backend[Any]
-    company: Membership
+    membership: Membership
     plans: Plans
     terms: JoinSettings
     epoch: int = 0
@@ -338,33 +273,30 @@ class RecoveryState:
 
 
 def can_recover(backend: Backend[Any]) -> bool:
-    """Whether a back end's ranks can go on when one of them is gone."""
+    """Return whether a back end's ranks can continue when one of them fails."""
     if not backend.one_rank:
         return isinstance(backend, Splits)
     return isinstance(backend, Recovers) and backend.survivors is not None
 
 
 def checked_ranks(backend: Backend[Any], without: Collection[int]) -> tuple[int, ...]:
-    """The ranks that a caller wants to leave out, ascending.
+    """Return the ranks that a caller excludes, ascending.
 
-    Raises
-    ------
-    UsageError
-        One is no rank, none would be left, or this rank itself is to be left out.
+    Raises `UsageError` if one does not exist, none would remain, or this rank itself is named.
     """
     size = backend.size
     try:
         named = sorted({index(rank) for rank in without})
     except TypeError:
-        raise UsageError(f"{without!r} names no ranks; give numbers from 0 to {size - 1}") from None
+        raise UsageError(f"ranks must be numbers from 0 to {size - 1}, got {without!r}") from None
     strange = [rank for rank in named if not 0 <= rank < size]
     if strange:
         raise UsageError(f"rank {strange[0]} does not exist; ranks are 0 to {size - 1}")
     if len(named) == size:
-        raise UsageError(f"without all {size} ranks nobody is left; leave one")
+        raise UsageError(f"excluding all {size} ranks leaves none; keep at least one")
     if backend.one_rank and backend.ranks[0] in named:
         raise UsageError(
-            f"rank {backend.ranks[0]} cannot go on without itself; close its communicator, and let the others shrink"
+            f"rank {backend.ranks[0]} cannot exclude itself; close its communicator, and let the others shrink"
         )
     return tuple(named)
 
@@ -377,26 +309,18 @@ def recover(
     invited: Collection[JoinRequest] = (),
     only_changed: bool = False,
 ) -> RecoveryResult | None:
-    """Go on with the ranks that are left, and those that come; each of them must call this.
+    """Recover with the survivors and the joining ranks; each of them must call this.
 
-    Parameters
-    ----------
-    state : State
-    without : collection of int
-        Ranks to leave out, besides those that are gone.
-    doubted : collection of int
-        Ranks whose failure was reported.
-    invited : collection of Knock
-        Who is let in.
-    only_changed : bool
-        Return None, on all ranks, where nobody is gone or has come; and on one that cannot go on.
+    `without` are ranks to exclude besides the failed ones, `doubted` ranks with a reported failure, and `invited` the
+    joining ranks. With `only_changed`, returns None on all ranks if the membership has not changed, and on one that
+    cannot recover.
 
     Raises
     ------
     UsageError, InfeasibleError
-        No channel joins the ranks that are left; on all of them.
+        No channel joins the survivors; on all of them.
     BackendError
-        The others have left this rank out, or the back end cannot go on.
+        The others have excluded this rank, or the back end cannot recover.
     """
     backend = state.backend
     if not can_recover(backend):
@@ -404,14 +328,14 @@ def recover(
             return None
         raise BackendError(RECOVERY_UNSUPPORTED.format(name=backend.name))
     if not backend.one_rank:
-        seats = [seat for rank, seat in enumerate(state.company.seats) if rank not in without]
+        seats = [seat for rank, seat in enumerate(state.membership.seats) if rank not in without]
         return recover_in_process(state, seats)
-    assert isinstance(backend, Recovers), "looked at before"
+    assert isinstance(backend, Recovers), "can_recover holds"
     survivors, timeout = backend.survivors, state.terms.timeout
-    assert survivors is not None, "looked at before"
-    # an attempt before this one may have come as far as an agreement
+    assert survivors is not None, "can_recover holds"
+    # an earlier attempt may have reached an agreement
     places = {seat: place for place, seat in enumerate(survivors.seats)}
-    taken, before = state.company.seats, set(survivors.members)
+    taken, before = state.membership.seats, set(survivors.members)
     without = [places[taken[rank]] for rank in without if taken[rank] in places]
     doubted = [places[taken[rank]] for rank in doubted if taken[rank] in places]
     attempts = backend.size + len(invited) + 1
@@ -420,9 +344,7 @@ def recover(
         without, doubted, invited = [], [], ()
         try:
             return _rebuild(survivors, state, timeout=timeout, only_changed=only_changed)
-        except (
-            TopoplanError
-        ) as error:  # another rank has died meanwhile, or one that comes cannot work with the others
+        except TopoplanError as error:  # another rank has failed meanwhile, or a joining rank does not fit
             again = isinstance(error, BackendError) or not before.issuperset(survivors.members)
             if attempt == attempts - 1 or backend.survivors is None or not again:
                 raise
@@ -430,61 +352,56 @@ def recover(
 
 
 def recover_in_process(state: RecoveryState, seats: Sequence[int]) -> RecoveryResult:
-    """Go on with the ranks at these seats, where one process holds all."""
-    assert isinstance(state.backend, Splits), "looked at before"
-    company = state.company.at(seats)
-    changed = company != state.company
-    plans = plan_locally(company.plan) if changed else state.plans
+    """Recover with these original ranks, if one process holds all ranks."""
+    assert isinstance(state.backend, Splits), "can_recover holds"
+    membership = state.membership.at(seats)
+    changed = membership != state.membership
+    plans = plan_locally(membership.plan) if changed else state.plans
     (made,) = state.backend.split([range(len(seats))])
     state.backend.close()
-    return RecoveryResult(made, company, plans, state.epoch + 1)
+    return RecoveryResult(made, membership, plans, state.epoch + 1)
 
 
 def join_recovery(survivors: MembershipProtocol) -> tuple[RecoveryResult, JoinSettings]:
-    """Go on, as one that was let in (`MembershipProtocol.knock`), with those that have; they call `recover`.
+    """Recover with the ranks that have admitted this one (`MembershipProtocol.request_to_join`); they call `recover`.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `recover`.
-    BackendError
-        All that have let it in have died, or have left it out again.
+    Raises `BackendError` if all of them have failed or have excluded it again, and else as `recover`.
     """
-    heard: list[_JoinMessage] = []
+    received: list[_JoinMessage] = []
     attempts = len(survivors.members) + 1
     for attempt in range(attempts):
         survivors.agree(timeout=survivors.timeout)
         try:
-            left = _rebuild(survivors, None, timeout=survivors.timeout, heard=heard)
-        except BackendError:  # another rank has died meanwhile
+            recovered = _rebuild(survivors, None, timeout=survivors.timeout, received=received)
+        except BackendError:  # another rank has failed meanwhile
             if attempt == attempts - 1:
                 raise
             continue
-        assert left is not None, "something has changed: this rank is there"
-        return left, heard[0].terms
+        assert recovered is not None, "the membership has changed: this rank has joined"
+        return recovered, received[0].terms
     raise AssertionError("the last attempt returns or raises")
 
 
 @dataclass(frozen=True, slots=True)
 class _JoinMessage:
-    """What the ranks that come must be told, and all whose plans are not the same."""
+    """The state that joining ranks need, and all ranks after a difference of their plans."""
 
-    company: Membership
+    membership: Membership
     terms: JoinSettings
 
     def text(self, *, whole: bool) -> str:
-        """For the others, with or without the first plan."""
-        change, terms = self.company.change, self.terms
-        plan = self.company.whole.to_json() if whole else ""
+        """Return the message, with or without the first plan."""
+        change, terms = self.membership.change, self.terms
+        plan = self.membership.whole.to_json() if whole else ""
         return compressed_plan(json.dumps({"change": asdict(change), "terms": asdict(terms), "plan": plan}))
 
     @staticmethod
-    def heard(text: str, known: _JoinMessage | None) -> _JoinMessage:
-        """By one that knows nothing yet, or has known this."""
-        told = json.loads(decompressed_plan(text))
-        links = dict(told["change"], slow_links=dict(told["change"]["slow_links"]))
-        whole = known.company.whole if known else parse_plan_file(told["plan"])
-        terms = known.terms if known else JoinSettings(**told["terms"])
+    def read(text: str, known: _JoinMessage | None) -> _JoinMessage:
+        """Read a message, with the first plan and settings of ``known`` if the rank has them."""
+        fields = json.loads(decompressed_plan(text))
+        links = dict(fields["change"], slow_links=dict(fields["change"]["slow_links"]))
+        whole = known.membership.whole if known else parse_plan_file(fields["plan"])
+        terms = known.terms if known else JoinSettings(**fields["terms"])
         return _JoinMessage(Membership(whole, PlanChange.of(links.pop("without"), **links)), terms)
 
 
@@ -493,66 +410,58 @@ def _rebuild(
     state: RecoveryState | None,
     *,
     timeout: float,
-    heard: list[_JoinMessage] | None = None,
+    received: list[_JoinMessage] | None = None,
     only_changed: bool = False,
 ) -> RecoveryResult | None:
-    """Plan for the ranks that there are, and let them meet.
+    """Plan for the current members, and open a back end for them.
 
-    Parameters
-    ----------
-    state : State, optional
-        Of a rank that was there before; None for one that has just come.
-    timeout : float
-        Seconds that a rank waits for another one.
-    heard : list of _Told, optional
-        Where one that comes puts what it is told.
-    only_changed : bool
-        Return None where nobody is gone or has come, and no rank wants to begin anew all the same.
+    `state` is None on a joining rank, which gets the message of the others in `received`. With `only_changed`, returns
+    None if the membership has not changed and no rank needs another back end.
     """
 
     def gather(text: str) -> list[str]:
         return survivors.gather(text, timeout=timeout)
 
     rank, size = survivors.members.index(survivors.rank), len(survivors.members)
-    known = None if state is None else _JoinMessage(state.company, state.terms)
-    own = "" if state is None else f"{state.company.change.digest} {state.plans.digest}"
-    told = [json.loads(text) for text in gather(json.dumps([own, only_changed]))]
-    has = [one for one, _ in told]
-    if len(set(has)) > 1:  # one comes, or one had heard of an agreement that others had not
-        teller = next(place for place, one in enumerate(has) if one)
-        mine = known.text(whole="" in has) if known and rank == teller else ""
-        known = _JoinMessage.heard(gather(mine)[teller], known)
-        if heard is not None:
-            heard[:] = [known]
-    assert known is not None, "who comes was told"
-    company = known.company.at(survivors.seats)
-    if state is not None and set(has) == {f"{company.change.digest} {state.plans.digest}"}:
-        if all(content for _, content in told):
+    known = None if state is None else _JoinMessage(state.membership, state.terms)
+    own = "" if state is None else f"{state.membership.change.digest} {state.plans.digest}"
+    reports = [json.loads(text) for text in gather(json.dumps([own, only_changed]))]
+    has = [one for one, _ in reports]
+    if len(set(has)) > 1:  # a rank joins, or knew of an agreement that others did not
+        sender = next(place for place, one in enumerate(has) if one)
+        mine = known.text(whole="" in has) if known and rank == sender else ""
+        known = _JoinMessage.read(gather(mine)[sender], known)
+        if received is not None:
+            received[:] = [known]
+    assert known is not None, "a joining rank has received it"
+    membership = known.membership.at(survivors.seats)
+    if state is not None and set(has) == {f"{membership.change.digest} {state.plans.digest}"}:
+        if all(unchanged for _, unchanged in reports):
             return None
         plans = state.plans
     else:
-        plans = plan_on_one_rank(gather, company.plan, rank=rank)
+        plans = plan_on_one_rank(gather, membership.plan, rank=rank)
     made: Any
     if state is None:
         made = open_joining_backend(
             known.terms.backend, gather, rank, size, survivors, known.terms.timeout, known.terms.about
         )
     else:
-        assert isinstance(state.backend, Recovers), "looked at before"
+        assert isinstance(state.backend, Recovers), "can_recover holds"
         if survivors.beside is not None:
             survivors.beside(gather, rank, size, survivors.local)
         made = state.backend.go_on(gather, rank=rank, size=size)
     try:
-        progress, left = RecoveryProgress(), list[int]()
+        progress, ended = RecoveryProgress(), list[int]()
         if state is not None:
-            progress, left = state.progress, survivors.farewells(state.epoch)
-        said = [json.loads(text) for text in gather(json.dumps([astuple(progress), left]))]
+            progress, ended = state.progress, survivors.shutdown_notices(state.epoch)
+        said = [json.loads(text) for text in gather(json.dumps([astuple(progress), ended]))]
         progresses = [RecoveryProgress(*own) for own, _ in said]
-        progresses += [RecoveryProgress(come) for _, ended in said for come in ended]
+        progresses += [RecoveryProgress(count) for _, counts in said for count in counts]
     except BaseException:
         made.survivors = None
         made.close()
         raise
     if state is not None and isinstance(state.backend, Recovers):
         state.backend.survivors = None
-    return RecoveryResult(made, company, plans, survivors.epoch, tuple(progresses))
+    return RecoveryResult(made, membership, plans, survivors.epoch, tuple(progresses))

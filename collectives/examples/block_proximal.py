@@ -1,4 +1,4 @@
-"""Delayed block proximal gradient: sparse logistic regression whose blocks of weights move before all news are there.
+"""Delayed block proximal gradient: sparse logistic regression whose blocks of weights move on delayed gradients.
 
     python -m collectives.examples.block_proximal
 
@@ -9,17 +9,16 @@ proximal step,
 
     w_b <- shrink(w_b - G_b / L, penalty / L).
 
-With a delay of t the gradients are those of the weights t moves ago, as where a worker need not wait for the last t
-answers. L is the curvature of a block, and for every move that is missed what that can change: the curvature again for
+With a delay of t the gradients are those of the weights t moves ago, as if a worker did not wait for the last t
+answers. L is the curvature of a block, plus for every missed move the change that it can cause: the curvature again for
 the block's own, that between two blocks for others'. So steps are smaller, and the optimum stays the same.
 
 The KKT filter leaves out weights that are zero and whose gradient says that they will stay so, |G| < penalty - margin;
-the margin shrinks with the largest violation of the pass before, and before the end all weights are looked at once
-more. Nothing is lost: the optimum is the same. Which weights travel follows from sums that all ranks have, so no keys
-are sent.
+the margin shrinks with the largest violation of the pass before, and before the end all weights are checked once more.
+So the optimum is the same. The filtered weights follow from sums that all ranks have, so no keys are sent.
 
-What this leaves out of DARLIN: per-weight step bounds, real waiting (delays are always as long as allowed), and
-compression of values. All ranks live in this process, and what they send is counted.
+Absent from DARLIN: per-weight step bounds, real waiting (delays are always as long as allowed), and compression of
+values. All ranks are in this process, and their traffic is counted.
 """
 
 from __future__ import annotations
@@ -40,23 +39,14 @@ from topoplan.errors import TopoplanError, UsageError
 Floats = NDArray[np.float64]
 
 MARGIN = 0.5
-"""Of the largest violation of a pass: what a weight's gradient must stay below the penalty to be left out."""
+"""Margin of the KKT filter, as a part of the largest violation of a pass."""
 
 MAX_PASSES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class RegressionProblem:
-    """Samples by rank, and what is asked.
-
-    Parameters
-    ----------
-    inputs : list of (n, d) float64
-    kinds : list of (n,) float64
-        1 and -1.
-    penalty : float
-    blocks : tuple of slice
-    """
+    """Samples by rank: ``inputs`` (n, d) and ``kinds`` (n,), 1 or -1; penalty and blocks of weights."""
 
     inputs: list[Floats]
     kinds: list[Floats]
@@ -65,11 +55,14 @@ class RegressionProblem:
 
     @property
     def samples(self) -> int:
-        """Of all ranks."""
+        """Samples of all ranks."""
         return sum(map(len, self.kinds))
 
     def curvature(self, delay: int) -> float:
-        """Of the loss along a block at most, moves that are missed included; a quarter bounds that of the logistic."""
+        """Return an upper bound of the curvature of the loss along a block, missed moves included.
+
+        A quarter bounds the second derivative of the logistic loss.
+        """
         whole = np.vstack(self.inputs)
         parts = [whole[:, block] for block in self.blocks]
         within = max(float(np.linalg.norm(part, 2)) ** 2 for part in parts)
@@ -78,13 +71,13 @@ class RegressionProblem:
         return ((1 + own) * within + (delay - own) * across) / 4 / self.samples
 
     def objective(self, weights: Floats) -> float:
-        """What is minimised."""
+        """Return the minimised function."""
         parts = zip(self.inputs, self.kinds, strict=True)
         lost = sum(float(np.logaddexp(0, -kinds * (inputs @ weights)).sum()) for inputs, kinds in parts)
         return lost / self.samples + self.penalty * float(np.abs(weights).sum())
 
     def gradients(self, weights: Floats, chosen: NDArray[np.int64]) -> list[Floats]:
-        """Each rank's part of the gradient of the loss at some weights."""
+        """Return each rank's part of the gradient of the loss."""
         from scipy.special import expit
 
         return [
@@ -95,18 +88,7 @@ class RegressionProblem:
 
 @dataclass(frozen=True, slots=True)
 class DescentRun:
-    """How a run went.
-
-    Parameters
-    ----------
-    weights : (d,) float64
-    moves : int
-        Of blocks.
-    nbytes : int
-        What all ranks have sent.
-    objectives : list of float
-        After each move.
-    """
+    """Result of a run: weights, moves of blocks, bytes that all ranks sent, and the objective after each move."""
 
     weights: Floats
     moves: int
@@ -117,7 +99,7 @@ class DescentRun:
 def make_problem(
     *, ranks: int = 4, samples: int = 2000, features: int = 120, seed: int = 1
 ) -> RegressionProblem:
-    """A problem in which a tenth of the weights matter."""
+    """Return a problem in which a tenth of the weights matter."""
     draw = np.random.default_rng(seed)
     inputs = draw.standard_normal((samples, features)) * (draw.random((samples, features)) < 0.2)
     truth = np.where(draw.random(features) < 0.1, draw.normal(0, 2, features), 0.0)
@@ -130,15 +112,9 @@ def make_problem(
 def descend(
     problem: RegressionProblem, *, delay: int, filtered: bool, close: float = 1e-10, seed: int = 2
 ) -> DescentRun:
-    """Move blocks until no weight breaks the conditions of the optimum by more than ``close``.
-
-    Raises
-    ------
-    UsageError
-        The delay is negative.
-    """
+    """Move blocks until no weight violates the conditions of the optimum by more than ``close``."""
     if delay < 0:
-        raise UsageError(f"a delay of {delay} moves is none; give 0 or more")
+        raise UsageError(f"delay must be 0 moves or more, got {delay}")
     draw = np.random.default_rng(seed)
     features = problem.inputs[0].shape[1]
     step = 1 / problem.curvature(delay)
@@ -176,7 +152,9 @@ def descend(
 
 
 def violations(weights: Floats, slope: Floats, penalty: float) -> Floats:
-    """How far each weight is from the conditions of the optimum: |G| <= penalty at zero, G = -penalty sign(w) else."""
+    """Return each weight's violation of the conditions of the optimum: |G| <= penalty at zero, else G = -penalty
+    sign(w).
+    """
     at_zero = np.maximum(np.abs(slope) - penalty, 0)
     found: Floats = np.where(weights == 0, at_zero, np.abs(slope + penalty * np.sign(weights)))
     return found
@@ -185,7 +163,7 @@ def violations(weights: Floats, slope: Floats, penalty: float) -> Floats:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table of delays."""
     parser = argparse.ArgumentParser(prog="python -m collectives.examples.block_proximal")
-    parser.add_argument("--delays", default="0,1,4,16", metavar="LIST", help="moves that news may be late")
+    parser.add_argument("--delays", default="0,1,4,16", metavar="LIST", help="delays of gradients, in moves")
     options = parser.parse_args(arguments)
     try:
         delays = [int(one) for one in options.delays.split(",")]

@@ -1,9 +1,9 @@
-"""Samples through two caches, read ahead of the trainer: decoded ones in memory, raw ones in files, else the store.
+"""Load samples through two caches, decoded in memory and raw in files, and read ahead of the trainer.
 
-Nothing is evicted. Where every epoch draws a fresh permutation, a cache of a part c of the samples that keeps what it
-has hits in a part c of all reads; one that evicts the least recently used hits in c + (1 - c) ln(1 - c): 0.15 in place
-of 0.5 at half the samples. With p threads and reads of s seconds a step takes max(compute, batch s / p) once one
-batch is ready ahead.
+Nothing is evicted. If every epoch draws a fresh permutation, a cache of a part c of the samples without eviction hits
+in a part c of all reads; one that evicts the least recently used hits in c + (1 - c) ln(1 - c): 0.15 in place of 0.5 at
+half the samples. With p threads and reads of s seconds a step takes max(compute, batch s / p) once one batch is ready
+ahead.
 """
 
 from __future__ import annotations
@@ -21,35 +21,12 @@ Sample = TypeVar("Sample")
 
 
 class CachedLoader(Generic[Sample]):
-    """Loads samples by their numbers.
+    """Load samples by their numbers.
 
-    Parameters
-    ----------
-    fetch : callable
-        The raw bytes of a sample from the store, which is slow.
-    decode : callable
-        A sample from its raw bytes.
-    memory : int
-        Samples that memory holds.
-    folder : path, optional
-        Where raw samples are kept in files; none are by default.
-    files : int
-        Samples that the folder holds.
-    threads : int
-        That read ahead.
+    ``fetch`` reads the raw bytes of a sample from the slow store, ``decode`` makes the sample of them. ``memory`` and
+    ``files`` are the samples that memory and ``folder`` hold; ``threads`` read ahead. `reads` counts samples from
+    ``memory``, ``files`` and ``store``.
 
-    Attributes
-    ----------
-    reads : Counter
-        How often a sample came from ``memory``, from ``files`` and from the ``store``.
-
-    Raises
-    ------
-    UsageError
-        A negative number, no thread, or files without a folder.
-
-    Examples
-    --------
     >>> loader = CachedLoader(lambda number: bytes([number]), lambda raw: raw[0] * 10, memory=2)
     >>> with loader:
     ...     batches = list(loader.batches([[0, 1, 2], [2, 1, 0]]))
@@ -84,7 +61,7 @@ class CachedLoader(Generic[Sample]):
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="loader")
 
     def get(self, number: int) -> Sample:
-        """A sample, from the nearest place that has it; on the way it is kept where there is room."""
+        """Return a sample from the nearest place that has it, and cache it on the way if there is room."""
         with self._lock:
             if number in self._decoded:
                 self.reads["memory"] += 1
@@ -101,8 +78,8 @@ class CachedLoader(Generic[Sample]):
         return sample
 
     def _keep(self, number: int, raw: bytes) -> None:
-        """Write a raw sample into the folder if there is room; it counts once it is whole."""
-        assert self._folder is not None, "asked only where there is one"
+        """Write a raw sample to the folder if there is room; it counts when the file is complete."""
+        assert self._folder is not None
         with self._lock:
             if number in self._claimed or len(self._claimed) >= self._files:
                 return
@@ -113,12 +90,8 @@ class CachedLoader(Generic[Sample]):
             self._kept[number] = path
 
     def batches(self, order: Iterable[Sequence[int]], *, ahead: int = 2) -> Iterator[list[Sample]]:
-        """Batches in the given order, so many of them read ahead of the one that is used.
-
-        Raises
-        ------
-        Exception
-            What fetching or decoding a sample raised, when its batch is due.
+        """Yield batches in the given order, with ``ahead`` batches read ahead; errors of a sample are raised with its
+        batch.
         """
         under_way: deque[list[Future[Sample]]] = deque()
         try:
@@ -134,7 +107,7 @@ class CachedLoader(Generic[Sample]):
                     one.cancel()
 
     def close(self) -> None:
-        """Wait for what is read; files stay."""
+        """Wait for running reads; files stay."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> CachedLoader[Sample]:

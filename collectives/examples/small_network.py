@@ -11,10 +11,8 @@ Array = NDArray[Any]
 
 
 def parameters(inputs: int, hidden: int, classes: int, *, seed: int) -> list[Array]:
-    """Weights and biases of both layers, float32, drawn at random; the biases are zero.
+    """Return weights and biases of both layers, float32, drawn at random; the biases are zero.
 
-    Examples
-    --------
     >>> [one.shape for one in parameters(64, 32, 10, seed=0)]
     [(64, 32), (32,), (32, 10), (10,)]
     """
@@ -27,18 +25,10 @@ def parameters(inputs: int, hidden: int, classes: int, *, seed: int) -> list[Arr
 
 
 def loss_and_gradients(weights: list[Array], shown: Array, labels: Array) -> tuple[float, list[Array]]:
-    """Mean cross entropy of a batch, and its gradient for each parameter.
+    """Return the mean cross entropy of a batch, ``shown`` (n, inputs) and ``labels`` (n,), and its gradient by
+    parameter.
 
-    Parameters
-    ----------
-    weights : list of arrays
-        As `parameters` makes them.
-    shown : (n, inputs) float32
-    labels : (n,) integers
-
-    Examples
-    --------
-    Before it has learnt anything, ten classes are ten guesses:
+    An untrained network guesses among ten classes:
 
     >>> weights = [0 * one for one in parameters(4, 3, 10, seed=0)]
     >>> loss, gradients = loss_and_gradients(weights, np.ones((2, 4), np.float32), np.array([0, 1]))
@@ -48,11 +38,11 @@ def loss_and_gradients(weights: list[Array], shown: Array, labels: Array) -> tup
     first, first_bias, second, second_bias = weights
     hidden = np.maximum(shown @ first + first_bias, 0)
     scores = hidden @ second + second_bias
-    chances = np.exp(scores - scores.max(axis=1, keepdims=True))
-    chances /= chances.sum(axis=1, keepdims=True)
+    probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
     rows = np.arange(len(labels))
-    loss = float(-np.log(chances[rows, labels] + 1e-12).mean())
-    chances[rows, labels] -= 1
-    chances /= np.float32(len(labels))
-    back = (chances @ second.T) * (hidden > 0)
-    return loss, [shown.T @ back, back.sum(axis=0), hidden.T @ chances, chances.sum(axis=0)]
+    loss = float(-np.log(probabilities[rows, labels] + 1e-12).mean())
+    probabilities[rows, labels] -= 1
+    probabilities /= np.float32(len(labels))
+    back = (probabilities @ second.T) * (hidden > 0)
+    return loss, [shown.T @ back, back.sum(axis=0), hidden.T @ probabilities, probabilities.sum(axis=0)]

@@ -1,4 +1,4 @@
-"""Train a small convolutional network on images made here, gradients averaged by a plan.
+"""Train a small convolutional network on synthetic images, gradients averaged by a plan.
 
 Start four processes, on CPU or, unchanged, on GPUs:
 
@@ -10,7 +10,7 @@ or let it start them itself, lose one in a step, and let another one join in its
 
     python -m collectives.examples.train_cifar_like --processes 4 --lose 2@100 --return 200
 
-Rank 0 prints the loss on test images, and at the end the figures of the exchanges. The lost rank gives half of its
+Rank 0 prints the loss on test images, and at the end the figures of the exchanges. The failed rank gives half of its
 gradients of that step and stops; the launcher kills it (SIGKILL) and starts a new process. The survivors end the step
 without it. At the step of the return the new process joins and gets parameters, moments and the step from them. Every
 rank draws the samples of all ranks in every step, and takes those of its original rank.
@@ -51,26 +51,15 @@ TRAINING_IMAGES, TEST_IMAGES = 8192, 4096
 CLASSES, SIDE = 10, 32
 BLOBS = 4
 WRONG_LABELS = 1 / 6
-"""Share of the labels that are drawn by chance."""
+"""Share of random labels."""
 
 
 def images(count: int, *, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Images and their classes.
+    """Return images, (count, 3, 32, 32) float32 with zero mean and values mostly within 3, and their labels, (count,)
+    int64.
 
-    Parameters
-    ----------
-    count : int
-    seed : int
-        Of the images; the classes are always the same.
+    The seed is that of the images; the classes are always the same.
 
-    Returns
-    -------
-    images : (count, 3, 32, 32) float32
-        Zero mean, values mostly within 3.
-    labels : (count,) int64
-
-    Examples
-    --------
     >>> shown, labels = images(5, seed=1)
     >>> shown.shape, labels.tolist()
     ((5, 3, 32, 32), [4, 5, 5, 9, 0])
@@ -93,12 +82,12 @@ def images(count: int, *, seed: int) -> tuple[NDArray[np.float32], NDArray[np.in
     shown = np.einsum("nbc,nby,nbx->ncyx", strength, down, across)
     shown += generator.normal(scale=0.3, size=shown.shape)
     drawn = generator.random(count) < WRONG_LABELS
-    told = np.where(drawn, generator.integers(0, CLASSES, count), labels)
-    return (shown - shown.mean()).astype(np.float32), told
+    given = np.where(drawn, generator.integers(0, CLASSES, count), labels)
+    return (shown - shown.mean()).astype(np.float32), given
 
 
 def network() -> nn.Module:
-    """Two convolutions and two layers: 137 thousand parameters."""
+    """Return two convolutions and two layers: 137 thousand parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -113,34 +102,24 @@ def network() -> nn.Module:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, shown: torch.Tensor, labels: torch.Tensor) -> float:
-    """The mean cross entropy of a model on images."""
+    """Return the mean cross entropy of a model on images."""
     loss = float(nn.functional.cross_entropy(model(shown), labels))
     return loss if math.isfinite(loss) else math.inf
 
 
 FOLDER_VARIABLE, RETURN_VARIABLE = "TOPOPLAN_EXAMPLE_FOLDER", "TOPOPLAN_EXAMPLE_COMES"
-"""Variables of the processes: where they leave word, and whether one comes later."""
+"""Variables of the processes: folder of their files, and whether this one joins later."""
 
 POLL_SECONDS = 0.01
 
 WAIT_SECONDS = 120.0
-"""Until the others are at the step at which they let a rank in."""
+"""Timeout for the step at which the ranks grow."""
 
 
 def launch_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the ranks of a job, with what happens to them: their worst exit status.
+    """Run the ranks of a job and the loss and return of one; return their worst exit status.
 
-    Parameters
-    ----------
-    options : Namespace
-        What the command line says.
-    arguments : sequence of str
-        The command line.
-
-    Raises
-    ------
-    UsageError
-        Options do not go together.
+    ``arguments`` are the command line, parsed in ``options``; UsageError if options do not go together.
     """
     lost = _parse_lost_rank(options)
     command = [sys.executable, "-m", "collectives.examples.train_cifar_like", *arguments]
@@ -160,8 +139,8 @@ def launch_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def train_losing_a_rank(options: argparse.Namespace) -> None:
-    """The life of a rank."""
-    folder, comes, lost = (
+    """Train as one rank of `launch_ranks`."""
+    folder, joins, lost = (
         Path(os.environ[FOLDER_VARIABLE]),
         RETURN_VARIABLE in os.environ,
         _parse_lost_rank(options),
@@ -176,13 +155,13 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
         optimiser.state[one]["momentum_buffer"] = moment
     weights = [one.detach().numpy() for one in parameters]
     state = [*weights, *(one.numpy() for one in moments)]
-    # before it meets the others, who would wait for that
+    # before the rendezvous, in which the others would wait
     shown, labels = (torch.from_numpy(part) for part in images(TRAINING_IMAGES, seed=1))
     new, their_labels = (torch.from_numpy(part) for part in images(TEST_IMAGES, seed=2))
     share = 1.0
 
     def change(old: int, new: int) -> None:
-        """As many samples fewer as there are ranks, so smaller steps."""
+        """Scale the learning rate with the number of ranks, and so of samples."""
         nonlocal share
         share = new / options.processes
         if comm.rank == 0:
@@ -200,13 +179,13 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
         mode=options.mode,
         on_failure="shrink",
         on_change=change,
-        invitation=(folder / "invitation").read_text() if comes else None,
-        timeout=WAIT_SECONDS if comes else 30.0,
+        invitation=(folder / "invitation").read_text() if joins else None,
+        timeout=WAIT_SECONDS if joins else 30.0,
     ) as synchronizer:
         comm = synchronizer.communicator
-        if comm.rank == 0 and not comes:
+        if comm.rank == 0 and not joins:
             (folder / "invitation").write_text(comm.invitation)
-        if comes:
+        if joins:
             synchronizer.grow(state)
         draws = torch.Generator().manual_seed(options.seed)
         numbers = [
@@ -224,7 +203,7 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             gradients = [one.grad.numpy() for one in parameters if one.grad is not None]
-            if lost == (comm.rank, step) and not comes:
+            if lost == (comm.rank, step) and not joins:
                 _wait_to_be_killed(synchronizer, gradients, folder)
             synchronizer.step(gradients, out=gradients)
             cosine = (1 + math.cos(math.pi * step / options.steps)) / 2
@@ -245,12 +224,12 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
             )
             print(report())
             if options.out:
-                told = {"losses": losses, "final": losses[-1][1], "seconds": seconds, "same": same}
-                Path(options.out).write_text(json.dumps(told))
+                record = {"losses": losses, "final": losses[-1][1], "seconds": seconds, "same": same}
+                Path(options.out).write_text(json.dumps(record))
 
 
 def _wait_to_be_killed(synchronizer: GradientSynchronizer, gradients: Sequence[object], folder: Path) -> None:
-    """Give half of the gradients, and wait to be killed."""
+    """Give half of the gradients, and wait for SIGKILL."""
     for index in reversed(range(len(gradients) // 2, len(gradients))):
         synchronizer.ready(index, gradients[index])
     (folder / "stands").touch()
@@ -258,25 +237,25 @@ def _wait_to_be_killed(synchronizer: GradientSynchronizer, gradients: Sequence[o
 
 
 def _parse_lost_rank(options: argparse.Namespace) -> tuple[int, int] | None:
-    """Which rank is lost, and in which step."""
+    """Return the failing rank and its step; None without."""
     for name in ("built_in", "cached", "compress", "straggler", "plot", "work"):
         if getattr(options, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} is for processes that torchrun starts; leave it out"
             )
     if options.dtype == "bfloat16":
-        raise UsageError("--dtype bfloat16 is for processes that torchrun starts; numpy has none")
+        raise UsageError("--dtype bfloat16 is for processes that torchrun starts; numpy does not have it")
     if options.lose is None:
         if options.back is not None:
-            raise UsageError("nobody is lost that could return; give --lose")
+            raise UsageError("--return needs a lost rank; give --lose")
         return None
     rank, _, step = options.lose.partition("@")
     if not (rank.isdecimal() and step.isdecimal()) or not int(rank) < options.processes > 1:
         raise UsageError(
-            f"--lose {options.lose} names no rank and step; give for example 2@100, of 2 processes or more"
+            f"--lose must be a rank and a step, such as 2@100 of 2 processes or more, got {options.lose}"
         )
     if int(step) >= options.steps:
-        raise UsageError(f"there is no step {step} of {options.steps} in which a rank could be lost")
+        raise UsageError(f"--lose must name a step below {options.steps}, got {step}")
     if options.back is not None and not int(step) < options.back < options.steps:
         raise UsageError(
             f"a rank that is lost in step {step} cannot return in step {options.back} of {options.steps}"
@@ -328,7 +307,7 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, options.steps)
     straggler = _straggler(options.straggler)
     drawn = torch.Generator().manual_seed(options.seed)
-    # every rank draws the numbers of all, and takes its own
+    # every rank draws the samples of all ranks, and takes its own
     draws = [
         torch.randint(0, TRAINING_IMAGES, (size, options.batch), generator=drawn)[rank]
         for _ in range(options.steps)
@@ -362,8 +341,13 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
             if options.plot:
                 seen.plot(options.plot)
         if options.out:
-            told = {"losses": losses, "final": final, "steps_per_second": options.steps / seconds, "gap": gap}
-            Path(options.out).write_text(json.dumps(told))
+            record = {
+                "losses": losses,
+                "final": final,
+                "steps_per_second": options.steps / seconds,
+                "gap": gap,
+            }
+            Path(options.out).write_text(json.dumps(record))
     if state is not None:
         state.close()
 
@@ -371,7 +355,7 @@ def _train(options: argparse.Namespace, device: torch.device) -> None:
 def _batches(
     shown: torch.Tensor, draws: list[torch.Tensor], cached: int | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Numbers and images of every step; with a cache read from bytes, two steps ahead."""
+    """Yield numbers and images of every step; with a cache, images are decoded from bytes, two steps ahead."""
     if cached is None:
         for numbers in draws:
             yield numbers, shown[numbers.to(shown.device)]
@@ -390,11 +374,11 @@ def _batches(
 
 
 def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
-    """Time of the slowest rank, and the largest gap of all ranks."""
-    told: list[tuple[float, int | None]] = [(0.0, None)] * dist.get_world_size()
-    dist.all_gather_object(told, (seconds, gap))
-    gaps = [one for _, one in told if one is not None]
-    return max(one for one, _ in told), max(gaps, default=None)
+    """Return the time of the slowest rank, and the largest gap of all ranks."""
+    gathered: list[tuple[float, int | None]] = [(0.0, None)] * dist.get_world_size()
+    dist.all_gather_object(gathered, (seconds, gap))
+    gaps = [one for _, one in gathered if one is not None]
+    return max(one for one, _ in gathered), max(gaps, default=None)
 
 
 def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace) -> HookState:
@@ -422,16 +406,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=32, help="images of each rank in a step (default: 32)")
-    parser.add_argument("--rate", type=float, default=0.05, help="of learning (default: 0.05)")
-    parser.add_argument("--sgd-momentum", type=float, default=0.9, help="of the optimiser (default: 0.9)")
+    parser.add_argument("--rate", type=float, default=0.05, help="learning rate (default: 0.05)")
+    parser.add_argument(
+        "--sgd-momentum", type=float, default=0.9, help="momentum of the optimiser (default: 0.9)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "float64", "bfloat16"), default="float32")
-    parser.add_argument("--bucket-mb", type=float, default=0.25, help="of DDP's buckets (default: 0.25)")
+    parser.add_argument("--bucket-mb", type=float, default=0.25, help="MB of DDP's buckets (default: 0.25)")
     parser.add_argument("--plan", metavar="F.json", help="plan file (default: planned for this job)")
     parser.add_argument(
         "--density", type=float, help="share of the gradient that is exchanged (default: all)"
     )
-    parser.add_argument("--exchange", default="auto", help="of sparse gradients (default: auto)")
+    parser.add_argument("--exchange", default="auto", help="exchange of sparse gradients (default: auto)")
     parser.add_argument(
         "--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange"
     )
@@ -455,7 +441,7 @@ def _parser() -> argparse.ArgumentParser:
         "--processes",
         type=int,
         metavar="N",
-        help="start so many, which train in a plain loop on the CPU, over tcp",
+        help="start N processes, which train in a plain loop on the CPU over tcp",
     )
     parser.add_argument("--lose", metavar="R@S", help="kill rank R of these processes in step S")
     parser.add_argument(
@@ -463,7 +449,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="S",
         dest="back",
-        help="let another process in, in its place, before step S",
+        help="let a new process join in its place before step S",
     )
     parser.add_argument("--every", type=int, default=50, help="steps between tests (default: 50)")
     parser.add_argument("--out", metavar="F.json", help="write losses and speed")

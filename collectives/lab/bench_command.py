@@ -15,12 +15,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    MPI_RANK_VARIABLES,
     check_target,
     plan_notes,
     print_csv,
@@ -32,7 +33,6 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import physical_memory
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.units import counted, format_size
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collectives.lab.chaos_run import ChaosOutcome, ChaosSettings, FaultTally
 
 FEWEST_RANKS = 3
-"""Ranks: one is lost, and two are left."""
+"""Ranks: one fails, and two survive."""
 
 MAX_SECONDS = 1e7
 """Seconds, some months."""
@@ -57,15 +57,15 @@ REFUSED_WITH_CHAOS = {
     "engine": "auto",
     "dtype": "float32",
 }
-"""Options that mean nothing here, and what they are where nobody gives them."""
+"""Options without a meaning for ``--chaos``, and their values when they are not given."""
 
 COUNT_COLUMNS = ("faults", "repeated", "refused", "wrong", "lost", "hangs", "left_over")
-"""What is added up of tallies."""
+"""Fields of tallies that are summed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """What is printed of a kind of fault: times in milliseconds, None where there were none."""
+    """A printed row of a kind of fault: times in milliseconds, None if there were none."""
 
     fault: str
     faults: int
@@ -80,7 +80,7 @@ class FaultRow:
 
     @classmethod
     def of(cls, fault: str, tallies: list[FaultTally]) -> FaultRow:
-        """Of some tallies together."""
+        """Sum some tallies."""
         times = sorted(seconds for tally in tallies for seconds in tally.seconds)
         return cls(
             fault=fault,
@@ -89,10 +89,6 @@ class FaultRow:
             **{name: sum(getattr(tally, name) for tally in tallies) for name in COUNT_COLUMNS},
         )
 
-    def to_object(self) -> dict[str, object]:
-        """As JSON has it."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 def add_chaos(parser: arguments.OneLineParser) -> None:
     """Add ``--chaos`` and ``--seed``."""
@@ -100,7 +96,7 @@ def add_chaos(parser: arguments.OneLineParser) -> None:
         "--chaos",
         type=arguments.number(arguments.TINY, MAX_SECONDS, "number of seconds above zero, such as 60"),
         metavar="SECONDS",
-        help="kill, stop and slow ranks at random for so long, and check every element of what the others get, of "
+        help="kill, stop and slow ranks at random for so long, and check every element of the survivors' results, of "
         "all collectives and of sizes up to the largest of --sizes (shared, tcp, mpi)",
     )
     parser.add_argument(
@@ -112,15 +108,9 @@ def add_chaos(parser: arguments.OneLineParser) -> None:
 
 
 def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> int:
-    """Hurt the ranks of a plan; exit status 1 if anything is wrong.
+    """Inject faults into the ranks of a plan; exit status 1 if anything is wrong.
 
-    Parameters
-    ----------
-    options : Namespace
-        Of ``bench``, with their defaults.
-    plan : Plan or SizePlans
-    launched : bool
-        Whether this process is one of several that a launcher has started.
+    ``launched`` says that this process is one of several that a launcher has started.
     """
     from collectives.backends.open_backend import machine_helpers
     from collectives.lab.chaos_run import BACKENDS, JOB_END, ChaosSettings, FaultTally, run_chaos_jobs
@@ -128,26 +118,26 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
     extra = arguments.first_set_option(options, REFUSED_WITH_CHAOS)
     if extra:
         raise UsageError(
-            f"{extra} is not for --chaos, which hurts ranks and checks what they do; leave one of them out"
+            f"{extra} does not go with --chaos, which injects faults and checks every result; leave one of them out"
         )
     if options.backend not in BACKENDS:
         raise UsageError(
-            f"--chaos needs a process for each rank, which it can hurt, and others that go on without it; "
-            f"{options.backend} has none, use --backend {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}"
+            f"--chaos needs a back end with a process for each rank and recovery; "
+            f"{options.backend} is not one, use --backend {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}"
         )
     if len(plan.ranks) < FEWEST_RANKS:
         raise UsageError(
-            f"--chaos takes ranks until two are left, and the plan has {counted(len(plan.ranks), 'rank')}; "
+            f"--chaos kills ranks until two survive, and the plan has {counted(len(plan.ranks), 'rank')}; "
             f"plan for {FEWEST_RANKS} GPUs or more"
         )
     if machine_helpers(plan):
         raise UsageError(
-            "a plan with helpers cannot go on without a rank; leave the helpers out of the machine to hurt its ranks"
+            "a plan with helper ranks cannot recover from the loss of a rank; leave the helpers out of the machine"
         )
     if launched:
         raise UsageError("--chaos starts its ranks by itself; run it once, without mpiexec or torchrun")
     if sys.platform != "linux":
-        raise UsageError("--chaos looks at processes as Linux shows them; run it there")
+        raise UsageError("--chaos reads the state of processes from Linux; run it there")
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     settings = ChaosSettings(
         plan=plan,
@@ -175,13 +165,13 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
 def _print_chaos(
     options: argparse.Namespace, settings: ChaosSettings, outcome: ChaosOutcome, lines: list[FaultRow]
 ) -> None:
-    """Print what became of the ranks."""
+    """Print the results of a chaos run."""
     from collectives.lab.chaos_draws import PROBE_BYTES
 
     if options.csv:
         if options.seed is None:
             print(f"topoplan bench: seed {settings.seed}", file=sys.stderr)
-        print_csv([line.to_object() for line in lines])
+        print_csv([asdict(line) for line in lines])
         return
     before, after, model = (
         (statistics.median(column) for column in zip(*outcome.rates, strict=True))
@@ -198,7 +188,7 @@ def _print_chaos(
                 "seconds": settings.seconds,
                 "seed": settings.seed,
                 "timeout": settings.timeout,
-                "rows": [line.to_object() for line in lines],
+                "rows": [asdict(line) for line in lines],
                 "jobs": outcome.jobs,
                 "collectives": outcome.collectives,
                 "bytes": outcome.nbytes,
@@ -217,7 +207,7 @@ def _print_chaos(
             "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
             for value in row
         ]
-        for row in ([*line.to_object().values()] for line in lines)
+        for row in map(astuple, lines)
     ]
     print(table([field.name.replace("_", " ") for field in fields(FaultRow)], cells))
     print(
@@ -227,26 +217,26 @@ def _print_chaos(
     if before is not None and after is not None and model is not None:
         size = format_size(min(settings.largest, PROBE_BYTES))
         print(
-            f"{settings.plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} behind, "
+            f"{settings.plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} after, "
             f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
         )
     print_notes(*plan_notes(settings.plan))
 
 
 LINE = "run a plan on real arrays, checked and timed"
-"""For ``topoplan --help``."""
+"""Line in ``topoplan --help``."""
 
 IN_ONE_PROCESS = ("loopback", "loopback-gpu")
-"""The back ends that run all ranks themselves."""
+"""Back ends that run all ranks in one process."""
 
-BUFFERS = 5
-"""Arrays of full size for each rank: input, result, memory of the back end, and two for the check."""
+ARRAYS = 5
+"""Arrays of full size for each rank: input, result, workspace of the back end, and two for the check."""
 
 TIMEOUT, CHAOS_TIMEOUT = 30.0, 2.0
-"""Seconds, where the user names none."""
+"""Default seconds."""
 
 SCALE = 1e-3
-"""Of paced links, where the user names none."""
+"""Default scale of paced links."""
 
 COLUMN_HEADS = (
     ("size", "count", "type", "redop", "time", "algbw", "busbw", "wrong"),
@@ -255,7 +245,6 @@ COLUMN_HEADS = (
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``bench``."""
     arguments.add_plan_file(parser)
     parser.add_argument(
         "--backend",
@@ -268,13 +257,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--engine",
         choices=("auto", "windows", "messages"),
         default="auto",
-        help="of nccl, and of torch on GPUs: windows, one kernel for each collective that writes to the other GPUs' "
-        "memory; messages, NCCL's sends and receives (default: windows where all ranks have them)",
+        help="with nccl, and torch on GPUs: windows, one kernel for each collective that writes to the other GPUs' "
+        "memory; messages, NCCL's sends and receives (default: windows if all ranks have them)",
     )
     parser.add_argument(
         "--inexact",
         action="store_true",
-        help="of windows: let a switch that can add do so, in an order of its own",
+        help="with windows: let switches add (NVLink SHARP), in an order of their own",
     )
     parser.add_argument(
         "--np",
@@ -299,7 +288,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--paced",
         action="store_true",
-        help="let every link run at its bandwidth times --scale, and print what the model says (loopback, tcp)",
+        help="let every link run at its bandwidth times --scale, and print the model's times (loopback, tcp)",
     )
     parser.add_argument(
         "--scale",
@@ -317,10 +306,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--chunk",
         type=arguments.size,
         metavar="S",
-        help="longest piece that moves at once (default: what suits the back end, or is found to be fastest)",
+        help="longest piece that moves at once (default: that of the back end, or the fastest found)",
     )
     parser.add_argument(
-        "--chunk-file", metavar="F.json", help="where chunk sizes that were found are looked up and kept"
+        "--chunk-file", metavar="F.json", help="file in which found chunk sizes are looked up and stored"
     )
     parser.add_argument(
         "--timeout",
@@ -337,7 +326,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
     from collectives.backends.open_backend import BackendSettings, check_backend
-    from collectives.lab.benchmark import check_dtype
+    from collectives.lab.benchmark import check_dtype, check_memory
 
     arguments.check_csv(options)
     if options.timeout is None:
@@ -352,7 +341,7 @@ def run(options: argparse.Namespace) -> int:
     check_backend(options.backend, BackendSettings(options.timeout, _pace_scale(options), options.engine))
     plan = read_plan(options.plan)
     check_dtype(options.dtype, options.backend, plan.collective)
-    _check_memory(max(options.sizes), len(plan.ranks))
+    check_memory(max(options.sizes), len(plan.ranks), arrays=ARRAYS)
     if options.np is not None and options.np != len(plan.ranks):
         raise UsageError(
             f"the plan is for {counted(len(plan.ranks), 'rank')}, not for {options.np}; "
@@ -366,7 +355,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_here(options: argparse.Namespace, plan: Plans) -> int:
-    """Run the ranks of this process; the one with rank 0 prints."""
+    """Run the ranks of this process; the process of rank 0 prints."""
     from collectives import Communicator
     from collectives.backends.open_backend import BackendSettings, open_backend
     from collectives.lab.benchmark import measure, predicted
@@ -412,7 +401,7 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
 
 
 def _write_trace(options: argparse.Namespace, communicator: Communicator) -> None:
-    """Run calls of the largest size once more, and let rank 0 write when they ran."""
+    """Run calls of the largest size once more, and write their trace from rank 0."""
     from collectives.lab.benchmark import chrome_trace, timeline
     from topoplan.model.event_simulation import run_events
 
@@ -429,7 +418,9 @@ def _pace_scale(options: argparse.Namespace) -> float | None:
 
 
 def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | None:
-    """The ring on the same GPUs (of an all-to-all direct sends), which one rank plans for all; or a note why none."""
+    """Return the ring on the same GPUs (of an all-to-all direct sends), planned by one rank for all; None and a note
+    without.
+    """
     import topoplan
     from collectives.backends.backend import GathersTexts
     from collectives.peers.agreement import plan_on_one_rank
@@ -444,13 +435,13 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
             return plan_on_one_rank(backend.gather_texts, make, rank=backend.ranks[0])
         return make()
     except InfeasibleError as error:
-        # Other ranks hear of it as what rank 0 said, which prints it.
+        # On other ranks the error's cause is that of rank 0, which prints the note.
         notes.append(f"no {rival_name(plan)}: {error.__cause__ or error}")
         return None
 
 
 def rival_name(plan: Plans) -> str:
-    """What `rival_ring` makes."""
+    """Return the name of the schedule of `rival_ring`."""
     return "one-hop" if plan.collective == ALL_TO_ALL else "ring"
 
 
@@ -486,17 +477,6 @@ def _print_benchmark(
         print(f"written: {options.trace}")
 
 
-def _check_memory(nbytes: int, ranks: int) -> None:
-    """Refuse what this machine's memory cannot hold: asking for it may end the process without a word."""
-    needed = BUFFERS * nbytes * ranks
-    memory = physical_memory()
-    if needed > memory:
-        raise UsageError(
-            f"{format_size(nbytes)} on {counted(ranks, 'rank')} of one machine need {format_size(needed)} of "
-            f"memory, and there are {format_size(memory)}; choose smaller --sizes"
-        )
-
-
 def _format_table(rows: list[BenchmarkRow]) -> str:
     lines = [
         "# {:>12}  {:>12}  {:>8}  {:>6}  {:>11}  {:>7}  {:>7}  {:>6}".format(*head) for head in COLUMN_HEADS
@@ -518,13 +498,9 @@ def _format_table(rows: list[BenchmarkRow]) -> str:
     return "\n".join(lines)
 
 
-RANK_VARIABLES = {"mpi": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")}
-"""What launchers set in the environment of a rank; for other back ends `RANK`, as torchrun does."""
-
-
 def started_as_rank(backend: str) -> bool:
-    """Whether a launcher started this process as one rank of several."""
-    return any(name in os.environ for name in RANK_VARIABLES.get(backend, ("RANK",)))
+    """Return whether a launcher, mpiexec or torchrun, started this process as one rank of several."""
+    return any(name in os.environ for name in (MPI_RANK_VARIABLES if backend == "mpi" else ("RANK",)))
 
 
 def start_processes(options: argparse.Namespace, plan: Plans) -> int:
@@ -554,21 +530,14 @@ def start_processes(options: argparse.Namespace, plan: Plans) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LibraryAllReduce:
-    """An allreduce of another library.
-
-    Parameters
-    ----------
-    name : str
-    run : function of (input, result)
-        Sums the inputs of all processes.
-    """
+    """An allreduce of another library; ``run``, of input and result, sums the inputs of all processes."""
 
     name: str
     run: Callable[[Any, Any], None]
 
 
 def library_all_reduce(backend: str, dtype: str) -> LibraryAllReduce | None:
-    """The allreduce of the library behind a back end; None where there is none, as for loopback and tcp.
+    """Return the allreduce of the library behind a back end; None without one, as for loopback and tcp.
 
     MPI has none for bfloat16.
     """

@@ -1,11 +1,10 @@
-"""Timing a communicator in the columns of nccl-tests, every element of every result checked.
+"""Time a communicator in the columns of nccl-tests, and check every element of every result.
 
-Calls run back to back in blocks, as in MPI's own benchmarks: ranks meet once before a block, so that what they leave
-the meeting one after another with does not count in every small call. A block is timed on its slowest rank, from a
-common start, over its calls; the row gives the median of the blocks. Where one call fills `BLOCK_SECONDS`, it is a
-block.
+Calls run back to back in blocks, as in MPI's own benchmarks: ranks pass one barrier before a block, so that their skew
+after the barrier does not count in every small call. A block is timed on its slowest rank, from a common start, over
+its calls; the row gives the median of the blocks. A call that fills `BLOCK_SECONDS` is a block.
 
-Inputs are small whole numbers, so that every dtype adds them exactly and a wrong element cannot hide in rounding.
+Inputs are small whole numbers, so every dtype adds them exactly and rounding cannot hide a wrong element.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from collectives.backends.backend import TraceEvent
 from collectives.communicator.communicator import Communicator
 from collectives.tables.numpy_arrays import numpy_dtype
 from topoplan.errors import UsageError
+from topoplan.machine.topology import physical_memory
 from topoplan.model import event_simulation
 from topoplan.model.closed_form import simulate
 from topoplan.model.event_simulation import SimulatedRun
 from topoplan.plans.plan import Plans
-from topoplan.units import bus_factor
+from topoplan.units import bus_factor, counted, format_size
 
 METHODS = {
     "allreduce": "all_reduce",
@@ -56,36 +56,23 @@ DTYPES = {
 """Bytes of an element of each dtype that collectives move."""
 
 REPEATS = 5
-"""Blocks of calls, of which the median counts."""
+"""Blocks of calls; the median counts."""
 
 BLOCK_SECONDS = 0.02
-"""Seconds that a block of calls takes, unless one call takes longer."""
+"""Seconds of a block of calls, unless one call takes longer."""
 
 MAX_CALLS = 1000
-"""Calls of a block at most."""
+"""Most calls of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRow:
     """One line of a benchmark.
 
-    Parameters
-    ----------
-    schedule : str
-        What ran: plan, ring, or the name of a library's own collective.
-    size : int
-        Bytes of the buffer, the full gathered one for allgather and reduce_scatter.
-    count : int
-        Elements as nccl-tests counts them: of one rank's part for allgather and reduce_scatter.
-    type, redop : str
-    seconds : float
-        Of one call.
-    algbw, busbw : float
-        GB/s.
-    wrong : int
-        Elements of all ranks that are not what they must be.
-    predicted : float or None
-        Seconds that the model says, where links run at given bandwidths.
+    ``schedule`` is plan, ring, or the name of a library's own collective. ``size`` are the bytes of the buffer, the
+    full gathered one for allgather and reduce_scatter; ``count`` are the elements as nccl-tests counts them, one rank's
+    part for these. ``seconds`` are those of one call, ``algbw`` and ``busbw`` are in GB/s, ``wrong`` counts elements of
+    all ranks. ``predicted`` are the model's seconds on links with given bandwidths, None without these.
     """
 
     schedule: str
@@ -100,7 +87,7 @@ class BenchmarkRow:
     predicted: float | None = None
 
     def to_object(self) -> dict[str, int | float | str]:
-        """A JSON object; ``time`` in microseconds, as nccl-tests prints it."""
+        """Return a JSON object; ``time`` in microseconds, as nccl-tests prints it."""
         return {
             "schedule": self.schedule,
             "size": self.size,
@@ -116,10 +103,8 @@ class BenchmarkRow:
 
 
 def check_dtype(dtype: str, backend: str, collective: str) -> None:
-    """Raise `UsageError` where a dtype is unknown, needs a package that is not there, or has no sums and needs them.
+    """Raise `UsageError` if a dtype is unknown, needs a missing package, or has no sums where they are needed.
 
-    Examples
-    --------
     >>> check_dtype("bool", "loopback", "allreduce")
     Traceback (most recent call last):
     ...
@@ -133,6 +118,17 @@ def check_dtype(dtype: str, backend: str, collective: str) -> None:
         numpy_dtype(dtype)
 
 
+def check_memory(nbytes: int, ranks: int, *, arrays: int) -> None:
+    """Refuse arrays that this machine's memory cannot hold: the system may kill a process without a message."""
+    needed = arrays * nbytes * ranks
+    memory = physical_memory()
+    if needed > memory:
+        raise UsageError(
+            f"{format_size(nbytes)} on {counted(ranks, 'rank')} need {format_size(needed)} of memory, and the machine "
+            f"has {format_size(memory)}; choose smaller --sizes"
+        )
+
+
 def measure(
     communicator: Communicator,
     *,
@@ -143,25 +139,10 @@ def measure(
 ) -> BenchmarkRow:
     """Time the collective of a communicator's plan for one size, in blocks of calls; every rank must call it.
 
-    Parameters
-    ----------
-    communicator : Communicator
-    nbytes : int
-        Bytes of the buffer; cut to whole elements and, for those of `DIVIDED`, whole blocks.
-    dtype : str
-        One of `DTYPES`.
-    schedule : str
-        Name of the row.
-    own : function of (input, result), optional
-        An allreduce of another library among the same ranks, timed instead of the communicator's.
+    ``nbytes`` is cut to whole elements and, for `DIVIDED` collectives, whole blocks. ``own``, a function of input and
+    result, is an allreduce of another library on the same ranks, timed in place of the communicator's. The row is the
+    same on every rank.
 
-    Returns
-    -------
-    Row
-        The same on every rank.
-
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allgather", gpus=[4, 5, 7])
     >>> with Communicator(plan) as comm:
@@ -206,26 +187,12 @@ def measure(
 
 
 def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[TraceEvent, ...]:
-    """When each rank began and ended `REPEATS` calls back to back, and their steps (`Communicator.trace`).
+    """Return when each rank began and ended `REPEATS` calls back to back, and their steps (`Communicator.trace`).
 
-    Every rank must call it.
+    Every rank must call it, after `measure`, which settles the size of chunks. Calls come first, by rank, then steps,
+    in nanoseconds; all ranks return the same. All processes of a host read one steady clock, which begins with the
+    first call on that host; clocks of different hosts are not compared.
 
-    The clock is the steady one of the host, which all its processes read; on each host it begins with the first call
-    there, since clocks of different hosts know nothing of each other.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    nbytes, dtype
-        As for `measure`, which should have run before: it settles the size of chunks.
-
-    Returns
-    -------
-    tuple of Step
-        Calls by rank, then steps, in nanoseconds from the first call of their host; the same on every rank.
-
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
     >>> with Communicator(plan) as comm:
@@ -246,34 +213,25 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Tr
     row = f"rank {first}" if first == last else f"ranks {first} to {last}"
     calls = [TraceEvent(row, f"call {number}", *bounds) for number, bounds in enumerate(pairwise(clock))]
     mine = [[astuple(step) for step in some] for some in (calls, steps)]
-    told = dict.fromkeys(communicator.gather_texts(json.dumps([platform.node(), *mine])))
-    processes = [json.loads(text) for text in told]  # who holds several ranks says it once
+    texts = dict.fromkeys(communicator.gather_texts(json.dumps([platform.node(), *mine])))
+    processes = [json.loads(text) for text in texts]  # a process with several ranks sends equal texts
     begun: dict[str, int] = {}
     for host, ((_, _, start, _), *_), _ in processes:
         begun[host] = min(start, begun.get(host, start))
     return tuple(
-        TraceEvent(row, what, start - begun[said[0]], end - begun[said[0]])
+        TraceEvent(row, what, start - begun[process[0]], end - begun[process[0]])
         for part in (1, 2)
-        for said in processes
-        for row, what, start, end in said[part]
+        for process in processes
+        for row, what, start, end in process[part]
     )
 
 
 def chrome_trace(spans: Sequence[TraceEvent], what: str, model: SimulatedRun | None = None) -> str:
-    """Calls as a Chrome trace, in JSON, as `topoplan.model.event_simulation.chrome_trace`.
+    """Return calls as a Chrome trace in JSON, as `topoplan.model.event_simulation.chrome_trace`.
 
-    One row for each process, in which its own steps lie under its calls, and one for each link over which chunks came.
+    A process has one row, in which its steps lie under its calls, and each link over which chunks came has one.
+    ``model``, the simulated run of one call, has rows of its own from the same zero.
 
-    Parameters
-    ----------
-    spans : sequence of Step
-    what : str
-        What ran.
-    model : Run, optional
-        Of one call, in rows of its own, from the same zero.
-
-    Examples
-    --------
     >>> text = chrome_trace([TraceEvent("rank 2", "call 0", 0, 1_000_000)], "allreduce of 1MB")
     >>> events = json.loads(text)["traceEvents"]
     >>> [(event["name"], event.get("dur")) for event in events]
@@ -305,7 +263,7 @@ def chrome_trace(spans: Sequence[TraceEvent], what: str, model: SimulatedRun | N
 
 
 def _counts(plan: Plans, count: int) -> tuple[int, int]:
-    """Elements of the whole buffer, cut to whole blocks, and of what each rank gives."""
+    """Return the elements of the whole buffer, cut to whole blocks, and of each rank's input."""
     size = len(plan.ranks)
     if plan.collective in DIVIDED:
         count -= count % size
@@ -315,10 +273,10 @@ def _counts(plan: Plans, count: int) -> tuple[int, int]:
 def _prepare_call(
     communicator: Communicator, each: int, dtype: str, own: Callable[[Any, Any], None] | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Results, and the call that computes them from inputs of `_make_inputs`."""
+    """Return results, and the call that computes them from inputs of `_make_inputs`."""
     size = len(communicator.plan.ranks)
     given = [communicator.arrays.of(_make_inputs(each, rank, size), dtype) for rank in communicator.ranks]
-    inputs = _one_or_list(communicator, given)
+    inputs = given[0] if communicator.one_rank else given
     if own is not None:
         results = communicator.arrays.of(_make_inputs(each, communicator.ranks[0], size), dtype)
         return results, lambda: own(inputs, results)
@@ -332,17 +290,12 @@ def _prepare_call(
 
 
 def _make_inputs(count: int, rank: int, ranks: int) -> NDArray[np.int64]:
-    """What a rank gives: whole numbers whose sums over up to 256 ranks bfloat16 holds, with its 8 bits."""
+    """Return a rank's input: whole numbers whose sums over up to 256 ranks bfloat16 holds, with its 8 bits."""
     return (np.arange(count) + rank) % max(2, min(7, 1 + 256 // ranks))
 
 
-def _one_or_list(communicator: Communicator, arrays: list[Any]) -> Any:
-    """One array where a process holds one rank, else the list."""
-    return arrays[0] if communicator.one_rank else arrays
-
-
 def _calls_per_block(communicator: Communicator, run: Callable[[], None]) -> int:
-    """How many calls fill a block, the same on every rank: found by blocks that grow tenfold at most."""
+    """Return how many calls fill a block, the same on every rank: blocks grow tenfold at most."""
     calls = 1
     while calls < MAX_CALLS:
         took = float(
@@ -355,7 +308,7 @@ def _calls_per_block(communicator: Communicator, run: Callable[[], None]) -> int
 
 
 def _time_block(communicator: Communicator, run: Callable[[], None], calls: int) -> float:
-    """Seconds that this rank takes for some calls, one behind the other, once every rank is here."""
+    """Return this rank's seconds for some calls back to back, after a barrier."""
     _barrier(communicator)
     started = time.perf_counter()
     for _ in range(calls):
@@ -364,7 +317,7 @@ def _time_block(communicator: Communicator, run: Callable[[], None], calls: int)
 
 
 def _barrier(communicator: Communicator) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank is here; a process with all ranks does not wait."""
     if communicator.one_rank:
         _reduce_over_ranks(communicator, np.zeros(1), "sum")
 
@@ -378,28 +331,17 @@ def _reduce_over_ranks(communicator: Communicator, values: NDArray[Any], op: str
 
 
 def predicted(row: BenchmarkRow, plan: Plans, scale: float) -> BenchmarkRow:
-    """The row with what the model says of its plan on links at their bandwidths times ``scale``.
+    """Return the row with the model's time of its plan on links at their bandwidths times ``scale``.
 
-    Start-ups are not scaled, so that D bytes take as long as D / scale at full bandwidth.
+    Start-ups are not scaled, so D bytes take as long as D / scale at full bandwidth.
     """
     seconds = simulate(plan.at(row.size), nbytes=round(row.size / scale)).seconds
     return replace(row, predicted=seconds)
 
 
 def count_wrong(plan: Plans, each: int, results: Mapping[int, NDArray[Any]]) -> int:
-    """Elements that differ from what plain numpy gives.
+    """Return how many elements of some ranks' results differ from plain numpy; ``each`` is the length of an input.
 
-    Parameters
-    ----------
-    plan : Plan or SizePlans
-        Names the collective, its root and the number of ranks.
-    each : int
-        Elements that every rank gave.
-    results : mapping from rank to array
-        Of the ranks that are looked at.
-
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
     >>> count_wrong(plan, 3, {0: np.array([3, 6, 9]), 2: np.array([3, 6, 8])})

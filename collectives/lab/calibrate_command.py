@@ -26,7 +26,7 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 import topoplan
-from collectives.tables.cupy_arrays import on_device
+from collectives.tables.cupy_arrays import broken_cupy, on_device
 from topoplan.cli.arguments import (
     OneLineParser,
     add_allocation,
@@ -56,22 +56,11 @@ GpuPair = tuple[VisibleGpu, VisibleGpu]
 
 
 class TooManyPeersError(Exception):
-    """A GPU has as many peers as the driver allows at a time: eight, where no NVSwitch joins them."""
+    """A GPU has as many peers as the driver allows: eight at a time, unless NVSwitches join them."""
 
 
 class PeerAccess:
-    """Peer access of some GPUs; left as it was found.
-
-    Parameters
-    ----------
-    cupy : module
-    gpus : sequence of Seen
-
-    Raises
-    ------
-    ProbeError
-        The driver does not say who may reach whom.
-    """
+    """Peer access of some GPUs, restored at the end; ProbeError if the driver does not report it."""
 
     def __init__(self, cupy: ModuleType, gpus: Sequence[VisibleGpu]) -> None:
         self._cupy = cupy
@@ -93,23 +82,18 @@ class PeerAccess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failed copy the driver may refuse everything; the error that is on its way says why.
+        # After a failed copy the driver may refuse everything; the first error says why.
         with suppress(ProbeError, TooManyPeersError):
             self.off(self._in_order(self._on - self._found))
             self.on(self._in_order(self._found - self._on))
 
     def allowed(self, gpu: VisibleGpu, peer: VisibleGpu) -> bool:
-        """True where both may reach each other."""
+        """Return whether both GPUs may access each other."""
         return {(gpu, peer), (peer, gpu)} <= self._allowed
 
     def on(self, pairs: Sequence[GpuPair]) -> None:
-        """Switch access on from the first to the second GPU of each pair.
-
-        Raises
-        ------
-        ProbeError
-            The driver refuses; the message names the pair.
-        TooManyPeersError
+        """Enable access from the first to the second GPU of each pair; ProbeError, which names the pair, or
+        TooManyPeersError.
         """
         runtime = self._cupy.cuda.runtime
         for gpu, peer in pairs:
@@ -127,7 +111,7 @@ class PeerAccess:
             self._on.add((gpu, peer))
 
     def off(self, pairs: Sequence[GpuPair]) -> None:
-        """Switch access off again; ProbeError as `on`."""
+        """Disable access again; ProbeError as `on`."""
         runtime = self._cupy.cuda.runtime
         for gpu, peer in pairs:
             try:
@@ -140,14 +124,9 @@ class PeerAccess:
     def switching_times(
         self, repeats: int, clock: Callable[[], float], progress: Callable[[str], None] | None
     ) -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
-        """T_dpa of the first 2, 3, … GPUs, and notes.
+        """Return T_dpa of the first 2, 3, … GPUs, as (GPUs, median seconds), and notes.
 
-        Returns
-        -------
-        times : tuple of (int, float)
-            GPUs, and the median over the repeats in seconds. Pairs that may not reach each other are left out, and
-            so are numbers of GPUs of which none may.
-        notes : tuple of str
+        Pairs without peer access are left out, and so are numbers of GPUs without such pairs.
         """
         times: list[tuple[int, float]] = []
         for count in range(2, len(self._gpus) + 1):
@@ -179,46 +158,25 @@ class PeerAccess:
 
 def _access_refused(which: str, gpu: VisibleGpu, peer: VisibleGpu, error: Exception) -> ProbeError:
     return ProbeError(
-        f"peer access {gpu.name}>{peer.name} cannot be switched {which}: {error}; look at what else uses the GPUs, or "
-        "leave one out with --gpus"
+        f"peer access {gpu.name}>{peer.name} cannot be switched {which}: {error}; check for other users of the GPUs, "
+        "or leave one out with --gpus"
     )
 
 
 def load_cupy() -> ModuleType:
-    """The CuPy package.
-
-    Raises
-    ------
-    ProbeError
-        It is not installed, or cannot be loaded.
-    """
+    """Import CuPy; ProbeError if it is missing or cannot be loaded."""
     try:
         return import_module("cupy")
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             raise ProbeError('calibrate needs CuPy: pip install "topoplan[cuda12]"') from None
-        raise ProbeError(_cupy_missing(error)) from None
+        raise ProbeError(broken_cupy(error)) from None
     except ImportError as error:
-        raise ProbeError(_cupy_missing(error)) from None
-
-
-def _cupy_missing(error: ImportError) -> str:
-    # CuPy frames its reason; the last line tells it.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
-    return (
-        f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
-        'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
-    )
+        raise ProbeError(broken_cupy(error)) from None
 
 
 def visible_bus_ids(cupy: ModuleType) -> tuple[str, ...]:
-    """PCI bus ids of the GPUs that CUDA shows, by their numbers in CUDA.
-
-    Raises
-    ------
-    ProbeError
-        There is no driver, or no GPU that this process may see.
-    """
+    """Return the PCI bus ids of the GPUs that CUDA shows, by their numbers in CUDA; ProbeError if there are none."""
     runtime = cupy.cuda.runtime
     remedy = "run calibrate on the machine that it is to measure, with its driver, and look at CUDA_VISIBLE_DEVICES"
     try:
@@ -235,18 +193,7 @@ def visible_bus_ids(cupy: ModuleType) -> tuple[str, ...]:
 def device_buffers(
     cupy: ModuleType, gpus: Sequence[VisibleGpu], nbytes: int
 ) -> Iterator[dict[str, tuple[int, int]]]:
-    """Two buffers on each GPU, to send from and to receive into; freed in the end.
-
-    Yields
-    ------
-    dict of str to (int, int)
-        Addresses by the name of the GPU.
-
-    Raises
-    ------
-    ProbeError
-        A GPU has no room for them.
-    """
+    """Yield addresses of two buffers on each GPU by its name, to send and to receive; ProbeError if memory is short."""
     runtime = cupy.cuda.runtime
     held: list[tuple[int, int]] = []
     buffers: dict[str, tuple[int, int]] = {}
@@ -265,13 +212,13 @@ def device_buffers(
         yield buffers
     finally:
         for ordinal, address in held:
-            # After a failed copy the driver may refuse everything; the error that is on its way says why.
+            # After a failed copy the driver may refuse everything; the first error says why.
             with suppress(runtime.CUDARuntimeError), on_device(cupy, ordinal):
                 runtime.free(address)
 
 
 LEAD_BYTES = 64 << 20
-"""Bytes of the copy that is not timed: longer than it takes to queue the others, on every link there is."""
+"""Bytes of the copy that is not timed: it takes longer than queueing the others, on every link."""
 
 CopyTimes = tuple[tuple[int, tuple[float, ...]], ...]
 
@@ -279,17 +226,13 @@ CopyTimes = tuple[tuple[int, tuple[float, ...]], ...]
 class PeerCopies:
     """The meter of GPUs in one process (see `topoplan.operate.calibration.fit.Meter`).
 
-    Parameters
-    ----------
-    clock : callable
-        Seconds of the host, for switching peer access, which no event can time.
+    ``clock`` returns seconds of the host, for switching peer access, which events cannot time.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
 
     def ready(self) -> None:
-        """Raise ProbeError where there is no CuPy, no driver or no GPU."""
         visible_bus_ids(load_cupy())
 
     def measure(
@@ -301,16 +244,9 @@ class PeerCopies:
         repeats: int,
         progress: Callable[[str], None] | None,
     ) -> Measurement:
-        """Time copies between every two GPUs; of a single GPU those inside its memory.
+        """Time copies between every two GPUs, or inside the memory of a single one.
 
-        Parameters are those of `topoplan.operate.calibration.fit.Meter`.
-
-        Raises
-        ------
-        ProbeError
-            No CuPy, no driver or no GPU; a copy failed, and the message names the pair.
-        UsageError
-            As `topoplan.operate.device_matching.match_gpus`.
+        ProbeError: CuPy, driver or GPU is missing, or a copy failed, with the pair. UsageError: as `match_gpus`.
         """
         cupy = load_cupy()
         seen, notes = match_gpus(topology, gpus, visible_bus_ids(cupy))
@@ -344,7 +280,7 @@ class PeerCopies:
 def _memory_copy(
     cupy: ModuleType, gpu: VisibleGpu, ends: tuple[int, int], sizes: Sequence[int], repeats: int
 ) -> MemoryCopy:
-    """The rate of the largest size; smaller ones may stay in the cache."""
+    """Return the rate of the largest size; smaller ones may stay in the cache."""
     nbytes, seconds = _copy_times(cupy, gpu, gpu, ends, sizes, repeats)[-1]
     return MemoryCopy(gpu.name, nbytes, 2 * nbytes / median(seconds) / 1e9)
 
@@ -357,7 +293,7 @@ def _copy_times(
     sizes: Sequence[int],
     repeats: int,
 ) -> CopyTimes:
-    """Seconds of every repeat of every size, sizes ascending; ProbeError names the pair."""
+    """Return seconds of every repeat of every size, sizes ascending; ProbeError names the pair."""
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
     source, target = ends
     falling = sorted(sizes, reverse=True)
@@ -384,7 +320,7 @@ def _copy_times(
                 rounds.append([cuda.get_elapsed_time(*ends) / 1e3 for ends in pairwise(marks)])
     except runtime.CUDARuntimeError as error:
         raise ProbeError(
-            f"copying {src.name}>{dst.name} failed: {error}; look at what else uses the GPUs, or leave one out with "
+            f"copying {src.name}>{dst.name} failed: {error}; check for other users of the GPUs, or leave one out with "
             "--gpus"
         ) from None
     columns = zip(*rounds[1:], strict=True)
@@ -399,7 +335,7 @@ def _copy_times(
 
 
 LINE = "measure this machine's links between GPUs"
-"""For ``topoplan --help``."""
+"""Line in ``topoplan --help``."""
 
 REPEATS, MIN_REPEATS, MAX_REPEATS = 9, 3, 1000
 
@@ -407,8 +343,7 @@ _DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
 
 
 def add_options(parser: OneLineParser) -> None:
-    """Add the options of ``calibrate``."""
-    add_machine(parser, otherwise="what topoplan probe finds")
+    add_machine(parser, otherwise="the result of topoplan probe")
     add_allocation(parser)
     parser.add_argument(
         "-o", metavar="F.json", dest="output", help="write the measured machine, topology JSON"
@@ -419,7 +354,7 @@ def add_options(parser: OneLineParser) -> None:
         type=whole_number(MIN_REPEATS, MAX_REPEATS, f"number of repeats from {MIN_REPEATS} to {MAX_REPEATS}"),
         default=REPEATS,
         metavar="N",
-        help=f"copies of each size, of which the median counts, {MIN_REPEATS} to {MAX_REPEATS} (default: {REPEATS})",
+        help=f"copies of each size, {MIN_REPEATS} to {MAX_REPEATS}; the median counts (default: {REPEATS})",
     )
     add_json(parser)
 
@@ -475,7 +410,7 @@ def _calibrated_machine(options: argparse.Namespace) -> Topology:
 
 
 def calibration_to_object(made: Calibration) -> dict[str, object]:
-    """The JSON object of a calibration: bandwidths in GB/s, latencies and times in seconds."""
+    """Return the JSON object of a calibration: bandwidths in GB/s, latencies and times in seconds."""
     measurement = made.measurement
     memory = measurement.memory
     return {
@@ -535,7 +470,7 @@ PAIR_COLUMNS = ("pair", "", "channel", "us out", "us back", "GB/s out", "GB/s ba
 
 
 def pair_rows(pairs: Sequence[Pair]) -> list[tuple[str, ...]]:
-    """A row for every two GPUs, out and back, in the columns of `PAIR_COLUMNS`."""
+    """Return a row for every two GPUs, out and back, in the columns of `PAIR_COLUMNS`."""
     found = {(pair.fit.src, pair.fit.dst): pair for pair in pairs}
     rows = []
     for src, dst in tuple(found):

@@ -1,8 +1,8 @@
 """Draw the faults of a chaos run and the random collectives that its ranks run meanwhile, all from a seed.
 
 A fault follows from its number and the present ranks: the same seed hurts the same ranks in the same order after the
-same pauses. The instruction at which a signal meets a rank is left to the machine. Ranks are named by their original
-rank in the first plan.
+same pauses. The machine decides at which instruction a signal meets a rank. A rank is named by its original rank in the
+first plan.
 
 The collectives of a round follow from the seed, the round and the present ranks. The input of a rank follows from the
 seed, the round and its original rank: element i is ``p[i % PERIOD] + i // PERIOD % ROWS``, whole numbers with a ``p``
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,44 +37,33 @@ FAULT_WEIGHTS = {
     BURST: 0.1,
     HOG: 0.1,
 }
-"""How often each kind is drawn, where all are possible."""
+"""Weights with which a kind is drawn if all are possible."""
 
 REVIVE_SHARE, DISTURB_SHARE = 0.4, 0.3
-"""How often a rank that is gone is started anew, where there is one and the ranks can let it in; and how often another
-is killed meanwhile."""
+"""Probability that a failed rank is restarted, if the ranks can grow; and that another is killed meanwhile."""
 
 RANKS_LOST = {KILL: 1, KILL_TWO: 2, KILL_TWICE: 2, STOP: 1}
-"""How many ranks a kind takes; the others take none, but see `REVIVE_AND_KILL`."""
+"""Ranks that a kind removes; other kinds remove none, but see `REVIVE_AND_KILL`."""
 
 MIN_SURVIVORS = 2
-"""Ranks that are always left."""
+"""Ranks that always survive."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosFault:
-    """One fault.
+    """One fault; ``number`` is its place in the schedule, from 0.
 
-    Parameters
-    ----------
-    number : int
-        Its place in the schedule, from 0.
-    kind : str
-        ``kill``: SIGKILL; ``two at once``; ``during recovery``: a second one while the others find each other;
-        ``stop``: SIGSTOP until the others have gone on; ``pause``: SIGSTOP for less than the timeout; ``bursts``: of
-        short ones; ``hogs``: processes that want the processors too; ``revive``: a new process for a rank that is gone;
-        ``revive and kill``: another rank is killed while that comes.
-    ranks : tuple of int
-        The victims, by their places in the first plan; of hogs so many are started.
-    wait : float
-        Seconds that the ranks work before it.
-    gaps : tuple of float
-        Seconds: between the two signals of ``during recovery``; how long a rank pauses; by turns how long bursts and
-        the time between them are; how long hogs live; from the start of a rank to the death of another.
-    revived : int or None
-        The rank for which a new process is started.
+    - ``kill``: SIGKILL; ``two at once``; ``during recovery``: a second one while the others recover
+    - ``stop``: SIGSTOP until the others have recovered; ``pause``: SIGSTOP for less than the timeout
+    - ``bursts``: of short pauses
+    - ``hogs``: processes that compete for processors
+    - ``revive``: a new process for a failed rank; ``revive and kill``: another rank is killed while it joins
 
-    Examples
-    --------
+    ``ranks`` are the victims, by original rank; of hogs so many are started. ``wait`` are seconds of work before the
+    fault. ``gaps`` are seconds: between the two signals of ``during recovery``; of a pause; of bursts and of the time
+    between them, by turns; of the life of hogs; from the start of a rank to the death of another. ``revived`` is the
+    restarted rank.
+
     >>> draw_fault(7, 0, (0, 1, 2, 3), timeout=1.0) == draw_fault(7, 0, [3, 1, 2, 0], timeout=1.0)
     True
     >>> draw_fault(7, 4, (0, 1, 2, 3), timeout=1.0).kind
@@ -90,7 +79,7 @@ class ChaosFault:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The ranks that it takes from the job."""
+        """The ranks that it removes from the job."""
         return self.ranks if self.kind in RANKS_LOST or self.kind == REVIVE_AND_KILL else ()
 
     def __str__(self) -> str:
@@ -104,30 +93,23 @@ class ChaosFault:
 
 
 def draw_fault(
-    seed: int, number: int, there: Collection[int], *, timeout: float, gone: Collection[int] = ()
+    seed: int, number: int, present: Collection[int], *, timeout: float, gone: Collection[int] = ()
 ) -> ChaosFault:
-    """The fault of this number.
+    """Draw the fault of this number.
 
-    Parameters
-    ----------
-    seed, number : int
-    there : collection of int
-        Ranks that work, `MIN_SURVIVORS` + 1 at least, or there are ``gone`` ones.
-    timeout : float
-        Of the ranks, in seconds.
-    gone : collection of int
-        Ranks that may be started anew.
+    ``present`` are the working ranks, `MIN_SURVIVORS` + 1 at least unless ``gone`` has failed ranks that may be
+    restarted; ``timeout`` is that of the ranks, in seconds.
     """
     draw = np.random.default_rng([seed, number])
-    ranks, dead = sorted(there), sorted(gone)
+    ranks, restartable = sorted(present), sorted(gone)
     gaps: tuple[float, ...] = ()
     wait = float(draw.uniform(0.05, 0.4))
     spare = len(ranks) - MIN_SURVIVORS
-    if dead and (spare < 1 or draw.random() < REVIVE_SHARE):
-        revived = int(draw.choice(dead))
+    if restartable and (spare < 1 or draw.random() < REVIVE_SHARE):
+        revived = int(draw.choice(restartable))
         if spare < 1 or draw.random() >= DISTURB_SHARE:
             return ChaosFault(number, REVIVE, (), wait, revived=revived)
-        # the ranks ask for it only now and then
+        # ranks look for joining ranks only every `BORDER` rounds
         gaps = (float(draw.uniform(0.0, 0.5)),)
         return ChaosFault(number, REVIVE_AND_KILL, (int(draw.choice(ranks)),), wait, gaps, revived)
     possible = [kind for kind in FAULT_WEIGHTS if RANKS_LOST.get(kind, 0) <= spare]
@@ -147,21 +129,21 @@ def draw_fault(
 
 
 PERIOD, ROWS = 1009, 31
-"""Elements after which what a rank puts in begins anew, and how many times until it is the same again."""
+"""Elements after which an input repeats, plus one; and how many times until it is the same again."""
 
 TOP = 64
-"""Numbers of a period are below."""
+"""Upper limit of the numbers of a period."""
 
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "float16")
 
 HALF_HOLDS = 20
-"""Ranks whose sums float16 holds: it counts to 2048."""
+"""Ranks whose sums float16 holds exactly: it counts to 2048."""
 
 DIVIDED = ("reduce_scatter", ALL_TO_ALL)
-"""Collectives of blocks, which any number of ranks must divide that may be left."""
+"""Collectives of blocks; their buffer must be divisible by every number of survivors."""
 
 LONGEST_UNIT = 1 << 20
-"""Elements: with so many ranks that the least number that all numbers of ranks divide is above, there are none."""
+"""Elements: if the least common multiple of all numbers of ranks is above, no `DIVIDED` collective is drawn."""
 
 COLLECTIVE_WEIGHTS = {
     "allreduce": 8,
@@ -171,40 +153,27 @@ COLLECTIVE_WEIGHTS = {
     ALL_TO_ALL: 2,
     "reduce": 2,
 }
-"""Collectives, and how often each is drawn."""
+"""Collectives and the weights with which they are drawn."""
 
 SUMMING = ("allreduce", "reduce_scatter", "reduce")
 
 REPLICATED = ("allreduce", "broadcast", "allgather")
-"""Collectives that have one result, on all ranks."""
+"""Collectives with one result, on all ranks."""
 
 PROBE_BYTES = 1 << 20
-"""Of a collective whose time is looked at, at most."""
+"""Most bytes of a collective that is timed."""
 
 BORDER, PROBE = 8, 4
-"""Every so many rounds the ranks ask whether to end, and run the plan's own collective at a fixed size."""
+"""Every so many rounds the ranks agree whether to end, and run the plan's own collective at a fixed size."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomCollective:
     """One collective.
 
-    Parameters
-    ----------
-    kind : str
-    count : int
-        Elements that a rank gives.
-    dtype : str
-    op : str
-        Of those that add up: sum, max, min or avg.
-    root : int
-        Of a broadcast or a reduce, by its place in the first plan; else -1.
-    tenths : bool
-        Whether elements are tenths.
-    place : str
-        Where the result goes: ``new``, ``out`` or ``in place``.
-    probe : bool
-        Whether its time is looked at.
+    ``count`` are the elements of a rank's input. ``op`` (sum, max, min or avg) is that of a reducing collective.
+    ``root`` is the original rank of the root, else -1. ``tenths`` says that elements are tenths. ``place`` is where the
+    result goes: ``new``, ``out`` or ``in place``. ``probe`` says that it is timed.
     """
 
     kind: str
@@ -218,42 +187,31 @@ class RandomCollective:
 
     @property
     def nbytes(self) -> int:
-        """Of what a rank gives."""
+        """Bytes of an input."""
         return self.count * np.dtype(self.dtype).itemsize
 
 
 def draw_round(
-    seed: int, number: int, there: Sequence[int], *, ranks: int, own: str, largest: int
+    seed: int, number: int, present: Sequence[int], *, ranks: int, own: str, largest: int
 ) -> list[RandomCollective]:
-    """The collectives of a round, which are begun at once.
+    """Draw the collectives of a round, which are begun at once.
 
-    Parameters
-    ----------
-    seed, number : int
-    there : sequence of int
-        The ranks that are there, by their places in the first plan.
-    ranks : int
-        How many there were at the beginning.
-    own : str
-        The collective of the plan.
-    largest : int
-        Bytes that a rank gives at most, or one element for each rank.
+    ``present`` are the original ranks of the present ranks, ``ranks`` is their number at the beginning, ``own`` the
+    plan's collective. A rank gives at most ``largest`` bytes, or one element for each rank.
 
-    Examples
-    --------
     >>> about = {"ranks": 4, "own": "allreduce", "largest": 1 << 20}
     >>> draw_round(1, 6, (0, 1, 2, 3), **about) == draw_round(1, 6, (0, 1, 3), **about)
     True
     """
     draw = np.random.default_rng([seed, number])
-    roots = [int(rank) for rank in draw.permutation(ranks) if rank in there]
+    roots = [int(rank) for rank in draw.permutation(ranks) if rank in present]
     divide = math.lcm(*range(1, ranks + 1)) <= LONGEST_UNIT
     if number % PROBE == 0:
         count = _divisible_count(min(largest, PROBE_BYTES) // 4, ranks)
         return [
             RandomCollective(own, count, root=roots[0] if own in ("broadcast", "reduce") else -1, probe=True)
         ]
-    if draw.random() < 0.25:  # several at once: none that some rank might refuse and another not
+    if draw.random() < 0.25:  # several at once: only collectives that no rank refuses
         several = ("allreduce", "allgather", *(DIVIDED if divide else ()))
         kinds = [str(draw.choice(several)) for _ in range(int(draw.integers(2, 5)))]
         return [_draw_collective(draw, kind, ranks, largest // len(kinds), -1) for kind in kinds]
@@ -261,11 +219,11 @@ def draw_round(
     kind = str(draw.choice([*weights], p=np.array([*weights.values()]) / sum(weights.values())))
     piece = _draw_collective(draw, kind, ranks, largest, roots[0] if kind in ("broadcast", "reduce") else -1)
     if kind == "allgather" and draw.random() < 0.3:
-        return [_with(piece, place="out")]
-    if kind in DIVIDED and len(there) > 4 and draw.random() < 0.3:
-        # one rank less does not divide it, nor do two
-        many = 1 + (len(there) - 1) * (len(there) - 2) * int(draw.integers(300))
-        return [_with(piece, count=len(there) * many)]
+        return [replace(piece, place="out")]
+    if kind in DIVIDED and len(present) > 4 and draw.random() < 0.3:
+        # neither one rank less nor two divide it
+        many = 1 + (len(present) - 1) * (len(present) - 2) * int(draw.integers(300))
+        return [replace(piece, count=len(present) * many)]
     return [piece]
 
 
@@ -285,27 +243,19 @@ def _draw_collective(
     if kind == "allgather":
         count, place = count // ranks, "new"
     if kind in DIVIDED:
-        # what any number of ranks divides
         count, place = _divisible_count(count, ranks), "new"
     return RandomCollective(kind, count, dtype, op, root, tenths, place)
 
 
 def _divisible_count(count: int, ranks: int) -> int:
-    """About so many elements, which any number of ranks can divide."""
+    """Return about so many elements, divisible by any number of ranks."""
     unit = math.lcm(*range(1, ranks + 1))
     return max(count // unit, 1) * unit
 
 
-def _with(piece: RandomCollective, *, place: str = "new", count: int | None = None) -> RandomCollective:
-    count = piece.count if count is None else count
-    return RandomCollective(piece.kind, count, piece.dtype, piece.op, piece.root, piece.tenths, place)
-
-
 def make_input(piece: RandomCollective, seed: int, round_number: int, rank: int) -> NDArray[Any]:
-    """What a rank puts in.
+    """Return the input of a rank.
 
-    Examples
-    --------
     >>> make_input(RandomCollective("allreduce", 3, "int32"), 1, 2, 0).tolist()
     [41, 28, 60]
     """
@@ -313,19 +263,19 @@ def make_input(piece: RandomCollective, seed: int, round_number: int, rank: int)
 
 
 def expected_result(
-    piece: RandomCollective, seed: int, round_number: int, taking_part: Sequence[int], rank: int
+    piece: RandomCollective, seed: int, round_number: int, participants: Sequence[int], rank: int
 ) -> NDArray[Any] | None:
-    """What a rank gets where these took part, in their order; None where it gets nothing.
+    """Return the result of a rank in a collective of ``participants``, in their order; None if it has none.
 
-    Sums of tenths are those of whole numbers, times a tenth: see `wrong_elements`.
+    Sums of tenths are sums of whole numbers, times a tenth: see `wrong_elements`.
     """
     parts, kind, place = (
-        _rank_periods(seed, round_number, taking_part),
+        _rank_periods(seed, round_number, participants),
         piece.kind,
-        list(taking_part).index(rank),
+        list(participants).index(rank),
     )
     if kind == "broadcast":
-        return _repeat_period(piece, parts[list(taking_part).index(piece.root)], 1)
+        return _repeat_period(piece, parts[list(participants).index(piece.root)], 1)
     if kind == "allgather":
         return np.concatenate([_repeat_period(piece, part, 1) for part in parts])
     block = slice(place * (piece.count // len(parts)), (place + 1) * (piece.count // len(parts)))
@@ -347,39 +297,36 @@ def wrong_elements(
     found: NDArray[Any] | None,
     seed: int,
     round_number: int,
-    taking_part: Sequence[int],
+    participants: Sequence[int],
     rank: int,
 ) -> int:
-    """How many elements of a result are not what they must be; one that is not there at all, or too many, counts too.
+    """Return how many elements of a result are wrong; a missing result, or one of another length, counts too.
 
-    Examples
-    --------
     >>> piece = RandomCollective("allreduce", 3, "int32")
     >>> total = make_input(piece, 1, 2, 0) + make_input(piece, 1, 2, 3)
     >>> wrong_elements(piece, total, 1, 2, (0, 3), 3), wrong_elements(piece, total, 1, 2, (0, 2, 3), 3)
     (0, 3)
     """
-    wanted = expected_result(piece, seed, round_number, taking_part, rank)
+    wanted = expected_result(piece, seed, round_number, participants, rank)
     if wanted is None or found is None:
         return 0 if wanted is found else 1
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return max(found.size, wanted.size, 1)
     if not piece.tenths and (piece.op, piece.dtype) != ("avg", "float16"):
         return int(np.count_nonzero(found != wanted))
-    # each of as many roundings as there are ranks, and one of each tenth or of each part of an average, is within half
-    # a unit of the total
-    near = 2 * len(taking_part) * np.finfo(piece.dtype).eps * np.abs(wanted)
+    # One rounding for each rank, and one for each tenth or part of an average; each is within half a unit of the total.
+    near = 2 * len(participants) * np.finfo(piece.dtype).eps * np.abs(wanted)
     return int(np.count_nonzero(~(np.abs(found - wanted) <= near)))
 
 
 def _rank_periods(seed: int, round_number: int, ranks: Sequence[int]) -> NDArray[np.int64]:
-    """The period of each of some ranks."""
+    """Return the period of each of some ranks."""
     drawn = [np.random.default_rng([seed, round_number, rank]).integers(0, TOP, PERIOD) for rank in ranks]
     return np.array(drawn, dtype=np.int64)
 
 
 def _repeat_period(piece: RandomCollective, part: NDArray[np.int64], times: int) -> NDArray[Any]:
-    """An array of these numbers, and of the rows so many times."""
+    """Return an array that repeats a period, each time plus ``times`` more."""
     rows = np.arange(-(-piece.count // PERIOD)) % ROWS * times
     whole: NDArray[Any] = rows.astype(piece.dtype)[:, None] + part.astype(piece.dtype)[None, :]
     if piece.tenths:

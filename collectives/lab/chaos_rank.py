@@ -31,57 +31,34 @@ from collectives.backends.tcp.compiled_exchange import compile_ahead as compile_
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.lab.benchmark import METHODS
 from collectives.lab.chaos_draws import (
     BORDER,
     REPLICATED,
+    SUMMING,
     RandomCollective,
     draw_round,
     make_input,
     wrong_elements,
 )
+from topoplan.cli.output import MPI_RANK_VARIABLES
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.size_plans import parse_plan_file
 
 START_SECONDS = 120.0
-"""In which all ranks meet."""
-
-METHODS = {
-    "allreduce": "all_reduce",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "reduce": "reduce",
-}
-
-MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Where launchers of MPI tell a process its rank."""
+"""Timeout of the rendezvous."""
 
 UNWRITTEN = 119
-"""What stands in an array before a result does: no result is made of it alone."""
+"""Contents of an output array before a result is written; no result consists of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What a rank is told.
+    """Settings that the controller sends to a rank.
 
-    Parameters
-    ----------
-    plan : str
-        As a file.
-    backend : str
-        shared, tcp or mpi.
-    seed : int
-    timeout : float
-        Of the ranks, in seconds.
-    largest : int
-        Bytes of what a rank gives at most.
-    chunk : int or None
-        As `Communicator` takes it.
-    invitation : str
-        With which this rank comes where the others work already; else empty.
-    folder : str
-        Where the ranks meet, and where this one writes its stacks when it is asked to (SIGUSR1).
+    ``plan`` is the text of a plan file, ``backend`` shared, tcp or mpi, ``timeout`` in seconds, ``largest`` the most
+    bytes of an input. A joining rank gets an ``invitation``, others an empty one. ``folder`` holds the rendezvous, and
+    the stacks that a rank writes on SIGUSR1.
     """
 
     plan: str
@@ -95,39 +72,33 @@ class RankSettings:
 
 
 class ControllerGone(Exception):
-    """The other end of the socket is gone."""
+    """The controller has closed the socket."""
 
 
 class ControllerChannel:
-    """What a rank says and hears.
-
-    Parameters
-    ----------
-    address : str
-        Of the socket.
-    """
+    """The connection of a rank to its controller, at the address of a Unix socket."""
 
     def __init__(self, address: str, rank: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.connect(address)
-            self.say({"rank": rank, "pid": os.getpid()})
+            self.send({"rank": rank, "pid": os.getpid()})
             heard = self._socket.makefile().readline()
         except OSError as error:
             raise ControllerGone from error
         if not heard:
             raise ControllerGone
-        self.about = RankSettings(**json.loads(heard))
+        self.settings = RankSettings(**json.loads(heard))
 
-    def say(self, what: dict[str, object]) -> None:
-        """Say something."""
+    def send(self, message: dict[str, object]) -> None:
+        """Send one message."""
         try:
-            self._socket.sendall(json.dumps(what).encode() + b"\n")
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise ControllerGone from error
 
     def asked_to_end(self) -> bool:
-        """Whether this rank was asked to end."""
+        """Return whether the controller asked this rank to end."""
         try:
             data = self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
@@ -140,66 +111,65 @@ class ControllerChannel:
 
 
 def warm_up() -> None:
-    """Compile, or load, what ranks need that are forked off here."""
+    """Compile or load the loops of ranks that are forked from this process."""
     compile_loops_ahead()
     compile_ahead()
 
 
 def run_rank(address: str, rank: int) -> int:
-    """Live until all ranks end, or this one is told that it is out; the exit status.
+    """Run an original rank until all ranks end, or it is excluded; return the exit status.
 
-    Parameters
-    ----------
-    address : str
-        Of the Unix socket of who started it.
-    rank : int
-        Its place in the first plan.
+    ``address`` is that of the controller's Unix socket.
     """
     try:
-        teller = ControllerChannel(address, rank)
-        with open(f"{teller.about.folder}/stacks-{rank}-{os.getpid()}", "w") as stacks:
+        channel = ControllerChannel(address, rank)
+        with open(f"{channel.settings.folder}/stacks-{rank}-{os.getpid()}", "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             try:
-                return _run_until_end(teller, rank)
+                return _run_until_end(channel, rank)
             finally:
                 faulthandler.unregister(signal.SIGUSR1)
     except ControllerGone:
         return 1
 
 
-def _run_until_end(teller: ControllerChannel, rank: int) -> int:
+def _run_until_end(channel: ControllerChannel, rank: int) -> int:
     before = set(os.listdir("/proc/self/fd"))
     try:
-        comm = _open_communicator(teller.about, rank)
+        comm = _open_communicator(channel.settings, rank)
     except UsageError as error:
-        teller.say({"unable": str(error)})
+        channel.send({"unable": str(error)})
         return 1
     except TopoplanError as error:
-        teller.say({"error": str(error)})
+        channel.send({"error": str(error)})
         return 1
     status = 0
     try:
-        _RankLoop(teller, comm, rank).go()
+        _RankLoop(channel, comm, rank).run()
     except BackendError as error:
-        teller.say({"error": str(error)})
+        channel.send({"error": str(error)})
         status = 1
     comm.close()
     del comm
-    # MPI keeps what it has opened until the process ends, as what is kept for its end
-    teller.say({"left": _leaked_resources(None if teller.about.backend == "mpi" else before)})
+    # MPI keeps its descriptors until the process ends.
+    channel.send({"left": _leaked_resources(None if channel.settings.backend == "mpi" else before)})
     return status
 
 
-def _open_communicator(about: RankSettings, rank: int) -> Communicator:
-    if about.invitation:
-        return Communicator.join(about.invitation, seat=rank, wait=START_SECONDS)
-    plan = parse_plan_file(about.plan)
+def _open_communicator(settings: RankSettings, rank: int) -> Communicator:
+    if settings.invitation:
+        return Communicator.join(settings.invitation, seat=rank, wait=START_SECONDS)
+    plan = parse_plan_file(settings.plan)
     backend = backend_at(
-        about.backend, rank, len(plan.ranks), meeting=f"unix:{about.folder}/meeting", timeout=about.timeout
+        settings.backend,
+        rank,
+        len(plan.ranks),
+        meeting=f"unix:{settings.folder}/meeting",
+        timeout=settings.timeout,
     )
     try:
         return Communicator(
-            plan, backend, chunk_bytes=about.chunk, timeout=about.timeout, on_failure="shrink"
+            plan, backend, chunk_bytes=settings.chunk, timeout=settings.timeout, on_failure="shrink"
         )
     except BaseException:
         backend.close()
@@ -207,7 +177,7 @@ def _open_communicator(about: RankSettings, rank: int) -> Communicator:
 
 
 def backend_at(name: str, rank: int, size: int, *, meeting: str, timeout: float) -> Backend[Any]:
-    """The back end of a rank of this host, whose ranks meet at an address; those of mpi where mpiexec says."""
+    """Return the back end of a rank on this host: with mpi that of mpiexec, else with a rendezvous at an address."""
     if name == "mpi":
         return MpiBackend(timeout=timeout)
     if name == "tcp":
@@ -216,116 +186,118 @@ def backend_at(name: str, rank: int, size: int, *, meeting: str, timeout: float)
 
 
 class _RankLoop:
-    """A rank among others."""
+    """The rounds of a rank."""
 
-    def __init__(self, teller: ControllerChannel, comm: Communicator, rank: int) -> None:
-        self._teller, self._comm, self._rank = teller, comm, rank
-        self._about = teller.about
-        self._names = {name: place for place, name in enumerate(parse_plan_file(teller.about.plan).ranks)}
+    def __init__(self, channel: ControllerChannel, comm: Communicator, rank: int) -> None:
+        self._channel, self._comm, self._rank = channel, comm, rank
+        self._settings = channel.settings
+        self._original = {
+            name: place for place, name in enumerate(parse_plan_file(channel.settings.plan).ranks)
+        }
         self._own = comm.plan.collective
         self._round = 1
         self._invitation = ""
-        self._lets_in = comm.backend in JOINED
+        self._can_grow = comm.backend in JOINED
 
-    def go(self) -> None:
-        """Rounds until all ranks agree to end."""
-        if self._about.invitation:
-            self._meet_others()
+    def run(self) -> None:
+        """Run rounds until all ranks agree to end."""
+        if self._settings.invitation:
+            self._agree_on_round()
         self._invite()
         while True:
             if self._round % BORDER == 0:
                 if self._all_end():
                     return
-                if self._lets_in:
-                    self._comm.grow()  # a rank that dies as it comes is there for some, so all of them meet
-                    self._meet_others()
+                if self._can_grow:
+                    self._comm.grow()  # a joining rank may die when only some ranks have it, so all agree anew
+                    self._agree_on_round()
                 self._invite()
-            elif not self._work():
-                continue  # it was refused, and is drawn anew
+            elif not self._run_round():
+                continue  # refused: the round is drawn again
             self._round += 1
 
     @property
-    def _there(self) -> list[int]:
-        """The ranks that are there, by their places in the first plan."""
-        return [self._names[name] for name in self._comm.plan.ranks]
+    def _present(self) -> list[int]:
+        """The original ranks of the present ranks."""
+        return [self._original[name] for name in self._comm.plan.ranks]
 
-    def _meet_others(self) -> None:
-        """Begin the round that is next, as one that has come, or as one of the others."""
+    def _agree_on_round(self) -> None:
+        """Agree on the next round with a joining rank."""
         self._round = int(self._comm.all_reduce(np.array([self._round]), op="max")[0])
-        if self._about.invitation and not self._invitation:
+        if self._settings.invitation and not self._invitation:
             self._round += 1
 
     def _invite(self) -> None:
-        """Tell how another process can come, where that is new."""
-        if self._lets_in and self._invitation != self._comm.invitation:
+        """Send a new invitation to the controller."""
+        if self._can_grow and self._invitation != self._comm.invitation:
             self._invitation = self._comm.invitation
-            self._teller.say({"invitation": self._invitation})
+            self._channel.send({"invitation": self._invitation})
 
     def _all_end(self) -> bool:
-        """Whether some rank was asked to end; all hear the same."""
-        asked = np.array([self._teller.asked_to_end()], dtype=np.int32)
-        began = time.monotonic()
+        """Return whether the controller asked any rank to end; all ranks return the same."""
+        asked = np.array([self._channel.asked_to_end()], dtype=np.int32)
+        start_time = time.monotonic()
         handle = self._comm.all_reduce(asked, op="max", async_op=True)
         found = handle.wait()
-        self._tell(
-            RandomCollective("allreduce", 1, "int32", "max"), 0, handle, began, {"digest": int(found[0])}
+        self._report(
+            RandomCollective("allreduce", 1, "int32", "max"), 0, handle, start_time, {"digest": int(found[0])}
         )
         return bool(found[0])
 
-    def _work(self) -> bool:
-        """The collectives of a round; whether they have ended well."""
-        about, there = self._about, self._there
+    def _run_round(self) -> bool:
+        """Run the collectives of a round; return whether they succeeded."""
+        settings, present = self._settings, self._present
         pieces = draw_round(
-            about.seed,
+            settings.seed,
             self._round,
-            there,
-            ranks=len(self._names),
+            present,
+            ranks=len(self._original),
             own=self._own,
-            largest=about.largest,
+            largest=settings.largest,
         )
-        arrays = [self._given(piece) for piece in pieces]
-        outs = [self._out(piece, array, len(there)) for piece, array in zip(pieces, arrays, strict=True)]
-        begun: list[tuple[Handle[Any], float]] = []
+        arrays = [self._input(piece) for piece in pieces]
+        outs = [self._output(piece, array, len(present)) for piece, array in zip(pieces, arrays, strict=True)]
+        started: list[tuple[Handle[Any], float]] = []
         for piece, array, out in zip(pieces, arrays, outs, strict=True):
-            began = time.monotonic()
-            begun.append((self._begun(piece, array, out), began))
-        for number, (piece, (handle, began)) in enumerate(zip(pieces, begun, strict=True)):
+            start_time = time.monotonic()
+            started.append((self._start(piece, array, out), start_time))
+        for number, (piece, (handle, start_time)) in enumerate(zip(pieces, started, strict=True)):
             array, out = arrays[number], outs[number]
             try:
                 found = handle.wait()
             except BackendError:
-                # of several at once none can be refused; where nobody is lost it is no refusal
-                if len(pieces) > 1 or self._there == there:
+                # Several at once cannot be refused, and a refusal follows the loss of a rank.
+                if len(pieces) > 1 or self._present == present:
                     raise
                 wrong = self._changed(piece, array)
                 if out is not None and out is not array:
                     wrong += int(np.count_nonzero(out != UNWRITTEN))
-                self._tell(piece, number, handle, began, {"refused": True, "wrong": wrong})
+                self._report(piece, number, handle, start_time, {"refused": True, "wrong": wrong})
                 return False
             ended, part = time.monotonic(), list(handle.among)
             wrong = self._wrong(piece, found, part)
             if array is not out:
                 wrong += self._changed(piece, array)
             digest = 0 if found is None or piece.kind not in REPLICATED else zlib.crc32(found.view(np.uint8))
-            self._tell(
+            self._report(
                 piece,
                 number,
                 handle,
-                began,
+                start_time,
                 {"wrong": wrong, "part": part, "digest": digest, "ended": ended},
             )
         return True
 
-    def _given(self, piece: RandomCollective) -> NDArray[Any]:
-        """What this rank puts in; of every third round where the others see it, if memory can be shared."""
-        values = make_input(piece, self._about.seed, self._round, self._rank)
+    def _input(self, piece: RandomCollective) -> NDArray[Any]:
+        """Return the input of this rank; every third round in memory that the others see, if memory can be shared."""
+        values = make_input(piece, self._settings.seed, self._round, self._rank)
         if self._round % 3:
             return values
         seen: NDArray[Any] = self._comm.empty(values.shape, piece.dtype)
         seen[:] = values
         return seen
 
-    def _out(self, piece: RandomCollective, array: NDArray[Any], size: int) -> NDArray[Any] | None:
+    def _output(self, piece: RandomCollective, array: NDArray[Any], size: int) -> NDArray[Any] | None:
         if piece.place == "in place":
             return array
         if piece.place == "new" or (piece.kind == "reduce" and piece.root != self._rank):
@@ -333,37 +305,42 @@ class _RankLoop:
         count = piece.count * size if piece.kind == "allgather" else piece.count
         return np.full(count, UNWRITTEN, dtype=piece.dtype)
 
-    def _begun(self, piece: RandomCollective, array: NDArray[Any], out: NDArray[Any] | None) -> Handle[Any]:
+    def _start(self, piece: RandomCollective, array: NDArray[Any], out: NDArray[Any] | None) -> Handle[Any]:
         options: dict[str, Any] = {"out": out} if out is not None else {}
-        if piece.kind in ("allreduce", "reduce_scatter", "reduce"):
+        if piece.kind in SUMMING:
             options["op"] = piece.op
         if piece.root >= 0:
-            options["root"] = self._there.index(piece.root)
+            options["root"] = self._present.index(piece.root)
         handle: Handle[Any] = getattr(self._comm, METHODS[piece.kind])(array, async_op=True, **options)
         return handle
 
     def _wrong(self, piece: RandomCollective, found: NDArray[Any] | None, part: list[int]) -> int:
         if self._rank not in part:
             return piece.count or 1
-        return wrong_elements(piece, found, self._about.seed, self._round, part, self._rank)
+        return wrong_elements(piece, found, self._settings.seed, self._round, part, self._rank)
 
     def _changed(self, piece: RandomCollective, array: NDArray[Any]) -> int:
-        """Elements of an input that are not what they were."""
-        return int(np.count_nonzero(array != make_input(piece, self._about.seed, self._round, self._rank)))
+        """Return how many elements of an input have changed."""
+        return int(np.count_nonzero(array != make_input(piece, self._settings.seed, self._round, self._rank)))
 
-    def _tell(
-        self, piece: RandomCollective, number: int, handle: Handle[Any], began: float, more: dict[str, object]
+    def _report(
+        self,
+        piece: RandomCollective,
+        number: int,
+        handle: Handle[Any],
+        start_time: float,
+        more: dict[str, object],
     ) -> None:
         comm = self._comm
-        self._teller.say(
+        self._channel.send(
             {
                 "round": self._round,
                 "piece": number,
                 "kind": piece.kind,
                 "nbytes": piece.nbytes,
-                "began": began,
+                "began": start_time,
                 "ended": time.monotonic(),
-                "there": self._there,
+                "there": self._present,
                 "repeated": handle.repeated,
                 "refused": False,
                 "wrong": 0,
@@ -376,7 +353,7 @@ class _RankLoop:
 
 
 def _leaked_resources(before: set[str] | None) -> list[str]:
-    """What a rank that has closed its communicator still holds: threads, and descriptors beyond these, if given."""
+    """Return the threads and descriptors, beyond those given, that a rank with a closed communicator still holds."""
     over = time.monotonic() + 2
     while threading.active_count() > 1 and time.monotonic() < over:
         time.sleep(0.005)

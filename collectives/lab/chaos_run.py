@@ -43,28 +43,27 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
 
 BACKENDS = ("shared", "tcp", "mpi")
-"""What ranks can be started on."""
+"""Back ends of a chaos run."""
 
 JOB_END = "end of a job"
-"""What is looked at besides faults: that ranks which are asked to end leave nothing."""
+"""Checked like a fault: ranks that are asked to end leak nothing."""
 
 HANG_SECONDS = 15.0
-"""Seconds, besides `HANG_TIMEOUTS` timeouts, after which ranks that have not gone on hang."""
+"""Seconds, besides `HANG_TIMEOUTS` timeouts, after which a rank without a result hangs."""
 
 HANG_TIMEOUTS = 8
-"""See `HANG_SECONDS`: ranks that miss somebody wait for three timeouts at most, and again where another dies
+"""See `HANG_SECONDS`: survivors wait three timeouts at most for a failed rank, and again if another one fails
 meanwhile.
 """
 
 EXCLUDED_TEXT = "this rank is out since epoch"
-"""What a rank hears that was taken for dead."""
+"""Error of a rank that was excluded while it was stopped."""
 
 MAX_FAULTS_PER_JOB = 50
-"""Faults of a job; then another begins."""
+"""Most faults of a job; then another begins."""
 
 KEPT_LINES = 64
-"""Rounds of which is kept what the ranks said."""
-
+"""Collectives whose results are kept for comparison between ranks."""
 
 LAUNCHER_SECONDS = 5.0
 """Time for mpiexec to end its processes."""
@@ -72,22 +71,10 @@ LAUNCHER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChaosSettings:
-    """What is run.
+    """Settings of a run.
 
-    Parameters
-    ----------
-    plan : Plan or SizePlans
-    backend : str
-        One of `BACKENDS`.
-    seconds : float
-        For how long; the last fault is awaited.
-    seed : int
-    timeout : float
-        Of the ranks, in seconds.
-    largest : int
-        Bytes of what a rank gives at most.
-    chunk : int, optional
-        Longest piece that moves at once.
+    It lasts ``seconds``, and the last fault is awaited; ``timeout`` is that of the ranks, in seconds; ``largest`` are
+    the most bytes of an input; ``chunk`` is the longest piece that moves at once.
     """
 
     plan: Plans
@@ -100,30 +87,20 @@ class ChaosSettings:
 
     @property
     def ranks(self) -> int:
-        """How many there are at the beginning."""
+        """Number of ranks at the beginning."""
         return len(self.plan.ranks)
 
 
 @dataclass(slots=True)
 class FaultTally:
-    """What is known of one kind of fault.
+    """Results of one kind of fault.
 
-    Parameters
-    ----------
-    faults : int
-        How many there were.
-    repeated, refused : int
-        Collectives that were run again, and that fewer ranks could not repeat, as the survivors count them.
-    wrong : int
-        Wrong elements, and results whose bits differ between ranks.
-    lost : int
-        Ranks that failed, or were left out, which nobody had hurt; victims that did not hear that they are out.
-    hangs : int
-        Ranks that did not go on.
-    left_over : int
-        Processes, threads, descriptors, files and named memory.
-    seconds : list of float
-        From the last signal to the first result of all survivors without the victims.
+    - ``repeated``, ``refused``: collectives that survivors ran again, and that fewer ranks could not repeat
+    - ``wrong``: wrong elements, and results whose bits differ between ranks
+    - ``lost``: ranks that failed or were excluded without a fault; victims that were not excluded
+    - ``hangs``: ranks without a result
+    - ``left_over``: processes, threads, descriptors, files and named memory
+    - ``seconds``: from the last signal to the first result of all survivors without the victims
     """
 
     faults: int = 0
@@ -143,19 +120,11 @@ class FaultTally:
 
 @dataclass(slots=True)
 class ChaosOutcome:
-    """What became of a run.
+    """Result of a run.
 
-    Parameters
-    ----------
-    tallies : dict of str to Tally
-        By kind of fault, and `JOB_END`.
-    jobs : int
-    collectives, nbytes : int
-        Results that were checked, on all ranks together, and their bytes.
-    rates : list of (float, float, float)
-        For each fault that took ranks: GB/s of algorithm bandwidth before and after it, medians, and the quotient of
-        the rates of the plans.
-    problems : list of str
+    ``tallies`` are by kind of fault, and `JOB_END`. ``collectives`` and ``nbytes`` count the results that were checked
+    on all ranks together, and their bytes. ``rates`` holds for each fault that removed ranks the median GB/s of
+    algorithm bandwidth before and after it, and the quotient of the plans' rates.
     """
 
     tallies: dict[str, FaultTally] = field(default_factory=dict)
@@ -167,18 +136,17 @@ class ChaosOutcome:
 
     @property
     def bad(self) -> int:
-        """All that must not be."""
         return sum(tally.bad for tally in self.tallies.values())
 
 
 @dataclass(slots=True, eq=False)
 class _RankRecord:
-    """What is known of a rank."""
+    """State of a rank, as the controller knows it."""
 
     rank: int
     pid: int = 0
     connection: socket.socket | None = None
-    heard: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
     there: tuple[int, ...] = ()
     error: str = ""
     left: list[str] | None = None
@@ -190,24 +158,15 @@ class _RankRecord:
 
 
 class _JobBroken(Exception):
-    """The job cannot go on."""
+    """The job cannot continue."""
 
 
 def run_chaos_jobs(
     settings: ChaosSettings, *, tell: Callable[[str], None] = lambda text: None
 ) -> ChaosOutcome:
-    """Hurt the ranks of jobs for some time.
+    """Inject faults into the ranks of jobs for some time; UsageError if ranks cannot be started or cannot recover.
 
-    Parameters
-    ----------
-    settings : Settings
-    tell : callable
-        Takes each thing that is wrong, when it is found.
-
-    Raises
-    ------
-    UsageError
-        Ranks cannot be started so, or cannot go on without one.
+    ``tell`` takes each problem when it is found.
     """
     warm_up()
     outcome, number = ChaosOutcome(), 0
@@ -222,7 +181,7 @@ def run_chaos_jobs(
                         break
                     what = draw_fault(settings.seed, number, job.there, timeout=settings.timeout, gone=gone)
                     number += 1
-                    job.suffer(what)
+                    job.inject(what)
                 job.end()
             except _JobBroken:
                 continue
@@ -233,7 +192,7 @@ def run_chaos_jobs(
 def _running_job(
     settings: ChaosSettings, outcome: ChaosOutcome, tell: Callable[[str], None]
 ) -> Iterator[_ChaosJob]:
-    """A job in a folder of its own, none of whose processes is left behind it."""
+    """Yield a job in a folder of its own, and end all its processes."""
     with tempfile.TemporaryDirectory(prefix="topoplan-chaos-") as folder:
         job = _ChaosJob(settings, outcome, tell, folder)
         try:
@@ -243,7 +202,7 @@ def _running_job(
 
 
 class _ChaosJob:
-    """The ranks of a job, as who hurts them sees them."""
+    """The controller of the ranks of a job."""
 
     def __init__(
         self, settings: ChaosSettings, outcome: ChaosOutcome, tell: Callable[[str], None], folder: str
@@ -262,16 +221,16 @@ class _ChaosJob:
         self._there: tuple[int, ...] = ()
         self._awaited: tuple[int, ...] = ()
         self._since = 0.0
-        self._went_on: dict[int, float] = {}
-        self._hurt: set[int] = set()
+        self._results_at: dict[int, float] = {}
+        self._faulty: set[int] = set()
         self._what: ChaosFault | None = None
-        self._coming: int | None = None
+        self._joining: int | None = None
         self._invitation = ""
         self._tally = outcome.tallies.setdefault(JOB_END, FaultTally())
-        self._said: dict[tuple[int, int], tuple[list[int], int]] = {}
+        self._results: dict[tuple[int, int], tuple[list[int], int]] = {}
         self._probes: dict[int, list[Mapping[str, Any]]] = {}
         self._speeds: list[tuple[float, float]] = []
-        self._slower: tuple[float, float] | None = None
+        self._before_loss: tuple[float, float] | None = None
         self._children: set[int] = set()
         self._ends: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -285,22 +244,16 @@ class _ChaosJob:
 
     @property
     def there(self) -> tuple[int, ...]:
-        """The ranks that nobody has taken from the job."""
+        """The ranks without a fault that removed them."""
         return self._there
 
     @property
     def gone(self) -> tuple[int, ...]:
-        """The others."""
+        """The other ranks."""
         return tuple(rank for rank in self._ranks if rank not in self._there)
 
     def start(self) -> None:
-        """Start the ranks, and wait until all of them work.
-
-        Raises
-        ------
-        UsageError
-            They cannot be started so.
-        """
+        """Start the ranks, and wait until all of them work; UsageError if they cannot be started."""
         self._outcome.jobs += 1
         self._there = tuple(range(self._settings.ranks))
         self._ranks = {rank: _RankRecord(rank) for rank in self._there}
@@ -316,49 +269,41 @@ class _ChaosJob:
         if self._late():
             self._hang(self._late())
 
-    def suffer(self, what: ChaosFault) -> None:
-        """Let the ranks work for a while, hurt some, and wait until the others have gone on.
-
-        Raises
-        ------
-        _Broken
-            They have not.
+    def inject(self, what: ChaosFault) -> None:
+        """Let the ranks work for a while, inject a fault, and wait until the survivors have a result; else
+        _JobBroken.
         """
         self._listen(what.wait)
         self._compare_speeds(what)
         self._what, self._tally = what, self._outcome.tallies.setdefault(what.kind, FaultTally())
         self._tally.faults += 1
-        self._hurt |= {*what.lost}
+        self._faulty |= {*what.lost}
         self._look_for_names()
         self._there = tuple(rank for rank in self._there if rank not in what.lost)
-        since = self._strike(what)
+        since = self._signal_ranks(what)
         if what.revived is not None:
             self._there = tuple(sorted((*self._there, what.revived)))
         self._expect(self._there, since)
-        self._listen_until(lambda: self._late() == [], self._patience)
+        self._listen_until(lambda: self._late() == [], self._hang_timeout)
         if self._late():
             self._hang(self._late())
-        self._coming = None
-        self._tally.seconds.append(max(self._went_on.values()) - since)
+        self._joining = None
+        self._tally.seconds.append(max(self._results_at.values()) - since)
         for rank in what.lost:
-            self._bury(self._ranks[rank], stopped=what.kind == STOP)
+            self._check_victim(self._ranks[rank], stopped=what.kind == STOP)
 
     def end(self) -> None:
-        """Ask the ranks to end, and look at what is left of them.
-
-        Raises
-        ------
-        _Broken
-            They do not end.
-        """
+        """Ask the ranks to end, and check for leaks; _JobBroken if they do not end."""
         self._what, self._tally = None, self._outcome.tallies[JOB_END]
         self._tally.faults += 1
         self._look_for_names()
         since = time.monotonic()
         for rank in self._there:
-            self._say(self._ranks[rank], b"end\n")
+            self._send(self._ranks[rank], b"end\n")
         working = [self._ranks[rank] for rank in self._there]
-        self._listen_until(lambda: all(one.left is not None and one.ended for one in working), self._patience)
+        self._listen_until(
+            lambda: all(one.left is not None and one.ended for one in working), self._hang_timeout
+        )
         stuck = [one.rank for one in working if one.left is None]
         if stuck:
             self._hang(stuck)
@@ -368,7 +313,7 @@ class _ChaosJob:
                 self._found("left_over", f"rank {one.rank} leaves a {thing}")
         if self._launcher is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._launcher.wait(self._patience)
+                self._launcher.wait(self._hang_timeout)
         processes = [one.pid for one in self._ranks.values() if not one.ended]
         for pid in processes:
             self._found("left_over", f"process {pid} is left")
@@ -380,7 +325,7 @@ class _ChaosJob:
                 self._found("left_over", f"the file {name} is left")
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """Kill all processes."""
         for one in self._ranks.values():
             if one.pid and not one.ended:
                 _signal(one.pid, signal.SIGKILL)
@@ -397,7 +342,7 @@ class _ChaosJob:
         self._listener.close()
 
     def _fork(self, body: Callable[[], int]) -> int:
-        """Run a body in a new process, which the system ends with this one."""
+        """Run a function in a child process, which the system ends with this one."""
         tie = die_with_parent()
         pid = os.fork()
         if pid:
@@ -419,8 +364,8 @@ class _ChaosJob:
         finally:
             os._exit(status)
 
-    def _strike(self, what: ChaosFault) -> float:
-        """Do what a fault is; when its last signal came."""
+    def _signal_ranks(self, what: ChaosFault) -> float:
+        """Inject a fault; return the time of its last signal."""
         pids = [self._ranks[rank].pid for rank in what.ranks]
         if what.revived is not None:
             since = time.monotonic()
@@ -446,7 +391,7 @@ class _ChaosJob:
             for pid in pids:
                 _signal(pid, signal.SIGCONT)
             return since
-        for pid in pids:  # of what kills and stops
+        for pid in pids:
             since = time.monotonic()
             _signal(pid, signal.SIGSTOP if what.kind == STOP else signal.SIGKILL)
             if what.kind == KILL_TWICE and pid != pids[-1]:
@@ -454,57 +399,57 @@ class _ChaosJob:
         return since
 
     def _revive(self, rank: int) -> None:
-        """Start a process in place of one that is gone."""
-        self._hurt.discard(rank)
-        self._coming = rank
+        """Start a process for a failed rank."""
+        self._faulty.discard(rank)
+        self._joining = rank
         self._ranks[rank] = _RankRecord(rank)
         self._fork(lambda: run_rank(self._address, rank))
 
-    def _bury(self, one: _RankRecord, *, stopped: bool) -> None:
-        """See to it that a victim ends, and one that was stopped hears first that it is out."""
+    def _check_victim(self, one: _RankRecord, *, stopped: bool) -> None:
+        """Check that a victim ends, and that a stopped one gets the error of an excluded rank first."""
         if stopped:
             _signal(one.pid, signal.SIGCONT)
-            self._listen_until(lambda: one.left is not None, self._patience)
+            self._listen_until(lambda: one.left is not None, self._hang_timeout)
             if EXCLUDED_TEXT not in one.error:
-                self._found("lost", f"rank {one.rank} comes back and hears {one.error or 'nothing'!r}")
-        self._listen_until(lambda: one.ended, self._patience)
+                self._found("lost", f"rank {one.rank} resumes and gets the error {one.error or 'nothing'!r}")
+        self._listen_until(lambda: one.ended, self._hang_timeout)
         if not one.ended:
             self._found("left_over", f"process {one.pid} of rank {one.rank} is left")
 
     def _expect(self, ranks: tuple[int, ...], since: float = 0.0) -> None:
-        """Await that these ranks have a result among themselves."""
+        """Start to wait for a result of these ranks among themselves."""
         self._awaited, self._since = ranks, since
-        self._went_on.clear()
+        self._results_at.clear()
 
     def _late(self) -> list[int]:
-        """Those that have none."""
-        return [rank for rank in self._awaited if rank not in self._went_on]
+        """Return the ranks without such a result."""
+        return [rank for rank in self._awaited if rank not in self._results_at]
 
     @property
-    def _patience(self) -> float:
+    def _hang_timeout(self) -> float:
         return HANG_SECONDS + HANG_TIMEOUTS * self._settings.timeout
 
     def _listen_until(self, done: Callable[[], bool], seconds: float) -> None:
-        """Listen until something is so, or time is up."""
+        """Handle messages until a condition holds, or time is up."""
         until = time.monotonic() + seconds
         while not done() and time.monotonic() < until:
             self._listen(0.02, once=True)
 
     def _listen(self, seconds: float, *, once: bool = False) -> None:
-        """Listen to the ranks for some time, or until one has said something."""
+        """Handle messages for some time, or until the first."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            heard = self._selector.select(left)
-            for key, _ in heard:
+            received = self._selector.select(left)
+            for key, _ in received:
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
                     self._selector.register(
                         connection, selectors.EVENT_READ, _RankRecord(-1, connection=connection)
                     )
                 else:
-                    self._hear(key.data)
+                    self._read(key.data)
             self._reap()
-            if once and heard:
+            if once and received:
                 return
 
     def _reap(self) -> None:
@@ -514,8 +459,8 @@ class _ChaosJob:
                 self._children.discard(pid)
                 self._ends[pid] = os.waitstatus_to_exitcode(status)
 
-    def _hear(self, line: _RankRecord) -> None:
-        """Hear what has come over a connection."""
+    def _read(self, line: _RankRecord) -> None:
+        """Read a connection."""
         assert line.connection is not None, "it is what was selected"
         try:
             data = line.connection.recv(1 << 16)
@@ -529,101 +474,101 @@ class _ChaosJob:
             if here and line.left is None and not line.error:
                 self._listen(0.1)  # until it has ended
                 how = self._ends.get(line.pid)
-                told = "" if how is None else f", exit status {how}" if how >= 0 else f", by signal {-how}"
-                self._found("lost", f"rank {line.rank} ended without a word{told}")
+                end = "" if how is None else f", exit status {how}" if how >= 0 else f", by signal {-how}"
+                self._found("lost", f"rank {line.rank} ended without a message{end}")
                 raise _JobBroken
             return
-        line.heard += data
-        *whole, rest = line.heard.split(b"\n")
-        line.heard = bytearray(rest)
+        line.received += data
+        *whole, rest = line.received.split(b"\n")
+        line.received = bytearray(rest)
         for text in whole:
-            self._take(line, json.loads(text))
+            self._handle(line, json.loads(text))
 
-    def _say(self, one: _RankRecord, text: bytes) -> None:
+    def _send(self, one: _RankRecord, text: bytes) -> None:
         if one.connection is not None:
             with contextlib.suppress(OSError):
                 one.connection.sendall(text)
 
-    def _take(self, line: _RankRecord, said: Mapping[str, Any]) -> None:
-        """What a rank says."""
-        if "pid" in said:
-            one = self._ranks[int(said["rank"])]
-            one.pid, one.connection, one.heard = int(said["pid"]), line.connection, line.heard
+    def _handle(self, line: _RankRecord, message: Mapping[str, Any]) -> None:
+        """Handle a message of a rank."""
+        if "pid" in message:
+            one = self._ranks[int(message["rank"])]
+            one.pid, one.connection, one.received = int(message["pid"]), line.connection, line.received
             assert one.connection is not None, "it has just spoken"
             self._selector.modify(one.connection, selectors.EVENT_READ, one)
-            invitation = self._invitation if one.rank == self._coming else ""
+            invitation = self._invitation if one.rank == self._joining else ""
             about = replace(self._about, invitation=invitation)
-            self._say(one, json.dumps(asdict(about)).encode() + b"\n")
-        elif "invitation" in said:
-            self._invitation = str(said["invitation"])
-        elif "unable" in said:
-            raise UsageError(str(said["unable"]))
-        elif "error" in said:
-            line.error = str(said["error"])
-            if line.rank not in self._hurt:
+            self._send(one, json.dumps(asdict(about)).encode() + b"\n")
+        elif "invitation" in message:
+            self._invitation = str(message["invitation"])
+        elif "unable" in message:
+            raise UsageError(str(message["unable"]))
+        elif "error" in message:
+            line.error = str(message["error"])
+            if line.rank not in self._faulty:
                 self._found("lost", f"rank {line.rank}: {line.error}")
                 raise _JobBroken
-        elif "left" in said:
-            line.left = list(said["left"])
+        elif "left" in message:
+            line.left = list(message["left"])
         else:
-            self._judge(line, said)
+            self._judge(line, message)
 
-    def _judge(self, one: _RankRecord, said: Mapping[str, Any]) -> None:
-        """Look at how a collective ended on a rank."""
+    def _judge(self, one: _RankRecord, message: Mapping[str, Any]) -> None:
+        """Check how a collective ended on a rank."""
         tally, outcome = self._tally, self._outcome
-        tally.repeated += bool(said["repeated"])
-        there = one.there = tuple(said["there"])
-        if said["refused"]:
+        tally.repeated += bool(message["repeated"])
+        there = one.there = tuple(message["there"])
+        if message["refused"]:
             tally.refused += 1
         else:
             outcome.collectives += 1
-            outcome.nbytes += said["nbytes"]
-            self._compare(one, said)
-        about = f"round {said['round']}, {said['kind']} of {said['nbytes']} bytes"
-        if said["wrong"]:
-            self._found("wrong", f"rank {one.rank}, {about}: {said['wrong']} wrong elements", said["wrong"])
-        missed = sorted({*self._there} - {*there, self._coming})
-        if missed and one.rank not in self._hurt:
+            outcome.nbytes += message["nbytes"]
+            self._compare(one, message)
+        about = f"round {message['round']}, {message['kind']} of {message['nbytes']} bytes"
+        if message["wrong"]:
             self._found(
-                "lost", f"rank {one.rank}, {about}: went on without rank {missed[0]}, which nobody has hurt"
+                "wrong", f"rank {one.rank}, {about}: {message['wrong']} wrong elements", message["wrong"]
             )
+        missed = sorted({*self._there} - {*there, self._joining})
+        if missed and one.rank not in self._faulty:
+            self._found("lost", f"rank {one.rank}, {about}: excluded rank {missed[0]}, which had no fault")
             raise _JobBroken
-        if there == self._awaited and said["ended"] > self._since:
-            self._went_on.setdefault(one.rank, said["ended"])
+        if there == self._awaited and message["ended"] > self._since:
+            self._results_at.setdefault(one.rank, message["ended"])
 
-    def _compare(self, one: _RankRecord, said: Mapping[str, Any]) -> None:
-        """Compare a result with those of the other ranks; look at the speed when all have told of it."""
-        key = said["round"], said["piece"]
-        mine = list(said["part"]), int(said["digest"])
-        first = self._said.setdefault(key, mine)
+    def _compare(self, one: _RankRecord, message: Mapping[str, Any]) -> None:
+        """Compare a result with those of the other ranks; note the speed when all have reported it."""
+        key = message["round"], message["piece"]
+        mine = list(message["part"]), int(message["digest"])
+        first = self._results.setdefault(key, mine)
         if first != mine:
-            about = f"round {said['round']}, {said['kind']}: rank {one.rank} has other bits than another rank"
+            about = f"round {message['round']}, {message['kind']}: rank {one.rank} has other bits than another rank"
             self._found("wrong", f"{about}, of ranks {mine[0]} and {first[0]}")
-        while len(self._said) > KEPT_LINES:
-            del self._said[next(iter(self._said))]
-        if said["rate"] and not said["repeated"]:
-            told = self._probes.setdefault(said["round"], [])
-            told.append(said)
-            if len(told) == len(said["part"]):
-                del self._probes[said["round"]]
-                took = max(each["ended"] for each in told) - max(each["began"] for each in told)
-                nbytes = said["nbytes"] * (len(told) if said["kind"] == "allgather" else 1)
-                if tuple(said["part"]) == self._there:
-                    self._speeds.append((nbytes / took / 1e9, said["rate"]))
+        while len(self._results) > KEPT_LINES:
+            del self._results[next(iter(self._results))]
+        if message["rate"] and not message["repeated"]:
+            reports = self._probes.setdefault(message["round"], [])
+            reports.append(message)
+            if len(reports) == len(message["part"]):
+                del self._probes[message["round"]]
+                took = max(each["ended"] for each in reports) - max(each["began"] for each in reports)
+                nbytes = message["nbytes"] * (len(reports) if message["kind"] == "allgather" else 1)
+                if tuple(message["part"]) == self._there:
+                    self._speeds.append((nbytes / took / 1e9, message["rate"]))
 
     def _compare_speeds(self, what: ChaosFault) -> None:
-        """Note how fast the ranks were between two faults, and before the former if that took ranks."""
+        """Note the speed since the last fault, and beside it the speed before that fault if it removed ranks."""
         now = None
         if self._speeds:
             now = statistics.median(speed for speed, _ in self._speeds), self._speeds[-1][1]
-            if self._slower is not None:
-                self._outcome.rates.append((self._slower[0], now[0], now[1] / self._slower[1]))
-        self._slower = now if what.lost else None
+            if self._before_loss is not None:
+                self._outcome.rates.append((self._before_loss[0], now[0], now[1] / self._before_loss[1]))
+        self._before_loss = now if what.lost else None
         self._speeds.clear()
         self._probes.clear()
 
     def _look_for_names(self) -> None:
-        """Note what memory of the ranks has names, which must be gone in the end."""
+        """Note the named memory of the ranks, which must be gone in the end."""
         for one in self._ranks.values():
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{one.pid}/maps").read_text(errors="replace").splitlines()
@@ -631,7 +576,7 @@ class _ChaosJob:
                 self._named.update(name for name in names if not name.endswith("(deleted)"))
 
     def _found(self, kind: str, text: str, many: int = 1) -> None:
-        """Note something that is wrong."""
+        """Record a problem."""
         setattr(self._tally, kind, getattr(self._tally, kind) + many)
         settings = self._settings
         where = JOB_END if self._what is None else str(self._what)
@@ -640,7 +585,7 @@ class _ChaosJob:
         self._tell(whole)
 
     def _hang(self, ranks: Sequence[int]) -> NoReturn:
-        """Note that ranks hang, with their stacks."""
+        """Record that ranks hang, with their stacks."""
         for rank in ranks:
             one, stacks = self._ranks[rank], ""
             if one.pid and not one.ended:
@@ -648,18 +593,18 @@ class _ChaosJob:
                 time.sleep(0.3)
                 for path in Path(self._folder).glob(f"stacks-{rank}-{one.pid}"):
                     stacks = path.read_text(errors="replace")
-            told = f", with {list(one.there)}" if one.there else ""
-            self._found("hangs", f"rank {rank} hangs{told}" + (f"\n{stacks}" if stacks else ""))
+            members = f", with {list(one.there)}" if one.there else ""
+            self._found("hangs", f"rank {rank} hangs{members}" + (f"\n{stacks}" if stacks else ""))
         raise _JobBroken
 
 
 def _signal(pid: int, number: int) -> None:
-    """Send a signal to a process, which may have ended by itself."""
+    """Send a signal to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def _occupy_processor() -> int:
-    """Want a processor."""
+    """Loop for ever."""
     while True:
         pass

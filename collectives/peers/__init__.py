@@ -1,1 +1,1 @@
-"""The control plane: who is there, what they say, who is to blame; over a rendezvous, MPI, a store or shared memory."""
+"""The control plane: membership, control messages and failure attribution, over a rendezvous, MPI or shared memory."""

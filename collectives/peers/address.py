@@ -22,36 +22,26 @@ from dataclasses import dataclass
 from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
 
-RETRY_SECONDS = 0.05
-"""Pause between two attempts to reach a process that may not have started yet."""
+RETRY_SECONDS = 0.05  # pause between two attempts to reach a process that may not have started yet
 
 LOW_DELAY, INTERACTIVE = 0x10, 6
-"""Type of service of IP, and Linux's priority of a socket, the highest that needs no rights."""
+"""IP's type of service, and Linux's socket priority, the highest that needs no privilege."""
 
-SIOCGIFADDR = 0x8915
-"""Asks Linux for the address of an interface."""
-
-REACH_SECONDS = 1.0
-"""Time for a connection to one of a machine's addresses."""
+SIOCGIFADDR = 0x8915  # Linux ioctl that returns the address of an interface
+REACH_SECONDS = 1.0  # timeout of a connection to one of a machine's addresses
 
 NOT_THERE_YET = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, FileNotFoundError)
 
 CLOSED_MEANWHILE = (errno.ENOTCONN, errno.EINVAL)
-"""What a connection answers to a question about its ends once the listener has closed before it accepted."""
+"""Errors of a connection whose listener closed before accepting it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A place to listen or to connect.
+    """An address to listen at or to connect to.
 
-    Parameters
-    ----------
-    host : str
-        Name or number; empty for a Unix socket.
-    port : int
-        0 lets the system choose.
-    path : str
-        Of a Unix socket; empty for TCP.
+    `host` is a name or number, empty for a Unix socket; port 0 lets the system choose; `path` is that of a Unix
+    socket.
     """
 
     host: str
@@ -65,12 +55,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Read ``host:port``, ``[IPv6]:port`` or ``unix:/path``.
-
-    Raises
-    ------
-    UsageError
-        It is none of them.
+    """Parse ``host:port``, ``[IPv6]:port`` or ``unix:/path``; UsageError for other texts.
 
     Examples
     --------
@@ -85,17 +70,17 @@ def parse_address(text: str) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise UsageError(f"{text!r} is no place to meet; write host:port or unix:/path")
+        raise UsageError(f"address must be host:port or unix:/path, got {text!r}")
     return Address(host, int(port))
 
 
 def listen(address: Address) -> socket.socket:
-    """Return a socket that listens there; a socket's path that a dead process of this user left is taken over.
+    """Return a listening socket; a Unix path that a dead process of this user left is taken over.
 
     Raises
     ------
     OSError
-        Another process listens there, the path is something else, or the address is not one of this machine.
+        Another process listens there, the path is not a socket, or the address is not one of this machine.
     """
     if not address.path:
         family = socket.AF_INET6 if ":" in resolve_host(address.host) else socket.AF_INET
@@ -117,7 +102,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket's path at which nobody listens; OSError for a path that is anything else."""
+    """Remove the path of a socket without a listener; OSError for any other path."""
     found = os.lstat(path)
     if not stat.S_ISSOCK(found.st_mode):
         raise FileExistsError(errno.EEXIST, "it is not a socket, and stays as it is")
@@ -125,24 +110,15 @@ def _remove_stale(path: str) -> None:
         raise PermissionError(errno.EPERM, f"it is a socket of user {found.st_uid}")
     if _answers(path):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    if os.path.samestat(os.lstat(path), found):  # else another process has taken it over meanwhile
+    if os.path.samestat(os.lstat(path), found):  # otherwise another process has taken it over meanwhile
         os.unlink(path)
 
 
 def connect(address: Address, deadline: float, *, look: Callable[[], None] | None = None) -> socket.socket:
-    """A connection to a process that listens there, or will soon.
+    """Connect to a process that listens at an address, or will soon.
 
-    Parameters
-    ----------
-    deadline : float
-        Time of `time.monotonic` after which nobody is expected any more.
-    look : callable, optional
-        Raises where nobody is expected sooner; called between two attempts.
-
-    Raises
-    ------
-    BackendError
-        Nobody listens there.
+    `deadline` is by `time.monotonic`. `look` is called between two attempts and raises to give up sooner. Raises
+    `BackendError` if nothing listens there.
     """
     while True:
         if look is not None:
@@ -168,7 +144,7 @@ def connect(address: Address, deadline: float, *, look: Callable[[], None] | Non
 
 
 def _has_two_ends(made: socket.socket, address: Address) -> bool:
-    """Return whether a connection leads to another socket that has not closed it before accepting it.
+    """Return whether a connection leads to another socket that did not close it before accepting it.
 
     A socket can connect to itself on an unused port of this machine.
     """
@@ -181,10 +157,10 @@ def _has_two_ends(made: socket.socket, address: Address) -> bool:
 
 
 def prioritize(connection: socket.socket) -> None:
-    """Let what a connection carries overtake bulk data where the network has queues by priority, as heartbeats must.
+    """Give a connection priority over bulk data in networks with priority queues, for heartbeats.
 
-    Low delay as the type of service, which switches read, and the system's interactive priority. What a system or an
-    address does not know is left as it is.
+    Sets low delay as the type of service, which switches read, and the system's interactive priority. Unsupported
+    options are left as they are.
     """
     kinds = {socket.AF_INET: ("IPPROTO_IP", "IP_TOS"), socket.AF_INET6: ("IPPROTO_IPV6", "IPV6_TCLASS")}
     if connection.family not in kinds:
@@ -196,7 +172,7 @@ def prioritize(connection: socket.socket) -> None:
 
 
 def host_identity() -> str:
-    """What two processes have in common that reach each other by the loopback address: a kernel and its network."""
+    """Return what processes share that reach each other by the loopback address: a kernel and its network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/net")
@@ -205,7 +181,7 @@ def host_identity() -> str:
 
 
 def process_namespace() -> str:
-    """What two processes have in common that see each other by their numbers; nothing where that is not known."""
+    """Return what processes share that see each other by their numbers; unique if it is unknown."""
     try:
         return host_identity() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -213,21 +189,11 @@ def process_namespace() -> str:
 
 
 def address_among(gather: Gather, rank: int) -> str:
-    """The address of this machine at which the ranks of the others reach it.
+    """Return the address of this machine that the other ranks reach; empty on all ranks if some rank reaches none.
 
-    The loopback address where all are on this machine. Else ranks of other machines try the addresses of rank 0's, that
-    of its name first: what they come from is theirs, and what they reach is that of the ranks beside rank 0.
-
-    Parameters
-    ----------
-    gather : callable
-        Over all ranks, which call this at once.
-    rank : int
-
-    Returns
-    -------
-    str
-        Empty on all ranks where one of them reaches no address of rank 0's machine.
+    The loopback address if all ranks are on this machine. Otherwise ranks of other machines try the addresses of rank
+    0's machine, that of its name first: the local end of the connection is their own address, and the remote end that
+    of the ranks beside rank 0. All ranks of `gather` call this.
     """
     hosts = gather(host_identity())
     if len(set(hosts)) == 1:
@@ -237,28 +203,28 @@ def address_among(gather: Gather, rank: int) -> str:
         offered = [] if listener is None else [[one, listener.getsockname()[1]] for one in _addresses()]
         places = json.loads(gather(json.dumps(offered))[0])
         ends = _reached(places) if hosts[rank] != hosts[0] else ("", "")
-        told = [json.loads(text) for text in gather(json.dumps(ends))]
+        pairs = [json.loads(text) for text in gather(json.dumps(ends))]
     finally:
         if listener is not None:
             listener.close()
-    elsewhere = [ends for ends, host in zip(told, hosts, strict=True) if host != hosts[0]]
+    elsewhere = [ends for ends, host in zip(pairs, hosts, strict=True) if host != hosts[0]]
     if not all(reached for _, reached in elsewhere):
         return ""
     return str(elsewhere[0][1]) if hosts[rank] == hosts[0] else ends[0]
 
 
 def _reached(places: list[tuple[str, int]]) -> tuple[str, str]:
-    """Both ends of a connection to the first place that another machine answers at; empty where none does."""
+    """Return both ends of a connection to the first address of another machine that answers; empty if none does."""
     for host, port in places:
         with contextlib.suppress(OSError), socket.create_connection((host, port), REACH_SECONDS) as made:
             own, other = str(made.getsockname()[0]), str(made.getpeername()[0])
-            if own != other:  # or it is an address that this machine has too
+            if own != other:  # otherwise this machine has the address too
                 return own, other
     return "", ""
 
 
 def _addresses() -> list[str]:
-    """The IPv4 addresses of this machine that others may reach: those of its name first, then of its interfaces."""
+    """Return this machine's IPv4 addresses that others may reach: those of its name first, then of its interfaces."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         found += socket.gethostbyname_ex(socket.gethostname())[2]
@@ -269,13 +235,7 @@ def _addresses() -> list[str]:
 
 
 def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface of this machine.
-
-    Raises
-    ------
-    OSError
-        There is no such interface, or it has none.
-    """
+    """Return the IPv4 address of a network interface of this machine; OSError without one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         asked = struct.pack("256s", name.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24])

@@ -1,11 +1,11 @@
 """Gather texts from all ranks so that an error of one rank is raised on all of them, and plan on one rank for all.
 
-A job provides an allgather of texts. A rank that fails alone would leave the others waiting in the next round, so
-an error between two rounds is sent in the next one, and every rank raises the same.
+A job provides an allgather of texts. A rank that fails alone would leave the others waiting in the next round, so an
+error between two rounds is sent in the next one, and every rank raises the same.
 
-Planning may take much longer than ranks wait for a step of a collective, and need not take the same time on each.
-Rank 0 therefore plans alone and the others wait as long as it is busy (`gather_when_done`). Each rank verifies the
-plan, and all compare its digest.
+Planning may take much longer than ranks wait for a step of a collective, and need not take the same time on each. Rank
+0 therefore plans alone and the others wait as long as it is busy (`gather_when_done`). Each rank verifies the plan,
+and all compare its digest.
 """
 
 from __future__ import annotations
@@ -30,34 +30,27 @@ from topoplan.plans.size_plans import parse_plan_file
 from topoplan.plans.verify import verify_all
 
 Gather = Callable[[str], list[str]]
-"""Takes this rank's text and returns the texts of all ranks in their order; all ranks call it alike."""
+"""An allgather of texts: takes this rank's text and returns those of all ranks, in order; all ranks call it."""
 
 FORMAT = "topoplan.job/1"
 
-BEAT_SECONDS = 0.2
-"""Seconds between two words of a rank that is busy; a timeout should be a few times as long."""
+BEAT_SECONDS = 0.2  # interval of the heartbeat of a busy rank; timeouts should be a few times as long
 
 KINDS: dict[str, Callable[[str], TopoplanError]] = {
     kind.__name__: kind for kind in (InfeasibleError, PlanError, ProbeError, TopologyError, UsageError)
 }
-"""What a rank raises where another met an error of this name; `TopoplanError` for all others."""
+"""Errors of other ranks that are raised as the same class; all others become `TopoplanError`."""
 
 
 def gather_or_raise(gather: Gather, what: Callable[[], str]) -> list[str]:
-    """What every rank says, in order of rank.
-
-    Parameters
-    ----------
-    gather : Gather
-    what : callable
-        Makes this rank's text; may fail.
+    """Return the texts of all ranks, in order of rank; `what` makes this rank's text.
 
     Raises
     ------
     TopoplanError
-        ``what`` failed on some rank, the lowest of which is named; the same text on all ranks.
+        `what` failed on some rank; the lowest is named, with the same text on all ranks.
     UsageError
-        A rank takes part in something else.
+        A rank makes another call.
 
     Examples
     --------
@@ -72,12 +65,7 @@ def gather_or_raise(gather: Gather, what: Callable[[], str]) -> list[str]:
 
 
 def check_on_all(gather: Gather, check: Callable[[], object]) -> None:
-    """Raise on all ranks where a check fails on one: there what it has raised, elsewhere what names that rank.
-
-    Examples
-    --------
-    >>> check_on_all(lambda text: [text, text], lambda: None)
-    """
+    """Raise on all ranks if a check fails on one: the error there, elsewhere one that names the rank."""
     failures: list[Exception] = []
 
     def checked() -> str:
@@ -97,12 +85,11 @@ def check_on_all(gather: Gather, check: Callable[[], object]) -> None:
 
 
 def gather_when_done(gather: Gather, what: Callable[[], str]) -> list[str]:
-    """As `gather_or_raise`, where ``what`` may take longer than a gather waits for a rank.
+    """Gather as `gather_or_raise`, for a `what` that may take longer than a gather waits for a rank.
 
-    It runs in a thread of its own, and until it has ended on all ranks they go on telling each other that they are
-    there: so a rank that waits for a busy one waits as long as that takes, and still no longer than the timeout of the
-    gather for one that is dead or stopped. Where the rounds end with an error, ``what`` ends when it next calls
-    `check_still_wanted`.
+    It runs in a thread, and every rank sends heartbeats until it has ended on all ranks. A rank thus waits for a busy
+    rank as long as that takes, but for a dead or stopped one no longer than the gather's timeout. After an error,
+    `what` ends at its next call of `check_still_wanted`.
 
     Examples
     --------
@@ -115,7 +102,7 @@ def gather_when_done(gather: Gather, what: Callable[[], str]) -> list[str]:
         while True:
             try:
                 work.ended.wait(BEAT_SECONDS)
-            except BaseException as error:  # an interrupt: what the thread finds is of no use any more
+            except BaseException as error:  # an interrupt: the result of the thread is not needed
                 work.failures.insert(0, error)
             failure = work.failures[0] if work.failures else None
             mine = (
@@ -133,20 +120,20 @@ def gather_when_done(gather: Gather, what: Callable[[], str]) -> list[str]:
 
 
 def check_still_wanted(report: str = "") -> None:
-    """End what a rank does in `gather_when_done` where an error has ended the rounds; anywhere else nothing is done.
+    """Raise in a thread of `gather_when_done` that an error has made useless; do nothing elsewhere.
 
-    It can be given as ``progress`` to `topoplan.plan`, so that a thread does not go on planning for nobody.
+    It can be passed as ``progress`` to `topoplan.plan`, so that a thread does not continue to plan.
     """
     work = threading.current_thread()
     if isinstance(work, _BackgroundTask) and work.given_up.is_set():
-        raise BackendError("an error of another rank has ended what this was for")
+        raise BackendError("an error of another rank has ended this work")
 
 
 class _BackgroundTask(threading.Thread):
-    """The thread in which a rank does what all wait for."""
+    """The thread that makes this rank's text."""
 
     def __init__(self, what: Callable[[], str]) -> None:
-        super().__init__(name="what all ranks wait for", daemon=True)
+        super().__init__(name="topoplan-background-task", daemon=True)
         self.said: list[str] = []
         self.failures: list[BaseException] = []
         self.ended = threading.Event()
@@ -154,7 +141,6 @@ class _BackgroundTask(threading.Thread):
         self._what = what
 
     def run(self) -> None:
-        """Do it."""
         try:
             self.said.append(self._what())
         except BaseException as error:
@@ -164,13 +150,13 @@ class _BackgroundTask(threading.Thread):
 
 
 def _failure_text(error: BaseException) -> dict[str, str]:
-    """What a rank says that has met an error."""
+    """Return the fields of a rank that failed."""
     text = str(error) if isinstance(error, TopoplanError) else f"{type(error).__name__}: {error}"
     return {"kind": type(error).__name__, "failed": " ".join(text.split())}
 
 
 def _round(gather: Gather, mine: dict[str, str], failure: BaseException | None) -> list[dict[str, str]]:
-    """The answers of all ranks, or what the lowest has failed with, raised."""
+    """Return the answers of all ranks, or raise the failure of the lowest failed rank."""
     texts = gather(json.dumps({"format": FORMAT, **mine}))
     if failure is not None and not isinstance(failure, Exception):
         raise failure
@@ -190,42 +176,25 @@ def _read(rank: int, text: str) -> dict[str, str]:
         answer = None
     if not isinstance(answer, dict) or answer.get("format") != FORMAT:
         raise UsageError(
-            f"rank {rank} says {str(text)[:40]!r} where the ranks agree on a plan; let all ranks call job_plan, "
-            "with the same version, and give it an allgather that nothing else uses meanwhile"
+            f"rank {rank} sent {str(text)[:40]!r} while the ranks agree on a plan; call job_plan on all ranks, "
+            "with the same version, and give it an allgather that nothing else uses at the time"
         )
     return answer
 
 
-PLANNER = 0
-"""The rank that plans."""
+PLANNER = 0  # the rank that plans
 
 COMPRESSED_FROM = 1 << 14
-"""Characters from which on a plan file travels compressed; nothing that is so begins as JSON does."""
+"""Characters from which a plan file is sent compressed; compressed text never begins as JSON does."""
 
 
 def plan_on_one_rank(
-    gather: Gather,
-    make: Callable[[], Plans],
-    *,
-    rank: int,
-    check: Callable[[Plans], None] | None = None,
+    gather: Gather, make: Callable[[], Plans], *, rank: int, check: Callable[[Plans], None] | None = None
 ) -> Plans:
-    """The plan that one rank makes; all ranks must call this.
+    """Return the plan that one rank makes, verified by all ranks; all must call this.
 
-    Parameters
-    ----------
-    gather : Gather
-    make : callable
-        Called on the rank that plans, in a thread.
-    rank : int
-        This one.
-    check : callable, optional
-        Further checks of the plan, on every rank; raises `PlanError`.
-
-    Raises
-    ------
-    TopoplanError
-        What ``make`` raises, or what a rank finds wrong: on all ranks, naming the one that failed.
+    `make` runs on the planning rank, in a thread. `check` makes further checks on every rank and raises `PlanError`.
+    An error of a rank is raised on all ranks and names it.
 
     Examples
     --------
@@ -262,7 +231,7 @@ def plan_on_one_rank(
 
 
 def compressed_plan(text: str) -> str:
-    """A plan file as it travels: a long one compressed, since control planes are made for short messages.
+    """Return a plan file as it is sent: compressed if long, since control planes are made for short messages.
 
     Examples
     --------
@@ -274,5 +243,5 @@ def compressed_plan(text: str) -> str:
 
 
 def decompressed_plan(text: str) -> str:
-    """The plan file that `compressed_plan` was given."""
+    """Return the plan file of a `compressed_plan`."""
     return text if text.startswith("{") else zlib.decompress(base64.b85decode(text)).decode()

@@ -17,58 +17,41 @@ from numpy.typing import NDArray
 from collectives.peers.control_plane import LENGTH
 from topoplan.errors import BackendError, UsageError
 
-PAGE = 4096
-"""Bytes of a rank's part."""
+PAGE = 4096  # bytes of a rank's page
 
 WORDS = PAGE // 8
-DONE = 0
-"""Word: calls begun, times 2**32, and operations done in the last one."""
-NOTES = 16
-"""Word: notes written so far."""
-AGREED = 32
-"""Word: notes that the host's leader has compared with those of other hosts."""
-PEER, ROW = 48, 49
-"""Words: whom the rank is waiting for, plus 1, and at which row; 0 if it is not."""
+DONE = 0  # word: calls begun, times 2**32, plus the operations done in the last one
+NOTES = 16  # word: notes written so far
+AGREED = 32  # word: notes that the host's leader has compared with other hosts
+PEER, ROW = 48, 49  # words: the rank that this one waits for, plus 1, and the row; 0 if it does not wait
 CLOSED, LEAVING = 64, 65
-"""Words: 1 when the rank has closed its communicator, and when its process is about to end."""
-FAILED = 80
-"""Word: 1 when the rank has written a failure."""
+"""Words: 1 once the rank has closed its communicator, and once its process is about to end."""
+FAILED = 80  # word: 1 when the rank has written a failure
 ASLEEP, UNTIL, WAKE_COUNT = 96, 97, 112
-"""Words: the place of the rank for whose `DONE` this one sleeps, plus 1, or -1 for all notes; what it sleeps for; and
-how often others have woken it."""
-NOTE = 2048
-"""Byte where the two notes begin."""
-_FAILURE, _LARGEST = 1024, 1920
-"""Bytes where a failure and the leader's number begin."""
-LOOK = 99
-"""Word: 1 where the rank is to look after the others now, as one has died or failed; whoever knows sets it."""
+"""Words: the place of the rank for whose `DONE` this one sleeps, plus 1, or -1 for all notes; the value that it waits
+for; and the number of times that others have woken it.
+"""
+NOTE = 2048  # byte offset of the two notes
+_FAILURE, _LARGEST = 1024, 1920  # byte offsets of a failure and of the leader's outcome
+LOOK = 99  # word: 1 if the rank must check the others now, since one has died or failed; set by any rank
 GIVEN, TAKEN, ARENA = 120, 122, 124
-"""Words, of the first two one for even notes and one for odd ones: where in a rank's arena lies what it puts into the
-collective of that note, and its result, plus 1; -1 if it has none, and 0 if it lies elsewhere; and the file descriptor
-of the arena, plus 1."""
+"""Words. The first two are for even and odd notes: the arena offset of a rank's input to the collective of that note,
+and of its result, plus 1; -1 without one, 0 outside the arena. The third is the file descriptor of the arena, plus 1.
+"""
 LYING, PROBE, PROBED = 104, 106, 107
-"""Words, the first one for even notes and one for odd ones: the address of what a rank puts into the collective of that
-note, where it reads the others' memory and lets them read its own, else 0; an address that others may read to find out
-whether they can, and what stands there."""
-SHOWABLE = 256 << 10
-"""Bytes that a rank can show together with a note."""
+"""Words. The first is for even and odd notes: the address of a rank's input if it reads the others' memory and they
+read its own, else 0. The others are an address for others to probe, and the value there.
+"""
+SHOWABLE = 256 << 10  # bytes that a rank can share together with a note
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlacement:
-    """Which ranks share memory: those of one host, unless told otherwise.
+    """The host of every rank; by default the ranks of one host share memory.
 
-    Numbers of hosts mean nothing but equality: ranks with the same number exchange through shared memory, all others
-    by messages. The lowest rank of a host speaks for it when all ranks must agree.
-
-    Parameters
-    ----------
-    rank : int
-        The rank of this process.
-    hosts : tuple of int
-        For each rank the number of its host.
-    pids : tuple of int
-        For each rank its process number, 0 where that process cannot be seen from here.
+    Ranks with the same host number exchange through shared memory, all others by messages. The lowest rank of a host
+    leads it in agreements of all ranks. `pids` are the process numbers of the ranks, 0 for a process that is not
+    visible from here.
 
     Examples
     --------
@@ -89,13 +72,13 @@ class HostPlacement:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that share memory with this one, itself included, ascending."""
+        """The ranks that share memory with this one, including itself, ascending."""
         own = self.hosts[self.rank]
         return tuple(rank for rank, host in enumerate(self.hosts) if host == own)
 
     @property
     def place(self) -> int:
-        """Where this rank stands among the members."""
+        """The index of this rank among the members."""
         return self.members.index(self.rank)
 
     @property
@@ -114,27 +97,17 @@ class HostPlacement:
         return tuple(rank for rank in range(len(self.hosts)) if rank not in self.members)
 
     def members_of(self, leader: int) -> tuple[int, ...]:
-        """The ranks on the host of another rank, ascending."""
+        """Return the ranks on the host of a rank, ascending."""
         return tuple(rank for rank, host in enumerate(self.hosts) if host == self.hosts[leader])
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why a collective cannot go on, as one rank tells it to the others.
+    """A failure, as one rank reports it to the others.
 
-    Parameters
-    ----------
-    rank : int
-        Who noticed.
-    peer : int
-        Who failed.
-    step : int
-        The row of the transfer table that could not run; 0 where none had begun.
-    text : str
-    lost : bool
-        Whether the peer has died or does not answer, so that MPI cannot be shut down in order.
-    time : int
-        Nanoseconds of the noticing host's steady clock.
+    `rank` noticed it and `peer` failed. `step` is the row of the transfer table that could not run, 0 before the
+    first. `lost` says that the peer has died or does not answer, so MPI cannot be finalized. `time` is in nanoseconds
+    of the noticing host's monotonic clock.
 
     Examples
     --------
@@ -145,8 +118,7 @@ class RankFailure:
     rank 3, peer 0, step 17: rank 2 noticed: the peer died
     """
 
-    LENGTH: ClassVar[int] = 768
-    """Bytes of a packed failure."""
+    LENGTH: ClassVar[int] = 768  # bytes of a packed failure
 
     rank: int
     peer: int
@@ -156,7 +128,7 @@ class RankFailure:
     time: int
 
     def pack(self) -> bytes:
-        """As `LENGTH` bytes of JSON; a long text is cut."""
+        """Return `LENGTH` bytes of JSON; a long text is cut."""
         packed = json.dumps(asdict(self)).encode()
         if len(packed) > self.LENGTH:
             text = self.text.encode("ascii", "replace").decode()
@@ -165,60 +137,50 @@ class RankFailure:
 
     @classmethod
     def unpack(cls, data: bytes) -> RankFailure:
-        """Read what `pack` wrote."""
+        """Read the output of `pack`."""
         return cls(**json.loads(data))
 
     def error(self, rank: int) -> BackendError:
-        """The failure as an error of one rank, which may not have noticed by itself."""
+        """Return the failure as an error of a rank, which may not have noticed it itself."""
         text = self.text if rank == self.rank else f"rank {self.rank} noticed: {self.text}"
         return BackendError(text, rank=rank, peer=self.peer, step=self.step)
 
 
 class AddressedMemory(NamedTuple):
-    """Memory, and the address at which it begins, which takes numpy longer to find than a small sum takes."""
+    """Memory with its address, since numpy takes longer to find it than to add a few numbers."""
 
     data: NDArray[np.uint8]
     address: int
 
     @classmethod
     def of(cls, data: NDArray[np.uint8]) -> AddressedMemory:
-        """Where an array of bytes lies."""
+        """Return an array of bytes with its address."""
         return cls(data, data.ctypes.data)
 
 
 class ScratchMemory:
-    """Memory of this process alone that is kept between calls."""
+    """Private memory that is kept between calls."""
 
     def __init__(self) -> None:
-        self._room = AddressedMemory.of(np.empty(0, dtype=np.uint8))
+        self._memory = AddressedMemory.of(np.empty(0, dtype=np.uint8))
 
     def of(self, nbytes: int) -> AddressedMemory:
-        """At least so many bytes, the same again and again; contents undefined."""
-        if len(self._room.data) < nbytes:
-            self._room = AddressedMemory.of(np.empty(-(-nbytes // 64) * 64, dtype=np.uint8))
-        return self._room
+        """Return at least this many bytes, the same memory each time; contents undefined."""
+        if len(self._memory.data) < nbytes:
+            self._memory = AddressedMemory.of(np.empty(-(-nbytes // 64) * 64, dtype=np.uint8))
+        return self._memory
 
 
 def _nothing() -> None:
-    """No fence, no alarm."""
+    """Do nothing, in place of a fence or an alarm."""
 
 
 class ControlPage:
     """The pages of all ranks of a host.
 
-    Parameters
-    ----------
-    memory : memoryview
-        One page for each of them, and behind all pages twice `SHOWABLE` for each.
-    place : int
-        Which page is this rank's.
-    fence : callable, optional
-        Keeps what was read and written before it ahead of what comes after, as other processors see it.
-
-    Attributes
-    ----------
-    alarm : callable
-        Wakes the ranks that sleep, so that they look after the others; set by who lets them sleep.
+    `memory` holds one page for each rank, then twice `SHOWABLE` bytes for each. `fence` orders earlier reads and
+    writes before later ones, as other processors see them. `alarm` is set by the back end: it wakes sleeping ranks, so
+    that they check the others.
     """
 
     def __init__(self, memory: memoryview, place: int, *, fence: Callable[[], None] | None = None) -> None:
@@ -237,50 +199,50 @@ class ControlPage:
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Bytes for so many ranks."""
+        """Return the bytes for a number of ranks."""
         return ranks * (PAGE + 2 * SHOWABLE)
 
     def word(self, place: int, name: int) -> int:
-        """A word of a rank."""
+        """Return a word of a rank."""
         value: int = self.words[place * WORDS + name]
         return value
 
     def announce(self, name: int, value: int) -> None:
-        """Set a word of this rank, after everything that it has written before."""
+        """Set a word of this rank, after everything that it wrote before."""
         self.fence()
         self.words[self._place * WORDS + name] = value
 
     def put_note(self, number: int, note: bytes) -> None:
-        """Put a note where the other ranks will look for it; the one before stays readable."""
+        """Write a note without announcing it; the previous note stays readable."""
         start = self._base + NOTE + number % 2 * LENGTH
         self._bytes[start : start + LENGTH] = note
 
     def write_note(self, number: int, note: bytes) -> None:
-        """Show a note to the other ranks."""
+        """Write and announce a note."""
         self.put_note(number, note)
         self.announce(NOTES, number)
 
     def note(self, place: int, number: int) -> bytes:
-        """A rank's note, once its word says that it is there."""
+        """Return a rank's note, once its word announces it."""
         start = place * PAGE + NOTE + number % 2 * LENGTH
         return bytes(self._bytes[start : start + LENGTH])
 
     def shown(self, number: int) -> AddressedMemory:
-        """What the ranks show with a note: the first one's from byte 0, each next one's 2 `SHOWABLE` bytes further."""
+        """Return the memory beside a note: rank 0's part at byte 0, each next one 2 `SHOWABLE` bytes further."""
         return self._shown[number % 2]
 
     def write_agreed(self, number: int, outcome: bytes) -> None:
-        """As the host's leader: what all hosts agree on."""
+        """Write the outcome of all hosts, as this host's leader."""
         self._bytes[self._base + _LARGEST : self._base + _LARGEST + len(outcome)] = outcome
         self.announce(AGREED, number)
 
     def outcome(self, place: int, length: int) -> bytes:
-        """What the leader has written."""
+        """Return the outcome that the leader has written."""
         start = place * PAGE + _LARGEST
         return bytes(self._bytes[start : start + length])
 
     def write_failure(self, failure: RankFailure) -> None:
-        """Show a failure to the other ranks, and wake them; only the first of each rank counts."""
+        """Write a failure and wake the other ranks; only a rank's first failure counts."""
         if not self.word(self._place, FAILED):
             packed = failure.pack()
             start = self._base + _FAILURE
@@ -289,7 +251,7 @@ class ControlPage:
             self.alarm()
 
     def failure(self) -> RankFailure | None:
-        """The earliest failure that a rank of this host has seen."""
+        """Return the earliest failure that a rank of this host has noticed."""
         found = []
         for place in range(self.ranks):
             if self.word(place, FAILED):

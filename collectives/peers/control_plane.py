@@ -2,15 +2,14 @@
 
 A control plane provides an allgather of bytes and a failure notice; the rest is the same over each transport and
 stands here. NCCL has none of this: a rank that waits for a dead one waits for ever. Transports are the rendezvous
-(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`), MPI (`MpiControlPlane`), a key-value store of torch
-(`StoreControlPlane`) and messages of a process group (`GroupControlPlane`). The first two notice that a process has
-ended and find the stalled rank; over MPI and a store a rank names the neighbour that it waits for, after the
-timeout.
+(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`), MPI (`MpiControlPlane`) and messages of a process
+group (`GroupControlPlane`). The first two notice that a process has ended and find the stalled rank; over MPI a rank
+names the neighbour that it waits for, after the timeout.
 
 Every rank sends a `Signature` before the first byte of a collective moves, or a refusal if its arguments are wrong.
 All ranks get all signatures before any raises, so all raise the same error and can run the next collective. Failure
-attribution follows the chain of waiting ranks to one that does not answer, is not in the collective, or still
-moves; in the last case the network is slow.
+attribution follows the chain of waiting ranks to one that does not answer, is not in the collective, or still moves;
+in the last case the network is slow.
 """
 
 from __future__ import annotations
@@ -27,23 +26,17 @@ from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from topoplan.errors import BackendError, RefusedError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a rank waits for.
+    """The rank that a rank waits for.
 
-    Parameters
-    ----------
-    peer : int or None
-        Rank; None while it is in no collective.
-    step : int or None
-        Row of the transfer table.
-    idle : float
-        Seconds since it last sent or received something; infinite where it waits for a collective to begin.
+    `peer` is None while the rank is in no collective; `step` is a row of the transfer table. `idle` is in seconds
+    since the rank last sent or received data, infinite before a collective begins.
     """
 
     peer: int | None
@@ -53,7 +46,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class FailureAttribution:
-    """The rank that waits for the one at fault, that one, the row, and a sentence for the error."""
+    """A failed rank (`peer`), the rank that waits for it, the row of the transfer table, and a sentence."""
 
     rank: int
     peer: int
@@ -64,16 +57,9 @@ class FailureAttribution:
 def attribute_failure(
     reporter: int, answers: Mapping[int, Waiting], timeout: float
 ) -> FailureAttribution | None:
-    """Follow the chain of waiting ranks from one that reports a stall; None if it should wait on.
+    """Follow the chain of waiting ranks from one that reports a stall; None if it should continue to wait.
 
-    Parameters
-    ----------
-    reporter : int
-        A rank that waits for another.
-    answers : dict of rank to Waiting
-        The reporter's, and those of all ranks that answer.
-    timeout : float
-        Seconds.
+    `answers` are those of the reporter and of all ranks that answer; `timeout` is in seconds.
 
     Examples
     --------
@@ -92,7 +78,7 @@ def attribute_failure(
     while True:
         wait = answers[rank]
         peer = wait.peer
-        assert peer is not None, "the chain goes on from ranks that wait"
+        assert peer is not None, "the chain continues from a rank that waits"
         start = f"waited {timeout:g} s for rank {peer}"
         if peer not in answers:
             return FailureAttribution(
@@ -117,34 +103,17 @@ def attribute_failure(
         rank = peer
 
 
-LENGTH = 512
-"""Bytes of a packed signature."""
+LENGTH = 512  # bytes of a packed signature
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One rank's idea of a collective.
+    """A collective as one rank calls it, for comparison with the other ranks.
 
-    Parameters
-    ----------
-    call : int
-        How many collectives the communicator ran before this one.
-    plan : str
-        First 16 digits of the plan's digest.
-    world : int
-        Number of ranks.
-    collective : str
-    root : int or None
-    op : str or None
-    dtype : str
-    count : int
-        Elements of the buffer, the full gathered one for allgather and reduce_scatter.
-    chunk : int
-        Elements of the longest chunk.
-    shape : str
-        Of every rank's input, as `shape_text` writes it.
-    refusal : str
-        Why this rank will not take part; empty if it will.
+    `call` counts the collectives of the communicator before this one. `plan` is the first 16 digits of the plan's
+    digest. `count` is in elements of the buffer, the gathered one for allgather and reduce_scatter; `chunk` is the
+    longest chunk in elements. `shape` is that of every rank's input (`shape_text`). `refusal` says why this rank will
+    not take part, empty if it will.
 
     Examples
     --------
@@ -166,41 +135,35 @@ class Signature:
     refusal: str = ""
 
     def of_call(self, call: int) -> Signature:
-        """The same of another call."""
+        """Return the signature with another call number."""
         return Signature(call, *_VALUES_AFTER_CALL(self))
 
     def packing(self) -> Callable[[int], bytes]:
-        """What packs the same of any call, sooner than `pack` would; for one without a refusal."""
+        """Return a faster `pack` for the signature of any call; for a signature without a refusal."""
         rest = _after_call(*_VALUES_AFTER_CALL(self))
         return lambda call: f'{{"call": {call}, {rest}'.encode().ljust(LENGTH)
 
     def pack(self) -> bytes:
-        """As `LENGTH` bytes of JSON; a long refusal is cut."""
+        """Return `LENGTH` bytes of JSON; a long refusal is cut."""
         packed = self.packing()(self.call)
         if len(packed) > LENGTH:
-            told = {name: getattr(self, name) for name in _NAMES}
+            values = {name: getattr(self, name) for name in _NAMES}
             kept = max(0, len(self.refusal) - (len(packed) - LENGTH))
-            told["refusal"] = self.refusal.encode("ascii", "replace").decode()[:kept]
-            packed = json.dumps(told).encode().ljust(LENGTH)
+            values["refusal"] = self.refusal.encode("ascii", "replace").decode()[:kept]
+            packed = json.dumps(values).encode().ljust(LENGTH)
         return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> Signature:
-        """Read what `pack` wrote.
-
-        Raises
-        ------
-        ValueError
-            These bytes are no signature.
-        """
+        """Read the output of `pack`; ValueError for other bytes."""
         try:
             return cls(**json.loads(bytes(data)))
         except TypeError as error:
-            raise ValueError(f"no signature of a collective: {error}") from error
+            raise ValueError(f"not the signature of a collective: {error}") from error
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape in the few letters that all ranks compare; of a long one its beginning and a digest.
+    """Return a shape as short text; a long one as its beginning and a digest.
 
     Examples
     --------
@@ -214,22 +177,14 @@ def shape_text(shape: tuple[int, ...]) -> str:
 _NAMES = tuple(field.name for field in fields(Signature))
 _VALUES_AFTER_CALL = attrgetter(*_NAMES[1:])
 
-_FOLLOWS = ("call", "plan", "chunk")
-"""What differs as a consequence where arguments differ."""
+_FOLLOWS = ("call", "plan", "chunk")  # fields that differ as a consequence when arguments differ
 
 
 def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError | None:
-    """Return what a rank raises where some rank refuses or runs another collective; None where all run the same.
+    """Return the error of all ranks if some rank refuses or runs another collective; None if all run the same.
 
-    The error names the lowest rank that refuses; else the lowest whose signature is not the most frequent one, which is
-    that of the lowest rank where several are as frequent.
-
-    Parameters
-    ----------
-    signatures : sequence of Signature
-        Of all ranks, in their order.
-    rank : int
-        This one.
+    The error names the lowest rank that refuses, else the lowest one whose signature is not the most frequent (of
+    several equally frequent ones, that of the lowest rank).
 
     Examples
     --------
@@ -237,7 +192,7 @@ def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError 
     >>> other = Signature(3, "12ab", 3, "allreduce", None, "max", "float32", 100, 100)
     >>> print(disagreement([usual, other, usual], rank=0))
     rank 1 runs another collective: op 'max' instead of 'sum'; give all ranks the same plan, calls in the same order, \
-and arrays of one shape and dtype
+    and arrays of one shape and dtype
     >>> disagreement([usual, usual, usual], rank=0) is None
     True
     """
@@ -266,12 +221,12 @@ and arrays of one shape and dtype
 
 
 def _explaining_fields(other: Signature, usual: Signature) -> list[str]:
-    """Return the fields that explain a difference: not those that follow from it, or that one of the two leaves out."""
+    """Return the fields that explain a difference, without consequences and fields that one of the two leaves empty."""
     differing = [name for name in _NAMES if getattr(other, name) != getattr(usual, name)]
     if "collective" in differing:
         return ["collective"]
     causes = [name for name in differing if name not in _FOLLOWS]
-    if "" in (other.dtype, usual.dtype):  # a call that has no plan gives neither type nor count
+    if "" in (other.dtype, usual.dtype):  # a call without a plan gives neither type nor count
         causes = [name for name in causes if name != "count"]
     both = [name for name in causes if getattr(other, name) != "" != getattr(usual, name)]
     return both or causes or differing
@@ -279,32 +234,27 @@ def _explaining_fields(other: Signature, usual: Signature) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _after_call(*values: str | int | None) -> str:
-    """The JSON of a signature behind the number of the call, which alone changes from one training step to the next."""
+    """Return the JSON of a signature after the call number, which alone changes from one training step to the next."""
     return json.dumps(dict(zip(_NAMES[1:], values, strict=True)))[1:]
 
 
-BLOCK_BYTES = 640
-"""Bytes in which worlds of `BlockControlPlane` gather first: a signature fits, and what goes with it."""
+BLOCK_BYTES = 640  # bytes of the first gather of a `BlockControlPlane`: a signature fits, with some text
 
 COLLECTIVE, VALUE, TEXT, SHUTDOWN_NOTICE = b"c", b"v", b"t", b"f"
-"""What a rank is at when it says something; ranks at different things must not take one for the other."""
+"""Kinds of control messages; ranks that exchange different kinds must not mistake one for the other."""
 
 ACTIVITY_NAMES = {
     COLLECTIVE: "a collective",
     VALUE: "comparing times",
     TEXT: "a text for all ranks",
-    SHUTDOWN_NOTICE: "its end",
+    SHUTDOWN_NOTICE: "its shutdown",
 }
 
 
 class ControlPlane(ABC):
-    """The ranks of a job, seen from one of them. `trouble`, `tell` and `stalled` may be called from any thread.
+    """The control messages of a job, seen from one rank; `trouble`, `tell` and `stalled` are thread-safe.
 
-    Attributes
-    ----------
-    rank, size : int
-    waiting : callable
-        Set by who uses the world: what this rank waits for in a collective, asked from any thread.
+    `waiting` is set by the back end: it returns what this rank waits for in a collective, from any thread.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -314,43 +264,43 @@ class ControlPlane(ABC):
 
     @abstractmethod
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """What every rank says, in order of rank; all ranks must call it.
+        """Return the bytes of every rank, in order of rank; all ranks must call it.
 
         Raises
         ------
         BackendError
-            A rank is gone, has failed, or does not call it within this many seconds.
+            A rank is gone, has failed, or does not call it within ``timeout`` seconds.
         """
 
     @abstractmethod
     def trouble(self) -> BackendError | None:
-        """What has befallen the job, as every rank is told it; None as long as nothing has."""
+        """Return the failure of the job, the same on every rank; None without one."""
 
     @abstractmethod
     def tell(self, error: BackendError) -> None:
-        """Let all ranks know about a failure; the first that anyone tells is what everyone hears."""
+        """Report a failure to all ranks; the first report counts."""
 
     @abstractmethod
     def stalled(self, timeout: float) -> None:
-        """Report that this rank has waited so long; when it returns there is `trouble`, or some rank still moves."""
+        """Report that this rank has waited so long; afterwards the job is in `trouble`, or some rank still moves."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the job; closing twice is fine."""
+        """Leave the job; idempotent."""
 
     def abort(self, error: BackendError) -> None:
-        """End every wait of this rank with an error, and let all ranks know; from any thread."""
+        """End every wait of this rank with an error, and report it to all ranks; thread-safe."""
         self.tell(error)
 
     def compare(self, signature: Signature, about: str = "", *, timeout: float) -> list[str]:
-        """What every rank says about a collective that all of them mean to run alike, in order of rank.
+        """Compare signatures with all ranks, and return the texts ``about`` that they add, in order of rank.
 
         Raises
         ------
         RefusedError
-            A rank means another collective, or refuses this one; the same on all ranks, which can go on.
+            A rank calls another collective, or refuses this one; the same on all ranks, which can continue.
         BackendError
-            A rank is at something else; and as `gather`.
+            A rank makes another kind of call; and as `gather`.
         """
         said = self._said(COLLECTIVE, signature.pack() + about.encode(), timeout)
         error = disagreement([Signature.unpack(data[:LENGTH]) for data in said], rank=self.rank)
@@ -359,20 +309,20 @@ class ControlPlane(ABC):
         return [data[LENGTH:].decode() for data in said]
 
     def agree(self, signature: Signature, *, timeout: float) -> None:
-        """Compare with all ranks what they are about to do; raises as `compare`."""
+        """Compare signatures with all ranks; raises as `compare`."""
         self.compare(signature, timeout=timeout)
 
     def largest(self, value: float, *, timeout: float) -> float:
-        """The largest of the values that all ranks give; raises as `compare`."""
+        """Return the largest value of all ranks; raises as `compare`."""
         said = self._said(VALUE, struct.pack(">d", value), timeout)
         return max(float(struct.unpack(">d", data)[0]) for data in said)
 
     def texts(self, text: str, *, timeout: float) -> list[str]:
-        """What every rank says, in order of rank; raises as `compare`."""
+        """Return the texts of all ranks, in order of rank; raises as `compare`."""
         return [data.decode() for data in self._said(TEXT, text.encode(), timeout)]
 
-    def farewell(self, text: str, *, timeout: float) -> list[str]:
-        """What every rank says while it leaves the job; raises as `compare`, and lets others know who are elsewhere."""
+    def shutdown_notice(self, text: str, *, timeout: float) -> list[str]:
+        """Return the texts of all ranks as they leave the job; raises as `compare`, also on ranks in other calls."""
         return [data.decode() for data in self._said(SHUTDOWN_NOTICE, text.encode(), timeout)]
 
     def _said(self, kind: bytes, data: bytes, timeout: float) -> list[bytes]:
@@ -387,8 +337,7 @@ class ControlPlane(ABC):
             if one[:1] != kind:
                 raise BackendError(
                     f"the peer is at {ACTIVITY_NAMES.get(one[:1], 'something else')} and this rank at "
-                    f"{ACTIVITY_NAMES[kind]}; "
-                    "make the same calls on all ranks",
+                    f"{ACTIVITY_NAMES[kind]}; make the same calls on all ranks",
                     rank=self.rank,
                     peer=peer,
                 )
@@ -396,36 +345,35 @@ class ControlPlane(ABC):
 
 
 class BlockControlPlane(ControlPlane):
-    """A world in which every rank must know how long another one's message is before it comes.
+    """A control plane over blocks whose lengths all ranks must know in advance.
 
-    So all say the length first, with what fits behind it; what does not fit follows in a second round, in which nothing
-    is padded: where one of 1024 ranks tells a plan, the others do not send as much.
+    All ranks first send a block of `BLOCK_BYTES` with the length of the message in front. Longer messages end in a
+    second round without padding: if one of 1024 ranks sends a plan, the others do not send as much.
     """
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """See `ControlPlane.gather`."""
-        told = len(data).to_bytes(4, "big") + data
-        blocks = self._exchange(told[:BLOCK_BYTES].ljust(BLOCK_BYTES), [BLOCK_BYTES] * self.size, timeout)
+        message = len(data).to_bytes(4, "big") + data
+        blocks = self._exchange(message[:BLOCK_BYTES].ljust(BLOCK_BYTES), [BLOCK_BYTES] * self.size, timeout)
         lengths = [4 + int.from_bytes(block[:4], "big") for block in blocks]
         if max(lengths) > BLOCK_BYTES:
             rest = self._exchange(
-                told[BLOCK_BYTES:], [max(0, length - BLOCK_BYTES) for length in lengths], timeout
+                message[BLOCK_BYTES:], [max(0, length - BLOCK_BYTES) for length in lengths], timeout
             )
             blocks = [block + more for block, more in zip(blocks, rest, strict=True)]
         return [block[4:length] for block, length in zip(blocks, lengths, strict=True)]
 
     @abstractmethod
     def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        """What every rank gives, in order of rank: of these lengths, which all of them know."""
+        """Return the bytes of every rank, in order of rank, of these lengths."""
 
 
 def waits_for_no_peer() -> Waiting:
-    """What a rank waits for that is in no collective."""
+    """Return the state of a rank outside a collective."""
     return Waiting(None, None, 0.0)
 
 
 def plain_message(error: BackendError) -> str:
-    """The message of an error without the place, which goes along in fields of its own.
+    """Return the message of an error without rank, peer and step, which travel as fields.
 
     Examples
     --------
@@ -437,19 +385,13 @@ def plain_message(error: BackendError) -> str:
     return text.split(": ", 1)[1] if known else text
 
 
-FAILURE_TAG = 7
-"""Tag of failures."""
+FAILURE_TAG = 7  # MPI tag of failures
 
 MPI_POLL_SECONDS = 0.0005
 
 
 class MpiControlPlane(BlockControlPlane):
-    """`World` of the processes of an MPI communicator.
-
-    Parameters
-    ----------
-    communicator : mpi4py.MPI.Intracomm
-        Its processes must all make this world; it is duplicated.
+    """The control plane of an MPI communicator, which is duplicated; all its processes must construct it.
 
     Raises
     ------
@@ -470,7 +412,6 @@ class MpiControlPlane(BlockControlPlane):
         self._closed = False
 
     def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        """See `BlockControlPlane`."""
         from mpi4py import MPI
 
         known = self.trouble()
@@ -499,31 +440,30 @@ class MpiControlPlane(BlockControlPlane):
         return [bytes(everyone[i:j]) for i, j in pairwise(starts)]
 
     def trouble(self) -> BackendError | None:
-        """See `World.trouble`."""
         with self._one:
             if self._found is None and not self._closed and self._mpi.iprobe(tag=FAILURE_TAG):
                 self._found = BackendError(**json.loads(self._mpi.recv(tag=FAILURE_TAG)))
             return self._found
 
     def tell(self, error: BackendError) -> None:
-        """See `World.tell`; where two ranks tell at once each rank hears one of them."""
+        """If two ranks report at the same time, each rank gets one of the reports."""
         if self.trouble() is not None:
             return
         where = {"rank": error.rank, "peer": error.peer, "step": error.step}
-        told = json.dumps({"message": plain_message(error), **where})
+        report = json.dumps({"message": plain_message(error), **where})
         with self._one:
             self._found = BackendError(plain_message(error), **where)
             others = [peer for peer in range(self.size) if peer != self.rank]
-            self._sent += [self._mpi.isend(told, dest=peer, tag=FAILURE_TAG) for peer in others]
+            self._sent += [self._mpi.isend(report, dest=peer, tag=FAILURE_TAG) for peer in others]
 
     def stalled(self, timeout: float) -> None:
-        """See `World.stalled`: the neighbour that this rank waits for gets the blame."""
+        """The failure is attributed to the neighbour that this rank waits for."""
         wait = self.waiting()
         message = f"waited {timeout:g} s for rank {wait.peer}, or for one that it waits for"
         self.tell(BackendError(message, rank=self.rank, peer=wait.peer, step=wait.step))
 
     def close(self) -> None:
-        """See `World.close`; after a failure the duplicate stays, since freeing it would wait for the others."""
+        """After a failure the duplicate stays: freeing it would wait for the others."""
         with self._one:
             if not self._closed and self._found is None:
                 self._mpi.Free()
@@ -532,104 +472,3 @@ class MpiControlPlane(BlockControlPlane):
     def _test(self, request: Any) -> bool:
         with self._one:
             return bool(request.Test())
-
-
-STORE_POLL_SECONDS = 0.002
-
-
-class KeyValueStore(Protocol):
-    """What is used of ``torch.distributed.Store``."""
-
-    def set(self, key: str, value: str | bytes, /) -> None:
-        """Write a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Read a key that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all these keys are there."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key."""
-
-
-class StoreControlPlane(ControlPlane):
-    """`ControlPlane` of processes that share a store.
-
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        Such as ``torch.distributed.TCPStore``; its keys that begin with ``prefix`` are used.
-    rank, size : int
-    prefix : str
-        A different one for each communicator of a store.
-
-    Examples
-    --------
-    A store needs no more than this:
-
-    >>> class Shelf(dict):
-    ...     set, check, delete_key = dict.__setitem__, lambda self, keys: set(keys) <= set(self), dict.pop
-    ...     get = dict.__getitem__
-    >>> StoreControlPlane(Shelf(), 0, 1).gather(b"alone", timeout=1)
-    [b'alone']
-    """
-
-    def __init__(self, store: KeyValueStore, rank: int, size: int, *, prefix: str = "topoplan/nccl") -> None:
-        super().__init__(rank, size)
-        self._store = store
-        self._prefix = prefix
-        self._round = 0
-        self._found: BackendError | None = None
-
-    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """See `ControlPlane.gather`."""
-        known = self.trouble()
-        if known is not None:
-            raise known
-        number = self._round
-        self._round += 1
-        self._store.set(self._key(number, self.rank), data)
-        if number > 1:
-            # everyone has read the round before the last: else nobody would be in this one
-            self._store.delete_key(self._key(number - 2, self.rank))
-        deadline = time.monotonic() + timeout
-        parts = []
-        for peer in range(self.size):
-            key = self._key(number, peer)
-            while not self._store.check([key]):
-                error = self.trouble()
-                if error is None and time.monotonic() > deadline:
-                    text = f"waited {timeout:g} s for rank {peer}, which has not called this collective or has left it"
-                    self.tell(BackendError(text, rank=self.rank, peer=peer))
-                    error = self.trouble()
-                if error is not None:
-                    raise error
-                time.sleep(STORE_POLL_SECONDS)
-            parts.append(bytes(self._store.get(key)))
-        return parts
-
-    def trouble(self) -> BackendError | None:
-        """See `ControlPlane.trouble`."""
-        key = f"{self._prefix}/trouble"
-        if self._found is None and self._store.check([key]):
-            self._found = BackendError(**json.loads(self._store.get(key)))
-        return self._found
-
-    def tell(self, error: BackendError) -> None:
-        """See `ControlPlane.tell`; where two ranks tell at once either may be heard."""
-        if self.trouble() is None:
-            where = {"rank": error.rank, "peer": error.peer, "step": error.step}
-            self._store.set(f"{self._prefix}/trouble", json.dumps({"message": plain_message(error), **where}))
-
-    def stalled(self, timeout: float) -> None:
-        """See `ControlPlane.stalled`: the neighbour that this rank waits for gets the blame."""
-        wait = self.waiting()
-        message = f"waited {timeout:g} s for rank {wait.peer}, or for one that it waits for"
-        self.tell(BackendError(message, rank=self.rank, peer=wait.peer, step=wait.step))
-
-    def close(self) -> None:
-        """See `ControlPlane.close`: the store belongs to others."""
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/{number}/{rank}"

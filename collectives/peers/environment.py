@@ -1,12 +1,11 @@
 """Read the rank, the rendezvous address and the identity of a job from the environment that its launcher sets.
 
-``RANK`` and ``WORLD_SIZE`` give the rank. ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``) gives the
-address, or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torchrun's own store listens at
-that port (``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
+``RANK`` and ``WORLD_SIZE`` give the rank. ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``) gives the address,
+or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torchrun's own store listens at that port
+(``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
 
-The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables
-of launchers and batch systems, else, between ranks of one host, the process that launched them. It is not
-authentication.
+The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables of
+launchers and batch systems, else, between ranks of one host, the process that launched them. It is not authentication.
 """
 
 from __future__ import annotations
@@ -24,26 +23,29 @@ WHOLE_JOBS = (
     ("Slurm step", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS"),
     ("MPI job", ("PMIX_NAMESPACE",), "OMPI_COMM_WORLD_SIZE"),
 )
-"""Launchers of ranks: their name, the variables of an identity, and the one that tells the number of processes.
+"""Launchers of ranks: their name, the variables of an identity, and the variable with the number of processes.
 
-The identity counts where that number is the world size: a step or an MPI job may as well have started a shell, or one
-torchrun for each node."""
+The identity counts only if that number is the world size: a step or an MPI job may as well have started a shell, or
+one torchrun for each node.
+"""
 
 BATCH_JOBS = (
     ("Slurm job", ("SLURM_HET_JOB_ID", "SLURM_JOB_ID")),
     ("PBS job", ("PBS_JOBID",)),
     ("LSF job", ("LSB_JOBID",)),
 )
-"""Batch systems, and variables of which the first that is set is the identity. Ranks of different batch jobs are of
-different jobs; ranks of one batch job may be of several."""
+"""Batch systems, and variables of which the first that is set is the identity.
+
+Ranks of different batch jobs belong to different jobs; ranks of one batch job may belong to several.
+"""
 
 REAPERS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit")
-"""Names of processes that take over others whose parent has ended; they have launched none of them."""
+"""Names of processes that adopt orphans; they are not launchers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """A rank, the number of ranks, and the address at which they meet."""
+    """A rank, the number of ranks, and the rendezvous address."""
 
     rank: int
     size: int
@@ -51,19 +53,12 @@ class RankEnvironment:
 
 
 def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankEnvironment:
-    """The place of the process that has this environment.
-
-    Parameters
-    ----------
-    environment : mapping
-        Variables and values.
-    backend : str
-        That asks, for messages.
+    """Return the rank of a process with these variables; `backend` is named in messages.
 
     Raises
     ------
     UsageError
-        Names the variables that are missing, or the one whose value is no number.
+        Variables are missing, or one is not a number.
 
     Examples
     --------
@@ -76,7 +71,7 @@ def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankE
         missing += absent if len(absent) < 2 else ["TOPOPLAN_RENDEZVOUS (or MASTER_ADDR and MASTER_PORT)"]
     if missing:
         raise UsageError(
-            f"the {backend} back end finds its place in environment variables, and {', '.join(missing)} "
+            f"the {backend} back end reads its rank from environment variables, and {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; start the ranks with topoplan bench, torchrun or "
             "another launcher that sets them"
         )
@@ -85,7 +80,7 @@ def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankE
 
 
 def master_address(environment: Mapping[str, str]) -> str:
-    """The address that ``MASTER_ADDR`` and ``MASTER_PORT`` give, or the next port where torchrun's store has that."""
+    """Return the address of ``MASTER_ADDR`` and ``MASTER_PORT``, or the next port if torchrun's store has that one."""
     port = integer_variable(environment, "MASTER_PORT")
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         port += 1
@@ -93,43 +88,26 @@ def master_address(environment: Mapping[str, str]) -> str:
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int:
-    """The whole number that a variable holds; UsageError where it holds another text."""
+    """Return the integer value of a variable; UsageError for another text."""
     text = environment[name]
     if not (text.isascii() and text.isdigit()):
         raise UsageError(f"{name} is {text!r}; set it to a whole number")
     return int(text)
 
 
-Process = tuple[int, int]
-"""A process id, and when the process began, in clock ticks since the start of the machine."""
+Process = tuple[int, int]  # a process id, and the start time of the process in clock ticks since boot
 
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """What tells the job of a process from other jobs.
+    """The identity of the job of a process, to tell it from other jobs.
 
-    Parameters
-    ----------
-    name : str
-        ``TOPOPLAN_JOB``; decides alone. Empty where it is not set.
-    whole : tuple of (str, str)
-        Identities that all ranks of the job share and no rank of another one has, with the name of their source:
-        torchrun's run id, a Slurm step or an MPI job with as many processes as the job.
-    batch : tuple of (str, str)
-        Identities of batch jobs.
-    host : str
-        The same for processes that see each other by their ids.
-    agent : str
-        torchrun's group rank where it has several agents, each of which launches a part of the ranks.
-    launchers : tuple of Process
-        The process, then its ancestors that were started for this rank alone, as a wrapper or a subshell is, then the
-        one that launched the rank; without init and its like.
-    command : str
-        Name of the launching process.
-    orphan : bool
-        Whether the launching process has ended.
-    session : int
-        The session id of the process.
+    `name` is ``TOPOPLAN_JOB``, and decides alone. `whole` has source and value of identities that all ranks of the job
+    share and no rank of another job has: torchrun's run id, a Slurm step or an MPI job with as many processes as the
+    job; `batch` those of batch jobs. `host` is the same for processes that see each other by their ids. `agent` is
+    torchrun's group rank if it has several agents, each of which launches some of the ranks. `launchers` are the
+    process, then its ancestors that were started for this rank alone (a wrapper, a subshell), then the one that
+    launched the rank, without init and its like; `command` is its name, and `orphan` says that it has ended.
     """
 
     name: str = ""
@@ -144,7 +122,7 @@ class JobIdentity:
 
     @staticmethod
     def of_message(fields: Mapping[str, Any]) -> JobIdentity:
-        """Return what a message carries (`dataclasses.asdict`); ValueError, TypeError or KeyError for other fields."""
+        """Return the identity of message fields (`dataclasses.asdict`); ValueError, TypeError or KeyError if not."""
         whole, batch = (
             tuple((str(source), str(value)) for source, value in fields[key]) for key in ("whole", "batch")
         )
@@ -193,14 +171,7 @@ class JobIdentity:
 
 
 def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobIdentity:
-    """Return the identity of the job of this process.
-
-    Parameters
-    ----------
-    size : int
-        Number of processes of the job.
-    environment : mapping
-        Variables and values.
+    """Return the identity of the job of this process, which has `size` processes.
 
     Examples
     --------

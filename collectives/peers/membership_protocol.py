@@ -1,19 +1,19 @@
 """Agree on the survivors of a job after a rank has failed, whichever ranks fail during the agreement.
 
 Every rank listens from the start at an address that all know. To agree, each rank connects to every other one and
-sends the set that it takes for failed: ranks that it was asked to leave out, whose connection is refused or ends,
-or that are silent too long. It adds the sets that it receives and sends every change. A rank decides when all that
-it takes for alive have sent its own set. Sets only grow, so this ends. A decided rank answers later messages with
-its decision.
+sends the set that it takes for failed: ranks that it was asked to leave out, whose connection is refused or ends, or
+that are silent too long. It adds the sets that it receives and sends every change. A rank decides when all that it
+takes for alive have sent its own set. Sets only grow, so this ends. A decided rank answers later messages with its
+decision.
 
 Each agreement starts an epoch; a message of an earlier epoch is answered with the later decision, so a rank that was
 taken for failed learns that it is out. A network partition looks like failed ranks: fewer than half of the ranks do
 not continue while others are only silent, nor half without the lowest rank.
 
-A joining rank sends a request to the ranks of its invitation (`MembershipProtocol.invitation`), gets the original
-rank of a failed one, and starts in the epoch of the next agreement. A rank that shuts down normally announces the
-number of its last collective; the others may fail in that one, and must not repeat it without a rank that has
-returned its result.
+A joining rank sends a request to the ranks of its invitation (`MembershipProtocol.invitation`), gets the original rank
+of a failed one, and starts in the epoch of the next agreement. A rank that shuts down normally announces the number of
+its last collective; the others may fail in that one, and must not repeat it without a rank that has returned its
+result.
 """
 
 from __future__ import annotations
@@ -37,43 +37,31 @@ from collectives.peers.address import host_identity, prioritize, process_namespa
 from collectives.peers.agreement import Gather
 from collectives.peers.peer_watchdog import LOOK, is_stopped, process_state
 from collectives.peers.rendezvous import HANDSHAKE_SECONDS
-from collectives.peers.rendezvous_state import Message, Unpacker, pack
+from collectives.peers.rendezvous_state import Message, Unpacker, pack, send_pending
 from topoplan.errors import BackendError, UsageError
 
-SUSPECTED_SECONDS = 1.0
-"""Time in which a rank must say something whose failure others have reported."""
+SUSPECTED_SECONDS = 1.0  # deadline for a rank whose failure others have reported
 
 INVITATION = "topoplan.invitation/1"
 
 OWN_NUMBERS = 1 << 32
-"""From here on ranks that come later choose their numbers by chance: out of so many that no two have the same."""
+"""Joining ranks draw their numbers at random from here on, from a range so large that collisions are negligible."""
 
-SHUTDOWN_NOTICE_SECONDS = 0.5
-"""Time to reach all others with a farewell."""
+SHUTDOWN_NOTICE_SECONDS = 0.5  # time to reach all others with a shutdown notice
 
 ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
-"""What a system answers whose process has ended; other errors are the network's."""
+"""Errors of a connection to an ended process; other errors are the network's."""
 
 NOTICED = 3
-"""Timeouts within which all ranks notice a failure: one waits for the victim, another for it, and then they judge."""
+"""Timeouts within which all ranks notice a failure: one waits for the failed rank, another for that one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankCard:
-    """What others must know of a rank.
+    """Contact data of a rank.
 
-    Parameters
-    ----------
-    host, port : str, int
-        Where it listens.
-    token : str
-        What those say there that belong to the job.
-    home : str
-        Its system and network (`host_identity`).
-    processes, pid : str, int
-        Its process, and what it has in common with those that can see it by this number.
-    seat : int
-        Its place in the job's first plan.
+    `token` authenticates members of the job. `home` is a `host_identity`, `processes` a `process_namespace`.
+    `original_rank` is its place in the job's first plan, -1 for any.
     """
 
     host: str
@@ -82,27 +70,19 @@ class RankCard:
     home: str
     processes: str
     pid: int
-    seat: int = -1
+    original_rank: int = -1
 
     @staticmethod
     def of(fields: Sequence[object]) -> RankCard:
-        """Of what a message carries (`dataclasses.astuple`)."""
-        host, port, token, home, processes, pid, seat = fields
-        numbers = int(str(port)), int(str(pid)), int(str(seat))
+        """Return the card from the fields of a message (`dataclasses.astuple`)."""
+        host, port, token, home, processes, pid, original_rank = fields
+        numbers = int(str(port)), int(str(pid)), int(str(original_rank))
         return RankCard(str(host), numbers[0], str(token), str(home), str(processes), *numbers[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """A process that wants to be let in.
-
-    Parameters
-    ----------
-    number : int
-        Of its own choice, out of so many that no other has it.
-    card : Card
-        Its seat is the one that it wants; -1 for any.
-    """
+    """A process that asks to join, with a random number; `card.original_rank` is the one it asks for, -1 for any."""
 
     number: int
     card: RankCard
@@ -110,7 +90,7 @@ class JoinRequest:
 
 @dataclass(slots=True, eq=False)
 class _PeerConnection:
-    """A connection: to a rank, over which this one speaks and hears answers, or from one."""
+    """A connection that this rank opened to another one, or accepted."""
 
     connection: socket.socket
     rank: int = -1
@@ -121,29 +101,25 @@ class _PeerConnection:
 
 
 class MembershipProtocol:
-    """The ranks of a job as one of them sees them, whoever dies.
+    """The membership of a job, seen from one rank, across failures and joining ranks.
 
-    Each has a number that stays, and a seat: its place in the job's first plan. Those that began the job have the
-    numbers of their seats. A rank is the place of one among those that are left, by their seats.
-
-    Parameters
-    ----------
-    local : str
-        The address of this machine at which the others reach it.
+    Each rank has a number that stays, and an original rank: its place in the job's first plan, which is also the
+    number of a rank that started with the job. Current ranks count the survivors in the order of original ranks.
+    `local` is the address of this machine that the others reach.
 
     Attributes
     ----------
     epoch : int
-        How many agreements there were.
+        Number of agreements so far.
     members : tuple of int
-        The numbers of the ranks that are left, in order of their seats.
+        Numbers of the survivors, in the order of their original ranks.
     timeout : float
-        Seconds of a collective, of one that was let in.
+        Seconds of a collective, on a rank that joined.
     handed_over : int
-        Set by who uses this: collectives of which this rank has heard that all have their results.
+        Set by the communicator: collectives that this rank knows to have their results on all ranks.
     beside : callable or None
-        What else goes on with these ranks, and lets nobody in: called by those that are left before they exchange
-        anything, with a gathering over them, the rank and size, and `local`.
+        A further protocol that recovers with these ranks and admits no joining rank. The survivors call it first, with
+        a gather over them, the rank, the size and `local`.
     """
 
     def __init__(self, local: str) -> None:
@@ -165,27 +141,26 @@ class MembershipProtocol:
         self._waker, self._woken = socket.socketpair()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._lines: dict[int, _PeerConnection] = {}
+        self._channels: dict[int, _PeerConnection] = {}
         self._visitors: set[_PeerConnection] = set()
-        self._knocking: dict[_PeerConnection, JoinRequest] = {}
+        self._requests: dict[_PeerConnection, JoinRequest] = {}
         self._gone: set[int] = set()
         self._unreached: set[int] = set()
-        self._told_gone: frozenset[int] = frozenset()
-        self._late: set[int] = set()
-        """Who was waited for in vain since the last agreement."""
+        self._reported: frozenset[int] = frozenset()
+        self._late: set[int] = set()  # ranks that missed a deadline since the last agreement
         self._said: dict[tuple[int, int], tuple[frozenset[int], frozenset[int]]] = {}
         self._silent: dict[tuple[int, int], frozenset[int]] = {}
         self._texts: dict[tuple[int, int, int], str] = {}
-        self._farewells: dict[tuple[int, int], int] = {}
+        self._notices: dict[tuple[int, int], int] = {}
         self._process = os.getpid()
         atexit.register(self.close)
         self._decided: dict[int, tuple[int, ...]] = {}
-        self._after_me: tuple[int, tuple[int, ...]] | None = None
+        self._excluded_by: tuple[int, tuple[int, ...]] | None = None
         self._round = 0
 
     @staticmethod
     def of(gather: Gather, rank: int, local: str = "127.0.0.1") -> MembershipProtocol | None:
-        """Those of ranks that tell each other their cards; None on all where they would not find each other by them."""
+        """Return the protocol of ranks that exchange their cards; None on all ranks if some could not connect."""
         made: MembershipProtocol | None = None
         with contextlib.suppress(OSError):
             made = MembershipProtocol(local)
@@ -204,119 +179,116 @@ class MembershipProtocol:
 
     @property
     def card(self) -> str:
-        """What the others must know of this rank."""
+        """This rank's contact data, as text for the others."""
         return json.dumps(astuple(self._own_card()))
 
     def know(self, rank: int, cards: Sequence[str]) -> None:
-        """Learn where all ranks listen, from their cards in order of rank."""
+        """Take the cards of all ranks, in order of rank."""
         self.rank = rank
         self._cards = {
-            number: replace(RankCard.of(json.loads(card)), seat=number) for number, card in enumerate(cards)
+            number: replace(RankCard.of(json.loads(card)), original_rank=number)
+            for number, card in enumerate(cards)
         }
         self.members = tuple(range(len(cards)))
 
     @property
     def seats(self) -> tuple[int, ...]:
-        """The seat of each rank that is left, in order."""
-        return tuple(self._cards[number].seat for number in self.members)
+        """The original rank of each survivor, in order."""
+        return tuple(self._cards[number].original_rank for number in self.members)
 
     @property
     def invitation(self) -> str:
-        """Where the ranks that are left are to be found, in one line, for who is to `knock`.
-
-        Who has it may join the job.
-        """
+        """The addresses of the survivors, as text for `request_to_join`; it admits its holder to the job."""
         with self._changed:
             self._listen()
             where = [[number, *astuple(self._cards[number])[:3]] for number in self.members]
             return json.dumps([INVITATION, where])
 
     @staticmethod
-    def knock(invitation: str, *, seat: int | None = None, wait: float) -> MembershipProtocol:
-        """Knock at the ranks of an invitation until they let this process in; the next that all do is to `agree`.
+    def request_to_join(
+        invitation: str, *, original_rank: int | None = None, wait: float
+    ) -> MembershipProtocol:
+        """Ask the ranks of an invitation to be admitted, and wait until they are; next, all ranks call `agree`.
 
-        Parameters
-        ----------
-        invitation : str
-        seat : int, optional
-            Which it wants; by default any that is empty.
-        wait : float
-            Seconds.
+        Without `original_rank` any original rank will do. `wait` is in seconds.
 
         Raises
         ------
         UsageError
-            This is no invitation.
+            The text is not an invitation.
         BackendError
-            Nobody is there, or nobody has let it in.
+            No rank of the invitation answers, or none admits this process in time.
         """
         try:
-            kind, told = json.loads(invitation)
-            doors = {int(number): (str(host), int(port), str(token)) for number, host, port, token in told}
+            kind, listed = json.loads(invitation)
+            addresses = {
+                int(number): (str(host), int(port), str(token)) for number, host, port, token in listed
+            }
         except (TypeError, ValueError):
-            kind, doors = "", {}
-        if kind != INVITATION or not doors:
+            kind, addresses = "", {}
+        if kind != INVITATION or not addresses:
             raise UsageError(
-                f"this is no invitation: {invitation[:60]!r}; take what Communicator.invitation gives"
+                f"invitation must be the text of Communicator.invitation, got {invitation[:60]!r}"
             )
         until = time.monotonic() + wait
-        open_doors: dict[socket.socket, tuple[int, Unpacker]] = {}
+        channels: dict[socket.socket, tuple[int, Unpacker]] = {}
         made: MembershipProtocol | None = None
         try:
-            for number, (host, port, _) in doors.items():
+            for number, (host, port, _) in addresses.items():
                 with contextlib.suppress(OSError):
                     connection = socket.create_connection((host, port), min(wait, SUSPECTED_SECONDS))
-                    open_doors[connection] = number, Unpacker()
-            if not open_doors:
+                    channels[connection] = number, Unpacker()
+            if not channels:
                 raise BackendError(
-                    f"none of the {len(doors)} ranks of the invitation is there any more; take a new one, or start the "
+                    f"none of the {len(addresses)} ranks of the invitation is running; get a new one, or start the "
                     "job again"
                 )
-            made = MembershipProtocol(next(iter(open_doors)).getsockname()[0])
+            made = MembershipProtocol(next(iter(channels)).getsockname()[0])
             made.rank = OWN_NUMBERS + secrets.randbits(62)
-            card = replace(made._own_card(), seat=-1 if seat is None else seat)
-            for connection, (number, _) in open_doors.items():
-                about = {**made._head("knock", 0), "token": doors[number][2], "card": astuple(card)}
+            card = replace(made._own_card(), original_rank=-1 if original_rank is None else original_rank)
+            for connection, (number, _) in channels.items():
+                about = {
+                    **made._head("join request", 0),
+                    "token": addresses[number][2],
+                    "card": astuple(card),
+                }
                 with contextlib.suppress(OSError):
                     connection.sendall(pack(about))
-            made._take_seat(_first_acceptance(open_doors, until, wait))
+            made._take_membership(_first_acceptance(channels, until, wait))
         except BaseException:
             if made is not None:
                 made.close()
             raise
         finally:
-            for connection in open_doors:
+            for connection in channels:
                 connection.close()
         return made
 
     @property
-    def knocks(self) -> str:
-        """Who knocks here, as a text for the others (`invited`)."""
+    def join_requests(self) -> str:
+        """The join requests that have reached this rank, as text for `invited`."""
         with self._changed:
             self._listen()
-            return json.dumps([[one.number, astuple(one.card)] for one in self._knocking.values()])
+            return json.dumps([[one.number, astuple(one.card)] for one in self._requests.values()])
 
     def invited(self, texts: Collection[str], *, seats: int) -> tuple[JoinRequest, ...]:
-        """Who of those that knock at any rank is let in, and at which seats; the same on all ranks.
+        """Return the join requests to admit, with their original ranks; the same on all ranks.
 
-        Those that want a seat get it where it is empty, then the others what is left; who finds none goes on waiting.
-
-        Parameters
-        ----------
-        texts : collection of str
-            What each rank has in `knocks`.
-        seats : int
-            How many there are.
+        Requests for a certain original rank get it if it is free, then the others get the free ones that remain; a
+        request without a place stays pending. `texts` are the `join_requests` of every rank, and `seats` is the number
+        of original ranks.
         """
         named = [(int(number), RankCard.of(card)) for text in texts for number, card in json.loads(text)]
         asking = {number: card for number, card in named if number not in self.members}
-        empty = [seat for seat in range(seats) if seat not in self.seats]
+        free = [original_rank for original_rank in range(seats) if original_rank not in self.seats]
         found = []
-        for number, card in sorted(asking.items(), key=lambda one: (one[1].seat < 0, one[1].seat, one[0])):
-            if empty and (card.seat < 0 or card.seat in empty):
-                seat = empty[0] if card.seat < 0 else card.seat
-                empty.remove(seat)
-                found.append(JoinRequest(number, replace(card, seat=seat)))
+        for number, card in sorted(
+            asking.items(), key=lambda one: (one[1].original_rank < 0, one[1].original_rank, one[0])
+        ):
+            if free and (card.original_rank < 0 or card.original_rank in free):
+                original_rank = free[0] if card.original_rank < 0 else card.original_rank
+                free.remove(original_rank)
+                found.append(JoinRequest(number, replace(card, original_rank=original_rank)))
         return tuple(found)
 
     def agree(
@@ -327,24 +299,12 @@ class MembershipProtocol:
         doubted: Collection[int] = (),
         invited: Collection[JoinRequest] = (),
     ) -> tuple[int, ...]:
-        """The seats of those that are left, as all of them see it; all of them must call this.
+        """Return the original ranks of the survivors, ascending, as all of them agree on them; all must call this.
 
-        Parameters
-        ----------
-        without : collection of int
-            Ranks to be left out, alive or not.
-        timeout : float
-            Seconds of a collective. A rank that nobody reported is waited for `NOTICED` times as long.
-        doubted : collection of int
-            Ranks whose failure was reported: they are waited for no longer than `SUSPECTED_SECONDS`, nor are those that
-            were waited for in vain since the last agreement.
-        invited : collection of Knock
-            Who is let in (`MembershipProtocol.invited`).
-
-        Returns
-        -------
-        tuple of int
-            Ascending; from now on rank i is that at the i-th.
+        Afterwards rank i is the i-th of these. `without` are ranks to leave out, alive or not. `timeout` is that of a
+        collective, in seconds; a rank whose failure was not reported gets `NOTICED` times as long. `doubted` are ranks
+        with a reported failure: they get `SUSPECTED_SECONDS` at most, as do ranks that missed a deadline since the
+        last agreement. `invited` are the joining ranks (`MembershipProtocol.invited`).
 
         Raises
         ------
@@ -353,7 +313,7 @@ class MembershipProtocol:
         """
         before, wanted, me = self.members, self.epoch + 1, self.rank
         gone = {before[place] for place in without}
-        known_to_fail, self._late = {before[place] for place in doubted} | self._late, set()
+        suspected, self._late = {before[place] for place in doubted} | self._late, set()
         silent: set[int] = set()
         with self._changed:
             if invited:
@@ -364,10 +324,12 @@ class MembershipProtocol:
             said: tuple[frozenset[int], frozenset[int]] | None = None
             behind: dict[int, float] = {}
             while wanted not in self._decided:
-                self._check_out()
+                self._check_excluded()
                 new = self._new.get(wanted, frozenset())
                 if not new <= set(members):
-                    members = tuple(sorted({*members, *new}, key=lambda number: self._cards[number].seat))
+                    members = tuple(
+                        sorted({*members, *new}, key=lambda number: self._cards[number].original_rank)
+                    )
                     said = None
                 self._reach(members)
                 heard = {rank: self._said.get((wanted, rank)) for rank in members if rank != me}
@@ -376,19 +338,19 @@ class MembershipProtocol:
                 silent.update(*(self._silent.get((wanted, rank), ()) for rank in heard))
                 if said == (new, frozenset(gone)):
                     behind = {
-                        rank: self._patience(rank, timeout, doubted=rank in known_to_fail)
+                        rank: self._deadline_of(rank, timeout, doubted=rank in suspected)
                         for rank, one in heard.items()
                         if one != said and rank not in gone
                     }
-                    late = {rank for rank, patience in behind.items() if time.monotonic() - since >= patience}
+                    late = {rank for rank, limit in behind.items() if time.monotonic() - since >= limit}
                     gone |= late
                     silent |= late
                 if said != (new, frozenset(gone)):
                     since, said = time.monotonic(), (new, frozenset(gone))
-                    self._told_gone = frozenset(gone)
-                    told = {"gone": sorted(gone), "silent": sorted(silent), "new": self._cards_of(new)}
-                    for line in list(self._lines.values()):
-                        self._send(line, {**self._head("gone", wanted), **told})
+                    self._reported = frozenset(gone)
+                    report = {"gone": sorted(gone), "silent": sorted(silent), "new": self._cards_of(new)}
+                    for channel in list(self._channels.values()):
+                        self._send(channel, {**self._head("gone", wanted), **report})
                     continue
                 left = tuple(rank for rank in members if rank not in gone)
                 if me in gone:
@@ -411,20 +373,20 @@ class MembershipProtocol:
             return self.seats
 
     def gather(self, text: str, *, timeout: float) -> list[str]:
-        """What every rank says that is left, in order; all of them call this after an agreement.
+        """Return the texts of all survivors, in order; all of them call this after an agreement.
 
         Raises
         ------
         BackendError
-            One has died since, is silent, or agrees anew.
+            A rank failed since, is silent, or has started another agreement.
         """
         with self._changed:
             epoch, number = self.epoch, self._round
             self._round += 1
             message = {**self._head("text", epoch), "number": number, "text": text}
             for rank in self.members:
-                if rank != self.rank and rank in self._lines:
-                    self._send(self._lines[rank], message)
+                if rank != self.rank and rank in self._channels:
+                    self._send(self._channels[rank], message)
             self._texts[epoch, number, self.rank] = text
             deadline = time.monotonic() + timeout
             while True:
@@ -432,30 +394,30 @@ class MembershipProtocol:
                 if not missing:
                     return [self._texts.pop((epoch, number, rank)) for rank in self.members]
                 left = deadline - time.monotonic()
-                self._check_there(missing, silent=left <= 0)
+                self._check_peers(missing, silent=left <= 0)
                 self._changed.wait(left)
 
     def check(self, until: float) -> None:
-        """Raise `BackendError` where one has died since the last agreement, agrees anew, or is stopped at that time."""
+        """Raise `BackendError` if a rank failed, agrees again, or is stopped after ``until``."""
         with self._changed:
-            self._check_there(self.members, silent=False)
+            self._check_peers(self.members, silent=False)
             if time.monotonic() >= until:
                 stopped = [rank for rank in self.members if self._stopped(rank)]
-                self._check_there(stopped, silent=bool(stopped))
+                self._check_peers(stopped, silent=bool(stopped))
 
-    def farewells(self, epoch: int) -> list[int]:
-        """How far those had come (`handed_over`) that have left in order in an epoch."""
+    def shutdown_notices(self, epoch: int) -> list[int]:
+        """Return `handed_over` of the ranks that shut down normally in an epoch."""
         with self._changed:
-            self._accept()  # what was said before a line was refused is there
-            return [come for (said, _), come in sorted(self._farewells.items()) if said == epoch]
+            self._accept()  # a notice sent before a connection was refused has arrived
+            return [come for (said, _), come in sorted(self._notices.items()) if said == epoch]
 
     def close(self) -> None:
-        """Say farewell, close all connections and end the thread; closing twice is fine."""
-        if os.getpid() != self._process:  # a child that was forked off must not leave for its parent
+        """Send shutdown notices, close all connections and end the thread; idempotent."""
+        if os.getpid() != self._process:  # a forked child must not shut down its parent
             return
         atexit.unregister(self.close)
         if self.handed_over and not self._closed:
-            self._say_farewell()
+            self._send_shutdown_notices()
         with self._changed:
             if self._closed:
                 return
@@ -463,22 +425,22 @@ class MembershipProtocol:
             self._waker.send(b".")
         if self._thread is not None:
             self._thread.join()
-        for line in (*self._lines.values(), *self._visitors):
-            if line.connected and line.out:
+        for channel in (*self._channels.values(), *self._visitors):
+            if channel.connected and channel.out:
                 with contextlib.suppress(OSError):
-                    line.connection.settimeout(0.2)
-                    line.connection.sendall(line.out)
-            line.connection.close()
+                    channel.connection.settimeout(0.2)
+                    channel.connection.sendall(channel.out)
+            channel.connection.close()
         self._selector.close()
         for one in (self._listener, self._waker, self._woken):
             one.close()
 
-    def _say_farewell(self) -> None:
+    def _send_shutdown_notices(self) -> None:
         until = time.monotonic() + SHUTDOWN_NOTICE_SECONDS
         for number in self.members:
             card = self._cards[number]
-            told = {
-                **self._head("farewell", self.epoch),
+            notice = {
+                **self._head("shutdown notice", self.epoch),
                 "token": card.token,
                 "handed_over": self.handed_over,
             }
@@ -486,83 +448,83 @@ class MembershipProtocol:
                 left = max(0.01, until - time.monotonic())
                 with (
                     contextlib.suppress(OSError),
-                    socket.create_connection((card.host, card.port), left) as line,
+                    socket.create_connection((card.host, card.port), left) as channel,
                 ):
-                    line.sendall(pack(told))
+                    channel.sendall(pack(notice))
 
-    def _check_there(self, waited_for: Sequence[int], *, silent: bool) -> None:
-        """Raise where these will not say what they are waited for, or have not in time."""
-        self._check_out()
+    def _check_peers(self, waited_for: Sequence[int], *, silent: bool) -> None:
+        """Raise if a rank that is waited for has failed, has started another agreement, or is late (``silent``)."""
+        self._check_excluded()
         anew = [rank for rank in self.members if (self.epoch + 1, rank) in self._said]
         lost = sorted(self._gone & set(waited_for))
         if lost or anew or silent:
             if silent:
                 self._late.update(waited_for)
             peer = self.members.index((lost or anew or list(waited_for))[0])
-            what = "has died" if lost else "begins anew" if anew else "does not answer"
+            fault = "has died" if lost else "has started another agreement" if anew else "does not answer"
             raise BackendError(
-                f"rank {peer} {what} while the ranks that are left find each other",
+                f"rank {peer} {fault} while the survivors agree on the membership",
                 rank=self._place(),
                 peer=peer,
             )
 
-    def _check_out(self) -> None:
-        if self._after_me is not None:
-            self._leave(*self._after_me)
+    def _check_excluded(self) -> None:
+        if self._excluded_by is not None:
+            self._leave(*self._excluded_by)
 
     def _leave(self, epoch: int, others: Collection[int]) -> NoReturn:
         began = sum(number < OWN_NUMBERS for number in self._cards)
         raise BackendError(
-            f"this rank is out since epoch {epoch}: ranks that go on ({self._at(others)} of the {began} that began) "
-            f"took it for dead or were told to leave it out; what it has is of epoch {self.epoch}, end this process",
+            f"this rank is excluded since epoch {epoch}: the survivors (original ranks {self._original_ranks(others)} "
+            f"of {began}) took it for failed or were asked to leave it out; its state is of epoch {self.epoch}, end "
+            "this process",
             rank=self._place(),
         )
 
     def _check_half(self, left: Collection[int], silent: Collection[int]) -> None:
-        """Raise where these may not go on by themselves; who is let in just now does not count."""
+        """Raise if too few remain to continue while others are only silent; joining ranks do not count."""
         before = self.members
         stay = [number for number in before if number in left]
         if not stay:
-            raise BackendError("the ranks that have let this process in are gone; start the job again")
+            raise BackendError("the ranks that admitted this process have failed; start the job again")
         half = 2 * len(stay) - len(before)
         if silent and (half < 0 or (half == 0 and before[0] not in left)):
             raise BackendError(
-                f"ranks {self._at(silent)} are silent, and have not ended as far as is known: the network may be cut "
-                f"in two, and the {len(stay)} of {len(before)} ranks here leave it to the others to go on",
+                f"ranks {self._original_ranks(silent)} are silent and not known to have ended: the network may be "
+                f"partitioned, and {len(stay)} of {len(before)} ranks are too few to continue",
                 rank=self._place(),
             )
 
-    def _patience(self, rank: int, timeout: float, *, doubted: bool) -> float:
-        """Seconds that a rank is waited for; one that is seen to be stopped has had the time of a collective before."""
+    def _deadline_of(self, rank: int, timeout: float, *, doubted: bool) -> float:
+        """Return the deadline of a rank in seconds; a stopped one has already had the time of a collective."""
         stopped = self._stopped(rank)
         if doubted:
             return 0.0 if stopped else min(timeout, SUSPECTED_SECONDS)
         return timeout if stopped else NOTICED * timeout
 
     def _stopped(self, rank: int) -> bool:
-        """Whether a rank is seen to be stopped."""
         card = self._cards[rank]
         return is_stopped(card.processes, card.pid)
 
     def _ended(self, rank: int) -> bool:
-        """Whether the process of a rank of this host has ended; a child that it forked off may hold its sockets."""
+        """Return whether a rank's process on this host has ended; its sockets may live on in a forked child."""
         card = self._cards[rank]
         return card.processes == self._cards[self.rank].processes and process_state(card.pid) in "ZX"
 
     def _place(self) -> int | None:
-        """This rank as it is counted now."""
+        """Return this rank as counted now."""
         return self.members.index(self.rank) if self.rank in self.members else None
 
-    def _at(self, numbers: Collection[int]) -> str:
-        """Ranks as they are counted in the first plan."""
-        seats = [self._cards[number].seat for number in numbers if number in self._cards]
+    def _original_ranks(self, numbers: Collection[int]) -> str:
+        """Return the original ranks, as text."""
+        seats = [self._cards[number].original_rank for number in numbers if number in self._cards]
         return ", ".join(map(str, sorted(seats)))
 
     def _head(self, kind: str, epoch: int) -> dict[str, object]:
         return {"type": kind, "from": self.rank, "epoch": epoch}
 
     def _listen(self) -> None:
-        """Attend to who comes, from now on."""
+        """Start the thread that serves connections."""
         if self._closed:
             raise UsageError("the communicator is closed; make a new one")
         if self._thread is None:
@@ -572,15 +534,15 @@ class MembershipProtocol:
             self._thread.start()
 
     def _begin(self) -> None:
-        """Begin an agreement: without the lines of the one before."""
+        """Start an agreement: close the connections of the last one."""
         self._listen()
-        for line in list(self._lines.values()):
-            self._drop(line)
-        self._lines, self._gone, self._unreached, self._told_gone = {}, set(), set(), frozenset()
+        for channel in list(self._channels.values()):
+            self._drop(channel)
+        self._channels, self._gone, self._unreached, self._reported = {}, set(), set(), frozenset()
 
     def _reach(self, members: Sequence[int]) -> None:
-        """Open a line to every other rank to which there is none."""
-        missing = [one for one in members if one not in {*self._lines, *self._gone, *self._unreached}]
+        """Connect to every other rank that has no connection."""
+        missing = [one for one in members if one not in {*self._channels, *self._gone, *self._unreached}]
         for rank in missing:
             if rank == self.rank:
                 continue
@@ -588,22 +550,22 @@ class MembershipProtocol:
             connection = socket.socket(socket.AF_INET6 if ":" in card.host else socket.AF_INET)
             connection.setblocking(False)
             prioritize(connection)
-            line = self._lines[rank] = _PeerConnection(connection, rank, connected=False)
+            channel = self._channels[rank] = _PeerConnection(connection, rank, connected=False)
             status = connection.connect_ex((card.host, card.port))
             if status not in (0, errno.EINPROGRESS):
-                self._lost(line, ended=status in ENDED)
+                self._lost(channel, ended=status in ENDED)
                 continue
-            self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, line)
+            self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, channel)
         if missing != [self.rank]:
             self._waker.send(b".")
 
     def _let_in(self, epoch: int, cards: Mapping[int, RankCard]) -> None:
-        """Know of those who are let in with an epoch."""
+        """Note the cards of the ranks that join with an epoch."""
         self._cards.update(cards)
         self._new[epoch] = self._new.get(epoch, frozenset()) | cards.keys()
 
     def _welcome(self, invited: Collection[JoinRequest], timeout: float) -> None:
-        """Tell those who knock here that they are let in."""
+        """Tell the joining ranks connected here that they are admitted."""
         about = {
             **self._head("welcome", self.epoch),
             "timeout": timeout,
@@ -612,13 +574,13 @@ class MembershipProtocol:
             "new": self._cards_of([one.number for one in invited]),
         }
         numbers = {one.number for one in invited}
-        for line, knock in list(self._knocking.items()):
-            if knock.number in numbers:
-                self._send(line, about)
-                self._knocking.pop(line, None)
+        for channel, request in list(self._requests.items()):
+            if request.number in numbers:
+                self._send(channel, about)
+                self._requests.pop(channel, None)
 
-    def _take_seat(self, welcome: Message) -> None:
-        """Be one of those who are let in."""
+    def _take_membership(self, welcome: Message) -> None:
+        """Take the membership from the message that admits this rank."""
         self._cards = {int(number): RankCard.of(card) for number, card in welcome["cards"]}
         new = {int(number): RankCard.of(card) for number, card in welcome["new"]}
         self.timeout = float(welcome["timeout"])
@@ -633,43 +595,37 @@ class MembershipProtocol:
     def _cards_of(self, numbers: Collection[int]) -> list[object]:
         return [[number, astuple(self._cards[number])] for number in sorted(numbers)]
 
-    def _send(self, line: _PeerConnection, message: Message) -> None:
-        """Say something to the rank at the end of a line, with its token if this rank has opened it."""
-        if line is self._lines.get(line.rank):
-            message = {**message, "token": self._cards[line.rank].token}
-        line.out += pack(message)
-        if line.connected:
-            self._flush(line)
+    def _send(self, channel: _PeerConnection, message: Message) -> None:
+        """Send a message, with the other rank's token if this rank opened the connection."""
+        if channel is self._channels.get(channel.rank):
+            message = {**message, "token": self._cards[channel.rank].token}
+        channel.out += pack(message)
+        if channel.connected:
+            self._flush(channel)
 
-    def _flush(self, line: _PeerConnection) -> None:
-        try:
-            while line.out:
-                del line.out[: line.connection.send(line.out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            line.out.clear()
+    def _flush(self, channel: _PeerConnection) -> None:
+        send_pending(channel.connection, channel.out)
         with contextlib.suppress(KeyError, ValueError):
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.out else 0)
-            if self._selector.get_key(line.connection).events != wanted:
-                self._selector.modify(line.connection, wanted, line)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.out else 0)
+            if self._selector.get_key(channel.connection).events != wanted:
+                self._selector.modify(channel.connection, wanted, channel)
 
-    def _drop(self, line: _PeerConnection) -> None:
+    def _drop(self, channel: _PeerConnection) -> None:
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(line.connection)
-        line.connection.close()
-        self._visitors.discard(line)
-        self._knocking.pop(line, None)
+            self._selector.unregister(channel.connection)
+        channel.connection.close()
+        self._visitors.discard(channel)
+        self._requests.pop(channel, None)
 
-    def _lost(self, line: _PeerConnection, *, ended: bool = True) -> None:
-        """A line is no more: that to a rank ends with its process, or the network has lost it, which proves nothing."""
-        self._drop(line)
-        if self._lines.get(line.rank) is line:
-            del self._lines[line.rank]
+    def _lost(self, channel: _PeerConnection, *, ended: bool = True) -> None:
+        """Drop a connection: its rank ended, or the network failed, which proves nothing about the rank."""
+        self._drop(channel)
+        if self._channels.get(channel.rank) is channel:
+            del self._channels[channel.rank]
             if ended:
-                self._gone.add(line.rank)
+                self._gone.add(channel.rank)
             else:
-                self._unreached.add(line.rank)
+                self._unreached.add(channel.rank)
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -683,7 +639,7 @@ class MembershipProtocol:
                         self._accept()
                     elif key.fileobj is self._woken:
                         self._woken.recv(4096)
-                    elif key.data in self._visitors or self._lines.get(key.data.rank) is key.data:
+                    elif key.data in self._visitors or self._channels.get(key.data.rank) is key.data:
                         self._attend(key.data, ready)
                 now = time.monotonic()
                 for visitor in [one for one in self._visitors if one.rank < 0]:
@@ -691,7 +647,7 @@ class MembershipProtocol:
                         self._drop(visitor)
 
     def _accept(self) -> None:
-        """Attend to all that have come."""
+        """Accept all pending connections."""
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -701,24 +657,24 @@ class MembershipProtocol:
                 self._selector.register(connection, selectors.EVENT_READ, visitor)
                 self._attend(visitor, selectors.EVENT_READ)
 
-    def _attend(self, line: _PeerConnection, ready: int) -> None:
-        if not line.connected:
-            status = line.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    def _attend(self, channel: _PeerConnection, ready: int) -> None:
+        if not channel.connected:
+            status = channel.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if status:
-                self._lost(line, ended=status in ENDED)
+                self._lost(channel, ended=status in ENDED)
                 return
-            line.connected = True
+            channel.connected = True
             ready |= selectors.EVENT_WRITE
         if ready & selectors.EVENT_WRITE:
-            self._flush(line)
+            self._flush(channel)
         if not ready & selectors.EVENT_READ:
             return
         ended = True
         try:
-            data = line.connection.recv(1 << 16)
-            messages = line.unpacker.feed(data)
+            data = channel.connection.recv(1 << 16)
+            messages = channel.unpacker.feed(data)
             for message in messages:
-                self._hear(line, message)
+                self._hear(channel, message)
         except BlockingIOError:
             return
         except OSError as error:
@@ -726,75 +682,74 @@ class MembershipProtocol:
         except (ValueError, KeyError, TypeError):
             data = b""
         if not data:
-            self._lost(line, ended=ended)
+            self._lost(channel, ended=ended)
 
-    def _hear(self, line: _PeerConnection, message: Message) -> None:
+    def _hear(self, channel: _PeerConnection, message: Message) -> None:
         epoch = int(message["epoch"])
-        if line in self._visitors:
+        if channel in self._visitors:
             if message["token"] != self._token:
-                raise ValueError("a stranger")
-            line.rank = int(message["from"])
-            if message["type"] == "knock":
-                self._knocking[line] = JoinRequest(line.rank, RankCard.of(message["card"]))
+                raise ValueError("wrong token")
+            channel.rank = int(message["from"])
+            if message["type"] == "join request":
+                self._requests[channel] = JoinRequest(channel.rank, RankCard.of(message["card"]))
             elif message["type"] == "text":
-                self._texts[epoch, int(message["number"]), line.rank] = str(message["text"])
-            elif message["type"] == "farewell":
-                self._farewells[epoch, line.rank] = int(message["handed_over"])
+                self._texts[epoch, int(message["number"]), channel.rank] = str(message["text"])
+            elif message["type"] == "shutdown notice":
+                self._notices[epoch, channel.rank] = int(message["handed_over"])
             elif epoch <= self.epoch:
-                self._answer(line, epoch)
+                self._answer(channel, epoch)
             else:
                 new = {int(number): RankCard.of(card) for number, card in message["new"]}
                 self._let_in(epoch, new)
-                self._said[epoch, line.rank] = frozenset(new), frozenset(map(int, message["gone"]))
-                self._silent[epoch, line.rank] = frozenset(map(int, message["silent"]))
-        elif (
-            line.rank not in self._told_gone
-        ):  # others may have decided without it, by what this rank has said
+                self._said[epoch, channel.rank] = frozenset(new), frozenset(map(int, message["gone"]))
+                self._silent[epoch, channel.rank] = frozenset(map(int, message["silent"]))
+        # others may have excluded a rank that this one reported as failed; that rank's answer does not count
+        elif channel.rank not in self._reported:
             left = tuple(map(int, message["left"]))
             if self.rank not in left:
-                self._after_me = epoch, left
+                self._excluded_by = epoch, left
             else:
                 self._decided.setdefault(epoch, left)
         self._changed.notify_all()
 
     def _answer(self, visitor: _PeerConnection, epoch: int) -> None:
-        """Tell who asks about an epoch that is decided; one that is out by now hears of that."""
+        """Send the decision of an epoch, or the latest one to a rank that it excludes."""
         latest = max(self._decided)
-        told = epoch if visitor.rank in self._decided[latest] else latest
-        if visitor.rank >= 0 and visitor not in self._knocking and told in self._decided:
-            self._send(visitor, {**self._head("left", told), "left": self._decided[told]})
+        answered = epoch if visitor.rank in self._decided[latest] else latest
+        if visitor.rank >= 0 and visitor not in self._requests and answered in self._decided:
+            self._send(visitor, {**self._head("left", answered), "left": self._decided[answered]})
 
 
 def can_reach_each_other(cards: Sequence[str | None]) -> bool:
-    """Whether ranks with these cards may; not where one has none, or only the loopback address of another network."""
+    """Return whether all ranks have cards, none with only the loopback address of another network."""
     if not all(cards):
         return False
-    told = [RankCard.of(json.loads(card)) for card in cards if card]
-    alone = any(ipaddress.ip_address(one.host.partition("%")[0]).is_loopback for one in told)
-    return not alone or len({one.home for one in told}) == 1
+    known = [RankCard.of(json.loads(card)) for card in cards if card]
+    alone = any(ipaddress.ip_address(one.host.partition("%")[0]).is_loopback for one in known)
+    return not alone or len({one.home for one in known}) == 1
 
 
 def _first_acceptance(
-    doors: Mapping[socket.socket, tuple[int, Unpacker]], until: float, wait: float
+    channels: Mapping[socket.socket, tuple[int, Unpacker]], until: float, wait: float
 ) -> Message:
-    """The first word of one that lets this process in."""
+    """Return the first message that admits this process."""
     with selectors.DefaultSelector() as selector:
-        for connection in doors:
+        for connection in channels:
             selector.register(connection, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(max(0.0, until - time.monotonic()))
             if not ready:
                 raise BackendError(
-                    f"nobody has let this process in for {wait:g} s: all ranks that are left must call grow, and one "
-                    "of the first plan's ranks must be gone"
+                    f"no rank admitted this process within {wait:g} s: all survivors must call grow, and one of the "
+                    "original ranks must have failed"
                 )
             for key, _ in ready:
-                door: Any = key.fileobj
+                ready_socket: Any = key.fileobj
                 data = b""
                 with contextlib.suppress(OSError, ValueError):
-                    data = door.recv(1 << 16)
-                    for message in doors[door][1].feed(data):
+                    data = ready_socket.recv(1 << 16)
+                    for message in channels[ready_socket][1].feed(data):
                         return message
                 if not data:
-                    selector.unregister(door)
-    raise BackendError("the ranks at which this process knocks have ended")
+                    selector.unregister(ready_socket)
+    raise BackendError("the ranks that this process asked have ended")

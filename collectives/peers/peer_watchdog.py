@@ -1,10 +1,10 @@
 """Wait for other ranks with a deadline: a peer that dies or stalls ends the wait with an error.
 
-A waiting rank yields its processor repeatedly, which is fastest with more ranks than processors, and sleeps for
-short times after some milliseconds. It polls whether the peer's process exists (``/proc``) and whether a rank has
-reported a failure. After the timeout it follows the chain of waiting ranks to the one that waits for no other: that
-rank stalls. A thread that the system notifies when a process of the host ends wakes ranks that sleep inside machine
-code (`ControlPage.alarm`).
+A waiting rank yields its processor repeatedly, which is fastest with more ranks than processors, and sleeps for short
+times after some milliseconds. It polls whether the peer's process exists (``/proc``) and whether a rank has reported a
+failure. After the timeout it follows the chain of waiting ranks to the one that waits for no other: that rank stalls.
+A thread that the system notifies when a process of the host ends wakes ranks that sleep inside machine code
+(`ControlPage.alarm`).
 """
 
 from __future__ import annotations
@@ -32,49 +32,26 @@ from collectives.peers.control_page import (
 )
 from topoplan.errors import BackendError
 
-YIELDS = 16
-"""How often the processor is given away between two looks at the clock."""
-
-YIELDING_SECONDS = 0.005
-"""Seconds of waiting after which a rank sleeps between two looks."""
-
-LOOK = 0.02
-"""Seconds between two looks at the peer's process."""
-
-REMOTE_FAILURE_SECONDS = 0.2
-"""Seconds that a rank gives others to tell why MPI cannot reach a peer."""
+YIELDS = 16  # yields of the processor between two reads of the clock
+YIELDING_SECONDS = 0.005  # seconds of waiting after which a rank sleeps between two polls
+LOOK = 0.02  # seconds between two checks of the peer's process
+REMOTE_FAILURE_SECONDS = 0.2  # time for others to report why MPI cannot reach a peer
 
 
 class RemoteFailures(Protocol):
-    """Word of failures to and from other hosts.
-
-    Attributes
-    ----------
-    broken : tuple of exception types
-        What is raised where a message cannot reach a peer.
-    """
+    """Exchange of failure reports with other hosts; `broken` are the errors of a message to an unreachable peer."""
 
     broken: tuple[type[Exception], ...]
 
     def received(self) -> RankFailure | None:
-        """A failure that another host has noticed; also lets messages move."""
+        """Return a failure that another host has noticed; also makes messages progress."""
 
     def spread(self, failure: RankFailure) -> None:
-        """Tell all ranks on other hosts, without waiting for any of them."""
+        """Report a failure to all ranks on other hosts, without waiting."""
 
 
 class PeerWatchdog:
-    """Waits on behalf of one rank.
-
-    Parameters
-    ----------
-    control : Control
-    placement : Placement
-    timeout : float
-        Seconds for each wait.
-    others : Hearsay, optional
-        Where there may be other hosts.
-    """
+    """Waits on behalf of one rank, at most `timeout` seconds each time; `others` are other hosts."""
 
     def __init__(
         self,
@@ -95,7 +72,8 @@ class PeerWatchdog:
         self._births = {rank: _start_time(pid) for rank, pid in enumerate(placement.pids) if pid}
 
     def see_deaths(self) -> bool:
-        """Let a thread raise the alarm as soon as a process of this host ends; whether the system can tell of each.
+        """Start a thread that raises the alarm when a process of this host ends; whether the system supports it for
+        each.
 
         The thread sleeps until then, or until `close`.
         """
@@ -104,30 +82,29 @@ class PeerWatchdog:
         try:
             for pid in sorted(pids):
                 processes.append(os.pidfd_open(pid))
-            told, tell = os.pipe() if processes else (-1, -1)
-        except (AttributeError, OSError):  # the system is too old, or forbids it, or one has ended already
+            reading, writing = os.pipe() if processes else (-1, -1)
+        except (AttributeError, OSError):  # unsupported, forbidden, or a process has ended already
             for descriptor in processes:
                 os.close(descriptor)
             return False
         if processes:
-            arguments = (self._control, processes, told)
+            arguments = (self._control, processes, reading)
             threading.Thread(
                 target=_watch_processes, args=arguments, name="topoplan-deaths", daemon=True
             ).start()
-            self._over = weakref.finalize(self, _end_watch, tell, os.getpid())
+            self._over = weakref.finalize(self, _end_watch, writing, os.getpid())
         return True
 
     def close(self) -> None:
-        """End that thread, if there is one."""
+        """End that thread."""
         self._over()
 
     @property
     def rank(self) -> int:
-        """The rank on whose behalf it waits."""
         return self._placement.rank
 
     def word(self, rank: int, name: int, least: int, row: int) -> None:
-        """Wait until a word of a rank on this host has a value.
+        """Wait until a word of a rank on this host is at least `least`.
 
         Raises
         ------
@@ -141,20 +118,20 @@ class PeerWatchdog:
         self._control.fence()
 
     def until(self, done: Callable[[], bool], peer: int, row: int) -> None:
-        """Wait until something is so that depends on a peer; raises as `word`."""
+        """Wait for a condition that depends on a peer; raises as `word`."""
         try:
             self._until(done, peer, row)
         except self._broken as error:
             self.unreachable(peer, row, error)
 
     def _until(self, done: Callable[[], bool], peer: int, row: int) -> None:
-        if _came_while_yielding(done):
+        if _met_while_yielding(done):
             return
         begun = looked = now = time.monotonic()
         self.waits_for(peer, row)
         while not done():
             if now - begun < YIELDING_SECONDS:
-                if _came_while_yielding(done):
+                if _met_while_yielding(done):
                     break
             else:
                 time.sleep(min(1e-3, (now - begun) / 100))
@@ -166,21 +143,14 @@ class PeerWatchdog:
         self.waits_for(None, 0)
 
     def waits_for(self, peer: int | None, row: int) -> None:
-        """Let the other ranks know whom this one waits for, at which row, or that it does not wait."""
+        """Announce the rank and the row that this rank waits for; None if it does not wait."""
         self._control.announce(ROW, row)
         self._control.announce(PEER, 0 if peer is None else peer + 1)
 
     def look(self, done: Callable[[], bool], peer: int, row: int, begun: float) -> None:
-        """See whether something can still come to be so that this rank waits for; raises as `word`.
+        """Check whether the condition `done` can still come true; raises as `word`.
 
-        Parameters
-        ----------
-        done : callable
-            Whether it is so.
-        peer, row : int
-            What it depends on, and for which row it is needed.
-        begun : float
-            When the wait began, by the steady clock.
+        It depends on `peer` and is needed for `row`. `begun` is the start of the wait by the monotonic clock.
         """
         self.waits_for(peer, row)
         self.check()
@@ -189,7 +159,7 @@ class PeerWatchdog:
             self._give_up(peer, row)
 
     def unreachable(self, peer: int, row: int, error: Exception) -> NoReturn:
-        """Fail because MPI reports an error about a peer, or because of what made that one leave."""
+        """Fail because MPI reports an error about a peer, or because of the failure that made the peer leave."""
         deadline = time.monotonic() + REMOTE_FAILURE_SECONDS
         while time.monotonic() < deadline:
             self.check()
@@ -197,12 +167,12 @@ class PeerWatchdog:
         self.fail(peer, row, f"MPI cannot reach the peer: {error}; start all ranks again", lost=True)
 
     def unreadable(self, peer: int, row: int) -> NoReturn:
-        """Fail because the memory of a peer cannot be read: in most cases it is about to end."""
+        """Fail because the memory of a peer cannot be read; in most cases the peer is about to end."""
         begun = time.monotonic()
         while time.monotonic() < begun + REMOTE_FAILURE_SECONDS:
             self.look(lambda: False, peer, row, begun)
             time.sleep(LOOK)
-        text = "what the peer puts in cannot be read; keep it as it is until the collective has ended"
+        text = "the peer's input cannot be read; keep it unchanged until the collective has ended"
         self.fail(peer, row, text, lost=False)
 
     def check(self) -> None:
@@ -216,12 +186,12 @@ class PeerWatchdog:
             raise failure.error(self._placement.rank)
 
     def fail(self, peer: int, row: int, text: str, *, lost: bool) -> NoReturn:
-        """Tell all ranks about a failure and raise `BackendError`."""
+        """Report a failure to all ranks and raise `BackendError`."""
         failure = self.tell(peer, row, text, lost=lost)
         raise (self._control.failure() or failure).error(self._placement.rank)
 
     def tell(self, peer: int, row: int, text: str, *, lost: bool) -> RankFailure:
-        """Tell all ranks about a failure."""
+        """Report a failure to all ranks."""
         failure = RankFailure(self._placement.rank, peer, row, text, lost, time.monotonic_ns())
         self._control.write_failure(failure)
         if self._others is not None:
@@ -230,7 +200,7 @@ class PeerWatchdog:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell all ranks of what this one stops with by itself, inside; they would wait for it."""
+        """Report an error of this rank inside the block to all ranks, which would wait for it."""
         try:
             yield
         except BaseException as error:
@@ -238,25 +208,25 @@ class PeerWatchdog:
             raise
 
     def stops(self, error: BaseException) -> None:
-        """Tell all ranks of what this one stops with by itself, unless they know."""
+        """Report an error of this rank to all ranks, unless they know it."""
         if not isinstance(error, BackendError):
             text = f"the peer stopped by itself: {type(error).__name__}: {error}"
             self.tell(self.rank, 0, text, lost=False)
 
     def _give_up(self, peer: int, row: int) -> NoReturn:
-        culprit = self._stalling(peer)
+        culprit = self._stalled_rank(peer)
         stopped = culprit in self._births and process_state(self._placement.pids[culprit]) in "Tt"
-        what = "is stopped (SIGSTOP or a debugger)" if stopped else "does not go on"
+        state = "is stopped (SIGSTOP or a debugger)" if stopped else "makes no progress"
         self.fail(
             culprit,
             row,
-            f"the peer {what}: no answer in {self._timeout:g} s; "
-            "see what it is doing and whether it had fewer batches, or give the communicator a longer timeout",
+            f"the peer {state}: no answer in {self._timeout:g} s; "
+            "check what it does and whether it had fewer batches, or give the communicator a longer timeout",
             lost=True,
         )
 
-    def _stalling(self, peer: int) -> int:
-        """The rank that a chain of waiting ranks ends with; a stopped process wherever it is seen."""
+    def _stalled_rank(self, peer: int) -> int:
+        """Return the rank at the end of the chain of waiting ranks; a stopped process takes precedence."""
         for rank in self._births:
             if process_state(self._placement.pids[rank]) in "TtZX":
                 return rank
@@ -270,7 +240,7 @@ class PeerWatchdog:
         return peer
 
     def _check_peer(self, peer: int, row: int, done: Callable[[], bool]) -> None:
-        """Fail if a peer has ended without having done what is waited for, as far as can be seen from here."""
+        """Fail if a peer has ended without meeting the condition, as far as this rank can see."""
         pid = self._placement.pids[peer]
         if pid and (_start_time(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
             text = (
@@ -286,30 +256,30 @@ class PeerWatchdog:
             self.fail(peer, row, text, lost=False)
 
 
-def _end_watch(tell: int, process: int) -> None:
-    """Let `_watch_processes` end, of the process that began it."""
+def _end_watch(writing: int, process: int) -> None:
+    """End the thread of `_watch_processes`, in the process that started it."""
     if os.getpid() == process:
-        os.write(tell, b".")
-        os.close(tell)
+        os.write(writing, b".")
+        os.close(writing)
 
 
-def _watch_processes(control: ControlPage, processes: list[int], told: int) -> None:
-    """Raise the alarm whenever a process ends, until there is something to read from ``told``; closes all of them."""
+def _watch_processes(control: ControlPage, processes: list[int], reading: int) -> None:
+    """Raise the alarm whenever a process ends, until ``reading`` is readable; closes all descriptors."""
     waiting = select.poll()
-    for descriptor in (told, *processes):
+    for descriptor in (reading, *processes):
         waiting.register(descriptor, select.POLLIN)
     over = False
     while not over:
         for descriptor, _ in waiting.poll():
-            over |= descriptor == told
+            over |= descriptor == reading
             waiting.unregister(descriptor)
             control.alarm()
-    for descriptor in (told, *processes):
+    for descriptor in (reading, *processes):
         os.close(descriptor)
 
 
-def _came_while_yielding(done: Callable[[], bool]) -> bool:
-    """Whether something came to be so while the processor was given away a few times."""
+def _met_while_yielding(done: Callable[[], bool]) -> bool:
+    """Return whether a condition came true within a few yields of the processor."""
     for _ in range(YIELDS):
         if done():
             return True
@@ -318,7 +288,7 @@ def _came_while_yielding(done: Callable[[], bool]) -> bool:
 
 
 def _fields(pid: int) -> list[str]:
-    """What Linux tells about a process, from its state on; empty if there is no such process."""
+    """Return the fields of ``/proc/pid/stat`` from the state on; empty if the process does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -327,7 +297,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """One letter: R, S, D run or sleep, T is stopped, Z has ended, X (also: unknown here) is gone."""
+    """Return a process's state: R, S or D run or sleep, T is stopped, Z has ended, X is unknown here."""
     return (_fields(pid) or ["X"])[0]
 
 
@@ -337,6 +307,6 @@ def is_stopped(processes: str, pid: int) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When a process began, in ticks since the machine did: process numbers are used again."""
+    """Return the start time of a process in ticks since boot: process numbers are used again."""
     fields = _fields(pid)
     return fields[19] if fields else ""

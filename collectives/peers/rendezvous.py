@@ -4,9 +4,9 @@ Rank 0 hosts it. A launcher may host it instead: it listens on a port that the s
 before it starts the ranks and passes the address on. No other process can take the port in between, and the ranks
 learn of a failure even if rank 0 is the failed one.
 
-One address serves all communicators that the ranks of a job open there, in sequence or at the same time: a process
-has one listener for each address, which rank 0 keeps as long as one of them is open. A rank that connects again
-takes part in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
+One address serves all communicators that the ranks of a job open there, in sequence or at the same time: a process has
+one listener for each address, which rank 0 keeps as long as one of them is open. A rank that connects again takes part
+in the next *opening*, so all ranks must open theirs in one order. Processes of another job are refused
 (`JobIdentity`).
 """
 
@@ -37,30 +37,23 @@ from collectives.peers.rendezvous_state import (
     Unpacker,
     is_hello,
     pack,
+    send_pending,
 )
 from topoplan.errors import BackendError, UsageError
 
-HANDSHAKE_SECONDS = 10.0
-"""Time in which a connection must say who it is."""
+HANDSHAKE_SECONDS = 10.0  # time in which a connection must send its handshake
 
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
-"""What the system says of a connection that its other end has closed."""
+"""Poll event of a connection that its other end has closed."""
 
-LINGER_SECONDS = 1.0
-"""Time for ranks to hear the last word before the connections are closed."""
-
-_LISTENING: dict[str, Rendezvous] = {}
-"""Those of this process by address."""
-
-_HOLDS: dict[str, AddressLock] = {}
-"""Those of this process by address."""
-
-_LISTENERS_LOCK = threading.Lock()
-"""Guards both."""
+LINGER_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
+_LISTENING: dict[str, Rendezvous] = {}  # listeners of this process, by address
+_HOLDS: dict[str, AddressLock] = {}  # address locks of this process, by address
+_LISTENERS_LOCK = threading.Lock()  # guards both
 
 
 def _forget() -> None:
-    """Forget the listeners of the parent, in a process that was forked off."""
+    """Forget the parent's listeners, in a forked process."""
     global _LISTENERS_LOCK
     _LISTENING.clear()
     for hold in _HOLDS.values():
@@ -75,16 +68,16 @@ _MARK = (0, "")
 
 
 def process_mark() -> str:
-    """Return a text that no other process has, and that a process keeps."""
+    """Return a text that is unique to this process."""
     global _MARK
-    if _MARK[0] != os.getpid():  # or this is a process that was forked off
+    if _MARK[0] != os.getpid():  # also in a forked process
         _MARK = os.getpid(), secrets.token_hex(8)
     return _MARK[1]
 
 
 @dataclass(slots=True, eq=False)
 class _RankConnection:
-    """A connection: of a rank in an opening, or of a process that has not said yet who it is (rank -1)."""
+    """A connection of a rank in an opening, or of a process before its handshake (rank -1)."""
 
     connection: socket.socket
     until: float
@@ -102,37 +95,22 @@ class _Opening:
     number: int
     hub: RendezvousState
     visitors: dict[int, _RankConnection] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    """Ranks that came after it had failed."""
-    end: float | None = None
-    """When the connections are closed at the latest."""
+    late: set[int] = field(default_factory=set)  # ranks that came after it had failed
+    end: float | None = None  # latest time at which the connections are closed
     ended: threading.Event = field(default_factory=threading.Event)
 
     def lacks(self, rank: int) -> bool:
         """Return whether a rank has not come."""
-        return rank not in self.hub.hellos and rank not in self.told
+        return rank not in self.hub.hellos and rank not in self.late
 
 
 class Rendezvous:
-    """Listens at an address and serves the ranks of one job, in a thread of its own.
+    """A server at an address for the ranks of one job, in its own thread.
 
-    Parameters
-    ----------
-    address : str
-        ``host:port`` (port 0: the system chooses) or ``unix:/path``.
-    size : int, optional
-        Number of ranks; by default that of the first that comes.
-    host : int, optional
-        The rank whose process this is; leave it out in a launcher.
-    job : JobIdentity, optional
-        The job that is served; by default that of the first that comes.
-    told : bool
-        Whether the ranks were told the address by the job itself: then all that come belong to it.
-
-    Raises
-    ------
-    UsageError
-        Nobody can listen at this address.
+    `address` is ``host:port`` (port 0: the system chooses) or ``unix:/path``; `UsageError` if it cannot be listened
+    at. `size` and `job` are by default those of the first rank that connects. `host` is the rank that hosts it, None
+    in a launcher. `told` says that the job itself gave the address to its ranks: then all ranks that connect belong to
+    it.
 
     Examples
     --------
@@ -160,7 +138,7 @@ class Rendezvous:
         port = asked.port if asked.path else int(self._listener.getsockname()[1])
         self._where = Address(asked.host, port, asked.path)
         self._inode = os.lstat(asked.path).st_ino if asked.path else 0
-        self._size, self._host, self._told = size, host, told
+        self._size, self._host, self._given = size, host, told
         self._jobs: dict[tuple[str, str], tuple[JobIdentity, str]] = {}
         if job is not None:
             self._jobs[job.host, job.agent] = job, f"process {os.getpid()}, rank {host}"
@@ -179,14 +157,9 @@ class Rendezvous:
 
     @staticmethod
     def shared(address: str, job: JobIdentity) -> Rendezvous:
-        """Return the one of this process at an address, opened by rank 0 where there is none; to `release`.
+        """Return this process's listener at an address, opened by rank 0 if needed; the caller must `release` it.
 
-        Raises
-        ------
-        UsageError
-            As `Rendezvous`.
-        BackendError
-            Another process holds the address (`AddressLock`).
+        Raises `UsageError` as `Rendezvous`, and `BackendError` if another process holds the address (`AddressLock`).
         """
         name = str(parse_address(address))
         while True:
@@ -207,7 +180,7 @@ class Rendezvous:
 
     @property
     def address(self) -> str:
-        """Where ranks come to, with the port that the system chose."""
+        """The address for the ranks, with the port that the system chose."""
         return str(self._where)
 
     @property
@@ -221,17 +194,17 @@ class Rendezvous:
 
     @property
     def kept(self) -> bool:
-        """Whether rank 0 has opened this one, at an address that it was not told by the job itself."""
+        """Whether rank 0 opened it, at an address that the job itself did not give."""
         return self._users > 0
 
     def start(self) -> Rendezvous:
-        """Begin to serve; until then those that come wait."""
+        """Start serving; earlier connections wait."""
         self._thread = threading.Thread(target=self._serve, name="tcp rendezvous", daemon=True)
         self._thread.start()
         return self
 
     def release(self, opening: int | None) -> None:
-        """Give back what `shared` has returned, and end an opening, a second at most after its ranks were told."""
+        """Release a listener from `shared`, and end an opening at most a second after its ranks were notified."""
         if self._users == 0 or self._process != os.getpid():
             return
         with _LISTENERS_LOCK:
@@ -247,7 +220,7 @@ class Rendezvous:
             self._close()
 
     def close(self) -> None:
-        """End, a second at most after the ranks were told; closing twice is fine."""
+        """End at most a second after the ranks were notified; idempotent."""
         with _LISTENERS_LOCK:
             if self._closing.is_set():
                 return
@@ -268,10 +241,7 @@ class Rendezvous:
         return self.start()
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -306,7 +276,7 @@ class Rendezvous:
                 self._drop(visitor)
 
     def _stop_listening(self) -> None:
-        """Stop listening; clients without a handshake are told to connect again."""
+        """Stop listening, and tell clients without a handshake to connect again."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(self._listener)
         self._listener.close()
@@ -377,14 +347,14 @@ class Rendezvous:
             self._drop(visitor)
 
     def _hear(self, visitor: _RankConnection, message: Message) -> bool:
-        """Pass a message on; False if it makes no sense."""
+        """Pass a message on; False if it is malformed."""
         now = time.monotonic()
         try:
             if visitor.opening is not None:
                 opening = visitor.opening
                 posts = opening.hub.receive(visitor.rank, message, now)
                 left = _ended(opening) if any(said["type"] == "agreed" for _, said in posts) else []
-                for one in left:  # where this process was stopped, so long that they have given it up
+                for one in left:  # they have given up this process, which was stopped
                     self._deliver(opening, opening.hub.lost(one.rank))
                 if not left:
                     self._deliver(opening, posts)
@@ -398,7 +368,7 @@ class Rendezvous:
         return True
 
     def _join(self, visitor: _RankConnection, hello: Message, now: float) -> str:
-        """Let a process take part in the opening that is its next; returns why it is refused, or nothing."""
+        """Admit a process to its next opening; returns why it is refused, or an empty text."""
         if hello.get("format") != FORMAT:
             return (
                 f"this is a rendezvous of format {FORMAT}, and the process speaks {str(hello.get('format'))[:40]!r}; "
@@ -406,14 +376,14 @@ class Rendezvous:
             )
         if not is_hello(hello):
             raise ValueError("not a hello")
-        refusal = self._belongs_elsewhere(hello) or self._taken(hello)
+        refusal = self._wrong_job(hello) or self._duplicate_rank(hello)
         if refusal:
             return refusal
         rank, size = int(hello["rank"]), int(hello["size"])
         lacking = [one for one in self._openings if one.end is None and one.lacks(rank)]
         opening = next((one for one in lacking if one.hub.verdict is None and not one.hub.complete), None)
         if opening is None and lacking and not lacking[0].hub.complete:
-            lacking[0].told.add(rank)
+            lacking[0].late.add(rank)
             assert lacking[0].hub.verdict is not None, "it would be open"
             return str(lacking[0].hub.verdict["message"])
         if opening is None:
@@ -421,13 +391,12 @@ class Rendezvous:
                 self._count, RendezvousState(self._size or size, host=self._host, stopped=_is_stopped)
             )
         refusal, posts = opening.hub.join(hello, now)
-        if opening not in self._openings and not (
-            refusal and self._count
-        ):  # a job that runs has nobody to tell
+        # a refusal in a running job concerns no rank of it
+        if opening not in self._openings and not (refusal and self._count):
             self._count += 1
             self._openings.append(opening)
         if refusal:
-            opening.told.add(rank)
+            opening.late.add(rank)
             self._deliver(opening, posts)
             return refusal
         self._size = self._size or size
@@ -437,22 +406,22 @@ class Rendezvous:
         self._deliver(opening, posts)
         return ""
 
-    def _belongs_elsewhere(self, hello: Message) -> str:
+    def _wrong_job(self, hello: Message) -> str:
         """Return why a process of another job is refused; empty if it is not known to be of another one."""
-        if self._told:
+        if self._given:
             return ""
         job = JobIdentity.of_message(hello["job"])
-        for known, who in self._jobs.values():
+        for known, holder in self._jobs.values():
             if known.differs(job):
                 return _other_job(
-                    self.address, known, who, job, f"process {hello['pid']}, rank {hello['rank']}"
+                    self.address, known, holder, job, f"process {hello['pid']}, rank {hello['rank']}"
                 )
-        # one for each host is enough: what launched its ranks is the same
+        # one for each host is enough: the same process launched its ranks
         self._jobs.setdefault((job.host, job.agent), (job, f"process {hello['pid']}, rank {hello['rank']}"))
         return ""
 
-    def _taken(self, hello: Message) -> str:
-        """Return why a process is refused whose rank another one has, and end what that one takes part in."""
+    def _duplicate_rank(self, hello: Message) -> str:
+        """Return why a process is refused whose rank another one has; end the openings of that one."""
         rank, mark = int(hello["rank"]), hello["process"]
         if rank == self._host:
             taken, pid = (list(self._openings), os.getpid()) if mark != process_mark() else ([], 0)
@@ -480,13 +449,7 @@ class Rendezvous:
         self._flush(visitor)
 
     def _flush(self, visitor: _RankConnection) -> None:
-        try:
-            while visitor.out:
-                del visitor.out[: visitor.connection.send(visitor.out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            visitor.out.clear()
+        send_pending(visitor.connection, visitor.out)
         interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if visitor.out else 0)
         if visitor in self._visitors:
             self._selector.modify(visitor.connection, interest, visitor)
@@ -504,9 +467,9 @@ class Rendezvous:
                 self._finish(opening)
 
 
-def _other_job(address: str, known: JobIdentity, who: str, job: JobIdentity, process: str) -> str:
+def _other_job(address: str, known: JobIdentity, holder: str, job: JobIdentity, process: str) -> str:
     return (
-        f"{address} serves {known} ({who}), and {process}, belongs to {job}; give each job another address "
+        f"{address} serves {known} ({holder}), and {process}, belongs to {job}; give each job another address "
         "(MASTER_PORT or TOPOPLAN_RENDEZVOUS), or, if this is one job, set TOPOPLAN_JOB to the same text for all of "
         "its ranks"
     )
@@ -520,17 +483,12 @@ def _two_processes(address: str, rank: int, *pids: int) -> str:
 
 
 class AddressLock:
-    """Keeps an address for a job whose ranks have met there and do without the rendezvous since, on Linux.
+    """A lock on an address for a job whose ranks have met there and left the rendezvous, on Linux.
 
-    Ranks that share memory leave the address to others, such as torch's store. A rank 0 of another job that comes there
-    later would pair with the ranks of this one that have not come yet, and this job's rank 0 with those of that one. So
-    it asks here first: a process of another job is refused, and one that nothing tells apart ends both. The hold is a
-    Unix socket without a path, which goes with its process; rank 0 has it while one of its communicators is open.
-
-    Parameters
-    ----------
-    address : str
-    job : JobIdentity
+    Ranks that share memory leave the address to others, such as torch's store. A rank 0 of another job that uses it
+    later would pair with late ranks of this job, and this job's rank 0 with those of the other. It therefore asks here
+    first: a process of another job is refused, and one that cannot be told apart ends both jobs. The lock is an
+    abstract Unix socket, which ends with its process; rank 0 holds it while one of its communicators is open.
     """
 
     def __init__(self, address: str, job: JobIdentity) -> None:
@@ -548,7 +506,7 @@ class AddressLock:
 
     @staticmethod
     def take(address: str, job: JobIdentity, fail: Callable[[str], None]) -> Callable[[], None]:
-        """Hold an address until what this returns is called; ``fail`` is called with why two jobs must end."""
+        """Hold an address and return its release; `fail` is called with the reason why two jobs must end."""
         name = str(parse_address(address))
         if sys.platform != "linux":
             return lambda: None
@@ -556,7 +514,7 @@ class AddressLock:
             if name not in _HOLDS:
                 try:
                     _HOLDS[name] = AddressLock(name, job)
-                except OSError:  # another process has taken it since rank 0 asked
+                except OSError:  # another process has taken it meanwhile
                     return lambda: None
             hold, process = _HOLDS[name], os.getpid()
             hold.fails.append(fail)
@@ -574,7 +532,7 @@ class AddressLock:
         return release
 
     def close(self) -> None:
-        """Give the address up."""
+        """Release the address."""
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
@@ -593,8 +551,8 @@ class AddressLock:
 
     def _answer(self, connection: socket.socket, job: JobIdentity, pid: int) -> None:
         if self._job.differs(job):
-            who = f"process {os.getpid()}, rank 0"
-            reason = _other_job(self._address, self._job, who, job, f"process {pid}, rank 0")
+            holder = f"process {os.getpid()}, rank 0"
+            reason = _other_job(self._address, self._job, holder, job, f"process {pid}, rank 0")
             connection.sendall(reason.encode())
             return
         reason = _two_processes(self._address, 0, os.getpid(), pid)
@@ -627,13 +585,13 @@ def _ask_lock_holder(address: str, job: JobIdentity) -> str:
 
 
 def _can_receive(opening: _Opening) -> bool:
-    """Whether a rank is there that may still hear the last word."""
+    """Return whether a running rank may still read the last message."""
     hellos = opening.hub.hellos
     return any(not _is_stopped(hellos[rank]) for rank in opening.visitors)
 
 
 def _ended(opening: _Opening) -> list[_RankConnection]:
-    """Ranks that have closed their connections, also where what they said before is not read yet."""
+    """Return the ranks that have closed their connections, including those with unread messages."""
     ended = select.poll()
     ranks = {one.connection.fileno(): one for one in opening.visitors.values()}
     for descriptor in ranks:
@@ -642,5 +600,5 @@ def _ended(opening: _Opening) -> list[_RankConnection]:
 
 
 def _is_stopped(hello: Message) -> bool:
-    """Whether the process that said this is seen to be stopped."""
+    """Return whether the process that sent a hello is stopped."""
     return is_stopped(str(hello.get("processes")), int(hello["pid"]))

@@ -20,50 +20,30 @@ from collectives.peers.peer_watchdog import is_stopped
 from collectives.peers.rendezvous_state import FORMAT, Message, Unpacker, pack
 from topoplan.errors import BackendError
 
-GRACE_SECONDS = 2.0
-"""Time that the rendezvous gets for an answer, the second included that it may give the ranks."""
+GRACE_SECONDS = 2.0  # time for an answer of the rendezvous, including the second that it may give the ranks
 
 
 class RendezvousClient:
-    """One rank's end. The attributes are set by the watcher's thread and read with the lock.
+    """A rank's end of the rendezvous. The watcher's thread sets the attributes, and readers hold the lock.
 
-    Parameters
-    ----------
-    rendezvous : str
-    rank, size : int
-    until : float
-        Time of `time.monotonic` after which no rank is expected any more.
-    look : callable, optional
-        See `collectives.peers.address.connect`.
+    `until` is the deadline for all ranks by `time.monotonic`; for `look` see `collectives.peers.address.connect`.
 
     Attributes
     ----------
     opening : int or None
-        Which of the communicators that are opened there this is.
-    answer : Message or None
-        To what was asked last.
-    differ : Message or None
-        The signatures of all ranks, where they differ in what they agree on now.
-    patience : bool
-        Whether a rank that has asked who stalls is to wait on.
-    verdict : Message or None
-        Why the job has failed.
-    alone : bool
-        The rendezvous has ended.
-    lost : bool
-        It has ended without a word: its process died.
+        Number of this communicator among those opened there.
+    answer, differ, verdict : Message or None
+        The answer to the last request; the signatures of all ranks if they differ; the failure of the job.
+    keep_waiting : bool
+        Whether a rank that has asked for the stalled rank is to keep waiting.
+    alone, lost : bool
+        The rendezvous has ended, and without a message: its process died.
     host : int or None
         The rank that hosts it, if one does.
     """
 
     def __init__(
-        self,
-        rendezvous: str,
-        rank: int,
-        size: int,
-        *,
-        until: float,
-        look: Callable[[], None] | None = None,
+        self, rendezvous: str, rank: int, size: int, *, until: float, look: Callable[[], None] | None = None
     ) -> None:
         self.rendezvous = rendezvous
         self.rank = rank
@@ -71,7 +51,7 @@ class RendezvousClient:
         self.opening: int | None = None
         self.answer: Message | None = None
         self.differ: Message | None = None
-        self.patience = False
+        self.keep_waiting = False
         self.verdict: Message | None = None
         self.alone = False
         self.lost = False
@@ -80,19 +60,18 @@ class RendezvousClient:
         self._until = until
         self._unpacker = Unpacker()
         self._early: Sequence[Message] = ()
-        """What came together with the welcome: a rank that is quicker may have failed already."""
+        """Messages that came with the welcome: a faster rank may have failed already."""
         self._writing = threading.Lock()
         self._look = look
         self._connection = connect(parse_address(rendezvous), until, look=look)
 
     @property
     def connection(self) -> socket.socket:
-        """The connection, for the watcher."""
         return self._connection
 
     @property
     def local(self) -> str:
-        """The address of this machine that the rendezvous is reached from."""
+        """The address of this machine on the connection to the rendezvous."""
         return (
             "127.0.0.1"
             if self._connection.family == socket.AF_UNIX
@@ -100,20 +79,16 @@ class RendezvousClient:
         )
 
     def join(self, about: Message) -> Message | None:
-        """Say who this is, and what else the others must know; return the welcome, once all ranks have come.
+        """Send the hello and the fields `about`; return the welcome, once all ranks have come.
 
-        None where the one that listens there ends before this rank has a place with it: the next is to be asked.
-
-        Raises
-        ------
-        BackendError
-            The rendezvous refuses, does not answer, or is something else.
+        None if the server ends before it has admitted this rank: connect again. Raises `BackendError` if the
+        rendezvous refuses, does not answer, or is something else.
         """
         hello = {"type": "hello", "format": FORMAT, "rank": self.rank, "size": self.size, "pid": os.getpid()}
         left = max(0.0, self._until - time.monotonic())
-        told = {**hello, **about, "timeout": left, "processes": process_namespace()}
+        announced = {**hello, **about, "timeout": left, "processes": process_namespace()}
         try:
-            self._connection.sendall(pack(told))
+            self._connection.sendall(pack(announced))
         except OSError:
             return None
         while True:
@@ -134,7 +109,7 @@ class RendezvousClient:
     def listen(
         self, lock: threading.Condition, waiting: Callable[[], Waiting], watcher: SocketWatcher
     ) -> None:
-        """Let a watcher take what comes, until the connection ends; ``waiting`` answers what this rank waits for."""
+        """Let a watcher read messages until the connection ends; `waiting` returns what this rank waits for."""
         self._connection.settimeout(None)
 
         def hear(messages: Sequence[Message], *, ended: bool = False) -> None:
@@ -158,23 +133,22 @@ class RendezvousClient:
             except (OSError, ValueError):
                 data, messages = b"", []
             if not data:
-                watcher.remove(self._connection)  # it would be ready to be read for ever
+                watcher.remove(self._connection)  # it would stay readable for ever
             hear(messages, ended=not data)
 
         hear(self._early)
         watcher.add(self._connection, take)
 
     def say(self, message: Message) -> None:
-        """Send a message; that nobody hears it shows when it is not answered."""
+        """Send a message; a failed send shows as a missing answer."""
         with self._writing, contextlib.suppress(OSError):
             self._connection.sendall(pack(message))
 
     def host_stands_still(self) -> bool:
-        """Whether the process that serves the rendezvous is seen to be stopped."""
+        """Return whether the process that serves the rendezvous is stopped."""
         return is_stopped(*self._process)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _note(self, message: Message) -> None:
@@ -184,8 +158,8 @@ class RendezvousClient:
             self.differ = message
         elif message["type"] == "leaving":
             self.alone = True
-        elif message["type"] == "patience":
-            self.patience = True
+        elif message["type"] == "keep waiting":
+            self.keep_waiting = True
         elif message["type"] != "ping":
             self.answer = message
 
@@ -202,22 +176,22 @@ class RendezvousClient:
             messages = self._unpacker.feed(data)
         except TimeoutError:
             raise BackendError(
-                f"the rendezvous {self.rendezvous} does not answer; look what listens there", rank=self.rank
+                f"the rendezvous {self.rendezvous} does not answer; check what listens there", rank=self.rank
             ) from None
         except ValueError as error:
             raise BackendError(
-                f"what listens at {self.rendezvous} is no rendezvous of topoplan ({error}); name another address",
+                f"the server at {self.rendezvous} is not a rendezvous of topoplan ({error}); give another address",
                 rank=self.rank,
             ) from None
         except OSError as error:
-            if self.opening is None:  # it has stopped to listen without having taken this connection
+            if self.opening is None:  # it stopped listening before it accepted this connection
                 return [{"type": "again"}]
             raise BackendError(
                 f"the rendezvous {self.rendezvous} is gone: {error.strerror}", rank=self.rank
             ) from error
         if not data:
             raise BackendError(
-                f"what listens at {self.rendezvous} closed the connection; it is no rendezvous of topoplan, "
+                f"the server at {self.rendezvous} closed the connection; it is not a rendezvous of topoplan, "
                 "or its process has ended",
                 rank=self.rank,
             )
@@ -225,13 +199,7 @@ class RendezvousClient:
 
 
 class SocketWatcher:
-    """Calls a function, in its own thread, whenever a socket has something to read; the functions must not wait.
-
-    Parameters
-    ----------
-    name : str
-        Of the thread.
-    """
+    """A thread that calls a function whenever a socket is readable; the functions must not block."""
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -242,16 +210,16 @@ class SocketWatcher:
         self._thread.start()
 
     def add(self, watched: socket.socket, callback: Callable[[], None]) -> None:
-        """Watch a socket; from any thread."""
+        """Watch a socket; thread-safe."""
         self._selector.register(watched, selectors.EVENT_READ, callback)
 
     def remove(self, watched: socket.socket) -> None:
-        """Do not watch a socket any more, before it is closed; it need not have been watched."""
+        """Stop watching a socket, before it is closed; idempotent."""
         with contextlib.suppress(KeyError, ValueError, RuntimeError):
             self._selector.unregister(watched)
 
     def close(self) -> None:
-        """End the thread; closing twice is fine."""
+        """End the thread; idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -1,13 +1,12 @@
 """Decide the answers of the rendezvous: membership of the job, agreement on the next collective, the first failure.
 
-A pure state machine: messages in, messages out. All ranks send their signatures before a collective, and none
-begins before all have agreed, so a rank with an empty table is compared too. If signatures differ, all ranks get
-all of them, and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones
-are consequences and are dropped.
+A pure state machine: messages in, messages out. All ranks send their signatures before a collective, and none begins
+before all have agreed, so a rank with an empty table is compared too. If signatures differ, all ranks get all of them,
+and the job continues. The first failure that a rank reports is sent to all ranks verbatim; later ones are consequences
+and are dropped.
 
 Ranks may also agree elsewhere (`collectives.backends.tcp.collective_state`). Then only ranks that wait long report
-here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is
-over.
+here, with the number of the barrier that they wait in, so that no rank counts as waiting for a barrier that is over.
 
 Helper ranks are numbered behind the ranks. Each asks which collective to follow, and gets the signature of the next
 one whose trees pass helpers, once all ranks have agreed on it and all helpers have asked.
@@ -18,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,24 +26,15 @@ from collectives.peers.control_plane import Waiting, attribute_failure
 
 FORMAT = "topoplan.tcp/2"
 
-ANSWER_SECONDS = 1.0
-"""Time in which a rank that is not stopped tells what it waits for."""
-
-LOOK_SECONDS = 0.05
-"""Time between two looks at whether those that have not told it are seen to be stopped."""
-
-Message = Mapping[str, Any]
-"""What travels: a JSON object with a type, behind its length in four bytes."""
-
-Post = tuple[int, Message]
-"""A rank, and a message for it."""
-
-LONGEST = 1 << 24
-"""Bytes of a message; what claims to be longer comes from a stranger."""
+ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
+LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
+Message = Mapping[str, Any]  # a JSON object with a type; on the connection behind its length in four bytes
+Post = tuple[int, Message]  # a rank, and a message for it
+LONGEST = 1 << 24  # largest length of a message in bytes; longer ones do not come from a rank
 
 
 def pack(message: Message) -> bytes:
-    """A message as bytes.
+    """Return a message as bytes.
 
     Examples
     --------
@@ -55,7 +46,7 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Puts messages together from pieces of a byte stream.
+    """Reassembles messages from pieces of a byte stream.
 
     Examples
     --------
@@ -68,13 +59,7 @@ class Unpacker:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The messages that these bytes complete.
-
-        Raises
-        ------
-        ValueError
-            They are no messages of ours.
-        """
+        """Return the messages that these bytes complete; ValueError for other bytes."""
         self._data += data
         messages = []
         while len(self._data) >= 4:
@@ -91,34 +76,27 @@ class Unpacker:
         return messages
 
 
+def send_pending(connection: socket.socket, out: bytearray) -> None:
+    """Send the bytes that a non-blocking connection takes, and remove them; after an error remove all."""
+    try:
+        while out:
+            del out[: connection.send(out)]
+    except BlockingIOError:
+        pass
+    except OSError:
+        out.clear()
+
+
 class RendezvousState:
-    """The state of a job.
+    """The state of a job of `size` processes: ranks, and helpers behind them.
 
-    Parameters
-    ----------
-    size : int
-        Number of processes: ranks, and helpers behind them.
-    host : int or None
-        The rank in whose process the hub lives, None if in a process of its own.
-    stopped : callable
-        Whether the process of a rank is seen to be stopped, given what it said when it came.
-
-    Attributes
-    ----------
-    hellos : dict of int to Message
-        What each rank that has come said.
-    gone : set of int
-        Ranks that have left or are lost.
-    verdict : Message or None
-        Why the job has failed.
+    `host` is the rank that hosts the rendezvous, None in a process of its own. `stopped` says whether the process that
+    sent a hello is stopped. `hellos` has those of the ranks that have come, `gone` the ranks that have left or are
+    lost, and `verdict` the failure of the job.
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        host: int | None = None,
-        stopped: Callable[[Message], bool] = lambda hello: False,
+        self, size: int, *, host: int | None = None, stopped: Callable[[Message], bool] = lambda hello: False
     ) -> None:
         self.size = size
         self.host = host
@@ -132,18 +110,17 @@ class RendezvousState:
         self._met = 0
         self.verdict: Message | None = None
         self._stalled: list[int] = []
-        self._patience = self._answers_by = 0.0
+        self._stall_timeout = self._answers_by = 0.0
         self._answers: dict[int, Waiting] = {}
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks have come."""
         return len(self.hellos) == self.size
 
     def join(self, hello: Message, now: float) -> tuple[str, list[Post]]:
-        """Take in a process as a rank that has not come yet; return why it is refused, or nothing, and messages.
+        """Admit a process as a new rank; return why it is refused, or an empty text, and messages.
 
-        The hello is one that `is_hello` accepts; a refusal is the end of the job, and the messages say so.
+        `is_hello` must hold. A refusal ends the job, and the messages say so.
         """
         rank, size = hello["rank"], hello["size"]
         if size != self.size:
@@ -163,13 +140,13 @@ class RendezvousState:
             reason = str(self.verdict["message"])
         else:
             self.hellos[rank] = hello
-            patience = now + float(hello["timeout"])
-            self.deadline = patience if self.deadline is None else min(self.deadline, patience)
+            limit = now + float(hello["timeout"])
+            self.deadline = limit if self.deadline is None else min(self.deadline, limit)
             return "", self._welcome() if self.complete else []
         return reason, self.fail(reason)
 
     def receive(self, rank: int, message: Message, now: float) -> list[Post]:
-        """A message from a rank."""
+        """Handle a message from a rank."""
         kind = message["type"]
         self._met = max(self._met, int(message.get("met", 0)))
         self._round = {one: said for one, said in self._round.items() if self._waits(said)}
@@ -191,11 +168,11 @@ class RendezvousState:
         if kind == "pong" and self._stalled:
             self._answers[rank] = Waiting(message["peer"], message["step"], float(message["idle"]))
             if len(self._answers) == self.size - len(self.gone):
-                return self._judge()
+                return self._attribute()
         return []
 
     def lost(self, rank: int) -> list[Post]:
-        """The connection of a rank has ended."""
+        """Handle the end of a rank's connection."""
         already = rank in self.gone
         self.gone.add(rank)
         if already or self.verdict is not None:
@@ -208,7 +185,7 @@ class RendezvousState:
         )
 
     def tick(self, now: float) -> list[Post]:
-        """Time has passed."""
+        """Handle the passing of time."""
         if self.verdict is not None:
             self.deadline = None
         if self.deadline is None or now < self.deadline:
@@ -218,7 +195,7 @@ class RendezvousState:
                 rank for rank in range(self.size) if rank not in self._answers and rank not in self.gone
             ]
             if now >= self._answers_by or all(self._stopped(self.hellos[rank]) for rank in silent):
-                return self._judge()
+                return self._attribute()
             self.deadline = min(now + LOOK_SECONDS, self._answers_by)
             return []
         self.deadline = None
@@ -246,7 +223,7 @@ class RendezvousState:
         )
 
     def _everyone(self, message: Message) -> list[Post]:
-        """To all ranks, that of this process last: it may end the process."""
+        """Address a message to all ranks, the host's last: it may end the process."""
         order = sorted(self.hellos, key=lambda rank: (rank == self.host, rank))
         return [(rank, message) for rank in order if rank not in self.gone]
 
@@ -265,7 +242,7 @@ class RendezvousState:
         return self._release()
 
     def _release(self) -> list[Post]:
-        """Tell helpers that nothing follows, once all ranks have left."""
+        """Release helpers once all ranks have left."""
         over = self.gone.issuperset(self._ranks)
         return [(one, {"type": "over"}) for one in sorted(self._following)] if over else []
 
@@ -277,11 +254,11 @@ class RendezvousState:
         )
 
     def _waits(self, message: Message) -> bool:
-        """Whether a rank that has said this still waits for others."""
+        """Return whether the sender of a message still waits for others."""
         return int(message.get("meeting", self._met + 1)) > self._met
 
     def _enter(self, rank: int, message: Message) -> list[Post]:
-        """A rank wants to begin a collective, or to know what all ranks say, or the largest of their values."""
+        """Handle a rank that begins a collective, a gather or a largest."""
         self._round[rank] = message
         if message.get("refused") and rank not in self._ranks:
             # the ranks have agreed and wait for this helper
@@ -300,11 +277,11 @@ class RendezvousState:
 
     @property
     def _ranks(self) -> list[int]:
-        """Who is no helper, of those that have come."""
+        """The processes that have come and are not helpers."""
         return [rank for rank, hello in sorted(self.hellos.items()) if not hello.get("helper")]
 
     def _answer(self) -> list[Post]:
-        """Answer a round once all have come that it needs."""
+        """Answer a round once all ranks that it needs have come."""
         ranks = self._ranks
         if not self._round or len(self._round) < len(ranks):
             return []
@@ -315,7 +292,7 @@ class RendezvousState:
             self._round = {}
             return self._to_ranks({"type": "differ", "signatures": listed})
         if any("meeting" in one for one in self._round.values()):
-            return []  # they come together without this
+            return []  # they meet without the rendezvous
         answer: dict[str, Any] = {"type": "agreed"}
         if message["type"] == "largest":
             answer["value"] = max(float(one["value"]) for one in self._round.values())
@@ -326,30 +303,30 @@ class RendezvousState:
             return []
         self._following -= followers
         self._round = {}
-        told = {"type": "agreed", "signature": message.get("signature")}
-        return [(one, told) for one in sorted(followers)] + self._to_ranks(answer)
+        agreed = {"type": "agreed", "signature": message.get("signature")}
+        return [(one, agreed) for one in sorted(followers)] + self._to_ranks(answer)
 
     def _to_ranks(self, message: Message) -> list[Post]:
-        """To all who are no helpers."""
+        """Address a message to all processes that are not helpers."""
         ranks = self._ranks
         return [post for post in self._everyone(message) if post[0] in ranks]
 
     def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
-        """A rank has waited too long: ask the others what they wait for."""
+        """Handle a rank that has waited too long: ask the others what they wait for."""
         answer = Waiting(message["peer"], message["step"], float(message["idle"]))
         self._stalled.append(rank)
         if len(self._stalled) > 1:
             return []
-        self._patience = float(message["timeout"])
+        self._stall_timeout = float(message["timeout"])
         self._answers = {rank: answer}
         self._answers_by = now + ANSWER_SECONDS
         self.deadline = now + LOOK_SECONDS
         return [post for post in self._everyone({"type": "ping"}) if post[0] != rank]
 
-    def _judge(self) -> list[Post]:
+    def _attribute(self) -> list[Post]:
         reporters, self._stalled, self.deadline = self._stalled, [], None
         reporter = reporters[0]
-        patience: list[Post] = [(rank, {"type": "patience"}) for rank in reporters]
+        keep_waiting: list[Post] = [(rank, {"type": "keep waiting"}) for rank in reporters]
         absent = [rank for rank in range(self.size) if rank not in {*self._round, *self._following}]
         missing = sorted(absent, key=lambda rank: (rank in self._answers, rank))
         answers = {
@@ -357,15 +334,15 @@ class RendezvousState:
             for rank, answer in self._answers.items()
         }
         if answers[reporter].peer is None:
-            return patience
-        found = attribute_failure(reporter, answers, self._patience)
+            return keep_waiting
+        found = attribute_failure(reporter, answers, self._stall_timeout)
         if found is None:
-            return patience
+            return keep_waiting
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
 
 
 def is_hello(message: Message) -> bool:
-    """Return whether a message says all that the others must know of a rank."""
+    """Return whether a message has all fields of a hello."""
     numbers = ("rank", "size", "pid", "flight_bytes")
     return (
         message["type"] == "hello"

@@ -1,13 +1,13 @@
 """Create unnamed memory that the ranks of one host share, and allocate arrays in it.
 
 The lowest rank makes it (`memfd_create`) and the others open it through ``/proc``, so it disappears with the last
-process that holds it, however that ends. Its first pages are the control pages (`control_page`); the slots lie
-behind them. Linux backs only the pages that are touched, and slots grow without a message, since all ranks know how
-many a collective needs.
+process that holds it, however that ends. Its first pages are the control pages (`control_page`); the slots lie behind
+them. Linux backs only the pages that are touched, and slots grow without a message, since all ranks know how many a
+collective needs.
 
-`RangeAllocator` is first fit; neighbouring free ranges join again. Arrays return their range when they are
-collected, at any moment and in any thread, also inside `RangeAllocator.take`. Returning therefore takes no lock: it
-only notes the range, and the next allocation sorts it in.
+`RangeAllocator` is first fit; neighbouring free ranges join again. Arrays return their range when they are collected,
+at any moment and in any thread, also inside `RangeAllocator.take`. Returning therefore takes no lock: it only notes
+the range, and the next allocation sorts it in.
 """
 
 from __future__ import annotations
@@ -32,14 +32,7 @@ from topoplan.errors import UsageError
 
 
 class RangeAllocator:
-    """The free parts of a memory, as offsets.
-
-    Parameters
-    ----------
-    length : int
-        Bytes of the memory.
-    unit : int
-        Every part starts at a multiple of so many bytes.
+    """A first-fit allocator of offsets in `length` bytes, at multiples of `unit`.
 
     Examples
     --------
@@ -58,9 +51,9 @@ class RangeAllocator:
         self._taking = threading.Lock()
 
     def take(self, nbytes: int) -> int | None:
-        """Where so many bytes are free, which they are no longer; None where no part is as long.
+        """Allocate a range and return its start; None if no free range is as long.
 
-        Complexity O(n log n) in the number of free parts.
+        Complexity O(n log n) in the number of free ranges.
         """
         length = self._rounded(nbytes)
         with self._taking:
@@ -79,7 +72,7 @@ class RangeAllocator:
         return None
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Let a part be taken again; for finalizers, from any thread."""
+        """Free a range; for finalizers, thread-safe."""
         self._returned.append((start, start + self._rounded(nbytes)))
 
     def _rounded(self, nbytes: int) -> int:
@@ -87,21 +80,15 @@ class RangeAllocator:
 
 
 ORDERED = ("x86_64", "AMD64", "i686")
-"""Machines that need no fence, as `platform.machine` calls them: they show stores in order, and load in order."""
+"""Machines that need no fence (names of `platform.machine`): stores and loads are seen in order."""
 
-Gather = Callable[[str], list[str]]
-"""An allgather of short texts among the ranks; all of them call it."""
+Gather = Callable[[str], list[str]]  # an allgather of short texts among the ranks; all of them call it
 
 
 class Segment:
-    """A mapping of the shared memory.
+    """A mapping of the shared memory: `control` bytes of control pages, then slots.
 
-    Parameters
-    ----------
-    descriptor : int
-        File descriptor of the memory, closed by `close`; -1 for memory of this process alone.
-    control : int
-        Bytes for what the ranks tell each other.
+    `descriptor` is closed by `close`; -1 for private memory.
     """
 
     def __init__(self, descriptor: int, control: int) -> None:
@@ -113,11 +100,11 @@ class Segment:
 
     def _grow(self, length: int) -> None:
         if self._descriptor >= 0:
-            # takes its last page, and never makes shorter what another rank has made longer meanwhile
+            # allocates the last page, and never shrinks memory that another rank has grown meanwhile
             os.posix_fallocate(self._descriptor, length - 1, 1)
 
     def slots(self, length: int) -> AddressedMemory:
-        """At least so many bytes of slots; what they hold is undefined, and who uses them has met all other ranks."""
+        """Return at least this many bytes of slots, contents undefined; callers have met all other ranks."""
         if len(self._slots.data) < length:
             length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
             self._grow(self._control + length)
@@ -127,7 +114,7 @@ class Segment:
         return self._slots
 
     def close(self) -> None:
-        """Give up the slots. What the ranks tell each other stays readable in this process."""
+        """Release the slots. The control pages stay readable in this process."""
         self._slots = AddressedMemory.of(np.zeros(0, np.uint8))
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -135,15 +122,10 @@ class Segment:
 
 
 class Arena:
-    """Memory of one rank in which it makes arrays that the other ranks of its host see.
+    """Memory of one rank for arrays that the other ranks of its host see.
 
-    It is as large as the machine's memory, of which it takes what is touched; what arrays held goes back to the machine
-    when they are gone.
-
-    Raises
-    ------
-    OSError
-        The system does not give so many addresses.
+    It reserves as many addresses as the machine has memory, and occupies the pages that are touched; pages of
+    collected arrays return to the system. Raises `OSError` if the system refuses so many addresses.
     """
 
     def __init__(self) -> None:
@@ -160,7 +142,7 @@ class Arena:
         self._process = os.getpid()
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """New memory, contents undefined; None where there is no more room, or in a process that was forked."""
+        """Return new memory, contents undefined; None if the arena is full, or in a forked process."""
         if os.getpid() != self._process:
             return None
         start = self._free.take(nbytes)
@@ -172,28 +154,22 @@ class Arena:
         return np.asarray(held)
 
     def offset(self, address: int) -> int:
-        """Where an address lies in it; -1 if it does not."""
+        """Return the offset of an address, -1 outside the arena."""
         offset = address - self._room.address
         return offset if 0 <= offset < len(self._room.data) else -1
 
     @property
     def room(self) -> AddressedMemory:
-        """All of it."""
+        """The whole memory."""
         return self._room
 
     def close(self) -> None:
-        """No rank will open it any more. Arrays in it stay what they are."""
+        """Close the descriptor, so that no rank can open it any more; arrays stay valid."""
         os.close(self.descriptor)
 
 
 class Arenas:
-    """The arenas of all ranks of a host, as one of them sees them.
-
-    Parameters
-    ----------
-    control : Control
-    placement : Placement
-    """
+    """The arenas of all ranks of a host, seen from one of them."""
 
     def __init__(self, control: ControlPage, placement: HostPlacement) -> None:
         self._control = control
@@ -204,7 +180,7 @@ class Arenas:
         self._rooms: dict[int, AddressedMemory] = {}
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
-        """New memory that the other ranks see; None where there is none."""
+        """Return new memory that the other ranks see; None without any."""
         with self._making:
             if self._own is None and self._gives:
                 self._gives = False
@@ -216,18 +192,18 @@ class Arenas:
             return self._own.array(nbytes) if self._own is not None and self._gives else None
 
     def offset(self, address: int) -> int:
-        """Where an address lies in this rank's arena; -1 if it does not."""
+        """Return the offset of an address in this rank's arena, -1 outside."""
         return -1 if self._own is None else self._own.offset(address)
 
     def all(self) -> list[AddressedMemory]:
-        """The arenas of all ranks, by place; empty while one rank has none, or where one cannot be opened."""
+        """Return the arenas of all ranks, by place; empty while a rank has none, or if one cannot be opened."""
         places = range(self._control.ranks)
         if len(self._rooms) < len(places) and self._opens:
             try:
                 for place in places:
                     if place not in self._rooms and self._control.word(place, ARENA):
                         self._rooms[place] = self._opened(place)
-            except OSError:  # the collectives go another way
+            except OSError:  # collectives copy through slots instead
                 self._opens = False
         return [self._rooms[place] for place in places] if len(self._rooms) == len(places) else []
 
@@ -240,11 +216,11 @@ class Arenas:
             os.close(descriptor)
 
     def retire(self) -> None:
-        """Give no more memory: a rank that others have given up may yet write to what it was told of."""
+        """Allocate no more memory: a rank that was given up may still write to the arena."""
         self._gives = False
 
     def close(self) -> None:
-        """Give up those of the other ranks."""
+        """Release the other ranks' arenas, and close this rank's own."""
         self._rooms = {}
         self._gives = self._opens = False
         if self._own is not None:
@@ -253,14 +229,10 @@ class Arenas:
 
 
 class ProcessMemoryAccess:
-    """Whether the ranks of a host may read each other's memory (``process_vm_readv``), as one of them sees it.
+    """Whether the ranks of a host may read each other's memory (``process_vm_readv``), seen from one of them.
 
-    Linux lets processes of one user do so, unless ``kernel.yama.ptrace_scope`` or a container's filter forbids it.
-
-    Parameters
-    ----------
-    control : Control
-    placement : Placement
+    Linux allows it between processes of one user, unless ``kernel.yama.ptrace_scope`` or a container's filter forbids
+    it.
     """
 
     def __init__(self, control: ControlPage, placement: HostPlacement) -> None:
@@ -272,9 +244,9 @@ class ProcessMemoryAccess:
         control.announce(PROBE, self._probe.ctypes.data)
 
     def may(self, address: int, nbytes: int) -> bool:
-        """Whether this rank can read the memory of all others, and some of its own can be read: not all memory can.
+        """Return whether this rank can read all others' memory, and these bytes of its own are readable.
 
-        The former is found out when all ranks are there.
+        Access is probed once all ranks have announced their probes.
         """
         if self._may is None:
             places = range(self._control.ranks)
@@ -290,7 +262,7 @@ class ProcessMemoryAccess:
 
 
 def _read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
-    """What stands in the memory of a process; None where it cannot be read."""
+    """Return bytes of a process's memory; None if they cannot be read."""
     room = ctypes.create_string_buffer(nbytes)
     vectors = (ctypes.c_size_t * 4)(ctypes.addressof(room), nbytes, address, nbytes)
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
@@ -303,7 +275,7 @@ def _read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
 
 
 class _HeldMemory:
-    """Memory as numpy takes it, for as long as an array refers to it."""
+    """Memory in numpy's array interface, for as long as an array refers to it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {
@@ -338,34 +310,22 @@ def _addressed(memory: mmap.mmap) -> AddressedMemory:
 
 
 def can_share() -> bool:
-    """Whether this system has what a segment needs."""
+    """Return whether this system supports a `Segment`."""
     return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
 
 
 def create_memory() -> int:
-    """The file descriptor of new memory, empty, without a name."""
+    """Return the file descriptor of new unnamed memory, empty."""
     return os.memfd_create("topoplan", os.MFD_CLOEXEC)
 
 
 def open_memory(pid: int, descriptor: int) -> int:
-    """Another process's memory, as a file descriptor of this one.
-
-    Raises
-    ------
-    OSError
-        That process cannot be seen from here, or belongs to another user.
-    """
+    """Open another process's memory as a file descriptor; OSError if it is not visible or of another user."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
 def meet(gather: Gather, *, rank: int, size: int) -> tuple[HostPlacement, Segment]:
-    """Share memory with all ranks.
-
-    Parameters
-    ----------
-    gather : callable
-        Called twice.
-    rank, size : int
+    """Share memory with all ranks; calls `gather` twice.
 
     Raises
     ------
@@ -376,35 +336,35 @@ def meet(gather: Gather, *, rank: int, size: int) -> tuple[HostPlacement, Segmen
     held: list[int] = [create_memory()] if rank == 0 and can_share() else []
     try:
         return _met(gather, held, rank=rank, size=size)
-    except BaseException:  # not all have met
+    except BaseException:  # not all ranks share it
         for descriptor in held:
             os.close(descriptor)
         raise
 
 
 def _met(gather: Gather, held: list[int], *, rank: int, size: int) -> tuple[HostPlacement, Segment]:
-    """See `meet`; ``held`` has the descriptor of the memory once this rank has one."""
+    """Share memory as `meet`; ``held`` gets the descriptor of the memory once this rank has one."""
     mine = {"pid": os.getpid(), "descriptor": held[0] if held else -1, "file": _identity(held)}
-    told = [json.loads(text) for text in gather(json.dumps(mine))]
-    fault = "" if told[0]["descriptor"] >= 0 else "this system has no memory without a name (memfd_create)"
+    ranks = [json.loads(text) for text in gather(json.dumps(mine))]
+    fault = "" if ranks[0]["descriptor"] >= 0 else "this system has no memory without a name (memfd_create)"
     if rank and not fault:
         try:
-            held.append(open_memory(told[0]["pid"], told[0]["descriptor"]))
+            held.append(open_memory(ranks[0]["pid"], ranks[0]["descriptor"]))
             # the same process number may be another process in another container
-            same = _identity(held) == told[0]["file"]
-            fault = "" if same else f"process {told[0]['pid']} is not rank 0 here"
+            same = _identity(held) == ranks[0]["file"]
+            fault = "" if same else f"process {ranks[0]['pid']} is not rank 0 here"
         except OSError as error:
             fault = f"it cannot see the memory of rank 0 ({error.strerror})"
     faults = gather(fault)
     for other, text in enumerate(faults):
         if text:
             raise UsageError(f"ranks cannot share memory: rank {other} says {text}; use another back end")
-    placement = HostPlacement(rank, (0,) * size, tuple(one["pid"] for one in told))
+    placement = HostPlacement(rank, (0,) * size, tuple(one["pid"] for one in ranks))
     return placement, Segment(held[0], ControlPage.size(size))
 
 
 def _identity(held: list[int]) -> list[int | str]:
-    """What tells the memory of a descriptor from all others, on any host; nothing without one."""
+    """Return a memory's identity among all hosts; empty without a descriptor."""
     if not held:
         return []
     known = os.fstat(held[0])
@@ -412,7 +372,7 @@ def _identity(held: list[int]) -> list[int | str]:
 
 
 def lock_fence() -> Callable[[], None]:
-    """A full memory barrier, which taking and giving back a lock of the threads' library is."""
+    """Return a full memory barrier: acquiring and releasing a lock of the threads' library is one."""
     lock = threading.Lock()
 
     def fence() -> None:

@@ -1,9 +1,9 @@
 """Implement the control plane over a rendezvous, to which every rank keeps a connection.
 
-A rank reports a failure to the rendezvous, which sends the first report to all ranks; ranks that are not neighbours
-of the failed one stop too, and all name the same culprit. A rank that has waited for a whole timeout asks the
-rendezvous, which finds the stalled rank or answers that some rank still moves. `rendezvous_within` opens a
-rendezvous for a group of ranks over the control plane of the whole job.
+A rank reports a failure to the rendezvous, which sends the first report to all ranks; ranks that are not neighbours of
+the failed one stop too, and all name the same culprit. A rank that has waited for a whole timeout asks the rendezvous,
+which finds the stalled rank or answers that some rank still moves. `rendezvous_within` opens a rendezvous for a group
+of ranks over the control plane of the whole job.
 """
 
 from __future__ import annotations
@@ -38,91 +38,52 @@ from topoplan.errors import BackendError, RefusedError, UsageError
 def rendezvous_within(
     gather: Gather, members: Sequence[int], *, rank: int, local: str
 ) -> tuple[str, Rendezvous | None]:
-    """The address at which the members of a rank's group meet, and what serves it on the first of them.
+    """Return the address of the rendezvous of a rank's group, and its server on the group's first rank.
 
-    Parameters
-    ----------
-    gather : callable
-        Over all ranks of the job, which call this at once, each with its own group.
-    members : sequence of int
-        With this rank.
-    rank : int
-    local : str
-        The address of this machine that other ranks reach.
-
-    Raises
-    ------
-    UsageError
-        The first of a group cannot listen; on all ranks.
+    All ranks of the job call `gather` at once, each with the ``members`` of its own group. `local` is the address of
+    this machine that other ranks reach. If the first rank of a group cannot listen, all ranks raise `UsageError`.
     """
     places: list[Rendezvous] = []
 
-    def told() -> str:
+    def offered() -> str:
         if members[0] != rank:
             return ""
         places.append(Rendezvous(f"{local}:0", len(members), host=0, told=True).start())
         return places[0].address
 
     try:
-        return gather_or_raise(gather, told)[members[0]], places[0] if places else None
+        return gather_or_raise(gather, offered)[members[0]], places[0] if places else None
     except BaseException:
         for place in places:
             place.close()
         raise
 
 
-NO_END = 1e6
-"""Seconds that a helper waits for work, more than a week; then it asks whether the ranks still live, and waits on."""
-
-
-def _no_links(local: str) -> Message:
-    """What the others must know of a rank that has no links of the tcp back end."""
-    return {"general": None, "ports": {}, "flight_bytes": 0}
+NO_END = 1e6  # timeout of a helper that waits for work; then it checks that the ranks still run
 
 
 class TcpControlPlane(ControlPlane):
-    """`ControlPlane` of processes that reach one address.
+    """The control plane of processes that reach one address.
 
-    Parameters
-    ----------
-    rendezvous : str
-        Where the ranks meet: ``host:port`` or ``unix:/path``. Rank 0 listens there, unless a `Rendezvous` does.
-    rank, size : int
-    timeout : float
-        Seconds to wait for all ranks to come.
-    helpers : int
-        Processes besides the ranks, numbered behind them, that follow what the ranks agree on.
-    hello : callable, optional
-        What the other ranks must know of this one, given the address of this machine from which the rendezvous is
-        reached: where it listens, as the tcp back end does.
-    changed : threading.Condition, optional
-        Guards everything, and is told of every change that a thread waits for; on a lock that can be taken twice.
-    look : callable, optional
-        Called now and then while the ranks are waited for; raises where one of them will not come.
-
-    Attributes
-    ----------
-    step : callable
-        Set by who uses the world: the row at which this rank stops because of another, or None.
-    met : int
-        Counted by who uses the world: meetings that this rank has come through without the rendezvous.
-    control : Control
-    watcher : Watcher
-        The thread that listens to the rendezvous, and may listen to more.
-    welcome : Message
-        What all ranks have said.
+    `rendezvous` is ``host:port`` or ``unix:/path``; rank 0 listens there, unless a `Rendezvous` does. All ranks must
+    come within `timeout` seconds. `helpers` are processes besides the ranks, numbered behind them, that follow the
+    agreements of the ranks. `hello` returns the announcement of this rank, such as its ports, given the address of
+    this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
+    the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
+    missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
+    because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
 
     Raises
     ------
     UsageError
-        The rank or the address makes no sense.
+        The rank or the address is invalid.
     BackendError
         The ranks do not find each other, or do not agree on their number.
 
     Examples
     --------
-    >>> with Rendezvous("127.0.0.1:0", 1) as meeting:
-    ...     world = TcpControlPlane(meeting.address, 0, 1)
+    >>> with Rendezvous("127.0.0.1:0", 1) as rendezvous:
+    ...     world = TcpControlPlane(rendezvous.address, 0, 1)
     ...     world.gather(b"alone", timeout=5)
     ...     world.close()
     [b'alone']
@@ -136,7 +97,7 @@ class TcpControlPlane(ControlPlane):
         *,
         timeout: float = 30.0,
         helpers: int = 0,
-        hello: Callable[[str], Message] = _no_links,
+        hello: Callable[[str], Message] = lambda local: {"general": None, "ports": {}, "flight_bytes": 0},
         changed: threading.Condition | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
@@ -148,38 +109,27 @@ class TcpControlPlane(ControlPlane):
         self.step: Callable[[int | None], int | None] = lambda peer: self.waiting().step
         self.met = 0
         self._found: BackendError | None = None
-        self._own: Message | None = None
-        """A failure that this rank has met and not told yet."""
+        self._own: Message | None = None  # a failure that this rank has noticed and not reported yet
         self._process = os.getpid()
         self._undo: list[Callable[[], None]] = []
         self._hosted: tuple[str, JobIdentity] | None = None
         try:
-            self._meet(rendezvous, timeout, hello, look)
+            self._connect(rendezvous, timeout, hello, look)
         except BaseException:
             self.end()
             raise
         atexit.register(self.close)
 
     def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        """See `ControlPlane.gather`."""
         answer = self._ask({"type": "gather", "data": base64.b64encode(data).decode()}, timeout)
         return [base64.b64decode(part) for part in answer["data"]]
 
     def agree(self, signature: Signature, *, timeout: float, helped: bool = False) -> None:
-        """See `ControlPlane.agree`; the rendezvous compares, and answers once all have come.
-
-        Where it is ``helped``, all helpers are told what the ranks have agreed on, and waited for.
-        """
+        """The rendezvous compares, and answers once all ranks have come; with ``helped``, also all helpers."""
         self._ask({**_agreement(signature), "helped": helped}, timeout)
 
     def follow(self) -> Signature | None:
-        """What the ranks have agreed on that this helper takes part in, whenever that is; None once they have left.
-
-        Raises
-        ------
-        BackendError
-            The job has failed.
-        """
+        """Return the signature of the next collective that this helper takes part in; None once the ranks have left."""
         control = self.control
         with self.changed:
             control.answer = None
@@ -188,35 +138,34 @@ class TcpControlPlane(ControlPlane):
         with self.changed:
             if control.verdict is not None or control.lost:
                 self._check()
-            told = None if control.answer is None else control.answer.get("signature")
-        return None if told is None else Signature.unpack(str(told).encode())
+            signature = None if control.answer is None else control.answer.get("signature")
+        return None if signature is None else Signature.unpack(str(signature).encode())
 
     def meet(self) -> None:
-        """Note that this rank is about to agree with the others without the rendezvous."""
+        """Note that this rank enters a barrier without the rendezvous."""
         self.control.differ = None
 
     def miss_others(self, signature: Signature) -> None:
-        """Tell the rendezvous that this rank waits for others where it meets them; it looks why they do not come.
+        """Report a barrier in which this rank waits, so that the rendezvous checks on the others.
 
-        Where they do not come because ranks differ, `differing` is what to raise.
+        If they do not come because their signatures differ, `differing` is the error to raise.
         """
         self.control.say({**_agreement(signature), "met": self.met, "meeting": self.met + 1})
 
     @property
     def differing(self) -> RefusedError | None:
-        """What all ranks raise where they differ in what they agree on now."""
+        """The error that all ranks raise if their signatures differ."""
         if self.control.differ is None:
             return None
         signatures = [Signature.unpack(text.encode()) for text in self.control.differ["signatures"]]
         return disagreement(signatures, rank=self.rank)
 
     def largest(self, value: float, *, timeout: float) -> float:
-        """See `ControlPlane.largest`."""
         return float(self._ask({"type": "largest", "value": float(value)}, timeout)["value"])
 
     def refuse(self, signature: Signature) -> None:
-        """Of a helper: end what the ranks have agreed on, and tell them why; waits for nobody."""
-        self._tell(_agreement(signature))
+        """End what the ranks have agreed on, from a helper, and give the reason; does not wait."""
+        self._report_failure(_agreement(signature))
 
     def wait(
         self,
@@ -226,22 +175,11 @@ class TcpControlPlane(ControlPlane):
         moved: Callable[[], float] = lambda: 0.0,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until something is true, which is looked at after every change.
+        """Wait until `done` returns true; it is called after every change.
 
-        Parameters
-        ----------
-        done : callable
-        timeout : float
-            Seconds without any movement.
-        moved : callable
-            When something moved last, on the steady clock.
-        pause : callable, optional
-            Spends the time between two looks, and ends when there is a change; by default nothing is done.
-
-        Raises
-        ------
-        BackendError
-            The job has failed, or nothing has moved for too long.
+        `timeout` is in seconds without movement, and `moved` returns the time of the last movement. `pause`, if given,
+        spends the time between two calls of `done` and returns on a change. Raises `BackendError` when the job has
+        failed or the timeout has passed.
         """
         since = time.monotonic()
         while True:
@@ -252,7 +190,7 @@ class TcpControlPlane(ControlPlane):
                 self._check(until)
                 left = until - time.monotonic()
                 if left <= 0:
-                    self._ask_who_stalls(timeout)
+                    self._ask_for_stalled_rank(timeout)
                     since = time.monotonic() - 0.75 * timeout
                     continue
                 if pause is None:
@@ -261,60 +199,56 @@ class TcpControlPlane(ControlPlane):
             pause()
 
     def report(self, message: str, *, peer: int, step: int | None) -> None:
-        """Note what this rank has met; the thread that waits tells the others. From any thread."""
+        """Note a failure; the thread that waits reports it to the others. Thread-safe."""
         with self.changed:
             if self._own is None:
                 self._own = _failure(BackendError(message, rank=self.rank, peer=peer, step=step))
                 self.changed.notify_all()
 
     def trouble(self) -> BackendError | None:
-        """See `ControlPlane.trouble`."""
         with self.changed:
             if self._found is None and self.control.verdict is not None:
-                self._found = self._failed(self.control.verdict)
+                self._found = self._verdict_error(self.control.verdict)
             if self._found is None and self.control.alone:
-                self._found = self._gone()
+                self._found = self._ended_rendezvous()
             return self._found
 
     def tell(self, error: BackendError) -> None:
-        """See `ControlPlane.tell`."""
-        self._tell(_failure(error))
+        self._report_failure(_failure(error))
 
     def stalled(self, timeout: float) -> None:
-        """See `ControlPlane.stalled`."""
         with self.changed:
             try:
-                self._ask_who_stalls(timeout)
+                self._ask_for_stalled_rank(timeout)
             except BackendError as error:
                 self._found = self._found or error
 
     def hold_address(self, fail: Callable[[str], None]) -> Callable[[], None]:
-        """Keep the address from other jobs once this world is closed, until what this returns is called
-        (`AddressLock`).
+        """Hold the address against other jobs after this control plane is closed (`AddressLock`); returns the release.
 
-        ``fail`` is called with a reason if another process comes there as rank 0 of what may be the same job.
+        `fail` is called with a reason if another process comes there as rank 0 of what may be the same job.
         """
         return (lambda: None) if self._hosted is None else AddressLock.take(*self._hosted, fail)
 
     def close(self) -> None:
-        """See `ControlPlane.close`; a forked child does nothing, since it shares the sockets of its parent."""
+        """A forked child does nothing, since it shares its parent's sockets."""
         if os.getpid() == self._process:
             self.leave()
             self.end()
 
     def leave(self) -> None:
-        """Say goodbye."""
+        """Announce the shutdown of this rank."""
         if self._undo:
             self.control.say({"type": "bye", "met": self.met})
 
     def end(self) -> None:
-        """Close the connection, whatever the others think of that."""
+        """Close the connection without an announcement."""
         atexit.unregister(self.close)
         while self._undo:
             with contextlib.suppress(OSError):
                 self._undo.pop()()
 
-    def _meet(
+    def _connect(
         self,
         rendezvous: str,
         timeout: float,
@@ -327,7 +261,7 @@ class TcpControlPlane(ControlPlane):
         if self.rank == 0:
             try:
                 hosted = Rendezvous.shared(rendezvous, job)
-            except UsageError as error:  # a launcher listens there, or nobody can
+            except UsageError as error:  # a launcher listens there, or the address is unusable
                 problem = f"rank 0 cannot listen at {rendezvous} ({error.__cause__ or error}): "
             else:
                 self._undo.append(lambda: hosted.release(made[-1].opening if made else None))
@@ -361,15 +295,7 @@ class TcpControlPlane(ControlPlane):
         self.control.listen(self.changed, lambda: self.waiting(), self.watcher)
 
     def _ask(self, message: Message, timeout: float) -> Message:
-        """Tell the rendezvous something that all ranks tell it, and wait for its answer.
-
-        Raises
-        ------
-        RefusedError
-            Ranks differ in what they agree on.
-        BackendError
-            As `wait`.
-        """
+        """Send a request of all ranks and return the answer; RefusedError if signatures differ, else as `wait`."""
         control = self.control
         with self.changed:
             before, control.answer, control.differ = control.answer, None, None
@@ -379,102 +305,102 @@ class TcpControlPlane(ControlPlane):
         if error is not None:
             control.answer = before
             raise error
-        assert control.answer is not None, "that was waited for"
+        assert control.answer is not None, "the wait is over"
         return control.answer
 
-    def _tell(self, message: Message, until: float = math.inf) -> None:
-        """Tell the rendezvous that it is over, and give it time to tell the others."""
+    def _report_failure(self, message: Message, until: float = math.inf) -> None:
+        """Report to the rendezvous that the job is over, and give it time to report to the others."""
         self.control.say(message)
         with self.changed:
-            self._give_time(self._over, until)
+            self._give_time(self._is_over, until)
 
     def _give_time(self, done: Callable[[], bool], until: float) -> None:
-        """Wait for what the rendezvous is to say; until then at most where its process is seen to be stopped."""
+        """Wait for an answer of the rendezvous; after ``until`` no longer if its process is stopped."""
         limit = time.monotonic() + GRACE_SECONDS
         while not done() and (now := time.monotonic()) < limit:
             if now >= until and self.control.host_stands_still():
                 break
             self.changed.wait(LOOK)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         return self.control.verdict is not None or self.control.alone
 
     def _check(self, until: float = math.inf) -> None:
-        """Raise what has happened to the job; called with the lock, as all that follows.
+        """Raise the failure of the job; called with the lock, as the methods below.
 
-        Parameters
-        ----------
-        until : float
-            When this rank has waited for the whole timeout: so long the rendezvous may be stopped.
+        `until` is when the timeout of this rank ends; the rendezvous may be stopped as long.
         """
         if self._found is not None:
             raise self._found
         control = self.control
         if control.verdict is None and self._own is not None:
-            self._tell(self._own, until)
-            if not self._over() and control.host is not None:
-                # a neighbour that closed its links knew as little, but gave up earlier
-                raise self._silence(self._own["message"], self._own["peer"])
-        # where the rank that hosts the rendezvous died, neighbours that knew it earlier have closed their links
+            self._report_failure(self._own, until)
+            if not self._is_over() and control.host is not None:
+                # a neighbour that closed its links has only given up earlier
+                raise self._silent_rendezvous(self._own["message"], self._own["peer"])
+        # when the host of the rendezvous dies, neighbours that notice it earlier close their links
         host_died = control.lost and control.host is not None
         verdict = control.verdict or (None if host_died else self._own)
         if verdict is not None:
-            raise self._failed(verdict)
+            raise self._verdict_error(verdict)
         moving = self.waiting is not waits_for_no_peer and control.answer is not None
         if control.alone and (self._own is not None or not moving):
-            raise self._gone()
+            raise self._ended_rendezvous()
 
-    def _ask_who_stalls(self, timeout: float) -> None:
-        """Raise what the rendezvous finds; nothing where it asks for patience."""
+    def _ask_for_stalled_rank(self, timeout: float) -> None:
+        """Raise the failure that the rendezvous finds; return if it asks this rank to keep waiting."""
         wait = self.waiting()
         if self.control.alone:
             raise BackendError(f"waited {timeout:g} s", rank=self.rank, peer=wait.peer, step=wait.step)
         control = self.control
-        before, control.answer, control.patience = control.answer, None, False
+        before, control.answer, control.keep_waiting = control.answer, None, False
         where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
         control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
         now = time.monotonic()
         self._give_time(
             lambda: (
-                self._over() or control.patience or control.answer is not None or control.differ is not None
+                self._is_over()
+                or control.keep_waiting
+                or control.answer is not None
+                or control.differ is not None
             ),
             now,
         )
         self._check(now)
         if control.answer is None and control.differ is not None:
             control.answer = before
-        if control.answer is None:  # what was waited for may have come just now
-            if not control.patience:
-                raise self._silence(f"waited {timeout:g} s", wait.peer)
+        if control.answer is None:  # the answer may have come just now
+            if not control.keep_waiting:
+                raise self._silent_rendezvous(f"waited {timeout:g} s", wait.peer)
             control.answer = before
 
-    def _failed(self, verdict: Message) -> BackendError:
-        """What a verdict means for this rank."""
+    def _verdict_error(self, verdict: Message) -> BackendError:
+        """Return the error of this rank for a verdict."""
         peer = verdict["peer"]
         rank = self.rank if verdict["rank"] is None else verdict["rank"]
         step = self.step(peer) if verdict["step"] is None else verdict["step"]
         return BackendError(str(verdict["message"]), rank=rank, peer=peer, step=step)
 
-    def _silence(self, reason: str, peer: int | None) -> BackendError:
-        """The rendezvous does not answer; if a rank hosts it, that one holds everybody up."""
+    def _silent_rendezvous(self, reason: str, peer: int | None) -> BackendError:
+        """Return the error for a silent rendezvous; if a rank hosts it, that rank holds up all others."""
         peer = peer if self.control.host is None else self.control.host
         return BackendError(
-            f"{reason}, and the {self._name()} does not answer: it is stopped, or cut off",
+            f"{reason}, and the {self._rendezvous_name()} does not answer: it is stopped, or cut off",
             rank=self.rank,
             peer=peer,
             step=self.step(peer),
         )
 
-    def _gone(self) -> BackendError:
+    def _ended_rendezvous(self) -> BackendError:
         host = self.control.host
         return BackendError(
-            f"the {self._name()} is gone: its process has ended or left the job; start all ranks again",
+            f"the {self._rendezvous_name()} is gone: its process has ended or left the job; start all ranks again",
             rank=self.rank,
             peer=host,
             step=self.step(host),
         )
 
-    def _name(self) -> str:
+    def _rendezvous_name(self) -> str:
         host = self.control.host
         return f"rendezvous {self.control.rendezvous}" if host is None else f"rendezvous of rank {host}"
 

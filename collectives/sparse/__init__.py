@@ -1,1 +1,1 @@
-"""Sparse gradients among ranks: what each gives of its own, how it travels, and what it costs."""
+"""Sparse gradients among ranks: selection of entries, their encoding, and their exchange."""

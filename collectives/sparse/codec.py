@@ -5,8 +5,8 @@ indices, then that of values, both filled up to 8 bytes with zeros. The header i
 it: a truncated message, or one of another format, never becomes other numbers. The receiver's format must be the
 sender's. Filters of indices (packing, key caching) are lossless, so a format is lossless if that of its values is.
 
-Values travel as given, rounded to a narrower float, or in fixed point: all scales (float32), then all codes. The
-scale of a block with a value that is not finite is NaN, and so are all its values when they are read.
+Values travel as given, rounded to a narrower float, or in fixed point: all scales (float32), then all codes. The scale
+of a block with a value that is not finite is NaN, and so are all its values when they are read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.sparse.index_packing import (
-    check_indices,
-    pack_indices,
-    packed_bytes_at_most,
-    packed_bytes_expected,
-    unpack_indices,
-)
+from collectives.sparse.index_packing import check_indices, pack_indices, packed_bytes_at_most, unpack_indices
 from collectives.sparse.key_caching import KeyCache
 from collectives.sparse.quantization import (
     CODE_DTYPES,
@@ -44,28 +38,17 @@ MESSAGE_HEADER = struct.Struct("<2sBBBBBxIIQQQQQ")
 
 _MAGIC, _VERSION = b"TW", 1
 
-_CHECK_AT = 8
-"""Where the CRC-32 lies."""
+_CHECK_AT = 8  # offset of the CRC-32
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a message says of itself.
+    """The header of a message.
 
-    Attributes
-    ----------
-    value_format, value_dtype, index_format : int
-        Numbers of the formats, as `filters` lists them.
-    index_width : int
-        Bytes of an index in memory: 4 or 8.
-    block : int
-        Values per scale of fixed point; 0 in other formats.
-    count, universe : int
-        Entries, and elements that they are a selection of.
-    index_bytes, value_bytes : int
-        Of the two sections, without their filling.
-    call : int
-        Number of the message between two key caches, from 1 on; 0 without caches.
+    `value_format`, `value_dtype` and `index_format` are the formats' numbers. `index_width` is in bytes, 4 or 8.
+    `block` is in values per scale of fixed point, 0 in other formats. `count` entries are a selection of `universe`
+    elements. `index_bytes` and `value_bytes` are the lengths of the sections, without padding. `call` is the number of
+    the message between two key caches, from 1; 0 without caches.
     """
 
     value_format: int
@@ -81,7 +64,7 @@ class Header:
 
 
 def frame(header: Header, indices: NDArray[np.uint8], values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """One message of a header and the two sections that it describes."""
+    """Return the message of a header and its two sections."""
     message = np.empty(framed_bytes(len(indices), len(values)), dtype=np.uint8)
     value_format, value_dtype, index_format, index_width, block, *numbers = astuple(header)
     fields = (_MAGIC, _VERSION, value_format, value_dtype, index_format, index_width)
@@ -98,14 +81,9 @@ def frame(header: Header, indices: NDArray[np.uint8], values: NDArray[np.uint8])
 
 
 def unframe(message: NDArray[np.uint8]) -> tuple[Header, NDArray[np.uint8], NDArray[np.uint8]]:
-    """Header, indices and values of a message, the sections as views.
+    """Return header, indices and values of a message, the sections as views; UsageError if it is truncated or corrupt.
 
-    Bytes behind the message are ignored, so the whole of a larger receive buffer will do.
-
-    Raises
-    ------
-    UsageError
-        Truncated, no message, or the header is corrupt.
+    Bytes after the message are ignored, so a whole larger receive buffer can be passed.
     """
     if len(message) < MESSAGE_HEADER.size:
         raise corrupt(f"{len(message)} bytes are less than a header")
@@ -131,12 +109,12 @@ def unframe(message: NDArray[np.uint8]) -> tuple[Header, NDArray[np.uint8], NDAr
 
 
 def framed_length(nbytes: int) -> int:
-    """Bytes of a section with its filling."""
+    """Return the bytes of a section with its padding."""
     return -(-nbytes // 8) * 8
 
 
 def framed_bytes(index_bytes: int, value_bytes: int) -> int:
-    """Bytes of a message with sections of these lengths.
+    """Return the bytes of a message with sections of these lengths.
 
     Examples
     --------
@@ -147,19 +125,19 @@ def framed_bytes(index_bytes: int, value_bytes: int) -> int:
 
 
 def corrupt(what: str) -> UsageError:
-    """The error for a message that cannot be what was sent."""
+    """Return the error for a corrupt message."""
     return UsageError(f"a sparse message is corrupt: {what}; send it again")
 
 
 def as_bytes(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """The bytes of a vector in little-endian order."""
+    """Return the bytes of a vector in little-endian order."""
     return np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 
 ValueFormat = Literal["as given", "float32", "float16", "bfloat16", "fixed8", "fixed16"]
 
 VALUE_FORMATS: tuple[ValueFormat, ...] = ("as given", "float32", "float16", "bfloat16", "fixed8", "fixed16")
-"""Their places are their numbers in a header."""
+"""The header has the index of the format."""
 
 VALUE_DTYPES: tuple[np.dtype[Any], ...] = (
     *(np.dtype(f"float{bits}") for bits in (16, 32, 64)),
@@ -167,18 +145,17 @@ VALUE_DTYPES: tuple[np.dtype[Any], ...] = (
     *(np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)),
     *(np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)),
 )
-"""dtypes that can be given; their places are their numbers in a header."""
+"""dtypes of values; the header has the index."""
 
-FIXED_BITS = {"fixed8": 8, "fixed16": 16}
-"""Bits of a code, by format."""
+FIXED_BITS = {"fixed8": 8, "fixed16": 16}  # bits of a code, by format
 
 _KEPT_BY = {"float32": ("float16", "float32"), "float16": ("float16",)}
 
 
 def keeps(form: ValueFormat, dtype: np.dtype[Any]) -> bool:
-    """Whether every value of the dtype comes back as it was.
+    """Return whether every value of the dtype is decoded unchanged.
 
-    Infinities do, and NaN as NaN; where a format is wider than the dtype, a signalling NaN comes back quiet.
+    Infinities are, and NaN as NaN; if a format is wider than the dtype, a signalling NaN becomes quiet.
 
     Examples
     --------
@@ -190,7 +167,7 @@ def keeps(form: ValueFormat, dtype: np.dtype[Any]) -> bool:
 
 
 def section_bytes(form: ValueFormat, dtype: np.dtype[Any], count: int, block: int) -> int:
-    """Bytes of the section; they depend on the count only.
+    """Return the bytes of the values' section, which depend on the count only.
 
     Examples
     --------
@@ -204,11 +181,9 @@ def section_bytes(form: ValueFormat, dtype: np.dtype[Any], count: int, block: in
 
 
 def check_given(form: ValueFormat, dtype: np.dtype[Any]) -> None:
-    """Raise UsageError unless values of this dtype can travel in this format."""
+    """Raise UsageError unless values of this dtype can be sent in this format."""
     if dtype not in VALUE_DTYPES:
-        raise UsageError(
-            f"values of {dtype} cannot be sent; bfloat16 travels as uint16 bits, others as numbers"
-        )
+        raise UsageError(f"values of {dtype} cannot be sent; send bfloat16 as uint16 bits, others as numbers")
     if form != "as given" and dtype.kind != "f":
         raise UsageError(f"values of {dtype} have no {form} form; send them as given")
 
@@ -216,7 +191,7 @@ def check_given(form: ValueFormat, dtype: np.dtype[Any]) -> None:
 def values_to_section(
     form: ValueFormat, values: NDArray[Any], *, seed: int, step: int, stream: int, block: int
 ) -> NDArray[np.uint8]:
-    """The bytes of these values."""
+    """Encode values."""
     check_given(form, values.dtype)
     if form == "as given":
         return as_bytes(values)
@@ -238,13 +213,7 @@ def values_to_section(
 def values_from_section(
     form: ValueFormat, section: NDArray[np.uint8], dtype: np.dtype[Any], count: int, block: int
 ) -> NDArray[Any]:
-    """The values of a section, in the dtype that was given.
-
-    Raises
-    ------
-    UsageError
-        The section does not have the length that the count asks for.
-    """
+    """Decode values to their dtype; UsageError if the section does not have the length for the count."""
     if len(section) != section_bytes(form, dtype, count, block):
         raise corrupt(f"{count} values of {dtype} as {form} do not take {len(section)} bytes")
     if form == "as given":
@@ -258,31 +227,31 @@ def values_from_section(
 
 
 def _from_bytes(section: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A vector of its own, aligned and in the machine's byte order."""
+    """Return a new vector, aligned and in the machine's byte order."""
     return np.frombuffer(section.tobytes(), dtype=dtype.newbyteorder("<")).astype(dtype, copy=True)
 
 
 IndexFormat = Literal["plain", "packed"]
 
 _INDEX_FORMATS = ("plain", "packed", "repeated")
-"""Their places are their numbers in a header; a repeated set is the digest of one sent before."""
+"""The header has the index of the format; a repeated set is the digest of an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How sparse contributions travel; the same at both ends.
+    """The encoding of sparse contributions; the same at both ends.
 
     Attributes
     ----------
     values : {"as given", "float32", "float16", "bfloat16", "fixed8", "fixed16"}
-        "fixed8" and "fixed16" round at random without bias, the others to nearest; in a block with a value that is
-        not finite all values arrive as NaN.
+        "fixed8" and "fixed16" round at random without bias, the others to nearest; in a block with a value that is not
+        finite all values are decoded as NaN.
     indices : {"plain", "packed"}
         int32 or int64 as given, or about log2(1/density) + 1.5 bits each.
     cache_keys : bool
-        Send 16 bytes for a set that went to this peer before.
+        Send 16 bytes for a set that this peer already has.
     seed : int
-        Of the random rounding.
+        Seed of the random rounding.
     block : int
         Values per scale of fixed point.
 
@@ -311,9 +280,7 @@ class WireFormat:
     def __post_init__(self) -> None:
         for field, known in (("values", VALUE_FORMATS), ("indices", get_args(IndexFormat))):
             if getattr(self, field) not in known:
-                raise UsageError(
-                    f"{field} {getattr(self, field)!r} on the wire; choose one of {', '.join(known)}"
-                )
+                raise UsageError(f"{field} must be one of {', '.join(known)}, got {getattr(self, field)!r}")
         if not 0 <= self.seed < 1 << 64 or not 0 < self.block < 1 << 32:
             raise UsageError(
                 f"seed {self.seed} and block {self.block}; choose 0 to 2^64 - 1 and 1 to 2^32 - 1"
@@ -321,36 +288,23 @@ class WireFormat:
 
     @property
     def lossless(self) -> bool:
-        """Whether values of every dtype come back bit for bit; indices always do."""
+        """Whether values of every dtype are decoded bit for bit; indices always are."""
         return self.values == "as given"
 
     def lossless_for(self, dtype: Any) -> bool:
-        """Whether values of this dtype come back unchanged: float16 does in "float16" and "float32" too."""
+        """Return whether values of this dtype are decoded unchanged: float16 also from "float16" and "float32"."""
         return keeps(self.values, np.dtype(dtype))
 
     def encoded_bytes_at_most(self, count: int, universe: int, dtype: Any, *, index_dtype: Any = None) -> int:
-        """The most bytes of a message with `count` entries; without packed indices or cached keys the exact number.
+        """Return the most bytes of a message with `count` entries; exact without packed indices and cached keys.
 
-        Parameters
-        ----------
-        count, universe : int
-        dtype : dtype
-            Of the values as given.
-        index_dtype : dtype, optional
-            Of the indices as given; without it int32 up to 2^31 elements, int64 beyond.
+        `dtype` is that of the values. Without `index_dtype`, indices are int32 up to 2^31 elements and int64 beyond.
         """
         check_given(self.values, np.dtype(dtype))
         width = np.dtype(index_dtype).itemsize if index_dtype else 4 if universe <= 1 << 31 else 8
         packed = self.indices == "packed"
         index_bytes = packed_bytes_at_most(count, universe) if packed else count * width
         return framed_bytes(index_bytes, section_bytes(self.values, np.dtype(dtype), count, self.block))
-
-    def encoded_bytes_expected(self, count: int, universe: int, dtype: Any) -> float:
-        """The mean length over random selections, for a cost model; a repeated set is shorter."""
-        most = self.encoded_bytes_at_most(count, universe, dtype)
-        if self.indices == "plain":
-            return most
-        return most - packed_bytes_at_most(count, universe) + packed_bytes_expected(count, universe)
 
     def encode(
         self,
@@ -362,7 +316,7 @@ class WireFormat:
         stream: int = 0,
         keys: KeyCache | None = None,
     ) -> NDArray[np.uint8]:
-        """One message of one contribution.
+        """Return the message of one contribution.
 
         Parameters
         ----------
@@ -373,15 +327,15 @@ class WireFormat:
         universe : int
             Elements of the dense array.
         step, stream : int
-            What random rounding depends on beside the seed: number of the step, rank of the sender.
+            Seeds of random rounding besides `seed`: number of the step, rank of the sender.
         keys : KeyCache, optional
             The sender's cache for this receiver, given if and only if `cache_keys`.
 
         Raises
         ------
         UsageError
-            Indices out of order or range, values that the format cannot carry, a cache missing or superfluous.
-            The cache is then as before.
+            Indices out of order or range, values that the format cannot encode, a cache missing or superfluous. The
+            cache does not change.
         """
         self._check_keys(keys)
         indices, values = np.asarray(indices), np.asarray(values)
@@ -424,28 +378,28 @@ class WireFormat:
     def decode(
         self, message: NDArray[np.uint8], *, universe: int | None = None, keys: KeyCache | None = None
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Indices and values of a message, in the dtypes in which they were given.
+        """Return indices and values of a message, in the dtypes of `encode`.
 
         Parameters
         ----------
         message : ndarray of uint8
-            What `encode` of the same format made; bytes behind it are ignored.
+            From `encode` of the same format; bytes after it are ignored.
         universe : int, optional
-            What the receiver expects; another is refused.
+            The expected number of elements; another one is refused.
         keys : KeyCache, optional
             The receiver's cache for this sender, given if and only if `cache_keys`.
 
         Returns
         -------
         indices : ndarray of int32 or int64, shape (k,)
-            Read-only where keys are cached: the cache holds them too.
+            Read-only if keys are cached: the cache holds them too.
         values : ndarray, shape (k,)
 
         Raises
         ------
         UsageError
-            The message is truncated, corrupt, of another format or universe, or out of turn. The cache is then as
-            before.
+            The message is truncated, corrupt, of another format or universe, or out of turn. The cache does not
+            change.
         """
         self._check_keys(keys)
         message = np.ascontiguousarray(message, dtype=np.uint8).reshape(-1)
@@ -468,7 +422,7 @@ class WireFormat:
         return indices, values
 
     def _indices(self, header: Header, section: NDArray[np.uint8], keys: KeyCache | None) -> NDArray[Any]:
-        """The set that a section packs, names or spells out, for the header's universe."""
+        """Return the set of a section: packed, named by its digest, or plain."""
         if header.index_format == 1:
             return unpack_indices(section, expected_universe=header.universe)
         if keys is not None and header.index_format == 2:
@@ -492,7 +446,7 @@ class WireFormat:
             )
 
     def _check_header(self, header: Header, universe: int | None) -> None:
-        """A header whose checksum holds may still be that of another format."""
+        """Raise UsageError if a valid header is of another format."""
         expected = [_INDEX_FORMATS.index(self.indices)] + [2] * self.cache_keys
         if (
             header.value_format != VALUE_FORMATS.index(self.values)

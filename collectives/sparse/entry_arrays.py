@@ -1,4 +1,4 @@
-"""Compute with chosen entries, on the host here, and turn them into messages of one length on all ranks.
+"""Compute with selected entries, here on the host, and encode them as messages of one length on all ranks.
 
 *Lines* are the back end's arrays (numpy, torch, CuPy), which move between ranks. *Values*, indices and messages are
 numpy arrays, or CuPy arrays on a GPU (`EntryArrays` is the protocol of both): the same bits on both.
@@ -36,30 +36,24 @@ if TYPE_CHECKING:
 
 Line = TypeVar("Line")
 
-Entries = tuple[Any, Any]
-"""Indices, ascending, and values."""
+Entries = tuple[Any, Any]  # indices, ascending, and values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedEntries:
-    """Entries on their way.
+    """Encoded entries.
 
-    Parameters
-    ----------
-    message : array of uint8
-    told : Entries
-        As those who get the message read them: a wire format may round values.
-    lost : Entries or None
-        What rounding took away, at the same indices; None where nothing is rounded.
+    `decoded` are the entries as receivers decode them: a wire format may round values. `lost` is the rounding error at
+    the same indices, None without rounding.
     """
 
     message: Any
-    told: Entries
+    decoded: Entries
     lost: Entries | None
 
 
 class ResidualFeedback(Protocol):
-    """As `collectives.ErrorFeedback`, which see."""
+    """The protocol of `collectives.ErrorFeedback`."""
 
     residual: Any
     velocity: Any
@@ -67,70 +61,70 @@ class ResidualFeedback(Protocol):
     step: int
 
     def feed(self, gradient: Any, k: int) -> Entries:
-        """Take in a gradient, and give out the k largest entries of what is there now."""
+        """Add a gradient to the residual, and remove and return its k largest entries."""
 
     def part(self, start: int, stop: int) -> ResidualFeedback:
-        """The feedback of some neighbouring elements, on the same memory."""
+        """Return the feedback of a range of elements, on the same memory."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as numpy copies."""
+        """Return the state for `restore`, as numpy copies."""
 
     def restore(self, state: Any) -> None:
-        """Go on from a state, whose arrays are numpy's or as the residual is."""
+        """Restore a state, with numpy arrays or arrays like the residual."""
 
 
 class EntryArrays(Protocol[Line]):
     """Computes with gradients and entries; everything but `feedback` inside ``with here()``."""
 
     def here(self) -> AbstractContextManager[object]:
-        """Where this process computes; what was begun inside is complete when it is left."""
+        """Return the context of the computation, which is complete when it is left."""
 
     def feedback(self, size: int, dtype: str, *, momentum: float) -> ResidualFeedback:
-        """A new residual, all zero."""
+        """Return a new residual, all zero."""
 
     def area(self, nbytes: int) -> Line:
-        """A new line of so many bytes, contents undefined: for messages."""
+        """Return a new line of so many bytes, contents undefined, for messages."""
 
     def values(self, line: Line) -> Any:
-        """The values of a line, only to be read."""
+        """Return the values of a line, read-only."""
 
     def line(self, values: Any) -> Line:
-        """A line with these values, which may be the same memory."""
+        """Return a line with these values, possibly the same memory."""
 
     def zeroed(self, line: Line) -> Any:
-        """Values of zero, to be put into a line by `store`: the same memory where that can be."""
+        """Return zeros to fill and `store` in a line: its own memory if possible."""
 
     def store(self, line: Line, values: Any) -> None:
-        """Put values into a line; nothing is done where they are its own memory."""
+        """Put values into a line, unless they are its own memory."""
 
     def widened(self, array: Line, dtype: str) -> Line:
-        """A gradient as one line of a dtype that holds all its values; the same memory where it is one already."""
+        """Return a gradient as a line of a dtype that holds all its values; the same memory if it is one already."""
 
     def rounded(self, target: Line, result: Line) -> None:
-        """Put a result into an array of the same shape with fewer bits, each value rounded to the nearest, or even."""
+        """Put a result into an array of the same shape with fewer bits, rounded to nearest, ties to even."""
 
     def bounded(self, values: Any, limit: float = math.inf) -> bool:
-        """Whether all magnitudes are below a limit, and so are finite."""
+        """Return whether all magnitudes are below a limit, and so are finite."""
 
     def shown(self, values: Any) -> Any:
-        """Infinities where values are not finite, zeros elsewhere: new values."""
+        """Return new values: infinities in place of values that are not finite, zeros elsewhere."""
 
     def nonzero(self, values: Any) -> Entries:
-        """The entries of values that are not zero, as copies."""
+        """Return copies of the nonzero entries."""
 
     def add(self, total: Any, entries: Entries) -> None:
-        """Add entries, no index twice."""
+        """Add entries with distinct indices."""
 
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
     ) -> EncodedEntries:
-        """Entries of so many elements as a message; see `collectives.sparse.entry_arrays`."""
+        """Encode entries of so many elements as a message (see `collectives.sparse.entry_arrays`)."""
 
     def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
-        """The entries of a message."""
+        """Decode the entries of a message."""
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
-        """Add entries up in their order; the k largest of them and the others."""
+        """Sum entries in their order; return the k largest and the others."""
 
 
 Array = NDArray[Any]
@@ -141,29 +135,14 @@ LARGEST_FLOAT = {
     "float16": float(np.finfo(np.float16).max),
     "bfloat16": float.fromhex("0x1.fep127"),
 }
-"""The largest magnitude that a format does not turn into infinity."""
+"""Largest magnitude that a format does not round to infinity."""
 
 
 class EntryMessages(Generic[Line]):
-    """Messages with entries of the shards of a gradient; all of one shard have one length.
+    """Encodes the entries of a gradient's shards; all messages of one shard have one length.
 
-    Parameters
-    ----------
-    arrays : EntryArrays
-    borders : sequence of int
-        Where shards begin and end, from 0 to the gradient's size.
-    dtype : str
-        Of values.
-    density : float
-        Share of the elements of every shard that is chosen.
-    wire : WireFormat or None
-
-    Attributes
-    ----------
-    entries : tuple of int
-        Entries of every shard.
-    lengths : tuple of int
-        Bytes of a message of every shard.
+    `borders` are those of the shards, from 0 to the gradient's size, and `density` is the selected share of every
+    shard. `entries` and `lengths` (in bytes) are those of a message, by shard.
     """
 
     def __init__(
@@ -193,38 +172,32 @@ class EntryMessages(Generic[Line]):
         return self.borders[-1]
 
     def encoded(self, entries: Entries, shard: int, *, rank: int, step: int) -> EncodedEntries:
-        """The message of a rank; step and rank are those of random rounding."""
+        """Encode a rank's entries; step and rank seed random rounding."""
         return self._arrays.encode(
             entries, size=self._sizes[shard], wire=self._wires[shard], rank=shard << 32 | rank, step=step
         )
 
     def decoded(self, message: Any, shard: int) -> Entries:
-        """The entries of a message."""
+        """Decode a message."""
         return self._arrays.decode(
             message, size=self._sizes[shard], dtype=self.dtype, wire=self._wires[shard]
         )
 
 
 def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:
-    """Bytes of a message with entries of a gradient of so many elements.
-
-    Raises
-    ------
-    UsageError
-        The wire format caches keys.
-    """
+    """Return the bytes of a message with entries of `size` elements; UsageError if the wire format caches keys."""
     if wire is None:
         return entries * (np.dtype(index_type(size)).itemsize + np.dtype(dtype).itemsize)
     if wire.cache_keys:
         raise UsageError(
-            "messages of a sparse allreduce have one length, which cached keys could not shorten; "
+            "messages of a sparse allreduce have one length, which cached keys cannot shorten; "
             "use a wire format without cache_keys"
         )
     return wire.encoded_bytes_at_most(entries, size, dtype, index_dtype=index_type(size))
 
 
 def place_bytes(length: int) -> int:
-    """Bytes of the place of a message of so many, at whose end the next message may start.
+    """Return the bytes of a message with its padding, after which the next message may start.
 
     Examples
     --------
@@ -237,7 +210,7 @@ def place_bytes(length: int) -> int:
 def encode_entries(
     indices: Array, values: Array, *, size: int, wire: WireFormat | None, rank: int, step: int
 ) -> Bytes:
-    """A message; rank and step are those of random rounding."""
+    """Encode entries as a message; rank and step seed random rounding."""
     if wire is None:
         return np.concatenate((indices.view(np.uint8), values.view(np.uint8)))
     message = np.zeros(message_bytes(len(indices), size=size, dtype=values.dtype.name, wire=wire), np.uint8)
@@ -247,7 +220,7 @@ def encode_entries(
 
 
 def clip_to_format(values: Array, wire: WireFormat) -> Array:
-    """Values as near as a rounding format comes to them: larger ones are cut, infinite ones stay.
+    """Clip finite values to the range of a rounding format; infinite ones stay.
 
     Examples
     --------
@@ -262,7 +235,7 @@ def clip_to_format(values: Array, wire: WireFormat) -> Array:
 
 
 def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | None) -> tuple[Array, Array]:
-    """Indices and values of a message.
+    """Return indices and values of a message.
 
     Examples
     --------
@@ -282,38 +255,27 @@ HostArray = NDArray[Any]
 
 
 class HostEntryArrays(Generic[Line]):
-    """`EntryArrays` of numpy arrays, for any library of arrays.
-
-    Parameters
-    ----------
-    library : ArrayLibrary
-    """
+    """The `EntryArrays` of numpy arrays, for any array library."""
 
     def __init__(self, library: ArrayLibrary[Line]) -> None:
         self._library = library
 
     def here(self) -> AbstractContextManager[object]:
-        """See `EntryArrays.here`."""
         return nullcontext()
 
     def feedback(self, size: int, dtype: str, *, momentum: float) -> ErrorFeedback:
-        """See `EntryArrays.feedback`."""
         return ErrorFeedback(size, dtype, momentum=momentum)
 
     def area(self, nbytes: int) -> Line:
-        """See `EntryArrays.area`."""
         return self._library.empty((nbytes,), self._library.of(np.empty(0, np.uint8)))
 
     def values(self, line: Line) -> HostArray:
-        """See `EntryArrays.values`."""
         return self._library.values(line)
 
     def line(self, values: HostArray) -> Line:
-        """See `EntryArrays.line`."""
         return self._library.wrapped(values)
 
     def zeroed(self, line: Line) -> HostArray:
-        """See `EntryArrays.zeroed`."""
         if not self._library.by_numpy(line):
             return np.zeros(self._library.shape(line), self._library.dtype(line))
         values = self._library.values(line)
@@ -321,7 +283,6 @@ class HostEntryArrays(Generic[Line]):
         return values
 
     def store(self, line: Line, values: HostArray) -> None:
-        """See `EntryArrays.store`."""
         if not self._library.by_numpy(line):
             self._library.put(line, values)
             return
@@ -330,64 +291,55 @@ class HostEntryArrays(Generic[Line]):
             target[...] = values
 
     def widened(self, array: Line, dtype: str) -> Line:
-        """See `EntryArrays.widened`."""
         library = self._library
         if library.dtype(array) == dtype:
             return library.line(array)
         return library.wrapped(np.ascontiguousarray(library.values(array), dtype).reshape(-1))
 
     def rounded(self, target: Line, result: Line) -> None:
-        """See `EntryArrays.rounded`."""
-        with np.errstate(over="ignore"):  # what is too large is infinite, as in sums of such values
+        with np.errstate(over="ignore"):  # overflow becomes infinite, as in sums of such values
             self._library.put(target, self._library.values(result))
 
     def bounded(self, values: HostArray, limit: float = math.inf) -> bool:
-        """See `EntryArrays.bounded`."""
-        # smallest and largest are NaN if there is one, for which no comparison holds
+        # a NaN makes smallest and largest NaN, for which no comparison holds
         return not values.size or (float(values.min()) > -limit and float(values.max()) < limit)
 
     def shown(self, values: HostArray) -> HostArray:
-        """See `EntryArrays.shown`."""
         shown = np.where(np.isfinite(values), values.dtype.type(0), values)
         shown[np.isnan(shown)] = np.inf
         return shown
 
     def nonzero(self, values: HostArray) -> Entries:
-        """See `EntryArrays.nonzero`."""
         indices = np.flatnonzero(values)
         return indices, values[indices]
 
     def add(self, total: HostArray, entries: Entries) -> None:
-        """See `EntryArrays.add`."""
         indices, values = entries
         total[indices] += values
 
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
     ) -> EncodedEntries:
-        """See `EntryArrays.encode`."""
         indices, values = entries
         if wire is None or wire.lossless_for(values.dtype):
             message = encode_entries(indices, values, size=size, wire=wire, rank=rank, step=step)
             return EncodedEntries(message, entries, None)
-        # what a format cannot hold is told another time
+        # the residual keeps what the format cannot hold
         sent = clip_to_format(values, wire)
         message = encode_entries(indices, sent, size=size, wire=wire, rank=rank, step=step)
-        told = decode_entries(message, size=size, dtype=values.dtype.name, wire=wire)
-        lost = np.subtract(values, told[1], where=np.isfinite(values), out=np.zeros_like(values))
-        return EncodedEntries(message, told, (indices, lost))
+        decoded = decode_entries(message, size=size, dtype=values.dtype.name, wire=wire)
+        lost = np.subtract(values, decoded[1], where=np.isfinite(values), out=np.zeros_like(values))
+        return EncodedEntries(message, decoded, (indices, lost))
 
     def decode(self, message: HostArray, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
-        """See `EntryArrays.decode`."""
         return decode_entries(message, size=size, dtype=dtype, wire=wire)
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
-        """See `EntryArrays.merge`."""
         return largest_entries(*merge_entries(parts), k)
 
 
 def merge_entries(parts: Sequence[Entries]) -> Entries:
-    """Entries of several ranks in ascending order, the values of one index added up in the order of the ranks.
+    """Return the entries of several ranks in ascending order, equal indices summed in the order of the ranks.
 
     Examples
     --------
@@ -397,7 +349,7 @@ def merge_entries(parts: Sequence[Entries]) -> Entries:
     ([1, 4, 5], [1.0, 5.0, 4.0])
     """
     indices = np.concatenate([part[0] for part in parts])
-    indices.sort()  # np.unique would hash them, which takes much longer
+    indices.sort()  # np.unique hashes, which takes much longer
     first = np.ones(len(indices), dtype=np.bool_)
     np.not_equal(indices[1:], indices[:-1], out=first[1:])
     indices = indices[first]
@@ -408,17 +360,17 @@ def merge_entries(parts: Sequence[Entries]) -> Entries:
 
 
 def largest_entries(indices: HostArray, values: HostArray, k: int) -> tuple[Entries, Entries]:
-    """Of entries in ascending order the k of largest magnitude, ties by lowest index, and the others.
+    """Return the k entries of largest magnitude, ties by lowest index, and the others, both ascending.
 
     Examples
     --------
-    >>> kept, left = largest_entries(np.array([1, 4, 6]), np.float32([2, -3, 2]), 2)
-    >>> kept[0].tolist(), left[0].tolist()
+    >>> kept, others = largest_entries(np.array([1, 4, 6]), np.float32([2, -3, 2]), 2)
+    >>> kept[0].tolist(), others[0].tolist()
     ([1, 4], [6])
     """
     if k >= len(indices):
         return (indices, values), (indices[:0], values[:0])
-    # a NaN, as infinities of both signs make, goes to everybody
+    # a NaN, as from infinities of both signs, must reach all ranks
     chosen, _ = topk(values, k, nan="largest")
     rest = np.ones(len(indices), dtype=np.bool_)
     rest[chosen] = False

@@ -1,8 +1,8 @@
-"""Choose the exchange of a sparse gradient by the model: the whole gradient, or its chosen entries over one of several.
+"""Choose the exchange of a sparse gradient by the model: the whole gradient, or its entries in one of four ways.
 
-An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of
-b + i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
-The model evaluates this for the machine's links and all plans. The time of choosing and adding entries is not in it.
+An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of b
++ i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
+The model evaluates this for the machine's links and all plans. The time of selecting and adding entries is left out.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ EXCHANGES = ("auto", "dense", "pairs", "servers", "tree", "balanced")
 
 @dataclass(frozen=True, slots=True)
 class SparseExplanation:
-    """What is exchanged for a gradient, and why.
+    """The exchange of a gradient, and its reason.
 
     Parameters
     ----------
     exchange : str
-        "dense": residual and gradient are added up as a whole. "pairs": the entries of all ranks are gathered.
-        "servers": gradients are summed inside servers, and entries exchanged between them. "tree": entries are added up
-        and chosen again on the way up one low tree. "balanced": the same on many trees, each for its part.
+        "dense": residual and gradient are summed as a whole. "pairs": the entries of all ranks are gathered.
+        "servers": gradients are summed inside servers, and entries exchanged between them. "tree": entries are summed
+        and selected again on the way up one low tree. "balanced": the same on many trees, each for its part.
     entries : int
-        That every rank gives, or with "servers" every server; where shards choose for themselves about so many.
+        Entries of every rank, or with "servers" of every server; approximate if shards select for themselves.
     pairs_bytes : int
-        Of the gathered messages of all ranks, in their places.
+        Bytes of the gathered messages of all ranks, with padding.
     reason : str
     seconds : mapping of str to float
-        Model times: for "auto" of all exchanges that this machine has, else of the one that was named, since the others
-        need not be planned then.
+        Model times: for "auto" of all exchanges of this machine, else of the one that was named.
     plan : Plan or None
-        What runs, unless entries are gathered: the plan of the allreduce, or the sparse plan.
+        The plan that runs, unless entries are gathered: that of the allreduce, or the sparse plan.
     """
 
     exchange: str
@@ -53,33 +52,27 @@ class SparseExplanation:
 
     @property
     def dense_seconds(self) -> float:
-        """Model time of the whole gradient; NaN where another exchange was named."""
+        """Model time of the whole gradient; NaN if another exchange was named."""
         return self.seconds.get("dense", math.nan)
 
     @property
     def pairs_seconds(self) -> float:
-        """Model time of gathered entries; NaN where another exchange was named."""
+        """Model time of gathered entries; NaN if another exchange was named."""
         return self.seconds.get("pairs", math.nan)
 
 
 def check_exchange(exchange: str) -> str:
-    """The name of a known exchange, or "auto".
-
-    Raises
-    ------
-    UsageError
-        The exchange is unknown.
-    """
+    """Return the name of an exchange, or "auto"; UsageError if it is unknown."""
     if exchange not in EXCHANGES:
         raise UsageError(f"exchange {exchange!r} is unknown; use {', '.join(EXCHANGES)}")
     return exchange
 
 
 def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
-    """The exchange that "auto" takes: the quickest, and dense where nothing is sparse.
+    """Return the exchange of "auto": the fastest, and dense if no entry is left out.
 
-    Over several servers with several ranks each, trees on entries are taken only where they are asked for: they leave
-    as many entries as one rank gives, where three phases leave those of every server.
+    Over several servers with several ranks each, trees on entries are taken only by name: they keep as many entries as
+    one rank gives, while three phases keep those of every server.
 
     Examples
     --------
@@ -100,7 +93,7 @@ def explain_choice(
     gathered: int,
     nbytes: int,
 ) -> str:
-    """Why this exchange, in words."""
+    """Return the reason for an exchange, in words."""
     names = {
         "pairs": f"{entries} of {size} entries of each of {ranks} ranks, {format_size(gathered)} together, take",
         "dense": f"the whole gradient, {format_size(nbytes)}, takes",
@@ -116,12 +109,7 @@ def explain_choice(
 
 
 def entry_count(size: int, density: float) -> int:
-    """How many entries a density means: at least one of those that there are.
-
-    Raises
-    ------
-    UsageError
-        The density is not a number above 0 and at most 1.
+    """Return the number of entries of a density, at least one if there are any; UsageError for an invalid density.
 
     Examples
     --------

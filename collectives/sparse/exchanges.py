@@ -1,10 +1,10 @@
-"""Add up sparse contributions by one of four exchanges: dense, pairs, trees, or servers.
+"""Sum sparse contributions by one of four exchanges: dense, pairs, trees, or servers.
 
-- *dense*: gradient and residual are added up as a whole, after which no residual is kept.
+- *dense*: gradient and residual are summed as a whole, after which the residual is zero.
 - *pairs*: the entries of all ranks are gathered everywhere, by the allgather plan of the allocation.
-- *trees* (`topoplan.schedules.sparse_plan`): every rank chooses the largest entries of each shard. Up a tree, a rank
-  adds arriving entries to its own and sends on as many as it had, the largest; the root's go down. Entries left out
-  are added to the rank's residual at the end, so nothing is lost.
+- *trees* (`topoplan.schedules.sparse_plan`): every rank selects the largest entries of each shard. Up a tree, a rank
+  adds arriving entries to its own and sends on as many as it had, the largest; the root's go down. Entries that it
+  leaves out are added to its residual at the end, so nothing is lost.
 - *servers* (HiTopKComm; `topoplan.schedules.sparse_plan`): gradients are summed inside each server. The owner of a
   part adds the sum to its residual, chooses the largest entries, and sends them to the part's owners in all other
   servers. Each adds the entries in the order of the servers, so owners have the same bits, and hands them out in its
@@ -29,40 +29,33 @@ from collectives.sparse.residuals import HandedOver, Residuals, select_entries
 from collectives.sparse.sparse_plans import RoundRunner
 from collectives.tables.array_library import ArrayLibrary
 from topoplan.plans.plan import Plan
-from topoplan.plans.shards import Shard
 
 GatherEntries = Callable[[list[Any]], list[Any]]
-"""From messages of one length, one for each rank of this process, to all messages one after another, for each rank."""
+"""Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each rank."""
 
 
 class DenseExchange(Generic[Line]):
-    """The allreduce of the whole gradient and the residual, after which nothing is kept.
+    """The allreduce of the whole gradient and the residual, after which the residual is zero.
 
-    Parameters
-    ----------
-    add_up : callable
-        From lines, one for each rank of this process, to the sums; lines stay as they are.
-    library : ArrayLibrary
-    arrays : EntryArrays
+    `sum_lines` takes a line for each rank of this process and returns the sums; lines do not change.
     """
 
     def __init__(
         self,
-        add_up: Callable[[list[Line]], list[Line]],
+        sum_lines: Callable[[list[Line]], list[Line]],
         library: ArrayLibrary[Line],
         arrays: EntryArrays[Line],
     ) -> None:
-        self._add_up = add_up
+        self._sum_lines = sum_lines
         self._library = library
         self._arrays = arrays
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
-        """Add up everything; parameters and result as `ServerExchange.run`."""
         given: dict[int, Line] = {}
         try:
             for rank, line in gradients.items():
                 given[rank] = line if residuals[rank].empty else self._with_residual(residuals[rank], line)
-            return self._add_up(list(given.values()))
+            return self._sum_lines(list(given.values()))
         except BaseException:
             for rank, line in given.items():
                 residuals[rank].changed()
@@ -70,7 +63,7 @@ class DenseExchange(Generic[Line]):
             raise
 
     def _with_residual(self, residuals: Residuals, line: Line) -> Line:
-        """A line with the gradient and all that was kept."""
+        """Return a line with the gradient plus the residual, and clear the residual."""
         whole = residuals.whole
         residuals.changed()
         select_entries(whole, self._arrays.values(line), 0, self._arrays)
@@ -84,18 +77,7 @@ class DenseExchange(Generic[Line]):
 
 
 class PairExchange(Generic[Line]):
-    """One sparse allreduce over pairs of index and value.
-
-    Parameters
-    ----------
-    gather : callable
-    ranks : int
-        Of all processes together.
-    library : ArrayLibrary
-    arrays : EntryArrays
-    messages : EntryMessages
-        Of one shard, the whole gradient.
-    """
+    """One sparse allreduce over pairs of index and value; `messages` are of one shard, the whole gradient."""
 
     def __init__(
         self,
@@ -112,7 +94,7 @@ class PairExchange(Generic[Line]):
         self._messages = messages
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
-        """Add up chosen entries of all ranks, in their order; parameters and result as `ServerExchange.run`."""
+        """Entries are added in the order of ranks."""
         arrays, messages = self._arrays, self._messages
         chosen: dict[int, Entries] = {}
         sent: dict[int, EncodedEntries] = {}
@@ -133,7 +115,7 @@ class PairExchange(Generic[Line]):
         return [self._sum(line, all_of) for line, all_of in zip(gradients.values(), gathered, strict=True)]
 
     def _placed(self, message: Any) -> Any:
-        """A message with what is left of its place."""
+        """Return a message with its padding."""
         length = self._messages.lengths[0]
         if place_bytes(length) == length:
             return message
@@ -154,25 +136,14 @@ class PairExchange(Generic[Line]):
         return result
 
 
-REDUCE_PHASE, EXCHANGE_PHASE, BROADCAST_PHASE = range(3)
-"""The rounds of such a plan."""
+REDUCE_PHASE, EXCHANGE_PHASE, BROADCAST_PHASE = range(3)  # the rounds of a plan of three phases
 
 
 class ServerExchange(Generic[Line]):
-    """One sparse allreduce over servers.
+    """One sparse allreduce over servers, by a plan of three phases.
 
-    Parameters
-    ----------
-    runner : RoundRunner
-        Of a plan of three phases.
-    library : ArrayLibrary
-    arrays : EntryArrays
-    borders : sequence of int
-        Where the plan's shards begin and end.
-    messages : EntryMessages
-        Of the parts (`part_borders`).
-    about : str
-        What the elements mean.
+    `borders` are those of the plan's shards, `messages` those of the parts (`part_borders`), and `about` describes the
+    elements for comparison between ranks.
     """
 
     def __init__(
@@ -192,7 +163,10 @@ class ServerExchange(Generic[Line]):
         self._about = about
         shards = runner.plan.shards
         self._first = _first_shards(runner.plan)
-        self._owners = [owners_of(shards[first]) for first in self._first]
+        self._owners = [
+            tuple(stage.root for stage in shards[first].stages if stage.op == "gather")
+            for first in self._first
+        ]
         self._sums = [
             {stage.root for stage in shards[first].stages if stage.op == "reduce" and stage.edges}
             for first in self._first
@@ -201,17 +175,9 @@ class ServerExchange(Generic[Line]):
         self._lengths = [lengths.get(shard, 0) for shard in range(len(shards))]
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
-        """Add up chosen entries of all servers.
+        """Sum the selected entries of all servers, for this process's ranks.
 
-        Parameters
-        ----------
-        residuals, gradients : mapping of rank
-            Of this process's ranks; gradients are lines of the library, in the dtype of the residuals.
-
-        Returns
-        -------
-        list of arrays
-            A line for each of these ranks.
+        `gradients` are lines of the library in the dtype of the residuals; returns a line for each rank.
         """
         library, messages = self._library, self._messages
         totals = {rank: library.empty((messages.size,), line) for rank, line in gradients.items()}
@@ -247,7 +213,7 @@ class ServerExchange(Generic[Line]):
         return lines
 
     def _given(self, residuals: Residuals, rank: int, line: Line, handed: dict[int, HandedOver]) -> Line:
-        """The gradient, and what the rank no longer keeps itself, which is noted."""
+        """Return the gradient plus the residual that the rank does not own any more, which is noted."""
         handed[rank] = residuals.hand_over(self._owned(rank), self._arrays)
         if not handed[rank]:
             return line
@@ -260,7 +226,7 @@ class ServerExchange(Generic[Line]):
         return copied
 
     def _owned(self, rank: int) -> list[tuple[int, int]]:
-        """The elements of which a rank keeps the residual."""
+        """Return the elements whose residual a rank keeps."""
         ranges = [self._range(part) for part, owners in enumerate(self._owners) if rank in owners]
         return [(start, stop) for start, stop in ranges if start < stop]
 
@@ -277,7 +243,7 @@ class ServerExchange(Generic[Line]):
         totals: Mapping[int, Line],
         chosen: dict[tuple[int, int], Entries],
     ) -> None:
-        """Take the largest entries of the sums of this process's servers and what is kept of earlier ones."""
+        """Select the largest entries of the sums of this process's servers and their residuals."""
         for part, owners in enumerate(self._owners):
             for rank in owners:
                 if rank in residuals:
@@ -294,7 +260,7 @@ class ServerExchange(Generic[Line]):
         chosen: Mapping[tuple[int, int], Entries],
         totals: Mapping[int, Line],
     ) -> dict[tuple[int, int], EncodedEntries]:
-        """Put the sums of all servers' entries into the owners' totals; what these ranks have sent for that."""
+        """Put the sums of all servers' entries into the owners' totals; return what these ranks have sent."""
         arrays, messages = self._arrays, self._messages
         sent = {
             (rank, part): messages.encoded(entries, part, rank=rank, step=residuals[rank].whole.step)
@@ -313,7 +279,7 @@ class ServerExchange(Generic[Line]):
             total = arrays.zeroed(line)
             for sender in self._owners[part]:
                 if sender == rank:
-                    arrays.add(total, own.told)
+                    arrays.add(total, own.decoded)
                 else:
                     message = by_sender[rank, self._first[part], sender]
                     arrays.add(total, messages.decoded(message, part))
@@ -321,40 +287,22 @@ class ServerExchange(Generic[Line]):
         return sent
 
 
-def owners_of(shard: Shard) -> tuple[int, ...]:
-    """The owners of a shard, one in each server."""
-    return tuple(stage.root for stage in shard.stages if stage.op == "gather")
-
-
 def part_borders(plan: Plan, borders: Sequence[int]) -> tuple[int, ...]:
-    """Where the parts begin and end, given where shards do."""
+    """Return the borders of the parts, from those of the shards."""
     return (*(borders[first] for first in _first_shards(plan)), borders[-1])
 
 
 def _first_shards(plan: Plan) -> list[int]:
-    """The first shard of every part: its messages take the way of all."""
-    ways = [[stage for stage in shard.stages if stage.op == "gather"] for shard in plan.shards]
-    return [number for number, way in enumerate(ways) if number == 0 or way != ways[number - 1]]
+    """Return the first shard of every part: its messages are routed for the whole part."""
+    routes = [[stage for stage in shard.stages if stage.op == "gather"] for shard in plan.shards]
+    return [number for number, route in enumerate(routes) if number == 0 or route != routes[number - 1]]
 
 
-Remainder = tuple[int, int, Entries]
-"""Rank, shard, and entries that the rank leaves out."""
+Remainder = tuple[int, int, Entries]  # rank, shard, and entries that the rank does not send on
 
 
 class TreeExchange(Generic[Line]):
-    """One sparse allreduce over trees.
-
-    Parameters
-    ----------
-    runner : RoundRunner
-        Of a plan all of whose stages move entries.
-    library : ArrayLibrary
-    arrays : EntryArrays
-    messages : EntryMessages
-        Of the plan's shards.
-    about : str
-        What the elements mean.
-    """
+    """One sparse allreduce over trees; all stages move entries, and `messages` are of the plan's shards."""
 
     def __init__(
         self,
@@ -371,10 +319,9 @@ class TreeExchange(Generic[Line]):
         self._about = about
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
-        """Add up chosen entries of all ranks; parameters and result as `ServerExchange.run`."""
         arrays, messages = self._arrays, self._messages
         fed: dict[tuple[int, int], Entries] = {}
-        left: list[Remainder] = []
+        remainders: list[Remainder] = []
         try:
             for rank, line in gradients.items():
                 residuals[rank].changed()
@@ -386,11 +333,11 @@ class TreeExchange(Generic[Line]):
                     )
             held = dict(fed)
             for number in range(len(self._runner.rounds)):
-                self._round(number, residuals, held, left)
+                self._round(number, residuals, held, remainders)
         except BaseException:
             self._keep(((rank, shard, entries) for (rank, shard), entries in fed.items()), residuals)
             raise
-        self._keep(left, residuals)
+        self._keep(remainders, residuals)
         lines = []
         for rank, line in gradients.items():
             result = self._library.empty((messages.size,), line)
@@ -406,9 +353,9 @@ class TreeExchange(Generic[Line]):
         number: int,
         residuals: Mapping[int, Residuals],
         held: dict[tuple[int, int], Entries],
-        left: list[Remainder],
+        remainders: list[Remainder],
     ) -> None:
-        """Send what ranks hold one level up or all the way down; note what they leave out."""
+        """Send the entries of ranks one level up or all the way down; note the remainders."""
         messages, one = self._messages, self._runner.rounds[number]
         sent = {}
         senders = zip(one.shards, one.senders, strict=True)
@@ -416,9 +363,9 @@ class TreeExchange(Generic[Line]):
             if rank in residuals:
                 step = residuals[rank].whole.step
                 encoded = messages.encoded(held[rank, shard], shard, rank=rank, step=step)
-                sent[rank, shard], held[rank, shard] = encoded.message, encoded.told
+                sent[rank, shard], held[rank, shard] = encoded.message, encoded.decoded
                 if encoded.lost is not None:
-                    left.append((rank, shard, encoded.lost))
+                    remainders.append((rank, shard, encoded.lost))
         about = f"{self._about}, {one.kind} {number}"
         arrived = self._runner.exchange(number, messages.lengths, sent, self._arrays, about=about)
         for rank, found in arrived.items():
@@ -429,9 +376,9 @@ class TreeExchange(Generic[Line]):
                     continue
                 together = [held[rank, shard], *others]
                 held[rank, shard], rest = self._arrays.merge(together, messages.entries[shard])
-                left.append((rank, shard, rest))
+                remainders.append((rank, shard, rest))
 
-    def _keep(self, left: Iterable[Remainder], residuals: Mapping[int, Residuals]) -> None:
-        for rank, shard, entries in left:
+    def _keep(self, remainders: Iterable[Remainder], residuals: Mapping[int, Residuals]) -> None:
+        for rank, shard, entries in remainders:
             start, stop = self._messages.borders[shard : shard + 2]
             self._arrays.add(residuals[rank].part(start, stop).residual, entries)

@@ -1,7 +1,7 @@
 """Compute with gradients and entries on a GPU, in CuPy arrays.
 
 Residuals, selection, sums and messages stay there. Entries that a wire format packs or rounds, or that a rank of a
-tree adds up and chooses from again, are few and go through the processor, which has the code for it. Without a wire
+tree sums and selects from again, are few and go through the processor, which has the code for it. Without a wire
 format a message is all indices and then all values, as they lie in memory.
 """
 
@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 class GpuEntryArrays:
-    """`EntryArrays` of one GPU.
-
-    Parameters
-    ----------
-    library : CupyArrays
-        Everything runs on its GPU, in its stream.
-    """
+    """The `EntryArrays` of one GPU, in the stream of its CuPy library."""
 
     def __init__(self, library: Any) -> None:
         self._cupy: Any = load_cupy("gpu selection")
@@ -41,7 +35,6 @@ class GpuEntryArrays:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """See `EntryArrays.here`."""
         with self._library.here() as stream:
             try:
                 yield
@@ -49,33 +42,26 @@ class GpuEntryArrays:
                 stream.synchronize()
 
     def feedback(self, size: int, dtype: str, *, momentum: float) -> GpuErrorFeedback:
-        """See `EntryArrays.feedback`."""
         return GpuErrorFeedback(size, dtype, momentum=momentum, device=self._library.device)
 
     def area(self, nbytes: int) -> Any:
-        """See `EntryArrays.area`."""
         return self._cupy.empty(nbytes, dtype=np.uint8)
 
     def values(self, line: Any) -> Any:
-        """See `EntryArrays.values`."""
         return line
 
     def line(self, values: Any) -> Any:
-        """See `EntryArrays.line`."""
         return values
 
     def zeroed(self, line: Any) -> Any:
-        """See `EntryArrays.zeroed`."""
         line[...] = 0
         return line
 
     def store(self, line: Any, values: Any) -> None:
-        """See `EntryArrays.store`."""
         if line.data.ptr != values.data.ptr:
             line[...] = values
 
     def widened(self, array: Any, dtype: str) -> Any:
-        """See `EntryArrays.widened`."""
         line = self._library.line(array)
         if line.dtype == dtype:
             return line
@@ -84,46 +70,38 @@ class GpuEntryArrays:
         return made
 
     def rounded(self, target: Any, result: Any) -> None:
-        """See `EntryArrays.rounded`."""
         target[...] = result
 
     def bounded(self, values: Any, limit: float = math.inf) -> bool:
-        """See `EntryArrays.bounded`."""
         return abs(_largest(values)) < limit
 
     def shown(self, values: Any) -> Any:
-        """See `EntryArrays.shown`."""
         return self._cupy.asarray(self._host.shown(values.get()))
 
     def nonzero(self, values: Any) -> Entries:
-        """See `EntryArrays.nonzero`."""
         indices = self._cupy.flatnonzero(values)
         return indices, values[indices]
 
     def add(self, total: Any, entries: Entries) -> None:
-        """See `EntryArrays.add`."""
         add_entries_gpu(total, *entries)
 
     def encode(
         self, entries: Entries, *, size: int, wire: WireFormat | None, rank: int, step: int
     ) -> EncodedEntries:
-        """See `EntryArrays.encode`."""
         if wire is None:
             return EncodedEntries(encode_entries_gpu(*entries), entries, None)
         made = self._host.encode(_fetched(entries), size=size, wire=wire, rank=rank, step=step)
         message = self._cupy.asarray(made.message)
         if made.lost is None:
             return EncodedEntries(message, entries, None)
-        return EncodedEntries(message, self._put(made.told), self._put(made.lost))
+        return EncodedEntries(message, self._put(made.decoded), self._put(made.lost))
 
     def decode(self, message: Any, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
-        """See `EntryArrays.decode`."""
         if wire is None:
             return decode_entries_gpu(message, size=size, dtype=dtype)
         return self._put(self._host.decode(message.get(), size=size, dtype=dtype, wire=wire))
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
-        """See `EntryArrays.merge`."""
         kept, rest = self._host.merge([_fetched(part) for part in parts], k)
         return self._put(kept), self._put(rest)
 
@@ -132,7 +110,7 @@ class GpuEntryArrays:
 
 
 def _largest(values: Any) -> float:
-    """The value of largest magnitude, or a NaN where there is one."""
+    """Return the value of largest magnitude, or a NaN if there is one."""
     return float(topk_gpu(values, 1, nan="largest")[1].get()[0]) if values.size else 0.0
 
 
@@ -141,17 +119,7 @@ def _fetched(entries: Entries) -> Entries:
 
 
 def encode_entries_gpu(indices: Any, values: Any) -> Any:
-    """A message, on the current stream of the entries' GPU.
-
-    Parameters
-    ----------
-    indices : (n,) CuPy array of int32 or int64
-    values : (n,) CuPy array
-
-    Returns
-    -------
-    (n (index bytes + value bytes),) CuPy array of uint8
-    """
+    """Return the message of entries (vectors of equal length) as uint8, on the current stream of their GPU."""
     cupy: Any = load_cupy("gpu selection")
     with on_device(cupy, indices.device.id):
         parts = [cupy.ascontiguousarray(part).view(np.uint8) for part in (indices, values)]
@@ -162,20 +130,10 @@ def encode_entries_gpu(indices: Any, values: Any) -> Any:
 
 
 def decode_entries_gpu(message: Any, *, size: int, dtype: str) -> tuple[Any, Any]:
-    """Indices and values of a message, in its memory where they are aligned there.
+    """Return indices and values of a message, in its memory if aligned; bfloat16 as its bits in uint16.
 
-    Parameters
-    ----------
-    message : (m,) CuPy array of uint8
-    size : int
-        Elements of the array that the entries are from, which tells the indices' dtype.
-    dtype : str
-        Of the values; bfloat16 comes as its bits in uint16.
-
-    Raises
-    ------
-    UsageError
-        The message has no length that such entries have.
+    `size` is that of the array with the entries, which determines the indices' dtype. Raises `UsageError` for a length
+    that does not fit.
     """
     cupy: Any = load_cupy("gpu selection")
     index, value = np.dtype(index_type(size)), np.dtype("uint16" if dtype == "bfloat16" else dtype)
@@ -191,7 +149,7 @@ def decode_entries_gpu(message: Any, *, size: int, dtype: str) -> tuple[Any, Any
 
 
 def _seen_as(cupy: Any, line: Any, dtype: np.dtype[Any]) -> Any:
-    """Bytes as numbers: a GPU reads these from multiples of their size only."""
+    """Return bytes as numbers, copied if they are not aligned for a GPU."""
     if line.data.ptr % dtype.itemsize:
         aligned = cupy.empty(line.size, dtype=np.uint8)
         aligned[...] = line

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from math import exp, inf, isqrt, log1p
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -24,33 +24,24 @@ from numpy.typing import NDArray
 from collectives.tables.compiled import Word, compiled, leading_zeros, trailing_zeros
 from topoplan.errors import UsageError
 
-GAPS_PER_BLOCK = 1024
-"""Gaps that share one modulus: the byte that names it costs 0.008 bits per gap."""
-
-ESCAPE = 16
-"""Quotients from here on are written in Elias gamma instead of unary."""
-
-GUARD_WORDS = 8
-"""Words behind the payload that a decoder of corrupt bits may touch before it notices."""
-
-WIDEST_UNIVERSE = 1 << 48
-"""Up to here a short code fits one word: 15 zeros, a one, and 48 bits."""
-
-GOOD, PAST_THE_END, UNKNOWN_MODULUS, OUT_OF_UNIVERSE, TRAILING_BITS = range(5)
-"""What `decode_blocks` found."""
+GAPS_PER_BLOCK = 1024  # gaps that share one modulus: the byte that names it costs 0.008 bits per gap
+ESCAPE = 16  # quotients from here on are in Elias gamma instead of unary
+GUARD_WORDS = 8  # words after the payload that a decoder of corrupt bits may read before it notices
+WIDEST_UNIVERSE = 1 << 48  # limit up to which a short code fits one word: 15 zeros, a one, and 48 bits
+GOOD, PAST_THE_END, UNKNOWN_MODULUS, OUT_OF_UNIVERSE, TRAILING_BITS = range(5)  # results of `decode_blocks`
 
 MODULI = np.array([0] + [isqrt(isqrt(1 << step)) for step in range(191)], dtype=np.int64)
-"""Modulus by its name in a block: 2^((name - 1) / 4) rounded down; 0 stands for the modulus of the whole set."""
+"""Modulus by its name in a block: 2^((name - 1) / 4) rounded down; name 0 is the modulus of the whole set."""
 
 _GAMMA_HALVES = np.array(
     [0] + [min(3 * 2 ** (above - 1) - 1, 2 * ESCAPE + 4 * (above - 1)) for above in range(1, 64)],
     dtype=np.int64,
 )
-"""Twice the bits that a quotient costs on average, by how many bits the gap is longer than the remainder."""
+"""Twice the mean bits of a quotient, by the bits by which the gap is longer than the remainder."""
 
 
 def modulus_of(count: int, universe: int) -> int:
-    """The Golomb modulus of `count` random indices below `universe`: ln 2 times the mean distance, at least 1.
+    """Return the Golomb modulus of `count` random indices below `universe`: ln 2 times the mean distance, at least 1.
 
     In whole numbers, so that every machine finds the same.
 
@@ -63,11 +54,11 @@ def modulus_of(count: int, universe: int) -> int:
 
 
 def bits_at_most(count: int, universe: int) -> int:
-    """The bits that no set of `count` indices below `universe` exceeds.
+    """Return the bits that no set of `count` indices below `universe` exceeds.
 
-    All gaps together are at most ``universe - count``, so with the modulus m of the whole set the quotients add up
-    to at most Q = (universe - count) // m, and gamma is longer than unary by one bit at most, from quotient 17 on. A
-    block chooses another modulus only where that is shorter.
+    All gaps together are at most ``universe - count``, so with the modulus m of the whole set the quotients add up to
+    at most Q = (universe - count) // m, and gamma is longer than unary by one bit at most, from quotient 17 on. A
+    block chooses another modulus only if that is shorter.
 
     Examples
     --------
@@ -91,7 +82,7 @@ def encode_blocks(
     moduli: NDArray[np.int64],
     words: NDArray[np.uint64],
 ) -> int:
-    """Write all blocks into `words`, which are zero; the bits written, or -1 - p if index p is out of order."""
+    """Write all blocks into `words`, which are zero; return the bits written, or -1 - p if index p is out of order."""
     gaps = np.empty(GAPS_PER_BLOCK, np.int64)
     count = len(indices)
     position = 0
@@ -123,7 +114,7 @@ def decode_blocks(
     moduli: NDArray[np.int64],
     indices: NDArray[np.int32] | NDArray[np.int64],
 ) -> int:
-    """Fill `indices` from the first `limit` bits of `words`, behind which lie `GUARD_WORDS`; how it went."""
+    """Fill `indices` from the first `limit` bits of `words`, followed by `GUARD_WORDS`; return `GOOD` or a fault."""
     count = len(indices)
     position = 0
     index = np.int64(-1)
@@ -174,7 +165,7 @@ def decode_blocks(
 
 @compiled
 def first_out_of_order(indices: NDArray[np.int32] | NDArray[np.int64], universe: int) -> int:
-    """Position of the first index that is not above the one before it or not in [0, universe); -1 if all are."""
+    """Return the position of the first index that is not ascending or not in [0, universe); -1 without one."""
     previous = np.int64(-1)
     for place in range(len(indices)):
         index = np.int64(indices[place])
@@ -188,7 +179,7 @@ def first_out_of_order(indices: NDArray[np.int32] | NDArray[np.int64], universe:
 def _best_modulus(
     gaps: NDArray[np.int64], length: int, total: Word, set_modulus: int, moduli: NDArray[np.int64]
 ) -> int:
-    """Name of the shortest of three: the set's modulus, that of the block's mean, that of its histogram."""
+    """Return the name of the shortest of three: the set's modulus, that of the block's mean, that of its histogram."""
     best = 0
     bits = _bits_of(gaps, length, set_modulus)
     # 2839 / 4096 is ln 2.
@@ -205,7 +196,7 @@ def _best_modulus(
 
 @compiled
 def _best_power(gaps: NDArray[np.int64], length: int) -> int:
-    """The power of two that codes gaps of these bit lengths shortest, as far as their lengths tell."""
+    """Return the power of two that codes gaps of these bit lengths shortest, estimated from the lengths."""
     lengths = np.zeros(64, np.int64)
     longest: Word = 0
     for place in range(length):
@@ -225,7 +216,7 @@ def _best_power(gaps: NDArray[np.int64], length: int) -> int:
 
 @compiled
 def _bits_of(gaps: NDArray[np.int64], length: int, modulus: Word) -> Word:
-    """Bits of these gaps under this modulus, without the name."""
+    """Return the bits of these gaps under this modulus, without the name."""
     floor = 63 - leading_zeros(modulus)
     short = (np.int64(2) << floor) - modulus
     inverse = 1.0 / modulus
@@ -244,7 +235,7 @@ def _bits_of(gaps: NDArray[np.int64], length: int, modulus: Word) -> Word:
 def _encode_gaps(
     gaps: NDArray[np.int64], length: int, modulus: Word, words: NDArray[np.uint64], position: int
 ) -> int:
-    """Write these gaps from bit `position` on; the position behind them."""
+    """Write these gaps from bit `position` on; return the position after them."""
     floor = 63 - leading_zeros(modulus)
     short = (np.int64(2) << floor) - modulus
     inverse = 1.0 / modulus
@@ -271,7 +262,7 @@ def _encode_gaps(
 
 @compiled
 def _divide(gap: Word, modulus: Word, inverse: float) -> tuple[Word, Word]:
-    """Quotient and remainder; a gap below 2^48 times a rounded inverse is off by one at most."""
+    """Return quotient and remainder; a gap below 2^48 times a rounded inverse is off by one at most."""
     quotient = np.int64(gap * inverse)
     remainder = gap - quotient * modulus
     below = np.int64(remainder < 0)
@@ -281,7 +272,7 @@ def _divide(gap: Word, modulus: Word, inverse: float) -> tuple[Word, Word]:
 
 @compiled
 def _put(words: NDArray[np.uint64], position: Word, bits: Word, width: Word) -> None:
-    """Write `bits`, of which none lies at or above `width`, at a position that is still zero."""
+    """Write `bits`, all below `width`, at a position that is still zero."""
     word, shift = position >> 6, np.uint64(position & 63)
     words[word] |= np.uint64(bits) << shift
     if np.int64(shift) + width > 64:
@@ -290,9 +281,9 @@ def _put(words: NDArray[np.uint64], position: Word, bits: Word, width: Word) -> 
 
 @compiled
 def _window(words: NDArray[np.uint64], position: Word) -> Word:
-    """The 64 bits from `position` on."""
+    """Return the 64 bits from `position` on."""
     word, shift = position >> 6, np.uint64(position & 63)
-    # Two shifts, since one by 64 is undefined where the position is a multiple of 64.
+    # Two shifts, since one by 64 is undefined if the position is a multiple of 64.
     return (words[word] >> shift) | ((words[word + 1] << np.uint64(1)) << (np.uint64(63) - shift))
 
 
@@ -310,24 +301,10 @@ _FAULTS = {
 
 
 def pack_indices(indices: NDArray[Any], universe: int) -> NDArray[np.uint8]:
-    """Pack a set of indices without loss.
+    """Pack a set of indices without loss: the same bytes on every machine, at most `packed_bytes_at_most`.
 
-    Parameters
-    ----------
-    indices : ndarray of int32 or int64, shape (k,)
-        Strictly ascending, each in [0, universe).
-    universe : int
-        How many indices there are to choose from; at most 2^48.
-
-    Returns
-    -------
-    ndarray of uint8
-        The same bytes for the same set on every machine, `packed_bytes_at_most` of them at most.
-
-    Raises
-    ------
-    UsageError
-        Not a vector of int32 or int64, not ascending, or outside the universe.
+    `indices` are (k,) int32 or int64, strictly ascending in [0, universe), and `universe` is at most 2^48; UsageError
+    otherwise.
 
     Examples
     --------
@@ -359,45 +336,12 @@ def pack_indices(indices: NDArray[Any], universe: int) -> NDArray[np.uint8]:
     return packed
 
 
-def packed_bytes_expected(count: int, universe: int) -> float:
-    """The mean length of `pack_indices` over all sets of `count` indices below `universe`, for a cost model.
-
-    With s the share of elements that are not chosen and m the modulus, the unary part of a code is 1 / (1 - s^m) bits
-    long on average, and its remainder the longer form with a probability of (s^t - s^m) / (1 - s^m), t being how many
-    remainders are short. Clustered sets are shorter.
-
-    Examples
-    --------
-    >>> round(8 * packed_bytes_expected(10**6, 10**8) / 10**6, 3)  # log2(100) + 1.443 is 8.087
-    8.113
-    """
-    _check_size(count, universe)
-    if not count:
-        return HEADER.size
-    modulus = modulus_of(count, universe)
-    floor = modulus.bit_length() - 1
-    # Logarithms, since 1 - 2^-48 has but five digits left of the share that is chosen.
-    skipped = log1p(-count / universe) if count < universe else -inf
-    beyond = exp(modulus * skipped)
-    longer = (exp(((2 << floor) - modulus) * skipped) - beyond) / (1 - beyond)
-    return HEADER.size + (count * (1 / (1 - beyond) + floor + longer) + 8 * -(-count // GAPS_PER_BLOCK)) / 8
-
-
 def unpack_indices(packed: NDArray[np.uint8], *, expected_universe: int | None = None) -> NDArray[Any]:
-    """The indices that `pack_indices` packed, in the dtype in which they were given.
+    """Return the indices of `pack_indices`, in their dtype.
 
-    Parameters
-    ----------
-    packed : ndarray of uint8
-        Its result; bytes behind it are ignored, so the whole of a larger receive buffer will do.
-    expected_universe : int, optional
-        What the receiver knows of; another is refused.
-
-    Raises
-    ------
-    UsageError
-        Truncated, for another universe, no packed indices, or corrupt where the header, the lengths or the universe
-        show it.
+    Bytes after the packed ones are ignored, so a whole larger receive buffer can be passed. Raises `UsageError` if
+    they are truncated, of another universe than expected, or corrupt as far as the header, the lengths or the universe
+    show it.
     """
     packed = np.ascontiguousarray(packed, dtype=np.uint8).reshape(-1)
     if len(packed) < HEADER.size:
@@ -410,10 +354,10 @@ def unpack_indices(packed: NDArray[np.uint8], *, expected_universe: int | None =
     _check_size(count, universe)
     if expected_universe is not None and universe != expected_universe:
         raise _corrupt(f"they are of {universe} elements where {expected_universe} are expected")
-    # Each index takes a bit at least: no header makes the receiver set more aside than was sent.
+    # Each index takes a bit at least: no header makes the receiver allocate more than was sent.
     if payload > len(packed) - HEADER.size or count > 8 * payload:
         raise _corrupt(
-            f"the header tells of {count} indices in {payload} bytes, of which {len(packed) - HEADER.size} came"
+            f"the header has {count} indices in {payload} bytes, of which {len(packed) - HEADER.size} came"
         )
     words = np.zeros(payload // 8 + GUARD_WORDS, dtype="<u8")
     words.view(np.uint8)[:payload] = packed[HEADER.size : HEADER.size + payload]
@@ -432,12 +376,8 @@ def unpack_indices(packed: NDArray[np.uint8], *, expected_universe: int | None =
 
 
 def packed_bytes_at_most(count: int, universe: int) -> int:
-    """The most bytes that `pack_indices` makes of any `count` indices below `universe`.
-
-    Raises
-    ------
-    UsageError
-        The universe has fewer elements, or more than 2^48.
+    """Return the most bytes of `pack_indices` for any `count` indices below `universe`; UsageError if those do not
+    exist.
 
     Examples
     --------
@@ -459,7 +399,7 @@ def check_indices(indices: NDArray[Any], universe: int) -> None:
 def _check_kind(indices: NDArray[Any], universe: int) -> None:
     if indices.ndim != 1 or indices.dtype not in (np.int32, np.int64):
         raise UsageError(
-            f"indices are a vector of int32 or int64, not {indices.dtype} of shape {indices.shape}; convert them"
+            f"indices must be a vector of int32 or int64, got {indices.dtype} of shape {indices.shape}; convert them"
         )
     _check_size(len(indices), universe)
 

@@ -1,10 +1,10 @@
 """Send the digest of an index set that repeats instead of the set; both ends keep the same last few.
 
 Parameter servers call it key caching (Li et al., "Scaling distributed machine learning with the parameter server",
-2014, section 5.1). Each direction between two ranks has one cache at either end. Every message is exactly one
-call, `remember` or `recall`, at the sender and then at the receiver, with the same arguments. A cache depends on those
-calls only, so both ends hold the same sets and drop the same one, the least recently used. A message carries the
-number of its call: a lost, doubled or swapped one is noticed before anything is decoded.
+2014, section 5.1). Each direction between two ranks has one cache at either end. Every message is exactly one call,
+`remember` or `recall`, at the sender and then at the receiver, with the same arguments. A cache depends on those calls
+only, so both ends hold the same sets and drop the same one, the least recently used. A message carries the number of
+its call: a lost, doubled or swapped one is noticed before anything is decoded.
 """
 
 from __future__ import annotations
@@ -20,34 +20,22 @@ from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 
-DIGEST_BYTES = 16
-"""Two of a billion sets share a digest with a probability of 1e-21."""
+DIGEST_BYTES = 16  # two of a billion sets share a digest with a probability of 1e-21
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """One set that both ends hold: read-only indices, and of how many elements."""
+    """A set that both ends hold: read-only indices, of `universe` elements."""
 
     indices: NDArray[Any]
     universe: int
 
 
 class KeyCache:
-    """The index sets that went last from one rank to one other; one object at either end.
+    """The last index sets sent from one rank to another; one object at either end, with the same limits.
 
-    Parameters
-    ----------
-    sets : int
-        How many it holds at most.
-    nbytes : int
-        Their memory at most; a set that is larger, or not larger than a digest, is not kept.
-
-    Both ends must be given the same numbers.
-
-    Raises
-    ------
-    UsageError
-        A number is below 1.
+    Holds at most `sets` sets in at most `nbytes` bytes; a larger set, or one not larger than a digest, is not kept.
+    Raises `UsageError` for a number below 1.
 
     Examples
     --------
@@ -65,7 +53,9 @@ class KeyCache:
 
     def __init__(self, *, sets: int = 4, nbytes: int = 1 << 28) -> None:
         if sets < 1 or nbytes < 1:
-            raise UsageError(f"a key cache of {sets} sets and {nbytes} bytes; choose at least 1 of both")
+            raise UsageError(
+                f"sets and nbytes of a key cache must be above 0, got {sets} and {nbytes}; choose at least 1 of both"
+            )
         self.sets = sets
         self.nbytes = nbytes
         self._known: OrderedDict[bytes, KnownSet] = OrderedDict()
@@ -74,21 +64,21 @@ class KeyCache:
 
     @property
     def calls(self) -> int:
-        """Messages so far: the number of the next one."""
+        """Messages so far, which is the number of the next one."""
         return self._calls
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the sets it holds, at most `nbytes`."""
+        """Bytes of the sets, at most `nbytes`."""
         return self._held
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """The sets it holds, least recently used first; equal at both ends after the same messages."""
+        """Digests of the sets, least recently used first; equal at both ends after the same messages."""
         return tuple(self._known)
 
     def digest_of(self, indices: NDArray[Any], universe: int) -> bytes | None:
-        """The digest to send instead of this set; None if it is not held. Compares whole sets, so it never errs."""
+        """Return the digest to send instead of this set, None if it is not held; compares whole sets."""
         for digest, known in reversed(self._known.items()):
             if (
                 known.universe == universe
@@ -99,13 +89,7 @@ class KeyCache:
         return None
 
     def peek(self, digest: bytes) -> KnownSet:
-        """The set of a digest, read-only; changes nothing.
-
-        Raises
-        ------
-        UsageError
-            It is not held: the ends are out of step.
-        """
+        """Return the set of a digest without a change; UsageError if it is not held, so the ends are out of step."""
         known = self._known.get(digest)
         if known is None:
             raise UsageError(
@@ -123,22 +107,15 @@ class KeyCache:
             )
 
     def recall(self, digest: bytes) -> None:
-        """A message with this digest went or came: its set is now the one used last."""
+        """Count a message with this digest, and mark its set as used last."""
         self.peek(digest)
         self._known.move_to_end(digest)
         self._calls += 1
 
     def remember(self, section: bytes | memoryview, indices: NDArray[Any], universe: int) -> None:
-        """A message with a whole set went or came.
+        """Count a message with a whole set, and keep the set.
 
-        Parameters
-        ----------
-        section : bytes-like
-            The set as it stands in the message.
-        indices : ndarray of int32 or int64, shape (k,)
-            The set; read-only ones are kept as they are, others are copied.
-        universe : int
-            Of how many elements.
+        `section` is the set as encoded in the message. Read-only indices are kept without a copy.
         """
         self._calls += 1
         if not DIGEST_BYTES < indices.nbytes <= self.nbytes:
@@ -157,6 +134,6 @@ class KeyCache:
             self._held -= self._known.popitem(last=False)[1].indices.nbytes
 
     def reset(self) -> None:
-        """Forget everything, as at first; at both ends, or at none."""
+        """Clear the cache, at both ends or at none."""
         self._known.clear()
         self._calls = self._held = 0

@@ -2,7 +2,7 @@
 
 Floats: float32, float16, bfloat16, to nearest, ties to even, and back without loss. bfloat16 is the upper 16 bits of a
 float32, in uint16. Finite values beyond a format's largest (65504 and 3.39e38, plus half a step) become infinite (IEEE
-754); `overflows` counts them. NaN stays NaN (quiet); signs of zero and subnormal values are kept.
+754). NaN stays NaN (quiet); signs of zero and subnormal values are kept.
 
 Fixed point: y = x / scale becomes floor(y) + 1 with probability y - floor(y), so the mean is right and errors of many
 steps and ranks cancel (Alistarh et al., "QSGD", 2017, section 3.1; Gupta et al., "Deep learning with limited numerical
@@ -30,33 +30,13 @@ WIRE_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
 }
-"""The dtype in which a format travels."""
-
-FIRST_INFINITE = {
-    "float32": float.fromhex("0x1.ffffffp127"),
-    "float16": 65520.0,
-    "bfloat16": float.fromhex("0x1.ffp127"),
-}
-"""The least magnitude that a format rounds to infinity."""
+"""The dtype of an encoded format."""
 
 
 def narrow(values: NDArray[Any], wire: FloatFormat) -> NDArray[Any]:
-    """Round values to a format of the wire.
+    """Round a vector of floats to a format, once, also from float64; bfloat16 is returned as its bits in uint16.
 
-    Parameters
-    ----------
-    values : ndarray of float16, float32 or float64, shape (k,)
-    wire : {"float32", "float16", "bfloat16"}
-
-    Returns
-    -------
-    ndarray of float32, float16 or uint16 (the bits of bfloat16), shape (k,)
-        Rounded once from what was given, also from float64.
-
-    Raises
-    ------
-    UsageError
-        Values are no vector of floats, or the format is unknown.
+    Raises `UsageError` for another dtype or an unknown format.
 
     Examples
     --------
@@ -80,15 +60,7 @@ def narrow(values: NDArray[Any], wire: FloatFormat) -> NDArray[Any]:
 
 
 def widen(received: NDArray[Any], wire: FloatFormat, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Values of the wire in the dtype of the computation.
-
-    Parameters
-    ----------
-    received : ndarray, shape (k,)
-        What `narrow` made.
-    wire : {"float32", "float16", "bfloat16"}
-    dtype : numpy.dtype
-        float16, float32 or float64. Exact where it holds every value of the format.
+    """Convert values of `narrow` to a dtype of floats; exact if that holds every value of the format.
 
     Examples
     --------
@@ -103,23 +75,6 @@ def widen(received: NDArray[Any], wire: FloatFormat, dtype: np.dtype[Any]) -> ND
         return received.astype(dtype)
 
 
-def overflows(values: NDArray[Any], wire: FloatFormat) -> int:
-    """How many finite values the format rounds to infinity.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> overflows(np.float32([1, 65519, -65520, np.inf]), "float16")
-    1
-    """
-    check_floats(values)
-    _check_format(wire)
-    if values.dtype == np.float16:
-        return 0
-    magnitudes = np.abs(values).astype(np.float64, copy=False)
-    return int(np.count_nonzero((magnitudes >= FIRST_INFINITE[wire]) & (magnitudes < np.inf)))
-
-
 def check_floats(values: NDArray[Any]) -> None:
     """Raise UsageError unless these are a vector of float16, float32 or float64."""
     if values.ndim != 1 or values.dtype not in (np.float16, np.float32, np.float64):
@@ -131,14 +86,14 @@ def check_floats(values: NDArray[Any]) -> None:
 
 def _check_format(wire: str) -> None:
     if wire not in WIRE_DTYPES:
-        raise UsageError(f"no format {wire!r} on the wire; choose one of {', '.join(WIRE_DTYPES)}")
+        raise UsageError(f"format must be one of {', '.join(WIRE_DTYPES)}, got {wire!r}")
 
 
 def _rounded_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """float32 whose lowest bit remembers that something was cut off, so that rounding again is rounding once.
+    """Round to float32 with the lowest bit set if bits were cut off, so that rounding again is rounding once.
 
     Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd",
-    2008: safe where the second format is at least two bits narrower.
+    2008: exact if the second format is at least two bits narrower.
     """
     single = values.astype(np.float32)
     inexact = (single.astype(np.float64) != values) & ~np.isnan(values)
@@ -150,36 +105,29 @@ def _rounded_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
 
 @compiled
 def _upper_halves(bits: NDArray[np.uint32], upper: NDArray[np.uint16]) -> None:
-    """Round the bits of float32 to their upper halves; carries run into the exponent, up to infinity."""
+    """Round float32 bits to their upper halves; carries run into the exponent, up to infinity."""
     for place in range(len(bits)):
         word = bits[place]
         if (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            # A NaN whose payload lies in the lower half would turn into infinity.
+            # A NaN with its payload in the lower half would become infinity.
             upper[place] = (word >> np.uint32(16)) | np.uint32(0x40)
         else:
             tie = (word >> np.uint32(16)) & np.uint32(1)
             upper[place] = (word + np.uint32(0x7FFF) + tie) >> np.uint32(16)
 
 
-LARGEST = 2.0**127
-"""Beyond it a value that is rounded up might not be finite in float32."""
+LARGEST = 2.0**127  # above it, a value that is rounded up might not be finite in float32
 
 CODE_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.int8), 16: np.dtype(np.int16)}
-"""dtype of the whole numbers, by their bits."""
+"""dtype of the codes, by their bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPoint:
-    """Values as whole numbers times one scale per block.
+    """Values as integer codes times one scale per block.
 
-    Attributes
-    ----------
-    codes : ndarray of int8 or int16, shape (k,)
-        In -127 to 127 or -32767 to 32767.
-    scales : ndarray of float32, shape (ceil(k / block),)
-        0 where a block is all zero.
-    block : int
-        Values per scale; the last block may be shorter.
+    `codes` are int8 in -127 to 127 or int16 in -32767 to 32767, shape (k,). `scales` are float32, shape (ceil(k /
+    block),), 0 for a block of zeros. The last block may be shorter.
     """
 
     codes: NDArray[Any]
@@ -198,31 +146,21 @@ def to_fixed_point(
     ranks: int = 1,
     largest: NDArray[np.float32] | None = None,
 ) -> FixedPoint:
-    """Round values at random to multiples of their block's scale; the expected value of each is itself.
+    """Round (k,) floats at random to multiples of their block's scale; the expected value of each is itself.
 
-    Parameters
-    ----------
-    values : ndarray of float16, float32 or float64, shape (k,)
-        Finite, at most 2^127 in magnitude.
-    bits : int
-        8 or 16. The error of a value is below the block's largest magnitude over 126 or 32639, or where that quotient
-        is subnormal in float32 below the largest over 127 or 32767, plus 2^-149.
-    seed, step, stream : int
-        What the random numbers depend on besides the position, each from 0 to 2^64 - 1. Give every step its number,
-        and every rank its own stream, so that their errors are independent.
-    block : int
-        Values per scale; a scale takes 4 bytes.
-    ranks : int
-        How many ranks' codes are to be added: the codes of one are at most 127 or 32767 over that, rounded down, and
-        the error of a value grows as that bound shrinks.
-    largest : ndarray of float32, shape (ceil(k / block),), optional
-        Of every block the largest magnitude on all these ranks (`largest_magnitudes`); by default that of the values.
+    The values are finite, at most 2^127 in magnitude. With `bits` 8 or 16 the error of a value is below the block's
+    largest magnitude over 126 or 32639, or if that quotient is subnormal in float32 below the largest over 127 or
+    32767, plus 2^-149. The random numbers depend on `seed`, `step`, `stream` (each from 0 to 2^64 - 1) and the
+    position: errors of steps and ranks are independent if every step has its number and every rank its stream. `block`
+    is in values per scale of 4 bytes. If the codes of several `ranks` are added, those of one are at most 127 or 32767
+    over their number, rounded down, and the error of a value grows as that bound shrinks. `largest` has the largest
+    magnitude of every block on all these ranks as float32 (`largest_magnitudes`), by default that of the values.
 
     Raises
     ------
     UsageError
-        NaN, infinite or too large values, no vector of floats, other bits, or numbers out of range; more ranks than
-        there are codes, or a value beyond the largest.
+        NaN, infinite or too large values, not a vector of floats, other bits, or numbers out of range; more ranks than
+        codes, or a value above the largest.
 
     Examples
     --------
@@ -236,12 +174,10 @@ def to_fixed_point(
     """
     check_floats(values)
     if bits not in CODE_DTYPES or block < 1:
-        raise UsageError(
-            f"fixed point of {bits} bits in blocks of {block}; choose 8 or 16 bits and at least 1 value"
-        )
+        raise UsageError(f"bits must be 8 or 16 and block at least 1, got {bits} and {block}")
     levels = code_levels(bits, ranks)
     key = random_key(seed, step, stream)
-    # Machine code knows no float16; every float16 is a float32.
+    # The compiled loop has no float16; every float16 is a float32.
     given = np.ascontiguousarray(values, dtype=np.float32 if values.dtype == np.float16 else values.dtype)
     codes = np.empty(len(given), dtype=CODE_DTYPES[bits])
     scales = np.empty(-(-len(given) // block), dtype=np.float32)
@@ -261,18 +197,13 @@ def to_fixed_point(
     if wrong >= 0:
         raise UsageError(
             f"value {values[wrong]} at position {wrong} has no fixed-point form; "
-            "NaN, infinite and values beyond 2^127 travel as given"
+            "send NaN, infinite and values beyond 2^127 as given"
         )
     return FixedPoint(codes, scales, block)
 
 
 def code_levels(bits: int, ranks: int = 1) -> int:
-    """The largest code of one rank where those of so many are added: their sum fits into the bits.
-
-    Raises
-    ------
-    UsageError
-        There is none.
+    """Return the largest code of one rank such that the sum over all ranks fits into the bits; UsageError without one.
 
     Examples
     --------
@@ -288,16 +219,7 @@ def code_levels(bits: int, ranks: int = 1) -> int:
 
 
 def largest_magnitudes(values: NDArray[Any], block: int = 256) -> NDArray[np.float32]:
-    """Of every block the largest magnitude, not rounded down; NaN where one is, so that a maximum over ranks tells.
-
-    Parameters
-    ----------
-    values : ndarray of float16, float32 or float64, shape (k,)
-    block : int
-
-    Returns
-    -------
-    ndarray of float32, shape (ceil(k / block),)
+    """Return the largest magnitude of every block as float32, not rounded down; NaN if the block has one.
 
     Examples
     --------
@@ -315,11 +237,7 @@ def largest_magnitudes(values: NDArray[Any], block: int = 256) -> NDArray[np.flo
 
 
 def from_fixed_point(fixed: FixedPoint) -> NDArray[np.float32]:
-    """Codes times scales; exact in float32.
-
-    Returns
-    -------
-    ndarray of float32, shape (k,)
+    """Return codes times scales, exact in float32.
 
     Examples
     --------
@@ -334,7 +252,7 @@ def from_fixed_point(fixed: FixedPoint) -> NDArray[np.float32]:
 
 @compiled
 def round_at_random(value: float, uniform: float) -> int:
-    """The whole number above `value` if `uniform`, in [0, 1), lies below its fraction, else the one below.
+    """Return the integer above `value` if `uniform`, in [0, 1), is below its fraction, else the one below.
 
     Over uniform numbers the mean is `value`: floor(y) + P(u < y - floor(y)) = y.
 
@@ -349,19 +267,16 @@ def round_at_random(value: float, uniform: float) -> int:
 
 @compiled
 def uniform_at(key: Word, position: Word) -> float:
-    """The random number in [0, 1), a multiple of 2^-53, of one position (Steele et al., SplitMix, 2014)."""
+    """Return the random number of a position: a multiple of 2^-53 in [0, 1) (Steele et al., SplitMix, 2014)."""
     return float(
         _mixed(np.uint64(key) + np.uint64(position) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
     ) * (1.0 / 9007199254740992.0)
 
 
 def random_key(seed: int, step: int, stream: int) -> int:
-    """One number of 64 bits from three, mixed in between so that seed 1 step 2 is not seed 2 step 1.
+    """Return one number of 64 bits from three, mixed so that seed 1 step 2 differs from seed 2 step 1.
 
-    Raises
-    ------
-    UsageError
-        A number is not in 0 to 2^64 - 1.
+    Raises `UsageError` for a number outside 0 to 2^64 - 1.
 
     Examples
     --------
@@ -396,9 +311,9 @@ def _round_blocks(
     codes: NDArray[Any],
     scales: NDArray[np.float32],
 ) -> int:
-    """Fill codes and scales; the position of the first value that has no code, or -1.
+    """Fill codes and scales; return the position of the first value without a code, or -1.
 
-    The largest magnitudes of the blocks are those agreed on, where there are any.
+    `agreed` are the largest magnitudes of the blocks; if it is empty, they are those of the values.
     """
     for number in range(len(scales)):
         start, stop = number * block, min((number + 1) * block, len(values))
@@ -422,7 +337,7 @@ def _round_blocks(
 
 @compiled
 def _scale_of(largest: float, levels: int, scale_bits: int) -> float:
-    """`largest` / `levels`, rounded up to `scale_bits` significant bits of a float32, subnormal ones included.
+    """Return `largest` / `levels`, rounded up to `scale_bits` significant bits of a float32, subnormal ones included.
 
     Never below the exact quotient, so no code exceeds the levels: the division rounds down to a number of so few bits
     only from where `largest` is `levels` times that number, because neighbours of that product lie further apart.
@@ -431,7 +346,7 @@ def _scale_of(largest: float, levels: int, scale_bits: int) -> float:
         return 0.0
     step = largest / levels
     exponent = max(math.frexp(step)[1] - scale_bits, -149)
-    # A float64 so small that the division gives 0 is not 0, and keeps its chance of being rounded up.
+    # A float64 so small that the division gives 0 is not 0, and keeps its probability of being rounded up.
     return max(math.ldexp(math.ceil(math.ldexp(step, -exponent)), exponent), 2.0**-149)
 
 

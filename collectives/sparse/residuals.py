@@ -20,12 +20,12 @@ from collectives.sparse.selection.error_feedback import NotFinite
 
 Range = tuple[int, int]
 HandedOver = list[tuple[Range, Entries]]
-"""Ranges of a gradient, and entries in them that count from their beginnings."""
+"""Ranges of a gradient, with entries that count from their beginnings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidualSnapshot:
-    """What a `Residuals` was at some time, in copies; ``owned`` are the ranges outside which it was zero."""
+    """A copy of a `Residuals`; ``owned`` are the ranges outside which it was zero."""
 
     residual: Any
     velocity: Any
@@ -35,20 +35,9 @@ class ResidualSnapshot:
 
 
 class Residuals:
-    """One `ResidualFeedback`, and parts of it.
+    """A `ResidualFeedback` and views of parts of it; `fresh` says that it is all zero.
 
-    Parameters
-    ----------
-    whole : Feedback
-    arrays : EntryArrays
-        Of which it is.
-    fresh : bool
-        It is all zero.
-
-    Attributes
-    ----------
-    scale : float
-        The loss scale in whose units residual and velocity are.
+    `scale` is the loss scale in whose units residual and velocity are.
 
     Examples
     --------
@@ -74,7 +63,7 @@ class Residuals:
         self._owned: frozenset[Range] | None = frozenset() if fresh else None
 
     def follow(self, arrays: EntryArrays[Any]) -> None:
-        """Move to where the gradient is now; called inside ``with arrays.here()``."""
+        """Move to the arrays of the current gradient; called inside ``with arrays.here()``."""
         if self.arrays is arrays:
             return
         with self.arrays.here():
@@ -86,7 +75,7 @@ class Residuals:
         self._parts.clear()
 
     def rescale(self, scale: float) -> None:
-        """Multiply what is kept so that it is in the units of another loss scale; called where it lies."""
+        """Convert residual and velocity to the units of another loss scale; called where they lie."""
         factor, whole = scale / self.scale, self.whole
         if factor != 1:
             whole.residual *= factor
@@ -95,7 +84,7 @@ class Residuals:
         self.scale = scale
 
     def saved(self, into: ResidualSnapshot | None = None) -> ResidualSnapshot:
-        """What is kept now, for `restore`; in the memory of an earlier one where that fits."""
+        """Return a snapshot for `restore`, in the memory of an earlier one if it fits."""
         whole = self.whole
 
         def copied(values: Any, memory: Any) -> Any:
@@ -114,7 +103,7 @@ class Residuals:
             )
 
     def restore(self, kept: ResidualSnapshot) -> None:
-        """Go back to what `saved` gave, of this one or of another of the same size."""
+        """Restore a snapshot, of this object or another of the same size."""
         whole, self._owned = self.whole, kept.owned
         with self.arrays.here():
             whole.residual[...] = kept.residual
@@ -123,70 +112,69 @@ class Residuals:
         whole.step, self.scale = kept.step, kept.scale
 
     def part(self, start: int, stop: int) -> ResidualFeedback:
-        """The feedback of some elements, the same object each time."""
+        """Return the feedback of some elements, the same object each time."""
         if (start, stop) not in self._parts:
             self._parts[start, stop] = self.whole.part(start, stop)
         return self._parts[start, stop]
 
     @property
     def empty(self) -> bool:
-        """Whether it is known that nothing is kept."""
+        """Whether the residual is known to be zero."""
         return self._owned == frozenset()
 
     def emptied(self) -> None:
-        """Nothing is kept any more."""
+        """Note that the residual is zero."""
         self._owned = frozenset()
 
     def changed(self) -> None:
-        """Residuals may lie anywhere from now on."""
+        """Note that any element may be nonzero."""
         self._owned = None
 
     def hand_over(self, owned: Sequence[Range], arrays: EntryArrays[Any]) -> HandedOver:
-        """What the residual holds outside the parts that this rank owns, and gives up here.
+        """Remove and return the residual outside the parts that this rank owns.
 
-        The velocities there are given up as well: owners have their own.
+        The velocities there are cleared too: owners have their own.
         """
         kept = frozenset(owned)
         before, self._owned = self._owned, kept
         if before is not None and before <= kept:
             return []
-        handed = []
+        removed = []
         for start, stop in _uncovered_ranges(sorted(kept), self.whole.residual.size):
             if self.whole.velocity is not None:
                 self.whole.velocity[start:stop] = 0
             residual = self.whole.residual[start:stop]
             entries = arrays.nonzero(residual)
             if entries[0].size:
-                handed.append(((start, stop), entries))
+                removed.append(((start, stop), entries))
                 residual[...] = 0
-        return handed
+        return removed
 
-    def take_back(self, handed: HandedOver, arrays: EntryArrays[Any]) -> None:
-        """Keep again what was handed over, since nobody has got it."""
-        if handed:
+    def take_back(self, removed: HandedOver, arrays: EntryArrays[Any]) -> None:
+        """Restore what was handed over, since no rank has received it."""
+        if removed:
             self.changed()
-        for (start, stop), entries in handed:
+        for (start, stop), entries in removed:
             arrays.add(self.whole.residual[start:stop], entries)
 
 
 def finite_residual(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the values of a residual with zeros where they are not finite, with a warning if there are such."""
+    """Return the values of a residual with zeros in place of values that are not finite, with a warning."""
     finite = np.isfinite(values)
     if finite.all():
         return values
     warnings.warn(
         f"{values.size - np.count_nonzero(finite)} of {values.size} elements of a restored residual are not finite "
-        "and are left out",
+        "and are set to 0",
         stacklevel=2,
     )
     return np.where(finite, values, values.dtype.type(0))
 
 
 def select_entries(feedback: ResidualFeedback, values: Any, k: int, arrays: EntryArrays[Any]) -> Entries:
-    """As `ResidualFeedback.feed`, also of values that are not finite: an infinity in the place of a NaN goes to all
-    ranks.
+    """Feed values as `ResidualFeedback.feed`; values that are not finite become infinities that reach all ranks.
 
-    The other values are left out then: what is kept goes back to what it was when the sum has shown it.
+    The other values are dropped in that case: the residual is restored once the sum shows it.
     """
     try:
         return feedback.feed(values, k)
@@ -195,7 +183,7 @@ def select_entries(feedback: ResidualFeedback, values: Any, k: int, arrays: Entr
 
 
 def _uncovered_ranges(ranges: Sequence[Range], size: int) -> list[Range]:
-    """What ascending ranges leave out.
+    """Return the gaps between ascending ranges.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Run the sparse allreduce: every rank gives the largest entries of its gradient, and all ranks add them up.
+"""Run the sparse allreduce: every rank sends the largest entries of its gradient, and all ranks sum them.
 
-Entries that a rank does not give stay in its residual (`ErrorFeedback`), one for each key, and so does the rounding
-error of the encoding. The model decides by which exchange entries travel, or whether the whole gradient does
-(`collectives.sparse.exchange_choice`). Values are added in an order that all ranks share, so the sums are
-bit-identical everywhere.
+The other entries stay in the rank's residual (`ErrorFeedback`), one for each key, and so does the rounding error of
+the encoding. The model selects the exchange of the entries, or of the whole gradient
+(`collectives.sparse.exchange_choice`). Values are added in the same order on all ranks, so the sums are bit-identical
+everywhere.
 
 A residual is kept in the units of the loss scale of its last call, and multiplied when the scale changes. A value that
 is not finite takes a place among a rank's entries, so that all ranks see it in the sum; on all of them the residual is
@@ -45,24 +45,18 @@ from collectives.tables.numpy_arrays import LIMITS
 from topoplan.errors import UsageError
 from topoplan.plans.shards import shard_bounds
 
-LINES = ("residual", "velocity")
-"""What of a residual's state are arrays."""
+LINES = ("residual", "velocity")  # arrays of a residual's state
 
 
 class Exchange(Protocol[Line]):
-    """Adds up chosen entries of all ranks, or everything."""
+    """Sums the selected entries of all ranks, or everything."""
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
-        """See `ServerExchange.run`."""
+        """Return the sums for this process's ranks; gradients are lines in the dtype of the residuals."""
 
 
 class SparseCollective:
-    """Sparse allreduces of one communicator, and the residuals of its ranks in this process.
-
-    Parameters
-    ----------
-    execution : Execution
-    """
+    """Sparse allreduces of one communicator, and the residuals of its ranks in this process."""
 
     def __init__(self, execution: Execution[Any]) -> None:
         self._execution = execution
@@ -70,36 +64,24 @@ class SparseCollective:
         self._arrays: dict[int | None, EntryArrays[Any]] = {}
         self._residuals: dict[str, list[Residuals]] = {}
         self._before: dict[str, list[ResidualSnapshot]] = {}
-        self._shown: set[str] = set()
+        self._not_finite: set[str] = set()
         self._called: set[str] = set()
-        """Keys with a call since the end of the last step: what `_before` holds of others is older."""
+        """Keys with a call since the end of the last step; what `_before` holds of others is older."""
         self._explained: dict[tuple[object, ...], SparseExplanation] = {}
 
     def explain(self, asked: SparseRequest) -> SparseExplanation:
-        """What would be exchanged for a gradient, and why.
-
-        Raises
-        ------
-        UsageError
-            The density is not above 0 and at most 1, or the exchange unknown or not there on this machine.
-        """
+        """Return the exchange of a gradient and its reason; UsageError for an unknown or impossible one."""
         known = self.known(asked)
         if known is None:
             known = self._explained[asked.kind] = self._explain(asked)
         return known
 
     def known(self, asked: SparseRequest) -> SparseExplanation | None:
-        """What `explain` has said of such a gradient before; None if it was never asked."""
+        """Return an earlier result of `explain` for such a gradient; None without one."""
         return self._explained.get(asked.kind)
 
     def prepare(self, asked: SparseRequest) -> list[Residuals]:
-        """The residuals of a key, made when it is first used.
-
-        Raises
-        ------
-        UsageError
-            It was used for gradients of another size or dtype, or with another momentum.
-        """
+        """Return the residuals of a key, made at its first use; UsageError for another size, dtype or momentum."""
         key, momentum = asked.key, asked.momentum
         if key not in self._residuals:
             arrays = self._arrays_of(asked.inputs[0])
@@ -111,13 +93,13 @@ class SparseCollective:
         had = (kept.residual.size, kept.residual.dtype.name, kept.momentum)
         if had != (asked.size, asked.dtype, momentum):
             raise UsageError(
-                f"key {key!r} holds a residual of {had[0]} {had[1]} elements with momentum {had[2]:g}, and now come "
-                f"{asked.size} {asked.dtype} elements with {momentum:g}; give every gradient a key of its own"
+                f"key {key!r} holds a residual of {had[0]} {had[1]} elements with momentum {had[2]:g}, got "
+                f"{asked.size} {asked.dtype} elements with {momentum:g}; give every gradient its own key"
             )
         return self._residuals[key]
 
     def keep(self, asked: SparseRequest, residuals: list[Residuals]) -> None:
-        """Take a gradient of which nothing was given into the residuals, for the next call, if it is finite."""
+        """Add a gradient of which nothing was sent to the residuals, for the next call, if it is finite."""
         arrays = self._arrays_of(asked.inputs[0])
         with arrays.here():
             lines = [arrays.values(arrays.widened(one, asked.dtype)) for one in asked.inputs]
@@ -132,12 +114,12 @@ class SparseCollective:
                 one.whole.feed(line, 0)
 
     def kept(self, asked: SparseRequest) -> list[ResidualSnapshot] | None:
-        """Copies of what is kept of a request's key, for `go_back`; None where nothing is yet."""
+        """Return snapshots of the residuals of a request's key, for `go_back`; None if it has none yet."""
         residuals = self._residuals.get(asked.key)
         return None if residuals is None else [one.saved() for one in residuals]
 
     def go_back(self, asked: SparseRequest, before: list[ResidualSnapshot] | None) -> None:
-        """Keep of a request's key what was kept when `kept` was called, also by another collective for fewer ranks."""
+        """Restore snapshots of `kept`, also after another collective for fewer ranks."""
         if before is None:
             self._residuals.pop(asked.key, None)
         else:
@@ -145,7 +127,7 @@ class SparseCollective:
                 one.restore(saved)
 
     def run(self, asked: SparseRequest, residuals: list[Residuals], chosen: SparseExplanation) -> Any:
-        """Run to the end; the result, or a list with one for each rank of this process."""
+        """Run a request; return the result, or a list with one for each rank of this process."""
         arrays = self._arrays_of(asked.inputs[0])
         with arrays.here(), np.errstate(all="ignore"):
             for one in residuals:
@@ -181,57 +163,45 @@ class SparseCollective:
         if not arrays.bounded(arrays.values(totals[0]), limit):
             for one, saved in zip(residuals, before, strict=True):
                 one.restore(saved)
-            self._shown.add(asked.key)
+            self._not_finite.add(asked.key)
         return results[0] if backend.one_rank else results
 
     def _begin(self, key: str, residuals: Sequence[Residuals]) -> list[ResidualSnapshot]:
-        """Note what is kept of a key before a call."""
+        """Take snapshots of a key's residuals before a call."""
         earlier: Sequence[ResidualSnapshot | None] = self._before.get(key) or [None] * len(residuals)
         before = [one.saved(into) for one, into in zip(residuals, earlier, strict=True)]
         self._before[key] = before
         self._called.add(key)
-        self._shown.discard(key)
+        self._not_finite.discard(key)
         return before
 
     def end_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
-        """Go back with all of some keys to before their last call where the sum of one of them was not finite.
+        """Undo the last call of some keys if a sum of one of them is not finite, or the step is lost.
 
-        Parameters
-        ----------
-        keys : collection of str
-        lost : bool
-            Go back in any case.
-
-        Returns
-        -------
-        bool
-            Whether all were finite and nothing was lost; the same on all ranks, which have the same sums.
+        Returns whether the step counts; the same on all ranks, which have the same sums.
         """
         called = self._called.intersection(keys)
         self._called -= called
-        if not lost and self._shown.isdisjoint(keys):
+        if not lost and self._not_finite.isdisjoint(keys):
             return True
-        self._shown.difference_update(keys)
+        self._not_finite.difference_update(keys)
         for key in self._before.keys() & self._residuals.keys() & called:
             for one, saved in zip(self._residuals[key], self._before[key], strict=True):
                 one.restore(saved)
         return False
 
     def follow(self, other: SparseCollective) -> None:
-        """Know what another one for the same ranks of this process knows of the step that is not over."""
-        self._before, self._shown, self._called = other._before, other._shown, other._called
+        """Take over the state of the current step from another object for the same ranks."""
+        self._before, self._not_finite, self._called = other._before, other._not_finite, other._called
 
     def state(self) -> dict[str, list[dict[str, Any]]]:
-        """The residuals of this process's ranks, by key, in numpy arrays."""
+        """Return the residuals of this process's ranks, by key, in numpy arrays."""
         return {key: [_state(one) for one in kept] for key, kept in sorted(self._residuals.items())}
 
     def restore(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from a state of as many ranks; what is not finite in it is left out, with a warning.
+        """Restore a state of as many ranks; values that are not finite become 0, with a warning.
 
-        Raises
-        ------
-        UsageError
-            It is of another number of ranks; nothing has changed.
+        Raises `UsageError`, without a change, for another number of ranks.
         """
         arrays = self._arrays_of(self._execution.backend.arrays.of(np.empty(0)))
         found = {
@@ -242,19 +212,19 @@ class SparseCollective:
             for key, listed in state.items()
         }
         self._residuals = {key: self._made(arrays, listed) for key, listed in found.items()}
-        self._before, self._shown, self._called = {}, set(), set()
+        self._before, self._not_finite, self._called = {}, set(), set()
 
     def take(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
-        """The residuals of some keys, which are then no longer kept: as `state`, but as lines where they lie."""
+        """Remove and return the residuals of some keys: as `state`, but as lines where they are."""
         taken = {key: self._residuals.pop(key) for key in sorted(keys) if key in self._residuals}
         for key in keys:
             self._before.pop(key, None)
-            self._shown.discard(key)
+            self._not_finite.discard(key)
             self._called.discard(key)
         return {key: [_lines(one) for one in kept] for key, kept in taken.items()}
 
     def put(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
-        """Go on from what `take` gave, and with what is kept of other keys; raises as `restore`."""
+        """Add residuals of `take` to those of other keys; raises as `restore`."""
         made = {}
         for key, listed in state.items():
             arrays = self._arrays_of(listed[0]["residual"])
@@ -267,7 +237,7 @@ class SparseCollective:
         self._residuals.update(made)
 
     def _arrays_of(self, array: Any) -> EntryArrays[Any]:
-        """What computes where an array lies."""
+        """Return the `EntryArrays` for the device of an array."""
         library = self._execution.backend.arrays
         gpu = library.gpu(array)
         if gpu not in self._arrays:
@@ -316,7 +286,7 @@ class SparseCollective:
             plan = self._plans.runner(chosen, share).plan
         elif chosen == "dense":
             plan = self._execution.plan("allreduce", nbytes)
-        told = explain_choice(
+        reason = explain_choice(
             seconds,
             asked=exchange != "auto",
             entries=entries,
@@ -325,7 +295,7 @@ class SparseCollective:
             gathered=gathered,
             nbytes=nbytes,
         )
-        return SparseExplanation(chosen, entries, gathered, told, seconds, plan)
+        return SparseExplanation(chosen, entries, gathered, reason, seconds, plan)
 
     def _exchange(self, asked: SparseRequest, arrays: EntryArrays[Any], exchange: str) -> Exchange[Any]:
         backend = self._execution.backend
@@ -351,19 +321,19 @@ class SparseCollective:
         return TreeExchange(runner, library, arrays, messages(borders), about)
 
     def _gathered(self, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
-        """The messages of all ranks one after another, for each rank of this process."""
+        """Return the messages of all ranks concatenated, for each rank of this process."""
         lines = [arrays.line(message) for message in messages]
         return [arrays.values(line) for line in self._collective("allgather", lines, None, about)]
 
     def _collective(self, collective: str, lines: list[Any], op: str | None, about: str) -> list[Any]:
-        """A dense collective on arrays of our own; all ranks must mean the same gradient."""
+        """Run a dense collective on internal arrays; all ranks must pass the same gradient."""
         backend = self._execution.backend
         checked = request(collective, backend, lines[0] if backend.one_rank else lines, out=None, op=op)
         results = self._execution.run(replace(checked, about=about))
         return [results] if backend.one_rank else list(results)
 
     def _finished(self, asked: SparseRequest, arrays: EntryArrays[Any], place: int, total: Any) -> Any:
-        """A result in its shape and dtype, in the caller's array where he gave one."""
+        """Return a result in its shape and dtype, in the caller's array if there is one."""
         backend = self._execution.backend
         library = backend.arrays
         if asked.op == "avg":
@@ -381,7 +351,7 @@ class SparseCollective:
 
 
 def _state(residuals: Residuals) -> dict[str, Any]:
-    """The state in units of a loss scale of 1."""
+    """Return the state in units of a loss scale of 1."""
     with residuals.arrays.here():
         state, scale = residuals.whole.state(), residuals.scale
     if scale != 1:
@@ -392,7 +362,7 @@ def _state(residuals: Residuals) -> dict[str, Any]:
 
 
 def _lines(residuals: Residuals) -> dict[str, Any]:
-    """The state as lines of the back end's arrays, where it lies, in units of a loss scale of 1."""
+    """Return the state as lines of the back end's arrays, where it is, in units of a loss scale of 1."""
     whole, arrays = residuals.whole, residuals.arrays
     with arrays.here():
         residuals.rescale(1.0)
@@ -405,13 +375,7 @@ def _lines(residuals: Residuals) -> dict[str, Any]:
 
 
 def entry_arrays(library: ArrayLibrary[Line], gpu: int | None) -> EntryArrays[Line]:
-    """Those that suit a back end's arrays.
-
-    Parameters
-    ----------
-    library : ArrayLibrary
-    gpu : int or None
-        On which the arrays are, as `ArrayLibrary.gpu` tells it.
+    """Return the `EntryArrays` of a back end's arrays; `gpu` as `ArrayLibrary.gpu` returns it.
 
     Examples
     --------

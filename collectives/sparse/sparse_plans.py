@@ -1,6 +1,6 @@
 """Make the sparse plans of a communicator with their model times, and run their rounds on a back end.
 
-Plans are made when they are first asked for, and kept: one for each exchange and each size of the entries.
+Plans are made at their first use, and kept: one for each exchange and each size of the entries.
 
 A round moves elements in their buffers, or messages in an area of their own (`RoundRunner`). All ranks divide an area
 in the same way among the messages of a round. A rank puts its own messages into their places, the back end copies them
@@ -22,32 +22,25 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.model.closed_form import simulate
 from topoplan.plans.plan import Plan
-from topoplan.plans.structure import PlanRound, rounds
+from topoplan.plans.structure import rounds
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import lowest_tree, one_hop
 from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
 
 
 class RoundRunner(Generic[Line]):
-    """The rounds of one sparse plan for one communicator.
-
-    Parameters
-    ----------
-    execution : Execution
-    plan : Plan
-
-    Attributes
-    ----------
-    plan : Plan
-    rounds : tuple of Round
-    """
+    """The rounds of one sparse plan for one communicator."""
 
     def __init__(self, execution: Execution[Line], plan: Plan) -> None:
         self.plan = plan
         self.rounds = rounds(plan)
         self._execution = execution
         self._reached = [
-            [_ranks_reached(one, number) for number in range(len(one.senders))] for one in self.rounds
+            [
+                tuple(sorted({edge.child for stage in shard.stages for edge in stage.edges}))
+                for shard in one.plan.shards[: len(one.senders)]
+            ]
+            for one in self.rounds
         ]
 
     def elements(
@@ -75,23 +68,9 @@ class RoundRunner(Generic[Line]):
     ) -> dict[int, list[tuple[int, int, Any]]]:
         """Run a round on entries.
 
-        Parameters
-        ----------
-        number : int
-            Of the round.
-        lengths : sequence of int
-            Bytes of a message of every shard of the sparse plan; 0 where its entries travel with another's.
-        sent : mapping of (rank, shard) to arrays of uint8
-            The messages of this process's ranks in this round.
-        arrays : EntryArrays
-            Of the messages.
-        about : str
-
-        Returns
-        -------
-        dict
-            For each rank of this process the messages that have arrived, as (shard, sender, message), in the order
-            of shards and senders.
+        `lengths` are the bytes of a message of every shard of the sparse plan, 0 if its entries are sent with
+        another's. `sent` has the messages (arrays of uint8) of this process's ranks by (rank, shard). Returns the
+        received messages of each rank of this process as (shard, sender, message), in the order of shards and senders.
         """
         one = self.rounds[number]
         backend = self._execution.backend
@@ -120,26 +99,12 @@ class RoundRunner(Generic[Line]):
         return arrived
 
 
-def _ranks_reached(one: PlanRound, number: int) -> tuple[int, ...]:
-    """The ranks that a message reaches."""
-    stages = one.plan.shards[number].stages
-    return tuple(sorted({edge.child for stage in stages for edge in stage.edges}))
-
-
-KINDS = ("servers", "tree", "balanced")
-"""Exchanges that have plans of their own."""
-
-MOST_RANKS = 64
-"""Ranks up to which trees on entries are looked for: every rank would be the root of a star to all others."""
+KINDS = ("servers", "tree", "balanced")  # exchanges with plans of their own
+MOST_RANKS = 64  # most ranks for trees on entries: every rank would be the root of a star to all others
 
 
 class SparsePlans:
-    """Plans on which entries move, for the machine of a communicator.
-
-    Parameters
-    ----------
-    execution : Execution
-    """
+    """Plans on which entries move, for the machine of a communicator."""
 
     def __init__(self, execution: Execution[Any]) -> None:
         self._execution = execution
@@ -149,32 +114,22 @@ class SparsePlans:
         self._absent: dict[str, str] = {}
 
     def possible(self, entries: Fraction) -> tuple[str, ...]:
-        """The exchanges that have a plan on this machine: servers, tree, balanced; ``entries`` as in `runner`."""
+        """Return the exchanges that have a plan on this machine; ``entries`` as in `runner`."""
         return tuple(name for name in KINDS if not self._missing(name, entries))
 
     def runner(self, exchange: str, entries: Fraction) -> RoundRunner[Any]:
-        """The rounds of a verified sparse plan.
+        """Return the rounds of a verified sparse plan; UsageError if this machine has none.
 
-        Parameters
-        ----------
-        exchange : str
-            servers, tree or balanced.
-        entries : Fraction
-            Bytes of entries for a byte of the gradient.
-
-        Raises
-        ------
-        UsageError
-            This machine has no such exchange.
+        `entries` is the bytes of entries for a byte of the gradient.
         """
         missing = self._missing(exchange, entries)
         if missing:
             others = ", ".join(("dense", "pairs", *self.possible(entries)))
-            raise UsageError(f"there is no exchange {exchange!r} here: {missing}; use {others}")
+            raise UsageError(f"no exchange {exchange!r} here: {missing}; use {others}")
         return self._runners[exchange, entries]
 
     def seconds(self, exchange: str, entries: Fraction, nbytes: int) -> float:
-        """Model time of an exchange for a gradient of so many bytes."""
+        """Return the model time of an exchange for a gradient of so many bytes."""
         key = (exchange, entries, nbytes)
         if key not in self._seconds:
             self._seconds[key] = simulate(self.runner(exchange, entries).plan, nbytes=nbytes).seconds
@@ -189,7 +144,7 @@ class SparsePlans:
         return FabricServers(Fabric(self._execution.topology, self._execution.channels))
 
     def _missing(self, exchange: str, entries: Fraction) -> str:
-        """Why this machine does not have an exchange, found out once; empty where it does, and then it is planned."""
+        """Return why this machine has no such exchange; empty if it has one, which is then planned."""
         if exchange not in self._absent:
             self._absent[exchange] = self._reason(exchange)
         if not self._absent[exchange] and (exchange, entries) not in self._runners:
@@ -213,16 +168,16 @@ class SparsePlans:
         )
 
     def _made(self, make: Callable[[], Plan], about: str) -> Plan:
-        """A plan that one rank makes for all."""
+        """Return a plan that one rank makes for all."""
         made = self._execution.planned(make, collective="allreduce", about=f"plan of {about}")
         assert isinstance(made, Plan), "no plans by size"
         return made
 
     def _reason(self, exchange: str) -> str:
-        """Why an exchange makes no sense here; empty where it does."""
+        """Return why an exchange does not apply here; empty if it does."""
         ranks, servers = self._execution.backend.size, len(self._servers.names)
         if ranks == 1:
-            return "there is one rank"
+            return "one rank exchanges nothing"
         if exchange == "servers":
             return (
                 ""
@@ -234,7 +189,7 @@ class SparsePlans:
         return "" if ranks <= MOST_RANKS else f"it is looked for up to {MOST_RANKS} ranks"
 
     def _trees_of(self, exchange: str) -> Plan:
-        """The allreduce of elements whose trees carry the entries."""
+        """Return the allreduce of elements on whose trees entries move."""
         if exchange not in self._elements:
             topology, channels = self._execution.topology, self._channels
             if exchange == "tree":

@@ -1,4 +1,4 @@
-"""Check the arguments of a sparse allreduce before anything is taken from the caller's arrays."""
+"""Check the arguments of a sparse allreduce before the caller's arrays are read."""
 
 from __future__ import annotations
 
@@ -25,34 +25,22 @@ if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-"""Of gradients; those of 16 bits are kept, selected and sent in float32."""
+"""dtypes of gradients; those of 16 bits are kept, selected and sent in float32."""
 
 OPERATIONS = ("sum", "avg")
 
-NOMINAL = 1 << 20
-"""Elements of the gradient for which the bits of an entry are counted that plans and models go by."""
+NOMINAL = 1 << 20  # elements of the gradient whose bits per entry plans and models use
 
 LEAST_SHARE = Fraction(1, 10**9)
-"""Smallest share of the bytes that plans are made for; a density below it still gives one entry."""
+"""Smallest share of the bytes for which plans are made; a density below it still selects one entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseRequest:
-    """A sparse allreduce whose arguments fit.
+    """A sparse allreduce with valid arguments.
 
-    Parameters
-    ----------
-    inputs : list of arrays, one for each rank of this process
-    outputs : list of arrays or None
-    op : str
-        sum or avg.
-    shape : tuple of int
-    size : int
-        Elements of a gradient.
-    dtype : str
-        In which entries are kept and sent.
-    density, exchange, wire, key, momentum, loss_scale
-        As `Communicator.sparse_all_reduce` takes them.
+    `inputs` and `outputs` are by rank of this process. `size` is in elements; `dtype` is that of residuals and
+    messages.
     """
 
     inputs: list[Any]
@@ -70,27 +58,27 @@ class SparseRequest:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides how it is exchanged."""
+        """The fields that determine the exchange."""
         return self.size, self.dtype, self.density, self.exchange, self.wire
 
     @property
     def entry_share(self) -> Fraction:
-        """Bytes of entries for a byte of the gradient by which plans and models go: those of a large one."""
+        """Bytes of entries for a byte of the gradient, as plans and models use them: those of a large gradient."""
         entries = entry_count(NOMINAL, self.density)
         nbytes = message_bytes(entries, size=NOMINAL, dtype=self.dtype, wire=self.wire)
         share = exact(self.density) * Fraction(nbytes, entries * np.dtype(self.dtype).itemsize)
         return max(share, LEAST_SHARE)
 
     def about(self, exchange: str) -> str:
-        """What the elements mean that one of the exchanges moves: ranks that differ in it must not exchange them."""
-        told = (
+        """Describe the elements of an exchange, for comparison between ranks."""
+        text = (
             f"sparse {self.op} of {shape_text(self.shape)} {self.dtype}, {float(self.density)} by {exchange}"
         )
         if self.wire is not None:
-            told += f", {self.wire.values} {self.wire.indices}"
+            text += f", {self.wire.values} {self.wire.indices}"
         if self.loss_scale != 1:
-            told += f", loss scale {self.loss_scale:g}"
-        return told + (f", key {_in_short(self.key)}" if self.key else "")
+            text += f", loss scale {self.loss_scale:g}"
+        return text + (f", key {_in_short(self.key)}" if self.key else "")
 
 
 def sparse_request(
@@ -106,13 +94,7 @@ def sparse_request(
     momentum: float = 0.0,
     loss_scale: float = 1.0,
 ) -> SparseRequest:
-    """Check the arrays of a sparse allreduce.
-
-    Raises
-    ------
-    UsageError
-        Names the rank and what does not fit.
-    """
+    """Check the arguments of a sparse allreduce; UsageError names the rank and the argument."""
     library = backend.arrays
     inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
     checked_density(density)
@@ -120,7 +102,7 @@ def sparse_request(
     if dtype not in DTYPES:
         raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
     if op not in OPERATIONS:
-        raise UsageError(f"a sparse {op!r} is not defined; use {' or '.join(OPERATIONS)}")
+        raise UsageError(f"op of a sparse allreduce must be {' or '.join(OPERATIONS)}, got {op!r}")
     if not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):
         raise UsageError(
             f"loss_scale must be above 0 and finite, got {loss_scale!r}; give that of the gradients"
@@ -144,6 +126,6 @@ def sparse_request(
 
 
 def _in_short(name: str) -> str:
-    """A key in the few letters that all ranks compare; of a long one its beginning and a digest."""
+    """Return a key as short text; a long one as its beginning and a digest."""
     shown = name.encode("ascii", "replace").decode()[:32]
     return shown if shown == name else f"{shown} {sha256(name.encode()).hexdigest()[:8]}"

@@ -1,9 +1,10 @@
-"""Compute with gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' memory, in their stream.
+"""Compute with gradients and entries in torch tensors on a GPU: CuPy's kernels on the tensors' memory, in their
+stream.
 
 CuPy sees a tensor's memory through DLPack; CuPy arrays that go to torch, messages above all, are copied into tensors,
 since torch's allocator and NCCL need to know whose memory they handle. Gradients of 16 bits are widened by torch
 before, so that bfloat16, which CuPy lacks, never gets there. Without CuPy, or with one for another CUDA than torch's,
-entries are chosen on the processor, and a warning says what to install.
+entries are selected on the processor, and a warning says what to install.
 """
 
 from __future__ import annotations
@@ -24,53 +25,39 @@ from topoplan.errors import UsageError
 
 
 class TorchEntryArrays(GpuEntryArrays):
-    """`EntryArrays` of torch tensors on one GPU: lines are tensors, values CuPy arrays.
+    """The `EntryArrays` of torch tensors on one GPU, in the library's stream: lines are tensors, values CuPy arrays.
 
-    Parameters
-    ----------
-    library : TorchArrays
-        Everything runs in its stream.
-    gpu : int
-        Number of the GPU in CUDA.
-
-    Raises
-    ------
-    UsageError
-        There is no CuPy that goes with this torch; says what to install.
+    Raises `UsageError` without a CuPy for this torch.
     """
 
     def __init__(self, library: TorchArrays, gpu: int) -> None:
-        check_cupy("choosing entries on a GPU")
+        check_cupy("selecting entries on a GPU")
         super().__init__(library)
         self._gpu = gpu
         self._seen: tuple[object, Any] | None = None
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """See `EntryArrays.here`: torch's and CuPy's current streams are the same one."""
+        """torch's and CuPy's current streams are the same one."""
         stream = self._library.stream(gpu_device(self._gpu))
         if self._seen is None or self._seen[0] is not stream:
             self._seen = (stream, stream_on_cupy(self._cupy, stream, self._gpu))
         with self._library.here(), on_device(self._cupy, self._gpu), self._seen[1]:
             yield
-            stream.synchronize()  # not after an error: nothing more may ever end there
+            stream.synchronize()  # not after an error: the stream may never finish
 
     def feedback(self, size: int, dtype: str, *, momentum: float) -> GpuErrorFeedback:
-        """See `EntryArrays.feedback`."""
         return GpuErrorFeedback(size, dtype, momentum=momentum, device=self._gpu)
 
     def area(self, nbytes: int) -> torch.Tensor:
-        """See `EntryArrays.area`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=gpu_device(self._gpu))
 
     def values(self, line: torch.Tensor) -> Any:
-        """See `EntryArrays.values`."""
-        if not line.numel():  # no memory to be shared
+        if not line.numel():  # no memory to share
             return self._cupy.empty(0, dtype=str(line.dtype).removeprefix("torch."))
         return self._cupy.from_dlpack(line)
 
     def line(self, values: Any) -> torch.Tensor:
-        """See `EntryArrays.line`."""
         made = torch.empty(
             values.shape, dtype=getattr(torch, values.dtype.name), device=gpu_device(self._gpu)
         )
@@ -78,30 +65,26 @@ class TorchEntryArrays(GpuEntryArrays):
         return made
 
     def zeroed(self, line: torch.Tensor) -> Any:
-        """See `EntryArrays.zeroed`."""
         return super().zeroed(self.values(line))
 
     def store(self, line: torch.Tensor, values: Any) -> None:
-        """See `EntryArrays.store`."""
         super().store(self.values(line), values)
 
     def widened(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
-        """See `EntryArrays.widened`."""
         line: torch.Tensor = self._library.line(array)
         return line.to(getattr(torch, dtype))
 
     def rounded(self, target: torch.Tensor, result: torch.Tensor) -> None:
-        """See `EntryArrays.rounded`."""
         self._library.copy(target, result)
 
 
 def torch_entry_arrays(library: Any, gpu: int) -> EntryArrays[Any]:
-    """Those of tensors on a GPU; on the processor, after a warning, where there is no CuPy for it."""
+    """Return the `EntryArrays` of tensors on a GPU; without CuPy those of the processor, after a warning."""
     try:
         return TorchEntryArrays(library, gpu)
     except UsageError as error:
         warnings.warn(
-            f"sparse gradients travel from GPU {gpu} to the host, where their entries are chosen: {error}",
+            f"sparse gradients are copied from GPU {gpu} to the host, which selects their entries: {error}",
             stacklevel=2,
         )
         return HostEntryArrays(library)

@@ -26,45 +26,33 @@ COMPILE_SECONDS = 30.0
 """Longest wait for another process that compiles the same loops: it may have been stopped."""
 
 Word = Any
-"""A number of 64 bits inside compiled loops, where int and the scalars of NumPy are one."""
+"""A number of 64 bits in compiled loops, where int and NumPy's scalars are one."""
 
 
 def compiled(loop: Loop) -> Loop:
-    """The same loop as machine code, compiled when it is first called with arguments of these types.
+    """Return the loop as machine code, compiled at its first call with arguments of these types.
 
-    Parameters
-    ----------
-    loop : callable
-        Takes arrays and numbers; anything that numba knows.
-
-    Examples
-    --------
     >>> import numpy as np
     >>> from collectives.sparse.index_packing import first_out_of_order
     >>> first_out_of_order(np.array([2, 5, 5, 9]), 10)
     2
     """
     try:
-        kept = numba.njit(cache=True, nogil=True)(loop)
+        machine_code = numba.njit(cache=True, nogil=True)(loop)
     except RuntimeError:  # neither the package nor the user's cache can be written
-        kept = numba.njit(nogil=True)(loop)
-    return cast(Loop, kept)
+        machine_code = numba.njit(nogil=True)(loop)
+    return cast(Loop, machine_code)
 
 
 @contextmanager
 def compiled_by_one(loop: Any) -> Iterator[None]:
-    """Call the loops of a file in here first: where nothing is kept of it yet, one process after another does.
+    """Make the first call of a file's loops in this block: with a cold cache, one process compiles and the others load.
 
-    The first compiles, and the others load what it has kept. Ranks that start together would else all compile the same.
-
-    Parameters
-    ----------
-    loop : callable
-        One of the file's, made by `compiled`.
+    ``loop`` is any loop of the file, made by `compiled`.
     """
     source = Path(loop.py_func.__code__.co_filename)
     try:
-        # fails where nothing can be kept
+        # fails if the cache cannot be written
         mark = (Path(loop.stats.cache_path or source) / f"{source.stem}.compiled").open("a+")
     except OSError:
         yield
@@ -83,7 +71,7 @@ def compiled_by_one(loop: Any) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    """Until the file is closed, or the process gone; not at all where that takes too long."""
+    """Lock a file until it is closed or the process ends; give up after `COMPILE_SECONDS`."""
     end = time.monotonic() + COMPILE_SECONDS
     while time.monotonic() < end:
         with suppress(BlockingIOError):
@@ -111,10 +99,10 @@ def _leading_zeros(context: Any, bits: Any) -> Any:
 
 
 trailing_zeros: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_trailing_zeros))
-"""Zero bits below the lowest one of a uint64; 64 where there is none. For compiled loops only."""
+"""Zero bits below the lowest set one of a uint64; 64 for zero. For compiled loops only."""
 
 leading_zeros: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_leading_zeros))
-"""Zero bits above the highest one of an int64 that is not negative; 64 where there is none. For compiled loops only."""
+"""Zero bits above the highest set one of an int64 that is not negative; 64 for zero. For compiled loops only."""
 
 
 def _pointer(builder: Any, address: Any) -> Any:
@@ -186,28 +174,28 @@ def _stream(context: Any, target: Any, source: Any) -> Any:
 
 
 load_word: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_load))
-"""The word of 64 bits at an address; what is read after it is at least as new (acquire)."""
+"""Return the word of 64 bits at an address; later loads are at least as new (acquire)."""
 
 store_word: Callable[[Word, Word], None] = cast(Callable[[Word, Word], None], intrinsic(_store))
-"""Set the word at an address; what was written before is seen by whoever sees it (release)."""
+"""Set the word at an address; a reader that sees it also sees earlier stores (release)."""
 
 add_to_word: Callable[[Word, Word], Word] = cast(Callable[[Word, Word], Word], intrinsic(_add))
 """Add to the word at an address in one step, and return what it was."""
 
 full_fence: Callable[[], None] = cast(Callable[[], None], intrinsic(_fence))
-"""What is written before is seen by all before anything is read after it: post, fence, then look who sleeps."""
+"""Make all earlier stores visible before any later load (store, fence, then look for sleepers)."""
 
 stream_line: Callable[[Word, Word], None] = cast(Callable[[Word, Word], None], intrinsic(_stream))
-"""Copy 64 bytes to a multiple of 64, past the caches: others see them only after the next `full_fence`."""
+"""Copy 64 bytes to a multiple of 64 with non-temporal stores: others see them only after the next `full_fence`."""
 
 call_numpy: Callable[[Word, Word, Word, Word, Word], None] = cast(
     Callable[[Word, Word, Word, Word, Word], None], intrinsic(_call)
 )
-"""Call a loop of a numpy ufunc: its address, those of arguments, lengths and steps, and what numpy keeps with it."""
+"""Call a loop of a numpy ufunc: its address, those of arguments, lengths and steps, and the loop's data."""
 
 
 def from_system(name: str, *, arguments: int) -> Callable[..., Word]:
-    """A function of the C library, for compiled loops only; what it takes are numbers and addresses."""
+    """Return a function of the C library for compiled loops, from and to numbers and addresses."""
     words = [numba.types.int64] * arguments
     found = numba.types.ExternalFunction(name, numba.types.int64(*words))
     return cast(Callable[..., Word], found)

@@ -31,20 +31,10 @@ from topoplan.errors import UsageError
 
 
 def use_device(cupy: Any, device: int) -> None:
-    """Make a GPU current in this thread for good, and bind its context to the thread.
+    """Make a GPU, by its number in CUDA, current in this thread for good, and bind its context to the thread.
 
     CUDA's driver calls (``ncclMemAlloc``) need the bound context: before CUDA 12 ``cudaSetDevice`` does not bind it.
-
-    Parameters
-    ----------
-    cupy : module
-    device : int
-        Number of the GPU in CUDA.
-
-    Raises
-    ------
-    cupy.cuda.runtime.CUDARuntimeError
-        There is no such GPU, or it does not take this process.
+    CUDARuntimeError if the GPU does not exist or does not take this process.
     """
     cupy.cuda.runtime.setDevice(device)
     cupy.cuda.runtime.free(0)
@@ -52,14 +42,7 @@ def use_device(cupy: Any, device: int) -> None:
 
 @contextmanager
 def on_device(cupy: Any, device: int) -> Iterator[None]:
-    """Make a GPU current in a caller's thread while the block runs; raises as `use_device`.
-
-    Parameters
-    ----------
-    cupy : module
-    device : int
-        Number of the GPU in CUDA.
-    """
+    """Make a GPU current in a caller's thread for the block; raises as `use_device`."""
     runtime = cupy.cuda.runtime
     before = runtime.getDevice()
     if before == device:
@@ -74,13 +57,7 @@ def on_device(cupy: Any, device: int) -> Iterator[None]:
 
 
 def has_context(device: int) -> bool:
-    """Return whether this process has a primary context on a GPU; asking makes none.
-
-    Parameters
-    ----------
-    device : int
-        Number of the GPU in CUDA.
-    """
+    """Return whether this process has a primary context on a GPU, without creating one."""
     driver = _driver()
     handle, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     return (
@@ -93,7 +70,7 @@ def has_context(device: int) -> bool:
 
 @cache
 def _driver() -> Any:
-    """Return NVIDIA's driver library, or None where there is none."""
+    """Return NVIDIA's driver library; None if it is missing."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -101,26 +78,15 @@ def _driver() -> Any:
 
 
 def load_cupy(backend: str) -> ModuleType:
-    """The CuPy package, where it is installed and CUDA shows a GPU.
-
-    Parameters
-    ----------
-    backend : str
-        Who needs it.
-
-    Raises
-    ------
-    UsageError
-        It is missing, cannot be loaded, or there is no GPU; says what to do.
-    """
+    """Import CuPy for a back end; UsageError if it is missing, cannot be loaded, or CUDA shows no GPU."""
     try:
         cupy = import_module("cupy")
     except ModuleNotFoundError as error:
         if error.name == "cupy":
             raise UsageError(f'the {backend} back end needs CuPy: pip install "topoplan[cuda12]"') from None
-        raise _load_failure(error) from None
+        raise UsageError(broken_cupy(error)) from None
     except ImportError as error:
-        raise _load_failure(error) from None
+        raise UsageError(broken_cupy(error)) from None
     remedy = "use a machine with a GPU and its driver, and look at CUDA_VISIBLE_DEVICES"
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -131,30 +97,20 @@ def load_cupy(backend: str) -> ModuleType:
     return cupy
 
 
-def _load_failure(error: ImportError) -> UsageError:
-    # CuPy frames its reason; the last line tells it
+def broken_cupy(error: ImportError) -> str:
+    """Return the message for a CuPy that cannot be loaded."""
+    # CuPy frames its reason; the last line states it
     lines = [line.strip() for line in str(error).splitlines() if line.strip("= ")]
-    return UsageError(
+    return (
         f"CuPy is installed but cannot be loaded: {lines[-1] if lines else type(error).__name__}; "
         'install the one for this driver: pip install "topoplan[cuda12]" or "topoplan[cuda13]"'
     )
 
 
 class CupyArrays:
-    """`ArrayLibrary` of CuPy.
+    """`ArrayLibrary` of CuPy on one GPU, by its number in CUDA; by default the current one.
 
-    Parameters
-    ----------
-    cupy : module
-    device : int, optional
-        Number of the GPU in CUDA; by default the one that is current.
-
-    Attributes
-    ----------
-    device : int
-    stream : cupy.cuda.Stream
-        Where everything runs, on `device`.
-    kernels : Kernels
+    `stream` is the stream of collectives on `device`.
     """
 
     name = "CuPy"
@@ -169,31 +125,24 @@ class CupyArrays:
             self.kernels = Kernels(cupy)
 
     def ordered(self) -> AbstractContextManager[object]:
-        """See `ArrayLibrary.ordered`: `check` notes what callers have told the GPU, and `here` waits for it."""
+        """`check` records the caller's stream, and `here` waits for it."""
         return nullcontext()
 
     def received(self, result: object) -> None:
-        """See `ArrayLibrary.received`."""
+        pass
 
     def gpu(self, array: Any) -> int | None:
-        """See `ArrayLibrary.gpu`."""
         return self.device
 
     @contextmanager
     def here(self) -> Iterator[Any]:
-        """Make the GPU and the stream current in this thread, behind what callers have told the GPU before.
-
-        Yields
-        ------
-        cupy.cuda.Stream
-        """
+        """Make the GPU and the stream current in this thread, behind the recorded work of callers; yield the stream."""
         with on_device(self._cupy, self.device), self.stream as stream:
             while self._called:
                 stream.wait_event(self._called.popleft())
             yield stream
 
     def check(self, array: object, *, rank: int, what: str) -> Any:
-        """See `ArrayLibrary.check`."""
         if not isinstance(array, self._cupy.ndarray):
             raise UsageError(
                 f"rank {rank} has a {type(array).__name__} instead of a CuPy array as its {what}; "
@@ -219,84 +168,71 @@ class CupyArrays:
         return found
 
     def behind(self, stream: Any) -> None:
-        """Let what is next done in `here` wait for what a stream of this GPU was told to do."""
+        """Make the next work in `here` wait for the present work of a stream of this GPU."""
         with on_device(self._cupy, self.device):
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record(stream)
         self._called.append(event)
 
     def shape(self, array: Any) -> tuple[int, ...]:
-        """See `ArrayLibrary.shape`."""
         return tuple(array.shape)
 
     def dtype(self, array: Any) -> str:
-        """See `ArrayLibrary.dtype`."""
         return str(array.dtype.name)
 
     def itemsize(self, array: Any) -> int:
-        """See `ArrayLibrary.itemsize`."""
         return int(array.dtype.itemsize)
 
     def writeable(self, array: Any) -> bool:
-        """See `ArrayLibrary.writeable`: CuPy has no read-only arrays."""
+        """CuPy has no read-only arrays."""
         return True
 
     def check_reduction(self, op: str, array: Any) -> None:
-        """See `ArrayLibrary.check_reduction`."""
         if self.dtype(array) != "bfloat16" or op not in OPERATORS:
             reduction(op, array.dtype)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """See `ArrayLibrary.empty`."""
         with self.here():
             return self._cupy.empty(shape, dtype=like.dtype)
 
     def line(self, array: Any) -> Any:
-        """See `ArrayLibrary.line`."""
         with self.here():
             return self._cupy.ascontiguousarray(array).reshape(-1)
 
     def contiguous(self, array: Any) -> bool:
-        """See `ArrayLibrary.contiguous`."""
         return bool(array.flags.c_contiguous)
 
     def address(self, array: Any) -> int:
-        """See `ArrayLibrary.address`."""
         return int(array.data.ptr) if array.flags.c_contiguous else 0
 
     def copy(self, target: Any, source: Any) -> None:
-        """See `ArrayLibrary.copy`."""
         with self.here() as stream:
             target[...] = source
             stream.synchronize()
 
     def part(self, line: Any, start: int, stop: int) -> Any:
-        """See `ArrayLibrary.part`."""
         return line[start:stop]
 
     def shaped(self, line: Any, shape: tuple[int, ...]) -> Any:
-        """See `ArrayLibrary.shaped`."""
         return line.reshape(shape)
 
     def reals(self, line: Any) -> Any:
-        """See `ArrayLibrary.reals`."""
         return line.view(line.dtype.char.lower()) if line.dtype.kind == "c" else line
 
     def overlap(self, one: Any, other: Any) -> bool:
-        """See `ArrayLibrary.overlap`; from addresses and strides alone, nothing is read."""
+        """Only addresses and strides are compared."""
         if not one.size or not other.size:
             return False
         first, second = np.asarray(_ArrayInterface(one)), np.asarray(_ArrayInterface(other))
         return np.may_share_memory(first, second) and np.shares_memory(first, second)
 
     def same(self, one: Any, other: Any) -> bool:
-        """See `ArrayLibrary.same`."""
         return bool(
             one.data.ptr == other.data.ptr and one.shape == other.shape and one.strides == other.strides
         )
 
     def of(self, values: NDArray[Any], dtype: str | None = None) -> Any:
-        """See `ArrayLibrary.of`; CuPy has bfloat16 from version 14 on."""
+        """CuPy has bfloat16 from version 14 on."""
         if dtype is not None:
             values = values.astype(numpy_dtype(dtype))
         with self.here() as stream:
@@ -305,39 +241,33 @@ class CupyArrays:
             return made
 
     def wrapped(self, values: NDArray[Any]) -> Any:
-        """See `ArrayLibrary.wrapped`: always a copy."""
         return self.of(values)
 
     def values(self, array: Any) -> NDArray[Any]:
-        """See `ArrayLibrary.values`."""
         with self.here():
             found: NDArray[Any] = array.get()
             return found
 
     def by_numpy(self, array: Any) -> bool:
-        """See `ArrayLibrary.by_numpy`."""
         return False
 
     def put(self, target: Any, values: NDArray[Any]) -> None:
-        """See `ArrayLibrary.put`."""
         with self.here() as stream:
             target.set(values)
             stream.synchronize()
 
     def divide(self, total: Any, ranks: int) -> None:
-        """See `ArrayLibrary.divide`."""
         with self.here() as stream:
             self.kernels.divide(total, self.dtype(total), ranks)
             stream.synchronize()
 
     def join(self, target: Any, parts: Sequence[Any], op: str) -> None:
-        """See `ArrayLibrary.join`."""
         with self.here():
             self.kernels.join(target, parts, op, self.dtype(target), self.itemsize(target))
 
 
 class _ArrayInterface:
-    """Where a CuPy array lies, in numpy's words."""
+    """The address and shape of a CuPy array for numpy."""
 
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {

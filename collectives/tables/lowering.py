@@ -31,7 +31,7 @@ from topoplan.plans.shards import ALIGNMENT, Edge, Shard, Stage
 class PlanKey:
     """A plan that is hashed by its digest: hashing the plan itself would walk through every edge.
 
-    Two keys are equal where the plans are too, whatever digest came with them; the same object is not looked through.
+    Two keys are equal if their plans are, whatever their digests; the same object is not compared edge by edge.
     """
 
     digest: str
@@ -70,15 +70,10 @@ class _PatternTransfer:
 
 @lru_cache(maxsize=64)
 def pattern_of(key: PlanKey) -> Pattern:
-    """The transfers of a plan and their prerequisites; the last 64 patterns are kept.
+    """Return the transfers of a plan and their prerequisites; the last 64 patterns are cached.
 
-    Raises
-    ------
-    PlanError
-        A stage is no tree, or two ranks would end with values that were not added in the same order.
+    PlanError: a stage is not a tree, or two ranks would end with values that were added in different orders.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
     >>> pattern = pattern_of(PlanKey(plan.digest, plan))
@@ -106,7 +101,7 @@ def pattern_of(key: PlanKey) -> Pattern:
 
 
 def cumulative(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Zero and the running sums: where each of these runs of entries starts, and the end."""
+    """Return zero and the running sums: where each run of so many entries starts, and the end."""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
@@ -115,7 +110,7 @@ def _column(values: Iterable[int]) -> NDArray[np.int32]:
 
 
 def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> list[_PatternTransfer]:
-    """The transfers of one chunk of one shard; ``base`` transfers of earlier shards precede them."""
+    """Return the transfers of one chunk of one shard; ``base`` transfers of earlier shards precede them."""
     transfers: list[_PatternTransfer] = []
     implied: list[int] = []
     writer: dict[int, int] = {}
@@ -126,8 +121,7 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
     for position, stage in enumerate(shard.stages):
         if stage.op == "gather":
             raise PlanError(
-                "ranks exchange what they have, which no table of transfers in one buffer says; its rounds run one "
-                "by one",
+                "a stage of gathers cannot be lowered to transfers in one buffer; its rounds run one by one",
                 shard=number,
                 stage=position,
             )
@@ -135,7 +129,7 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
             source, destination = (
                 (edge.child, edge.parent) if stage.op == "reduce" else (edge.parent, edge.child)
             )
-            # A helper begins with nothing: what comes first is stored.
+            # A helper rank begins with nothing: its first arrival is stored.
             add = stage.op == "reduce" and (destination < size or destination in writer)
             row = len(transfers)
             conflicts = {writer[rank] for rank in (source, destination) if rank in writer}
@@ -169,7 +163,7 @@ def _shard_transfers(plan: Plan, shard: Shard, number: int, *, base: int) -> lis
 
 
 def _data_order(stage: Stage) -> list[Edge]:
-    """The edges in an order in which data can run along them; at a parent, children in ascending rank."""
+    """Return the edges in an order in which data can run along them; at a parent, children in ascending rank."""
     if stage.op == "broadcast":
         return list(stage.top_down())
     depth = stage.depths()
@@ -177,7 +171,7 @@ def _data_order(stage: Stage) -> list[Edge]:
 
 
 def _without_implied(conflicts: set[int], implied: list[int]) -> tuple[list[int], int]:
-    """Those conflicts that no other of them implies, ascending, and the bit set of all rows before.
+    """Return the conflicts that no other of them implies, ascending, and the bit set of all rows before.
 
     ``implied[row]`` is the bit set of the rows that must run before it; they all have smaller numbers.
     """
@@ -209,25 +203,25 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     plan : Plan
         A valid plan (see `topoplan.verify`).
     count : int
-        Elements of the plan's buffer, zero or more; for allgather and reduce_scatter those of the full
-        gathered buffer, a multiple of the number of ranks; for alltoall those of the buffers of all ranks together, a
-        multiple of its square: blocks stand in the order of their destinations, then of their sources.
+        Elements of the plan's buffer, zero or more; for allgather and reduce_scatter those of the full gathered buffer,
+        a multiple of the number of ranks; for alltoall those of the buffers of all ranks together, a multiple of its
+        square: blocks are in the order of their destinations, then of their sources.
     chunk_elements : int
         Longest chunk; rounded up to a multiple of `ALIGNMENT`.
     digest : str, optional
-        ``plan.digest``, where the caller has it already.
+        ``plan.digest``, if the caller has it already.
 
     Returns
     -------
     TransferTable
-        The same object for the same (digest, count, chunk_elements): the last 64 are kept.
+        The same object for the same (digest, count, chunk_elements): the last 64 are cached.
 
     Raises
     ------
     UsageError
         ``count`` or ``chunk_elements`` is out of range.
     PlanError
-        A stage is no tree, or two ranks would end with values that were not added in the same order.
+        A stage is not a tree, or two ranks would end with values that were added in different orders.
 
     Notes
     -----
@@ -242,13 +236,13 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
     ([(0, 48), (48, 96), (96, 100)], 1)
     """
     if count < 0:
-        raise UsageError(f"a buffer of {count} elements does not exist; give zero or more")
+        raise UsageError(f"count must be 0 or more elements, got {count}")
     if chunk_elements < 1:
-        raise UsageError(f"chunks of {chunk_elements} elements do not exist; give at least 1")
+        raise UsageError(f"chunk_elements must be 1 or more, got {chunk_elements}")
     ranks = len(plan.ranks)
     if isinstance(plan.certificate, Demand):
         raise UsageError(
-            "this plan is that of a demand, and arrays are exchanged in equal blocks; plan it without"
+            "the plan is for a demand, and arrays are exchanged in equal blocks; plan without demand"
         )
     if count % plan.blocks:
         raise UsageError(
@@ -261,21 +255,11 @@ def lower(plan: Plan, count: int, *, chunk_elements: int, digest: str | None = N
 
 @lru_cache(maxsize=64)
 def lower_to(key: PlanKey, borders: tuple[int, ...], chunk_elements: int) -> TransferTable:
-    """The transfer table of a plan whose shards have other lengths than their shares: shard s ends at ``borders[s]``.
+    """Return the transfer table of a plan with other lengths of shards than their shares: shard s ends at
+    ``borders[s]``.
 
-    Parameters
-    ----------
-    key : PlanKey
-    borders : tuple of int
-        Ascending; the last one is the number of elements.
-        Where they are no multiples of `ALIGNMENT`, chunks do not start on such multiples either.
-    chunk_elements : int
-        As in `lower`.
-
-    Returns
-    -------
-    TransferTable
-        The same object for the same arguments: the last 64 are kept.
+    ``borders`` ascend to the number of elements; chunks start on multiples of `ALIGNMENT` only if the borders are. The
+    last 64 tables are cached.
     """
     return _table(key, np.array((0, *borders), dtype=np.int64), chunk_elements)
 
@@ -289,7 +273,7 @@ def _lowered(key: PlanKey, count: int, chunk_elements: int) -> TransferTable:
 
 def _table(key: PlanKey, bounds: NDArray[np.int64], longest: int) -> TransferTable:
     pattern = pattern_of(key)
-    # up, so that a buffer that fits into one chunk does not become two
+    # rounded up, so that a buffer that fits into one chunk does not become two
     chunk_elements = -(-longest // ALIGNMENT) * ALIGNMENT
     chunks_of_shard = -(-np.diff(bounds) // chunk_elements)
     repeats = chunks_of_shard[pattern.shard]

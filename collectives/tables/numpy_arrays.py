@@ -50,33 +50,19 @@ DTYPE_KINDS = {
     "f": "floats",
     "c": "complex numbers",
 }
-"""The kinds of dtype that can be moved, as numpy codes them."""
-
+"""Kinds of dtype that collectives move, by numpy's codes."""
 
 BFLOAT16 = "bfloat16"
-"""A float that numpy has from the package ml_dtypes; for numpy its kind is none of these."""
+"""A float of the package ml_dtypes; its kind in numpy is not in `DTYPE_KINDS`."""
 
 LIMITS = {"float16": 65520.0, BFLOAT16: float.fromhex("0x1.ffp127")}
-"""Magnitudes from which on a number is infinite when it is rounded to a type of 16 bits."""
+"""Magnitudes from which on a number becomes infinite when it is rounded to a type of 16 bits."""
 
 
 def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
-    """The numpy function that joins two contributions.
+    """Return the numpy function of a reduction (sum, prod, min, max or avg); UsageError if it is not defined for the
+    dtype.
 
-    Parameters
-    ----------
-    op : str
-        sum, prod, min, max or avg.
-    dtype : numpy dtype
-        Of kind float, integer, complex or bool, or ml_dtypes' bfloat16.
-
-    Raises
-    ------
-    UsageError
-        No such operator, or not for this dtype.
-
-    Examples
-    --------
     >>> reduction("sum", np.dtype("float32"))
     <ufunc 'add'>
     """
@@ -96,8 +82,6 @@ def reduction(op: str, dtype: np.dtype[np.generic]) -> np.ufunc:
 def divide(total: NDArray[np.generic], ranks: int) -> None:
     """Turn a sum into an average, in place.
 
-    Examples
-    --------
     >>> total = np.array([-7, 7])
     >>> divide(total, 2)
     >>> total
@@ -106,14 +90,14 @@ def divide(total: NDArray[np.generic], ranks: int) -> None:
     if total.dtype.kind not in "iu":
         np.divide(total, ranks, out=total)
         return
-    # int8 cannot hold 200 ranks, so the division is done in 64 bits
+    # int8 cannot hold a divisor of 200 ranks
     wide = total.astype(np.int64 if total.dtype.kind == "i" else np.uint64)
     wide -= np.fmod(wide, ranks)
     np.copyto(total, wide // ranks, casting="same_kind")
 
 
 class _Ufunc(ctypes.Structure):
-    """The beginning of ``PyUFuncObject``, as numpy's public header ``ufuncobject.h`` lays it down."""
+    """The first fields of ``PyUFuncObject`` in numpy's public header ``ufuncobject.h``."""
 
     _fields_ = (
         ("head", ctypes.c_char * object.__basicsize__),
@@ -129,18 +113,12 @@ class _Ufunc(ctypes.Structure):
 
 @lru_cache(maxsize=256)
 def loop_of(function: np.ufunc, dtype: np.dtype[np.generic]) -> tuple[int, int]:
-    """Address of the loop that joins two arrays of a type to one of the same type, and of what numpy keeps with it.
+    """Return the addresses of the C loop that joins two arrays of a type to one of it, and of the loop's data.
 
-    It is a C loop ``void loop(char **arguments, npy_intp *lengths, npy_intp *steps, void *data)``, which needs no
-    interpreter lock. What calls it gets numpy's bits, signed zeros and NaNs included, on every processor.
+    The loop, ``void loop(char **arguments, npy_intp *lengths, npy_intp *steps, void *data)``, needs no interpreter lock
+    and gives numpy's bits, signed zeros and NaNs included, on every processor. Zeros if numpy has no such loop: for
+    other types and foreign byte order.
 
-    Returns
-    -------
-    (int, int)
-        Zeros where there is none: the type is no number of numpy's own, or its bytes are in foreign order.
-
-    Examples
-    --------
     >>> loop_of(np.add, np.dtype("float32"))[0] != 0, loop_of(np.add, np.dtype(">f4"))
     (True, (0, 0))
     """
@@ -157,13 +135,7 @@ AnyArray = NDArray[Any]
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a name; it knows bfloat16 from the package ml_dtypes.
-
-    Raises
-    ------
-    UsageError
-        That package is not there; says what to install.
-    """
+    """Return numpy's dtype of a name; bfloat16 is that of ml_dtypes, and UsageError says how to install it."""
     if name != BFLOAT16:
         return np.dtype(name)
     try:
@@ -177,15 +149,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def dtype_name(dtype: object) -> str:
-    """numpy's name of a dtype of numpy or torch, or of such a name.
+    """Return numpy's name of a dtype of numpy or torch, or of such a name; UsageError if collectives cannot move it.
 
-    Raises
-    ------
-    UsageError
-        There is no such dtype.
-
-    Examples
-    --------
     >>> dtype_name(np.float32), dtype_name("f8"), dtype_name("bfloat16")
     ('float32', 'float64', 'bfloat16')
     """
@@ -208,22 +173,18 @@ class NumpyArrays:
     plain: tuple[type[Any], ...] = (np.ndarray,)
 
     def ordered(self) -> AbstractContextManager[object]:
-        """See `ArrayLibrary.ordered`."""
         return nullcontext()
 
     def here(self) -> AbstractContextManager[object]:
-        """See `ArrayLibrary.here`."""
         return nullcontext()
 
     def received(self, result: object) -> None:
-        """See `ArrayLibrary.received`."""
+        pass
 
     def gpu(self, array: AnyArray) -> int | None:
-        """See `ArrayLibrary.gpu`."""
         return None
 
     def check(self, array: object, *, rank: int, what: str) -> AnyArray:
-        """See `ArrayLibrary.check`."""
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             raise UsageError(
                 f"rank {rank} has a {type(array).__name__} instead of a numpy array as its {what}; "
@@ -237,93 +198,72 @@ class NumpyArrays:
         return array
 
     def shape(self, array: AnyArray) -> tuple[int, ...]:
-        """See `ArrayLibrary.shape`."""
         return array.shape
 
     def dtype(self, array: AnyArray) -> str:
-        """See `ArrayLibrary.dtype`; with the byte order where it is not the machine's."""
+        """The byte order is part of the name if it is not the machine's."""
         return _name(array.dtype)
 
     def itemsize(self, array: AnyArray) -> int:
-        """See `ArrayLibrary.itemsize`."""
         return array.dtype.itemsize
 
     def writeable(self, array: AnyArray) -> bool:
-        """See `ArrayLibrary.writeable`."""
         return array.flags.writeable
 
     def check_reduction(self, op: str, array: AnyArray) -> None:
-        """See `ArrayLibrary.check_reduction`."""
         reduction(op, array.dtype)
 
     def empty(self, shape: tuple[int, ...], like: AnyArray) -> AnyArray:
-        """See `ArrayLibrary.empty`."""
         return np.empty(shape, like.dtype)
 
     def line(self, array: AnyArray) -> AnyArray:
-        """See `ArrayLibrary.line`."""
         return np.ascontiguousarray(array).reshape(-1)
 
     def contiguous(self, array: AnyArray) -> bool:
-        """See `ArrayLibrary.contiguous`."""
         return array.flags.c_contiguous
 
     def address(self, array: AnyArray) -> int:
-        """See `ArrayLibrary.address`."""
         return array.ctypes.data if array.flags.c_contiguous else 0
 
     def copy(self, target: AnyArray, source: AnyArray) -> None:
-        """See `ArrayLibrary.copy`."""
         target[...] = source
 
     def part(self, line: AnyArray, start: int, stop: int) -> AnyArray:
-        """See `ArrayLibrary.part`."""
         return line[start:stop]
 
     def shaped(self, line: AnyArray, shape: tuple[int, ...]) -> AnyArray:
-        """See `ArrayLibrary.shaped`."""
         return line.reshape(shape)
 
     def reals(self, line: AnyArray) -> AnyArray:
-        """See `ArrayLibrary.reals`."""
         return line.view(line.real.dtype) if line.dtype.kind == "c" else line
 
     def overlap(self, one: AnyArray, other: AnyArray) -> bool:
-        """See `ArrayLibrary.overlap`."""
         return np.may_share_memory(one, other) and np.shares_memory(one, other)
 
     def same(self, one: AnyArray, other: AnyArray) -> bool:
-        """See `ArrayLibrary.same`."""
         return (
             one.ctypes.data == other.ctypes.data and one.shape == other.shape and one.strides == other.strides
         )
 
     def of(self, values: AnyArray, dtype: str | None = None) -> AnyArray:
-        """See `ArrayLibrary.of`."""
         return values.copy() if dtype is None else values.astype(numpy_dtype(dtype))
 
     def wrapped(self, values: AnyArray) -> AnyArray:
-        """See `ArrayLibrary.wrapped`."""
         return values
 
     def values(self, array: AnyArray) -> AnyArray:
-        """See `ArrayLibrary.values`."""
         return array
 
     def by_numpy(self, array: AnyArray) -> bool:
-        """See `ArrayLibrary.by_numpy`."""
         return True
 
     def put(self, target: AnyArray, values: AnyArray) -> None:
-        """See `ArrayLibrary.put`."""
         target[...] = values
 
     def divide(self, total: AnyArray, ranks: int) -> None:
-        """See `ArrayLibrary.divide`."""
         divide(total, ranks)
 
     def join(self, target: AnyArray, parts: Sequence[AnyArray], op: str) -> None:
-        """See `ArrayLibrary.join`."""
         add = reduction(op, target.dtype)
         with np.errstate(all="ignore"):
             add(parts[0], parts[1], out=target)
@@ -333,22 +273,20 @@ class NumpyArrays:
 
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
-    """numpy works it out every time."""
+    """Return the name of a dtype: numpy computes it anew at each access."""
     return dtype.name if dtype.isnative else dtype.str
 
 
 LEAST_POOLED_BYTES = 1 << 20
-"""Bytes from which on memory is kept; smaller arrays come from numpy, which keeps some itself."""
+"""Bytes from which on memory is pooled; numpy pools smaller arrays itself."""
 
 KEPT_RESULTS = 4
-"""Pieces of memory that are kept at most, free or not."""
+"""Most buffers in the pool, free or in use."""
 
 
 class PooledArrays(NumpyArrays):
-    """`ArrayLibrary` of numpy that keeps the memory of its large results.
+    """`ArrayLibrary` of numpy with a buffer pool for large results.
 
-    Examples
-    --------
     >>> library = PooledArrays()
     >>> first = library.empty((1 << 20,), np.empty(0))
     >>> place = first.ctypes.data
@@ -361,14 +299,13 @@ class PooledArrays(NumpyArrays):
 
     def __init__(self) -> None:
         self._kept: list[NDArray[np.uint8]] = []
-        self._giving = threading.Lock()
+        self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], like: NDArray[Any]) -> NDArray[Any]:
-        """See `ArrayLibrary.empty`."""
         length = math.prod(shape) * like.dtype.itemsize
         if length < LEAST_POOLED_BYTES:
             return super().empty(shape, like)
-        with self._giving:
+        with self._lock:
             memory = self._free(length)
             if memory is None:
                 memory = np.empty(length, np.uint8)
@@ -376,10 +313,10 @@ class PooledArrays(NumpyArrays):
             return memory[:length].view(like.dtype).reshape(shape)
 
     def _free(self, length: int) -> NDArray[np.uint8] | None:
-        """The smallest memory that is long enough, not much too long, and not in use."""
+        """Return the smallest buffer that is long enough, at most twice as long, and not in use."""
         found = None
         for place in range(len(self._kept)):
-            # every array in this memory refers to it as its base; the list and getrefcount itself do so too
+            # Arrays in this memory hold a reference to it as their base, beside the list and getrefcount.
             unused = sys.getrefcount(self._kept[place]) == 2
             size = len(self._kept[place])
             if unused and length <= size <= 2 * length and (found is None or size < len(found)):

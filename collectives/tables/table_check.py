@@ -17,25 +17,11 @@ from topoplan.plans.plan import ALL_TO_ALL, Plan
 
 
 def check_table(table: TransferTable, plan: Plan) -> None:
-    """Prove that a table does what its plan's collective promises, in any order that it allows.
+    """Prove that a table does what its plan's collective promises, in any order that its prerequisites allow.
 
-    Parameters
-    ----------
-    table : TransferTable
-    plan : Plan
-        Collective, ranks and root are read from it, not its trees.
+    Collective, ranks and root are read from the plan, its trees are not. PlanError states the first fault, with shard,
+    stage and rank of its row. The closure takes R^2 / 2 bits: for tables of up to some ten thousand rows.
 
-    Raises
-    ------
-    PlanError
-        The first fault, with shard, stage and rank of the row where it shows.
-
-    Notes
-    -----
-    The closure takes R^2 / 2 bits: for tables of up to some ten thousand rows.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allgather")
@@ -121,31 +107,28 @@ def _check_result(table: TransferTable, plan: Plan) -> None:
             held[destination, :, part] += held[source, :, part]
         else:
             if table.destination_fresh[row]:
-                raise _fault(table, row, "stores, and yet claims to read its destination")
+                raise _fault(table, row, "stores, but claims to read its destination")
             held[destination, :, part] = held[source, :, part]
         received[destination, part] = True
     _check_postcondition(held, table, plan, cuts)
 
 
 def _owner(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For every piece between two cuts the rank whose data or result it is; -1 where it is everyone's."""
-    if plan.collective in ("allgather", "reduce_scatter"):
+    """Return for every piece between two cuts the rank whose data or result it is; -1 for all ranks."""
+    if plan.collective in ("allgather", "reduce_scatter", ALL_TO_ALL):
         blocks: NDArray[np.int64] = cuts[:-1] * table.ranks // max(table.count, 1)
         return blocks
-    if plan.collective == ALL_TO_ALL:
-        destinations: NDArray[np.int64] = cuts[:-1] * table.ranks // max(table.count, 1)
-        return destinations
     return np.full(len(cuts) - 1, -1 if plan.root is None else plan.root, dtype=np.int64)
 
 
 def _sources(table: TransferTable, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For every piece of an all-to-all the rank whose data it is."""
+    """Return for every piece of an all-to-all the rank whose data it is."""
     sources: NDArray[np.int64] = cuts[:-1] * table.ranks**2 // max(table.count, 1) % table.ranks
     return sources
 
 
 def _initial(table: TransferTable, plan: Plan, cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often each vertex, rank or helper, holds each contribution in each piece, (V, N, pieces)."""
+    """Return how often each vertex, rank or helper, holds each contribution in each piece, (V, N, pieces)."""
     eye = np.eye(table.ranks + table.helpers, table.ranks, dtype=np.int64)[:, :, None]
     if plan.collective == ALL_TO_ALL:
         own: NDArray[np.int64] = eye * (np.arange(len(eye))[:, None] == _sources(table, cuts))[:, None, :]

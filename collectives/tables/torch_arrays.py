@@ -46,10 +46,10 @@ TORCH_DTYPES: dict[torch.dtype, str] = {
         torch.complex128,
     )
 }
-"""What can be moved, and numpy's names of it."""
+"""Dtypes that collectives move, and their names in numpy."""
 
 WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Not added up by torch on other devices than the CPU."""
+"""Dtypes that torch adds on the CPU only."""
 
 TORCH_OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "avg": torch.add,
@@ -58,19 +58,12 @@ TORCH_OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "prod": torch.mul,
     "sum": torch.add,
 }
-"""torch's function for each reduction where numpy's cannot be used."""
+"""torch's function for each reduction, for tensors that numpy cannot take."""
 
 
 class TorchArrays:
-    """`ArrayLibrary` of torch.
+    """`ArrayLibrary` of torch for tensors on some devices; a device without an index stands for any of its type.
 
-    Parameters
-    ----------
-    devices : sequence of torch.device
-        Where tensors may be; without an index any of that kind.
-
-    Examples
-    --------
     >>> library = TorchArrays([torch.device("cpu")])
     >>> library.dtype(library.check(torch.zeros(3, dtype=torch.bfloat16), rank=0, what="array"))
     'bfloat16'
@@ -89,36 +82,34 @@ class TorchArrays:
         self._checked = threading.local()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of the collectives, made when the first tensor on the GPU comes."""
+        """Return the stream of the collectives, created with the first tensor on the GPU."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
     def ordered(self) -> AbstractContextManager[object]:
-        """See `ArrayLibrary.ordered`: calls on the host, as `check` has seen them, do not wait for the GPU."""
+        """A call with tensors on the host does not wait for the GPU."""
         if self._stream is None or not getattr(self._checked, "on_gpu", False):
             return self.here()
         self._checked.on_gpu = False
         return _run_behind(torch.cuda.current_stream(self._stream.device).record_event(), self._stream)
 
     def here(self) -> AbstractContextManager[object]:
-        """See `ArrayLibrary.here`."""
         if self._stream is None:
             return nullcontext()
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
     def received(self, result: object) -> None:
-        """See `ArrayLibrary.received`: its memory is not given away before this stream has used it."""
+        """Its memory is not reused before this stream has used it."""
         if isinstance(result, torch.Tensor) and on_gpu(result):
             result.record_stream(torch.cuda.current_stream(result.device))
 
     def gpu(self, array: torch.Tensor) -> int | None:
-        """See `ArrayLibrary.gpu`."""
         return (array.device.index or 0) if on_gpu(array) else None
 
     def check(self, array: object, *, rank: int, what: str) -> torch.Tensor:
-        """See `ArrayLibrary.check`: plain dense contiguous tensors only, and not while the GPU's work is captured."""
+        """Accept plain dense contiguous tensors, and none while a CUDA graph is captured."""
         if type(array) not in self.plain:
             raise UsageError(
                 f"rank {rank} has a {type(array).__name__} instead of a plain torch tensor as its {what}; "
@@ -135,13 +126,13 @@ class TorchArrays:
                     'torch.compile(mode="reduce-overhead")), and collectives on tensors are not captured; call it '
                     "outside the graph, or capture it on CuPy arrays"
                 )
-            # its memory is not given away before the collective has used it
+            # its memory is not reused before the collective has used it
             array.record_stream(self.stream(array.device))
             self._checked.on_gpu = True  # by this thread
         return array
 
     def _fault(self, array: torch.Tensor) -> str:
-        """What is wrong with a tensor and what to do, as the end of a sentence; empty if nothing is."""
+        """Return the fault of a tensor and its remedy as the end of a sentence; empty without a fault."""
         if array.layout != torch.strided:
             return f"is sparse ({array.layout}); pass tensor.to_dense()"
         if array.is_quantized:
@@ -160,7 +151,7 @@ class TorchArrays:
         return ""
 
     def _elsewhere(self, device: torch.device) -> str:
-        """What to do about a tensor on a device that is none of these."""
+        """Return the remedy for a tensor on another device."""
         for own in self.devices:
             if own.type == device.type:
                 return (
@@ -168,32 +159,27 @@ class TorchArrays:
                     f"torch.cuda.set_device({device.index}) before the communicator is made"
                 )
         wanted = " or ".join(str(own) for own in self.devices)
-        told = f"is on {device}, and the process group takes tensors on {wanted}; "
-        told += f'move it with tensor.to("{self.devices[0]}")'
+        message = f"is on {device}, and the process group takes tensors on {wanted}; "
+        message += f'move it with tensor.to("{self.devices[0]}")'
         if device.type == "cuda":
-            told += ', or make the group with init_process_group("cpu:gloo,cuda:nccl")'
+            message += ', or make the group with init_process_group("cpu:gloo,cuda:nccl")'
             if not (dist.is_available() and dist.is_nccl_available()):
-                told += ", for which a torch that is built for CUDA must be installed"
-        return told
+                message += ", for which a torch that is built for CUDA must be installed"
+        return message
 
     def shape(self, array: torch.Tensor) -> tuple[int, ...]:
-        """See `ArrayLibrary.shape`."""
         return tuple(array.shape)
 
     def dtype(self, array: torch.Tensor) -> str:
-        """See `ArrayLibrary.dtype`."""
         return TORCH_DTYPES[array.dtype]
 
     def itemsize(self, array: torch.Tensor) -> int:
-        """See `ArrayLibrary.itemsize`."""
         return int(array.element_size())
 
     def writeable(self, array: torch.Tensor) -> bool:
-        """See `ArrayLibrary.writeable`: every contiguous tensor is."""
         return True
 
     def check_reduction(self, op: str, array: torch.Tensor) -> None:
-        """See `ArrayLibrary.check_reduction`."""
         like_numpy = np.dtype("float32" if array.dtype == torch.bfloat16 else TORCH_DTYPES[array.dtype])
         reduction(op, like_numpy)
         if array.device.type != "cpu" and array.dtype in WIDE_UNSIGNED:
@@ -203,78 +189,63 @@ class TorchArrays:
             )
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """See `ArrayLibrary.empty`."""
-        with torch.inference_mode(False):  # also for calls that come later, and not from inside it
+        with torch.inference_mode(False):  # results are also used outside of the caller's inference mode
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def line(self, array: torch.Tensor) -> torch.Tensor:
-        """See `ArrayLibrary.line`."""
-        # one element may have any stride, with which its bytes could not be viewed
+        # one element may have any stride, with which its bytes cannot be viewed
         return array.detach().contiguous().as_strided((array.numel(),), (1,))
 
     def contiguous(self, array: torch.Tensor) -> bool:
-        """See `ArrayLibrary.contiguous`."""
         return bool(array.is_contiguous())
 
     def address(self, array: torch.Tensor) -> int:
-        """See `ArrayLibrary.address`."""
         return 0 if self._fault(array) else int(array.data_ptr())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `ArrayLibrary.copy`."""
-        # also into tensors that were made in inference mode, from a thread that is not in it
+        # the target may be an inference tensor, and this thread not in inference mode
         with torch.inference_mode():
             target.copy_(source)
 
     def part(self, line: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """See `ArrayLibrary.part`."""
         return line[start:stop]
 
     def shaped(self, line: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """See `ArrayLibrary.shaped`."""
         return line.view(shape)
 
     def reals(self, line: torch.Tensor) -> torch.Tensor:
-        """See `ArrayLibrary.reals`."""
         return torch.view_as_real(line).view(2 * line.numel()) if line.is_complex() else line
 
     def overlap(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """See `ArrayLibrary.overlap`."""
         if one.device != other.device:
             return False
         first, second = one.data_ptr(), other.data_ptr()
         return bool(first < second + other.nbytes and second < first + one.nbytes)
 
     def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """See `ArrayLibrary.same`."""
-        alike = one.device == other.device and one.shape == other.shape
-        return bool(alike and one.data_ptr() == other.data_ptr())
+        comparable = one.device == other.device and one.shape == other.shape
+        return bool(comparable and one.data_ptr() == other.data_ptr())
 
     def of(self, values: NDArray[Any], dtype: str | None = None) -> torch.Tensor:
-        """See `ArrayLibrary.of`; torch has bfloat16 itself."""
         kinds = {name: kind for kind, name in TORCH_DTYPES.items()}
         return torch.from_numpy(values.copy()).to(self.devices[0], None if dtype is None else kinds[dtype])
 
     def wrapped(self, values: NDArray[Any]) -> torch.Tensor:
-        """See `ArrayLibrary.wrapped`."""
         return torch.from_numpy(values).to(self.devices[0])
 
     def values(self, array: torch.Tensor) -> NDArray[Any]:
-        """See `ArrayLibrary.values`; bfloat16 as float32."""
+        """bfloat16 becomes float32."""
         here = array.detach().cpu()
         return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
 
     def by_numpy(self, array: torch.Tensor) -> bool:
-        """See `ArrayLibrary.by_numpy`."""
         return by_numpy(array)
 
     def put(self, target: torch.Tensor, values: NDArray[Any]) -> None:
-        """See `ArrayLibrary.put`."""
         with torch.inference_mode():  # as in `copy`
             target.copy_(torch.from_numpy(values))
 
     def divide(self, total: torch.Tensor, ranks: int) -> None:
-        """See `ArrayLibrary.divide`."""
         if by_numpy(total):
             with np.errstate(all="ignore"):
                 divide(total.numpy(), ranks)
@@ -285,7 +256,6 @@ class TorchArrays:
             total.copy_(torch.div(total.to(torch.int64), ranks, rounding_mode="trunc"))
 
     def join(self, target: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
-        """See `ArrayLibrary.join`."""
         add, goal = join_function(op, target), join_operand(target)
         with np.errstate(all="ignore"):
             add(join_operand(parts[0]), join_operand(parts[1]), out=goal)
@@ -294,34 +264,32 @@ class TorchArrays:
 
 
 @contextmanager
-def _run_behind(told: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work in a stream behind an event, to the end; after an error nothing more may ever end there."""
+def _run_behind(event: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the body in a stream behind an event, and synchronise; not after an error, when the stream may never end."""
     with torch.cuda.stream(stream):
-        stream.wait_event(told)
+        stream.wait_event(event)
         yield
         stream.synchronize()
 
 
 def on_gpu(array: torch.Tensor) -> bool:
-    """Whether a tensor is a GPU's memory, which has streams."""
+    """Return whether a tensor is in GPU memory, which has streams."""
     return bool(array.is_cuda)
 
 
 def by_numpy(array: torch.Tensor) -> bool:
-    """Whether numpy can compute on this tensor's memory."""
+    """Return whether numpy can compute on this tensor's memory."""
     return bool(array.device.type == "cpu" and array.dtype != torch.bfloat16)
 
 
 def join_operand(line: torch.Tensor) -> Any:
-    """A line as that which `join_function`'s function takes: the same memory, numpy's where it can be."""
+    """Return a line as an operand of `join_function`'s function: the same memory, as numpy array if possible."""
     return line.numpy() if by_numpy(line) else line
 
 
 def join_function(op: str, like: torch.Tensor) -> Callable[..., object]:
-    """The function ``f(own, arriving, out=target)`` of a reduction for `join_operand` of such a tensor.
+    """Return the function ``f(own, arriving, out=target)`` of a reduction for `join_operand` of such a tensor.
 
-    Examples
-    --------
     >>> join_function("sum", torch.zeros(1)), join_function("max", torch.zeros(1, dtype=torch.bfloat16)).__name__
     (<ufunc 'add'>, 'maximum')
     """
@@ -331,26 +299,16 @@ def join_function(op: str, like: torch.Tensor) -> Callable[..., object]:
 
 
 BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
-"""numpy's type of elements of so many bytes, for kernels that are told by name what they are."""
+"""Name of numpy's dtype for elements of so many bytes, as kernels take it."""
 
 
 def gpu_device(gpu: int) -> torch.device:
-    """The device of a GPU."""
     return torch.device("cuda", gpu)
 
 
 def check_cupy(purpose: str) -> Any:
-    """The CuPy that runs on the same CUDA as torch.
-
-    Parameters
-    ----------
-    purpose : str
-        What needs it, as the beginning of a sentence.
-
-    Raises
-    ------
-    UsageError
-        It is missing, finds no GPU, or is for another CUDA; says what to install.
+    """Return the CuPy for torch's CUDA; UsageError, which begins with ``purpose``, if it is missing or for another
+    CUDA.
     """
     major = (torch.version.cuda or "12").split(".")[0]
     remedy = f'pip install "topoplan[cuda{major}]"'
@@ -367,15 +325,15 @@ def check_cupy(purpose: str) -> Any:
 
 
 def stream_on_cupy(cupy: Any, stream: torch.cuda.Stream, gpu: int) -> Any:
-    """A stream of torch as one of CuPy."""
+    """Return a stream of torch as a stream of CuPy."""
     if hasattr(stream, "__cuda_stream__") and hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(stream)
-    # before CuPy 14, or a torch whose streams do not tell of themselves
+    # before CuPy 14, or a torch whose streams lack the protocol
     return cupy.cuda.ExternalStream(stream.cuda_stream, gpu)
 
 
 def tensor_on_cupy(cupy: Any, line: torch.Tensor, gpu: int) -> Any:
-    """The memory of a line, as elements of as many bytes; keeps the tensor alive."""
+    """Return the memory of a line as CuPy array with elements of as many bytes; it keeps the tensor alive."""
     kind, nbytes = BITS[line.element_size()], line.numel() * line.element_size()
     if not nbytes:
         return cupy.empty(0, dtype=kind)

@@ -1,14 +1,14 @@
 """Define the transfer table: one row for each chunk that crosses one tree edge, with its prerequisites.
 
-A table is dataflow, not a schedule: a row may run as soon as its prerequisites have run. Its rows also stand in an
-order in which they can run one after another, by chunk index first, and every queue is served in that order, so
-chunks stream through the trees. No field depends on a back end.
+A table is dataflow, not a schedule: a row may run as soon as its prerequisites have run. Its rows are in an order in
+which they can run one after another, by chunk index first, and every queue is served in that order, so chunks stream
+through the trees. No field depends on a back end.
 
-A *stream* is one tree edge with its chunks; chunk c of a stream waits for chunk c of other streams only. `level`
-counts the hops behind it: chunk c can move in step c + level of a pipeline that starts a chunk in every step (in
-proportion for shards with fewer chunks), which is the list schedule of back ends with matched global steps.
-Additions at one rank may arrive in one step; they are joined in the order of their rows. `Traffic` counts rows, so
-back ends that elide copies between ranks that share memory move fewer bytes.
+A *stream* is one tree edge with its chunks; chunk c of a stream waits for chunk c of other streams only. `level` counts
+the hops behind it: chunk c can move in step c + level of a pipeline that starts a chunk in every step (in proportion
+for shards with fewer chunks), which is the list schedule of back ends with matched global steps. Additions at one rank
+may arrive in one step; they are joined in the order of their rows. `Traffic` counts rows, so back ends that elide
+copies between ranks that share memory move fewer bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PER_ROW = (
 class TransferTable:
     """Transfers of one collective on a buffer of ``count`` elements per rank; R rows, P prerequisites.
 
-    A row does ``buffer[destination][start:stop] += buffer[source][start:stop]``, or ``=`` where ``add`` is
-    False. The arrays are read-only.
+    A row does ``buffer[destination][start:stop] += buffer[source][start:stop]``, or ``=`` if ``add`` is False. The
+    arrays are read-only; PlanError if they do not fit together.
 
     Parameters
     ----------
@@ -60,22 +60,17 @@ class TransferTable:
     add : (R,) bool
         Add into the destination (True) or store (False).
     source_fresh, destination_fresh : (R,) bool
-        That rank has received nothing yet in this range, so its buffer still is its input. A back end that
-        does not work in place reads the input there (for ``destination_fresh``: as the first operand of an
-        addition, False in stores) and needs no copy of it beforehand.
+        That rank has received nothing yet in this range, so its buffer still is its input. A back end that does not
+        work in place reads the input there (for ``destination_fresh``: as the first operand of an addition, False in
+        stores) and needs no copy of it beforehand.
     shard, stage, chunk : (R,) int32
-        Where the row comes from: shard of the plan, stage of the shard, chunk of the shard.
+        Origin of the row: shard of the plan, stage of the shard, chunk of the shard.
     offsets : (R + 1,) int64
     prerequisites : (P,) int64
         Row i may run after the rows ``prerequisites[offsets[i] : offsets[i + 1]]``, all of them before i.
     helpers : int
-        Number of devices that are no ranks; in rows they follow the ranks. They begin with nothing, so the first row
-        that leads to one stores.
-
-    Raises
-    ------
-    PlanError
-        The columns do not have the same length.
+        Number of helper ranks; in rows they follow the ranks. They begin with nothing, so the first row that leads to
+        one stores.
 
     Examples
     --------
@@ -126,20 +121,19 @@ class TransferTable:
                 value.setflags(write=False)
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.source)
 
     @property
     def helped(self) -> bool:
-        """Whether any row leads to a device that is no rank."""
+        """Whether any row leads to a helper rank."""
         return any(destination >= self.ranks for _, destination, _ in self.queues)
 
     def before(self, row: int) -> NDArray[np.int64]:
-        """The rows that must have run before this one."""
+        """Return the rows that must have run before this one."""
         return self.prerequisites[self.offsets[row] : self.offsets[row + 1]]
 
     def kept(self) -> list[tuple[int, int, int]]:
-        """Element ranges that no row ever writes, as (rank, start, stop): there the input stays.
+        """Return element ranges that no row ever writes, as (rank, start, stop): there the input stays.
 
         Such as the whole buffer at the root of a broadcast. Ranges are shards, in order of rank and shard.
         """
@@ -147,15 +141,15 @@ class TransferTable:
 
 
 Given = tuple[int, int] | tuple[int, int, int, int]
-"""The elements of the buffer that a rank puts in: (start, stop); or in an all-to-all, where they are one block in each
-period of the buffer, (start, stop, period, skip): the first, stop - start in all, and skip of a period are others'."""
+"""The elements of the buffer that are a rank's input: (start, stop); or in an all-to-all, one block in each period of
+the buffer, (start, stop, period, skip): the first, stop - start elements in all, and skip elements of a period are not
+its input.
+"""
 
 
 def given_block(collective: str, rank: int, ranks: int, count: int) -> Given:
-    """The elements of the buffer that a rank puts in.
+    """Return the elements of the buffer that are a rank's input.
 
-    Examples
-    --------
     >>> given_block("allgather", 1, 4, 20), given_block("alltoall", 1, 4, 80)
     ((5, 10), (5, 25, 20, 15))
     """
@@ -168,10 +162,8 @@ def given_block(collective: str, rank: int, ranks: int, count: int) -> Given:
 
 
 def place_in(given: Given, element: int) -> int:
-    """Where an element of the buffer lies in what a rank puts in.
+    """Return the position in a rank's input of an element of the buffer.
 
-    Examples
-    --------
     >>> [place_in(given_block("alltoall", 1, 4, 80), element) for element in (5, 9, 25, 65)]
     [0, 4, 5, 15]
     """
@@ -182,10 +174,8 @@ def place_in(given: Given, element: int) -> int:
 
 
 def result_block(collective: str, root: int | None, rank: int, ranks: int, count: int) -> tuple[int, int]:
-    """The elements of the buffer that are a rank's result.
+    """Return the elements of the buffer that are a rank's result.
 
-    Examples
-    --------
     >>> result_block("reduce_scatter", None, 1, 4, 20), result_block("reduce", 0, 1, 4, 20)
     ((5, 10), (0, 0))
     """
@@ -198,7 +188,7 @@ def result_block(collective: str, root: int | None, rank: int, ranks: int, count
 
 @lru_cache(maxsize=64)
 def result_blocks(collective: str, root: int | None, ranks: int, count: int) -> tuple[tuple[int, int], ...]:
-    """For each rank the elements of the buffer that are its result."""
+    """Return for each rank the elements of the buffer that are its result."""
     return tuple(result_block(collective, root, rank, ranks, count) for rank in range(ranks))
 
 
@@ -217,31 +207,15 @@ def _kept(table: TransferTable) -> tuple[tuple[int, int, int], ...]:
 class EdgeStream:
     """One tree edge in the direction of its data.
 
-    Parameters
-    ----------
-    number : int
-        Position among the streams; also the row of its chunk 0.
-    queue : int
-        Index into the table's queues.
-    source, destination : int
-        Ranks.
-    shard, stage : int
-        Where it stands in the plan.
-    add, source_fresh, destination_fresh : bool
-        As in `TransferTable`, the same for all chunks.
-    start, stop : int
-        Elements of the shard.
-    chunks : int
-        At least 1.
-    level : int
-        Steps before this one, 0 if it waits for none: one more than what it waits for, but siblings that are added
-        at one rank may share a step.
-    waits : tuple of int
-        Numbers of the streams of which chunk c must have run before chunk c here. They write at the source, or they
-        read or write at the destination.
-    window : int
-        Chunks by which this stream may run ahead of what its destination has used: 2 more than the levels by which
-        data that must be joined before it is behind.
+    - ``number``: position among the streams; also the row of its chunk 0; ``queue``: index into the table's queues
+    - ``add``, ``source_fresh``, ``destination_fresh``: as in `TransferTable`, the same for all chunks
+    - ``start``, ``stop``: elements of the shard, in ``chunks`` chunks, at least 1
+    - ``level``: steps before this one, 0 if it waits for none: one more than its prerequisites, but siblings that are
+      added at one rank may share a step
+    - ``waits``: numbers of the streams whose chunk c must have run before chunk c here; they write at the source, or
+      read or write at the destination
+    - ``window``: chunks by which it may run ahead of the use at its destination: 2 more than the levels by which data
+      that must be joined before it is behind
     """
 
     number: int
@@ -263,10 +237,8 @@ class EdgeStream:
 
 @lru_cache(maxsize=64)
 def streams(table: TransferTable) -> tuple[EdgeStream, ...]:
-    """The streams of a table, in the order of its rows; kept for the last 64 tables.
+    """Return the streams of a table, in the order of its rows; cached for the last 64 tables.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce")
@@ -315,15 +287,13 @@ def streams(table: TransferTable) -> tuple[EdgeStream, ...]:
 
 
 def _siblings(ints: list[tuple[int, ...]], bools: list[tuple[bool, ...]], row: int, other: int) -> bool:
-    """Whether two rows add at one rank: their data may arrive together."""
+    """Return whether two rows add at one rank: their data may arrive together."""
     return bools[row][0] and bools[other][0] and ints[row][2] == ints[other][2]
 
 
 def row_of(table: TransferTable, number: int, chunk: int) -> int:
-    """The row of a chunk of a stream.
+    """Return the row of a chunk of a stream.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 1000, chunk_elements=16)
@@ -337,22 +307,15 @@ def row_of(table: TransferTable, number: int, chunk: int) -> int:
 
 
 def stream_of(table: TransferTable) -> NDArray[np.int64]:
-    """The number of the stream of every row, (R,) int64."""
+    """Return the number of the stream of every row, (R,) int64."""
     chunks = np.array([part.chunks for part in streams(table)], dtype=np.int64)
     numbers = [np.flatnonzero(chunks > chunk) for chunk in range(int(chunks.max(initial=0)))]
     return np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
 
 
 class Traffic:
-    """A count of bytes by sender and receiver.
+    """A count of bytes by sender and receiver, for the ranks of this process as senders.
 
-    Parameters
-    ----------
-    ranks : tuple of int
-        Those of this process: what others send among themselves is not counted.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> traffic = Traffic((0, 1))
@@ -366,7 +329,7 @@ class Traffic:
         self._bytes: Counter[tuple[int, int]] = Counter()
 
     def add(self, table: TransferTable, *, itemsize: int) -> None:
-        """Count what a collective moves."""
+        """Count the bytes of a collective."""
         for (source, destination, _), elements in zip(table.queues, _elements(table), strict=True):
             if source in self._ranks:
                 self._bytes[source, destination] += elements * itemsize
@@ -379,7 +342,7 @@ class Traffic:
 
 @lru_cache(maxsize=64)
 def _elements(table: TransferTable) -> tuple[int, ...]:
-    """Elements that pass every queue."""
+    """Return the elements that pass every queue."""
     moved = np.zeros(len(table.queues), dtype=np.int64)
     np.add.at(moved, table.queue, table.stop - table.start)
     return tuple(moved.tolist())

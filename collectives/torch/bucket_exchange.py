@@ -1,8 +1,8 @@
 """Average one bucket of DDP after another in the background, while backward computes the next.
 
 The last bucket of a step waits for the others and is then averaged in the thread of backward: DDP has nothing else to
-do, no other thread has to be woken for it, and an error of any bucket comes out of ``loss.backward()`` as it is; DDP
-itself would turn it into another one. If no plan fits the process group, torch's own allreduce averages.
+do, no other thread has to wake up, and ``loss.backward()`` raises the error of any bucket as it is; DDP itself would
+convert it. If no plan fits the process group, torch's own allreduce averages.
 
 A sparse gradient, as of ``nn.Embedding(sparse=True)``, has a bucket of its own. Ranks exchange their rows by an
 allgather of the plan, whole, whatever filter or density the settings name.
@@ -40,36 +40,24 @@ from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
 
 NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Types in which dense gradients may travel."""
+"""Types to which dense gradients may be rounded."""
 
 
 class DdpBucket(Protocol):
-    """What is asked of a bucket of DDP."""
+    """The methods of a bucket of DDP in use."""
 
     def index(self) -> int:
-        """Its number in the step."""
+        """Return its number in the step."""
 
     def buffer(self) -> torch.Tensor:
-        """Its gradients, one after another."""
+        """Return its gradients, one after another."""
 
     def parameters(self) -> list[torch.Tensor]:
-        """Whose gradients these are."""
+        """Return the parameters of these gradients."""
 
 
 class DdpBucketExchange:
-    """Averages buckets by the plan of a communicator.
-
-    Parameters
-    ----------
-    averager : InStepAverager
-    numbers : ParameterNumbers
-
-    Attributes
-    ----------
-    residuals : ParameterResiduals
-    presence : Presence or None
-        Where ranks may have no data in a step.
-    """
+    """Averages buckets by the plan of a communicator; `presence` is set while ranks may have no data."""
 
     def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
         how = averager.settings
@@ -82,12 +70,9 @@ class DdpBucketExchange:
         self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Begin to average a bucket; the future is that of its buffer, which then holds the average.
+        """Start to average a bucket; the future holds its buffer with the average.
 
-        Raises
-        ------
-        BackendError
-            An exchange of this step failed: of this bucket, or, if it is the last one, of any.
+        Raises `BackendError` if the exchange failed; for the last bucket, if any exchange of the step failed.
         """
         communicator = self._averager.communicator
         try:
@@ -98,7 +83,7 @@ class DdpBucketExchange:
                 return self._under_way[-1][1]
             with self._averager.recorder.waiting():
                 for handle, one in self._under_way:
-                    with suppress(Exception):  # the future tells of it with step and bucket
+                    with suppress(Exception):  # the future raises it with step and bucket
                         handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
                     one.wait()
                 _, future = self._start(bucket, async_op=False)
@@ -112,7 +97,7 @@ class DdpBucketExchange:
         return future
 
     def _give_up(self, *, wait: bool) -> None:
-        """The step is lost; without ``wait``, as after Ctrl-C, what runs is left alone, and so is what is kept."""
+        """Abandon the step; without ``wait``, as after Ctrl-C, leave running exchanges and residuals alone."""
         running = [handle for handle, _ in self._under_way]
         self._under_way.clear()
         self._averager.communicator.end_batch()
@@ -125,11 +110,11 @@ class DdpBucketExchange:
             self._averager.give_up()
 
     def _start(self, bucket: DdpBucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
-        """Start the exchange of a bucket; what runs, and the future of its buffer."""
+        """Start the exchange of a bucket; return its handle, and the future of its buffer."""
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
 
-        def placed(error: TopoplanError) -> TopoplanError:
+        def with_place(error: TopoplanError) -> TopoplanError:
             return error_in_bucket(error, step=step, bucket=about, rank=self.rank)
 
         try:
@@ -139,7 +124,7 @@ class DdpBucketExchange:
             begin = self._begin_rows if buffer.is_sparse else self._begin
             given, handle = begin(bucket, buffer, async_op=async_op)
         except TopoplanError as error:
-            raise placed(error) from error
+            raise with_place(error) from error
 
         def finish() -> None:
             if given is not buffer:
@@ -153,13 +138,13 @@ class DdpBucketExchange:
             device=buffer.device,
             arrays=self._averager.communicator.arrays,
             finish=finish,
-            told=placed,
+            convert_error=with_place,
         )
 
     def _begin(
         self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
-        """Start the exchange; the tensor in which the average will be."""
+        """Start the exchange; return the tensor that will hold the average, and the handle."""
         layout = self.layout_of(bucket)
         self._check_numbers()
         averager, step = self._averager, self._averager.recorder.step
@@ -180,7 +165,7 @@ class DdpBucketExchange:
     def _begin_rows(
         self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
-        """Start the exchange of a sparse gradient; the tensor in which the average will be."""
+        """Start the exchange of a sparse gradient, as `_begin`."""
         recorder, key = self._averager.recorder, self.layout_of(bucket).key
         self._check_numbers()
         step, started, nbytes = recorder.step, recorder.now(), nbytes_of(buffer)
@@ -193,18 +178,18 @@ class DdpBucketExchange:
         return buffer, handle
 
     def _idle(self, layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
-        """The parameters with a gradient of zeros, which DDP may throw away: what is kept of them waits."""
+        """Return the parameters with a gradient of zeros, which DDP may drop; their residuals wait."""
         return (_unused_parameters_gpu if on_gpu(buffer) else _unused_parameters)(layout, buffer)
 
     def total(self, here: int) -> int:
-        """How many ranks have data, this one so many; all ranks must call it."""
+        """Return how many ranks have data, `here` in this process; all ranks must call it."""
         comm = self._averager.communicator
         line = comm.arrays.wrapped(np.array([here]))
         return int(comm.arrays.values(comm.all_reduce(line, out=line))[0])
 
     @property
     def averager(self) -> InStepAverager:
-        """What averages, and keeps what filters leave over."""
+        """The averager, with the state of filters."""
         return self._averager
 
     @property
@@ -213,24 +198,24 @@ class DdpBucketExchange:
         return self._averager.communicator.ranks[0]
 
     def layout_of(self, bucket: DdpBucket) -> BucketLayout:
-        """Which parameters a bucket holds."""
+        """Return the layout of a bucket."""
         parameters = bucket.parameters()
         numbers = self._numbers.of_bucket(parameters)
         return BucketLayout(numbers, tuple(real_count(one) for one in parameters))
 
     @property
     def arrivals(self) -> list[list[int]] | None:
-        """As those of `ParameterNumbers`: what a checkpoint must say of the numbers of its parameters."""
+        """Arrivals of `ParameterNumbers`, for a checkpoint."""
         arrivals = self._numbers.arrivals
         return None if arrivals is None else [list(one) for one in arrivals]
 
     def restored(self, arrivals: Sequence[Sequence[int]] | None) -> None:
-        """What is kept now comes from a run of these arrivals; if they prove to be others, it is given up."""
+        """Note the arrivals of the run that residuals were restored from; drop these if the arrivals differ."""
         self._saved = (arrivals,)
         self._check_numbers()
 
     def _check_numbers(self) -> None:
-        """Give up what was restored, and say so, where the numbers of parameters mean something else now."""
+        """Drop restored residuals, with a warning, if the numbers of parameters mean something else now."""
         if not self._saved:
             return
         (saved,) = self._saved
@@ -245,24 +230,13 @@ class DdpBucketExchange:
         )
         warn_of_unused_state(
             [unsent, self._averager.drop_unused()],
-            "buckets are others than when the state was saved, and only parameters that are given in the same order "
-            "both times, HookState(parameters=...), are known in any buckets",
+            "buckets differ from those of the saved state, and only parameters that are given in the same order both "
+            "times, HookState(parameters=...), are identified in any buckets",
         )
 
 
 class BuiltInBucketExchange:
-    """Averages buckets over a process group.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-    recorder : Recorder
-
-    Attributes
-    ----------
-    presence : Presence or None
-        Where ranks may have no data in a step.
-    """
+    """Averages buckets by torch's allreduce over a process group; `presence` is set while ranks may have no data."""
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
         self.presence: DataPresence | None = None
@@ -271,7 +245,7 @@ class BuiltInBucketExchange:
         self._recorder = recorder
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """The average of a bucket over all ranks, in its own memory."""
+        """Start to average a bucket, in its own memory."""
         recorder, step, started = self._recorder, self._recorder.step, self._recorder.now()
         buffer: torch.Tensor = bucket.buffer()
         key = f"bucket {bucket.index()}"
@@ -303,35 +277,17 @@ class BuiltInBucketExchange:
         return averaged
 
     def total(self, here: int) -> int:
-        """How many ranks have data, this one so many; all ranks must call it."""
+        """Return how many ranks have data, as `DdpBucketExchange.total`."""
         flag = torch.tensor([here], device=self._device)
         dist.all_reduce(flag, group=self._group)
         return int(flag.item())
 
 
 def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op: bool) -> Handle[Any]:
-    """Average a sparse gradient over all ranks by their rows, in place; all ranks get the same bits.
+    """Average a sparse COO tensor over all ranks by their rows, in place; all ranks get the same bits.
 
-    Rows are added in the order of the ranks, those of 16 bits in float32. How many rows the fullest rank has is waited
-    for.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        Of one rank in each process.
-    gradient : sparse COO tensor
-        Changed in place: coalesced, with every row that any rank has.
-    async_op : bool
-
-    Returns
-    -------
-    Handle
-        Of the gradient.
-
-    Raises
-    ------
-    BackendError
-        Another rank failed.
+    The gradient becomes coalesced, with every row that any rank has. Rows are added in the order of the ranks, those of
+    16 bits in float32. The call waits for the largest number of rows of a rank. One rank in each process.
     """
     own, device = gradient.coalesce(), gradient.device
     indices, values = own.indices(), own.values()
@@ -350,7 +306,7 @@ def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op
     sizes = torch.tensor(gradient.shape[:axes], device=device)
 
     def rows_of(one: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers of a rank's rows, counted over all sparse axes, and their values."""
+        """Return the numbers of a rank's rows, counted over all sparse axes, and their values."""
         held = int(one[:8].clone().view(torch.int64))
         places = one[8 : 8 + 8 * axes * held].clone().view(torch.int64).view(axes, held)
         found = one[start : start + row_bytes * held].clone().view(dtype).view(held, *values.shape[1:])
@@ -370,23 +326,15 @@ def average_rows(communicator: Communicator, gradient: torch.Tensor, *, async_op
         gradient.copy_(sparse_rows(where, average, gradient.shape))
         return gradient
 
-    told = async_op or communicator.on_failure == "shrink"
-    return Handle.around(communicator.all_gather(message, async_op=told)).then(added)
+    asynchronous = async_op or communicator.on_failure == "shrink"
+    return Handle.around(communicator.all_gather(message, async_op=asynchronous)).then(added)
 
 
 def rows_in(values: torch.Tensor, axes: int, also: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows of a dense tensor that hold something else than zeros, as a sparse one.
+    """Return the rows of a dense tensor that are not zero as a sparse one; the first `axes` axes number rows.
 
-    Parameters
-    ----------
-    values : torch.Tensor
-    axes : int
-        How many axes number the rows.
-    also : (axes, n) int64 tensor, optional
-        Rows that are taken in any case.
+    `also` is an (axes, n) int64 tensor of rows that are included in any case.
 
-    Examples
-    --------
     >>> rows_in(torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]]), 1, torch.tensor([[2]])).indices().tolist()
     [[1, 2]]
     """
@@ -400,7 +348,7 @@ def rows_in(values: torch.Tensor, axes: int, also: torch.Tensor | None = None) -
 
 
 def sparse_rows(where: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a sparse tensor of rows in ascending order, none of them twice."""
+    """Return a sparse tensor of rows in ascending order without repetition."""
     return torch.sparse_coo_tensor(where, values, shape, is_coalesced=True, check_invariants=False)
 
 
@@ -428,7 +376,7 @@ def nbytes_of(buffer: torch.Tensor) -> int:
 
 
 def _parts_of(layout: BucketLayout, bucket: DdpBucket) -> tuple[BucketPart, ...]:
-    """The parameters of a bucket, by their numbers in the model."""
+    """Return the parameters of a bucket, by their numbers in the model."""
     return tuple(
         BucketPart(
             f"parameter {number}",
@@ -441,7 +389,7 @@ def _parts_of(layout: BucketLayout, bucket: DdpBucket) -> tuple[BucketPart, ...]
 
 
 def _unused_parameters(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
-    """The parameters with a gradient of zeros."""
+    """Return the parameters with a gradient of zeros."""
     line = buffer.detach().view(-1)
     return [
         number
@@ -451,10 +399,10 @@ def _unused_parameters(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
 
 
 def _unused_parameters_gpu(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
-    """The same on a GPU: one pass over the bucket, and one transfer for which the host waits.
+    """Return the same on a GPU: one pass over the bucket, and one transfer for which the host waits.
 
-    It waits for gradients that have been asked for already, and only the thread of backward does so, once a bucket:
-    the residuals have to be put in their places before the exchange begins.
+    It waits for gradients already queued, in the thread of backward alone and once a bucket: residuals must be in place
+    before the exchange starts.
     """
     parts = list(layout.parts())
     line = buffer.detach().view(-1)
@@ -467,4 +415,4 @@ def _unused_parameters_gpu(layout: BucketLayout, buffer: torch.Tensor) -> list[i
 
 
 GLANCE = 64
-"""Elements of a gradient that are looked at first: hardly ever are they all zero where others are not."""
+"""Elements of a gradient that are tested first: they are rarely all zero if others are not."""

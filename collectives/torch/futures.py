@@ -23,23 +23,13 @@ def future_of(
     device: torch.device,
     arrays: ArrayLibrary[Any],
     finish: Callable[[], None],
-    told: Callable[[TopoplanError], TopoplanError] = lambda error: error,
+    convert_error: Callable[[TopoplanError], TopoplanError] = lambda error: error,
 ) -> torch.futures.Future[Any]:
-    """A future that ends with a collective.
+    """Return a future that ends with a collective.
 
-    Parameters
-    ----------
-    handle : Handle
-    result : tensor, or nested lists of tensors
-        What the future holds in the end.
-    device : torch.device
-        Of these. On a GPU whoever waits for the future orders the current stream behind the collective.
-    arrays : ArrayLibrary
-        Of the communicator.
-    finish : callable
-        What is to be done with the result of the collective, in its thread and stream.
-    told : callable
-        From an error of the collective to that of the future.
+    It holds `result`, tensors on `device`, after `finish`, which handles the result of the collective in its thread and
+    stream. On a GPU a wait for the future orders the current stream after the collective. `convert_error` turns an
+    error of the collective into that of the future.
     """
     future: torch.futures.Future[Any] = torch.futures.Future(
         devices=[device] if device.type == "cuda" else None
@@ -51,9 +41,9 @@ def future_of(
                 handle.wait()
                 finish()
             except TopoplanError as error:
-                future.set_exception(told(error))
+                future.set_exception(convert_error(error))
             except Exception as error:
-                # else nobody would hear of it, and whoever waits would wait for ever
+                # else a wait for the future would never return
                 future.set_exception(error)
             except BaseException as error:
                 # Ctrl-C, where the caller's thread ends the collective; torch's futures take exceptions alone
@@ -69,14 +59,7 @@ def future_of(
 class PlannedWork(dist.Work):
     """`torch.distributed.Work` of a collective in the background.
 
-    Parameters
-    ----------
-    handle : Handle
-    future : Future
-        Of the tensors that are written.
-    tensors : list of tensors, or of lists of them
-    left : callable, optional
-        Called with the handle where a wait for it has ended before it.
+    `future` holds the tensors that are written; `left` is called with the handle if a wait for it times out.
     """
 
     def __init__(
@@ -93,7 +76,7 @@ class PlannedWork(dist.Work):
         self._left = left
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, on a GPU in the order of its current stream; raises what went wrong, or TimeoutError."""
+        """Wait for the end, on a GPU in the order of its current stream; raises the error, or TimeoutError."""
         if timeout:
             try:
                 self._handle.wait(timeout.total_seconds())
@@ -101,41 +84,33 @@ class PlannedWork(dist.Work):
                 self._left(self._handle)
                 raise
             except TopoplanError:
-                pass  # as the future tells it
+                pass  # the future raises it
         self._future.wait()
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, with or without an error."""
         return self._future.done()
 
     def result(self) -> list[Any]:
-        """The tensors, when it has ended."""
+        """Return the tensors once it has ended."""
         self.wait()
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors, from which also C++ hears what went wrong."""
+        """Return a future of the tensors, which carries errors to C++ too."""
         return self._future.then(lambda ended: ended.value())
 
 
 class JointWork(dist.Work):
-    """`torch.distributed.Work` that ends with several others, and then with what its first wait does.
+    """`torch.distributed.Work` that ends with several others, and then with `finish`.
 
-    Parameters
-    ----------
-    works : sequence of Work
-    finish : callable
-        Called once, in the first wait and behind all works, from any thread. No wait returns before it has ended. It is
-        called again by the next wait if it raises.
-    device : torch.device, optional
-        Device on whose current stream `finish` queues its copies; later waits order their stream behind them.
-    tensors : list of tensors, or of lists of them, optional
-        Result of the work; by default what the works give.
+    The first wait calls `finish` once, after all works, from any thread; no wait returns before it has ended, and the
+    next wait calls it again if it raises. `finish` queues its copies on the current stream of `device`; later waits
+    order their stream after them. `tensors` are the result; by default those of the works.
     """
 
     def __init__(
@@ -153,21 +128,20 @@ class JointWork(dist.Work):
         self._lock = threading.Lock()
         self._over = False
         self._queued: torch.cuda.Event | None = None
-        """Behind what `finish` has queued on a GPU."""
+        """Recorded after the copies that `finish` has queued on a GPU."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of all, on a GPU in the order of its current stream; raises what went wrong first."""
+        """Wait for the end of all, on a GPU in the order of its current stream; raises the first error."""
         for work in self._works:
             work.wait(timeout) if timeout else work.wait()
         self._end()
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all have ended, well or not, and their results lie where they belong."""
+        """Return whether all have ended, with or without an error, and the results are in place."""
         if not all(work.is_completed() for work in self._works):
             return False
         with suppress(Exception):  # which `wait` raises
@@ -175,7 +149,7 @@ class JointWork(dist.Work):
         return self._queued is None or bool(self._queued.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> list[Any]:
-        """Return the result, when all have ended."""
+        """Return the result once all have ended."""
         self.wait()
         if self._tensors is not None:
             return self._tensors
@@ -194,7 +168,7 @@ class JointWork(dist.Work):
         return together.then(ended)
 
     def _end(self) -> None:
-        """Finish once, behind all works."""
+        """Call `finish` once, after all works."""
         with self._lock:
             if not self._over:
                 self._finish()
@@ -205,6 +179,6 @@ class JointWork(dist.Work):
                 torch.cuda.current_stream(self._device).wait_event(self._queued)
 
     def _source_rank(self) -> int:
-        """The rank that a receive from any rank has heard."""
+        """Return the rank from which a receive from any rank got its message."""
         (work,) = self._works
         return int(work._source_rank())

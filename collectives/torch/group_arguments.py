@@ -1,9 +1,8 @@
 """Check the arguments of a process group's collectives, and convert reductions and tensors to lines of elements.
 
-torch checks little of what it hands to a group, and gloo of torch 2.13 less: it takes split sizes as they come, so
-that negative sizes and sizes that do not add up overwrite memory, and it moves the first bytes behind the address of a
-tensor, whatever its strides. So everything is checked here before anything moves, and only contiguous lines are
-handed on.
+torch checks little of the arguments that it hands to a group, and gloo of torch 2.13 less: negative split sizes and
+sizes that do not add up overwrite memory, and it moves the first bytes at the address of a tensor, whatever its
+strides. So everything is checked here before anything moves, and only contiguous lines are handed on.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ OPERATIONS = (
     (dist.ReduceOp.MAX, "max"),
     (dist.ReduceOp.PRODUCT, "prod"),
 )
-"""What plans reduce by."""
+"""Reductions of plans."""
 
 
 def operation_of(opts: Any) -> tuple[str, Any]:
@@ -55,7 +54,7 @@ def op_name(opts: Any) -> str:
 
 
 def line_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor one after another: its own memory where they lie so, else a copy."""
+    """Return the elements of a tensor one after another: its own memory if it is contiguous, else a copy."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
@@ -70,7 +69,7 @@ def parts_of(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[to
 
 
 def copy_lines(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
-    """Copy lines into tensors that they are not the memory of."""
+    """Copy lines into tensors, except those that share their memory."""
     with torch.inference_mode():
         for target, line in zip(targets, lines, strict=False):
             if target.data_ptr() != line.data_ptr():
@@ -78,7 +77,7 @@ def copy_lines(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -
 
 
 def moved_line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor that is only moved: on the CPU as bytes, since gloo does not know all types."""
+    """Return the elements of a tensor that is only moved: on the CPU as bytes, since gloo lacks some types."""
     line = line_of(tensor)
     return line.view(torch.uint8) if line.device.type == "cpu" else line
 
@@ -104,27 +103,14 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def check_results(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise where results would be written to a place of memory twice.
+    """Raise `UsageError` if results of one type would be written to one place of memory twice.
 
-    Parameters
-    ----------
-    tensors : sequence of tensors
-        Of one type, which are written.
-    what : str
-        Their name in messages, such as "output".
-
-    Raises
-    ------
-    UsageError
-
-    Examples
-    --------
     >>> check_results([torch.zeros(4), torch.zeros(4, 3)[:, 1]], "output")
     >>> check_results([torch.zeros(1).expand(4)], "tensor")
     Traceback (most recent call last):
     ...
     topoplan.errors.UsageError: tensor of shape (4,) and strides (0,) has several elements at one place of memory, \
-where results cannot be written; pass tensor.clone()
+    where results cannot be written; pass tensor.clone()
     """
     spans: list[tuple[int, int, int]] = []
     for number, one in enumerate(tensors):
@@ -145,14 +131,8 @@ where results cannot be written; pass tensor.clone()
 
 
 def check_dense(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise if a tensor is sparse or quantized, whose elements are not a line of memory.
+    """Raise `UsageError` if a tensor is sparse or quantized, whose elements are not a line of memory.
 
-    Raises
-    ------
-    UsageError
-
-    Examples
-    --------
     >>> check_dense([torch.ones(2).to_sparse()], "input")
     Traceback (most recent call last):
     ...
@@ -167,19 +147,7 @@ def check_dense(tensors: Sequence[torch.Tensor], what: str) -> None:
 
 
 def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, of: str) -> None:
-    """Raise where tensors have other types or other numbers of elements than one.
-
-    Parameters
-    ----------
-    tensors : sequence of tensors
-    like : tensor
-    what, of : str
-        The names of both in messages.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise `UsageError` if tensors differ from `like` in type or number of elements."""
     check_dense([like], of.removeprefix("the "))
     check_dense(tensors, what)
     for number, one in enumerate(tensors):
@@ -192,23 +160,13 @@ def check_alike(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, 
 
 
 def check_length(listed: Sequence[object], size: int, what: str, of: str = "ranks") -> None:
-    """Raise where a list has not one item for each rank, or whatever else is counted.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise `UsageError` if a list does not have one item for each rank, or for each of `of`."""
     if len(listed) != size:
         raise UsageError(f"{what} must be one for each of {size} {of}, got {len(listed)}")
 
 
 def check_single(listed: Sequence[object], what: str) -> None:
-    """Raise where a list has not one item.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise `UsageError` if a list does not have one item."""
     if len(listed) != 1:
         raise UsageError(f"{what} must be a list of one, got {len(listed)}")
 
@@ -216,12 +174,7 @@ def check_single(listed: Sequence[object], what: str) -> None:
 def check_blocks(
     whole: torch.Tensor, block: torch.Tensor, size: int, whole_name: str, block_name: str
 ) -> None:
-    """Raise where a tensor has not the elements of as many blocks as there are ranks.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise `UsageError` if a tensor does not have the elements of one block for each rank."""
     check_dense([whole], whole_name)
     check_dense([block], block_name)
     if whole.dtype != block.dtype or whole.numel() != size * block.numel():
@@ -240,20 +193,8 @@ def split_counts(
 ) -> tuple[list[int], list[int]]:
     """Return how many elements come from each rank, and go to each, in an all-to-all.
 
-    Parameters
-    ----------
-    output, input : tensor
-    output_splits, input_splits : sequence of int
-        Rows of dimension 0 for each rank; empty for as many of each.
-    size : int
-        Number of ranks.
+    Splits are rows of dimension 0 for each rank; empty for equal numbers.
 
-    Raises
-    ------
-    UsageError
-
-    Examples
-    --------
     >>> split_counts(torch.zeros(3, 2), torch.zeros(4, 2), [2, 1], [], 2)
     ([4, 2], [4, 4])
     >>> split_counts(torch.zeros(4), torch.zeros(4), [5, -1], [2, 2], 2)
@@ -306,24 +247,13 @@ def _whole_numbers(splits: Sequence[int], name: str) -> list[int]:
 
 
 def splits_text(received: Sequence[int], sent: Sequence[int]) -> str:
-    """Return what a rank tells the others of an uneven all-to-all, for `check_splits`."""
+    """Return the text that ranks exchange before an uneven all-to-all, for `check_splits`."""
     return json.dumps([list(received), list(sent)])
 
 
 def check_splits(texts: Sequence[str]) -> None:
-    """Raise where a rank sends another number of elements than the receiver expects; the same on all ranks.
+    """Raise `UsageError`, the same on all ranks, if a rank sends another number of elements than its peer expects.
 
-    Parameters
-    ----------
-    texts : sequence of str
-        `splits_text` of every rank, in their order.
-
-    Raises
-    ------
-    UsageError
-
-    Examples
-    --------
     >>> check_splits([splits_text([1, 3], [1, 2]), splits_text([1, 0], [3, 0])])
     Traceback (most recent call last):
     ...
@@ -340,12 +270,12 @@ def check_splits(texts: Sequence[str]) -> None:
 
 
 def _last(tensor: torch.Tensor) -> int:
-    """How far the last element of a tensor with elements is from its first, in elements."""
+    """Return the distance from the first element of a tensor to its last, in elements."""
     return sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor with elements are at one place."""
+    """Return whether two elements of a tensor are at one place."""
     reached = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride <= reached:
@@ -355,7 +285,7 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one type have an element at one place; their ranges overlap."""
+    """Return whether two tensors of one type with overlapping ranges have an element at one place."""
     apart = other.data_ptr() - one.data_ptr()
     if (one.is_contiguous() and other.is_contiguous()) or apart % one.element_size():
         return True
@@ -364,7 +294,7 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _places(tensor: torch.Tensor) -> NDArray[np.int64]:
-    """How far each element is from the first."""
+    """Return the distance of each element from the first."""
     found = np.zeros(1, np.int64)
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         found = np.add.outer(found, np.arange(length, dtype=np.int64) * stride).ravel()

@@ -1,8 +1,8 @@
-"""Run the collectives of the process group "topoplan": by a plan, or by gloo and NCCL beneath.
+"""Run the collectives of the process group "topoplan": by a plan, or by inner groups of gloo and NCCL.
 
 Every collective checks its arguments first, and all ranks refuse wrong ones. Collectives by plan, and those of gloo for
 tensors on the CPU, run in one order and only once all ranks agree on them, so a call that has a plan on some ranks only
-is an error on all of them. NCCL is called at once, in the caller's thread, and nothing is agreed on.
+is an error on all of them. NCCL is called at once, in the caller's thread, without an agreement.
 """
 
 from __future__ import annotations
@@ -55,33 +55,30 @@ class GroupCollectives(dist.ProcessGroup):
     communicator: Communicator | None
     _block: list[dist.Work] | None
     """Works of a block that ends in one work; None outside of one."""
-    _left: list[Handle[Any]]
-    """What somebody has given up to wait for."""
+    _timed_out: list[Handle[Any]]
+    """Collectives for which a wait has timed out."""
 
     @abstractmethod
     def _planned(self) -> bool:
-        """Whether there is a plan; found out by all ranks together in the first collective."""
+        """Return whether there is a plan; all ranks agree on it in the first collective."""
 
     def allreduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
-        """Reduce a tensor over all ranks, in place."""
         if not isinstance(tensors, list):
             return self.inner.allreduce(tensors, *given_options(opts), *others)
-        self._refusing(lambda: check_results(tensors, "tensor"))
+        self._check_on_all(lambda: check_results(tensors, "tensor"))
         if len(tensors) == 1 and self._reduces(tensors, opts):
             return self._reduced(tensors, opts)
         return self._in_place("allreduce", tensors, opts, op=op_name(opts))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
-        """Reduce several tensors over all ranks, in place and as one."""
         if not isinstance(tensors, list):
             return self.inner.allreduce_coalesced(tensors, *given_options(opts), *others)
-        self._refusing(lambda: check_results(tensors, "tensor"))
+        self._check_on_all(lambda: check_results(tensors, "tensor"))
         if self._reduces(tensors, opts):
             return self._reduced(tensors, opts)
         return self._in_place("allreduce_coalesced", tensors, opts, op=op_name(opts))
 
     def reduce(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
-        """Reduce a tensor over all ranks, in place at the root."""
         if not isinstance(tensors, list) or opts is None:
             return self.inner.reduce(tensors, *given_options(opts), *others)
         root = int(opts.rootRank)
@@ -91,13 +88,12 @@ class GroupCollectives(dist.ProcessGroup):
             if root == self.rank():
                 check_results(tensors, "tensor")
 
-        self._refusing(check)
+        self._check_on_all(check)
         return self._in_place(
             "reduce", tensors, opts, op=op_name(opts), root=root, written=root == self.rank()
         )
 
     def broadcast(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
-        """Copy the root's tensor to all ranks."""
         if not isinstance(tensors, list) or opts is None:
             return self.inner.broadcast(tensors, *given_options(opts), *others)
         root = int(opts.rootRank)
@@ -108,7 +104,7 @@ class GroupCollectives(dist.ProcessGroup):
             if root != self.rank():
                 check_results(tensors, "tensor")
 
-        self._refusing(check)
+        self._check_on_all(check)
         written = root != self.rank()
         if not self._carries(tensors, None):
             return self._in_place("broadcast", tensors, opts, root=root, moved=True, written=written)
@@ -123,7 +119,6 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
-        """Copy the tensors of all ranks to all ranks."""
         if not isinstance(inputs, list):
             return self.inner.allgather(outputs, inputs, *given_options(opts), *others)
 
@@ -134,11 +129,11 @@ class GroupCollectives(dist.ProcessGroup):
             check_alike(outputs[0], inputs[0], "output tensor", "the input")
             check_results(outputs[0], "output tensor")
 
-        self._refusing(check)
+        self._check_on_all(check)
         if self._carries(inputs, None):
             return self._gathered([[one] for one in outputs[0]], inputs, outputs, opts)
         flat, lines = moved_line(inputs[0]), [moved_line(one) for one in outputs[0]]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.allgather([lines], [flat], *given_options(opts)),
             inputs,
             outputs,
@@ -149,7 +144,7 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
-        """Copy several tensors of all ranks to all ranks, as one; outputs are a list for each rank."""
+        """Gather several tensors of all ranks as one; outputs are a list for each rank."""
 
         def check() -> None:
             check_length(outputs, self.size(), "output lists")
@@ -159,7 +154,7 @@ class GroupCollectives(dist.ProcessGroup):
                     check_alike([one], like, "output tensor", "the input")
             check_results([one for row in outputs for one in row], "output tensor")
 
-        self._refusing(check)
+        self._check_on_all(check)
         if self._carries(inputs, None):
             return self._gathered(outputs, inputs, outputs, opts)
         flats, rows = (
@@ -171,7 +166,7 @@ class GroupCollectives(dist.ProcessGroup):
             for one, row in zip(outputs, rows, strict=True):
                 copy_lines(one, as_types(row, one))
 
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.allgather_coalesced(rows, flats, *given_options(opts), *others),
             inputs,
             outputs,
@@ -182,19 +177,17 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
-        """Put the tensors of all ranks into one."""
-
         def check() -> None:
             check_blocks(output, input, self.size(), "output", "input")
             check_results([output], "output")
 
-        self._refusing(check)
+        self._check_on_all(check)
         carried = self._carries([input], None)
         flat, whole = (
             (line_of(input), line_of(output)) if carried else (moved_line(input), moved_line(output))
         )
         if not carried:
-            return self._beneath(
+            return self._by_inner_group(
                 lambda: self.inner._allgather_base(whole, flat, *given_options(opts)),
                 [input],
                 [output],
@@ -212,15 +205,13 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Put several tensors of all ranks into one each, exchanged as one."""
-
         def check() -> None:
             check_length(outputs, len(inputs), "outputs", of="inputs")
             for one, other in zip(outputs, inputs, strict=True):
                 check_blocks(one, other, self.size(), "output", "input")
             check_results(outputs, "output")
 
-        self._refusing(check)
+        self._check_on_all(check)
         if self._carries(inputs, None):
             lines = [line_of(one) for one in outputs]
             rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
@@ -229,7 +220,6 @@ class GroupCollectives(dist.ProcessGroup):
         return JointWork([work for work in works if work is not None])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
-        """Reduce one tensor for each rank over all ranks; each rank gets its own."""
         if not isinstance(outputs, list):
             return self.inner.reduce_scatter(outputs, inputs, *given_options(opts), *others)
 
@@ -240,34 +230,30 @@ class GroupCollectives(dist.ProcessGroup):
             check_alike(inputs[0], outputs[0], "input tensor", "the output")
             check_results(outputs, "output")
 
-        self._refusing(check)
+        self._check_on_all(check)
         whole = joined_line(inputs[0])
         if self._reduces([*inputs[0], *outputs], opts):
             return self._scattered(outputs, whole, opts)
-        return self._scattered_beneath(outputs[0], whole, opts)
+        return self._scattered_by_inner_group(outputs[0], whole, opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
-        """Reduce a tensor over all ranks; each rank gets its block."""
-
         def check() -> None:
             check_blocks(input, output, self.size(), "input", "output")
             check_results([output], "output")
 
-        self._refusing(check)
+        self._check_on_all(check)
         if self._reduces([input, output], opts):
             return self._scattered([output], line_of(input), opts)
-        return self._scattered_beneath(output, line_of(input), opts)
+        return self._scattered_by_inner_group(output, line_of(input), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Reduce several tensors over all ranks, as one; each rank gets its block of each."""
-
         def check() -> None:
             check_length(outputs, len(inputs), "outputs", of="inputs")
             for one, other in zip(outputs, inputs, strict=True):
                 check_blocks(other, one, self.size(), "input", "output")
             check_results(outputs, "output")
 
-        self._refusing(check)
+        self._check_on_all(check)
         if self._reduces([*inputs, *outputs], opts):
             blocks = zip(*(self._blocks(line_of(one)) for one in inputs), strict=True)
             return self._scattered(outputs, joined_line([part for row in blocks for part in row]), opts)
@@ -282,13 +268,13 @@ class GroupCollectives(dist.ProcessGroup):
         input_split_sizes: Any = (),
         opts: Any = None,
     ) -> Any:
-        """Send every rank its block of a tensor; by plan where no sizes of blocks are given, so that all are equal."""
+        """Send every rank its block of a tensor; by plan if blocks are equal because no sizes are given."""
 
         def check() -> tuple[list[int], list[int]]:
             check_results([output], "output")
             return split_counts(output, input, output_split_sizes, input_split_sizes, self.size())
 
-        received, sent = self._refusing(check)
+        received, sent = self._check_on_all(check)
         if output_split_sizes or input_split_sizes or not self._carries([input], None):
             given = bool(output_split_sizes or input_split_sizes)
             return self._uneven(output, input, received, sent, opts, [output], op="split" if given else None)
@@ -302,8 +288,6 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Send every rank a tensor, and get one of each; they may have any lengths."""
-
         def check() -> None:
             check_length(outputs, self.size(), "output tensors")
             check_length(inputs, self.size(), "input tensors")
@@ -317,7 +301,7 @@ class GroupCollectives(dist.ProcessGroup):
                         )
             check_results(outputs, "output tensor")
 
-        self._refusing(check)
+        self._check_on_all(check)
         whole, flat = torch.cat([line_of(one) for one in outputs]), joined_line(inputs)
         counts = [[one.numel() for one in listed] for listed in (outputs, inputs)]
         return self._uneven(
@@ -331,7 +315,6 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
-        """Copy the tensors of all ranks to the root."""
         if not isinstance(inputs, list) or opts is None:
             return self.inner.gather(outputs, inputs, *given_options(opts), *others)
         root = int(opts.rootRank)
@@ -348,9 +331,9 @@ class GroupCollectives(dist.ProcessGroup):
             check_results(listed, "output tensor")
             return list(listed)
 
-        listed = self._refusing(check)
+        listed = self._check_on_all(check)
         flat, lines = moved_line(inputs[0]), [moved_line(one) for one in listed]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.gather([lines] if lines else [], [flat], opts),
             inputs,
             outputs,
@@ -362,7 +345,6 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
-        """Copy to every rank one of the tensors that the root has."""
         if not isinstance(outputs, list) or opts is None:
             return self.inner.scatter(outputs, inputs, *given_options(opts), *others)
         root = int(opts.rootRank)
@@ -379,9 +361,9 @@ class GroupCollectives(dist.ProcessGroup):
             check_alike(listed, outputs[0], "input tensor", "the output")
             return list(listed)
 
-        listed = self._refusing(check)
+        listed = self._check_on_all(check)
         flat, lines = moved_line(outputs[0]), [moved_line(one) for one in listed]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.scatter([flat], [lines] if lines else [], opts),
             outputs,
             outputs,
@@ -393,23 +375,19 @@ class GroupCollectives(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, *others: Any) -> Any:
-        """Wait until all ranks have come."""
         self._planned()
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner.barrier(*given_options(opts), *others), [], [], opts, collective="barrier"
         )
 
     def send(self, tensors: Any, *where: Any) -> Any:
-        """Send a tensor to a rank."""
         lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
         return self._one_way(self.inner.send(lines, *where), lines, None)
 
     def recv(self, tensors: Any, *where: Any) -> Any:
-        """Receive a tensor from a rank."""
         return self._received(self.inner.recv, tensors, *where)
 
     def recv_anysource(self, tensors: Any, *where: Any) -> Any:
-        """Receive a tensor from whichever rank sends one first."""
         return self._received(self.inner.recv_anysource, tensors, *where)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]
@@ -434,7 +412,7 @@ class GroupCollectives(dist.ProcessGroup):
         self,
         rows: Sequence[Sequence[torch.Tensor]],
         inputs: Sequence[torch.Tensor],
-        told: list[Any],
+        results: list[Any],
         opts: Any,
         *,
         then: Callable[[], None] = lambda: None,
@@ -449,7 +427,7 @@ class GroupCollectives(dist.ProcessGroup):
             then()
 
         return self._started(
-            lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, told, opts
+            lambda comm: comm.all_gather(flat, out=whole, async_op=True), flat, finish, results, opts
         )
 
     def _scattered(self, outputs: list[torch.Tensor], whole: torch.Tensor, opts: Any) -> Any:
@@ -463,9 +441,9 @@ class GroupCollectives(dist.ProcessGroup):
             opts,
         )
 
-    def _scattered_beneath(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
+    def _scattered_by_inner_group(self, output: torch.Tensor, whole: torch.Tensor, opts: Any) -> Any:
         flat = line_of(output)
-        return self._beneath(
+        return self._by_inner_group(
             lambda: self.inner._reduce_scatter_base(flat, whole, *given_options(opts)),
             [whole],
             [output],
@@ -483,12 +461,12 @@ class GroupCollectives(dist.ProcessGroup):
         received: list[int],
         sent: list[int],
         opts: Any,
-        told: list[Any],
+        results: list[Any],
         *,
         op: str | None = "split",
         then: Callable[[], None] = lambda: None,
     ) -> Any:
-        """An all-to-all of so many elements from and to each rank, by the group beneath, in bytes."""
+        """Run an all-to-all of given counts from and to each rank by the inner group, in bytes."""
         flat, whole, itemsize = moved_line(input), moved_line(output), input.element_size()
         itemsize = itemsize if flat.dtype == torch.uint8 else 1
         counts = [[itemsize * one for one in listed] for listed in (received, sent)]
@@ -502,7 +480,7 @@ class GroupCollectives(dist.ProcessGroup):
             copy_lines([output], as_types([whole], [output]))
             then()
 
-        return self._beneath(run, [input], told, opts, finish, collective="alltoall", op=op)
+        return self._by_inner_group(run, [input], results, opts, finish, collective="alltoall", op=op)
 
     def _in_place(
         self,
@@ -515,10 +493,10 @@ class GroupCollectives(dist.ProcessGroup):
         moved: bool = False,
         written: bool = True,
     ) -> Any:
-        """A collective of the group beneath on tensors that are input and result, as lines."""
+        """Run a collective of the inner group on tensors that are input and result, as lines."""
         dense = all(one.layout == torch.strided for one in tensors)
         lines = [(moved_line(one) if moved else line_of(one)) if dense else one for one in tensors]
-        return self._beneath(
+        return self._by_inner_group(
             lambda: getattr(self.inner, name)(lines, *given_options(opts)),
             tensors,
             tensors,
@@ -530,42 +508,32 @@ class GroupCollectives(dist.ProcessGroup):
             count=sum(one.numel() for one in tensors),
         )
 
-    def _beneath(
+    def _by_inner_group(
         self,
         call: Callable[[], Any],
         inputs: Sequence[torch.Tensor],
-        told: list[Any],
+        results: list[Any],
         opts: Any,
         finish: Callable[[], None] = lambda: None,
         **agreed: Any,
     ) -> Any:
-        """Run a collective by the group beneath: on the CPU in the order of those by plan, once all ranks agree on it.
+        """Run a collective by the inner group: on the CPU in the order of those by plan, once all ranks agree on it.
 
-        Parameters
-        ----------
-        call : callable
-            Starts it; returns the work of the group beneath.
-        inputs : sequence of tensors
-        told : list
-            What the work gives.
-        opts : options of the collective
-        finish : callable
-            Puts the results where the caller wants them.
-        **agreed
-            What all ranks must mean alike (`Communicator.run_in_order`).
+        `call` starts it and returns the work of the inner group; `finish` copies the results to the caller's tensors;
+        `agreed` must be the same on all ranks (`Communicator.run_in_order`).
         """
         comm = self.communicator
         if comm is None or any(one.device.type != "cpu" for one in inputs) or self.served != "cpu:gloo":
             device = inputs[0].device if inputs else None
-            return self._noted(JointWork([call()], finish, device, told), opts)
+            return self._record(JointWork([call()], finish, device, results), opts)
         types = dtype_of(inputs[0]) if inputs else ""
         handle = comm.run_in_order(lambda: call().wait(), dtype=types, **agreed)
         device = torch.device("cpu")
-        future = future_of(handle, told, device=device, arrays=comm.arrays, finish=finish)
-        return self._noted(PlannedWork(handle, future, told, self._left.append), opts)
+        future = future_of(handle, results, device=device, arrays=comm.arrays, finish=finish)
+        return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)
 
     def _received(self, receive: Callable[..., Any], tensors: list[torch.Tensor], *where: Any) -> Any:
-        """Receive into tensors, however their elements lie."""
+        """Receive into tensors of any strides."""
         check_results(tensors, "tensor")
         lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
         return self._one_way(receive(lines, *where), lines, tensors)
@@ -580,7 +548,7 @@ class GroupCollectives(dist.ProcessGroup):
         return work
 
     def _blocks(self, line: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A line in a part for each rank."""
+        """Return a line in a part for each rank."""
         return line.view(self.size(), -1).unbind() if line.numel() else [line] * self.size()
 
     def _started(
@@ -595,40 +563,35 @@ class GroupCollectives(dist.ProcessGroup):
         handle = start(self.communicator)
         arrays = self.communicator.arrays
         future = future_of(handle, tensors, device=given.device, arrays=arrays, finish=finish)
-        return self._noted(PlannedWork(handle, future, tensors, self._left.append), opts)
+        return self._record(PlannedWork(handle, future, tensors, self._timed_out.append), opts)
 
-    def _noted(self, work: dist.Work, opts: Any) -> dist.Work | None:
-        """A work; in a block that ends in one work it is kept for that, and returned only for asynchronous calls."""
+    def _record(self, work: dist.Work, opts: Any) -> dist.Work | None:
+        """Return a work; keep it in a block that ends in one work, and return it for asynchronous calls only."""
         if self._block is None:
             return work
         self._block.append(work)
         return work if getattr(opts, "asyncOp", False) else None
 
-    def _refusing(self, check: Callable[[], Result]) -> Result:
-        """Return what a check of arguments returns; all ranks refuse the collective if it raises on one of them.
-
-        Raises
-        ------
-        UsageError
-        """
+    def _check_on_all(self, check: Callable[[], Result]) -> Result:
+        """Return the result of a check of arguments; all ranks refuse the collective if it raises on one of them."""
         self._planned()
         try:
             return check()
-        except Exception as error:  # such as a TypeError of what is not a list of tensors
+        except Exception as error:  # such as a TypeError for a value that is not a list of tensors
             if self.communicator is not None:
-                told = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-                self.communicator.refuse(told)
+                kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+                self.communicator.refuse(f"{kind}{error}")
             raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
-        """Whether a plan can reduce tensors so."""
+        """Return whether a plan can reduce tensors so."""
         op, factor = operation_of(opts)
         if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
             return False
         return self._carries(tensors, op)
 
     def _carries(self, tensors: Sequence[Any], op: str | None) -> bool:
-        """Whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
+        """Return whether a plan can run a collective on tensors: the same on all ranks, as are their types."""
         for tensor in tensors:
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in TORCH_DTYPES:
                 return False

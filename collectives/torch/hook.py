@@ -3,7 +3,7 @@
 Its state holds the plan, the settings of the exchange, and the residuals of sparse gradients.
 """
 
-# annotations are no strings here: DDP compares those of the hook with its own types
+# annotations must not be strings here: DDP compares those of the hook with its own types
 
 import io
 import sys
@@ -60,114 +60,106 @@ if TYPE_CHECKING:
 
 
 FORMAT = "topoplan.hook/2"
-"""Of a checkpoint: what is kept of gradients is in units of a loss scale of 1; earlier states name no format."""
+"""Format of a checkpoint state: residuals are in units of a loss scale of 1; earlier states name no format."""
 
 
 class HookState:
-    """What `topoplan_hook` needs: ``model.register_comm_hook(HookState(plan), topoplan_hook)``.
+    """State of `topoplan_hook`: ``model.register_comm_hook(HookState(plan), topoplan_hook)``.
 
-    All ranks of the group make one, with the same arguments. Where no plan can be made of the job, or the group's
-    library cannot carry one, all of them warn once with the reason and use torch's own allreduce, of whole gradients,
-    in step.
+    All ranks of the group make one, with the same arguments. If no plan can be made for the job, or the group's library
+    cannot carry one, all of them warn once with the reason and use torch's own allreduce of dense gradients, in step.
+    Every method raises `BackendError` if another rank fails, or does not make the same call within the timeout.
 
     Parameters
     ----------
     plan : Plan, SizePlans, str, path or Topology, optional
-        One for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its name
-        in the library. By default made from what the job runs on.
+        A plan for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its
+        name in the library. By default made for the hosts and GPUs of the job.
     group : ProcessGroup, optional
-        The default group if it is left out. Of gloo for tensors on the CPU, of NCCL for those on GPUs. Where it is of
-        NCCL, gradients are exchanged over a new group of the same ranks, so that DDP and the model (SyncBatchNorm, for
-        one) may use theirs meanwhile: calls of two threads on one NCCL communicator would not come in one order.
-        `close` destroys it. A group of fewer ranks than the job's must be in as many groups on each of them.
+        The default group if it is left out; a gloo group for tensors on the CPU, an NCCL group for those on GPUs. With
+        an NCCL group, gradients are exchanged over a new group of the same ranks, so that DDP and the model
+        (SyncBatchNorm, for one) may use theirs meanwhile: calls of two threads on one NCCL communicator would have no
+        fixed order. `close` destroys it. A group of fewer ranks than the job's must be in as many groups on each of
+        them.
     density : float, or callable from step to float, optional
-        Share of the gradient's entries that every rank sends, the rest being kept (`collectives.ErrorFeedback`); by
-        default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
+        Share of the gradient's entries that every rank sends; the rest is its residual (`collectives.ErrorFeedback`).
+        By default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
         there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
         go through the host, and a warning says so.
-    exchange, momentum, wire
-        Of sparse gradients, as `Communicator.sparse_all_reduce` takes them.
+    exchange, momentum, wire, low_rank, codes, significance
+        As in `collectives.GradientSynchronizer`.
     compress : str, optional
         "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
-    low_rank : LowRank or int, optional
-        Thin matrices that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
-        rank.
-    codes : IntegerCodes or int, optional
-        Whole numbers that travel and are added in place of dense gradients (`collectives.training.gradient_filters`),
-        or their bits: 8 or 16.
-    significance : Significance or float, optional
-        Entries that alone travel of dense gradients (`collectives.training.gradient_filters`), or their threshold.
     loss_scale : GradScaler, float or callable, optional
-        What multiplies the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
-        number, or a function that returns it; asked once a step. What ``density``, ``low_rank`` and ``significance``
-        keep of gradients then follows it, late gradients of `SSP` and `ASP` travel without it, and the pull of a
-        proximal `LocalSGD` is multiplied by it. Without it, what was kept at one scale is added to gradients of
-        another. Where an average is not finite, all ranks see that and all that is kept is as before the step, which
-        GradScaler leaves out on all ranks alike.
+        Factor of the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
+        number, or a function that returns it; asked once a step. Residuals of ``density``, ``low_rank`` and
+        ``significance`` then follow it, late gradients of `SSP` and `ASP` travel without it, and the pull of a proximal
+        `LocalSGD` is multiplied by it. Without it, residuals of one scale are added to gradients of another. If an
+        average is not finite, all ranks see that, and residuals are as before the step, which GradScaler skips on all
+        ranks.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
-        Whether gradients on the CPU go through shared memory where all ranks run on one host, and by links of our own
-        between hosts where these reach; if not, by messages of the group.
+        Whether gradients on the CPU go through shared memory if all ranks run on one host, and by own links between
+        hosts that can connect; if not, by messages of the group.
     engine, exact
-        Of gradients on GPUs, as `Communicator` takes them: kernels that write to the other GPUs' memory where all ranks
-        have them (which needs CuPy and nccl4py beside torch), else messages of the group.
+        For gradients on GPUs, as in `Communicator`: kernels that write to the other GPUs' memory if all ranks have them
+        (which needs CuPy and nccl4py beside torch), else messages of the group.
     mode : BSP, SSP, ASP, LocalSGD or str, optional
-        How far ranks may be apart (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
+        How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
         ASP begin with the third step, when DDP has arranged its buckets.
     parameters : iterable of Parameter, optional
-        The model's, in the order by which a checkpoint is to count them. By default they are counted as the first
-        step brings them: the same for the same model and ``bucket_cap_mb``.
+        The model's, in the order by which a checkpoint numbers them. By default they are numbered as the first step
+        brings them: the same for the same model and ``bucket_cap_mb``.
     on_failure : str
-        What to do where a rank dies: "raise", or "shrink" to make its step again without it
-        (`collectives.torch.recovery`): in step, and with gradients on the CPU. Averages are then divided by the ranks
-        that are left. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of
-        what is kept of them, and a meeting of the ranks in each step.
+        Reaction to a failed rank: "raise", or "shrink" to repeat its step among the survivors
+        (`collectives.torch.recovery`): in step, and with gradients on the CPU. Averages are then divided by the number
+        of survivors. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of
+        the residuals, and an agreement of the ranks in each step.
     on_change : callable, optional
         Called with the numbers of ranks before and after in each step after which there are fewer, on every rank and
-        before the optimiser uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
+        before the optimizer uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
         ``size``. Also by `grow`.
     invitation : str, optional
-        By which this process comes in where a rank is gone (``communicator.invitation`` of another one), while the
-        others call `grow`, for which it waits; see there. Plan and back end are those of the others.
+        Invitation by which this process takes the place of a failed rank (``communicator.invitation`` of another one),
+        while the others call `grow`, for which it waits; see there. Plan and back end are those of the others.
 
     Attributes
     ----------
     rank, size : int
-        This process's rank, and how many there are, as they are now.
+        This process's rank, and the number of ranks, as they are now.
     shrunk : tuple of Shrunk
-        Steps after which there were fewer ranks, and what the lost ones had kept.
+        Steps after which there were fewer ranks, and the residuals of the failed ones.
     communicator : Communicator or None
-        None where torch's own allreduce is used.
+        None if torch's own allreduce is used.
     reason : str
-        Why it is; empty where it is not.
+        Why it is used; else empty.
     recorder : Recorder
-        Of what was exchanged, and how long it took.
+        Records exchanges and their times.
     loss_scale : GradScaler, float, callable or None
         As given. It may be set between steps.
 
     Raises
     ------
     UsageError
-        torch.distributed is not initialised, an argument is out of range or not that of the other ranks, or the plan
-        that a rank gives is none, is for another number of ranks or not that of the others; on all ranks, with the same
-        text.
+        torch.distributed is not initialised, an argument is out of range or differs between ranks, or the plan of a
+        rank is invalid, for another number of ranks or not that of the others; on all ranks, with the same text.
     BackendError
-        The ranks do not find each other.
+        The rendezvous of the ranks failed.
 
     Notes
     -----
-    A run that is restored from a checkpoint goes on bit for bit where its buckets are the same: with one bucket, or
-    with ``find_unused_parameters=True``. Else DDP begins with its first buckets again, from which entries are then
-    chosen, for one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers
-    neither. A parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    A run that is restored from a checkpoint continues bit for bit if its buckets are the same: with one bucket, or with
+    ``find_unused_parameters=True``. Else DDP begins with its first buckets again, and entries are chosen from these for
+    one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers do not. A
+    parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
 
-    A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and what
-    `state_dict` gives, and no connection: ``communicator`` is None until it meets the other ranks in its first step or
-    in `register`, `join`, `grow` or `load_state_dict`, where all ranks must have a copy. DDP does not register the
+    A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and the result of
+    `state_dict`, but no connection: ``communicator`` is None until it connects to the other ranks in its first step or
+    in `register`, `join`, `grow` or `load_state_dict`, in which all ranks must have a copy. DDP does not register the
     hooks of a model with its copy: a copy that is to be trained needs a new registration. A state with ``group`` can be
     copied in its process, and not pickled. A ``loss_scale`` that is neither a number nor a function is not pickled,
-    since another GradScaler would come out: set ``state.loss_scale = scaler`` before the first step of what was loaded.
+    since another GradScaler would result: set ``state.loss_scale = scaler`` before the first step of a loaded state.
 
     One state counts the steps of one model: it is refused with a second one.
     """
@@ -204,19 +196,21 @@ class HookState:
         if group is not None and dist.is_initialized() and group is dist.group.WORLD:
             self._arguments["group"] = None  # of any process
         self._copied: dict[str, Any] | None = None
-        """Of a copy that has not met the other ranks yet: what `state_dict` gave."""
-        self._seen: tuple[set[int], bool] = (set(), False)
+        """State of a copy that has not connected to the other ranks yet, from `state_dict`."""
+        self._seen_parameters: tuple[set[int], bool] = (set(), False)
         self._changed = invitation is not None
-        self._lacks_scale = False
+        self._without_scale = False
 
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
-                raise UsageError(f"on_failure is {on_failure!r}; use raise or shrink")
+                raise UsageError(f"on_failure must be raise or shrink, got {on_failure!r}")
             if on_failure == "shrink" and not isinstance(mode_of(mode), BSP):
-                raise UsageError("on_failure='shrink' is for steps that wait for all ranks; leave mode out")
+                raise UsageError(
+                    "on_failure='shrink' needs mode bsp, whose steps wait for all ranks; leave mode out"
+                )
             if isinstance(mode, Gossip):
                 raise UsageError(
-                    "Gossip is for loops that say when parameters have moved, which those of DDP do not; use "
+                    "Gossip needs loops that call after_step, which those of DDP do not; use "
                     "collectives.GradientSynchronizer"
                 )
             LossScale(loss_scale)
@@ -234,15 +228,15 @@ class HookState:
 
         numbers = ParameterNumbers(listed)
         if not dist.is_initialized():
-            settings()  # nobody waits for this rank yet
+            settings()  # no other rank waits yet
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         gather = gather_by(self.group)
         alone = invitation is not None
         if alone and (plan is not None or on_failure != "shrink" or self.size > 1):
             raise UsageError(
-                "with an invitation the plan is that of the others; give on_failure='shrink', no plan, and a process "
-                "group of this rank alone"
+                "a rank with an invitation joins the plan of the others; give on_failure='shrink', no plan, and a "
+                "process group of this rank alone"
             )
         fails = "" if on_failure == "raise" else f", on_failure={on_failure!r}"
         how = settings() if alone else agreed_settings(settings, gather, fails)
@@ -265,17 +259,17 @@ class HookState:
                 on_error.callback(comm.close)
                 self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
                 within = InStepAverager(comm, how, self.recorder, scale)
-                self.buckets = RecoveringExchange(within, numbers, self._changes, has_it=False)
+                self.buckets = RecoveringExchange(within, numbers, self._report_change, has_it=False)
                 log_start(comm, how)
                 on_error.pop_all()
             return
         if verdict.plan is None:
             if on_failure == "shrink":
                 raise UsageError(
-                    f"on_failure='shrink' is for gradients by plan, and there is none: {self.reason}"
+                    f"on_failure='shrink' needs gradients by plan, and no plan fits: {self.reason}"
                 )
             warnings.warn(
-                f"gradients are averaged whole by torch's own allreduce: {self.reason}", stacklevel=2
+                f"dense gradients are averaged by torch's own allreduce: {self.reason}", stacklevel=2
             )
             self.buckets = BuiltInBucketExchange(self.group, self.recorder)
             return
@@ -292,11 +286,11 @@ class HookState:
             if on_failure == "shrink":
                 if not can_recover(backend):
                     raise UsageError(
-                        "on_failure='shrink' is for gradients on the CPU, among ranks whose own connections reach each "
-                        f"other, and these go by the {backend.name} back end"
+                        "on_failure='shrink' needs gradients on the CPU, among ranks that can connect, got "
+                        f"the {backend.name} back end"
                     )
                 self.recorder.among = comm.seats
-                in_step = RecoveringExchange(within, numbers, self._changes)
+                in_step = RecoveringExchange(within, numbers, self._report_change)
             self.buckets = in_step
             if not isinstance(self.mode, BSP):
                 self.buckets = ModeExchange(
@@ -307,35 +301,36 @@ class HookState:
 
     @property
     def loss_scale(self) -> GivenScale | None:
-        """What multiplies the loss, as it was given; set between steps, it holds from the next one on."""
+        """Factor of the loss, as given; a new value holds from the next step on."""
         given: GivenScale | None = self._arguments["loss_scale"]
         return given
 
     @loss_scale.setter
     def loss_scale(self, given: GivenScale | None) -> None:
         self._loss_scale.use(given)
-        self._arguments["loss_scale"], self._lacks_scale = given, False
+        self._arguments["loss_scale"], self._without_scale = given, False
 
     def register(self, model: DistributedDataParallel) -> None:
-        """As ``model.register_comm_hook(state, topoplan_hook)``; needed with ``on_failure="shrink"``.
+        """Register the hook with a model; needed in place of ``register_comm_hook`` with ``on_failure="shrink"``.
 
-        Sparse embeddings (``nn.Embedding(sparse=True)``) that a step does not use get a gradient without rows where DDP
+        Sparse embeddings (``nn.Embedding(sparse=True)``) that a step does not use get a gradient without rows if DDP
         looks for unused parameters; torch itself ends such a backward with "Expected sparse gradient to be defined".
 
-        What DDP itself asks of its process group in every step would end with a rank: buffers, unused parameters. A
-        model for which it does so is refused, unless the group goes on, too ("topoplan" with
+        Calls of DDP itself on its process group in every step, for buffers and unused parameters, would fail with a
+        rank. A model with such calls is refused, unless the group recovers too ("topoplan" with
         TOPOPLAN_ON_FAILURE=shrink). Buckets are arranged in the second forward pass, which over other groups asks all
         ranks once more.
 
         Raises
         ------
         UsageError
-            model is not a DistributedDataParallel, or asks for what cannot go on; or this state is registered already.
+            model is not a DistributedDataParallel, or uses its group in each step; or this state is registered already.
         """
-        self._meet()
+        self._connect()
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
-                f"a {type(model).__name__} is no DistributedDataParallel; give register the wrapped model"
+                f"model must be a DistributedDataParallel, got a {type(model).__name__}; give register the wrapped "
+                "model"
             )
         if isinstance(self.buckets, RecoveringExchange):
             check_recoverable(model)
@@ -347,15 +342,15 @@ class HookState:
         give_unused_rows(model)
 
     def grow(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-        """Between steps: let in who comes in place of ranks that are gone, and give it what the others have.
+        """Let joining ranks take the places of failed ones between steps, and send them the state of the others.
 
-        All ranks call it at the same steps, each time or every so many; it costs them meetings with short texts. One
-        that was made with an ``invitation`` calls it first of all, and then has the model, buffers too, the state of
-        the optimiser, and the step (``recorder.step``) of the others. It has kept nothing of gradients.
+        All ranks call it at the same steps, each time or every so many; it costs them agreements of short texts. A rank
+        made with an ``invitation`` calls it first, and then has the model, buffers too, the state of the optimizer, and
+        the step (``recorder.step``) of the others, without residuals.
 
-        A rank that comes has a process group of its own, ``init_process_group("gloo", store=HashStore(), rank=0,
+        A joining rank has a process group of its own, ``init_process_group("gloo", store=HashStore(), rank=0,
         world_size=1)``, for its DDP, which must arrange its buckets as the others have: it goes forward and backward
-        once, with any inputs, before `register`. All ranks name their ``parameters``.
+        once, with any inputs, before `register`. All ranks give their ``parameters``.
 
         Parameters
         ----------
@@ -365,47 +360,42 @@ class HookState:
         Returns
         -------
         tuple of int
-            The ranks that have come, as all are counted from now on.
+            The ranks that joined, by their numbers from now on.
 
         Raises
         ------
         UsageError
-            Without ``on_failure="shrink"`` or ``parameters``; or this rank has come with another model or settings.
-        BackendError
-            Another failure.
+            ``on_failure="shrink"`` or ``parameters`` is missing; or this rank has joined with another model or
+            settings.
         """
-        self._meet()
+        self._connect()
         buckets, module = self.buckets, model.module
         if not isinstance(buckets, RecoveringExchange):
-            raise UsageError("ranks come where others were lost; give HookState on_failure='shrink'")
+            raise UsageError("grow() needs on_failure='shrink'; give it to HookState")
 
         def give() -> bytes:
             common = {name: torch.from_numpy(one) for name, one in buckets.averager.common().items()}
-            told = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "common": common}
+            found = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "common": common}
             file = io.BytesIO()
-            torch.save({**told, "step": self.recorder.step}, file)
+            torch.save({**found, "step": self.recorder.step}, file)
             return file.getvalue()
 
         def take(data: bytes) -> None:
-            told = torch.load(io.BytesIO(data), weights_only=True)
-            module.load_state_dict(told["model"])
-            optimizer.load_state_dict(told["optimizer"])
-            self.recorder.step = told["step"]
-            buckets.averager.restore_common({name: one.numpy() for name, one in told["common"].items()})
+            found = torch.load(io.BytesIO(data), weights_only=True)
+            module.load_state_dict(found["model"])
+            optimizer.load_state_dict(found["optimizer"])
+            self.recorder.step = found["step"]
+            buckets.averager.restore_common({name: one.numpy() for name, one in found["common"].items()})
 
         shapes = [(name, tuple(one.shape), f"{one.dtype}") for name, one in module.state_dict().items()]
         digest = sha256(f"{shapes}".encode()).hexdigest()[:16]
         return buckets.grow(f"{len(shapes)} tensors {digest}, {buckets.averager.settings}", give, take)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's step and residuals, by the numbers of the parameters: each rank saves its own.
+        """Return this rank's step and residuals, by the numbers of the parameters; each rank saves its own.
 
-        Also what filters of gradients (``low_rank``, ``significance``) keep.
-
-        Returns
-        -------
-        dict
-            Of numbers, texts and tensors on the CPU, as `torch.save` takes it.
+        The state of filters (``low_rank``, ``significance``) is included. All values are numbers, texts and tensors on
+        the CPU, as `torch.save` takes them.
         """
         if self._copied is not None:
             return deepcopy(self._copied)
@@ -433,23 +423,20 @@ class HookState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank; all ranks must call it.
+        """Restore what `state_dict` returned on this rank; all ranks must call it.
 
-        A state of another number of ranks gives the step alone, and one of other settings what fits them: one warning
-        says what is lost, with counts. A state that an earlier release saved (without a format) is taken for that of
-        gradients with the loss scale of now: restore the scaler first. Where DDP's buckets are others than then, a
-        later warning of the first steps says so of what was kept of them, and without ``parameters`` of all that is
-        known by numbers.
+        A state of another number of ranks restores the step alone, and one of other settings what still applies: one
+        warning lists what is lost, with counts. A state without a format is taken in units of the present loss scale:
+        restore the scaler first. If DDP's buckets differ from those of the saved state, a later warning of the first
+        steps lists lost state of buckets, and without ``parameters`` all state that is identified by numbers.
 
         Raises
         ------
         UsageError
-            On some rank it is another rank's or of another momentum: on all, and nothing has changed. Or this rank has
-            come later and has yet to call `grow`.
-        BackendError
-            Another rank failed, or does not call it.
+            On some rank the state is of another rank or another momentum: raised on all, and nothing has changed. Or
+            this rank has joined and has not called `grow`.
         """
-        self._meet()
+        self._connect()
         if isinstance(self.buckets, RecoveringExchange):
             self.buckets.check_has_it()
         comm = self.communicator
@@ -487,7 +474,7 @@ class HookState:
         warn_of_unused_state(lost, why)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` where a state does not fit."""
+        """Raise `UsageError` if a state does not match."""
         if state["ranks"] == self.size and state["rank"] != self.rank:
             raise UsageError(
                 f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
@@ -495,51 +482,48 @@ class HookState:
             )
         if state["momentum"] != self.momentum:
             raise UsageError(
-                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
+                f"the state must be of momentum {self.momentum}, got {state['momentum']}; use the same"
             )
 
     def after_step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Where no optimiser of `torch.optim` moves the parameters, call it when they have moved, in every step.
+        """Average moved parameters if the mode is due; for parameters that no optimizer of `torch.optim` moves.
 
-        With `LocalSGD` it averages them when it is time. After ``optimizer.step()`` that has been done already.
+        Call it in every step after they have moved. With `LocalSGD` it averages them if that is due. After
+        ``optimizer.step()`` it has nothing to do.
 
         Raises
         ------
         UsageError
-            These are no parameters.
-        BackendError
-            Another rank failed.
+            These are not parameters.
         """
         listed = tensors_of(parameters)
         if self._copied is None and isinstance(self.buckets, ModeExchange):
             self.buckets.after_step(listed)
 
     def finish(self, step: Callable[[], object] | None = None) -> None:
-        """After the last step, before a test or a checkpoint: the same parameters on all ranks, bit for bit.
+        """Give all ranks the same parameters, bit for bit: call it after the last step, before a test or a checkpoint.
 
-        With `SSP` and `ASP` gradients that came late are used first, in one more step of the optimisers and without a
-        loss scale; then, and with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already;
-        with ``on_failure="shrink"`` they are so when no rank that is left has more steps than another one. All ranks
-        must call it. Training may go on afterwards.
+        `SSP` and `ASP` use late gradients first, in one more step of the optimizers and without a loss scale; then, and
+        with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with
+        ``on_failure="shrink"`` they are so when no survivor has more steps than another one. All ranks must call it.
+        Training may continue afterwards.
 
         Buffers of the model that differ, such as those of BatchNorm, become the same on all ranks too, except with
-        `BSP`, where DDP treats them as without the hook: floating-point and complex ones (``running_mean``,
-        ``running_var``) are averaged, integers and truth values (``num_batches_tracked``) become the largest.
+        `BSP`, for which DDP treats them as without the hook: floating-point and complex ones (``running_mean``,
+        ``running_var``) are averaged, integers and truth values (``num_batches_tracked``) become the maximum.
 
         Parameters
         ----------
         step : callable, optional
-            Moves the parameters by their gradients, for `SSP` and `ASP` where no optimiser of `torch.optim` does.
+            Moves the parameters by their gradients, for `SSP` and `ASP` without an optimizer of `torch.optim`.
 
         Raises
         ------
         UsageError
-            No optimiser has moved the parameters, and ``step`` is not given.
-        BackendError
-            Another rank failed, or does not finish within the timeout.
+            No optimizer has moved the parameters, and ``step`` is not given.
         """
         if self._copied is not None:
-            return  # it has not made a step
+            return  # a copy without a step
         if isinstance(self.buckets, ModeExchange):
             self.buckets.finish(step)
         elif isinstance(self.buckets, RecoveringExchange):
@@ -547,42 +531,42 @@ class HookState:
 
     @contextmanager
     def join(self, model: DistributedDataParallel, *, divide_by: str = "present") -> Iterator[None]:
-        """A loop in which ranks have unequally many batches: ``with state.join(model): for batch in …``.
+        """Context of a loop in which ranks have unequal numbers of batches: ``with state.join(model): for batch in …``.
 
-        It stands in place of ``model.join()``, which it enters: a rank that leaves the block goes on giving zeros, and
-        what it has kept, until all have left it; then all get the parameters of one that was there to the end. All
-        ranks must enter it together. Moments of optimisers are each rank's own.
+        It replaces ``model.join()``, which it enters: a rank that leaves the block gives zeros and its residuals until
+        all have left it; then all get the parameters of one that had data to the end. All ranks must enter it together.
+        Moments of optimizers are each rank's own.
 
-        ``model.join()`` alone would run the hook as well, but does not tell it how many ranks have data: by the hook it
+        ``model.join()`` alone would run the hook as well, without the number of ranks that have data: by the hook it
         divides by all ranks, and ``divide_by_initial_world_size=False`` is refused there.
 
         Parameters
         ----------
         model : DistributedDataParallel
-            With which this state is registered.
+            The model with which this state is registered.
         divide_by : str
-            "present" for the ranks that have data in a step, "all" for all of them, by which all samples have the same
+            "present" for the ranks that have data in a step; "all" for all of them, which gives all samples the same
             weight.
 
         Raises
         ------
         UsageError
-            The model is no DDP, or the mode is another than `BSP`.
+            The model is not a DDP, or the mode is not `BSP`.
         BackendError
-            Another rank failed, or has raised something inside. Ranks that have left the block, and models whose
-            buffers DDP broadcasts, may hear of it from torch instead: when the process of that rank ends.
+            Another rank failed, or raised an error inside. Ranks that have left the block, and models whose buffers DDP
+            broadcasts, may get another error from torch instead: when the process of that rank ends.
         """
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
-                f"a {type(model).__name__} is no DistributedDataParallel; give join the wrapped model"
+                f"model must be a DistributedDataParallel, got a {type(model).__name__}; give join the wrapped model"
             )
-        self._meet()
+        self._connect()
         if isinstance(self.buckets, RecoveringExchange):
             raise UsageError(
-                "join meets the other ranks over DDP's process group, too; leave on_failure='shrink' out with it"
+                "join uses DDP's process group, which cannot lose a rank; leave on_failure='shrink' out with it"
             )
         if isinstance(self.buckets, ModeExchange):
-            raise UsageError(f"join is for steps that wait for all ranks, which those of {self.mode} do not")
+            raise UsageError(f"join needs mode bsp, whose steps wait for all ranks, got {self.mode}")
         buckets = self.buckets
         presence = DataPresence(self.size, buckets.total, here=1, divide_by=divide_by)
         buckets.presence = presence
@@ -597,14 +581,14 @@ class HookState:
             buckets.presence = None
 
     def _check_join(self, model: DistributedDataParallel) -> None:
-        """Torch's own join repeats steps of others, without `join`: whether averages are what it was asked for."""
+        """Refuse torch's own join, which repeats steps of others without `join`, unless it divides by all ranks."""
         if not isinstance(self.buckets, ModeExchange) and (
             self.buckets.presence is not None or model._divide_by_initial_world_size
         ):
             return
         text = (
-            "model.join() cannot tell the hook how many ranks have data, or that a mode does not wait for them; "
-            "write `with state.join(model):` in its place, in steps that wait for all ranks"
+            "model.join() does not pass the number of ranks with data to the hook, and modes other than bsp do not "
+            "wait for it; write `with state.join(model):` in its place, in mode bsp"
         )
         if self.communicator is not None:
             with suppress(BackendError):
@@ -613,16 +597,16 @@ class HookState:
 
     @property
     def gap(self) -> int | None:
-        """With `SSP` and `ASP`, how many steps this rank was ahead of the slowest when it had ended one, at most."""
+        """With `SSP` and `ASP`, how many steps this rank was ahead of the slowest after its own, at most."""
         known = self._copied is None and isinstance(self.buckets, ModeExchange)
         return self.buckets.gap if known and isinstance(self.buckets, ModeExchange) else None
 
     def close(self) -> None:
-        """Give up the communicator and what it has made, but not the process group. Closing twice is fine.
+        """Close the communicator and all it has made, but not the process group. Closing twice is allowed.
 
-        Call `finish` before; where a mode has left ranks with parameters of their own, a warning says so. Call it as
-        the last thing before ``torch.distributed.destroy_process_group()``: it waits for the threads in which gloo has
-        run collectives of any user, which might otherwise hang or abort the process when that ends (`gloo_threads`).
+        Call `finish` before; if a mode has left ranks with parameters of their own, a warning says so. Call it last
+        before ``torch.distributed.destroy_process_group()``: it waits for the threads in which gloo has run collectives
+        of any user, which might otherwise hang or abort the process when that ends (`gloo_threads`).
         """
         if self._copied is not None:
             return
@@ -641,19 +625,19 @@ class HookState:
         if (listed := arguments["parameters"]) is not None:
             arguments["parameters"] = [
                 memo.get(id(one), one) for one in listed
-            ]  # those of a model copied with it
+            ]  # parameters of a model copied with it
         made: HookState = HookState.__new__(HookState)
-        made._become_copy(arguments, self.state_dict(), self._changed, self._lacks_scale)
+        made._init_copy(arguments, self.state_dict(), self._changed, self._without_scale)
         memo[id(self)] = made
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         if self._arguments["group"] is not None:
             raise UsageError(
-                "a HookState with group= cannot be pickled, since a process group is of its process; save "
+                "a HookState with group= cannot be pickled, since a process group belongs to its process; save "
                 "state.state_dict()"
             )
-        arguments, lacks_scale = dict(self._arguments), self._lacks_scale
+        arguments, lacks_scale = dict(self._arguments), self._without_scale
         if not isinstance(arguments["loss_scale"], Real | FunctionType | None):
             arguments["loss_scale"], lacks_scale = None, True
         return {
@@ -665,46 +649,41 @@ class HookState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lacks_scale = state.get("lacks_scale", False)
-        self._become_copy(state["arguments"], state["state"], state["changed"], lacks_scale)
+        self._init_copy(state["arguments"], state["state"], state["changed"], lacks_scale)
 
-    def _become_copy(
+    def _init_copy(
         self, arguments: dict[str, Any], state: dict[str, Any], changed: bool, lacks_scale: bool
     ) -> None:
-        """Have what a copy has before it meets the other ranks."""
-        self._loss_scale, self._lacks_scale = LossScale(arguments["loss_scale"]), lacks_scale
+        """Set the state of a copy that has not connected to the other ranks."""
+        self._loss_scale, self._without_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
         self.mode = mode_of(arguments["mode"])
         self.communicator, self.shrunk = None, ()
-        self.reason = "this copy of a HookState has not met the other ranks yet"
+        self.reason = "this copy of a HookState has not connected to the other ranks yet"
         self.recorder = Recorder("hook", ranks=self.size)
         self.recorder.step = state["step"]
         self._registered = arguments["on_failure"] == "raise"
         self._model = lambda: None
-        self._seen = (set(), False)
+        self._seen_parameters = (set(), False)
 
-    def _meet(self) -> None:
-        """Of a copy: connect to the other ranks, which must do so too, and go on from the state that it carries.
+    def _connect(self) -> None:
+        """Connect a copy to the other ranks, which must do so too, and restore the state that it carries.
 
-        Raises
-        ------
-        UsageError
-            The state that was copied had lost ranks or come in place of one, or it was pickled without its loss scale;
-            or as the constructor raises.
-        BackendError
-            The ranks do not find each other.
+        Raises `UsageError` if the copied state had lost ranks or joined, or was pickled without its loss scale, or as
+        the constructor raises; `BackendError` if the rendezvous fails.
         """
         if self._copied is None:
             return
         if self._changed:
             raise UsageError(
-                "this copy is of a HookState whose ranks have changed, and its process group is of those before; make "
-                "a HookState for the ranks of now, and load state_dict() of the copy"
+                "this copy is of a HookState whose membership has changed, and its process group is that from "
+                "before; make a HookState for the present ranks, and load state_dict() of the copy"
             )
-        if self._lacks_scale:
+        if self._without_scale:
             raise UsageError(
                 "this HookState was loaded without the object that knows its loss scale; set state.loss_scale to the "
-                "GradScaler of now, or to None"
+                "present GradScaler, or to None"
             )
         state, registered = self._copied, self._registered
         try:
@@ -716,8 +695,8 @@ class HookState:
         self.load_state_dict(state)
 
     def _check_one_model(self, bucket: GradBucket) -> None:
-        """Raise `UsageError` where the first bucket of a backward pass is of another model than those before."""
-        seen, complete = self._seen
+        """Raise `UsageError` if the first bucket of a backward pass is of another model than those before."""
+        seen, complete = self._seen_parameters
         if complete and bucket.index() > 0:
             return
         given = {id(one) for one in bucket.parameters()}
@@ -726,14 +705,14 @@ class HookState:
                 "this HookState counts the steps of one model and is registered with another one too; make a HookState "
                 "for each model"
             )
-        self._seen = (seen | given, complete or bucket.is_last())
+        self._seen_parameters = (seen | given, complete or bucket.is_last())
 
-    def _changes(
+    def _report_change(
         self, before: OriginalRanks, now: OriginalRanks, gone: OriginalRanks, lost: LostResiduals
     ) -> None:
-        """A step has ended with other ranks."""
+        """Note and report that a step has ended with another membership."""
         comm, step = self.communicator, self.recorder.step
-        assert comm is not None, "of which they are"
+        assert comm is not None, "its membership changes"
         self.rank, self.size, self._changed = now.index(comm.seats[comm.rank]), len(now), True
         self.recorder.gave("the first bucket", now, repeated=False, step=step)
         self.recorder.explain_changes(None, comm.notes[-1:])
@@ -743,9 +722,9 @@ class HookState:
             self._on_change(len(before), len(now))
 
     def _leave(self) -> None:
-        """Destroy the group that only the hook uses; one of fewer ranks stays, since torch would use its name again."""
+        """Destroy the group that only the hook uses; a shrunk one stays, since torch would use its name again."""
         if self._own is not None and dist.is_initialized() and self.size == dist.get_world_size():
-            with suppress(ValueError):  # it went with all groups of the job before
+            with suppress(ValueError):  # destroyed before, with all groups of the job
                 dist.destroy_process_group(self._own)
         self._own = None
 
@@ -760,27 +739,28 @@ def topoplan_hook(
     state : HookState
     bucket : GradBucket
     shard : None
-        Only FSDP gives one, for which this hook is not.
+        FSDP passes one, and is refused.
 
     Returns
     -------
     Future
-        Of the averaged buffer of the bucket. It ends when the exchange has ended; for the last bucket of a step it has.
+        Future of the averaged buffer of the bucket. It ends with the exchange; for the last bucket of a step it has
+        ended.
 
     Raises
     ------
     UsageError
-        The state that was registered with the hook is none, or is registered with two models; or the hook is not called
-        by DDP's reducer, but by FSDP or by the Python reducer of compiled DDP.
+        The state that was registered with the hook is not a `HookState`, or is registered with two models; or the
+        caller is not DDP's reducer, but FSDP or the Python reducer of compiled DDP.
     BackendError
-        In the last bucket of a step, and so out of ``loss.backward()``: an exchange of the step failed. It names the
+        In the last bucket of a step, and so from ``loss.backward()``: an exchange of the step failed. It names the
         rank, the peer, the step of training and the bucket. DDP must then be made anew, and the process group too,
-        except after a `RefusedError`: the same on all ranks, where one of them has refused a bucket. What is kept of
-        gradients is then as before the step.
+        except after a `RefusedError`: the same on all ranks, since one of them has refused a bucket. Residuals are then
+        as before the step.
     """
     if not isinstance(state, HookState):
         raise UsageError(
-            f"a {type(state).__name__} is no state of the hook; write "
+            f"state must be a HookState, got a {type(state).__name__}; write "
             "model.register_comm_hook(HookState(), topoplan_hook)"
         )
     if isinstance(bucket, torch.Tensor):
@@ -790,30 +770,26 @@ def topoplan_hook(
         )
     if isinstance(bucket, tuple):
         raise UsageError(
-            "topoplan_hook needs the buckets of DDP's reducer, and the Python reducer has none; leave "
+            "topoplan_hook needs the buckets of DDP's reducer, which the Python reducer does not have; leave "
             'torch._dynamo.config.optimize_ddp at "ddp_optimizer"'
         )
-    state._meet()
+    state._connect()
     state._check_one_model(bucket)
     if not state._registered:
-        raise UsageError("with on_failure='shrink' the model is looked at first; write state.register(model)")
+        raise UsageError("on_failure='shrink' needs a check of the model first; write state.register(model)")
     if (model := _join_model(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)
 
 
 def _finite_residual(line: torch.Tensor) -> torch.Tensor:
-    """See `finite_residual`."""
     return torch.from_numpy(finite_residual(line.detach().cpu().numpy()))
 
 
 def _join_model(caller: FrameType | None) -> DistributedDataParallel | None:
-    """The model for which torch's join calls the hook on a rank without data; torch itself does not say so.
+    """Return the model for which torch's join calls the hook on a rank without data, which torch does not pass.
 
-    Parameters
-    ----------
-    caller : frame or None
-        None in threads of backward, where nothing of Python is above the hook.
+    `caller` is None in threads of backward, in which no Python frame is above the hook.
     """
     if caller is None or caller.f_code.co_name != "_match_all_reduce_for_bwd_pass":
         return None

@@ -1,10 +1,10 @@
 """Average buckets of DDP in other synchronisation modes than BSP: with the gradients that have arrived, or not at all.
 
-No call is needed in the training loop: torch tells of every optimizer that has stepped, and `LocalSGD` averages when
-one has moved the parameters of these buckets. In the end `finish` makes them the same on all ranks.
+No call is needed in the training loop: torch reports each step of an optimizer, and `LocalSGD` averages when one has
+moved the parameters of these buckets. In the end `finish` makes them the same on all ranks.
 
 Gradients that an optimizer computes anew inside one ``step(closure)``, as LBFGS does, belong to one step, however
-often: ranks need not do it equally often.
+often: the number may differ between ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from collectives.communicator.communicator import Communicator
 from collectives.torch.bucket_exchange import DdpBucketExchange, nbytes_of, rows_in
-from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count
+from collectives.torch.parameter_residuals import BucketLayout, gradient_view, real_count, real_view
 from collectives.training.averaging import Averager, average_parameters
 from collectives.training.buckets import error_in_bucket
 from collectives.training.checkpoint_state import SETTLED
@@ -34,23 +34,17 @@ from collectives.training.modes import LocalSGD
 from topoplan.errors import TopoplanError, UsageError
 
 GLANCE = 8
-"""Elements of each parameter by which it is seen to have moved."""
+"""Elements of each parameter that are compared to see whether it has moved."""
 
-UNTOLD = 2
-"""Moves that nobody has told of until that is an error: SAM moves parameters to and fro before its optimiser steps."""
+UNREPORTED = 2
+"""Unreported moves until that is an error: SAM moves parameters to and fro before its optimizer steps."""
 
 
 class ModeExchange:
-    """Averages buckets without meeting the other ranks.
+    """Averages buckets without waiting for all ranks.
 
-    Parameters
-    ----------
-    averager : Averager
-        Of another mode than BSP.
-    in_step : DdpBucketExchange
-        For the first steps of stale gradients.
-    communicator : Communicator
-        Averages parameters.
+    `averager` is of another mode than BSP; `in_step` serves the first steps of stale gradients; `communicator` averages
+    parameters.
     """
 
     def __init__(self, averager: Averager, in_step: DdpBucketExchange, communicator: Communicator) -> None:
@@ -63,28 +57,24 @@ class ModeExchange:
         self._averaged: dict[int, int] = {}
         self._anchors: dict[int, torch.Tensor] = {}
         self._sparse: dict[int, int] = {}
-        """Of parameters with sparse gradients, how many axes number the rows."""
+        """For parameters with sparse gradients the number of axes that number rows."""
         self._movers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._told = False
+        self._reported = False
         self._seen: torch.Tensor | None = None
-        self._untold = 0
+        self._unreported = 0
         self._stepping: set[int] = set()
         self._counted = False
-        self._apart = ReplicaDrift(f"{averager.mode}")
+        self._drift = ReplicaDrift(f"{averager.mode}")
         before = register_optimizer_step_pre_hook(_weakly(self._begins))
         after = register_optimizer_step_post_hook(_weakly(self._stepped))
         self._leave = weakref.finalize(self, _remove, before, after)
-        self._remind = weakref.finalize(self, self._apart.remind)
+        self._remind = weakref.finalize(self, self._drift.remind)
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """The average of a bucket, as far as it is known.
+        """Return the average of a bucket over the gradients that have arrived.
 
-        Raises
-        ------
-        UsageError
-            With `LocalSGD`: parameters have moved, and nobody has told of it.
-        BackendError
-            As `DdpBucketExchange.average`.
+        Raises `UsageError` if parameters have moved without `after_step` in `LocalSGD`, and `BackendError` as
+        `DdpBucketExchange.average`.
         """
         averager = self._averager
         layout = self._in_step.layout_of(bucket)
@@ -108,7 +98,7 @@ class ModeExchange:
             if bucket.is_last():
                 self._end_step()
         except TopoplanError:
-            self._apart.steps = 0
+            self._drift.steps = 0
             averager.give_up()
             raise
         future: torch.futures.Future[Any] = torch.futures.Future(
@@ -118,11 +108,11 @@ class ModeExchange:
         return future
 
     def _start_sparse(self, key: str, buffer: torch.Tensor) -> None:
-        """Average a sparse gradient with what has come: its own rows, and those of others that hold something."""
+        """Average a sparse gradient with arrived ones: its own rows, and those of others that are not zero."""
         (parameter,) = self._buckets[key]
         self._sparse[id(parameter)] = buffer.sparse_dim()
         if self._local:
-            return  # it stays as it is
+            return
         own = buffer.coalesce()
         whole = own.to_dense()
         line = _real_line(whole)
@@ -130,8 +120,8 @@ class ModeExchange:
         buffer.copy_(rows_in(whole, own.sparse_dim(), own.indices()))
 
     def after_step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """With `LocalSGD`, average parameters that have moved as often as it is time, and not again."""
-        self._told = True
+        """Average parameters that have moved, with `LocalSGD`, as often as is due, and not again."""
+        self._reported = True
         self._seen = None
         due = self._averager.due
         while behind := [one for one in parameters if self._averaged.get(id(one), 0) < due]:
@@ -141,87 +131,76 @@ class ModeExchange:
 
     @property
     def gap(self) -> int | None:
-        """As `Averager.gap`."""
+        """See `Averager.gap`."""
         return self._averager.gap
 
     def finish(self, step: Callable[[], object] | None) -> None:
-        """Use the gradients that came late, and average the parameters: the same bits on all ranks.
+        """Use late gradients, and average the parameters: the same bits on all ranks.
 
-        Parameters
-        ----------
-        step : callable or None
-            Moves the parameters by their gradients; None for the optimisers that have done so.
-
-        Raises
-        ------
-        BackendError
-            Another rank failed, or does not finish within the timeout.
-        UsageError
-            No optimiser is known, or something came for a bucket that this rank has never had.
+        `step` moves the parameters by their gradients; with None the optimizers do that have moved them before. Raises
+        `UsageError` if no optimizer is known, or for late gradients of an unknown bucket.
         """
         averager = self._averager
         if not self._local and self._parameters:
-            # by identity: a reference to an optimiser that is gone cannot be hashed
+            # by identity: a reference to a deleted optimizer cannot be hashed
             movers = {id(one): one for key, one in self._movers.items() if key in self._parameters}
-            optimisers = [found for one in movers.values() if (found := one()) is not None]
-            if step is None and (not movers or len(optimisers) < len(movers)):
+            optimizers = [found for one in movers.values() if (found := one()) is not None]
+            if step is None and (not movers or len(optimizers) < len(movers)):
                 raise UsageError(
-                    f"gradients that came late in {averager.mode} are still to be used, and there is no optimiser of "
-                    "torch.optim that has moved the parameters; call state.finish(step), where step() moves them by "
-                    "their gradients"
+                    f"late gradients of {averager.mode} are unused, and no optimizer of torch.optim has moved the "
+                    "parameters; call state.finish(step) with a step() that moves them by their gradients"
                 )
-            steps = [one.step for one in optimisers] if step is None else [step]
-            self._use(averager.finish(), steps, optimisers)
+            steps = [one.step for one in optimizers] if step is None else [step]
+            self._use(averager.finish(), steps, optimizers)
         self._average(list(self._parameters.values()))
         self._averaged = dict.fromkeys(self._parameters, averager.due)
         self._share_buffers()
-        self._apart.steps = 0
+        self._drift.steps = 0
 
     def close(self) -> None:
-        """Leave."""
         self._leave()
         try:
             self._averager.close()
         finally:
             self._remind()
 
-    def _begins(self, optimiser: torch.optim.Optimizer) -> None:
-        """An optimiser of this process begins a step; what backward gives until it ends is of that step."""
-        if id(optimiser) in self._stepping:
+    def _begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer begins a step; gradients of backward until its end belong to that step."""
+        if id(optimizer) in self._stepping:
             self._stepping.clear()  # an error has ended its last step
-        # also where another one is inside a step: an error may have ended that, and it never steps again
+        # even if another one is inside a step: an error may have ended that, and it never steps again
         self._counted = False
-        self._stepping.add(id(optimiser))
+        self._stepping.add(id(optimizer))
 
-    def _stepped(self, optimiser: torch.optim.Optimizer) -> None:
-        """An optimiser of this process has stepped."""
-        self._stepping.discard(id(optimiser))
-        listed = (one for group in optimiser.param_groups for one in group["params"])
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        self._stepping.discard(id(optimizer))
+        listed = (one for group in optimizer.param_groups for one in group["params"])
         mine = [one for one in listed if id(one) in self._parameters]
         if mine:
-            # of optimisers inside one another the outermost is the last to tell
-            self._movers.update((id(one), weakref.ref(optimiser)) for one in mine)
+            # the outermost of nested optimizers reports last
+            self._movers.update((id(one), weakref.ref(optimizer)) for one in mine)
             self.after_step(mine)
 
     def _end_step(self) -> None:
-        """Backward has given all buckets: the end of a step, but inside a step of an optimiser only the first time."""
+        """End a step after all buckets; inside a step of an optimizer only the first time."""
         if self._stepping and self._counted:
             return
         self._counted = True
-        self._check_told()
+        self._check_reported()
         self._averager.end_step()
-        self._apart.steps += 1
-        self._seen = self._glance() if self._local and not self._told else None
+        self._drift.steps += 1
+        self._seen = self._glance() if self._local and not self._reported else None
 
-    def _check_told(self) -> None:
-        """Whether parameters have moved again and again though nobody told; looked at until somebody has."""
+    def _check_reported(self) -> None:
+        """Raise `UsageError` if parameters have moved repeatedly without a report; checked until the first one."""
         if self._seen is None or torch.equal(self._seen, self._glance()):
             return
-        self._untold += 1
-        if self._untold == UNTOLD:
+        self._unreported += 1
+        if self._unreported == UNREPORTED:
             raise UsageError(
-                f"training step {self._averager.recorder.step}: the parameters have moved and no optimiser of "
-                f"torch.optim did it, so that {self._averager.mode} cannot know when to average them; call "
+                f"training step {self._averager.recorder.step}: the parameters have moved without an optimizer of "
+                f"torch.optim, which {self._averager.mode} needs to know when to average; call "
                 "state.after_step(model.parameters()) after each update"
             )
 
@@ -230,23 +209,23 @@ class ModeExchange:
 
     def _use(
         self,
-        left: dict[str, Any],
+        late: dict[str, Any],
         steps: Sequence[Callable[[], object]],
-        optimisers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Let the parameters move by what is left over of each bucket."""
-        for key in left:
+        """Move the parameters by the late gradients of each bucket."""
+        for key in late:
             if key not in self._buckets:
                 raise UsageError(
-                    f"gradients came for {key}, which are no bucket here; give all ranks one model"
+                    f"gradients came for {key}, which are not a bucket here; give all ranks one model"
                 )
-        if not left:
+        if not late:
             return
-        listed = [one for each in optimisers for group in each.param_groups for one in group["params"]]
+        listed = [one for each in optimizers for group in each.param_groups for one in group["params"]]
         with _without_gradients([*listed, *self._parameters.values()]):
             for one in self._parameters.values():
                 one.grad = torch.zeros_like(one)
-            for key, line in left.items():
+            for key, line in late.items():
                 parameters = self._buckets[key]
                 parts = torch.split(
                     torch.from_numpy(line.reshape(-1)), [real_count(one) for one in parameters]
@@ -262,7 +241,7 @@ class ModeExchange:
                 step()
 
     def _pull_back(self, layout: BucketLayout, bucket: GradBucket) -> None:
-        """Add to a bucket what pulls its parameters to where they were last averaged; see `Proximal`."""
+        """Add to a bucket the pull of its parameters to their anchors; see `Proximal`."""
         mode = self._averager.mode
         if not isinstance(mode, LocalSGD) or not mode.proximal:
             return
@@ -278,10 +257,10 @@ class ModeExchange:
                 self._anchors[id(one)] = one.detach().clone()
 
     def _share_buffers(self) -> None:
-        """Make the buffers that differ between ranks the same: averages, and of integers the largest."""
+        """Make buffers that differ the same on all ranks: averages, and the maximum of integers."""
         comm = self._communicator
         named = _buffers_beside(list(self._parameters.values()))
-        told = [
+        hashes = [
             (
                 name,
                 str(one.dtype),
@@ -289,9 +268,9 @@ class ModeExchange:
             )
             for name, one in named
         ]
-        ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(told))]
+        ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(hashes))]
         if any([one[:2] for one in mine] != [one[:2] for one in ranks[0]] for mine in ranks):
-            warnings.warn("ranks have other buffers than each other, which stay as they are", stacklevel=4)
+            warnings.warn("buffers differ in name or type between ranks, and are not averaged", stacklevel=4)
             return
         differ = [
             one for (_, one), *found in zip(named, *ranks, strict=True) if any(x != found[0] for x in found)
@@ -306,7 +285,7 @@ class ModeExchange:
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average parameters over all ranks, those of one type together."""
         for one in parameters:
-            self._anchors.pop(id(one), None)  # the next gradient finds it where it is now
+            self._anchors.pop(id(one), None)  # the next gradient sets it anew
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for one in parameters:
             groups.setdefault((one.dtype, one.device), []).append(one.detach())
@@ -323,14 +302,14 @@ class ModeExchange:
 
 
 class ReplicaDrift:
-    """How many steps ranks have made since their parameters were last the same, and a word about it in the end."""
+    """Counts steps since the parameters were last the same on all ranks, and warns of them in the end."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.steps = 0
 
     def remind(self) -> None:
-        """Warn where training ended so."""
+        """Warn if there were any."""
         if self.steps:
             warnings.warn(
                 f"training in mode {self.mode} ended without finish: each rank has parameters of its own; call "
@@ -340,7 +319,7 @@ class ReplicaDrift:
 
 
 def _buffers_beside(parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers, by name, of the DDP models that have these parameters; a hook is not told its model."""
+    """Return the buffers, by name, of the DDP models with these parameters; torch does not pass the model to a hook."""
     wanted = set(map(id, parameters))
     models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
     found = {
@@ -354,13 +333,13 @@ def _buffers_beside(parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
-    """What calls a method with its first argument, as long as its object lives."""
+    """Return a function that calls a method with its first argument, as long as its object lives."""
     held = weakref.WeakMethod(method)
 
-    def call(optimiser: torch.optim.Optimizer, *_: object) -> None:
+    def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
         found = held()
         if found is not None:
-            found(optimiser)
+            found(optimizer)
 
     return call
 
@@ -372,7 +351,7 @@ def _remove(*handles: Any) -> None:
 
 @contextmanager
 def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Parameters have no gradients at first, and theirs again in the end."""
+    """Clear the gradients of parameters inside, and restore them afterwards."""
     kept = [(one, one.grad) for one in parameters]
     for one, _ in kept:
         one.grad = None
@@ -385,5 +364,4 @@ def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _real_line(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor row by row, complex ones as real and imaginary part in turn."""
-    found = tensor.detach()
-    return (torch.view_as_real(found.resolve_conj()) if found.is_complex() else found).reshape(-1)
+    return real_view(tensor.detach()).reshape(-1)

@@ -1,8 +1,8 @@
 """Train with LARS and LAMB in torch, alone or with the norms shared by the ranks of a communicator.
 
-Parameters are replicated. A step measures this rank's own layers, gathers one float64 for each, and moves all of
-them. Parameters of 16 bits are computed with in float32, and so is their state. Norms are summed up in float64: on the
-CPU by `collectives.training.trust_ratios`, on other devices by torch, from which one transfer brings all of them.
+Parameters are replicated. A step computes the norms of this rank's own layers, gathers one float64 for each, and moves
+all of them. Parameters of 16 bits are computed in float32, and so is their state. Norms are summed up in float64: on
+the CPU by `collectives.training.trust_ratios`, on other devices by torch, from which one transfer brings all of them.
 Complex parameters count as their real and imaginary parts, as in torch.optim.
 
 The formulas are those of `collectives.training.optimizers`; torch's arithmetic may round otherwise than numpy's.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from collectives.communicator.communicator import Communicator
+from collectives.torch.parameter_residuals import real_view
 from collectives.training.trust_ratios import (
     GradientAveraging,
     ParallelRates,
@@ -36,29 +37,23 @@ ParameterWithGroup = tuple[Any, ParameterGroup]
 
 
 class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]  # torch may be missing
-    """An optimiser whose parameters have rates.
+    """Base of optimizers with a rate for each parameter.
 
     Parameters
     ----------
     params : iterable of parameters, or of groups
         Floating point or complex. A group with ``adapt=False`` has rate 1: for biases and the weights of
-        normalisations.
+        normalizations.
     defaults : dict
-        Options of groups that do not say otherwise.
+        Options of groups without their own.
     communicator : Communicator, HookState or None
-        With one rank in each process; None for a rank that computes all norms, and so is a state that has none. Not
-        part of the optimiser's state: a copy computes alone.
-
-    Raises
-    ------
-    UsageError
-        An option is out of range, the communicator has several ranks in this process, or the hook's ranks are not in
-        step.
+        Its ranks, one in each process, share the computation of norms; None for a rank that computes all. Not part of
+        the optimizer's state: a copy computes alone.
     """
 
     _communicator: Communicator | None = None
     _parallel: ParallelRates | None = None
-    _meant: tuple[Any, ...] = ()
+    _agreed_on: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -69,14 +64,13 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         shared = sharing_communicator(communicator)
         if shared is not None and not shared.one_rank:
             raise UsageError(
-                f"the {shared.backend} back end has several ranks in this process, and a torch optimiser is "
-                "of one; use a back end with a process for each rank"
+                f"a torch optimizer needs a process for each rank, and the {shared.backend} back end has several "
+                "ranks in this one; use another"
             )
         super().__init__(params, {**defaults, "adapt": True})
         self._communicator = shared
 
     def add_param_group(self, param_group: ParameterGroup) -> None:
-        """Add parameters with options of their own, as in `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -85,23 +79,11 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
             raise
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move all parameters that have gradients; they must be the same ones on all ranks.
+        """Move all parameters that have gradients; they must be the same on all ranks.
 
-        Parameters
-        ----------
-        closure : callable, optional
-            Computes the loss anew, with gradients.
-
-        Returns
-        -------
-        The closure's result, or None.
-
-        Raises
-        ------
-        UsageError
-            A gradient is sparse, or other ranks have other parameters, gradients or settings. Nothing has moved.
-        BackendError
-            Another rank failed. No parameters have moved; the state may have.
+        Returns the result of ``closure``, which computes the loss anew with gradients, or None. Raises `UsageError`,
+        with nothing moved, if a gradient is sparse, or other ranks have other parameters, gradients or settings, and
+        `BackendError`, with no parameter moved, if another rank failed.
         """
         loss = None
         if closure is not None:
@@ -112,7 +94,7 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         return loss
 
     def _step(self) -> None:
-        """Measure what is owned, gather the rates, and move everything."""
+        """Compute owned norms, gather the rates, and move everything."""
         layers = self._with_gradients()
         rated = [number for number, (_, group) in enumerate(layers) if group["adapt"]]
         owned = rated
@@ -131,7 +113,7 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
             self._move(parameter, group, float(group["lr"]) * speeds.get(number, 1.0), measured)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, as in `torch.optim.Optimizer`, but without rounding it to parameters of 16 bits."""
+        """Restore a state as `torch.optim.Optimizer` does, but without rounding it to parameters of 16 bits."""
         super().load_state_dict(dict(state_dict))
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         here = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -141,7 +123,7 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
                     self.state[parameter][name] = value.detach().to(zeros_for(parameter), copy=True)
 
     def _with_gradients(self) -> list[ParameterWithGroup]:
-        """Parameters that have gradients, with their groups."""
+        """Return the parameters that have gradients, with their groups."""
         layers = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in layers:
             moves = parameter.is_floating_point() or parameter.is_complex()
@@ -155,62 +137,45 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
     def _agreed(
         self, communicator: Communicator, layers: Sequence[ParameterWithGroup], rated: Sequence[int]
     ) -> ParallelRates:
-        """Owners that all ranks have agreed on, once for the same parameters with gradients and settings."""
+        """Return the owners, agreed on by all ranks once for the same parameters with gradients and settings."""
         options = tuple(
             tuple((name, group[name]) for name in sorted(group) if name not in ("lr", "initial_lr", "params"))
             for group in self.param_groups
         )
         sizes = tuple((parameter.numel(), parameter.dtype) for parameter, _ in layers)
         places = tuple(p.grad is not None for group in self.param_groups for p in group["params"])
-        meant = (options, sizes, places)
-        if self._parallel is None or meant != self._meant:
+        settings = (options, sizes, places)
+        if self._parallel is None or settings != self._agreed_on:
             self._parallel = None
             counts = [sizes[number][0] for number in rated]
-            self._parallel = ParallelRates(communicator, counts, about=f"{type(self).__name__} {meant}")
-            self._meant = meant
+            self._parallel = ParallelRates(communicator, counts, about=f"{type(self).__name__} {settings}")
+            self._agreed_on = settings
         return self._parallel
 
     def _check_group(self, group: ParameterGroup) -> None:
-        """Raise `UsageError` where an option is out of range."""
+        """Raise `UsageError` if an option is out of range."""
         for name in ("lr", "weight_decay"):
             if not 0 <= group[name] < math.inf:
-                raise UsageError(f"{name} {group[name]} is out of range; give zero or more")
+                raise UsageError(f"{name} must be 0 or more, got {group[name]}")
 
     @abstractmethod
     def _measured(self, parameter: Any, group: ParameterGroup) -> tuple[Any, Any]:
-        """The two tensors whose norms make the rate; the state has taken the gradient in where that needs it."""
+        """Return the two tensors whose norms make the rate, after moments were updated."""
 
     @abstractmethod
     def _rate(self, weight_norm: float, other_norm: float, group: ParameterGroup) -> float:
-        """The rate, from those norms."""
+        """Return the rate from those norms."""
 
     @abstractmethod
     def _move(
         self, parameter: Any, group: ParameterGroup, speed: float, measured: tuple[Any, Any] | None
     ) -> None:
-        """Move a parameter by its rate times the learning rate; ``measured`` where this rank has done that."""
+        """Move a parameter by its rate times the learning rate; ``measured`` is set on the rank that owns it."""
 
 
 class Lars(TorchLayerOptimizer):
-    """LARS, as `collectives.optimisers.Lars`.
+    """LARS, as `collectives.training.optimizers.Lars`.
 
-    Parameters
-    ----------
-    params : iterable of parameters, or of groups
-        A group with ``adapt=False`` has rate 1: for biases and the weights of normalisations.
-    lr : float
-    momentum, weight_decay, coefficient : float
-        Of groups that have none of their own.
-    communicator : Communicator, HookState or None
-        Whose ranks share the norms.
-
-    Raises
-    ------
-    UsageError
-        An option is out of range.
-
-    Examples
-    --------
     >>> weights = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> weights.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
     >>> _ = Lars([weights], lr=2.0, coefficient=0.01).step()
@@ -235,8 +200,8 @@ class Lars(TorchLayerOptimizer):
         super()._check_group(group)
         if not 0 <= group["momentum"] < 1 or not group["coefficient"] > 0:
             raise UsageError(
-                f"momentum {group['momentum']} or coefficient {group['coefficient']} is out of range; "
-                "give a momentum in [0, 1), such as 0.9, and a coefficient above 0, such as 0.001"
+                f"momentum must be in [0, 1), such as 0.9, and coefficient above 0, such as 0.001, got "
+                f"{group['momentum']} and {group['coefficient']}"
             )
 
     def _measured(self, parameter: Any, group: ParameterGroup) -> tuple[Any, Any]:
@@ -262,29 +227,11 @@ class Lars(TorchLayerOptimizer):
 
 
 class Lamb(TorchLayerOptimizer):
-    """LAMB, as `collectives.optimisers.Lamb`.
+    """LAMB, as `collectives.training.optimizers.Lamb`.
 
-    The updates that a rank measures are kept until all rates are there: alone that is as much memory as the parameters
-    take, with N ranks about an N-th of it.
+    The updates of owned parameters are kept until all rates are there: alone that is as much memory as the parameters,
+    with N ranks about an N-th of it.
 
-    Parameters
-    ----------
-    params : iterable of parameters, or of groups
-        A group with ``adapt=False`` has rate 1: for biases and the weights of normalisations.
-    lr : float
-    betas : (float, float)
-    eps, weight_decay : float
-        As ``betas`` of groups that have none of their own.
-    communicator : Communicator, HookState or None
-        Whose ranks share the norms.
-
-    Raises
-    ------
-    UsageError
-        An option is out of range.
-
-    Examples
-    --------
     >>> weights = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
     >>> weights.grad = torch.tensor([0.3, 0.4], dtype=torch.float64)
     >>> _ = Lamb([weights], lr=0.1, eps=1e-12).step()
@@ -309,8 +256,9 @@ class Lamb(TorchLayerOptimizer):
         super()._check_group(group)
         if not all(0 <= beta < 1 for beta in group["betas"]) or not group["eps"] > 0:
             raise UsageError(
-                f"betas {group['betas']} or eps {group['eps']} are out of range; "
-                "give betas in [0, 1), such as 0.9 and 0.999, and an eps above 0, such as 1e-6"
+                f"betas must be in [0, 1), such as 0.9 and 0.999, and eps above 0, such as 1e-6, got {group['betas']} "
+                "and "
+                f"{group['eps']}"
             )
 
     def _measured(self, parameter: Any, group: ParameterGroup) -> tuple[Any, Any]:
@@ -326,18 +274,18 @@ class Lamb(TorchLayerOptimizer):
         parameter.add_(update, alpha=-speed)
 
     def _update(self, parameter: Any, group: ParameterGroup) -> Any:
-        """Where a parameter goes, after its moments have taken in the gradient."""
+        """Return the update of a parameter, after its moments were updated."""
         kept = self.state[parameter]
         if not kept:
             kept.update(step=0, first=zeros_for(parameter), second=zeros_for(parameter))
         kept["step"] += 1
         b1, b2 = group["betas"]
         gradient, first, second = (
-            _reals(one) for one in (parameter.grad.to(kept["first"].dtype), kept["first"], kept["second"])
+            real_view(one) for one in (parameter.grad.to(kept["first"].dtype), kept["first"], kept["second"])
         )
         first.lerp_(gradient, 1 - b1)
         second.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        # what undoes the bias of the first moment goes into the divisor: one pass less
+        # the bias correction of the first moment goes into the divisor: one pass less
         biased, unbiased = 1 - b1 ** kept["step"], 1 / math.sqrt(1 - b2 ** kept["step"])
         scale = second.sqrt().mul_(biased * unbiased).add_(biased * group["eps"])
         update = torch.div(first, scale, out=scale)
@@ -347,7 +295,7 @@ class Lamb(TorchLayerOptimizer):
 
 
 def zeros_for(parameter: Any) -> Any:
-    """What is kept for a parameter, before the first step."""
+    """Return the initial state of a parameter."""
     dtype = torch.float32 if parameter.element_size() < 4 else parameter.dtype
     if dtype == torch.complex32:
         dtype = torch.complex64
@@ -355,16 +303,11 @@ def zeros_for(parameter: Any) -> Any:
 
 
 def _norms(tensors: Sequence[Any]) -> list[float]:
-    """Of tensors, in float64."""
-    tensors = [_reals(tensor) for tensor in tensors]
+    """Return the norms of tensors, in float64."""
+    tensors = [real_view(tensor) for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         wide = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors]
         return [norm(tensor.detach().numpy()) for tensor in wide]
     found = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
     numbers: list[float] = torch.stack([one.to(found[0].device) for one in found]).tolist()
     return numbers
-
-
-def _reals(tensor: Any) -> Any:
-    """Return the real and imaginary parts of a complex tensor, the same memory unless it is conjugated when read."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,14 +1,14 @@
 """Keep residuals of sparse gradients by parameter, independent of the buckets that hold these from step to step.
 
-A communicator keeps one residual for a bucket. When buckets are rearranged, residuals are taken apart and put together
-as the parameters now lie. A parameter whose gradient is zero throughout on this rank takes no part in the step: it may
-be one that no rank has used, of which DDP throws the average away, and with it the entries sent. Its residual and its
-velocity wait here until it has a gradient again.
+A communicator keeps one residual for a bucket. When buckets are rearranged, residuals are split and merged to match
+the new layout. A parameter whose gradient is zero throughout on this rank takes no part in the step: no rank may have
+used it, and then DDP drops its average, and with it the entries sent. Its residual and its velocity wait here until it
+has a gradient again.
 
-Parameters are known by numbers: those of a given order, or that in which buckets bring them. DDP rearranges its buckets
-after the first step, so a bucket is known by its parameters, not by its place. A checkpoint says in which buckets
-parameters came; if they come in others, their numbers mean something else. Everything stays where the gradients are, on
-a GPU in its memory; only a checkpoint comes to the host.
+Parameters are identified by numbers: those of a given order, or of their arrival in buckets. DDP rearranges its buckets
+after the first step, so a bucket is identified by its parameters, not by its place. A checkpoint lists the buckets in
+which parameters arrived; if they arrive in others, their numbers mean something else. All residuals stay where the
+gradients are, on a GPU in its memory; only a checkpoint comes to the host.
 """
 
 from __future__ import annotations
@@ -25,24 +25,14 @@ from collectives.communicator.communicator import Communicator
 from topoplan.errors import UsageError
 
 LONGEST = 48
-"""Letters of a key's list of parameters before it is cut."""
+"""Characters of a key's list of parameters before it is cut."""
 
 
 class ParameterNumbers:
-    """A number for each parameter, the same for the same tensor.
+    """Numbers of parameters, the same for the same tensor: those given from 0, others as they arrive.
 
-    Parameters
-    ----------
-    parameters : iterable of Parameter, optional
-        Counted from 0; others go on from there as they come.
+    `arrivals` lists for each bucket the `real_count` of the parameters that it brought first; None if all were given.
 
-    Attributes
-    ----------
-    arrivals : list of list of int, or None
-        The `real_count` of the parameters that each bucket has brought as the first; None where all were given.
-
-    Examples
-    --------
     >>> one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
     >>> numbers = ParameterNumbers([one])
     >>> numbers.of(other), numbers.of(one), numbers.of(other)
@@ -56,22 +46,20 @@ class ParameterNumbers:
             self.of(parameter)
 
     def of(self, parameter: torch.Tensor) -> int:
-        """The number of a parameter."""
+        """Return the number of a parameter."""
         # the tensor is held so that no other one gets its identity
         return self._known.setdefault(id(parameter), (len(self._known), parameter))[0]
 
     def of_bucket(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The numbers of a bucket's parameters."""
+        """Return the numbers of a bucket's parameters."""
         fresh = [real_count(one) for one in parameters if id(one) not in self._known]
         if fresh and self.arrivals is not None:
             self.arrivals.append(fresh)
         return tuple(self.of(one) for one in parameters)
 
     def fit(self, saved: Sequence[Sequence[int]] | None) -> bool:
-        """Whether numbers so far mean what they did in a run of these arrivals.
+        """Return whether numbers so far mean the same as in a run with these arrivals.
 
-        Examples
-        --------
         >>> numbers = ParameterNumbers()
         >>> numbers.of_bucket([torch.zeros(2), torch.zeros(3)])
         (0, 1)
@@ -87,15 +75,9 @@ class ParameterNumbers:
 class BucketLayout:
     """The parameters of a bucket, one after another in its buffer.
 
-    Parameters
-    ----------
-    numbers : tuple of int
-        Of the parameters in the model, as `HookState` counts them.
-    lengths : tuple of int
-        The `real_count` of each: DDP's buckets hold complex gradients as real numbers.
+    `numbers` are those of `ParameterNumbers`; `lengths` the `real_count` of each: DDP's buckets hold complex gradients
+    as real numbers.
 
-    Examples
-    --------
     >>> layout = BucketLayout((7, 6, 5, 9), (10, 200, 10, 1))
     >>> layout.key, layout.size, list(layout.parts())[1]
     ('parameters 7-5,9', 221, (6, 10, 210))
@@ -111,11 +93,11 @@ class BucketLayout:
 
     @property
     def key(self) -> str:
-        """A name that no bucket of other parameters, or of another order, has."""
+        """Name that only a bucket of the same parameters in the same order has."""
         return _parameters_text(self.numbers)
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """Number of each parameter, and the elements of the buffer from which to which it is."""
+        """Yield number, first and last element (exclusive) of each parameter."""
         start = 0
         for number, length in zip(self.numbers, self.lengths, strict=True):
             yield number, start, start + length
@@ -124,29 +106,22 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterResidual:
-    """What one parameter has not sent yet.
-
-    Parameters
-    ----------
-    residual : (n,) tensor
-    velocity : (n,) tensor or None
-        With momentum.
-    """
+    """Residual of one parameter, an (n,) tensor, and its velocity; None without momentum."""
 
     residual: torch.Tensor
     velocity: torch.Tensor | None = None
 
     def empty(self) -> bool:
-        """Whether there is nothing to keep."""
+        """Return whether all entries are zero."""
         return not self.residual.any() and (self.velocity is None or not self.velocity.any())
 
     def copy(self, device: torch.device | None = None) -> ParameterResidual:
-        """The same in memory of its own, on the same device or on another one."""
+        """Return a copy, on the same device or on another one."""
         velocity = None if self.velocity is None else self.velocity.detach().to(device, copy=True)
         return ParameterResidual(self.residual.detach().to(device, copy=True), velocity)
 
     def plus(self, other: ParameterResidual) -> ParameterResidual:
-        """Both together."""
+        """Return the sum of both."""
         if self.velocity is None or other.velocity is None:
             velocity = other.velocity if self.velocity is None else self.velocity
         else:
@@ -155,14 +130,7 @@ class ParameterResidual:
 
 
 class ParameterResiduals:
-    """The residuals of one rank.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        Keeps those of the buckets as they are now.
-    momentum : float
-    """
+    """Residuals of one rank; the communicator keeps those of the present buckets."""
 
     def __init__(self, communicator: Communicator, *, momentum: float) -> None:
         self._communicator = communicator
@@ -179,24 +147,9 @@ class ParameterResiduals:
         device: torch.device,
         step: int,
     ) -> None:
-        """Make the residual of a bucket ready for its gradients.
+        """Prepare the residual of a bucket for its gradients, without the `idle` parameters; `dtype` is the residual's.
 
-        Parameters
-        ----------
-        layout : BucketLayout
-        idle : collection of int
-            The parameters that take no part.
-        dtype : torch.dtype
-            Of the residual.
-        device : torch.device
-            Of the gradients.
-        step : int
-            Of training.
-
-        Raises
-        ------
-        UsageError
-            What was restored from a checkpoint does not fit a parameter.
+        Raises `UsageError` if a restored residual has another length than its parameter.
         """
         known = layout.key in self._layouts
         if known and not idle and self._waiting.keys().isdisjoint(layout.numbers):
@@ -216,8 +169,8 @@ class ParameterResiduals:
             kept = self._waiting.pop(number)
             if kept.residual.numel() != stop - start:
                 raise UsageError(
-                    f"the checkpoint holds {kept.residual.numel()} elements for parameter {number}, which has "
-                    f"{stop - start}; load it into the model that it was saved from"
+                    f"the residual of parameter {number} must have {stop - start} elements, got "
+                    f"{kept.residual.numel()}; load the checkpoint into the model that it was saved from"
                 )
             residual[start:stop] = kept.residual
             if velocity is not None and kept.velocity is not None:
@@ -226,7 +179,7 @@ class ParameterResiduals:
         self._communicator.put_sparse_state({layout.key: [state]})
 
     def by_parameter(self) -> dict[int, ParameterResidual]:
-        """What has not been sent, as copies on the host, by the numbers of the parameters that have any."""
+        """Return copies of the residuals on the host, by the numbers of the parameters that have any."""
         state = self._communicator.sparse_state()
         there = _split_residuals(
             {key: [{**one, **_tensors(one)} for one in listed] for key, listed in state.items()},
@@ -237,8 +190,8 @@ class ParameterResiduals:
         found = _merge_residuals(waiting, there)
         return {number: kept.copy() for number, kept in sorted(found.items()) if not kept.empty()}
 
-    def marked(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
-        """What goes back to all that is kept now, as often as it is called; and copies of the residuals on the host."""
+    def snapshot(self) -> tuple[Callable[[], None], dict[str, list[Any]]]:
+        """Return a function that restores the present residuals at any time, and copies of them on the host."""
         kept = self._communicator.sparse_state()
         state: dict[str, list[Mapping[str, Any]]] = {key: [*listed] for key, listed in kept.items()}
         layouts, waiting = dict(self._layouts), dict(self._waiting)
@@ -252,12 +205,12 @@ class ParameterResiduals:
         return back, lines
 
     def drop_waiting(self) -> dict[int, ParameterResidual]:
-        """Give up what no bucket has taken yet, and return it."""
+        """Drop the residuals that no bucket has taken yet, and return them."""
         waiting, self._waiting = self._waiting, {}
         return waiting
 
     def replace(self, kept: Mapping[int, ParameterResidual]) -> None:
-        """Go on from what `by_parameter` gave, instead of what is kept now."""
+        """Replace the residuals by what `by_parameter` returned."""
         self._communicator.restore_sparse_state({})
         self._layouts.clear()
         self._waiting = dict(kept)
@@ -266,7 +219,7 @@ class ParameterResiduals:
 def _merge_residuals(
     one: Mapping[int, ParameterResidual], other: Mapping[int, ParameterResidual]
 ) -> dict[int, ParameterResidual]:
-    """What both hold: of one parameter both may, where ranks add up inside servers for the owner of a part."""
+    """Return the union; both may have one parameter if ranks add up inside servers for the owner of a part."""
     found = dict(one)
     for number, kept in other.items():
         found[number] = found[number].plus(kept) if number in found else kept
@@ -276,7 +229,7 @@ def _merge_residuals(
 def _split_residuals(
     state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]
 ) -> dict[int, ParameterResidual]:
-    """The residuals of buckets by parameter."""
+    """Return the residuals of buckets by parameter."""
     found = {}
     for key, (one,) in state.items():
         for number, start, stop in layouts[key].parts():
@@ -288,7 +241,6 @@ def _split_residuals(
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The numpy arrays of a state as tensors."""
     velocity = state["velocity"]
     return {
         "residual": torch.from_numpy(state["residual"]),
@@ -299,33 +251,23 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 def real_count(tensor: torch.Tensor) -> int:
     """Return how many real numbers a tensor holds: two for each complex element.
 
-    Examples
-    --------
     >>> real_count(torch.zeros(3, 2)), real_count(torch.zeros(3, 2, dtype=torch.complex64))
     (6, 12)
     """
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
+def real_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return real and imaginary parts of a complex tensor, in its memory unless it is conjugated when read."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def gradient_view(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter as DDP lays it out in a bucket.
+    """Return the gradient of a parameter as a view of its part of DDP's buffer, an (n,) line of real numbers.
 
     `GradBucket.gradients` gives wrong views of complex gradients and of parameters in another order than row by row,
     such as channels_last.
 
-    Parameters
-    ----------
-    line : (real_count(parameter),) tensor
-        The parameter's part of the buffer.
-    parameter : torch.Tensor
-
-    Returns
-    -------
-    torch.Tensor
-        A view of ``line`` with the shape of the parameter, complex where that is.
-
-    Examples
-    --------
     >>> gradient_view(torch.arange(4.0), torch.zeros(2, 2).T).tolist()
     [[0.0, 2.0], [1.0, 3.0]]
     >>> gradient_view(torch.arange(4.0), torch.zeros(2, dtype=torch.complex64)).tolist()
@@ -339,42 +281,39 @@ def gradient_view(line: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(parameters: object) -> list[torch.Tensor]:
-    """The parameters that a caller names, of which each must be a tensor.
+    """Return the parameters as a list.
 
-    Raises
-    ------
-    UsageError
-        They are something else, as a model or pairs of names and parameters.
+    Raises `UsageError` for anything but tensors, such as a model or pairs of names and parameters.
 
-    Examples
-    --------
     >>> tensors_of(torch.nn.Linear(3, 2))
     Traceback (most recent call last):
-    topoplan.errors.UsageError: a Linear is no list of parameters; give model.parameters()
+    topoplan.errors.UsageError: parameters must be tensors, got a Linear; give model.parameters()
     """
     if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor | str):
-        raise UsageError(f"a {type(parameters).__name__} is no list of parameters; give model.parameters()")
+        raise UsageError(
+            f"parameters must be tensors, got a {type(parameters).__name__}; give model.parameters()"
+        )
     listed = list(parameters)
     for one in listed:
         if not isinstance(one, torch.Tensor):
-            raise UsageError(f"a {type(one).__name__} is no parameter; give model.parameters()")
+            raise UsageError(
+                f"parameters must be tensors, got a {type(one).__name__}; give model.parameters()"
+            )
     return listed
 
 
 @lru_cache(maxsize=1024)
 def _parameters_text(numbers: tuple[int, ...]) -> str:
-    """Parameters in few letters; kept, since buckets are the same in every step."""
-    told = ",".join(_runs(numbers))
-    if len(told) > LONGEST:
-        told = f"{told[:LONGEST]}... {hashlib.sha256(told.encode()).hexdigest()[:12]}"
-    return f"parameters {told}"
+    """Return a short text of parameters; cached, since buckets are the same in every step."""
+    listed = ",".join(_runs(numbers))
+    if len(listed) > LONGEST:
+        listed = f"{listed[:LONGEST]}... {hashlib.sha256(listed.encode()).hexdigest()[:12]}"
+    return f"parameters {listed}"
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[str]:
-    """Neighbouring numbers that go up or down by one, as a text each.
+    """Yield a text for each run of neighbours that go up or down by one.
 
-    Examples
-    --------
     >>> list(_runs([3, 4, 5, 9, 8, 0]))
     ['3-5', '9-8', '0']
     """
@@ -382,12 +321,8 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
     for number in numbers:
         ahead = len(run) < 2 or number - run[-1] == run[1] - run[0]
         if run and (abs(number - run[-1]) != 1 or not ahead):
-            yield _run(run)
+            yield f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
             run = []
         run.append(number)
     if run:
-        yield _run(run)
-
-
-def _run(run: Sequence[int]) -> str:
-    return f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+        yield f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])

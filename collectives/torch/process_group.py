@@ -1,21 +1,22 @@
 """Define the process-group back end "topoplan": ``torch.distributed.init_process_group("topoplan")``, and its plan.
 
 allreduce, broadcast, allgather, reduce-scatter, all-to-all of equal blocks, coalesced calls of one type and sums of
-multiples (FSDP2) run by plan; everything else goes to gloo (CPU tensors) and NCCL (GPU tensors) beneath. The plan is
-the given one, that of the file in TOPOPLAN_PLAN, or made of the job's machine at the first collective; all ranks agree
-on it (`PlanAgreement`). A file is for the whole job: groups of some ranks get plans on its machine. A file that is
-not a plan of this job is a `UsageError` of that collective, on all ranks (`collectives.peers.agreement`).
-TOPOPLAN_ENGINE says what moves tensors between GPUs: auto, windows or messages, as for `Communicator`.
+multiples (FSDP2) run by plan; everything else goes to inner groups of gloo (CPU tensors) and NCCL (GPU tensors). The
+plan is the given one, that of the file in TOPOPLAN_PLAN, or made of the job's machine at the first collective; all
+ranks agree on it (`PlanAgreement`). A file is for the whole job: groups of some ranks get plans on its machine. A file
+that does not contain a plan of this job is a `UsageError` of that collective, on all ranks
+(`collectives.peers.agreement`). TOPOPLAN_ENGINE selects the engine between GPUs: auto, windows or messages, as for
+`Communicator`.
 
 With TOPOPLAN_ON_FAILURE=shrink the default group survives the failure of a rank if torch sees no GPU: collectives are
-repeated among survivors, with a new gloo group beneath; `rank` and `size` change. Groups of some ranks do not, and no
+repeated among survivors, with a new inner gloo group; `rank` and `size` change. Groups of some ranks do not, and no
 rank joins.
 
 All ranks refuse wrong arguments before anything moves (`collectives.torch.group_arguments`): the group stays usable.
 Plans run in a thread of their own, on the CPU together with the other collectives; sends, receives and NCCL in the
-caller's. Gloo tells both kinds of messages apart by tags. NCCL matches calls by order on one communicator, so messages
-of plans have their own: a barrier right after a background allreduce could meet it on another rank otherwise. (To let
-the others wait for plans would deadlock where a rank receives after a collective what its peer sends before it.)
+caller's. Gloo separates both kinds of messages by tags. NCCL matches calls by order on one communicator, so messages
+of plans have their own: a barrier right after a background allreduce could match it on another rank otherwise. (To let
+the others wait for plans would deadlock if a rank receives after a collective a message that its peer sends before it.)
 NCCL makes a communicator, and takes its memory, when it is first used.
 """
 
@@ -61,35 +62,17 @@ PLAN_VARIABLE = "TOPOPLAN_PLAN"
 
 @dataclass(frozen=True, slots=True)
 class PlanAgreement:
-    """What the ranks have agreed on.
-
-    Parameters
-    ----------
-    plan : Plan or SizePlans or None
-    reason : str
-        Why there is no plan; empty where there is one.
-    """
+    """The plan that the ranks have agreed on, or the reason for none; `reason` is empty with a plan."""
 
     plan: Plans | None
     reason: str = ""
 
 
 def agreed_plan(plan: PlanLike | None, group: dist.ProcessGroup, gather: Gather) -> PlanAgreement:
-    """The plan that all ranks have and that fits their group; all of them must call this.
+    """Return the plan that all ranks have and that fits their group; all of them must call this.
 
-    Parameters
-    ----------
-    plan : Plan, SizePlans, Topology, str, path or None
-        As `plan_of` takes it; None to make one of what the job runs on.
-    group : ProcessGroup
-    gather : callable
-        Over the ranks of the group.
-
-    Raises
-    ------
-    UsageError
-        The plan that a rank was given is none, or is not for this group, or not that of the others; on all ranks, with
-        the same text.
+    `plan` is as in `plan_of`; None makes one for the job. Raises `UsageError`, with the same text on all ranks, if a
+    given plan is invalid, not for this group, or not that of the others.
     """
     rank, size = group.rank(), group.size()
     try:
@@ -97,9 +80,9 @@ def agreed_plan(plan: PlanLike | None, group: dist.ProcessGroup, gather: Gather)
     except TopoplanError as error:
         return PlanAgreement(None, str(error))
     try:
-        meant = agree_on_input(gather, plan, size=size, where="the process group")
-        if meant is not None:
-            return PlanAgreement(agree_on_plan(gather, meant, rank=rank, size=size))
+        job_input = agree_on_input(gather, plan, size=size, where="the process group")
+        if job_input is not None:
+            return PlanAgreement(agree_on_plan(gather, job_input, rank=rank, size=size))
     except TopoplanError as error:
         raise UsageError(str(error)) from error
     try:
@@ -109,16 +92,7 @@ def agreed_plan(plan: PlanLike | None, group: dist.ProcessGroup, gather: Gather)
 
 
 def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]) -> PlanAgreement:
-    """As `agreed_plan`, for the plan that the environment gives, if it gives one.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-    gather : callable
-        Over its ranks.
-    members : sequence of int
-        Its ranks, as those of the job are counted.
-    """
+    """Return `agreed_plan` for the plan in the environment, if any; `members` are the group's ranks in the job."""
     rank = group.rank()
     read: list[Plans | None] = []
 
@@ -132,7 +106,7 @@ def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]
 
     digests, world = gather_or_raise(gather, whole), dist.get_world_size()
     plan = read[0]
-    # what differs, or has another number of ranks than the job, is refused as it is
+    # a plan that differs between ranks, or has another number of ranks than the job, is refused as it is
     if plan is None or len(set(digests)) > 1 or len(members) == world or len(plan.ranks) != world:
         return agreed_plan(plan, group, gather)
     try:
@@ -143,7 +117,7 @@ def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]
 
 
 def _plan_for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
-    """What plans for some ranks of a job on the machine of its plan."""
+    """Return a function that plans for some ranks of a job on the machine of its plan."""
     gpus = [device.name for device in plan.topology.devices if device.kind == "gpu"]
     numbers = [gpus.index(plan.ranks[member]) for member in members]
     make = topoplan.plan_by_size if isinstance(plan, SizePlans) else topoplan.plan
@@ -151,37 +125,31 @@ def _plan_for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans
 
 
 def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather, more: str = "") -> ExchangeSettings:
-    """The settings of this rank, which are those of all; all of them must call this.
+    """Return the settings of `make` once all ranks have the same; all of them must call this.
 
-    Parameters
-    ----------
-    make : callable
-        Raises what is wrong with them.
-    gather : callable
-        Over all ranks.
-    more : str
-        What must be alike besides, as it is told.
-
-    Raises
-    ------
-    UsageError
-        An argument is out of range on some rank, or ranks differ; on all ranks, with the same text.
+    `more` is compared with their text. Raises `UsageError`, with the same text on all ranks, if `make` raises on some
+    rank, or ranks differ.
     """
     made: list[ExchangeSettings] = []
 
-    def told() -> str:
+    def text() -> str:
         made.append(make())
         return f"{made[0]}{more}"
 
-    first, *others = gather_or_raise(gather, told)
-    for rank, one in enumerate(others, start=1):
-        if one != first:
-            raise UsageError(f"rank {rank} has {one}, and rank 0 {first}; give all ranks the same settings")
+    _agreed_text(gather, text)
     return made[0]
 
 
+def _agreed_text(gather: Gather, text: Callable[[], str], name: str = "") -> str:
+    first, *others = gather_or_raise(gather, text)
+    for rank, one in enumerate(others, start=1):
+        if one != first:
+            raise UsageError(f"rank {rank} has {name}{one}, and rank 0 {first}; give all ranks the same")
+    return first
+
+
 def gather_by(group: dist.ProcessGroup) -> Gather:
-    """The gathering of texts over a process group."""
+    """Return the gathering of texts over a process group."""
 
     def gather(text: str) -> list[str]:
         texts = [""] * dist.get_world_size(group)
@@ -192,14 +160,7 @@ def gather_by(group: dist.ProcessGroup) -> Gather:
 
 
 def gather_over(group: dist.ProcessGroup, device: torch.device) -> Gather:
-    """The gathering of texts over a process group that torch does not know by name.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-    device : torch.device
-        Of tensors that the group takes.
-    """
+    """Return the gathering of texts over a process group without a name in torch; it takes tensors on `device`."""
 
     def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
         outputs = [torch.empty_like(tensor) for _ in range(group.size())]
@@ -228,23 +189,15 @@ DELEGATED = (
     "monitored_barrier",
     "set_timeout",
 )
-"""What the process group beneath does as it is; releases of torch that lack one of these do not ask for it."""
+"""Methods of the inner process group; releases of torch that lack one do not call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InnerGroups:
-    """What is beneath a planned group.
+    """The inner groups of a planned group.
 
-    Parameters
-    ----------
-    others : ProcessGroup
-        For everything that is not by plan.
-    plans : ProcessGroup
-        For messages of plans over NCCL; where there is none, the same.
-    served : str
-        What serves which kind of device, as "cpu:gloo,cuda:nccl".
-    store : Store
-        Over which the ranks have found each other.
+    `others` carries collectives without a plan, `plans` the messages of plans over NCCL (without NCCL it is the same);
+    `served` names what serves each kind of device, as "cpu:gloo,cuda:nccl"; `store` is that of the rendezvous.
     """
 
     others: dist.ProcessGroup
@@ -256,25 +209,18 @@ class InnerGroups:
 class PlannedGroup(GroupCollectives):
     """A process group whose collectives run by a plan; torch makes it.
 
-    Parameters
-    ----------
-    groups : InnerGroups
-        What carries its messages.
-    timeout : timedelta
-        In which each step of a collective must end.
-
     Attributes
     ----------
     inner, carrier : ProcessGroup
-        For what is not by plan, and for the messages of plans on GPUs.
+        For collectives without a plan, and for the messages of plans on GPUs.
     served : str
-        What serves which kind of device.
+        Backend of each kind of device, as "cpu:gloo,cuda:nccl".
     communicator : Communicator or None
-        None until the first collective, and where no plan fits.
+        None until the first collective, and if no plan fits.
     reason : str
-        Why no plan fits; empty where one does.
+        Why no plan fits; empty if one does.
     goes_on : bool
-        Whether it goes on without a rank that dies, once its first collective has run.
+        Whether it survives the failure of a rank, once its first collective has run.
     """
 
     def __init__(self, groups: InnerGroups, *, timeout: timedelta) -> None:
@@ -282,7 +228,7 @@ class PlannedGroup(GroupCollectives):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # without a store
         self.inner = inner
         self._lost: list[dist.ProcessGroup] = []
-        for device in inner._device_types:  # else it has no name, by which a DeviceMesh finds it
+        for device in inner._device_types:  # a DeviceMesh finds it by this name
             kind = dist.ProcessGroup.BackendType.CUSTOM
             self._register_backend(device, kind, inner._get_backend(device))
         self.carrier = groups.plans
@@ -294,18 +240,17 @@ class PlannedGroup(GroupCollectives):
         self._timeout = timeout.total_seconds()
         self._store = groups.store
         self._block: list[dist.Work] | None = None
-        self._left: list[Handle[Any]] = []
+        self._timed_out: list[Handle[Any]] = []
 
-    def getBackendName(self) -> str:  # torch names it so
-        """The name of the back end."""
+    def getBackendName(self) -> str:  # torch's name
         return "topoplan"
 
     def rank(self) -> int:
-        """This process's rank among those that are left."""
+        """Return this process's rank among the survivors."""
         return self.inner.rank()
 
     def size(self) -> int:
-        """How many ranks are left."""
+        """Return the number of survivors."""
         return self.inner.size()
 
     getRank, getSize = rank, size  # as torch asks from C++
@@ -314,7 +259,7 @@ class PlannedGroup(GroupCollectives):
         """Begin a block whose collectives end in one work, which `_end_coalescing` returns."""
         block: list[dist.Work] = []
         self._block = block
-        # where the block raises torch forgets to end it: its context manager is gone then, and what it keeps goes too
+        # torch does not end a block that raises: its finalized context manager drops it
         manager = sys._getframe(2).f_locals.get("self")
         if isinstance(manager, AbstractContextManager):
             weakref.finalize(manager, self._leave_block, block).atexit = False
@@ -322,20 +267,20 @@ class PlannedGroup(GroupCollectives):
             self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> JointWork:
-        """The work of all that was called in the block."""
+        """Return the work of all calls in the block."""
         works, self._block = self._block or [], None
         if device.type == "cuda":
             works = [*works, self.inner._end_coalescing(device)]
         return JointWork([work for work in works if work is not None])
 
     def _leave_block(self, block: list[dist.Work]) -> None:
-        """Forget a block that has not been ended, and what torch has collected in it."""
+        """Drop a block that has not been ended, and what torch has collected in it."""
         if self._block is block:
             self._block = None
             dist.distributed_c10d._world.pg_coalesce_state.pop(self, None)
 
     def get_group_store(self) -> Store:
-        """The store over which its ranks have found each other."""
+        """Return the store of the rendezvous."""
         return self._store
 
     def split_group(
@@ -347,24 +292,24 @@ class PlannedGroup(GroupCollectives):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> PlannedGroup | None:
-        """The group of some ranks of this one, with a plan of its own; None on a rank that is not among them.
+        """Return the group of some ranks of this one, with a plan of its own; None on the other ranks.
 
         Parameters
         ----------
         new_ranks : sequence of int
-            As ranks of this group are counted; sorted, as torch has it. All of them must call it.
+            Ranks of this group, in any order; the new group sorts them. All of them must call it.
         timeout : timedelta, optional
             By default that of this group.
         opts, device_types
-            Options of NCCL, and kinds of devices; all are served as here.
+            Not used; all are served as here.
         group_name : str, optional
-            Where it is given, as `torch.distributed.split_group` does, the caller registers the group.
+            If given, as `torch.distributed.split_group` does, the caller registers the group.
         group_desc : str, optional
 
         Raises
         ------
         UsageError
-            These are not ranks of this group, or one is named twice; or this group has lost a rank.
+            These are not ranks of this group, or one is named twice; or a rank of this group failed.
         """
         ranks = sorted(new_ranks)
         if not ranks or len(set(ranks)) < len(ranks) or not 0 <= ranks[0] <= ranks[-1] < self.size():
@@ -372,7 +317,7 @@ class PlannedGroup(GroupCollectives):
                 f"new_ranks must be different ranks from 0 to {self.size() - 1}, got {list(new_ranks)}"
             )
         if self._lost:
-            raise UsageError("a group that has lost a rank cannot be split; start the job again")
+            raise UsageError("a group with a failed rank cannot be split; start the job again")
         if self.rank() not in ranks:
             return None
         limit = timeout or timedelta(seconds=self._timeout)
@@ -395,13 +340,13 @@ class PlannedGroup(GroupCollectives):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Its ranks, as those of the job are counted."""
+        """Its ranks, by their numbers in the job."""
         return self.given_members or tuple(dist.get_process_group_ranks(self))
 
     def shutdown(self) -> None:
-        """Give up everything."""
+        """Close the communicator and the inner groups."""
         if self.communicator is not None:
-            if any(not handle.done() for handle in self._left):
+            if any(not handle.done() for handle in self._timed_out):
                 self.communicator.abort(
                     "a wait for a collective has timed out, and the process group is destroyed"
                 )
@@ -413,7 +358,7 @@ class PlannedGroup(GroupCollectives):
         self._lost.clear()
 
     def abort(self) -> None:
-        """Abort what is under way, by plan or not: pending waits raise."""
+        """Abort all running collectives: pending waits raise."""
         if self.communicator is not None:
             self.communicator.abort("its process group was aborted")
         if self.carrier is not self.inner:
@@ -421,7 +366,6 @@ class PlannedGroup(GroupCollectives):
         self.inner.abort()
 
     def _planned(self) -> bool:
-        """Whether there is a plan; found out by all ranks together in the first collective."""
         if self.communicator is None and not self.reason:
             self._register()
             device = torch.device("cpu") if "cpu" in self.served else torch.device("cuda")
@@ -432,7 +376,7 @@ class PlannedGroup(GroupCollectives):
             if verdict.plan is None:
                 if on_failure == "shrink":
                     raise UsageError(
-                        f"{ON_FAILURE}=shrink is for collectives by plan, and there is none: {self.reason}"
+                        f"{ON_FAILURE}=shrink needs collectives by plan, and no plan fits: {self.reason}"
                     )
                 warnings.warn(f"collectives run by {self.served}, not by plan: {self.reason}", stacklevel=4)
             else:
@@ -441,7 +385,7 @@ class PlannedGroup(GroupCollectives):
                     backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
                     if isinstance(backend, Recovers) and backend.survivors is not None:
-                        backend.survivors.beside = self._go_on
+                        backend.survivors.beside = self._recover
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure
                     )
@@ -450,7 +394,7 @@ class PlannedGroup(GroupCollectives):
         return self.communicator is not None
 
     def _register(self) -> None:
-        """Let torch know a group that `split_group` has made, unless its caller has."""
+        """Register a group that `split_group` has made with torch, unless its caller has."""
         world = dist.distributed_c10d
         if self.given_members and self not in world._world.pg_map:
             world._register_pg_in_world(
@@ -462,34 +406,27 @@ class PlannedGroup(GroupCollectives):
                 rank_mapping={member: rank for rank, member in enumerate(self.given_members)},
             )
 
-    def _go_on(self, gather: Gather, rank: int, size: int, local: str) -> None:
-        """Make a new group beneath with the ranks that are left."""
+    def _recover(self, gather: Gather, rank: int, size: int, local: str) -> None:
+        """Make a new inner group of the survivors."""
         group = gloo_among(gather, rank=rank, size=size, local=local, timeout=self._timeout)
-        # dropped only when gloo's threads have let go, in `shutdown`
+        # dropped in `shutdown`, when gloo's threads have ended
         self._lost.append(self.inner)
         self.inner = self.carrier = group
 
 
 def agreed_on_failure(gather: Gather) -> str:
-    """What the environment of all ranks says of failures: "raise", or "shrink"; all of them must call this.
+    """Return the reaction to failures in the environment of all ranks: "raise" or "shrink"; all must call this.
 
-    Raises
-    ------
-    UsageError
-        It says something else, or ranks differ; on all ranks, with the same text.
+    Raises `UsageError`, with the same text on all ranks, for another value, or if ranks differ.
     """
 
-    def told() -> str:
+    def text() -> str:
         found = os.environ.get(ON_FAILURE) or "raise"
         if found not in ("raise", "shrink"):
-            raise UsageError(f"{ON_FAILURE} is {found!r}; use raise or shrink")
+            raise UsageError(f"{ON_FAILURE} must be raise or shrink, got {found!r}")
         return found
 
-    first, *others = gather_or_raise(gather, told)
-    for rank, one in enumerate(others, start=1):
-        if one != first:
-            raise UsageError(f"rank {rank} has {ON_FAILURE}={one}, and rank 0 {first}; set it alike")
-    return first
+    return _agreed_text(gather, text, f"{ON_FAILURE}=")
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -497,7 +434,7 @@ def _delegated(name: str) -> Callable[..., Any]:
         return getattr(self.inner, name)(*arguments, **named)
 
     method.__name__ = name
-    method.__doc__ = f"As `torch.distributed.ProcessGroup.{name}` of the group beneath."
+    method.__doc__ = f"As `torch.distributed.ProcessGroup.{name}` of the inner group."
     return method
 
 
@@ -506,7 +443,7 @@ for _name in DELEGATED:
 
 
 def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
-    """The groups of a rank; steps of plans must end in the timeout, and their NCCL group has twice the time."""
+    """Return the groups of a rank; steps of plans must end in the timeout, and their NCCL group has twice the time."""
     kind = dist.ProcessGroup.BackendType
     others = gloo_over(store, rank, size, timeout)
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
@@ -525,7 +462,7 @@ def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Inne
 
 
 def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
-    """Return a new group; its keys in the store are not those of an earlier group of the same name.
+    """Return a new group; its keys in the store differ from those of an earlier group of the same name.
 
     torch gives a group the name of a destroyed one, and gloo would connect to the addresses that it finds there.
     """

@@ -1,14 +1,14 @@
 """Repeat steps of DDP among the survivors when a rank fails, and let joining ranks in.
 
-A step counts when all ranks have all of its averages, which they confirm in one short round at its end. Before that DDP
-has used none of them: it reads the buckets when the hook of the last one has returned. So after a failure the survivors
-agree (`Communicator.shrink`), take back the changes of the step (gradients, which are copied for that, residuals, warm
-starts), and exchange its buckets anew; averages are of fewer ranks. If the round had ended on some rank only, all
-accept the step: every rank had confirmed its averages. Residuals of a failed rank are lost; each round says how much.
+A step counts when all ranks have all of its averages, which they confirm in one short round at its end. DDP has used
+none of them before: it reads the buckets when the hook of the last one has returned. So after a failure the survivors
+agree (`Communicator.shrink`), restore the state before the step (gradients, which are copied for that, residuals, warm
+starts), and exchange its buckets anew; averages are of fewer ranks. If the round had ended on some rank, all accept the
+step: every rank had confirmed its averages. Residuals of a failed rank are lost; each round reports their norm.
 
-A joining rank has a process group of its own, for DDP alone. It gets parameters, buffers, state of the optimizer, step
-and warm starts by the broadcast of the plan, between two steps. Every round exchanges the same message (`StepMessage`),
-and ranks decide by these alone, after a failure and after a join alike.
+A joining rank has a process group of its own, for DDP alone. It gets parameters, buffers, optimizer state, step and
+warm starts by the broadcast of the plan, between two steps. Every round exchanges the same message (`StepMessage`);
+ranks decide by these messages alone, after a failure and after a join.
 """
 
 from __future__ import annotations
@@ -41,17 +41,7 @@ OriginalRanks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LostResiduals:
-    """What ranks have kept of their gradients.
-
-    Parameters
-    ----------
-    keys : int
-        Parameters or buckets of which they kept something.
-    entries : int
-        Elements that are not zero.
-    norm : float
-        The square root of the sum of their squares.
-    """
+    """Residuals of gradients: parameters or buckets that have one, entries that are not zero, and their L2 norm."""
 
     keys: int = 0
     entries: int = 0
@@ -59,12 +49,10 @@ class LostResiduals:
 
     @staticmethod
     def of(lines: Mapping[str, Sequence[Any]]) -> LostResiduals:
-        """Of residuals, a list for each key.
+        """Return the measure of residuals, a list of arrays for each key.
 
-        Examples
-        --------
         >>> LostResiduals.of({"parameter 0": [np.array([3.0, 0.0, 4.0])], "parameter 1": [np.zeros(2)]})
-        Unsent(keys=1, entries=2, norm=5.0)
+        LostResiduals(keys=1, entries=2, norm=5.0)
         """
         held = [np.concatenate([np.ravel(one) for one in listed]) for listed in lines.values() if listed]
         counts = [int(np.count_nonzero(one)) for one in held]
@@ -72,7 +60,7 @@ class LostResiduals:
         return LostResiduals(sum(count > 0 for count in counts), sum(counts), math.sqrt(math.fsum(squares)))
 
     def plus(self, other: LostResiduals) -> LostResiduals:
-        """Of both."""
+        """Return the measure of both together."""
         return LostResiduals(
             self.keys + other.keys, self.entries + other.entries, math.hypot(self.norm, other.norm)
         )
@@ -80,22 +68,12 @@ class LostResiduals:
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """What a rank says of itself where ranks meet.
+    """Message of a rank in the round that ends a step.
 
-    Parameters
-    ----------
-    steps : int
-        How many it has ended, calls of `RecoveringExchange.grow` too.
-    has_it : bool
-        Whether it has what the others have.
-    grown : bool
-        Whether others were let in, in the call of `grow` in which it is.
-    alike : str
-        What all ranks must have in common, in such a call.
-    seats : tuple of int
-        The ranks that there were behind the last step that it has ended.
-    unsent : Unsent
-        What it has kept of its gradients.
+    `steps` counts the steps that it has ended, and calls of `RecoveringExchange.grow`; `has_it` says whether it has the
+    state of the job; `grown`, whether ranks have joined in the present call of `grow`; `alike` is the signature that
+    all ranks must share in such a call; `seats` are the original ranks at the end of its last step; `unsent` measures
+    its residuals.
     """
 
     steps: int
@@ -107,27 +85,19 @@ class StepMessage:
 
     @staticmethod
     def read(text: str) -> StepMessage:
-        """Of its JSON."""
-        told = json.loads(text)
+        """Return the message of its JSON text."""
+        read = json.loads(text)
         return StepMessage(
-            **{**told, "seats": tuple(told["seats"]), "unsent": LostResiduals(**told["unsent"])}
+            **{**read, "seats": tuple(read["seats"]), "unsent": LostResiduals(**read["unsent"])}
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A step after which there are fewer ranks.
+    """A step of training after which there are fewer ranks.
 
-    Parameters
-    ----------
-    step : int
-        Of training.
-    without : tuple of int
-        The ranks that are gone, as they were counted before.
-    old_size, new_size : int
-        How many there were, and are.
-    lost : Unsent
-        What they had kept of their gradients behind the step before, as they told then.
+    `without` lists the failed ranks, by their numbers before; `lost` measures the residuals that they had reported at
+    the end of the step before.
     """
 
     step: int
@@ -138,12 +108,7 @@ class Shrunk:
 
 
 class _HeldBucket:
-    """A bucket of a step that is not over: as DDP's own, which is gone when its hook has returned.
-
-    Parameters
-    ----------
-    bucket : GradBucket
-    """
+    """A bucket kept until its step is over; DDP's own is gone when its hook has returned."""
 
     def __init__(self, bucket: GradBucket) -> None:
         self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
@@ -152,48 +117,34 @@ class _HeldBucket:
         self.averaged: torch.futures.Future[Any] = torch.futures.Future()
 
     def index(self) -> int:
-        """Its number in the step."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """Its gradients, one after another, and in the end their averages."""
         return self._buffer
 
     def parameters(self) -> list[torch.Tensor]:
-        """Whose gradients these are."""
         return self._parameters
 
-    def begun(self, running: tuple[Handle[Any], torch.futures.Future[Any]]) -> None:
-        """Its exchange has begun."""
-        self.running = running
-
     def wait(self) -> None:
-        """Wait until its average is there; raises what went wrong."""
+        """Wait for the average; raises the error of the exchange."""
         if self.running is not None:
             handle, average = self.running
-            with suppress(Exception):  # the future tells of it with step and bucket
+            with suppress(Exception):  # the future raises it with step and bucket
                 handle.wait()  # which Ctrl-C ends, unlike the wait for a future of torch
             average.wait()
 
-    def take_back(self) -> None:
-        """The gradients are again what this rank has given."""
+    def restore(self) -> None:
+        """Restore the gradients of this rank."""
         self.running = None
         self._buffer.copy_(self._given)
 
 
 class RecoveringExchange(DdpBucketExchange):
-    """Averages buckets, also when ranks are lost; steps are those of `BSP`.
+    """Averages buckets, also when ranks fail; steps are those of `BSP`.
 
-    Parameters
-    ----------
-    averager : InStepAverager
-        Of a communicator whose back end can go on.
-    numbers : ParameterNumbers
-    on_change : callable
-        Told when a step has ended with other ranks than before, and before DDP gets its averages: those before and now,
-        and of those before the ones that are gone, by their numbers in the first plan; and what these had kept.
-    has_it : bool
-        Whether this rank has what the others have; one that has come later gets it by `grow`.
+    `on_change` is called when a step has ended with another membership, before DDP gets its averages, with the original
+    ranks before and now, the failed ones among those before, and their residuals. `has_it` is False on a joining rank,
+    which gets the state of the job by `grow`.
     """
 
     def __init__(
@@ -206,38 +157,36 @@ class RecoveringExchange(DdpBucketExchange):
     ) -> None:
         super().__init__(averager, numbers)
         self._on_change = on_change
-        self._seats = averager.communicator.seats
+        self._members = averager.communicator.seats
         self._has_it = has_it
-        self._grown, self._alike = False, ""
+        self._grown, self._signature = False, ""
         self._steps = 0
-        self._kept: dict[int, LostResiduals] = {}
+        self._reported: dict[int, LostResiduals] = {}
         self._held: list[_HeldBucket] = []
         self._before: Callable[[], None] | None = None
-        self._behind: Callable[[], None] | None = None
-        """What goes back to what this rank has kept before this step, and behind it; None where that is not known."""
-        self._mine = LostResiduals()
+        self._after: Callable[[], None] | None = None
+        """Restore the residuals before this step, and after it; None if they are unknown."""
+        self._residual_size = LostResiduals()
         self._failure: BackendError | None = None
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Begin to average a bucket; the last one of a step waits for all of them.
+        """Start to average a bucket; the last one of a step waits for all of them.
 
-        Raises
-        ------
-        BackendError
-            The step failed, and not because a rank was lost; or the others have left this one out.
+        Raises `BackendError` if the step failed for another reason than a failed rank, or if the others excluded this
+        rank.
         """
         self.check_has_it()
         try:
             if not self._held:
                 self._failure = None
                 if self._before is None:
-                    self._before = self._marked()
+                    self._before = self._snapshot()
                 self._averager.communicator.begin_batch()
             held = _HeldBucket(bucket)
             self._held.append(held)
             if self._failure is None:
                 try:
-                    held.begun(self._start(held, async_op=not bucket.is_last()))
+                    held.running = self._start(held, async_op=not bucket.is_last())
                 except BackendError as error:
                     self._failure = error
             if bucket.is_last():
@@ -257,85 +206,71 @@ class RecoveringExchange(DdpBucketExchange):
             raise
 
     def check_has_it(self) -> None:
-        """Raise `UsageError` where this rank has not what the others have."""
+        """Raise `UsageError` on a joining rank that has not called `grow`."""
         if not self._has_it:
             raise UsageError(
-                "this rank has come later and has not what the others have; call state.grow first"
+                "this rank has joined and does not have the state of the others yet; call state.grow first"
             )
 
     def forget(self) -> None:
-        """What this rank keeps is not what it was behind the last step: that failed, or it comes from a checkpoint."""
-        self._before = self._behind = None
+        """Drop the snapshots: the last step failed, or the residuals come from a checkpoint."""
+        self._before = self._after = None
 
     def settle(self) -> None:
-        """After the last step: return when all ranks that are left have all steps; all of them must call it."""
+        """Return when all survivors have completed all steps; all of them call it after the last step."""
         self._end(lambda: None, lambda: None)
 
-    def grow(self, alike: str, give: Callable[[], bytes], take: Callable[[bytes], None]) -> tuple[int, ...]:
-        """Between steps: let in who knocks, and send it what the others have; all ranks must call it.
+    def grow(
+        self, signature: str, give: Callable[[], bytes], take: Callable[[bytes], None]
+    ) -> tuple[int, ...]:
+        """Let joining ranks in between steps, and send them the state; all ranks must call it.
 
-        Parameters
-        ----------
-        alike : str
-            What all ranks must have in common; one that comes with something else is left out again.
-        give, take : callable
-            What a rank has, and what one that comes does with that of another.
-
-        Returns
-        -------
-        tuple of int
-            The ranks that have come, as all are counted from now on.
-
-        Raises
-        ------
-        UsageError
-            This one has come, and has something else in common.
-        BackendError
-            All ranks that had it are gone, or another failure.
+        `signature` must be the same on all ranks: a joining rank with another one is excluded and raises
+        `UsageError`. `give` returns the state of this rank, `take` restores that of another one. Returns the ranks that
+        joined, by their numbers from now on. Raises `BackendError` if all ranks that had the state failed, or on
+        another failure.
         """
         if self._numbers.arrivals is not None:
-            raise UsageError(
-                "ranks that come later know parameters by their order; give HookState parameters="
-            )
+            raise UsageError("joining ranks identify parameters by their order; give HookState parameters=")
         comm = self._averager.communicator
-        self._grown, self._alike = not self._has_it, alike  # one that comes was let in by the others' call
-        come: set[int] = set()
+        self._grown, self._signature = not self._has_it, signature  # others' calls let a joining rank in
+        joined: set[int] = set()
 
         def let_in() -> None:
             if not self._grown:
                 comm.grow()
                 self._grown = True
 
-        def hand_on(giver: int, told: StepMessage) -> None:
+        def send(sender: int, message: StepMessage) -> None:
             with share_failure(comm, "growing"):
-                broadcast_state(comm, giver, has_it=self._has_it, give=give, take=take)
+                broadcast_state(comm, sender, has_it=self._has_it, give=give, take=take)
             if not self._has_it:
-                self._steps, self._seats, self._has_it = told.steps, told.seats, True
+                self._steps, self._members, self._has_it = message.steps, message.seats, True
 
         act: Callable[[], None] = let_in
         while True:
-            told, _ = self._met(act, joining=True)
-            if self._ahead(told) is not None:
+            messages, _ = self._act_and_confirm(act, joining=True)
+            if self._ahead(messages) is not None:
                 break
-            if not any(one.grown for one in told.values()):
+            if not any(one.grown for one in messages.values()):
                 act = let_in
                 continue
-            giver, strange = choose_sender({seat: (one.has_it, one.alike) for seat, one in told.items()})
-            lacking = {seat for seat, one in told.items() if not one.has_it}
-            if comm.seats[comm.rank] in strange:
+            sender, foreign = choose_sender({seat: (one.has_it, one.alike) for seat, one in messages.items()})
+            lacking = {seat for seat, one in messages.items() if not one.has_it}
+            if comm.seats[comm.rank] in foreign:
                 raise UsageError(
-                    f"this rank has {alike}, and the others {told[giver].alike}; make model and state alike"
+                    f"this rank has {signature}, and the others {messages[sender].alike}; make model and state the same"
                 )
-            if strange:
-                act = partial(comm.shrink, without=[comm.seats.index(seat) for seat in strange])
+            if foreign:
+                act = partial(comm.shrink, without=[comm.seats.index(seat) for seat in foreign])
             elif lacking:
-                come |= lacking
-                act = partial(hand_on, giver, told[giver])
+                joined |= lacking
+                act = partial(send, sender, messages[sender])
             else:
                 break
-        self._grown, self._alike = False, ""
-        self._accept(told, come)
-        return tuple(rank for rank, seat in enumerate(self._seats) if seat in come)
+        self._grown, self._signature = False, ""
+        self._accept(messages, joined)
+        return tuple(rank for rank, seat in enumerate(self._members) if seat in joined)
 
     def _complete(self) -> None:
         """Wait for all averages of this step."""
@@ -344,80 +279,77 @@ class RecoveringExchange(DdpBucketExchange):
         if self._failure is not None:
             raise self._failure
         self._averager.settle()
-        self._behind = self._marked()
+        self._after = self._snapshot()
 
     def _again(self) -> None:
         """Exchange the buckets of this step anew."""
         self._failure = None
-        assert self._before is not None, "marked when the step began"
+        assert self._before is not None, "taken when the step began"
         self._before()
         for one in self._held:
-            one.take_back()
+            one.restore()
         for one in self._held:
-            one.begun(self._start(one, async_op=False))
+            one.running = self._start(one, async_op=False)
 
     def _end(self, complete: Callable[[], None], again: Callable[[], None]) -> None:
-        """End a step together with those that are left, and tell of the others."""
+        """End a step together with the survivors, and report the failed ranks."""
 
         def repeated() -> None:
             again()
             complete()
 
-        told, failed = self._met(complete)
-        while failed and self._ahead(told) is None:
-            told, failed = self._met(repeated)
-        self._accept(told)
+        messages, rank_failed = self._act_and_confirm(complete)
+        while rank_failed and self._ahead(messages) is None:
+            messages, rank_failed = self._act_and_confirm(repeated)
+        self._accept(messages)
 
-    def _ahead(self, told: Mapping[int, StepMessage]) -> StepMessage | None:
-        """What one says that has ended the step in which this rank is: it was told that all have theirs."""
-        ahead = (one for one in told.values() if self._has_it and one.steps > self._steps)
+    def _ahead(self, messages: Mapping[int, StepMessage]) -> StepMessage | None:
+        """Return the message of a rank that has ended this rank's step, since all had confirmed their averages."""
+        ahead = (one for one in messages.values() if self._has_it and one.steps > self._steps)
         return next(ahead, None)
 
-    def _accept(self, told: Mapping[int, StepMessage], come: Collection[int] = ()) -> None:
-        """A step is over; who is gone since one has ended it that is ahead is told a step later.
+    def _accept(self, messages: Mapping[int, StepMessage], joined: Collection[int] = ()) -> None:
+        """Count a step as over; ranks that failed after another rank had ended it are reported a step later.
 
-        Parameters
-        ----------
-        told : mapping of int to Word
-            By the seats of those that were met last.
-        come : collection of int
-            Seats of which others have come.
+        `messages` are those of the last round by original rank, `joined` the original ranks whose places were taken.
         """
-        ahead, before = self._ahead(told), self._seats
-        self._seats = tuple(told) if ahead is None else ahead.seats
-        self._steps, self._before = self._steps + 1, self._behind
-        kept, lost = self._kept, LostResiduals()
-        self._kept = {**kept, **{seat: one.unsent for seat, one in told.items()}}
-        gone = tuple(seat for seat in before if seat not in self._seats or seat in come)
-        for seat in gone:
+        ahead, before = self._ahead(messages), self._members
+        self._members = tuple(messages) if ahead is None else ahead.seats
+        self._steps, self._before = self._steps + 1, self._after
+        kept, lost = self._reported, LostResiduals()
+        self._reported = {**kept, **{seat: one.unsent for seat, one in messages.items()}}
+        failed = tuple(seat for seat in before if seat not in self._members or seat in joined)
+        for seat in failed:
             lost = lost.plus(kept.get(seat, LostResiduals()))
-        if gone or before != self._seats:
-            self._on_change(before, self._seats, gone, lost)
+        if failed or before != self._members:
+            self._on_change(before, self._members, failed, lost)
 
-    def _met(
+    def _act_and_confirm(
         self, act: Callable[[], object], *, joining: bool = False
     ) -> tuple[dict[int, StepMessage], bool]:
-        """Do something together with the others and meet them, or those that are left, and whether some were lost.
+        """Act, then exchange messages with the others or the survivors; return also whether ranks failed.
 
-        A rank that refuses a step stays; one that refuses while ranks are ``joining`` leaves with its own error.
+        A rank that refuses a step stays; one that refuses while ranks are `joining` leaves with its own error.
         """
         try:
             act()
-            return self._meet(), False
+            return self._confirm(), False
         except BackendError as error:
             if isinstance(error, RefusedError) and not joining:
                 raise
-            return self._go_on(error), True
+            return self._recover(error), True
 
-    def _meet(self) -> dict[int, StepMessage]:
-        """What each rank says of itself, by its seat."""
+    def _confirm(self) -> dict[int, StepMessage]:
+        """Return the message of each rank, by its original rank."""
         comm = self._averager.communicator
-        mine = StepMessage(self._steps, self._has_it, self._grown, self._alike, self._seats, self._mine)
-        told = [StepMessage.read(text) for text in comm.gather_texts(json.dumps(asdict(mine)))]
-        return dict(zip(comm.seats, told, strict=True))
+        mine = StepMessage(
+            self._steps, self._has_it, self._grown, self._signature, self._members, self._residual_size
+        )
+        messages = [StepMessage.read(text) for text in comm.gather_texts(json.dumps(asdict(mine)))]
+        return dict(zip(comm.seats, messages, strict=True))
 
-    def _go_on(self, error: BackendError) -> dict[int, StepMessage]:
-        """Agree on who is left, and meet them; raises the error where nobody is gone."""
+    def _recover(self, error: BackendError) -> dict[int, StepMessage]:
+        """Agree on the survivors and exchange messages with them; raises the error if no rank failed."""
         comm = self._averager.communicator
         for one in self._held:
             with suppress(Exception):
@@ -428,28 +360,25 @@ class RecoveringExchange(DdpBucketExchange):
             if comm.seats == seats:
                 raise error
             try:
-                return self._meet()
-            except BackendError as later:  # another one has died meanwhile
+                return self._confirm()
+            except BackendError as later:  # another rank failed meanwhile
                 error = later
 
-    def _marked(self) -> Callable[[], None]:
-        """What goes back to what this rank keeps now, as often as it is called; the others hear how much that is."""
+    def _snapshot(self) -> Callable[[], None]:
+        """Take a snapshot of residuals and filters and return what restores it, any number of times.
+
+        The norm of the residuals goes into the next messages.
+        """
         if self._averager.settings.density is not None:
-            back, lines = self.residuals.marked()
+            back, lines = self.residuals.snapshot()
         else:
-            back, lines = self._averager.marked()
-        self._mine = LostResiduals.of(lines)
+            back, lines = self._averager.snapshot()
+        self._residual_size = LostResiduals.of(lines)
         return back
 
 
 def check_recoverable(model: DistributedDataParallel) -> None:
-    """Look whether DDP asks something of its process group that a lost rank would end, when its buckets are arranged.
-
-    Raises
-    ------
-    UsageError
-        It does, and the group does not go on.
-    """
+    """Raise `UsageError` if DDP uses its process group beside the hook, and the group cannot recover."""
     group = model.process_group
     if group.size() == 1 or (isinstance(group, PlannedGroup) and group.goes_on):
         return
@@ -477,6 +406,6 @@ def check_recoverable(model: DistributedDataParallel) -> None:
     ]
     if faults:
         raise UsageError(
-            f"DDP {faults[0]}: over its process group, which does not go on without a rank; or use the process group "
+            f"DDP {faults[0]}: over its process group, which cannot lose a rank; or use the process group "
             "topoplan with TOPOPLAN_ON_FAILURE=shrink"
         )

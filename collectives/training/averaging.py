@@ -4,12 +4,12 @@ The torch hook and the plain loop share it: `start` for each gradient of a step,
 `finish`. In step (`BSP`) a gradient is exchanged dense or sparse; the other modes do not wait for all ranks:
 
 - `SSP`, `ASP`: average of a step = (own gradient + gradients of others that arrived since the last step) / ranks. Over
-  a whole run every gradient is used once by every rank, so the sums agree in the end; on the way replicas differ by
-  the gradients that are still under way.
+  a whole run every rank uses every gradient once, so the sums agree in the end; meanwhile replicas differ by the
+  gradients in flight.
 - `LocalSGD`: gradients stay local, and when it is `due` the parameters are averaged instead; with `Gossip` each rank
   mixes its own with those of one other.
 
-Gradients are told apart by keys, whose residuals live in the communicator; every exchange is recorded for the report.
+Gradients are identified by keys, whose residuals live in the communicator; every exchange is recorded for the report.
 """
 
 from __future__ import annotations
@@ -39,21 +39,12 @@ from topoplan.errors import UsageError
 
 
 class Averager(ABC):
-    """Averages the gradients of one step after another.
-
-    Parameters
-    ----------
-    mode : Mode
-    recorder : Recorder
-    loss_scale : LossScale, optional
-        What gradients are multiplied by; what is kept of them is in units of 1.
+    """Averages the gradients of one step after another; state is in units of a loss scale of 1.
 
     Attributes
     ----------
     due : int
         How often the steps so far ask for parameters to be averaged.
-    gap : int or None
-        How many steps this rank was ahead of the slowest when it had ended one, at most; None where no clocks are kept.
     """
 
     def __init__(self, mode: Mode, recorder: Recorder, loss_scale: LossScale | None = None) -> None:
@@ -66,7 +57,7 @@ class Averager(ABC):
 
     @property
     def scale(self) -> float:
-        """The loss scale of this step, which is asked for once."""
+        """The loss scale of this step, which is read once."""
         if self._scale is None:
             self._scale = self.loss_scale()
         return self._scale
@@ -81,7 +72,7 @@ class Averager(ABC):
         out: Any = None,
         parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
-        """Begin to average a gradient.
+        """Start to average a gradient, and return the handle of its average.
 
         Parameters
         ----------
@@ -92,141 +83,101 @@ class Averager(ABC):
         op : str
             avg; or, in step, sum of gradients that were divided by the number of ranks before.
         out : as ``gradients``
-            Where to put the averages; new arrays by default.
-        parts : sequence of Part, optional
-            The parameters whose gradients these are, one after another; by default it is one, called ``key``. What is
-            kept of one that is left out stays as it is (not with ``low_rank``, which must have all).
-
-        Returns
-        -------
-        Handle
-            Of the averages.
+            Destination of the averages; new arrays by default.
+        parts : sequence of BucketPart, optional
+            The parameters of these gradients, one after another; by default one, called ``key``. State of a parameter
+            that is left out does not change (not with ``low_rank``, which must have all).
 
         Raises
         ------
         BackendError
             Another rank has failed.
         UsageError
-            The gradient cannot be averaged so.
+            The gradient cannot be averaged in this mode.
         """
 
     def end_step(self) -> None:
-        """All gradients of a step have been waited for."""
+        """End a step after all its gradients were waited for."""
         self.settle()
         self._scale = None
         self.recorder.end_step()
 
     def give_up(self) -> None:
-        """The step failed and its averages are not used: all that is kept is as before it.
-
-        All exchanges of the step have ended. The next step has the same number.
-        """
+        """Abandon a step whose exchanges have all ended: restore the state before it, and repeat its number."""
         self._scale = None
 
     def settle(self) -> None:
-        """All gradients of a step are there: where one average is not finite, all is kept as before the step.
-
-        Calling it again before the next step is fine.
-        """
+        """Restore the state before the step if an average is not finite; a second call does nothing."""
         return
 
     def _warn_of_step(self) -> None:
-        """A step with an average that is not finite has changed nothing: once a word if no loss scale is known."""
+        """Warn once, if no loss scale is known, that a step with an average that is not finite changed no state."""
         if self._warned or self.loss_scale.given:
             return
         self._warned = True
         warnings.warn(
-            f"gradients of training step {self.recorder.step} are not finite on some rank: the averages show it on all "
-            "ranks, and what is kept of gradients is as before the step, which is to be left out; if a loss scaler "
-            "multiplies gradients, give loss_scale=scaler, so that what is kept follows its scale",
+            f"gradients of training step {self.recorder.step} are not finite on some rank: all ranks see it in the "
+            "averages, and residuals are as before the step, which must be skipped; if a loss scaler multiplies "
+            "gradients, give loss_scale=scaler, so that residuals follow its scale",
             stacklevel=3,
         )
 
     @property
     def gap(self) -> int | None:
-        """See above."""
+        """How many steps this rank was ahead of the slowest after its own, at most; None without clocks."""
         return None
 
     @property
     def filters(self) -> bool:
-        """Whether something travels in place of dense gradients."""
+        """Whether a filter of dense gradients is set."""
         return False
 
     def filter_state(self) -> dict[str, Any]:
-        """What the filter of dense gradients keeps on this process's ranks, as copies: for a checkpoint.
-
-        Returns
-        -------
-        dict
-            ``filter``: the settings, empty without a filter; and what `FilterState.state` gives.
-        """
+        """Return copies of the filter's state on this process's ranks; ``filter`` names its settings."""
         return dict(EMPTY_STATE)
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
-        """Go on from what `filter_state` gave.
-
-        Returns
-        -------
-        str
-            What is lost, since it was kept by another filter than this run's; empty if nothing is.
-        """
+        """Restore what `filter_state` returned; return a text of what another filter kept, and is lost."""
         return describe_state(state)
 
     def drop_unused(self) -> str:
-        """Give up what the filter was restored with and has found no use for: what it was."""
+        """Drop restored state that has not been used, and return a text of it."""
         return ""
 
     def norm_kept(self) -> float | None:
-        """Norm of what this process's ranks have kept of gradients; None where they keep nothing."""
+        """Return the norm of the residuals of this process's ranks; None without residuals."""
         return None
 
     def common(self) -> dict[str, NDArray[Any]]:
-        """What all ranks have alike besides parameters: a rank that comes later needs it."""
+        """Return the state that all ranks share besides parameters, which joining ranks need."""
         return {}
 
     def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from what `common` gave on another rank."""
+        """Restore what `common` returned on another rank."""
         return
 
     def mix(self, parameters: Sequence[Any]) -> None:
-        """Where it is `due`: make parameters more alike, in place, as `average_parameters` takes them.
+        """Average or mix parameters, in place, if `due`; arguments are those of `average_parameters`.
 
-        Raises
-        ------
-        BackendError
-            Another rank has failed.
-        UsageError
-            They are no floats.
+        Raises `BackendError` if another rank failed, and `UsageError` if the parameters are not floats.
         """
         return
 
     def finish(self) -> dict[str, NDArray[Any]]:
-        """After the last step: wait for all ranks; what has come late of each key, divided by the number of ranks.
+        """Wait for all ranks after the last step; return the late gradients by key, over the number of ranks.
 
-        In units of a loss scale of 1.
-
-        Raises
-        ------
-        BackendError
-            Another rank has failed, or does not finish within the timeout.
+        They are in units of a loss scale of 1. Raises `BackendError` if another rank failed, or does not finish within
+        the timeout.
         """
         return {}
 
     def close(self) -> None:
-        """Leave; the communicator stays, which is all that is open in most modes."""
+        """Leave the job; the communicator stays open."""
         return
 
 
 class InStepAverager(Averager):
-    """Every step waits for all ranks (`BSP`): by the plan of a communicator, dense or sparse.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    settings : ExchangeSettings
-    recorder : Recorder
-    loss_scale : LossScale, optional
-    """
+    """Averages steps that wait for all ranks (`BSP`): by the plan of a communicator, dense or sparse."""
 
     def __init__(
         self,
@@ -239,15 +190,10 @@ class InStepAverager(Averager):
         self.communicator = communicator
         self._keys: set[str] = set()
         self.settings = settings
-        self._low_rank = (
-            None if settings.low_rank is None else LowRankExchange(communicator, settings.low_rank)
-        )
-        self._codes = None if settings.codes is None else IntegerCodeExchange(communicator, settings.codes)
-        self._significance = (
-            None
-            if settings.significance is None
-            else SignificanceExchange(communicator, settings.significance)
-        )
+        low_rank, codes, significance = settings.low_rank, settings.codes, settings.significance
+        self._low_rank = LowRankExchange(communicator, low_rank) if low_rank else None
+        self._codes = IntegerCodeExchange(communicator, codes) if codes else None
+        self._significance = SignificanceExchange(communicator, significance) if significance else None
 
     def start(
         self,
@@ -259,10 +205,9 @@ class InStepAverager(Averager):
         parts: Sequence[BucketPart] | None = None,
         async_op: bool = True,
     ) -> Handle[Any]:
-        """See `Averager.start`.
+        """Start as `Averager.start`; without ``async_op`` the exchange runs in this thread, and raises its errors here.
 
-        Without ``async_op`` the exchange runs in this thread, which two others then need not wake: for who has nothing
-        to do meanwhile. The handle is done, and what ended the exchange is raised here.
+        That spares the wakeup of two threads if this one has nothing else to do.
         """
         comm, how, recorder, step = self.communicator, self.settings, self.recorder, self.recorder.step
         started = recorder.now()
@@ -282,27 +227,25 @@ class InStepAverager(Averager):
             handle, part = low_rank.start(
                 thin, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
             )
-            how_told = f"rank {low_rank.settings.rank}"
-            told_of: Mapping[str, Any] | None = {"density": part, "how": how_told, "bound": math.inf}
+            note: Mapping[str, Any] | None = _note(part, f"rank {low_rank.settings.rank}")
         elif codes is not None:
             handle = codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
             part = codes.settings.nbytes(elements) / max(nbytes, 1)
-            told_of = {"density": part, "how": f"{codes.settings.bits} bits", "bound": math.inf}
+            note = _note(part, f"{codes.settings.bits} bits")
         elif self._significance is not None:
             handle, part = self._significance.start(
                 key, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
             )
-            above = f"above {self._significance.settings.threshold:g}"
-            told_of = {"density": min(part, 1.0), "how": above, "bound": math.inf}
+            note = _note(min(part, 1.0), f"above {self._significance.settings.threshold:g}")
         elif how.density is None:
-            told = async_op or comm.on_failure == "shrink"
-            handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=told))
+            asynchronous = async_op or comm.on_failure == "shrink"
+            handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=asynchronous))
             if (memory := self._memory) is not None:
-                handle = handle.then(partial(self._looked_at, memory))
+                handle = handle.then(partial(self._check_finite, memory))
             plan = comm.plan_for("allreduce", nbytes)
-            told_of = {"density": 1.0, "how": plan.schedule, "bound": plan.bound}
+            note = _note(1.0, plan.schedule, plan.bound)
         else:
-            # first, since it keeps the gradient where ranks cannot agree on how to exchange it
+            # first, since it keeps the gradient if ranks cannot agree on its exchange
             self._keys.add(key)
             found = comm.sparse_all_reduce(
                 gradients,
@@ -317,16 +260,16 @@ class InStepAverager(Averager):
                 async_op=async_op or comm.on_failure == "shrink",
             )
             handle = Handle.around(found)
-            told_of = None
+            note = None
             if not isinstance(found, Handle):
                 chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
-                told_of = _sparse_note(chosen, density)
+                note = _sparse_note(chosen, density)
 
         def over() -> None:
             if handle.exchange is not None:
                 recorder.add(key, nbytes, started, step=step, **_sparse_note(handle.exchange, density))
-            elif told_of is not None:  # else it failed before it was known how
-                recorder.add(key, nbytes, started, step=step, **told_of)
+            elif note is not None:  # else it failed before its exchange was chosen
+                recorder.add(key, nbytes, started, step=step, **note)
 
         handle.when_done(over)
         if not async_op:
@@ -334,13 +277,11 @@ class InStepAverager(Averager):
         return handle
 
     def end_step(self) -> None:
-        """See `Averager.end_step`."""
         super().end_step()
         if (memory := self._memory) is not None:
             memory.end_step()
 
     def give_up(self) -> None:
-        """See `Averager.give_up`."""
         super().give_up()
         if (memory := self._memory) is not None:
             memory.finite = False
@@ -349,15 +290,14 @@ class InStepAverager(Averager):
             self._keys = set()
             self.communicator.end_sparse_step(keys, lost=True)
 
-    def _looked_at(self, memory: FilterState, averages: Any) -> Any:
-        """Averages that travelled whole in a step in which others may be filtered."""
+    def _check_finite(self, memory: FilterState, averages: Any) -> Any:
+        """Note whether averages are finite that travelled whole in a step in which others may be filtered."""
         library = self.communicator.arrays
         one = averages if self.communicator.one_rank else averages[0]
         memory.look_at(library.values(one), library.dtype(one))
         return averages
 
     def settle(self) -> None:
-        """See `Averager.settle`."""
         memory, keys = self._memory, self._keys
         finite = memory is None or memory.settle()
         if keys:
@@ -367,44 +307,35 @@ class InStepAverager(Averager):
 
     @property
     def filters(self) -> bool:
-        """See `Averager`."""
         return bool(self._filter)
 
     def filter_state(self) -> dict[str, Any]:
-        """See `Averager.filter_state`."""
         kept = super().filter_state() if self._memory is None else self._memory.state()
         return {**kept, "filter": self._filter}
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
-        """See `Averager.restore_filter`."""
         memory, fits = self._memory, state["filter"] == self._filter
         if memory is not None:
             memory.restore(state if fits else EMPTY_STATE)
         return describe_state(state) if memory is None or not fits else ""
 
-    def marked(self) -> tuple[Callable[[], None], dict[str, list[NDArray[Any]]]]:
-        """What takes back what steps change from now on in what the filter keeps; and its residuals."""
-        return (lambda: None, {}) if self._memory is None else self._memory.marked()
+    def snapshot(self) -> tuple[Callable[[], None], dict[str, list[NDArray[Any]]]]:
+        """Return a function that restores the present state of the filter, and its residuals."""
+        return (lambda: None, {}) if self._memory is None else self._memory.snapshot()
 
     def drop_unused(self) -> str:
-        """See `Averager.drop_unused`."""
         return "" if self._memory is None else describe_state(self._memory.drop_unused())
 
     def common(self) -> dict[str, NDArray[Any]]:
-        """See `Averager.common`: the matrices with which low ranks go on."""
-        return (
-            {}
-            if self._low_rank is None
-            else {key: one for key, (one, *_) in self._low_rank.memory.arrays.items()}
-        )
+        """Return the right factors of low ranks."""
+        arrays = {} if self._low_rank is None else self._low_rank.memory.arrays
+        return {key: one for key, (one, *_) in arrays.items()}
 
     def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """See `Averager.restore_common`."""
         if self._low_rank is not None:
             self._low_rank.memory.arrays = {key: [one] for key, one in state.items()}
 
     def norm_kept(self) -> float | None:
-        """See `Averager.norm_kept`."""
         if self.settings.density is not None:
             state = self.communicator.sparse_state()
             lines = [one["residual"] for kept in state.values() for one in kept]
@@ -420,29 +351,18 @@ class InStepAverager(Averager):
 
     @property
     def _memory(self) -> FilterState | None:
-        """What the filter keeps, if there is one that keeps anything."""
+        """The state of the filter, if it keeps any."""
         kept: LowRankExchange | SignificanceExchange | None = self._low_rank or self._significance
         return None if kept is None else kept.memory
 
 
 class StaleAverager(Averager):
-    """Uses what has arrived (`SSP`, `ASP`); one rank to a process.
+    """Uses gradients that have arrived (`SSP`, `ASP`); one rank in each process.
 
-    Parameters
-    ----------
-    mailbox : Mailbox
-    library : ArrayLibrary
-        Of the gradients; they travel through the host.
-    mode : SSP or ASP
-    recorder : Recorder
-    loss_scale : LossScale, optional
-        Of this rank: gradients travel in units of 1, so that ranks may differ in it. With one the gradients of a step
-        are sent at its end, if all are finite, since the step is left out where one is not.
-
-    Notes
-    -----
-    Gradients of 16 bits travel and are added up in float32. One that is not finite is not sent: only this rank sees it,
-    and what has come of others is used in its next step.
+    Gradients travel through the host, in units of a loss scale of 1, so that ranks may have different scales. With a
+    scale the gradients of a step are sent at its end, if all are finite, since a step that is not is skipped. Gradients
+    of 16 bits travel and are added up in float32. One that is not finite is not sent: only this rank sees it, and uses
+    what has arrived in its next step.
     """
 
     def __init__(
@@ -457,10 +377,10 @@ class StaleAverager(Averager):
         self.mailbox = mailbox
         self._bound = mode.bound
         self._library = library
-        self._begun = False
+        self._step_begun = False
         self._finite = True
-        self._own: dict[str, NDArray[Any]] = {}
-        self._taken: dict[str, NDArray[Any]] = {}
+        self._unsent: dict[str, NDArray[Any]] = {}
+        self._used: dict[str, NDArray[Any]] = {}
         self._late: dict[str, NDArray[Any]] = {}
 
     def start(
@@ -472,18 +392,18 @@ class StaleAverager(Averager):
         out: Any = None,
         parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
-        """Send a gradient, and average it with what has come; the first of a step waits if this rank is too far ahead.
+        """Send a gradient, and average it with those that have arrived.
 
-        See `Averager.start`; also where a rank stands still while this one waits for it, a `BackendError`.
+        The first of a step waits if this rank is too far ahead; raises `BackendError` if a rank stalls meanwhile.
         """
         library, recorder = self._library, self.recorder
         kind = library.dtype(gradients)
         if "float" not in kind:
             raise UsageError(f"gradients of {kind} cannot be averaged with stale ones; give floats")
-        if not self._begun:
+        if not self._step_begun:
             with recorder.waiting():
                 self.mailbox.wait_to_begin(self._bound)
-            self._begun = True
+            self._step_begun = True
         started = recorder.now()
         given = library.values(gradients)
         own = given.astype(np.result_type(given.dtype, np.float32), copy=False)
@@ -491,7 +411,7 @@ class StaleAverager(Averager):
         if scale != 1:
             own = own * own.dtype.type(1 / scale)
         if self.loss_scale.given:
-            self._own[key] = own.copy() if own is given else own
+            self._unsent[key] = own.copy() if own is given else own
         elif finite:
             self.mailbox.post(key, own)
         arrived = self._arrived(key)
@@ -507,64 +427,53 @@ class StaleAverager(Averager):
         return Handle.of(result)
 
     def _arrived(self, key: str) -> NDArray[Any] | None:
-        """What has come of a gradient and was not used; noted, for a step that is left out."""
+        """Return the unused sum of a gradient that has arrived, and note it for the case of a skipped step."""
         arrived, late = self.mailbox.take(key), self._late.pop(key, None)
         if late is not None:
             arrived = late if arrived is None else arrived + late
         if arrived is not None:
-            self._taken[key] = arrived
+            self._used[key] = arrived
         return arrived
 
     def settle(self) -> None:
-        """See `Averager.settle`: what has come is then used in the next step, and nothing of this one is sent."""
+        """Send the gradients of the step if all are finite; else keep those that arrived for the next step."""
         if self._finite:
-            for key, own in self._own.items():
+            for key, own in self._unsent.items():
                 self.mailbox.post(key, own)
         else:
-            self._late.update(self._taken)
+            self._late.update(self._used)
             self._warn_of_step()
-        self._own, self._taken, self._finite = {}, {}, True
+        self._unsent, self._used, self._finite = {}, {}, True
 
     def give_up(self) -> None:
-        """See `Averager.give_up`: what has come is used in the next step. What was sent without a scale stays sent."""
+        """Keep the gradients that arrived for the next step. Those sent without a scale stay sent."""
         super().give_up()
-        self._late.update(self._taken)
-        self._own, self._taken, self._finite = {}, {}, True
+        self._late.update(self._used)
+        self._unsent, self._used, self._finite = {}, {}, True
 
     def end_step(self) -> None:
-        """This rank has used the averages of a step."""
         self.settle()
         self.mailbox.tick()
-        self._begun = False
+        self._step_begun = False
         super().end_step()
 
     @property
     def gap(self) -> int | None:
-        """See `Averager`."""
         return self.mailbox.farthest + 1
 
     def finish(self) -> dict[str, NDArray[Any]]:
-        """See `Averager.finish`."""
-        left = self.mailbox.drain()
+        sums = self.mailbox.drain()
         for key, late in self._late.items():
-            left[key] = left[key] + late if key in left else late
+            sums[key] = sums[key] + late if key in sums else late
         self._late = {}
-        return {key: total / self.mailbox.size for key, total in sorted(left.items())}
+        return {key: total / self.mailbox.size for key, total in sorted(sums.items())}
 
     def close(self) -> None:
-        """See `Averager.close`."""
         self.mailbox.close()
 
 
 class LocalAverager(Averager):
-    """Gradients stay where they are, and all ranks average parameters (`LocalSGD`).
-
-    Parameters
-    ----------
-    communicator : Communicator
-    mode : LocalSGD or Gossip
-    recorder : Recorder
-    """
+    """Leaves gradients as they are, and averages parameters (`LocalSGD`)."""
 
     def __init__(
         self,
@@ -586,7 +495,7 @@ class LocalAverager(Averager):
         out: Any = None,
         parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
-        """The rank's own gradient: nothing is sent. See `Averager.start`."""
+        """Return the rank's own gradient; nothing is sent."""
         comm = self._communicator
         given = [gradients] if comm.one_rank else list(gradients)
         if out is None:
@@ -599,29 +508,19 @@ class LocalAverager(Averager):
         return Handle.of(results[0] if comm.one_rank else results)
 
     def end_step(self) -> None:
-        """See `Averager.end_step`."""
         self.due += self._averages_after(self.recorder.step)
         super().end_step()
 
     def mix(self, parameters: Sequence[Any]) -> None:
-        """See `Averager.mix`."""
         average_parameters(self._communicator, self.recorder, parameters)
 
 
 class GossipAverager(LocalAverager):
-    """Gradients stay where they are, and each rank mixes its parameters with those of one other (`Gossip`).
+    """Leaves gradients as they are, and mixes the parameters of a rank with those of one other (`Gossip`).
 
-    Ranks of one process take turns in their order, each with what the other has by then, so that a run repeats bit for
-    bit. With a process for each rank, whoever is pulled from goes on training, and what comes is as new as it happens
-    to be. Parameters travel through the host.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    mode : Gossip
-    recorder : Recorder
-    mailbox : Mailbox or None
-        None where this process has all ranks.
+    Ranks of one process (`mailbox` is None) take turns in their order, each with the current parameters of the other,
+    so that a run repeats bit for bit. With a process for each rank the other rank continues to train, and the age of
+    its parameters is not fixed. Parameters travel through the host.
     """
 
     def __init__(
@@ -632,7 +531,6 @@ class GossipAverager(LocalAverager):
         self._mailbox = mailbox
 
     def mix(self, parameters: Sequence[Any]) -> None:
-        """See `Averager.mix`."""
         comm, recorder, step = self._communicator, self.recorder, self.recorder.step - 1
         library, mailbox = comm.arrays, self._mailbox
         lists = [[one] if comm.one_rank else list(one) for one in parameters]
@@ -668,7 +566,6 @@ class GossipAverager(LocalAverager):
                 )
 
     def close(self) -> None:
-        """See `Averager.close`."""
         if self._mailbox is not None:
             self._mailbox.close()
 
@@ -681,23 +578,9 @@ def make_averager(
     timeout: float,
     loss_scale: LossScale | None = None,
 ) -> Averager:
-    """What averages gradients in the mode of the settings.
+    """Return the averager for the mode of the settings.
 
-    Parameters
-    ----------
-    communicator : Communicator
-    settings : ExchangeSettings
-    recorder : Recorder
-    timeout : float
-        Seconds that a rank waits for another.
-    loss_scale : LossScale, optional
-
-    Raises
-    ------
-    UsageError
-        The mode does not go with several ranks in a process.
-    BackendError
-        The ranks do not find each other.
+    Raises `UsageError` if the mode needs a process for each rank, and `BackendError` if the rendezvous fails.
     """
     mode = settings.mode
     if isinstance(mode, BSP):
@@ -706,12 +589,12 @@ def make_averager(
         return LocalAverager(communicator, mode, recorder, loss_scale)
     if isinstance(mode, Gossip):
         if mode.size != communicator.size:
-            raise UsageError(f"{mode} is for {mode.size} ranks, and there are {communicator.size}")
+            raise UsageError(f"{mode} must be for {communicator.size} ranks, got {mode.size}")
         if not communicator.one_rank:
             return GossipAverager(communicator, mode, recorder, None)
     elif not communicator.one_rank:
         raise UsageError(
-            f"{mode} needs a process for each rank; back end {communicator.backend} holds all in one"
+            f"{mode} needs a process for each rank; back end {communicator.backend} has all in one"
         )
     gather, (rank,) = communicator.gather_texts, communicator.ranks
     mailbox = Mailbox(gather, rank=rank, size=communicator.size, timeout=timeout)
@@ -721,20 +604,9 @@ def make_averager(
 
 
 def average_parameters(communicator: Communicator, recorder: Recorder, parameters: Sequence[Any]) -> None:
-    """Average parameters over all ranks, in place; all of them must call it.
+    """Average parameters (or lists with one for each rank of this process) in place; all ranks must call it.
 
-    Parameters
-    ----------
-    communicator : Communicator
-    recorder : Recorder
-        Told of it as part of the step that has just ended.
-    parameters : sequence of arrays, or of lists with one for each rank of this process
-        Writeable.
-
-    Raises
-    ------
-    BackendError
-        Another rank failed.
+    The recorder counts it as part of the step that has just ended.
     """
     with recorder.waiting():
         for number, one in enumerate(parameters):
@@ -761,19 +633,23 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
             )
 
 
+def _note(density: float, how: str, bound: float = math.inf) -> dict[str, Any]:
+    return {"density": density, "how": how, "bound": bound}
+
+
 def _sparse_note(chosen: SparseExplanation, density: float) -> dict[str, Any]:
-    """What a record says of a sparse exchange."""
+    """Return the fields of the record of a sparse exchange."""
     dense = chosen.exchange == "dense"
     bound = math.inf if chosen.plan is None else chosen.plan.bound
-    return {"density": 1.0 if dense else density, "how": chosen.exchange, "bound": bound}
+    return _note(1.0 if dense else density, chosen.exchange, bound)
 
 
 def nbytes_of(comm: Communicator, gradients: Any) -> int:
-    """Bytes of one rank's gradient."""
+    """Return the bytes of one rank's gradient."""
     one = gradients if comm.one_rank else gradients[0]
     return elements_of(comm, gradients) * comm.arrays.itemsize(one)
 
 
 def elements_of(comm: Communicator, gradients: Any) -> int:
-    """Elements of one rank's gradient."""
+    """Return the elements of one rank's gradient."""
     return math.prod(comm.arrays.shape(gradients if comm.one_rank else gradients[0]))

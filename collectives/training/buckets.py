@@ -1,13 +1,13 @@
-"""Group gradients into buckets and exchange them step by step: filled, averaged in the background, handed over.
+"""Group gradients into buckets and exchange them step by step: filled, averaged in the background, returned.
 
 Shapes and dtypes are fixed by the parameters and checked before anything moves. A backward pass gives gradients from
 the last layer to the first, so buckets are filled in the reverse order of the parameters. Each dtype has an open bucket
-of its own. Gradients are copied into the memory of their bucket; one that is alone is exchanged in place; complex ones
-as real numbers. Buckets start in their order on every rank. An error names training step and bucket; the step ends.
+of its own. Gradients are copied into the memory of their bucket; a single one is exchanged in place; complex ones as
+real numbers. Buckets start in their order on every rank. An error names training step and bucket; the step ends.
 
 Uneven inputs (`DataPresence`): before the first exchange of a step one short sum counts the ranks with data. A rank
 without data gives zeros and its residuals until no rank has any; then all leave together. Averages are divided by the
-ranks with data in the step ("present"), or by all ("all"), by which every sample of the run has the same weight.
+ranks with data in the step ("present"), or by all ("all"), which gives every sample of the run the same weight.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from collectives.training.checkpoint_state import BucketPart, real_shape
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 BUCKET_BYTES = 25 << 20
-"""Size of a bucket where none is said: what a large exchange needs to be quick, small beside a model."""
+"""Default size of a bucket: enough for the full rate of an exchange, small beside a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What is known of a gradient beforehand: elements, dtype by numpy's name, and bytes of an element."""
+    """Elements, dtype by numpy's name, and bytes of an element of a gradient."""
 
     size: int
     dtype: str
@@ -45,18 +45,9 @@ class GradientSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some gradients one behind the other.
+    """Gradients one after another; buckets are exchanged in the order of their numbers.
 
-    Parameters
-    ----------
-    number : int
-        Buckets are exchanged in this order.
-    dtype : str
-    itemsize : int
-    members : tuple of int
-        Indices of the gradients, in the order in which they lie in the bucket.
-    borders : tuple of int
-        Where each begins, in elements, and where the last one ends.
+    `members` are the indices of the gradients, `borders` the first element of each, and the end of the last one.
     """
 
     number: int
@@ -77,23 +68,10 @@ class Bucket:
 
 
 def buckets_of(gradients: Sequence[GradientSpec], *, bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
-    """The buckets for gradients in the order of their parameters.
+    """Return the buckets for gradients in the order of their parameters; empty gradients have none.
 
-    Parameters
-    ----------
-    gradients : sequence of Gradient
-        Empty ones get into no bucket.
-    bucket_bytes : int
-        Longest bucket; a gradient that is longer is one of its own.
-
-    Raises
-    ------
-    UsageError
-        Buckets of less than one byte.
-
-    Examples
-    --------
-    Buckets of 40 bytes, and a gradient of 80:
+    `bucket_bytes` limits a bucket; a longer gradient has a bucket of its own. Buckets of 40 bytes, and a gradient of
+    80:
 
     >>> sizes = [3, 20, 0, 5, 6, 4]
     >>> for bucket in buckets_of([GradientSpec(size, "float32", 4) for size in sizes], bucket_bytes=40):
@@ -104,7 +82,9 @@ def buckets_of(gradients: Sequence[GradientSpec], *, bucket_bytes: int = BUCKET_
     3 (0,) (0, 3)
     """
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise UsageError(f"buckets of {bucket_bytes!r} bytes hold nothing; give for example {BUCKET_BYTES}")
+        raise UsageError(
+            f"bucket_bytes must be a whole number of 1 or more, got {bucket_bytes!r}; give for example {BUCKET_BYTES}"
+        )
     filled: list[list[int]] = []
     opened: dict[str, list[int]] = {}
     held: dict[str, int] = {}
@@ -119,7 +99,7 @@ def buckets_of(gradients: Sequence[GradientSpec], *, bucket_bytes: int = BUCKET_
             filled.append(opened[one.dtype])
         opened[one.dtype].append(index)
         held[one.dtype] += nbytes
-    # Complete when the gradient of its first parameter is there.
+    # a bucket is complete with the gradient of its first parameter
     filled.sort(key=lambda members: members[-1], reverse=True)
     return tuple(
         Bucket(
@@ -136,21 +116,8 @@ def buckets_of(gradients: Sequence[GradientSpec], *, bucket_bytes: int = BUCKET_
 class GradientShapes:
     """Shape and dtype of the gradient of each parameter, the same on all ranks of this process.
 
-    Parameters
-    ----------
-    parameters : list of arrays, or a list of such lists where the process holds several ranks
-        Only their shapes and dtypes matter.
-    ranks : sequence of int
-    one_rank : bool
-    library : ArrayLibrary
+    `parameters` is a list of arrays, or with several ranks in the process a list of such lists.
 
-    Raises
-    ------
-    UsageError
-        There are none, something is no array, or ranks differ.
-
-    Examples
-    --------
     >>> import numpy as np
     >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> shapes = GradientShapes([np.zeros((2, 3)), np.zeros(4)], (0,), True, NumpyArrays())
@@ -159,7 +126,7 @@ class GradientShapes:
     >>> shapes.lists([np.zeros((2, 3)), np.zeros(5)], "gradient")
     Traceback (most recent call last):
     ...
-    topoplan.errors.UsageError: rank 0: gradient 1 has shape (5,) and its parameter (4,); give what it was made for
+    topoplan.errors.UsageError: rank 0: gradient 1 must have shape (4,) as its parameter, got (5,)
     """
 
     def __init__(
@@ -172,7 +139,7 @@ class GradientShapes:
         self.dtypes: tuple[str, ...] = ()
         listed = self._listed(parameters, "parameter")
         if not listed[0]:
-            raise UsageError("there is no parameter, so no gradient to average; give a list of arrays")
+            raise UsageError("parameters must not be empty; give a list of arrays")
         arrays = [
             library.check(one, rank=self._ranks[0], what=f"parameter {index}")
             for index, one in enumerate(listed[0])
@@ -187,40 +154,28 @@ class GradientShapes:
 
     @property
     def gradients(self) -> tuple[GradientSpec, ...]:
-        """What buckets are made from."""
+        """The gradients, as `buckets_of` takes them."""
         return tuple(
             GradientSpec(math.prod(shape), dtype, itemsize)
             for shape, dtype, itemsize in zip(self.shapes, self.dtypes, self._itemsizes, strict=True)
         )
 
     def lists(self, given: Any, what: str) -> list[list[Any]]:
-        """A list of arrays for each rank of this process, all of them as they must be.
-
-        Raises
-        ------
-        UsageError
-            Names the rank, the index and what does not fit; ``what`` is parameter, gradient or out array.
-        """
+        """Return a checked list of arrays for each rank of this process; ``what`` names them in messages."""
         listed = self._listed(given, what)
         for rank, arrays in zip(self._ranks, listed, strict=True):
             if len(arrays) != len(self):
                 raise UsageError(
-                    f"rank {rank} gives {len(arrays)} {what}s for {len(self)} parameters; give one for each"
+                    f"rank {rank} must give a {what} for each of {len(self)} parameters, got {len(arrays)}"
                 )
             for index, array in enumerate(arrays):
                 self._check(rank, index, array, what)
         return listed
 
     def one(self, index: int, given: Any, what: str) -> list[Any]:
-        """The arrays of one index, one for each rank of this process.
-
-        Raises
-        ------
-        UsageError
-            As `lists`, or there is no such index.
-        """
+        """Return the checked arrays of one index, one for each rank of this process."""
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self):
-            raise UsageError(f"there is no {what} {index!r}; count from 0 to {len(self) - 1}")
+            raise UsageError(f"{what} index must be from 0 to {len(self) - 1}, got {index!r}")
         arrays = [given] if self._one_rank else given
         if not isinstance(arrays, list | tuple) or len(arrays) != len(self._ranks):
             raise UsageError(f"{what} {index} must be a list of {len(self._ranks)} arrays, one for each rank")
@@ -232,11 +187,11 @@ class GradientShapes:
         per_rank = [given] if self._one_rank else given
         if not isinstance(per_rank, list | tuple) or len(per_rank) != len(self._ranks):
             raise UsageError(
-                f"this process holds {len(self._ranks)} ranks; give a list of {what}s for each of them"
+                f"this process has {len(self._ranks)} ranks; give a list of {what}s for each of them"
             )
         for rank, arrays in zip(self._ranks, per_rank, strict=True):
             if not isinstance(arrays, list | tuple):
-                raise UsageError(f"rank {rank} gives a {type(arrays).__name__}; give a list of {what}s")
+                raise UsageError(f"rank {rank} must give a list of {what}s, got a {type(arrays).__name__}")
         return [list(arrays) for arrays in per_rank]
 
     def _check(self, rank: int, index: int, given: Any, what: str) -> None:
@@ -248,42 +203,21 @@ class GradientShapes:
         ):
             if found != wanted:
                 raise UsageError(
-                    f"rank {rank}: {what} {index} has {name} {found} and its parameter {wanted}; "
-                    "give what it was made for"
+                    f"rank {rank}: {what} {index} must have {name} {wanted} as its parameter, got {found}"
                 )
         if what == "out array" and not library.writeable(array):
-            raise UsageError(f"rank {rank}: {what} {index} cannot be written; give another")
+            raise UsageError(f"rank {rank}: {what} {index} must be writeable")
 
 
 DIVISORS = ("present", "all")
 
 
 class DataPresence:
-    """How many ranks have data, step by step.
+    """Counts the ranks with data, step by step.
 
-    Parameters
-    ----------
-    ranks : int
-        Of the job.
-    total : callable
-        From how many ranks of this process have data to how many of the job have: all ranks must call it.
-    divide_by : str
-        One of `DIVISORS`.
+    `total` returns the number in the job for that of this process; all ranks must call it. `here` is the number of
+    ranks of this process with data, `present` that of the job at the last call.
 
-    Attributes
-    ----------
-    here : int
-        Ranks of this process that have data.
-    present : int
-        Ranks of the job that had, when it was last asked.
-
-    Raises
-    ------
-    UsageError
-        Averages are divided by nothing else.
-
-    Examples
-    --------
     >>> presence = DataPresence(4, lambda here: here + 2, here=1)
     >>> presence.ask(7), presence.factor
     (3, 1.3333333333333333)
@@ -293,7 +227,7 @@ class DataPresence:
         self, ranks: int, total: Callable[[int], int], *, here: int, divide_by: str = "present"
     ) -> None:
         if divide_by not in DIVISORS:
-            raise UsageError(f"averages are not divided by {divide_by!r}; use {' or '.join(DIVISORS)}")
+            raise UsageError(f"divide_by must be {' or '.join(DIVISORS)}, got {divide_by!r}")
         self._ranks = ranks
         self._total = total
         self._divide_by = divide_by
@@ -302,31 +236,25 @@ class DataPresence:
         self.present = ranks
 
     def ask(self, step: int) -> int:
-        """How many ranks have data in a step; the first call of a step asks all of them.
-
-        Raises
-        ------
-        BackendError
-            Another rank failed.
-        """
+        """Return how many ranks have data in a step; the first call of a step asks all of them."""
         if step != self._asked:
             self.present = self._total(self.here)
             self._asked = step
         return self.present
 
     def give_up(self) -> None:
-        """The step is lost on all ranks: they are asked anew when it is made again."""
+        """Abandon the step on all ranks, so that its repetition asks them anew."""
         self._asked = -1
 
     @property
     def factor(self) -> float:
-        """What an average over all ranks is multiplied by, to be one of those that it is to be divided by."""
+        """Factor from an average over all ranks to one over `divide_by`."""
         return self._ranks / self.present if self._divide_by == "present" and self.present else 1.0
 
 
 @contextmanager
 def share_failure(communicator: Communicator | None, when: str) -> Iterator[None]:
-    """What this rank alone raises the others hear in their next exchange, and do not wait for it."""
+    """Refuse the next collective of all ranks if this one raises an error of its own, so that no other rank waits."""
     try:
         yield
     except Exception as error:
@@ -337,27 +265,14 @@ def share_failure(communicator: Communicator | None, when: str) -> Iterator[None
 
 
 PerRank = list[list[Any]]
-"""A list of arrays, one for each parameter, for each rank of this process."""
+"""For each rank of this process a list of arrays, one for each parameter."""
 
 
 class BucketMemory:
-    """A bucket of every rank of this process.
+    """A bucket of every rank of this process, in the memory of `likes`, one array of its dtype for each rank.
 
-    Parameters
-    ----------
-    bucket : Bucket
-    shapes : sequence of tuple of int
-        Of all gradients.
-    communicator : Communicator
-    likes : sequence of arrays, one for each rank
-        Of the bucket's dtype, and where its memory is to be.
-
-    Attributes
-    ----------
-    given, averages : list of arrays, one for each rank
-        Lines of real numbers: what is exchanged, and where the averages are put, the same memory or apart.
-    parts : tuple of Part
-        Of these lines.
+    `given` and `averages` have one line of real numbers for each rank, the same memory or not; `parts` are the
+    parameters in these lines.
     """
 
     def __init__(
@@ -393,7 +308,7 @@ class BucketMemory:
         self.averages: list[Any] = self.given
 
     def put(self, index: int, gradients: Sequence[Any], outs: Sequence[Any] | None) -> None:
-        """Take a gradient, one array for each rank; ``outs`` is where its averages are wanted, if that is known."""
+        """Take a gradient, one array for each rank; ``outs`` is the destination of its averages, if known."""
         library = self._library
         if not self.alone:
             start, stop = self._places[index]
@@ -411,7 +326,7 @@ class BucketMemory:
         self.averages = [library.reals(line) for line in self._lines]
 
     def take(self, index: int, place: int, out: Any) -> Any:
-        """The average of a gradient on the rank at a place, in ``out`` or, for None, in an array of its own."""
+        """Return the average of a gradient on the rank at a place, in ``out`` or, for None, in a new array."""
         library = self._library
         start, stop = self._places[index]
         found = library.shaped(library.part(self._lines[place], start, stop), self._shapes[index])
@@ -430,28 +345,15 @@ class BucketMemory:
                 line *= factor
 
     def forget(self) -> None:
-        """Let go of the caller's arrays."""
+        """Release the caller's arrays."""
         if self.alone:
             self.given = self.averages = self._lines = []
 
 
 class BucketExchange:
-    """The buckets of a model.
+    """Exchanges the buckets of a model.
 
-    Parameters
-    ----------
-    communicator : Communicator
-    averager : Averager
-    memory : sequence of BucketMemory
-    shapes : sequence of tuple of int
-        Of all gradients.
-
-    Attributes
-    ----------
-    given : set of int
-        The gradients of this step so far.
-    presence : Presence or None
-        Where ranks may have no data in a step.
+    `given` has the indices of the gradients of this step so far; `presence` is set while ranks may have no data.
     """
 
     def __init__(
@@ -483,7 +385,7 @@ class BucketExchange:
             self._start(self._memory[following])
 
     def finish(self, outs: PerRank | None) -> PerRank:
-        """Wait for all buckets; the averages, handed over bucket by bucket as they come."""
+        """Wait for all buckets, and return the averages."""
         averages: PerRank = [[None] * len(self._shapes) for _ in self._comm.ranks]
         factor = 1.0
         if self.presence is not None:
@@ -506,16 +408,16 @@ class BucketExchange:
         self._begin()
         return averages
 
-    def rest(self, left: Mapping[str, NDArray[Any]]) -> list[Any]:
-        """What is left over of each bucket, by its key, as an array for each parameter; zeros where nothing is.
+    def rest(self, late: Mapping[str, NDArray[Any]]) -> list[Any]:
+        """Return the late gradients, given by bucket, as an array for each parameter; zeros if none is late.
 
-        For one rank to a process.
+        One rank in each process.
         """
         library = self._comm.arrays
         found: list[Any] = [None] * len(self._shapes)
         for memory in self._memory:
             bucket = memory.bucket
-            line = left.get(_bucket_key(bucket))
+            line = late.get(_bucket_key(bucket))
             if line is not None and bucket.dtype.startswith("complex"):
                 line = np.ascontiguousarray(line).reshape(-1).view(np.result_type(line.dtype, np.complex64))
             for position, index in enumerate(bucket.members):
@@ -531,7 +433,7 @@ class BucketExchange:
         ]
 
     def _begin(self) -> None:
-        """Nothing of a step is there yet."""
+        """Start a step without gradients."""
         self.given: set[int] = set()
         self._empty: dict[int, list[Any]] = {}
         self._missing = [len(one.bucket.members) for one in self._memory]
@@ -552,7 +454,7 @@ class BucketExchange:
 
     @contextlib.contextmanager
     def _about(self, bucket: Bucket) -> Iterator[None]:
-        """Errors inside are told with step and bucket, and end the step."""
+        """Name step and bucket in errors, and abandon the step."""
         try:
             yield
         except Exception as error:
@@ -563,10 +465,7 @@ class BucketExchange:
             raise
 
     def give_up(self) -> None:
-        """The step is lost: what was started ends, well or not, and the caller's arrays are let go.
-
-        What is kept of gradients is as before the step.
-        """
+        """Abandon the step: wait for what was started, release the caller's arrays, restore residuals."""
         for handle in self._handles:
             with contextlib.suppress(Exception):
                 handle.wait()
@@ -585,28 +484,18 @@ def _bucket_key(bucket: Bucket) -> str:
 def error_in_bucket(
     error: TopoplanError, *, step: int, bucket: str, rank: int | None = None
 ) -> TopoplanError:
-    """The same error, told with the step of training and the bucket in which it happened.
+    """Return the same error with training step (from 0) and bucket in its text.
 
-    Parameters
-    ----------
-    error : TopoplanError
-    step : int
-        From 0.
-    bucket : str
-        As "bucket 2 of 3".
-    rank : int, optional
-        This process's, where every error is to be a `BackendError` that names it.
+    With `rank`, that of this process, every error becomes a `BackendError` that names it.
 
-    Examples
-    --------
     >>> error_in_bucket(BackendError("the peer died", rank=0, peer=1, step=5), step=7, bucket="bucket 2 of 3")
     BackendError('training step 7, bucket 2 of 3: rank 0, peer 1, step 5: the peer died')
     >>> error_in_bucket(UsageError("density(7) raised ValueError: no"), step=7, bucket="bucket 2 of 3", rank=4)
     BackendError('training step 7, bucket 2 of 3: rank 4: density(7) raised ValueError: no')
     """
     named = isinstance(error, BackendError) and error.rank is not None
-    told = f"{error}" if rank is None or named else f"rank {rank}: {error}"
-    text = f"training step {step}, {bucket}: {told}"
+    detail = f"{error}" if rank is None or named else f"rank {rank}: {error}"
+    text = f"training step {step}, {bucket}: {detail}"
     if isinstance(error, RefusedError):
         return RefusedError(
             text, rank=error.rank, peer=error.peer, by_all=error.by_all, next_call=error.next_call

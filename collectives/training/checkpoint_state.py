@@ -1,14 +1,14 @@
 """Keep the state of gradient filters from step to step, in checkpoints, and send training state to joining ranks.
 
 Residuals are kept by parameter, not by bucket: DDP rearranges its buckets after its first steps, and a restored run
-may too. State of a whole bucket (warm start of a low rank, counts of a sketch) is kept by the bucket's name and begins
+may too. State of a whole bucket (warm start of a low rank, counts of a sketch) is kept by the bucket's name and starts
 anew if that name is gone. Restored state without use within `SETTLED` steps is reported in one warning, with counts.
 Residuals are in units of a loss scale of 1. A step in which an average is not finite changes no state.
 
-Joining ranks: all ranks say whether they have the state, and what all must have in common; a rank with something else
-is left out again. Until all have it, the first rank with it broadcasts it by the plan: first a text, then the caller's
-arrays. A rank that fails meanwhile, the sender too, costs another round; ranks that learn of it sooner or later act
-alike.
+Joining ranks: all ranks exchange whether they have the state, and a signature; a rank with another signature is
+excluded. The first rank with the state broadcasts it by the plan until all have it: first a text, then the caller's
+arrays. A rank that fails meanwhile, the sender too, costs another round; all ranks act the same whenever they detect
+the failure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTLED = 2
 """Steps after which DDP has arranged its buckets for good."""
 
 SCALAR_FIELDS = ("momentum", "step")
-"""What of the state of a residual no loss scale multiplies."""
+"""Fields of a residual's state that no loss scale multiplies."""
 
 EMPTY_STATE: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
 """The state of a run without a filter, or whose filter keeps nothing yet."""
@@ -43,16 +43,9 @@ EMPTY_STATE: dict[str, Any] = {"filter": "", "residuals": {}, "arrays": {}}
 
 @dataclass(frozen=True, slots=True)
 class BucketPart:
-    """One parameter's gradient within a bucket.
+    """The gradient of one parameter within a bucket, elements `start` to `stop`.
 
-    Parameters
-    ----------
-    name : str
-        The same for the same parameter in every step and run.
-    start, stop : int
-        From which element of the bucket to which it is.
-    shape : tuple of int
-        Of the parameter; of a complex one `real_shape`.
+    `name` is the same in every step and run; `shape` is that of the parameter, of a complex one its `real_shape`.
     """
 
     name: str
@@ -64,8 +57,6 @@ class BucketPart:
 def real_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a complex array whose last axis holds real and imaginary parts in turn.
 
-    Examples
-    --------
     >>> real_shape((3, 4)), real_shape(())
     ((3, 8), (2,))
     """
@@ -73,19 +64,11 @@ def real_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class FilterState:
-    """What one filter keeps for the ranks of this process.
+    """State that one filter keeps for the ranks of this process.
 
-    Attributes
-    ----------
-    residuals : dict from str to list of (n,) arrays
-        By parameter, one for each rank.
-    arrays : dict from str to list of arrays
-        By bucket, or by matrix.
-    finite : bool
-        Whether all averages of this step are; see `look_at`.
+    `residuals` has for each parameter one (n,) array for each rank, `arrays` lists of arrays by bucket or matrix;
+    `finite` says whether all averages of this step are (`look_at`).
 
-    Examples
-    --------
     >>> memory = FilterState()
     >>> memory.keep([BucketPart("weight", 0, 2, (2,))], [np.array([3.0, 4.0, 5.0])])
     >>> line = np.array([1.0, 1.0, 1.0])
@@ -107,10 +90,7 @@ class FilterState:
     def add_to(self, parts: Sequence[BucketPart], lines: Sequence[Line], *, scale: float = 1.0) -> None:
         """Add the residuals of parameters, times a loss scale, to a line of each rank.
 
-        Raises
-        ------
-        UsageError
-            A parameter has another number of elements than its residual, which comes from a checkpoint.
+        Raises `UsageError` if a residual, which comes from a checkpoint, has another length than its parameter.
         """
         for part in parts:
             kept = self.residuals.get(part.name)
@@ -119,21 +99,21 @@ class FilterState:
                 continue
             if kept[0].size != part.stop - part.start:
                 raise UsageError(
-                    f"{kept[0].size} elements are kept for {part.name}, which has {part.stop - part.start}; load a "
-                    "checkpoint into the model that it was saved from"
+                    f"the residual of {part.name} must have {part.stop - part.start} elements, got {kept[0].size}; "
+                    "load a checkpoint into the model that it was saved from"
                 )
             for line, residual in zip(lines, kept, strict=True):
                 line[part.start : part.stop] += residual if scale == 1 else residual * scale
 
     def keep(self, parts: Sequence[BucketPart], lines: Sequence[Line], *, scale: float = 1.0) -> None:
-        """Keep what lines hold of parameters, which is multiplied by a loss scale."""
+        """Keep parts of lines, which are multiplied by a loss scale, as residuals."""
         for part in parts:
             self._before.setdefault(("residuals", part.name), self.residuals.get(part.name))
             held = [line[part.start : part.stop] for line in lines]
             self.residuals[part.name] = [one.copy() if scale == 1 else one * (1 / scale) for one in held]
 
     def keep_arrays(self, key: str, arrays: list[NDArray[Any]]) -> None:
-        """Keep arrays of a bucket, other ones than before."""
+        """Keep new arrays of a bucket."""
         self._before.setdefault(("arrays", key), self.arrays.get(key))
         self.arrays[key] = arrays
 
@@ -145,7 +125,7 @@ class FilterState:
             self.finite = False
 
     def settle(self) -> bool:
-        """End a step, before the next one begins: whether all averages were finite, else all is kept as before it."""
+        """End a step and return whether all averages were finite; if not, restore the state before it."""
         finite, before = self.finite, self._before
         self.finite, self._before = True, {}
         if not finite:
@@ -158,19 +138,19 @@ class FilterState:
         return finite
 
     def array(self, key: str) -> list[NDArray[Any]] | None:
-        """What is kept of a bucket, if anything is."""
+        """Return the arrays of a bucket, or None."""
         self._unused.discard(key)
         return self.arrays.get(key)
 
     def state(self) -> dict[str, Any]:
-        """Copies of all that is kept."""
+        """Return copies of all state."""
         return {
             "residuals": {name: [one.copy() for one in kept] for name, kept in self.residuals.items()},
             "arrays": {name: [one.copy() for one in kept] for name, kept in self.arrays.items()},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave, instead of what is kept now."""
+        """Replace the state by what `state` returned."""
         self.residuals, self.arrays = (
             {name: [finite_residual(np.array(one)) for one in kept] for name, kept in state[which].items()}
             for which in ("residuals", "arrays")
@@ -179,8 +159,8 @@ class FilterState:
         self._unused = {*self.residuals, *self.arrays}
         self._since = 0
 
-    def marked(self) -> tuple[Callable[[], None], dict[str, list[Line]]]:
-        """What goes back to all that is kept now, as often as it is called; and the residuals, as copies."""
+    def snapshot(self) -> tuple[Callable[[], None], dict[str, list[Line]]]:
+        """Return a function that restores the present state, any number of times, and copies of the residuals."""
         state, unused, since = self.state(), set(self._unused), self._since
 
         def back() -> None:
@@ -190,17 +170,17 @@ class FilterState:
         return back, state["residuals"]
 
     def end_step(self) -> None:
-        """A step is over; after the third since a restore, what has found no use is dropped with a warning."""
+        """End a step; after the third since a restore, drop unused state with a warning."""
         if not self._unused:
             return
         self._since += 1
         if self._since > SETTLED:
             found = describe_state(self.drop_unused())
-            why = "buckets or parameters are others than when the state was saved"
+            why = "buckets or parameters differ from those of the saved state"
             warn_of_unused_state([found], why)
 
     def drop_unused(self) -> dict[str, Any]:
-        """Give up what was restored and has found no use, and return it as a state."""
+        """Drop restored state that no step has used, and return it."""
         left: dict[str, Any] = {
             which: {name: kept.pop(name) for name in sorted(self._unused & kept.keys())}
             for which, kept in (("residuals", self.residuals), ("arrays", self.arrays))
@@ -210,16 +190,8 @@ class FilterState:
 
 
 def unscaled_state(state: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a checkpoint state whose residuals are those of gradients with a loss scale, in units of a scale of 1.
+    """Return a checkpoint state (of `GradientSynchronizer` or `HookState`) in units of a loss scale of 1.
 
-    Parameters
-    ----------
-    state : mapping
-        Of `GradientSynchronizer.state_dict`, or of `HookState.state_dict`.
-    scale : float
-
-    Examples
-    --------
     >>> unscaled_state({"step": 3, "residuals": {"bucket 0": [{"residual": np.array([2.0, 4.0]), "step": 3}]}}, 2.0)
     {'step': 3, 'residuals': {'bucket 0': [{'residual': array([1., 2.]), 'step': 3}]}}
     """
@@ -239,17 +211,8 @@ def unscaled_state(state: Mapping[str, Any], scale: float) -> dict[str, Any]:
 
 
 def describe_state(state: Mapping[str, Any], *, of: str = "parameter") -> str:
-    """What a state of `FilterState` holds, in few words; empty where it holds nothing.
+    """Return a short text of a state of `FilterState`; empty for an empty state. `of` names what has residuals.
 
-    Parameters
-    ----------
-    state : mapping
-        ``residuals``, and ``arrays`` if there are any.
-    of : str
-        What residuals are kept of.
-
-    Examples
-    --------
     >>> describe_state({"residuals": {}, "arrays": {"bucket 0": [np.zeros((3, 2))]}})
     '1 warm start or sketch (6 numbers)'
     """
@@ -270,15 +233,7 @@ def describe_state(state: Mapping[str, Any], *, of: str = "parameter") -> str:
 
 
 def warn_of_unused_state(lost: Sequence[str], why: str) -> None:
-    """One warning of all that a restored run does without, if there is anything.
-
-    Parameters
-    ----------
-    lost : sequence of str
-        As `describe_state` gives them.
-    why : str
-        As "the state is of 4 ranks, and this job has 2".
-    """
+    """Warn once of the parts of a checkpoint, texts of `describe_state`, that a restored run does not use."""
     if listed := [one for one in lost if one]:
         warnings.warn(f"{why}: {', '.join(listed)} of the checkpoint are not used", stacklevel=3)
 
@@ -291,134 +246,96 @@ def send_to_joining_ranks(
     arrays: Sequence[Any],
     *,
     has_it: bool,
-    alike: str,
+    signature: str,
     give: Callable[[], bytes],
     take: Callable[[bytes], object],
 ) -> tuple[int, ...]:
     """Send state and arrays to the ranks that do not have them; all ranks must call it.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        Of one rank in each process, with ``on_failure="shrink"``.
-    arrays : sequence of arrays
-        Changed in place where this rank does not have them.
-    has_it : bool
-        Whether this rank does.
-    alike : str
-        What all ranks must have in common.
-    give, take : callable
-        The state of this rank, and what a rank does with that of another.
+    The communicator has one rank in each process, and ``on_failure="shrink"``. `arrays` are changed in place on a rank
+    without the state (`has_it`); `signature` must be the same on all ranks; `give` returns the state of this rank,
+    `take` restores that of another. Returns the original ranks that got the state.
 
-    Returns
-    -------
-    tuple of int
-        The ranks that did not have them and do now, by their numbers in the first plan.
-
-    Raises
-    ------
-    UsageError
-        This rank has something else in common, or other arrays, than the one that sends.
-    BackendError
-        All ranks that had it are gone, or another rank failed.
+    Raises `UsageError` on a rank with another signature or other arrays than the sender, and `BackendError` if all
+    ranks with the state failed, or another rank did.
     """
     comm, library = communicator, communicator.arrays
     shapes = [(library.shape(one), library.dtype(one)) for one in arrays]
-    mine = int.from_bytes(sha256(f"{alike} {shapes}".encode()).digest()[:7])
-    come: set[int] = set()
+    mine = int.from_bytes(sha256(f"{signature} {shapes}".encode()).digest()[:7])
+    joined: set[int] = set()
     while True:
         handle = comm.all_gather(library.wrapped(np.array([has_it, mine], np.int64)), async_op=True)
-        said = np.asarray(library.values(handle.wait())).reshape(-1, 2).tolist()
-        places = dict(zip(handle.among, said, strict=True))
-        giver, strange = choose_sender(places)
-        if comm.seats[comm.rank] in strange:
+        messages = np.asarray(library.values(handle.wait())).reshape(-1, 2).tolist()
+        places = dict(zip(handle.among, messages, strict=True))
+        sender, foreign = choose_sender(places)
+        if comm.seats[comm.rank] in foreign:
             raise UsageError(
-                "parameters, settings or arrays are others than where they are to come from; make the synchronizer "
-                "alike"
+                "parameters, settings and arrays must be those of the other ranks, got others; make the synchronizer "
+                "with the same arguments"
             )
         lacking = {seat for seat, (has, _) in places.items() if not has}
         if not lacking:
-            return tuple(sorted(come.intersection(places)))
-        if strange:
-            # one that has failed in the gathering has gone on together with the others that leave them out here
-            if still := [comm.seats.index(seat) for seat in strange if seat in comm.seats]:
+            return tuple(sorted(joined.intersection(places)))
+        if foreign:
+            # a rank that failed in the gathering has recovered with others, which exclude these ranks here
+            if still := [comm.seats.index(seat) for seat in foreign if seat in comm.seats]:
                 comm.shrink(without=still)
             continue
-        come |= lacking
+        joined |= lacking
         try:
-            broadcast_state(comm, giver, has_it=has_it, give=give, take=take, arrays=arrays)
+            broadcast_state(comm, sender, has_it=has_it, give=give, take=take, arrays=arrays)
             has_it = True
         except BackendError:
-            if giver in comm.seats:
+            if sender in comm.seats:
                 raise
 
 
-def choose_sender(said: Mapping[int, Sequence[Any]]) -> tuple[int, list[int]]:
-    """Which rank sends what it has, and which have come with something else.
+def choose_sender(messages: Mapping[int, Sequence[Any]]) -> tuple[int, list[int]]:
+    """Return the rank that sends the state, and the ranks with another signature; `messages` has both by rank.
 
-    Parameters
-    ----------
-    said : mapping of int to (bool, anything)
-        Of each rank whether it has it, and what all must have in common.
+    Raises `BackendError` if no rank has the state.
 
-    Raises
-    ------
-    BackendError
-        None has it.
-
-    Examples
-    --------
     >>> choose_sender({0: (False, "a"), 1: (True, "a"), 3: (False, "b")})
     (1, [3])
     """
-    having = [rank for rank, (has_it, _) in said.items() if has_it]
+    having = [rank for rank, (has_it, _) in messages.items() if has_it]
     if not having:
-        raise BackendError("all ranks that had parameters are gone; start again from a checkpoint")
-    wanted = said[having[0]][1]
-    return having[0], [rank for rank, (_, told) in said.items() if told != wanted]
+        raise BackendError("all ranks that had parameters failed; start again from a checkpoint")
+    wanted = messages[having[0]][1]
+    return having[0], [rank for rank, (_, broadcast_values) in messages.items() if broadcast_values != wanted]
 
 
 def broadcast_state(
     comm: Communicator,
-    giver: int,
+    sender: int,
     *,
     has_it: bool,
     give: Callable[[], bytes],
     take: Callable[[bytes], object],
     arrays: Sequence[Any] = (),
 ) -> None:
-    """Send what a rank has to those that do not have it; all ranks must call it.
+    """Send the state of the original rank `sender` to the ranks without it; all ranks must call it.
 
-    Parameters
-    ----------
-    comm : Communicator
-    giver : int
-        The rank that sends, by its number in the first plan.
-    has_it, give, take, arrays
-        See `send_to_joining_ranks`.
-
-    Raises
-    ------
-    BackendError
-        The one that sends is gone, or another rank failed.
+    The other arguments are those of `send_to_joining_ranks`. Raises `BackendError` if the sender or another rank
+    failed.
     """
     library = comm.arrays
 
     def broadcast(array: Any) -> Any:
-        """The giver's array; where this rank has its own it stays."""
-        if giver not in comm.seats:
-            raise BackendError("the one that sends is gone")
-        root = comm.seats.index(giver)
+        """Return the sender's array; a rank with the state keeps its own."""
+        if sender not in comm.seats:
+            raise BackendError("the rank that sends the state failed")
+        root = comm.seats.index(sender)
         return comm.broadcast(array, root=root, out=None if has_it else array)
 
-    def told(values: NDArray[Any]) -> NDArray[Any]:
+    def broadcast_values(values: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(library.values(broadcast(library.wrapped(values))))
 
-    text = give() if comm.seats[comm.rank] == giver else b""
-    (length,) = told(np.array([len(text)], np.int64))
+    text = give() if comm.seats[comm.rank] == sender else b""
+    (length,) = broadcast_values(np.array([len(text)], np.int64))
     line = np.zeros(int(length), np.uint8)
     line[: len(text)] = np.frombuffer(text, np.uint8)
-    state = told(line)
+    state = broadcast_values(line)
     for one in arrays:
         broadcast(one)
     if not has_it:
@@ -426,10 +343,8 @@ def broadcast_state(
 
 
 def pack_arrays(state: Mapping[str, NDArray[Any]]) -> bytes:
-    """Arrays by name in one text.
+    """Return arrays by name as bytes.
 
-    Examples
-    --------
     >>> unpack_arrays(pack_arrays({"step": np.array(7)}))["step"].tolist()
     7
     """
@@ -439,6 +354,6 @@ def pack_arrays(state: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def unpack_arrays(text: bytes) -> ArrayState:
-    """What was `pack_arrays`."""
+    """Return the arrays of `pack_arrays`."""
     with np.load(io.BytesIO(text), allow_pickle=False) as found:
         return dict(found)

@@ -22,45 +22,31 @@ if TYPE_CHECKING:
 
 
 class HasScale(Protocol):
-    """Knows the loss scale, as ``torch.amp.GradScaler`` does."""
+    """Object that knows the loss scale, such as ``torch.amp.GradScaler``."""
 
     def get_scale(self) -> float:
-        """Return it."""
+        """Return the loss scale."""
 
 
 Density = float | Callable[[int], float]
 """Share of the elements that is exchanged, or a function from the step to it (`collectives.warm_up_density`)."""
 
 GivenScale = float | Callable[[], float] | HasScale
-"""The loss scale of gradients, or what knows that of each step."""
+"""The loss scale of gradients, or what returns it in each step."""
 
 FILTERS = ("low_rank", "codes", "significance")
-"""What of dense gradients may travel in their place."""
+"""Filters of dense gradients."""
 
 NARROW = ("float16", "bfloat16")
-"""Types in which dense gradients may travel."""
+"""Types to which dense gradients may be rounded."""
 
 
 class LossScale:
-    """What gradients of a step were multiplied by.
+    """Factor that gradients of a step were multiplied by: a number, a function, or an object with ``get_scale()``; 1 by
+    default.
 
-    Parameters
-    ----------
-    given : float, callable or object with a method ``get_scale()``, optional
-        The number, or what returns it in each step, as torch's GradScaler does; by default 1.
+    `given` says whether there is one. Raises `UsageError` for anything else.
 
-    Attributes
-    ----------
-    given : bool
-        Whether there is one.
-
-    Raises
-    ------
-    UsageError
-        It is none of these.
-
-    Examples
-    --------
     >>> LossScale()(), LossScale(1024)(), LossScale(lambda: 2.0)()
     (1.0, 1024.0, 2.0)
     """
@@ -69,7 +55,7 @@ class LossScale:
         self.use(given)
 
     def use(self, given: GivenScale | None) -> None:
-        """Take another one from now on; raises as the constructor, and the one before stays then."""
+        """Use another scale from now on; if that raises as the constructor does, the old one stays."""
         found = getattr(given, "get_scale", given)
         if not (found is None or callable(found)):
             self._checked(found)
@@ -77,12 +63,9 @@ class LossScale:
         self._found = 1.0 if found is None else found
 
     def __call__(self) -> float:
-        """Return that of the present step.
+        """Return the scale of the present step.
 
-        Raises
-        ------
-        UsageError
-            The function raises, or gives a number that is not above 0 and finite.
+        Raises `UsageError` if the function raises, or returns a number that is not above 0 and finite.
         """
         if not callable(self._found):
             return self._checked(self._found)
@@ -104,33 +87,12 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSettings:
-    """How gradients are exchanged: the same on all ranks.
+    """Settings of the exchange of gradients, the same on all ranks.
 
-    Parameters
-    ----------
-    density : float, or callable from step to float, or None
-        Share of the elements that is exchanged, the others staying in the residual; None for dense allreduce.
-    exchange : str
-        Of sparse gradients, as `Communicator.sparse_all_reduce` takes it.
-    momentum : float
-        Of the momentum correction of sparse gradients.
-    wire : WireFormat or None
-        How sparse entries travel.
-    mode : BSP, SSP, ASP, LocalSGD or Gossip
-        How far ranks may be apart.
-    compress : str or None
-        One of `NARROW`, in which dense gradients travel; None for their own type.
-    low_rank : LowRank or None
-        Of dense gradients, the thin matrices that travel in their place; None for none.
-    codes : IntegerCodes or None
-        Of dense gradients, the whole numbers that travel and are added in their place; None for none.
-    significance : Significance or None
-        Of dense gradients, which entries alone travel; None for all.
-
-    Raises
-    ------
-    UsageError
-        One is out of range, or they do not go together.
+    `density` is the share of the elements that is exchanged, or a function from the step to it; None for dense
+    allreduce. `exchange`, `momentum` and `wire` are for sparse gradients, as in `Communicator.sparse_all_reduce`.
+    `compress` is one of `NARROW`, or None for the gradients' own type. `low_rank`, `codes` and `significance` are
+    filters of dense gradients; None for none. Raises `UsageError` if one is out of range, or if two exclude each other.
     """
 
     density: Density | None = None
@@ -148,15 +110,12 @@ class ExchangeSettings:
         filters = [name for name in FILTERS if getattr(self, name) is not None]
         if filters and not plain:
             raise UsageError(
-                f"{filters[0]} is for whole gradients in step; leave out density, compress and mode"
+                f"{filters[0]} is for dense gradients in mode bsp; leave out density, compress and mode"
             )
         if len(filters) > 1:
-            raise UsageError(
-                "gradients travel as thin matrices, as codes or as significant entries; give "
-                f"{' or '.join(filters)}"
-            )
+            raise UsageError(f"filters exclude each other; give {' or '.join(filters)}")
         if self.compress is not None and self.compress not in NARROW:
-            raise UsageError(f"gradients cannot travel as {self.compress!r}; use {' or '.join(NARROW)}")
+            raise UsageError(f"compress must be {' or '.join(NARROW)}, got {self.compress!r}")
         dense = ExchangeSettings.__dataclass_fields__
         if self.density is None:
             for name in ("exchange", "momentum", "wire"):
@@ -168,18 +127,19 @@ class ExchangeSettings:
         if not callable(self.density):
             checked_density(self.density)
         if self.compress is not None:
-            raise UsageError("compress is for dense gradients; let sparse ones travel narrow with wire")
+            raise UsageError("compress is for dense gradients; give sparse ones a wire of fewer bits")
         if not isinstance(self.mode, BSP):
-            raise UsageError(f"{self.mode} exchanges whole gradients or parameters; leave the density out")
+            raise UsageError(f"{self.mode} exchanges dense gradients or parameters; leave the density out")
         from collectives.sparse.codec import WireFormat
 
         if not isinstance(self.wire, WireFormat | None):
             raise UsageError(
-                f"wire {self.wire!r} is no format; give for example collectives.wire.WireFormat(values='float16')"
+                f"wire must be a WireFormat, got {self.wire!r}; give for example "
+                "collectives.sparse.codec.WireFormat(values='float16')"
             )
 
     def __str__(self) -> str:
-        """What ranks compare; of a function of the step what it is at the first."""
+        """Return the text that ranks compare; a density by function is that of step 0."""
         given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
         return (
             f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
@@ -188,12 +148,9 @@ class ExchangeSettings:
         )
 
     def density_at(self, step: int) -> float:
-        """The density of a step; 1 where gradients are dense.
+        """Return the density of a step; 1 for dense gradients.
 
-        Raises
-        ------
-        UsageError
-            The function of the step raises, or gives something else.
+        Raises `UsageError` if the function raises, or returns a number out of range.
         """
         if self.density is None:
             return 1.0

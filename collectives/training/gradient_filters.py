@@ -37,26 +37,22 @@ from collectives.sparse.quantization import (
 )
 from collectives.training.checkpoint_state import BucketPart, FilterState
 from collectives.training.low_rank import distribute_average, rank_count, reduce_line
+from collectives.training.modes import check_count
 from topoplan.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerCodes:
-    """How gradients are written as whole numbers: the same on all ranks.
+    """Settings of integer codes of gradients, the same on all ranks.
 
     Parameters
     ----------
     bits : int
-        Of a code and of every sum of codes: 8 or 16.
+        Width of a code and of every sum of codes: 8 or 16.
     seed : int
-        Of the random rounding, 0 to 2^32 - 1.
+        Seed of the random rounding, 0 to 2^32 - 1.
     block : int
         Values per scale, at least 1.
-
-    Raises
-    ------
-    UsageError
-        One is out of range.
     """
 
     bits: int = 8
@@ -65,22 +61,20 @@ class IntegerCodes:
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_DTYPES:
-            raise UsageError(f"codes of {self.bits!r} bits cannot be added; choose 8 or 16")
+            raise UsageError(f"bits of codes must be 8 or 16, got {self.bits!r}")
         if not 0 <= self.seed < 1 << 32 or self.block < 1:
             raise UsageError(
-                f"seed {self.seed} and block {self.block} of codes; choose 0 to 2^32 - 1 and at least 1"
+                f"seed must be from 0 to 2^32 - 1 and block 1 or more, got {self.seed} and {self.block}"
             )
 
     @staticmethod
     def of(given: IntegerCodes | int | None) -> IntegerCodes | None:
-        """The settings, also from the bits alone."""
+        """Return the settings, also for the bits alone."""
         return given if given is None or isinstance(given, IntegerCodes) else IntegerCodes(given)
 
     def nbytes(self, elements: int) -> int:
-        """Bytes of the codes of so many values, and of what is agreed on before.
+        """Return the bytes of the codes of so many values, and of the maxima exchanged before.
 
-        Examples
-        --------
         >>> IntegerCodes(8).nbytes(1024)
         1040
         """
@@ -88,18 +82,7 @@ class IntegerCodes:
 
 
 class IntegerCodeExchange:
-    """Averages gradients by sums of codes over a communicator.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    settings : IntegerCodes
-
-    Raises
-    ------
-    UsageError
-        The bits hold no sum over so many ranks.
-    """
+    """Averages gradients by sums of codes over a communicator; the bits must hold a sum over its ranks."""
 
     def __init__(self, communicator: Communicator, settings: IntegerCodes) -> None:
         code_levels(settings.bits, communicator.size)
@@ -107,24 +90,16 @@ class IntegerCodeExchange:
         self.settings = settings
 
     def start(self, key: str, gradients: Any, *, step: int, op: str, out: Any, async_op: bool) -> Handle[Any]:
-        """Begin to average a gradient; what is agreed on before is waited for. Parameters as `Averager.start`.
-
-        Raises
-        ------
-        UsageError
-            The gradient is of no floating type.
-        BackendError
-            Another rank failed.
-        """
+        """Start to average a gradient, as `Averager.start`; waits for the maximum of the blocks."""
         comm, library, how = self.communicator, self.communicator.arrays, self.settings
         given = [gradients] if comm.one_rank else list(gradients)
         if "float" not in library.dtype(given[0]):
-            raise UsageError(f"gradients of {library.dtype(given[0])} need no codes; give floats")
+            raise UsageError(f"codes need gradients of floats, got {library.dtype(given[0])}")
         lines = [_floats(library.values(one)) for one in given]
         ranges = [library.wrapped(largest_magnitudes(one, how.block)) for one in lines]
         ranks = reduce_line(comm, ranges, "max")
         largest = np.array(library.values(ranges[0]))
-        # a block that has no codes on some rank is NaN on all of them
+        # a block without codes on some rank is NaN on all of them
         broken = ~(largest <= LARGEST)
         undefined = np.repeat(broken, how.block)[: lines[0].size] if broken.any() else None
         if undefined is not None:
@@ -148,8 +123,8 @@ class IntegerCodeExchange:
         scales = made[0].scales
 
         adding = codes[0] if comm.one_rank else codes
-        told = async_op or comm.on_failure == "shrink"
-        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=told))
+        asynchronous = async_op or comm.on_failure == "shrink"
+        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
         def decoded(_: Any) -> Any:
             total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
@@ -163,7 +138,7 @@ class IntegerCodeExchange:
 
 
 def _floats(values: NDArray[Any]) -> NDArray[Any]:
-    """A line of values in a type that has codes; bfloat16 as float32."""
+    """Return a line of values in a type that has codes; bfloat16 as float32."""
     line = values.reshape(math.prod(values.shape))
     return line if line.dtype in (np.float16, np.float32, np.float64) else line.astype(np.float32)
 
@@ -171,29 +146,24 @@ def _floats(values: NDArray[Any]) -> NDArray[Any]:
 Line = NDArray[Any]
 
 _MIXERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-"""Odd numbers of 64 bits from which those of every row of a sketch are made."""
+"""Odd 64-bit multipliers from which those of every row of a sketch are made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Significance:
-    """Which entries of a gradient travel: the same on all ranks.
+    """Settings of the filter of significant entries, the same on all ranks.
 
     Parameters
     ----------
     threshold : float
-        Magnitude above which an entry is sent; 0 for all that are not zero. Of gradients with a loss scale, before they
-        are multiplied by it.
+        Magnitude above which an entry is sent, before gradients are multiplied by a loss scale; 0 for all that are not
+        zero.
     feedback : bool
-        Whether what is not sent is kept for the next step.
+        Whether entries that are not sent are kept for the next step.
     admission : int
         Steps above the threshold after which an entry is sent first.
     width, depth : int
         Counters in a row of the sketch, a power of two, and rows.
-
-    Raises
-    ------
-    UsageError
-        One is out of range.
     """
 
     threshold: float
@@ -206,34 +176,24 @@ class Significance:
         value = self.threshold
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not (value >= 0 and math.isfinite(value)):
-            raise UsageError(f"a threshold of {value!r} is none; give a magnitude of zero or more")
-        for name, least, most in (("admission", 1, 1 << 31), ("width", 2, 1 << 30), ("depth", 1, 32)):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= most:
-                raise UsageError(f"{name} {count!r} must be a whole number from {least} to {most}")
+            raise UsageError(f"threshold must be a magnitude of 0 or more, got {value!r}")
+        check_count("admission", self.admission, least=1, most=1 << 31)
+        check_count("width", self.width, least=2, most=1 << 30)
+        check_count("depth", self.depth, least=1, most=32)
         if self.width & (self.width - 1):
-            raise UsageError(f"width {self.width} must be a power of two, such as 65536")
+            raise UsageError(f"width must be a power of two, such as 65536, got {self.width}")
 
     @staticmethod
     def of(given: Significance | float | None) -> Significance | None:
-        """The settings, also from the threshold alone."""
+        """Return the settings, also for the threshold alone."""
         return given if given is None or isinstance(given, Significance) else Significance(given)
 
 
 class CountMin:
-    """How often numbers have come, never too few: the least of several counters.
+    """Count-min sketch: counts of numbers, never too low.
 
-    Parameters
-    ----------
-    width : int
-        Counters in a row, a power of two.
-    depth : int
-        Rows, each with a hash of its own.
-    counts : (depth, width) array, optional
-        What was counted before; it is written.
+    Each of `depth` rows has a hash of its own and `width` counters, a power of two; `counts` are those from before.
 
-    Examples
-    --------
     >>> sketch = CountMin(width=1024, depth=4)
     >>> for step in range(3):
     ...     sketch.add(np.array([7, 1 << 31]))
@@ -253,7 +213,7 @@ class CountMin:
             np.add.at(row, places, 1)
 
     def estimate(self, numbers: NDArray[Any]) -> NDArray[np.int64]:
-        """How often each has been counted, at least."""
+        """Return an upper bound of the count of each."""
         rows = [row[places] for row, places in zip(self.counts, self._places(numbers), strict=True)]
         least: NDArray[np.int64] = np.minimum.reduce(rows)
         return least
@@ -266,18 +226,7 @@ class CountMin:
 
 
 class SignificanceExchange:
-    """Averages gradients by their significant entries over a communicator.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    settings : Significance
-
-    Attributes
-    ----------
-    memory : FilterState
-        The residuals, and the counts of each bucket.
-    """
+    """Averages gradients by their significant entries; `memory` has the residuals, and the counts of each bucket."""
 
     def __init__(self, communicator: Communicator, settings: Significance) -> None:
         self.communicator = communicator
@@ -295,32 +244,25 @@ class SignificanceExchange:
         out: Any,
         async_op: bool,
     ) -> tuple[Handle[Any], float]:
-        """Begin to average a gradient, and the bytes that each rank gives over those of the gradient.
+        """Start as `Averager.start`; return also the bytes that each rank gives over those of the gradient.
 
-        How many entries travel is waited for. ``scale`` is the loss scale; other parameters as `Averager.start`.
-
-        Raises
-        ------
-        UsageError
-            The gradient is of no floating type, or what was restored does not fit it.
-        BackendError
-            Another rank failed.
+        Waits for the largest number of entries of a rank. ``scale`` is the loss scale.
         """
         comm, library = self.communicator, self.communicator.arrays
         given = [gradients] if comm.one_rank else list(gradients)
         if "float" not in library.dtype(given[0]):
-            raise UsageError(f"gradients of {library.dtype(given[0])} have no threshold; give floats")
+            raise UsageError(f"significance needs gradients of floats, got {library.dtype(given[0])}")
         wide = np.float64 if library.dtype(given[0]) == "float64" else np.float32
         lines = [library.values(one).reshape(-1).astype(wide) for one in given]
         chosen = self._choose(key, parts, lines, scale)
         counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
-        ranks, told = reduce_line(comm, counts, "max"), async_op or comm.on_failure == "shrink"
+        ranks, asynchronous = reduce_line(comm, counts, "max"), async_op or comm.on_failure == "shrink"
         most, size, item = int(library.values(counts[0])[0]), lines[0].size, lines[0].itemsize
         entry = np.dtype([("index", np.uint32), ("value", wide)])
         if size > 1 << 32 or most * entry.itemsize * ranks >= 2 * size * item:
             sent = [library.wrapped(_spread(one, size, wide)) for one in chosen]
             adding = sent[0] if comm.one_rank else sent
-            adds = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=told))
+            adds = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
             def whole(_: Any) -> Any:
                 total: Line = np.asarray(library.values(sent[0]))
@@ -346,13 +288,15 @@ class SignificanceExchange:
                 comm, total / wide(1 if op == "sum" else len(all_of)), given, out, self.memory
             )
 
-        handle = Handle.around(comm.all_gather(messages[0] if comm.one_rank else messages, async_op=told))
+        handle = Handle.around(
+            comm.all_gather(messages[0] if comm.one_rank else messages, async_op=asynchronous)
+        )
         return handle.then(added), (most + 1) * entry.itemsize / max(size * item, 1)
 
     def _choose(
         self, key: str, parts: Sequence[BucketPart], lines: list[Line], scale: float
     ) -> list[tuple[NDArray[np.int64], Line]]:
-        """Indices and values of what each rank of this process sends; the others stay with it."""
+        """Return indices and values that each rank of this process sends; keep the others."""
         how = self.settings
         sketches = self._sketches(key) if how.admission > 1 else []
         self.memory.add_to(parts, lines, scale=scale)
@@ -370,7 +314,7 @@ class SignificanceExchange:
         return found
 
     def _sketches(self, key: str) -> list[CountMin]:
-        """What counts a bucket's entries, for every rank of this process."""
+        """Return the counters of a bucket's entries, for every rank of this process."""
         how, kept = self.settings, self.memory.array(key)
         if kept is None or kept[0].shape != (how.depth, how.width):
             made = [CountMin(width=how.width, depth=how.depth) for _ in self.communicator.ranks]
@@ -381,7 +325,7 @@ class SignificanceExchange:
 
 
 def _spread(chosen: tuple[NDArray[np.int64], Line], size: int, dtype: Any) -> Line:
-    """Entries where they belong, zeros elsewhere."""
+    """Return a line of zeros with the chosen entries."""
     line = np.zeros(size, dtype=dtype)
     line[chosen[0]] = chosen[1]
     return line

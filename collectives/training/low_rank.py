@@ -4,11 +4,11 @@ A gradient of n elements is a matrix M of about sqrt(n) rows and columns, the re
 as the rank, orthonormal P from the sum of all M Q, and Q from the sum of all M' P, all ranks get P Q'; each keeps the
 rest of its own M. Q begins the next step (warm start). Sums are linear: any plan adds the thin matrices.
 
-One gradient is not the average but its part of low rank; with feedback the rest comes later. By default a bucket is one
-matrix, which is coarser than one for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of
-two or more dimensions is one, and all others travel whole. Matrices are multiplied on the CPU. The product is added up
-column by column in a fixed order: every rank has the same bits. NaN or infinity on one rank makes all averages of its
-matrices NaN on all ranks, and the residuals are those before the step.
+One gradient is the low-rank part of the average; with feedback the rest comes later. By default a bucket is one matrix,
+which is coarser than one for each layer (``matrices="layers"``, as in torch's own hook): then each parameter of two or
+more dimensions is one, and all others travel whole. Matrices are multiplied on the CPU. The product is added up column
+by column in a fixed order: every rank has the same bits. NaN or infinity on one rank makes all averages of its matrices
+NaN on all ranks, and the residuals are those before the step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.checkpoint_state import BucketPart, FilterState
+from collectives.training.modes import check_count
 from topoplan.errors import UsageError
 
 Matrix = NDArray[Any]
@@ -33,23 +34,18 @@ Matrix = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """How gradients are approximated: the same on all ranks.
+    """Settings of the low-rank approximation of gradients, the same on all ranks.
 
     Parameters
     ----------
     rank : int
-        Columns of the thin matrices.
+        Columns of the thin matrices, 1 or more.
     feedback : bool
-        Whether what is missing of a gradient is kept for the next step.
+        Whether the rest of a gradient is kept for the next step.
     begins : int
-        The first step, counted from 0, that is approximated; DDP arranges its buckets during the first two.
+        First step, counted from 0, that is approximated; DDP arranges its buckets during the first two.
     matrices : str
         "bucket" for one matrix of a whole bucket, "layers" for one of each parameter.
-
-    Raises
-    ------
-    UsageError
-        A rank below one, a first step below zero, or other matrices.
     """
 
     rank: int = 2
@@ -59,22 +55,18 @@ class LowRank:
 
     def __post_init__(self) -> None:
         if self.matrices not in ("bucket", "layers"):
-            raise UsageError(f"there are no matrices {self.matrices!r} of a low rank; use bucket or layers")
-        for name, least in (("rank", 1), ("begins", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"{name} {value!r} of a low rank must be a whole number of {least} or more")
+            raise UsageError(f"matrices of a low rank must be bucket or layers, got {self.matrices!r}")
+        check_count("rank of a low rank", self.rank, least=1)
+        check_count("begins of a low rank", self.begins, least=0)
 
     @staticmethod
     def of(given: LowRank | int | None) -> LowRank | None:
-        """The settings, also from the rank alone."""
+        """Return the settings, also for the rank alone."""
         return given if given is None or isinstance(given, LowRank) else LowRank(given)
 
     def sides(self, elements: int) -> tuple[int, int]:
-        """Rows and columns of a gradient's matrix.
+        """Return rows and columns of a gradient's matrix.
 
-        Examples
-        --------
         >>> LowRank().sides(1000)
         (31, 33)
         """
@@ -82,15 +74,13 @@ class LowRank:
         return rows, -(-elements // rows)
 
     def thin(self, key: str, parts: Sequence[BucketPart], step: int) -> tuple[ThinMatrix, ...]:
-        """The matrices of a bucket that are approximated in a step: those whose thin ones are smaller.
+        """Return the matrices of a bucket that are approximated in a step: those whose factors are smaller.
 
-        Examples
-        --------
         >>> layers = [BucketPart("weight", 0, 120, (10, 12)), BucketPart("bias", 120, 130, (10,))]
         >>> LowRank(2, begins=0).thin("bucket 0", layers, 0)
-        (Thin(key='bucket 0', start=0, stop=130, rows=11, columns=12),)
+        (ThinMatrix(key='bucket 0', start=0, stop=130, rows=11, columns=12),)
         >>> LowRank(2, begins=0, matrices="layers").thin("bucket 0", layers, 0)
-        (Thin(key='weight', start=0, stop=120, rows=10, columns=12),)
+        (ThinMatrix(key='weight', start=0, stop=120, rows=10, columns=12),)
         """
         if step < self.begins:
             return ()
@@ -107,7 +97,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class ThinMatrix:
-    """A matrix that travels as two thin ones: its name, where it lies in the bucket, and its sides."""
+    """A matrix that travels as two thin ones: its name, its place in the bucket, and its sides."""
 
     key: str
     start: int
@@ -117,18 +107,7 @@ class ThinMatrix:
 
 
 class LowRankExchange:
-    """Averages gradients by thin matrices over a communicator.
-
-    Parameters
-    ----------
-    communicator : Communicator
-    settings : LowRank
-
-    Attributes
-    ----------
-    memory : FilterState
-        The residuals, and Q of each matrix.
-    """
+    """Averages gradients by thin matrices over a communicator; `memory` has the residuals, and Q of each matrix."""
 
     def __init__(self, communicator: Communicator, settings: LowRank) -> None:
         self.communicator = communicator
@@ -146,29 +125,14 @@ class LowRankExchange:
         out: Any,
         async_op: bool,
     ) -> tuple[Handle[Any], float]:
-        """Begin to average a gradient, and the part of its bytes that travels; its first, thinner sum is waited for.
+        """Start as `Averager.start`; return also the part of the bytes that travels. Waits for the first, thinner sum.
 
-        Parameters
-        ----------
-        thin : sequence of Thin
-            What is approximated; the rest travels whole.
-        parts : sequence of Part
-        scale : float
-            The loss scale.
-        gradients, op, out, async_op
-            As `Averager.start`.
-
-        Raises
-        ------
-        UsageError
-            The gradient is of no floating type, or what was restored does not fit it.
-        BackendError
-            Another rank failed.
+        `thin` lists the approximated matrices; the rest travels whole. `scale` is the loss scale.
         """
         comm, library, how = self.communicator, self.communicator.arrays, self.settings
         given = [gradients] if comm.one_rank else list(gradients)
         if "float" not in library.dtype(given[0]):
-            raise UsageError(f"gradients of {library.dtype(given[0])} have no low rank; give floats")
+            raise UsageError(f"low_rank needs gradients of floats, got {library.dtype(given[0])}")
         approximated = {at.key for at in thin} if how.matrices == "layers" else {one.name for one in parts}
         held = [one for one in parts if one.name in approximated]
         whole = [one for one in parts if one.name not in approximated]
@@ -186,7 +150,7 @@ class LowRankExchange:
                 for mine, one in zip(matrices, values, strict=True)
             ]
         summed = self._sum(products, given, op, async_op=False).wait()
-        # what travels whole has arrived with the first sum
+        # parameters that travel whole have arrived with the first sum
         total = values[0].astype(np.result_type(values[0].dtype, np.float32))
         for part, line in zip(whole, summed[len(thin) :], strict=True):
             total[part.start : part.stop] = line
@@ -210,7 +174,7 @@ class LowRankExchange:
                 right = one.astype(np.float32)
                 average = outer(left, right).reshape(-1)[: at.stop - at.start]
                 total[at.start : at.stop] = average
-                # of a sum that was divided before, each rank has given its part
+                # gradients that were divided before: each rank has given its part of the sum
                 share = average / np.float32(comm.size) if op == "sum" else average
                 for line in lines:
                     line[at.start : at.stop] -= share
@@ -225,7 +189,7 @@ class LowRankExchange:
         return handle, travels
 
     def _right(self, at: ThinMatrix) -> Matrix:
-        """Where the search for a matrix's directions goes on, or begins: of length 1."""
+        """Return the start of the search for a matrix's directions, columns of norm 1: the last Q, or a random one."""
         kept = self.memory.array(at.key)
         if kept is None or kept[0].shape != (at.columns, self.settings.rank):
             kept = [_initial_factor(at.key, at.columns, self.settings.rank)]
@@ -236,9 +200,9 @@ class LowRankExchange:
     def _sum(
         self, matrices: Sequence[Sequence[Matrix]], given: Sequence[Any], op: str, *, async_op: bool
     ) -> Handle[list[Matrix]]:
-        """The sums, or averages, of some matrices of every rank, exchanged as one line of the gradients' type.
+        """Return the sums, or averages, of matrices of every rank, exchanged as one line of the gradients' type.
 
-        Of gradients of 16 bits as a line of float32: products may be too large for float16 where gradients are not.
+        Gradients of 16 bits travel as float32: products may overflow float16 even if gradients do not.
         """
         comm, library = self.communicator, self.communicator.arrays
         lines = []
@@ -258,15 +222,15 @@ class LowRankExchange:
 
 
 def rank_count(handle: Handle[Any], communicator: Communicator) -> int:
-    """How many ranks a collective was of that is done: the same number on all, also where a rank is lost meanwhile."""
+    """Return the number of ranks of a finished collective: the same on all, even if a rank fails meanwhile."""
     return len(handle.among) or communicator.size
 
 
 def reduce_line(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
-    """Reduce a line of every rank, in place, and wait for it: of how many ranks it is (`rank_count`)."""
+    """Reduce a line of every rank, in place, wait for it, and return its number of ranks (`rank_count`)."""
     given = lines[0] if communicator.one_rank else lines
-    told = communicator.on_failure == "shrink"
-    handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=told))
+    asynchronous = communicator.on_failure == "shrink"
+    handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=asynchronous))
     handle.wait()
     return rank_count(handle, communicator)
 
@@ -278,9 +242,9 @@ def distribute_average(
     out: Any,
     memory: FilterState | None = None,
 ) -> Any:
-    """An average in the arrays of all ranks of this process: those of ``out``, or new ones as those given.
+    """Return an average in arrays of all ranks of this process: those of ``out``, or new ones like `given`.
 
-    The memory of what filters gradients notes whether it is finite there.
+    A filter's memory notes whether it is finite there.
     """
     library, one_rank = communicator.arrays, communicator.one_rank
     if memory is not None:
@@ -291,16 +255,14 @@ def distribute_average(
         outs = [out] if one_rank else list(out)
     for result in outs:
         values = average.reshape(library.shape(result))
-        with np.errstate(over="ignore"):  # what is too large is infinite, as in sums of such values
+        with np.errstate(over="ignore"):  # overflow is infinite, as in sums of such values
             library.put(result, values.astype(library.values(result).dtype, copy=False))
     return outs[0] if one_rank else outs
 
 
 def orthonormal(matrix: Matrix) -> Matrix:
-    """(M, R): the columns made orthonormal one after another, in double precision; those that vanish stay zero.
+    """Return an (M, R) matrix with orthonormal columns, computed in double precision; columns that vanish are zero.
 
-    Examples
-    --------
     >>> orthonormal(np.array([[3.0, 1.0], [4.0, 1.0]], np.float32)).round(2).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.800000011920929, -0.6000000238418579]]
     """
@@ -315,7 +277,7 @@ def orthonormal(matrix: Matrix) -> Matrix:
 
 
 def outer(left: Matrix, right: Matrix) -> Matrix:
-    """(M, C): left times right transposed, added up column by column: the same bits on every machine."""
+    """Return left times right transposed, (M, C), added up column by column: the same bits on every machine."""
     total = np.zeros((left.shape[0], right.shape[0]), np.float32)
     for one, other in zip(left.T, right.T, strict=True):
         total += one[:, None] * other[None, :]
@@ -323,18 +285,18 @@ def outer(left: Matrix, right: Matrix) -> Matrix:
 
 
 def _finite(matrices: Sequence[Matrix]) -> bool:
-    """Whether nothing in sums is NaN or infinite: the same on all ranks, which have the same sums."""
+    """Return whether all entries are finite: the same on all ranks, which have the same sums."""
     return all(bool(np.isfinite(one).all()) for one in matrices)
 
 
 def _matrix(values: Matrix, at: ThinMatrix) -> Matrix:
-    """A line as a matrix, zeros behind its end."""
+    """Return a line as a matrix, padded with zeros."""
     whole = np.zeros(at.rows * at.columns, np.float32)
     whole[: values.size] = values
     return whole.reshape(at.rows, at.columns)
 
 
 def _initial_factor(key: str, columns: int, rank: int) -> Matrix:
-    """(C, R): where a gradient's Q begins, the same on all ranks."""
+    """Return the first Q of a gradient, (C, R), the same on all ranks."""
     source = np.random.default_rng(zlib.crc32(key.encode()))
     return source.standard_normal((columns, rank)).astype(np.float32)

@@ -1,13 +1,13 @@
 """Post gradients to all other ranks and take what has arrived, without a collective (bounded staleness, or none).
 
-Behind each post comes the sender's clock, the number of steps it has finished: a rank that knows a clock has everything
-that belongs to it. Gradients that a slow receiver has not been sent yet are added up, so a queue never holds more than
+After each post comes the sender's clock, the number of steps it has finished: a rank that knows a clock has everything
+that belongs to it. Gradients that were not sent yet to a slow receiver are added up, so a queue never holds more than
 one for each key, however far apart ranks are. A published array goes only to the rank that pulls it, by a thread of its
 own: the publisher's loop does not stop.
 
 Connections are those of ``multiprocessing.connection``, one from each rank to each other, authenticated by a key that
 the ranks share. A rank that dies without a shutdown notice fails the others in their next call. A rank that loses a
-peer tells the others before it fails itself, so that they attribute the failure to the right rank.
+peer reports it to the others before it fails itself, so that they attribute the failure to the right rank.
 """
 
 from __future__ import annotations
@@ -41,27 +41,17 @@ PULL, PULLED = "pull", "pulled"
 """Kinds of messages beside gradients and clocks."""
 
 WARNING_SECONDS = 0.5
-"""Time in which the others are told of a rank that was lost, or the reason of a broken connection arrives."""
+"""Time for reporting a failed rank to the others, and for the reason of a broken connection to arrive."""
 
 STRANGER_SECONDS = 2.0
-"""Time in which whoever connects must prove that it has the key, which a scanner of ports has not."""
+"""Time in which a connecting process must prove that it has the key; a port scanner does not have it."""
 
 
 class Mailbox:
-    """One rank's posts to all others, and theirs to it.
+    """Posts of one rank to all others, and theirs to it.
 
-    Parameters
-    ----------
-    gather : callable
-        By which ranks find each other; called twice.
-    rank, size : int
-    timeout : float
-        Seconds to wait for another rank, at the start and later.
-
-    Raises
-    ------
-    BackendError
-        The ranks do not reach each other.
+    `gather` is called twice for the rendezvous; `timeout` is in seconds, at the start and later. All waits raise
+    `BackendError` if another rank failed, or does not answer within the timeout.
     """
 
     def __init__(self, gather: Gather, *, rank: int, size: int, timeout: float = 30.0) -> None:
@@ -82,41 +72,29 @@ class Mailbox:
         self._senders: dict[int, MailboxSender] = {}
         self._incoming: list[Connection] = []
         self._threads: list[threading.Thread] = []
-        self._meet(gather)
+        self._connect(gather)
 
     def post(self, key: str, gradient: Array) -> None:
-        """Send a gradient to all other ranks; it is copied, and nothing is waited for.
-
-        Raises
-        ------
-        BackendError
-            Another rank has failed.
-        """
+        """Queue a copy of a gradient for all other ranks."""
         self._check()
         for sender in self._senders.values():
             sender.add(key, gradient)
 
     def tick(self) -> None:
-        """This rank has finished a step: its clock goes on, and all others hear of it behind what was posted."""
+        """Advance this rank's clock at the end of a step, and send it to all others after what was posted."""
         with self._changed:
             self.clock += 1
         for sender in self._senders.values():
             sender.tell(self.clock)
 
     def take(self, key: str) -> Array | None:
-        """The sum of what has come for a key since it was taken last; None if nothing has.
-
-        Raises
-        ------
-        BackendError
-            Another rank has failed.
-        """
+        """Return and clear the sum of the gradients that have arrived for a key; None if there are none."""
         self._check()
         with self._changed:
             return self._inbox.pop(key, None)
 
     def publish(self, arrays: Mapping[str, Array]) -> None:
-        """What other ranks get that `pull` from this one, from now on; the arrays are not changed afterwards."""
+        """Set the arrays that `pull` of other ranks returns from now on; they must not change afterwards."""
         with self._changed:
             self._published = arrays
             askers, self._askers = sorted(self._askers), set()
@@ -124,13 +102,7 @@ class Mailbox:
             self._answer(peer, arrays)
 
     def pull(self, peer: int) -> dict[str, Array]:
-        """The newest arrays that a rank has published; waits for its first ones.
-
-        Raises
-        ------
-        BackendError
-            Another rank has failed, or nothing has come within the timeout.
-        """
+        """Return the newest arrays that a rank has published; waits for its first ones."""
         self._check()
         self._senders[peer].say(PULL)
         with self._changed:
@@ -147,18 +119,10 @@ class Mailbox:
             pulled, self._inbox = self._inbox, {}
             return pulled
 
-    def clocks(self) -> Mapping[int, int]:
-        """The clocks of the other ranks, as far as they are known."""
-        with self._changed:
-            return dict(self._clocks)
-
     def wait_to_begin(self, bound: int | None) -> None:
-        """Wait until this rank's clock is at most so many steps ahead of all others (`modes.may_begin`).
+        """Wait until this rank's clock is at most `bound` steps ahead of all others (`modes.may_begin`).
 
-        Raises
-        ------
-        BackendError
-            Another rank has failed, or its clock stood still for the timeout.
+        Raises `BackendError` if another rank failed, or its clock stood still for the timeout.
         """
         with self._changed:
             before, until = dict(self._clocks), time.monotonic() + self._timeout
@@ -169,7 +133,7 @@ class Mailbox:
                     raise self._fail(
                         slowest,
                         f"waited {self._timeout:g} s for rank {slowest}, whose clock stands at "
-                        f"{self._clocks[slowest]}; see what it is doing, and call finish where there are fewer batches",
+                        f"{self._clocks[slowest]}; see what it is doing, and call finish on ranks with fewer batches",
                     )
                 if before != self._clocks:
                     before, until = dict(self._clocks), time.monotonic() + self._timeout
@@ -177,13 +141,7 @@ class Mailbox:
             self.farthest = max([self.farthest, *(self.clock - clock for clock in self._running())])
 
     def drain(self) -> dict[str, Array]:
-        """Wait until all ranks drain; what has come since it was taken last. Then all have the same sums.
-
-        Raises
-        ------
-        BackendError
-            Another rank has failed, or does not drain within the timeout.
-        """
+        """Wait until all ranks drain, and return and clear the sums of all keys, the same on all ranks."""
         for sender in self._senders.values():
             sender.tell(self.clock, finished=True)
         with self._changed:
@@ -194,22 +152,22 @@ class Mailbox:
                     slowest = min(set(self._clocks) - self._gone)
                     raise self._fail(
                         slowest,
-                        f"waited {self._timeout:g} s for rank {slowest} to finish; call finish on all ranks, which "
-                        "must not have many more batches one than another",
+                        f"waited {self._timeout:g} s for rank {slowest} to finish; call finish on all ranks, with "
+                        "similar numbers of batches",
                     )
-            left, self._inbox = self._inbox, {}
+            sums, self._inbox = self._inbox, {}
             self._gone.clear()
-            return left
+            return sums
 
     def close(self) -> None:
-        """Say goodbye once everything has been sent; closing twice is fine."""
+        """Send everything and a shutdown notice; closing twice is allowed."""
         if self._closed:
             return
         self._closed = True
         for sender in self._senders.values():
             sender.close()
         for thread, connection in zip(self._threads, self._incoming, strict=True):
-            # the other end says goodbye when it closes, unless something has failed
+            # the other end sends a shutdown notice when it closes, unless a rank failed
             thread.join(0 if self._failure else self._timeout)
             if thread.is_alive():
                 _shut_down_connection(connection)
@@ -217,15 +175,15 @@ class Mailbox:
             connection.close()
 
     def _running(self) -> list[int]:
-        """Clocks of the ranks that have not finished."""
+        """Return the clocks of the ranks that have not finished."""
         return [clock for peer, clock in self._clocks.items() if peer not in self._gone]
 
-    def _meet(self, gather: Gather) -> None:
+    def _connect(self, gather: Gather) -> None:
         key = bytes.fromhex(gather(secrets.token_hex(32))[0])
         listener = Listener(("", 0))
         here = host_identity()
-        told = {"host": here, "address": _own_address(), "port": listener.address[1]}
-        contacts = [json.loads(text) for text in gather(json.dumps(told))]
+        own = {"host": here, "address": _own_address(), "port": listener.address[1]}
+        contacts = [json.loads(text) for text in gather(json.dumps(own))]
         accepting = threading.Thread(target=self._accept, args=(listener, key), daemon=True)
         accepting.start()
         try:
@@ -244,7 +202,7 @@ class Mailbox:
         listener.close()
         if accepting.is_alive() or len(self._incoming) < len(self._clocks):
             raise BackendError(
-                f"not all of {self.size} ranks came within {self._timeout:g} s", rank=self.rank
+                f"not all of {self.size} ranks connected within {self._timeout:g} s", rank=self.rank
             )
 
     def _accept(self, listener: Listener, key: bytes) -> None:
@@ -257,7 +215,7 @@ class Mailbox:
                         answer_challenge(connection, key)
                         peer = int(connection.recv_bytes().decode())
                 except (OSError, EOFError, AuthenticationError):
-                    connection.close()  # no rank of this job
+                    connection.close()  # not a rank of this job
                     continue
                 self._incoming.append(connection)
                 thread = threading.Thread(
@@ -300,34 +258,36 @@ class Mailbox:
                         self._gone.add(peer)
                     self._changed.notify_all()
         except (EOFError, OSError, ValueError) as error:
-            told = f"rank {peer} is gone ({type(error).__name__} {error})".replace(" )", ")")
-            self._lost(peer, f"{told}; start all ranks again, or call finish on all of them before they end")
+            reason = f"rank {peer} failed ({type(error).__name__} {error})".replace(" )", ")")
+            self._lost(
+                peer, f"{reason}; start all ranks again, or call finish on all of them before they end"
+            )
 
     def _answer(self, peer: int, arrays: Mapping[str, Array]) -> None:
         for key, array in arrays.items():
             self._senders[peer].add(key, array)
         self._senders[peer].say(PULLED)
 
-    def _cannot_send(self, peer: int, told: str) -> None:
-        """A connection broke; the other one to that rank may hold the reason."""
+    def _cannot_send(self, peer: int, reason: str) -> None:
+        """Report a broken connection, after a wait for its reason on the other connection to that rank."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None or self._closed, WARNING_SECONDS)
-        self._lost(peer, told)
+        self._lost(peer, reason)
 
-    def _lost(self, peer: int, told: str) -> None:
-        """A rank is gone: the first reason is the one that is told, to the others before it shows here."""
+    def _lost(self, peer: int, reason: str) -> None:
+        """Fail because of a rank; the first reason stands, and the other ranks get it before it shows here."""
         if self._failure is None and not self._closed:
             until = time.monotonic() + WARNING_SECONDS
-            for warned in [one.warn(peer, told) for other, one in self._senders.items() if other != peer]:
+            for warned in [one.warn(peer, reason) for other, one in self._senders.items() if other != peer]:
                 warned.wait(max(0.0, until - time.monotonic()))
         with self._changed:
             if not self._closed:
-                self._fail(peer, told)
+                self._fail(peer, reason)
             self._changed.notify_all()
 
-    def _fail(self, peer: int, told: str) -> BackendError:
+    def _fail(self, peer: int, reason: str) -> BackendError:
         if self._failure is None:
-            self._failure = BackendError(told, rank=self.rank, peer=peer, step=self.clock)
+            self._failure = BackendError(reason, rank=self.rank, peer=peer, step=self.clock)
         return self._failure
 
     def _check(self) -> None:
@@ -336,18 +296,9 @@ class Mailbox:
 
 
 class MailboxSender:
-    """What waits to be sent to one rank, and the thread that sends it.
+    """Queue of messages to one rank, and the thread that sends them.
 
-    Parameters
-    ----------
-    peer : int
-        The rank that it is for.
-    connection : Connection
-        To that rank.
-    lost : callable
-        Told the peer, and how the connection broke.
-    rank : int
-        This one.
+    `lost` is called with the peer and a reason if the connection breaks.
     """
 
     def __init__(
@@ -370,40 +321,40 @@ class MailboxSender:
 
     @property
     def waiting(self) -> int:
-        """Gradients that have not been taken up for sending."""
+        """Gradients that the thread has not taken yet."""
         with self._changed:
             return len(self._waiting)
 
     def add(self, key: str, gradient: Array) -> None:
-        """Send a gradient, or what it makes with one of its key that still waits."""
+        """Queue a gradient, or add it to the queued one of its key."""
         with self._changed:
             known = self._waiting.get(key)
             self._waiting[key] = gradient.copy() if known is None else known + gradient
             self._changed.notify()
 
     def tell(self, clock: int, *, finished: bool = False) -> None:
-        """Send this rank's clock behind what was added before."""
+        """Queue this rank's clock after everything that was queued before."""
         with self._changed:
             self._clock = clock
             self._kind = FINISHED if finished else "clock"
             self._changed.notify()
 
     def say(self, word: str) -> None:
-        """Send a message of nothing but its kind behind what was added before."""
+        """Queue a message that is only its kind."""
         with self._changed:
             self._words.append(word)
             self._changed.notify()
 
-    def warn(self, peer: int, told: str) -> threading.Event:
-        """Send word that a rank is lost, before all else that waits; the event tells when that has left."""
+    def warn(self, peer: int, reason: str) -> threading.Event:
+        """Queue the failure of a rank before all else; the event is set once it was sent."""
         with self._changed:
             if self._warning is None:
-                self._warning = {"kind": LOST, "peer": peer, "told": told}
+                self._warning = {"kind": LOST, "peer": peer, "told": reason}
                 self._changed.notify()
         return self._warned
 
     def close(self) -> None:
-        """Send everything and a goodbye, or give up where the peer is gone."""
+        """Send everything and a shutdown notice, or give up if the peer is gone."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -450,13 +401,13 @@ class MailboxSender:
                     self._connection.send_bytes(json.dumps({"kind": SHUTDOWN_NOTICE}).encode())
                     return
         except OSError as error:
-            self._warned.set()  # it cannot be told any more
+            self._warned.set()  # the peer cannot be reached any more
             self._lost(self._peer, f"cannot send to rank {self._peer}: {error.strerror or error}")
 
 
 @contextlib.contextmanager
 def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
-    """What is received in the block comes within so many seconds, or is an OSError."""
+    """Raise OSError from receives inside that take longer than so many seconds."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         whole = int(seconds)
         limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
@@ -472,7 +423,7 @@ def _shut_down_connection(connection: Connection) -> None:
 
 
 def _own_address() -> str:
-    """An address of this machine that others may reach it at."""
+    """Return an address of this host that others can reach."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

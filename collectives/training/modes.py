@@ -5,16 +5,16 @@ ahead of the slowest clock, so no two clocks ever differ by more than the bound 
 
 - `BSP` (bulk synchronous, bound 0, the default): every step averages the gradients of all ranks.
 - `SSP` (stale synchronous, bound s; Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
-  Parameter Server", NIPS 2013): gradients are added when they arrive, at most so many steps late. A run does not repeat
-  bit for bit, and the learning rate may have to be smaller.
-- `ASP` (asynchronous, no bound): nobody waits. Convergence is promised for no staleness that is not bounded.
+  Parameter Server", NIPS 2013): gradients are added when they arrive, at most s steps late. A run does not repeat bit
+  for bit, and the learning rate may have to be smaller.
+- `ASP` (asynchronous, no bound): ranks never wait. Convergence is not guaranteed without a staleness bound.
 - `LocalSGD` (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019): ranks train alone and average their
   parameters every H steps. Replicas drift apart in between; a moment of the optimizer is of its own rank only.
   ``proximal`` holds them together (EMSO; Li et al., "Efficient Mini-batch Training for Stochastic Optimization", KDD
   2014): `Proximal` adds gamma (w - anchor), the gradient of gamma / 2 |w - anchor|^2, the anchor being the parameters
   after the last average.
 - `Gossip` (NetMax, arXiv 2009.05766): after each step a rank pulls the parameters of one other and moves towards them
-  (`topoplan.model.asynchronous_training`). Replicas differ until the end; their mean stays in expectation only.
+  (`topoplan.model.asynchronous_training`). Replicas differ until the end; their mean is preserved in expectation only.
 
 Names are ``bsp``, ``ssp:S``, ``asp`` and ``local:H`` (`mode_of`); `Gossip` has none. `Straggler` slows one rank down.
 """
@@ -38,7 +38,7 @@ from topoplan.model.asynchronous_training import checked_probabilities, mixing_w
 
 @dataclass(frozen=True, slots=True)
 class BSP:
-    """Every step waits for all ranks."""
+    """Mode in which every step waits for all ranks."""
 
     @property
     def bound(self) -> int | None:
@@ -48,51 +48,39 @@ class BSP:
 
 @dataclass(frozen=True, slots=True)
 class SSP:
-    """A rank may be so many steps ahead of the slowest.
-
-    Raises
-    ------
-    UsageError
-        The staleness is no whole number of 0 or more.
-    """
+    """Mode in which a rank may be `staleness` steps ahead of the slowest, 0 or more."""
 
     staleness: int
 
     def __post_init__(self) -> None:
-        _check_count("staleness", self.staleness, least=0)
+        check_count("staleness", self.staleness, least=0)
 
     @property
     def bound(self) -> int | None:
-        """As `BSP.bound`."""
         return self.staleness
 
 
 @dataclass(frozen=True, slots=True)
 class ASP:
-    """Nobody waits."""
+    """Mode in which ranks never wait."""
 
     @property
     def bound(self) -> int | None:
-        """As `BSP.bound`."""
         return None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LocalSGD:
-    """Ranks train alone, and average their parameters every so many steps.
+    """Mode in which ranks train alone, and average their parameters every so many steps.
 
     Parameters
     ----------
     every : int
+        Steps between two averages, 1 or more.
     proximal : float
-        What pulls a rank back to where it was when parameters were last averaged: so many times the way from there is
-        added to its gradients. Each rank then solves its own part of the loss plus proximal / 2 times the squared
-        distance (EMSO; Li et al., KDD 2014, where it grows with the square root of the step); 0 pulls nothing.
-
-    Raises
-    ------
-    UsageError
-        The number is no whole one of 1 or more, or the pull is negative or no number.
+        Factor gamma of the pull to the parameters of the last average, which is added to gradients. Each rank then
+        minimizes its own part of the loss plus gamma / 2 times the squared distance (EMSO; Li et al., KDD 2014, in
+        which it grows with the square root of the step); 0 for no pull.
 
     Examples
     --------
@@ -104,10 +92,10 @@ class LocalSGD:
     proximal: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_count("every", self.every, least=1)
+        check_count("every", self.every, least=1)
         number = isinstance(self.proximal, (int, float)) and not isinstance(self.proximal, bool)
         if not number or not (self.proximal >= 0 and math.isfinite(self.proximal)):
-            raise UsageError(f"proximal {self.proximal!r} must be a number of zero or more")
+            raise UsageError(f"proximal must be 0 or more, got {self.proximal!r}")
 
     def __repr__(self) -> str:
         pull = f", proximal={self.proximal}" if self.proximal else ""
@@ -115,19 +103,19 @@ class LocalSGD:
 
     @property
     def bound(self) -> int | None:
-        """Between two averages nobody waits; at one all do, so clocks differ by this at most."""
+        """Steps that a rank may be ahead: ranks wait at averages only."""
         return self.every - 1
 
     def averages_after(self, step: int) -> bool:
-        """Whether parameters are averaged when this step, counted from 0, has ended."""
+        """Return whether parameters are averaged after this step, counted from 0."""
         return (step + 1) % self.every == 0
 
 
 class Gossip:
-    """After each step of its own a rank pulls the newest parameters of one neighbour and moves towards them.
+    """Mode in which a rank pulls the newest parameters of one neighbour after each step and moves towards them.
 
-    Rank i moves to x_i - a (x_i - x_m) with a = strength * gamma, where gamma = (d[i][m] + d[m][i]) / (2 p[i][m]): the
-    form of NetMax, with its alpha * rho as the strength, so that who is chosen seldom pulls harder.
+    Rank i moves to x_i - a (x_i - x_m) with a = strength * gamma, and gamma = (d[i][m] + d[m][i]) / (2 p[i][m]): the
+    form of NetMax, with its alpha * rho as the strength, so that a rarely chosen neighbour pulls harder.
 
     Parameters
     ----------
@@ -136,12 +124,12 @@ class Gossip:
     strength : float, optional
         By default the largest that moves no rank past the middle (`topoplan.model.asynchronous_training.strongest`).
     seed : int
-        Of the choices, which are a function of seed, rank and step.
+        The choices are a function of seed, rank and step.
 
     Raises
     ------
     UsageError
-        The probabilities are none, leave a rank alone, or the strength moves a rank past its neighbour.
+        The probabilities are invalid, isolate a rank, or the strength moves a rank past its neighbour.
 
     Examples
     --------
@@ -157,7 +145,7 @@ class Gossip:
         self.probabilities = checked_probabilities(probabilities)
         self.strength = strongest(self.probabilities) if strength is None else strength
         self.weights = mixing_weights(self.probabilities, self.strength)
-        _check_count("seed", seed, least=0)
+        check_count("seed", seed, least=0)
         self.seed = seed
         self._sums = np.cumsum(self.probabilities, axis=1)
 
@@ -168,47 +156,34 @@ class Gossip:
 
     @property
     def bound(self) -> int | None:
-        """As `BSP.bound`."""
         return None
 
     def averages_after(self, step: int) -> bool:
-        """As `LocalSGD.averages_after`: after every step, with one neighbour."""
+        """Return whether parameters are mixed after this step: always."""
         return step >= 0
 
     def neighbour(self, rank: int, step: int) -> int:
-        """The rank whose parameters a rank pulls after a step; itself for none."""
+        """Return the rank whose parameters a rank pulls after a step; itself for none."""
         drawn = np.random.default_rng([self.seed, rank, step]).random() * self._sums[rank, -1]
         return int(np.searchsorted(self._sums[rank], drawn, side="right"))
 
     def __str__(self) -> str:
-        told = hashlib.sha256(self.probabilities.tobytes()).hexdigest()[:8]
-        return (
-            f"Gossip({self.size} ranks, strength {self.strength:.4g}, seed {self.seed}, probabilities {told})"
-        )
+        digest = hashlib.sha256(self.probabilities.tobytes()).hexdigest()[:8]
+        return f"Gossip({self.size} ranks, strength {self.strength:.4g}, seed {self.seed}, probabilities {digest})"
 
 
 Mode = BSP | SSP | ASP | LocalSGD | Gossip
 
 LOCAL_MODES = (LocalSGD, Gossip)
-"""Modes that leave gradients where they are, so that each rank has parameters of its own."""
+"""Modes that leave gradients as they are, so that each rank has parameters of its own."""
 
 
 def mode_of(given: object) -> Mode:
-    """The mode that is given or named.
+    """Return the mode for a mode, its name or None.
 
-    Parameters
-    ----------
-    given : BSP, SSP, ASP, LocalSGD, Gossip, str or None
-        Names are ``bsp``, ``asp``, ``ssp:S`` with the staleness and ``local:H`` with the steps between two averages.
-        None is BSP.
+    Names are ``bsp``, ``asp``, ``ssp:S`` with the staleness and ``local:H`` with the steps between two averages. None
+    is BSP.
 
-    Raises
-    ------
-    UsageError
-        It is no mode and names none.
-
-    Examples
-    --------
     >>> mode_of("ssp:2"), mode_of("local:8"), mode_of(None)
     (SSP(staleness=2), LocalSGD(every=8), BSP())
     """
@@ -222,24 +197,14 @@ def mode_of(given: object) -> Mode:
     if isinstance(given, str) and number.isdecimal() and name in ("ssp", "local"):
         return SSP(int(number)) if name == "ssp" else LocalSGD(int(number))
     raise UsageError(
-        f"mode {given!r} is no synchronisation mode; give BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a "
-        "name: 'bsp', 'ssp:2', 'asp', 'local:8'"
+        f"mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: 'bsp', 'ssp:2', 'asp', "
+        f"'local:8'; got {given!r}"
     )
 
 
 def may_begin(clock: int, others: Iterable[int], bound: int | None) -> bool:
-    """The rule: whether a rank with this clock may begin its next step.
+    """Return whether a rank may begin its next step; clocks are the numbers of finished steps.
 
-    Parameters
-    ----------
-    clock : int
-        Steps it has finished.
-    others : iterable of int
-        Steps that the others have finished, as far as it knows.
-    bound : int or None
-
-    Examples
-    --------
     >>> may_begin(3, [3, 1], 1), may_begin(3, [3, 2], 1), may_begin(3, [0], None)
     (False, True, True)
     """
@@ -248,23 +213,8 @@ def may_begin(clock: int, others: Iterable[int], bound: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Makes some steps of one rank take longer, to see what the modes make of it.
+    """Slows steps of one rank down by a factor of 1 or more, from step `first` to `last` (exclusive).
 
-    Parameters
-    ----------
-    rank : int
-    factor : float
-        How many times as long a step takes, 1 or more.
-    first, last : int
-        Steps, counted from 0; ``last`` is not one of them.
-
-    Raises
-    ------
-    UsageError
-        The factor is below 1.
-
-    Examples
-    --------
     >>> slow = Straggler(rank=2, factor=3, first=10, last=20)
     >>> slow.delay(2, 15, 0.5), slow.delay(2, 20, 0.5), slow.delay(1, 15, 0.5)
     (1.0, 0.0, 0.0)
@@ -277,10 +227,10 @@ class Straggler:
 
     def __post_init__(self) -> None:
         if not self.factor >= 1:
-            raise UsageError(f"a factor of {self.factor} makes no rank slower; give 1 or more")
+            raise UsageError(f"factor must be 1 or more, got {self.factor}")
 
     def delay(self, rank: int, step: int, seconds: float) -> float:
-        """Seconds that a step of a rank takes longer than the ``seconds`` that it would take."""
+        """Return the seconds that a step of a rank takes longer than the ``seconds`` without delay."""
         slow = rank == self.rank and self.first <= step < self.last
         return (self.factor - 1) * seconds if slow else 0.0
 
@@ -289,27 +239,16 @@ class Straggler:
         time.sleep(self.delay(rank, step, seconds))
 
 
-def _check_count(name: str, value: int, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(f"{name} {value!r} must be a whole number of {least} or more")
+def check_count(name: str, value: int, *, least: int, most: int | None = None) -> None:
+    """Raise `UsageError` if a value is not an integer in a range."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} must be a whole number {limits}, got {value!r}")
 
 
 class Proximal:
-    """The anchor of every parameter, and how far it has moved from there.
-
-    Parameters
-    ----------
-    strength : float
-        The gamma above.
-    library : ArrayLibrary
-    parameters : list of arrays for each rank of this process
-        The first anchor.
-
-    Raises
-    ------
-    UsageError
-        A parameter is neither floating nor complex.
-    """
+    """Pull of parameters to their anchors, with factor `strength`; one list of arrays for each rank of this process."""
 
     def __init__(
         self, strength: float, library: ArrayLibrary[Any], parameters: Sequence[Sequence[Any]]
@@ -319,17 +258,17 @@ class Proximal:
         for one in parameters[0]:
             if "float" not in library.dtype(one) and "complex" not in library.dtype(one):
                 raise UsageError(
-                    f"parameters of {library.dtype(one)} cannot be pulled back; leave proximal out"
+                    f"proximal needs float or complex parameters, got {library.dtype(one)}; leave it out"
                 )
         self.averaged(parameters)
 
     def averaged(self, parameters: Sequence[Sequence[Any]]) -> None:
-        """Parameters have been averaged: they are the anchor now."""
+        """Make averaged parameters the anchor."""
         self._anchor = [[self._copy(one) for one in mine] for mine in parameters]
         self._pull: list[list[Any]] | None = None
 
     def moved(self, parameters: Sequence[Sequence[Any]]) -> None:
-        """Parameters have moved by a step of their own rank."""
+        """Compute the pull of parameters that have moved."""
         self._pull = [
             [(one - anchor) * self._strength for one, anchor in zip(mine, anchors, strict=True)]
             for mine, anchors in zip(parameters, self._anchor, strict=True)
@@ -344,7 +283,7 @@ class Proximal:
                 gradient += pull if scale == 1 else pull * scale
 
     def state(self) -> dict[str, Any]:
-        """Anchors, and the pull where there is one, as copies in numpy arrays."""
+        """Return copies of the anchors, and of the pull or None, as numpy arrays."""
         parts = {"anchor": self._anchor, "pull": self._pull}
         return {
             name: None
@@ -354,24 +293,24 @@ class Proximal:
         }
 
     def common(self) -> dict[str, NDArray[Any]]:
-        """The anchors, which all ranks have alike, by name."""
+        """Return the anchors by name, which are the same on all ranks."""
         return {
             f"anchor {place}": np.array(self._library.values(one))
             for place, one in enumerate(self._anchor[0])
         }
 
     def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from the anchors of another rank, as `common` gave them, without a pull."""
+        """Restore the anchors of another rank, as `common` returned them, without a pull."""
         self._anchor = [[self._library.of(state[f"anchor {place}"]) for place in range(len(self._anchor[0]))]]
         self._pull = None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""
         anchors, pulls = (
             None if part is None else [[self._library.of(one) for one in mine] for mine in part]
             for part in (state["anchor"], state["pull"])
         )
-        assert anchors is not None, "an anchor is always there"
+        assert anchors is not None, "a state has anchors"
         self._anchor, self._pull = anchors, pulls
 
     def _copy(self, array: Any) -> Any:

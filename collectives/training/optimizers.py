@@ -5,12 +5,12 @@
           u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon) + weight decay x w;  w = w - learning rate x rate x u
 
 Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional Networks", 2017, algorithm 1: the learning rate
-is inside the velocity v, where torch's SGD has it outside. Y. You et al., "Large Batch Optimization for Deep Learning:
+is inside the velocity v, while torch's SGD has it outside. Y. You et al., "Large Batch Optimization for Deep Learning:
 Training BERT in 76 minutes", ICLR 2020, algorithm 2. For torch there is `collectives.torch.optimizers`.
 
-A step measures the layers that this rank owns, gathers the rates of all, and then moves every layer; alone it does so
-layer by layer. Weights and gradients are checked first. Weights of 16 bits are computed with in float32, and their
-state is float32 too.
+A step computes the norms of this rank's own layers, gathers the rates of all, and then moves every layer; alone it does
+so layer by layer. Weights and gradients are checked first. Weights of 16 bits are computed in float32, and their state
+is float32 too.
 """
 
 from __future__ import annotations
@@ -41,20 +41,12 @@ Layout = list[tuple[tuple[int, ...], np.dtype[Any]]]
 """Shape and dtype of each layer."""
 
 DTYPES = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
-"""Of weights."""
+"""Dtypes of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLines:
-    """One layer in one step, as lines of its working dtype.
-
-    Parameters
-    ----------
-    weights, gradient : (size,) arrays
-    kept : dict of (size,) arrays
-        What the optimiser keeps for it between steps.
-    decay : float
-    """
+    """One layer in one step, as (size,) lines of its working dtype; `kept` is its state between steps."""
 
     weights: Array
     gradient: Array
@@ -63,15 +55,8 @@ class LayerLines:
 
 
 def layers_of(weights: Sequence[Array], gradients: Sequence[Array]) -> Layout:
-    """Shape and dtype of each layer.
+    """Return shape and dtype of each layer.
 
-    Raises
-    ------
-    UsageError
-        Weights cannot be updated in place, or a gradient does not fit its weights; names the layer.
-
-    Examples
-    --------
     >>> layers_of([np.zeros((2, 3))], [np.zeros((3, 2))])
     Traceback (most recent call last):
     ...
@@ -112,10 +97,8 @@ def _layer(layer: int, weights: Array, gradient: Array) -> tuple[tuple[int, ...]
 
 
 def layout_difference(one: Sequence[tuple[object, object]], other: Sequence[tuple[object, object]]) -> str:
-    """Where two lists of layers differ first, as a clause.
+    """Return the first difference of two lists of layers, as a clause.
 
-    Examples
-    --------
     >>> layout_difference([((3,), "float32"), ((2,), "float32")], [((3,), "float32"), ((2,), "float64")])
     'layer 1 is (2,) of float32 and was (2,) of float64'
     """
@@ -129,60 +112,57 @@ def layout_difference(one: Sequence[tuple[object, object]], other: Sequence[tupl
 def check_state(
     kept: Sequence[Sequence[dict[str, Array]]], lines: list[tuple[int, np.dtype[Any]]], *, ranks: int
 ) -> None:
-    """Raise `UsageError` where what was kept is not of these layers, on so many ranks in this process."""
+    """Raise `UsageError` if a state does not match these layers on so many ranks of this process."""
     if len(kept) != ranks:
-        raise UsageError(f"the state is of {len(kept)} ranks in a process, not of {ranks}; take another one")
+        raise UsageError(
+            f"the state must be of {ranks} ranks in a process, got {len(kept)}; load another one"
+        )
     for each in kept:
         for name in each[0] if each else ():
             found = [(one[name].size, one[name].dtype) for one in each]
             if found != lines:
                 raise UsageError(
                     f"the state was saved with other layers: in its {name}, {layout_difference(lines, found)}; "
-                    "take one that was saved with these"
+                    "load one of these layers"
                 )
         if len(each) != len(lines):
-            raise UsageError(f"the state is of {len(each)} layers, not of {len(lines)}; take another one")
+            raise UsageError(f"the state must be of {len(lines)} layers, got {len(each)}; load another one")
 
 
 def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What weights of a dtype are computed in."""
+    """Return the dtype in which weights of a dtype are computed."""
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 BLOCK = 1 << 15
-"""Elements that are computed with at a time: few enough to stay in the cache."""
+"""Elements in a block: few enough to stay in the cache."""
 
 Replica = tuple[Sequence[Array], Sequence[Array]]
 """Weights and gradients of one rank."""
 
 
 class ArrayLayerOptimizer(ABC):
-    """An optimiser whose layers have rates.
+    """Base of optimizers with a rate for each layer.
 
     Parameters
     ----------
     learning_rate : float
-        Of all layers; may be changed between steps, on all ranks alike.
+        May be changed between steps, to the same value on all ranks.
     weight_decay : float or sequence of float
-        Of all layers, or of each.
+        One for all layers, or one for each.
     excluded : collection of int
-        Layers whose rate is 1, such as biases and the weights of normalisations.
+        Layers whose rate is 1, such as biases and the weights of normalizations.
     communicator : Communicator, GradientSynchronizer or None
-        Whose ranks share the measuring; None for a rank that does all of it.
+        Its ranks share the computation of norms; None for a rank that computes all.
 
     Attributes
     ----------
     steps : int
         So far.
-
-    Raises
-    ------
-    UsageError
-        An argument is out of range.
     """
 
     names: tuple[str, ...]
-    """Of the lines that are kept for each layer."""
+    """Names of the lines of state of each layer."""
 
     def __init__(
         self,
@@ -195,7 +175,7 @@ class ArrayLayerOptimizer(ABC):
         listed = [weight_decay] if isinstance(weight_decay, int | float) else list(weight_decay)
         for name, value in (("learning rate", learning_rate), *(("weight decay", one) for one in listed)):
             if not 0 <= value < math.inf:
-                raise UsageError(f"a {name} of {value} is out of range; give zero or more")
+                raise UsageError(f"{name} must be 0 or more, got {value}")
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.excluded = frozenset(excluded)
@@ -213,16 +193,16 @@ class ArrayLayerOptimizer(ABC):
         Parameters
         ----------
         weights : sequence of float16, float32 or float64 arrays, contiguous
-            The same ones on all ranks; with several ranks in this process a list of such sequences.
+            The same on all ranks; with several ranks in this process a list of such sequences.
         gradients : as ``weights``
             Averaged over the ranks. Not changed.
 
         Raises
         ------
         UsageError
-            Arrays do not fit, or other ranks have other layers or settings. Nothing has moved.
+            Arrays do not match, or other ranks have other layers or settings. Nothing has moved.
         BackendError
-            Another rank failed. No weights have moved; what is kept may have.
+            Another rank failed. No weights have moved; moments may have.
         """
         if self.communicator is None or self.communicator.one_rank:
             replicas: list[Replica] = [(weights, gradients)]
@@ -234,11 +214,12 @@ class ArrayLayerOptimizer(ABC):
         for found in layers:
             if found != self._layers:
                 raise UsageError(
-                    f"the layers are not those of the steps before: {layout_difference(found, self._layers or [])}; "
-                    "make another optimiser for other layers"
+                    "the layers differ from those of the steps before: "
+                    f"{layout_difference(found, self._layers or [])}; "
+                    "make another optimizer for other layers"
                 )
         self.steps += 1
-        # what overflows or is NaN goes through, whatever the caller has told numpy to do: half of a step is no step
+        # overflow and NaN pass, whatever numpy's error mode: an exception would leave half of a step
         with np.errstate(all="ignore"):
             if self._parallel is None:
                 self._alone(*replicas[0])
@@ -246,19 +227,14 @@ class ArrayLayerOptimizer(ABC):
                 self._together(replicas, self._parallel)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, learning rate, and copies of what each rank of this process keeps: for a checkpoint."""
+        """Return steps, learning rate, and copies of the state of each rank of this process, for a checkpoint."""
         kept = [[{name: line.copy() for name, line in one.items()} for one in each] for each in self._kept]
         return {"steps": self.steps, "learning_rate": self.learning_rate, "kept": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; on all ranks, of which there may be more or fewer processes than then.
+        """Restore what `state_dict` returned; on all ranks, whose number of processes may differ.
 
-        The next step checks that it fits the layers.
-
-        Raises
-        ------
-        UsageError
-            It is no state of such an optimiser. Nothing has changed.
+        The next step checks that it matches the layers. Raises `UsageError`, and changes nothing, for another value.
         """
         try:
             steps, learning_rate = int(state["steps"]), float(state["learning_rate"])
@@ -267,29 +243,29 @@ class ArrayLayerOptimizer(ABC):
             ]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"this is no state of {type(self).__name__} ({type(error).__name__}: {error}); "
+                f"the state must be one of {type(self).__name__}, got {type(error).__name__}: {error}; "
                 "give what its state_dict returned"
             ) from error
         self.steps, self.learning_rate, self._kept, self._layers = steps, learning_rate, kept, None
 
     @abstractmethod
     def _settings(self) -> str:
-        """What must be the same on all ranks."""
+        """Return the settings that must be the same on all ranks."""
 
     @abstractmethod
     def _update(self, layer: LayerLines) -> Array:
-        """What is measured beside the weights; what is kept of moments has then taken the gradient in."""
+        """Return the array whose norm is taken beside that of the weights, after moments were updated."""
 
     @abstractmethod
     def _rate(self, weight_norm: float, update_norm: float, decay: float) -> float:
-        """The rate of a layer, from norms."""
+        """Return the rate of a layer from its norms."""
 
     @abstractmethod
     def _move(self, layer: LayerLines, update: Array, speed: float) -> None:
         """Move a layer by its rate times the learning rate."""
 
     def _begin(self, layers: list[Layout]) -> None:
-        """Agree with all ranks on layers and settings, share the layers out, and make what is kept for them."""
+        """Agree with all ranks on layers and settings, assign owners, and create the state."""
         first = layers[0]
         for found in layers[1:]:
             if found != first:
@@ -299,14 +275,10 @@ class ArrayLayerOptimizer(ABC):
         decays = self.weight_decay
         decays = [float(decays)] * len(first) if isinstance(decays, int | float) else [*map(float, decays)]
         if len(decays) != len(first):
-            raise UsageError(
-                f"there are {len(decays)} weight decays for {len(first)} layers; give one for each"
-            )
+            raise UsageError(f"weight_decay must be one for each of {len(first)} layers, got {len(decays)}")
         missing = [layer for layer in sorted(self.excluded) if not 0 <= layer < len(first)]
         if missing:
-            raise UsageError(
-                f"layer {missing[0]} is excluded, and there are {len(first)}; name those that exist"
-            )
+            raise UsageError(f"excluded layers must be from 0 to {len(first) - 1}, got {missing[0]}")
         lines = [(math.prod(shape), working_dtype(dtype)) for shape, dtype in first]
         kept = self._kept or [
             [{name: np.zeros(size, dtype) for name in self.names} for size, dtype in lines] for _ in layers
@@ -321,7 +293,7 @@ class ArrayLayerOptimizer(ABC):
         self._rated, self._parallel = rated, parallel
 
     def _alone(self, weights: Sequence[Array], gradients: Sequence[Array]) -> None:
-        """Each layer is measured and moved at once."""
+        """Measure and move one layer after another."""
         rated = frozenset(self._rated)
         for layer in range(len(weights)):
             one = self._layer(0, (weights, gradients), layer)
@@ -330,7 +302,7 @@ class ArrayLayerOptimizer(ABC):
             self._finish(one, update, rate, weights[layer])
 
     def _together(self, replicas: list[Replica], parallel: ParallelRates) -> None:
-        """Owners keep the updates of their layers until the rates are there; others compute them as they move."""
+        """Move all layers; owners keep their updates until the rates arrive, others compute them as they move."""
         comm = parallel.communicator
         updates: list[dict[int, Array]] = [{} for _ in replicas]
         rates: list[list[float]] = [[] for _ in replicas]
@@ -349,7 +321,7 @@ class ArrayLayerOptimizer(ABC):
                 self._finish(one, update, rate_of.get(layer, 1.0), weights)
 
     def _layer(self, number: int, replica: Replica, layer: int) -> LayerLines:
-        """A layer of one of this process's ranks."""
+        """Return a layer of one of this process's ranks."""
         weights, gradients = replica
         kept = self._kept[number][layer]
         dtype = kept[self.names[0]].dtype
@@ -361,7 +333,7 @@ class ArrayLayerOptimizer(ABC):
         )
 
     def _finish(self, layer: LayerLines, update: Array, rate: float, weights: Array) -> None:
-        """Move a layer, and round it to what the caller's weights are."""
+        """Move a layer, and round it to the dtype of the caller's weights."""
         # a float of Python's: one of numpy would widen the arithmetic of float32 layers
         self._move(layer, update, rate * float(self.learning_rate))
         if weights.dtype != layer.weights.dtype:
@@ -371,17 +343,8 @@ class ArrayLayerOptimizer(ABC):
 class Lars(ArrayLayerOptimizer):
     """Moves each layer by a rate of `lars_rate`.
 
-    Parameters
-    ----------
-    learning_rate, weight_decay, excluded, communicator
-        As in `ArrayLayerOptimizer`.
-    momentum : float
-    coefficient : float
-        How far a layer trusts its gradient.
-
-    Examples
-    --------
-    The rate is 0.01 x 5 / 0.5 = 0.1.
+    Parameters are those of `ArrayLayerOptimizer`, and ``coefficient``, the trust in a layer's gradient. Here the rate
+    is 0.01 x 5 / 0.5 = 0.1:
 
     >>> weights, gradient = np.array([3.0, 4.0]), np.array([0.3, 0.4])
     >>> Lars(2.0, momentum=0.9, coefficient=0.01).step([weights], [gradient])
@@ -408,9 +371,9 @@ class Lars(ArrayLayerOptimizer):
             communicator=communicator,
         )
         if not 0 <= momentum < 1:
-            raise UsageError(f"a momentum of {momentum} is not in [0, 1); give for example 0.9")
+            raise UsageError(f"momentum must be in [0, 1), got {momentum}; give for example 0.9")
         if not coefficient > 0:
-            raise UsageError(f"a coefficient of {coefficient} moves nothing; give for example 0.001")
+            raise UsageError(f"coefficient must be above 0, got {coefficient}; give for example 0.001")
         self.momentum = float(momentum)
         self.coefficient = float(coefficient)
 
@@ -436,19 +399,9 @@ class Lars(ArrayLayerOptimizer):
 class Lamb(ArrayLayerOptimizer):
     """Moves each layer by a rate of `lamb_rate`.
 
-    Owners keep the updates of their layers until the rates are gathered: memory for a share of the weights.
-
-    Parameters
-    ----------
-    learning_rate, weight_decay, excluded, communicator
-        As in `ArrayLayerOptimizer`.
-    betas : (float, float)
-        b1 and b2.
-    epsilon : float
-
-    Examples
-    --------
-    The first direction of Adam is (1, 1), of length sqrt(2), and the rate is 5 / sqrt(2).
+    Owners keep the updates of their layers until the rates are gathered: memory for a share of the weights. Parameters
+    are those of `ArrayLayerOptimizer`, and ``betas``, b1 and b2. Here the first direction of Adam is (1, 1), of length
+    sqrt(2), and the rate is 5 / sqrt(2):
 
     >>> weights, gradient = np.array([3.0, 4.0]), np.array([0.3, 0.4])
     >>> Lamb(0.1, epsilon=1e-12).step([weights], [gradient])
@@ -476,9 +429,9 @@ class Lamb(ArrayLayerOptimizer):
         )
         for beta in betas:
             if not 0 <= beta < 1:
-                raise UsageError(f"a beta of {beta} is not in [0, 1); give for example 0.9 and 0.999")
+                raise UsageError(f"betas must be in [0, 1), got {beta}; give for example 0.9 and 0.999")
         if not epsilon > 0:
-            raise UsageError(f"an epsilon of {epsilon} divides by zero; give for example 1e-6")
+            raise UsageError(f"epsilon must be above 0, got {epsilon}; give for example 1e-6")
         self.betas = (float(betas[0]), float(betas[1]))
         self.epsilon = float(epsilon)
 
@@ -513,6 +466,6 @@ class Lamb(ArrayLayerOptimizer):
 
 
 def _blocks(*lines: Array) -> Iterator[tuple[Array, ...]]:
-    """Lines of one length, piece by piece."""
+    """Yield lines of one length, block by block."""
     for start in range(0, lines[0].size, BLOCK):
         yield tuple(line[start : start + BLOCK] for line in lines)

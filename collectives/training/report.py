@@ -1,11 +1,11 @@
 """Record a training job's gradient exchanges, and report them: a line at the start, a table, a timeline.
 
-Times are seconds on this process's clock, from the making of the recorder on. A step lasts from the end of the one
-before to its own end; an exchange lasts from the call that starts it to its completion; a wait is the part in which
-the training loop stood still for it.
+Times are seconds on this process's clock since the recorder was made. A step lasts from the end of the previous one to
+its own end; an exchange lasts from the call that starts it to its completion; a wait is the time in which the training
+loop is blocked by it.
 
-Effective bandwidth is the gradient's bytes over the time of its exchange, waiting in line included, beside the bound
-that no plan on this machine exceeds.
+Effective bandwidth is the gradient's bytes over the time of its exchange, queueing included, beside the bound that no
+plan on this machine exceeds.
 """
 
 from __future__ import annotations
@@ -37,20 +37,9 @@ if TYPE_CHECKING:
 class ExchangeRecord:
     """One gradient exchange.
 
-    Parameters
-    ----------
-    step : int
-    key : str
-        Of the bucket.
-    nbytes : int
-        Of the gradient.
-    density : float
-        Share of its elements that was exchanged: 1 where it was dense.
-    how : str
-        Schedule of the plan, or the sparse exchange.
-    bound : float
-        GB/s of algorithm bandwidth that no plan exceeds; infinite where nothing is known.
-    started, ended : float
+    `nbytes` are those of the gradient; `density` is the share of its elements that was exchanged, 1 if dense; `how` is
+    the schedule of the plan, or the sparse exchange; `bound` is in GB/s of algorithm bandwidth, infinite if unknown;
+    times are in seconds.
     """
 
     step: int
@@ -64,21 +53,13 @@ class ExchangeRecord:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.ended - self.started
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of training.
-
-    Parameters
-    ----------
-    step : int
-    started, ended : float
-    waited : float
-        Seconds in which the loop stood still for exchanges.
-    """
+    """One step of training; `waited` are the seconds in which exchanges blocked the loop."""
 
     step: int
     started: float
@@ -88,21 +69,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRecord:
-    """From one exchange to the next other ranks took part. Ranks are numbered as in the first plan.
+    """A change of the membership from one exchange to the next, by original ranks.
 
-    Parameters
-    ----------
-    step : int
-    key : str
-        Of the bucket from which on it were others.
-    before, after : tuple of int
-        The ranks whose gradients were averaged.
-    repeated : tuple of str
-        The buckets that this rank exchanged again.
-    kept : float or None
-        Norm of what this rank had kept of gradients at the end of the step; None where ranks keep nothing.
-    notes : tuple of str
-        What the communicator planned anew.
+    `key` is the first bucket with the new membership; `repeated` are the buckets that this rank exchanged again; `kept`
+    is the norm of this rank's residuals at the end of the step, None without residuals; `notes` say what the
+    communicator planned anew.
     """
 
     step: int
@@ -115,49 +86,34 @@ class ChangeRecord:
 
     @property
     def without(self) -> tuple[int, ...]:
-        """Who was there before only."""
+        """Ranks that left."""
         return tuple(rank for rank in self.before if rank not in self.after)
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """Who was not there before."""
+        """Ranks that joined."""
         return tuple(rank for rank in self.after if rank not in self.before)
 
     def __str__(self) -> str:
         lost, joined = self.without, self.joined
         parts = [f"without rank {', '.join(map(str, lost))}"] if lost else []
         parts += [f"with rank {', '.join(map(str, joined))}"] if joined else []
-        told = f"step {self.step}, from {self.key} on: {' and '.join(parts)}, {len(self.after)} ranks"
+        text = f"step {self.step}, from {self.key} on: {' and '.join(parts)}, {len(self.after)} ranks"
         if self.repeated:
-            told += f"; exchanged again: {', '.join(self.repeated)}"
+            text += f"; exchanged again: {', '.join(self.repeated)}"
         if lost and self.kept is not None:
-            told += (
-                f"; what {len(lost)} rank{'s' * (len(lost) > 1)} had kept is lost (how much is not known, "
-                f"this rank keeps a norm of {self.kept:.3g})"
+            text += (
+                f"; residuals of {len(lost)} rank{'s' * (len(lost) > 1)} are lost (their norm is not known, "
+                f"that of this rank is {self.kept:.3g})"
             )
-        return told
+        return text
 
 
 class Recorder:
-    """Collects records; the last ones are kept.
+    """Collects the last `most` records of exchanges and of steps.
 
-    Parameters
-    ----------
-    name : str
-        What the exchanges belong to.
-    ranks : int
-    most : int
-        Exchanges and steps that are kept.
+    `step` counts steps; `among` are the original ranks of the last exchange (`gave`).
 
-    Attributes
-    ----------
-    step : int
-        Steps so far.
-    among : tuple of int
-        The ranks that took part in the last exchange of which `gave` was told, as numbered in the first plan.
-
-    Examples
-    --------
     >>> recorder = Recorder("demo", ranks=2)
     >>> started = recorder.now()
     >>> recorder.add("bucket 0", 4096, started, density=1.0, how="trees", bound=50.0)
@@ -184,7 +140,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Seconds since the recorder was made."""
+        """Return the seconds since the recorder was made."""
         return time.perf_counter() - self._zero
 
     def add(
@@ -198,7 +154,7 @@ class Recorder:
         bound: float,
         step: int | None = None,
     ) -> None:
-        """An exchange has just ended; of the current step unless told otherwise. Any thread may say so."""
+        """Record an exchange that has just ended, of the current step by default; any thread may call it."""
         record = ExchangeRecord(
             self.step if step is None else step, key, nbytes, density, how, bound, started, self.now()
         )
@@ -207,7 +163,7 @@ class Recorder:
             del self._exchanges[: -self._most]
 
     def gave(self, key: str, among: tuple[int, ...], *, repeated: bool, step: int | None = None) -> None:
-        """Whose gradients an exchange has averaged (`Handle.among`); said in the order of the exchanges."""
+        """Note the ranks whose gradients an exchange averaged (`Handle.among`), in the order of the exchanges."""
         if not among:
             return
         if self.among and among != self.among:
@@ -218,7 +174,7 @@ class Recorder:
         self.among, self.ranks = among, len(among)
 
     def explain_changes(self, kept: float | None, notes: tuple[str, ...]) -> None:
-        """Say of the changes that were not explained yet what this rank has kept and what was planned."""
+        """Add the norm of residuals and notes to the changes that have none yet."""
         for place in range(self._explained, len(self._changes)):
             last = place == len(self._changes) - 1
             self._changes[place] = replace(self._changes[place], kept=kept, notes=notes if last else ())
@@ -226,7 +182,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The loop stands still inside."""
+        """Count the time inside as a wait."""
         started = self.now()
         try:
             yield
@@ -234,7 +190,7 @@ class Recorder:
             self._waited += self.now() - started
 
     def end_step(self) -> None:
-        """The step is over; the next one begins."""
+        """End the step, and begin the next one."""
         now = self.now()
         with self._lock:
             self._steps.append(StepRecord(self.step, self._step_started, now, self._waited))
@@ -244,16 +200,16 @@ class Recorder:
         self._waited = 0.0
 
     def exchanges(self) -> list[ExchangeRecord]:
-        """In the order in which they ended."""
+        """Return the exchanges in the order in which they ended."""
         with self._lock:
             return list(self._exchanges)
 
     def changes(self) -> list[ChangeRecord]:
-        """In order; all of them are kept."""
+        """Return all changes in order."""
         return list(self._changes)
 
     def steps(self) -> list[StepRecord]:
-        """In order."""
+        """Return the steps in order."""
         with self._lock:
             return [replace(one) for one in self._steps]
 
@@ -266,7 +222,7 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def register_recorder(recorder: Recorder) -> Recorder:
-    """Let `report` speak of a recorder for as long as it lives."""
+    """Let `report` find a recorder as long as it lives."""
     _recorders.add(recorder)
     return recorder
 
@@ -275,19 +231,8 @@ def register_recorder(recorder: Recorder) -> Recorder:
 class BucketRow:
     """The exchanges of one bucket.
 
-    Parameters
-    ----------
-    key : str
-    nbytes : int
-        Of its gradient, in the last step.
-    how : str
-        Schedule of the plan, or the sparse exchange, in the last step.
-    density : float
-    exchanges : int
-    seconds : float
-        Median.
-    bandwidth, bound : float
-        GB/s; the bound is infinite where nothing is known.
+    `nbytes`, `how` and `density` are those of the last step; `seconds` is the median; `bandwidth` and `bound` are in
+    GB/s, the bound infinite if unknown.
     """
 
     key: str
@@ -302,24 +247,10 @@ class BucketRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the exchanges of one hook or synchroniser did.
+    """Summary of the exchanges of one hook or synchronizer.
 
-    Parameters
-    ----------
-    name : str
-    ranks : int
-    steps : int
-    seconds : float
-        Of the median step.
-    exchanging, waiting : float
-        Seconds of the median step in which any exchange ran, and in which the loop stood still for one.
-    nbytes : int
-        Of all gradients that were exchanged.
-    buckets : tuple of BucketRow
-    exchanges : tuple of ExchangeRecord
-    step_records : tuple of StepRecord
-    changes : tuple of ChangeRecord
-        Where other ranks took part than before.
+    `seconds`, `exchanging` and `waiting` are those of the median step: all of it, while any exchange ran, and while one
+    blocked the loop. `nbytes` are those of all exchanged gradients.
     """
 
     name: str
@@ -371,29 +302,28 @@ class Report:
     def predicted(
         self, mode: object = None, straggler: Straggler | None = None, *, held: float | None = None
     ) -> float:
-        """Steps a second of the slowest rank by the clock model, if all ranks compute as long as this one.
+        """Return the steps a second of the slowest rank by the clock model, if all ranks compute as long as this one.
 
-        A step computes for the median of what it does not wait, and an exchange holds up the loop for the median of
-        what it did. Beside the measured rate it tells what the mode makes of a straggler that is late in fewer steps
-        than half.
+        A step computes for the median of its time without waits, and an exchange blocks the loop for the median of its
+        wait. Compared with the measured rate it shows the effect of the mode on a straggler that is late in fewer than
+        half of the steps.
 
         Parameters
         ----------
         mode : BSP, SSP, ASP, LocalSGD, str or None
-            As `collectives.training.modes.mode_of` takes it.
+            As in `collectives.training.modes.mode_of`.
         straggler : Straggler, optional
-            A rank that is late.
         held : float, optional
-            Seconds that its factor multiplies; those of a step's computing by default.
+            Seconds that the straggler's factor multiplies; those of a step's computing by default.
 
         Raises
         ------
         UsageError
-            No mode, or no step has ended.
+            The mode is unknown, or no step has ended.
         """
         found = mode_of(mode)
         if not self.step_records:
-            raise UsageError("no step has ended, so none can be predicted from; train for a step")
+            raise UsageError("predicted() needs a step that has ended; train for a step")
         work = _median_of([step.ended - step.started - step.waited for step in self.step_records])
         send = _median_of([step.waited for step in self.step_records])
         late = straggler or Straggler(rank=0, factor=1.0, first=0, last=0)
@@ -408,15 +338,7 @@ class Report:
         return run_clocks(times, send, staleness=found.bound, every=every).steps_per_second
 
     def plot(self, path: str | Path | None = None, *, last: int = 5) -> Figure:
-        """A picture of the last steps: what ran when, a row for each bucket.
-
-        Parameters
-        ----------
-        path : path, optional
-            Where to save it.
-        last : int
-            Steps.
-        """
+        """Return a timeline of the last steps, a row for each bucket, and save it if a path is given."""
         from topoplan.operate.plot.canvas import save_figure
 
         figure = _timeline(self, last=last)
@@ -426,24 +348,24 @@ class Report:
 
 
 def report(recorder: Recorder | None = None) -> Report:
-    """What the hook or synchroniser of this process has done so far; of several, the one that moved most.
+    """Return the report of a recorder, by default of that of this process which has moved most bytes.
 
-    Where nothing has been exchanged yet the report is an empty one, and says so; it is no error, since a job that has
-    finished had better not end with one.
+    Without exchanges the report is empty, and its text says so; that is not an error, since a job that has finished
+    should not end with one.
 
     Examples
     --------
     >>> recorder = Recorder("demo", ranks=2)
     >>> recorder.add("bucket 0", 4096, recorder.now(), density=1.0, how="trees", bound=50.0)
     >>> recorder.end_step()
-    >>> told = report(recorder)
-    >>> told.steps, told.nbytes, told.buckets[0].how
+    >>> found = report(recorder)
+    >>> found.steps, found.nbytes, found.buckets[0].how
     (1, 4096, 'trees')
     """
     chosen = recorder
     if chosen is None:
-        watched = sorted(_recorders, key=lambda one: (-sum(r.nbytes for r in one.exchanges()), one.name))
-        chosen = watched[0] if watched else None
+        known = sorted(_recorders, key=lambda one: (-sum(r.nbytes for r in one.exchanges()), one.name))
+        chosen = known[0] if known else None
     if chosen is None:
         chosen = Recorder("this process", ranks=0)
     exchanges, steps = chosen.exchanges(), chosen.steps()
@@ -481,7 +403,7 @@ def _bucket_row(key: str, records: Sequence[ExchangeRecord]) -> BucketRow:
 
 
 def _busy(records: Sequence[ExchangeRecord]) -> float:
-    """Seconds in which at least one of them ran."""
+    """Return the seconds in which at least one exchange ran."""
     total, until = 0.0, -math.inf
     for one in sorted(records, key=lambda each: each.started):
         total += max(0.0, one.ended - max(one.started, until))
@@ -494,7 +416,7 @@ def _median_of(values: Sequence[float]) -> float:
 
 
 def _timeline(report: Report, *, last: int) -> Figure:
-    """The last steps of a report; a row for each bucket, in ms from the first of these steps on."""
+    """Return a figure of the last steps, in ms since the first of them."""
     from topoplan.operate.plot.canvas import new_figure
 
     steps = report.step_records[-last:]
@@ -531,14 +453,12 @@ def _timeline(report: Report, *, last: int) -> Figure:
 
 
 def start_line(communicator: Communicator, how: ExchangeSettings) -> str:
-    """What a person wants to know of a job's exchanges.
+    """Return one line on plan, rate and bound of a job's exchanges.
 
-    Examples
-    --------
     >>> import topoplan
     >>> with Communicator(topoplan.plan(topoplan.load("dgx-2"))) as comm:
-    ...     told = start_line(comm, ExchangeSettings())
-    >>> told.split(": ")[1]
+    ...     line = start_line(comm, ExchangeSettings())
+    >>> line.split(": ")[1]
     'one-hop of dgx-2 (16 of height 1), 80 GB/s of at most 80, chunks of 256KB'
     """
     plan = communicator.plan
@@ -555,6 +475,6 @@ def start_line(communicator: Communicator, how: ExchangeSettings) -> str:
 
 
 def log_start(communicator: Communicator, how: ExchangeSettings) -> None:
-    """Log it, on rank 0, at level INFO of the logger ``collectives``."""
+    """Log `start_line` on rank 0, at level INFO of the logger ``collectives``."""
     if 0 in communicator.ranks:
         LOGGER.info(start_line(communicator, how))

@@ -9,7 +9,7 @@ With u = 2**-53, a sum of n squares is off by at most (n / 256 + 512) u of itsel
 1e-9 for 2**31 elements. Squares of float64 numbers beyond 1e154 overflow.
 
 Owners (S. Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys 2021,
-section 3.3) hand out one float64 for each layer. Layers go longest first to the rank with least to do (R. L. Graham,
+section 3.3) send one float64 for each layer. Layers go longest first to the rank with the least load (R. L. Graham,
 "Bounds on Multiprocessing Timing Anomalies", SIAM Journal on Applied Mathematics 17(2), 1969): the busiest of m ranks
 has at most 4/3 - 1/(3m) times the best. Lower bounds: the mean, the costliest layer, two layers that share a rank.
 """
@@ -36,22 +36,12 @@ from topoplan.errors import UsageError
 Rates = NDArray[np.float64]
 
 CALL = 10_000
-"""Elements that take as long as what comes with each layer, whatever its size: the calls."""
+"""Cost of the calls for each layer, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Owners of layers, with what shows how good they are.
-
-    Parameters
-    ----------
-    owners : tuple of int
-        The rank of each layer.
-    loads : tuple of int
-        Sum of the costs of each rank's layers.
-    lower_bound : int
-        No assignment has a smaller makespan.
-    """
+    """Owners of layers: the rank of each layer, the cost of each rank, and a lower bound of any makespan."""
 
     owners: tuple[int, ...]
     loads: tuple[int, ...]
@@ -64,38 +54,20 @@ class Assignment:
 
     @property
     def guarantee(self) -> Fraction:
-        """The makespan is at most this many times the smallest one that is possible: 4/3 - 1/(3m)."""
+        """The makespan is at most this many times the smallest possible one: 4/3 - 1/(3m)."""
         return Fraction(4, 3) - Fraction(1, 3 * len(self.loads))
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """The layers of a rank, ascending."""
+        """Return the layers of a rank, ascending."""
         return tuple(layer for layer, owner in enumerate(self.owners) if owner == rank)
 
 
 def assign_layers(costs: Sequence[int], ranks: int) -> Assignment:
-    """Share layers out among ranks, longest first.
+    """Assign layers to ranks, longest first, in O(n log n + n log m) for n layers and m ranks.
 
-    Of equally costly layers the earlier one comes first, of equally busy ranks the lower one is chosen.
-
-    Parameters
-    ----------
-    costs : sequence of int
-        Of each layer: its elements, or whatever its work is proportional to; zero or more.
-    ranks : int
-
-    Returns
-    -------
-    Assignment
-        In O(n log n + n log m) for n layers and m ranks.
-
-    Raises
-    ------
-    UsageError
-        A cost is negative, or there is no rank.
-
-    Examples
-    --------
-    Graham's worst case for two ranks: the best is 6 (3 + 3 and 2 + 2 + 2), and 7/6 of that is the guarantee.
+    Costs are 0 or more, for example the elements of each layer. Of equally costly layers the earlier one comes first,
+    of equally busy ranks the lower one is chosen. Graham's worst case for two ranks: the best is 6 (3 + 3 and 2 + 2 +
+    2), and 7/6 of that is the guarantee.
 
     >>> assignment = assign_layers([3, 3, 2, 2, 2], 2)
     >>> assignment.owners, assignment.loads, assignment.makespan
@@ -104,11 +76,11 @@ def assign_layers(costs: Sequence[int], ranks: int) -> Assignment:
     (6, '7/6')
     """
     if ranks < 1:
-        raise UsageError(f"layers cannot be shared out among {ranks} ranks; give at least 1")
+        raise UsageError(f"ranks must be 1 or more, got {ranks}")
     for layer, cost in enumerate(costs):
         if cost < 0:
             raise UsageError(
-                f"layer {layer} has cost {cost}; costs are zero or more, for example its elements"
+                f"costs must be 0 or more, got {cost} for layer {layer}; give for example its elements"
             )
     longest = sorted(range(len(costs)), key=lambda layer: (-costs[layer], layer))
     owners = [0] * len(costs)
@@ -125,67 +97,42 @@ def assign_layers(costs: Sequence[int], ranks: int) -> Assignment:
 
 @runtime_checkable
 class GradientAveraging(Protocol):
-    """What averages gradients, and has a communicator for it: a `HookState`, a `GradientSynchronizer`."""
+    """Object that averages gradients by a communicator: a `HookState`, a `GradientSynchronizer`."""
 
     @property
     def mode(self) -> Mode:
-        """How far ranks may be apart."""
+        """How asynchronous ranks may be."""
 
     @property
     def communicator(self) -> Communicator | None:
-        """None where gradients are averaged without one."""
+        """None if gradients are averaged without one."""
 
 
 def sharing_communicator(given: Communicator | GradientAveraging | None) -> Communicator | None:
-    """The communicator whose ranks share norms: the given one, or that by which gradients are averaged.
+    """Return the communicator whose ranks share norms: the given one, or that by which gradients are averaged.
 
-    Raises
-    ------
-    UsageError
-        It has no communicator, or its ranks are not in step, so that their parameters and norms differ.
+    Raises `UsageError` without one, or for a mode in which parameters and norms differ between ranks.
     """
     if given is None or isinstance(given, Communicator):
         return given
     if not isinstance(given, GradientAveraging):
         raise UsageError(
-            f"a {type(given).__name__} has no ranks that share norms; give a Communicator, a HookState or a "
-            "GradientSynchronizer, or leave communicator out"
+            f"communicator must be a Communicator, a HookState or a GradientSynchronizer, got a "
+            f"{type(given).__name__}; leave it out for a rank that computes all norms"
         )
     if not isinstance(given.mode, BSP):
         raise UsageError(
-            f"ranks in mode {given.mode} have parameters of their own, and so have their norms; leave communicator out"
+            f"ranks in mode {given.mode} have parameters and norms of their own; leave communicator out"
         )
     return given.communicator
 
 
 class ParallelRates:
-    """Gathers what owners have computed for their layers.
+    """Gathers the rates that owners have computed for their layers.
 
-    All ranks make it together, and compare what they mean before anything else moves.
+    All ranks make it together, and compare `sizes`, the elements of each layer, and `about`, a text of other settings,
+    before anything moves. `assignment` balances elements and calls.
 
-    Parameters
-    ----------
-    communicator : Communicator
-        Of any back end.
-    sizes : sequence of int
-        Elements of each layer.
-    about : str
-        Whatever else must be the same on all ranks, such as the settings of an optimiser.
-
-    Attributes
-    ----------
-    assignment : Assignment
-        Owners, balanced by elements and calls.
-
-    Raises
-    ------
-    UsageError
-        The ranks differ in layers or in ``about``; on every rank, with the names of two.
-    BackendError
-        Another rank failed.
-
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=(0, 1))
     >>> with Communicator(plan) as comm:
@@ -207,33 +154,19 @@ class ParallelRates:
             self._places[list(layers)] = rank * self._width + np.arange(len(layers))
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """The layers whose rates a rank computes, ascending."""
+        """Return the layers whose rates a rank computes, ascending."""
         return self.assignment.owned(rank)
 
     def gather(self, rates: Any) -> Any:
-        """Make the rates of all layers known to all ranks.
+        """Return the rates of all layers, a float64 array with the same bits on all ranks; NaN passes.
 
-        Parameters
-        ----------
-        rates : sequence of float, or with several ranks in this process a list of one for each
-            Of the layers that the rank owns, in the order of `owned`.
-
-        Returns
-        -------
-        (layers,) float64 array, or a list of one for each rank of this process
-            Bit-identical on all ranks; NaN goes through.
-
-        Raises
-        ------
-        UsageError
-            There are more or fewer rates than layers, or one is negative.
-        BackendError
-            Another rank failed, or gathers something else.
+        `rates` are those of the layers that the rank owns, in the order of `owned`; with several ranks in this process
+        a list for each, and so is the result.
         """
         comm = self.communicator
         listed = [rates] if comm.one_rank else rates
         if len(listed) != len(comm.ranks):
-            raise UsageError(f"{len(listed)} lists of rates are not one for each of {len(comm.ranks)} ranks")
+            raise UsageError(f"rates must be a list for each of {len(comm.ranks)} ranks, got {len(listed)}")
         rows = [self._row(rank, own) for rank, own in zip(comm.ranks, listed, strict=True)]
         if not self._width:
             whole = [np.empty(0) for _ in rows]
@@ -242,77 +175,65 @@ class ParallelRates:
         return whole[0] if comm.one_rank else whole
 
     def _row(self, rank: int, rates: Sequence[float]) -> Rates:
-        """A rank's rates, and zeros behind them where others own more layers."""
+        """Return a rank's rates, padded with zeros to the length of the longest row."""
         layers = self.owned(rank)
         if len(rates) != len(layers):
             raise UsageError(
-                f"rank {rank} has {len(rates)} rates for {len(layers)} layers; give one for each"
+                f"rank {rank} must give a rate for each of {len(layers)} layers, got {len(rates)}"
             )
         row = np.zeros(self._width)
         row[: len(layers)] = rates
         if (row < 0).any():
             wrong = int(np.argmax(row < 0))
-            raise UsageError(
-                f"layer {layers[wrong]} has rate {row[wrong]}, which would climb; rates are zero or more"
-            )
+            raise UsageError(f"rates must be 0 or more, got {row[wrong]} for layer {layers[wrong]}")
         return row
 
     def _agree(self, sizes: Sequence[int], about: str) -> None:
         """Compare layers and settings with all ranks."""
         comm = self.communicator
         digest = hashlib.sha256(f"{list(sizes)} {about}".encode()).hexdigest()
-        told = [json.loads(text) for text in comm.gather_texts(json.dumps([len(sizes), sum(sizes), digest]))]
+        layouts = [
+            json.loads(text) for text in comm.gather_texts(json.dumps([len(sizes), sum(sizes), digest]))
+        ]
         for rank in range(1, comm.size):
-            if told[rank] != told[0]:
-                layers, elements = (f"{told[rank][i]} instead of {told[0][i]}" for i in (0, 1))
+            if layouts[rank] != layouts[0]:
+                layers, elements = (f"{layouts[rank][i]} instead of {layouts[0][i]}" for i in (0, 1))
                 raise UsageError(
-                    f"rank {rank} and rank 0 do not mean the same layers: {layers} layers, {elements} elements, "
+                    f"rank {rank} and rank 0 differ: {layers} layers, {elements} elements, "
                     "or other sizes or settings; give all ranks the same"
                 )
 
 
 def _gathered(comm: Communicator, rows: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Rows of all ranks one after another, for each rank of this process."""
+    """Return the rows of all ranks one after another, for each rank of this process."""
     given = [comm.arrays.of(row) for row in rows]
     results = [comm.all_gather(given[0])] if comm.one_rank else comm.all_gather(given)
     return [comm.arrays.values(result) for result in results]
 
 
 def _lower_bound(costs: Sequence[int], ranks: int) -> int:
-    """Of the makespan, from costs in descending order: of the ranks + 1 costliest layers two share a rank."""
+    """Return a lower bound of the makespan, from costs in descending order.
+
+    Two of the ranks + 1 costliest layers share a rank.
+    """
     mean = -(-sum(costs) // ranks)
     two = costs[ranks - 1] + costs[ranks] if len(costs) > ranks else 0
     return max(mean, two, *costs[:1])
 
 
 LANES = 256
-"""Sums that are added to in turn: enough of them for the widest vector registers, few enough for the nearest cache."""
+"""Partial sums: enough for the widest vector registers, few enough for the nearest cache."""
 
 
 def lars_rate(
     weight_norm: float, gradient_norm: float, *, coefficient: float = 0.001, weight_decay: float = 0.0
 ) -> float:
-    """The rate of a layer by LARS: ``coefficient |w| / (|g| + weight_decay |w|)``.
+    """Return the rate of a layer by LARS: ``coefficient |w| / (|g| + weight_decay |w|)``; 1 if a norm is 0.
 
-    Parameters
-    ----------
-    weight_norm, gradient_norm : float
-        Of the layer's weights w and of its gradient g.
-    coefficient : float
-        How far a layer trusts its gradient: eta in the paper.
-    weight_decay : float
-        beta in the paper.
+    `coefficient` is eta in the paper, the trust in a layer's gradient, and `weight_decay` is beta. The rate multiplies
+    the learning rate of all layers.
 
-    Returns
-    -------
-    float
-        To be multiplied with the learning rate of all layers.
-
-    Examples
-    --------
     >>> lars_rate(10.0, 4.0, coefficient=0.5, weight_decay=0.1)
-    1.0
-    >>> lars_rate(0.0, 4.0)
     1.0
     """
     if weight_norm == 0 or gradient_norm == 0:
@@ -321,20 +242,10 @@ def lars_rate(
 
 
 def lamb_rate(weight_norm: float, update_norm: float) -> float:
-    """The rate of a layer by LAMB: ``|w| / |u|``.
+    """Return the rate of a layer by LAMB: ``|w| / |u|``; 1 if a norm is 0.
 
-    Parameters
-    ----------
-    weight_norm, update_norm : float
-        Of the layer's weights w and of its update u: Adam's direction and the weight decay.
+    The update u is Adam's direction and the weight decay. The rate multiplies the learning rate of all layers.
 
-    Returns
-    -------
-    float
-        To be multiplied with the learning rate of all layers.
-
-    Examples
-    --------
     >>> lamb_rate(3.0, 4.0), lamb_rate(3.0, 0.0)
     (0.75, 1.0)
     """
@@ -344,25 +255,8 @@ def lamb_rate(weight_norm: float, update_norm: float) -> float:
 
 
 def norm(array: NDArray[Any]) -> float:
-    """The Euclidean length of an array.
+    """Return the Euclidean norm of a float16, float32 or float64 array; 0 if empty, NaN if it holds NaN.
 
-    Parameters
-    ----------
-    array : float16, float32 or float64 array of any shape
-        Contiguous, or it is copied.
-
-    Returns
-    -------
-    float
-        0 of an empty one, NaN where it holds NaN.
-
-    Raises
-    ------
-    UsageError
-        It has another dtype.
-
-    Examples
-    --------
     >>> norm(np.array([[3, 0], [0, 4]], np.float16))
     5.0
     """
@@ -376,7 +270,7 @@ def norm(array: NDArray[Any]) -> float:
 
 @compiled
 def _sum_of_squares(line: NDArray[Any]) -> Any:
-    """Of a float32 or float64 line."""
+    """Return the sum of squares of a float32 or float64 line."""
     sums = np.zeros(LANES)
     whole = line.size - line.size % LANES
     for start in range(0, whole, LANES):

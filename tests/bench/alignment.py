@@ -76,7 +76,7 @@ def nccl_crossings(
     receives: dict[int, ProgramMessage] = {}
     for one in memory_of(plan, table.count):
         made = program_of(table, one, itemsize, step_bytes=STEP_BYTES, by_tree=by_tree)
-        for step in (step for lane in made.lanes for step in lane.steps):
+        for step in (step for stream in made.streams for step in stream.steps):
             sends.update((message.row, message) for message in step.sends)
             receives.update((message.row, message) for message in step.receives)
     return [

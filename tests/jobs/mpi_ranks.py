@@ -163,7 +163,7 @@ def _after_failure(backend: MpiBackend, rank: int) -> None:
     try:
         backend.largest(1.0) if rank == 1 else comm.all_reduce(np.ones(2))
     except BackendError:
-        comm._open()._meets(BackendError("as a collective would"))
+        comm._open()._note_failure(BackendError("as a collective would"))
         comm.all_reduce(np.ones(2))
 
 

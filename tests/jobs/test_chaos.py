@@ -63,13 +63,13 @@ chaos_rank.zlib = type("Other", (), {"crc32": staticmethod(lambda data: crc(data
 
 SLEEP = """
 import time
-work = chaos_rank._RankLoop._work
+work = chaos_rank._RankLoop._run_round
 def late(self):
     if self._round > 2 and {who}:
         time.sleep(30)
     return work(self)
-chaos_rank._RankLoop._work = late
-chaos_run.HANG_SECONDS, chaos_run.HANG_TIMEOUTS = {patience}
+chaos_rank._RankLoop._run_round = late
+chaos_run.HANG_SECONDS, chaos_run.HANG_TIMEOUTS = {limits}
 """
 
 
@@ -142,13 +142,13 @@ def test_results_of_other_bits_are_found() -> None:
 
 @pytest.mark.thorough
 def test_a_rank_that_is_left_out_though_nobody_has_hurt_it_is_found() -> None:
-    told = run_wrong(SLEEP.format(who="self._rank == 2", patience="(15.0, 8)"))
-    assert "went on without rank 2, which nobody has hurt" in told
+    told = run_wrong(SLEEP.format(who="self._rank == 2", limits="(15.0, 8)"))
+    assert "excluded rank 2, which had no fault" in told
 
 
 @pytest.mark.thorough
 def test_ranks_that_hang_are_named_with_their_stacks() -> None:
-    told = run_wrong(SLEEP.format(who="True", patience="(1.0, 0)"))
+    told = run_wrong(SLEEP.format(who="True", limits="(1.0, 0)"))
     assert "seed 9, job 1" in told
     assert "rank 0 hangs" in told
     assert "in late" in told
@@ -158,9 +158,9 @@ def test_ranks_that_hang_are_named_with_their_stacks() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--chaos", "0", "--backend", "tcp"], "'0' is no number of seconds above zero"),
-        (["--chaos", "5"], "loopback has none, use --backend shared, tcp or mpi"),
-        (["--chaos", "5", "--backend", "shared", "--rivals"], "--rivals is not for --chaos"),
+        (["--chaos", "0", "--backend", "tcp"], "must be a number of seconds above zero, such as 60, got '0'"),
+        (["--chaos", "5"], "loopback is not one, use --backend shared, tcp or mpi"),
+        (["--chaos", "5", "--backend", "shared", "--rivals"], "--rivals does not go with --chaos"),
         (["--chaos", "5", "--backend", "shared", "--csv", "--json"], "--json and --csv are two forms"),
         (["--seed", "5"], "--seed is for --chaos"),
     ],
@@ -180,7 +180,7 @@ def test_two_ranks_are_too_few_and_ranks_are_started_here(
     few = tmp_path / "plan.json"
     few.write_text(topoplan.plan("dgx-1v", gpus=[0, 1]).to_json())
     assert main(["bench", str(few), "--chaos", "5", "--backend", "tcp"]) == 2
-    assert "takes ranks until two are left, and the plan has 2 ranks" in capsys.readouterr().err
+    assert "kills ranks until two survive, and the plan has 2 ranks" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     assert main(["bench", str(plan_path), "--chaos", "5", "--backend", "tcp"]) == 2
     assert "--chaos starts its ranks by itself" in capsys.readouterr().err

@@ -289,8 +289,8 @@ def back_from_sleep(rank: int, meeting: str) -> tuple[str, list[float]]:
 def test_a_rank_that_was_stopped_and_comes_back_is_refused_by_its_epoch(tmp_path: Path) -> None:
     """The others wait for each other, who notice later, longer than for the one that was reported."""
     told = in_processes(3, back_from_sleep, str(tmp_path))
-    assert "this rank is out since epoch 1" in told[1][0]
-    assert "what it has is of epoch 0, end this process" in told[1][0]
+    assert "this rank is excluded since epoch 1" in told[1][0]
+    assert "its state is of epoch 0, end this process" in told[1][0]
     assert [one[1] for one in (told[0], told[2])] == [[4.0] * 5] * 2
     assert told[0][0].startswith("epoch 1: without rank 1")
 
@@ -302,10 +302,10 @@ def test_a_rank_that_lives_is_left_out_and_hears_of_it() -> None:
             if rank == 2:
                 with pytest.raises(BackendError):
                     comm.all_reduce(np.ones(3))
-                with pytest.raises(BackendError, match="out since epoch 1"):
+                with pytest.raises(BackendError, match="excluded since epoch 1"):
                     comm.shrink()
                 return None
-            with pytest.raises(UsageError, match="cannot go on without itself"):
+            with pytest.raises(UsageError, match="cannot exclude itself"):
                 comm.shrink(without=[rank])
             comm.shrink(without=[2])
             found = comm.all_reduce(np.full(3, rank + 1.0)).tolist()

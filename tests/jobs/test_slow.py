@@ -106,7 +106,7 @@ def test_traffic_leaves_a_link_that_becomes_slow(left: dict[tuple[int, int], flo
     assert {one.wire for one in slow} <= {"gpu0->gpu3", "gpu3->gpu0"}
     assert all(0.02 < one.share < 0.5 for one in slow)
     assert slow
-    assert any(note.startswith("planned anew for that: ") for note in notes)
+    assert any(note.startswith("replanned: ") for note in notes)
     assert rate < PLAN.rate
 
 

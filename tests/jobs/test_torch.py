@@ -215,7 +215,7 @@ def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None
     from collectives.backends.torch.torch_backend import device_of
 
     with pytest.raises(
-        UsageError, match=r"^the process group is for GPUs and torch finds none .*make the group with gloo$"
+        UsageError, match=r"^the process group needs GPUs and torch finds none .*make the group with gloo$"
     ):
         device_of("cuda")
 
@@ -223,8 +223,8 @@ def test_a_group_for_gpus_without_one_is_one_line_that_says_what_to_do() -> None
 @pytest.mark.parametrize(
     ("cuda", "runtime", "message"),
     [
-        (None, None, r'choosing entries on a GPU needs CuPy: pip install "topoplan\[cuda12\]"$'),
-        ("13.0", None, r'choosing entries on a GPU needs CuPy: pip install "topoplan\[cuda13\]"$'),
+        (None, None, r'selecting entries on a GPU needs CuPy: pip install "topoplan\[cuda12\]"$'),
+        ("13.0", None, r'selecting entries on a GPU needs CuPy: pip install "topoplan\[cuda13\]"$'),
         (
             "13.0",
             12090,
@@ -246,7 +246,7 @@ def test_without_the_right_cupy_entries_are_chosen_on_the_host_and_a_warning_say
     else:
         cupy = install(monkeypatch, Machine())
         monkeypatch.setattr(cupy.cuda.runtime, "runtimeGetVersion", lambda: runtime, raising=False)
-    with pytest.warns(UserWarning, match=f"sparse gradients travel from GPU 3 to the host, .*{message}"):
+    with pytest.warns(UserWarning, match=f"sparse gradients are copied from GPU 3 to the host, .*{message}"):
         found = torch_entry_arrays(TorchArrays([torch.device("cpu")]), 3)
     assert type(found) is HostEntryArrays
 
@@ -370,11 +370,11 @@ def test_nccl_is_brought_together_by_one_allreduce_of_all_ranks_before_some_exch
     ended, done = True, Done()
     group: Any = Alone(None)
     wires = NcclMessages(group, torch.device("cpu"), timeout=0.01)
-    wires.meet()
+    wires.connect()
     assert [call for call, _ in group.calls] == ["allreduce of 1"]
     ended = False
     with pytest.raises(LostPeer, match=r"or another one of the group exchanged no data within 0.01 s"):
-        wires.meet()
+        wires.connect()
 
 
 def test_tensors_that_require_grad_are_read_and_written_and_results_are_detached(told: Told) -> None:

@@ -122,9 +122,9 @@ def test_the_state_of_another_rank_or_momentum_is_refused_and_of_another_world_t
         refused = one["restored"]["refused"]
         assert f"the state is that of rank {1 - rank} of 2, and this is rank {rank} of 2" in refused["rank"]
         assert "the state is of 8 ranks, and this job has 2: residuals of " in refused["ranks"]
-        assert "kept with momentum 0.5 and goes on with 0" in refused["momentum"]
+        assert "must be of momentum 0" in refused["momentum"]
         assert refused["one"].startswith(
-            "the state was kept with" if rank else "rank 1: the state was kept with"
+            "the state must be of momentum" if rank else "rank 1: the state must be of momentum"
         )
 
 
@@ -222,7 +222,7 @@ def test_a_hundredth_of_the_gradient_two_thin_matrices_codes_and_what_is_signifi
 def test_where_no_plan_can_travel_all_ranks_say_why_once_and_use_torchs_own_allreduce(four: Told) -> None:
     for one in four:
         (warning,) = one["fallen_back"]["warnings"]
-        assert warning.startswith("gradients are averaged whole by torch's own allreduce: ")
+        assert warning.startswith("dense gradients are averaged by torch's own allreduce: ")
         assert "rank 0: the process group uses cpu:elsewhere; make one with gloo or nccl" in warning
         assert one["fallen_back"]["furthest"] == 0.0
         assert one["fallen_back"]["steps"] == 2
@@ -235,8 +235,8 @@ REFUSED = {
     "none here": "rank 1: this rank was given no plan and others were; give all ranks the same plan",
     "larger machine": "rank 0: dgx-1v has 8 GPUs and the process group 4 ranks; choose 4 GPUs: topoplan.plan(",
     "no file": "rank 0: nowhere.json cannot be read: No such file or directory; give a plan file",
-    "no plan": "rank 0: a int is no plan; make one with topoplan.plan",
-    "a group": "rank 0: a ProcessGroup is no plan; make one with topoplan.plan",
+    "no plan": "rank 0: plan must be a Plan, a plan file or the name of a machine, got int",
+    "a group": "rank 0: plan must be a Plan, a plan file or the name of a machine, got ProcessGroup",
     "other mode": "momentum 0.0, wire None, ASP(), compress None, and rank 0 density None",
     "other density": "rank 2 has density 0.5, exchange auto",
     "sparse here": "rank 1 has density 0.5, exchange auto",
@@ -262,15 +262,15 @@ def test_a_plan_may_be_named_by_its_file_or_its_machine(four: Told) -> None:
 
 
 MISPLACED = {
-    "mode": "mode 'ssp' is no synchronisation mode; give BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: ",
-    "kind of mode": "is no synchronisation mode",
+    "mode": "mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: ",
+    "kind of mode": "mode must be BSP()",
     "density": "density must be above 0 and at most 1, got '0.01'; give for example 0.01",
-    "wire": "wire 'float16' is no format; give for example collectives.wire.WireFormat(values='float16')",
-    "parameters": "a Branches is no list of parameters; give model.parameters()",
-    "named": "a tuple is no parameter; give model.parameters()",
-    "ranks of norms": "a str has no ranks that share norms; give a Communicator, a HookState",
-    "late ranks": "ranks in mode ASP() have parameters of their own",
-    "state": "a ProcessGroup is no state of the hook; write model.register_comm_hook(HookState(), topoplan_hook)",
+    "wire": "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(",
+    "parameters": "parameters must be tensors, got a Branches; give model.parameters()",
+    "named": "parameters must be tensors, got a tuple; give model.parameters()",
+    "ranks of norms": "communicator must be a Communicator, a HookState or a GradientSynchronizer, got a str",
+    "late ranks": "ranks in mode ASP() have parameters and norms of their own",
+    "state": "state must be a HookState, got a ProcessGroup; write model.register_comm_hook(",
 }
 
 
@@ -361,7 +361,7 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compress": "int8"}, "gradients cannot travel as 'int8'; use float16 or bfloat16"),
+        ({"compress": "int8"}, "compress must be float16 or bfloat16, got 'int8'"),
         ({"compress": "float16", "density": 0.1}, "compress is for dense gradients"),
         ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
         ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),

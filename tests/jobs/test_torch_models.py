@@ -87,7 +87,7 @@ MISPLACED = {
     "again": "UsageError: this HookState is registered with this model; make a HookState for each model, once",
     "another": "UsageError: this HookState is registered with another model, whose steps it counts",
     "fsdp": "UsageError: topoplan_hook is for DistributedDataParallel, and FSDP called it; leave register_comm_hook",
-    "python reducer": "UsageError: topoplan_hook needs the buckets of DDP's reducer, and the Python reducer has none",
+    "python reducer": "UsageError: topoplan_hook needs the buckets of DDP's reducer, which the Python reducer does",
 }
 
 

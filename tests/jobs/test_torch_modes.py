@@ -133,7 +133,7 @@ def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_
             modes._end_step()
             other.step()
         assert averager.recorder.step == 4
-        modes._apart.steps = 0
+        modes._drift.steps = 0
         modes.close()
 
 

@@ -186,7 +186,7 @@ def test_the_process_group_lets_nobody_in_and_says_so(tmp_path: Path) -> None:
         dist.all_reduce(torch.ones(3))
         comm: Any = dist.group.WORLD.communicator  # type: ignore[union-attr]
         with pytest.raises(
-            UsageError, match=r"cannot let others in: a process group of torch .* takes none in"
+            UsageError, match=r"cannot admit joining ranks: a process group of torch .* but not admit any"
         ):
             _ = comm.invitation
         with pytest.raises(UsageError, match="cannot grow: a process group of torch"):
@@ -210,17 +210,17 @@ def test_a_model_for_which_ddp_would_ask_a_lost_rank_is_refused(tmp_path: Path) 
             refusing.process_group = SimpleNamespace(size=lambda: 2)  # in a group of one nobody else is asked
             with pytest.raises(UsageError, match=text):
                 state.register(refusing)
-        with pytest.raises(UsageError, match="is no DistributedDataParallel"):
+        with pytest.raises(UsageError, match="must be a DistributedDataParallel"):
             state.register(network())  # type: ignore[arg-type]
         model = DistributedDataParallel(network())
-        with pytest.raises(UsageError, match="join meets the other ranks"), state.join(model):
+        with pytest.raises(UsageError, match="join uses DDP's process group"), state.join(model):
             pass
         model.register_comm_hook(state, topoplan_hook)
         with pytest.raises(UsageError, match=r"write state.register\(model\)"):
             loss_of(model, inputs(0, 0)).backward()
-        with pytest.raises(UsageError, match="is for steps that wait for all ranks"):
+        with pytest.raises(UsageError, match="needs mode bsp, whose steps wait for all ranks"):
             HookState(on_failure="shrink", mode="ssp:2")
-        with pytest.raises(UsageError, match="use raise or shrink"):
+        with pytest.raises(UsageError, match="must be raise or shrink"):
             HookState(on_failure="ignore")
         state.close()
     finally:

@@ -63,8 +63,8 @@ def test_what_one_rank_raises_inside_join_the_others_hear(told: Told) -> None:
 
 def test_join_is_for_a_wrapped_model_and_steps_that_wait(told: Told) -> None:
     for one in told:
-        assert "a Branches is no DistributedDataParallel" in one["refused_joins"]["no model"]
-        assert "those of LocalSGD(every=2) do not" in one["refused_joins"]["mode"]
+        assert "model must be a DistributedDataParallel, got a Branches" in one["refused_joins"]["no model"]
+        assert "whose steps wait for all ranks, got LocalSGD(every=2)" in one["refused_joins"]["mode"]
 
 
 @pytest.mark.parametrize("name", ["use", "parameters"])
@@ -102,7 +102,7 @@ def test_what_is_lost_in_other_buckets_is_told_of_once(told: Told, name: str) ->
     """Parameters are known by the order in which buckets bring them, so nothing is mistaken for something else."""
     for one in told:
         (warning,) = one["restored"][name]["other buckets"]
-        assert warning.startswith("buckets are others than when the state was saved")
+        assert warning.startswith("buckets differ from those of the saved state")
         assert "residuals of " in warning
         assert ("warm start" in warning) == (name != "significance")
     assert len({one["restored"][name]["digest"] for one in told}) == 1

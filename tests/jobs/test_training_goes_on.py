@@ -113,8 +113,11 @@ def test_the_example_loses_a_rank_and_gets_it_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--lose", "4@10"], "--lose 4@10 names no rank and step; give for example 2@100"),
-        (["--return", "20"], "nobody is lost that could return; give --lose"),
+        (
+            ["--lose", "4@10"],
+            "--lose must be a rank and a step, such as 2@100 of 2 processes or more, got 4@10",
+        ),
+        (["--return", "20"], "--return needs a lost rank; give --lose"),
         (
             ["--lose", "1@30", "--return", "20"],
             "a rank that is lost in step 30 cannot return in step 20 of 400",

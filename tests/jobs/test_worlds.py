@@ -7,15 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from collectives.peers.control_plane import ControlPlane, StoreControlPlane
 from collectives.peers.rendezvous import Rendezvous
-from topoplan.errors import BackendError
 
 pytestmark = pytest.mark.thorough
 
@@ -55,56 +51,6 @@ def test_what_befalls_one_process_is_told_to_all_others(what: str, message: str)
     for told in processes(what)[:2]:
         assert told.startswith("met\n")
         assert message in told
-
-
-def in_threads(worlds: list[ControlPlane], task: Any) -> list[Any]:
-    """What the task gives or raises for each world."""
-    found: list[Any] = [None] * len(worlds)
-
-    def be(rank: int) -> None:
-        try:
-            found[rank] = task(worlds[rank])
-        except BackendError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=be, args=[rank]) for rank in range(len(worlds))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
-
-
-def test_ranks_meet_in_a_store_of_torch() -> None:
-    distributed = pytest.importorskip("torch.distributed", reason="a store of torch needs torch")
-    first = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    stores = [first, *(distributed.TCPStore("127.0.0.1", first.port, None, False) for _ in range(2))]
-    worlds: list[ControlPlane] = [StoreControlPlane(store, rank, 3) for rank, store in enumerate(stores)]
-    for _ in range(4):
-        said = in_threads(worlds, lambda world: world.gather(b"%d" % world.rank, timeout=10))
-        assert said == [[b"0", b"1", b"2"]] * 3
-
-    def one_of_three_at_something_else(world: ControlPlane) -> Any:
-        return world.largest(2.5, timeout=10) if world.rank != 1 else world.texts("here", timeout=10)
-
-    assert in_threads(worlds, lambda world: world.largest(world.rank / 2, timeout=10)) == [1.0] * 3
-    assert (
-        in_threads(worlds, lambda world: world.texts("é" * world.rank, timeout=10)) == [["", "é", "éé"]] * 3
-    )
-    errors = in_threads(worlds, one_of_three_at_something_else)
-    assert str(errors[0]).startswith("rank 0, peer 1: the peer is at a text for all ranks and this rank at ")
-    assert [error.peer for error in errors] == [1, 0, 1]
-
-    def two_of_three(world: ControlPlane) -> Any:
-        return None if world.rank == 1 else world.gather(b"", timeout=0.3)
-
-    errors = in_threads(worlds, two_of_three)
-    assert all("waited 0.3 s for rank 1, which has not called" in str(errors[rank]) for rank in (0, 2))
-    trouble = worlds[1].trouble()
-    assert trouble is not None
-    assert trouble.peer == 1
-    with pytest.raises(BackendError, match=r"waited 0\.3 s for rank 1"):
-        worlds[1].gather(b"", timeout=0.3)
 
 
 @pytest.mark.parametrize("what", ["tell", "away"])

@@ -374,9 +374,9 @@ def without_memory(rank: int, size: int) -> dict[str, Any]:
                         backend_selection, "_own_address", lambda: "192.0.2.1"
                     )  # of no machine (RFC 5737)
             if name == "rank 1 reaches nobody" and rank == 1:
-                patch.setattr(backend_selection.TcpBackend, "_meet", _unreachable)
+                patch.setattr(backend_selection.TcpBackend, "_rendezvous", _unreachable)
             if name == "rank 1 reaches rank 0 alone" and rank == 1:
-                patch.setattr(backend_selection.TcpBackend, "_open_meeting", _unreachable)
+                patch.setattr(backend_selection.TcpBackend, "_open_barrier", _unreachable)
             if name.startswith("rank 1"):
                 patch.setattr(backend_selection, "RENDEZVOUS_SECONDS", 1.0)
             threads = threading.active_count()

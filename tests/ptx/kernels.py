@@ -1,4 +1,4 @@
-"""The kernels of `collectives.kernels` as programs for the machine: compiled as for a GPU, then read as text."""
+"""The kernels of `collectives.tables.kernels` as programs for the machine: compiled as for a GPU, then read as text."""
 
 from __future__ import annotations
 

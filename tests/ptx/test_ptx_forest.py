@@ -138,7 +138,7 @@ def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(case:
         found = run(made, seed, stop=(victim, steps))
         engines = made.ranks.engines
         size = len(engines)
-        failed = [rank for rank in range(size) if engines[rank].late or engines[rank].told]
+        failed = [rank for rank in range(size) if engines[rank].late or engines[rank].peer_gave_up]
         for rank in set(range(size)) - {victim, *failed}:
             assert found.finished[rank]
             assert same_bits(made.got[0][rank], made.wanted[0][rank])
@@ -165,7 +165,7 @@ def test_without_the_word_of_other_servers_such_an_end_is_noticed() -> None:
             rank
             for rank, engine in enumerate(made.ranks.engines)
             if rank != seed
-            and not (engine.late or engine.told)
+            and not (engine.late or engine.peer_gave_up)
             and not same_bits(made.got[0][rank], made.wanted[0][rank])
         ]
     assert wrong

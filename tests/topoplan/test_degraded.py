@@ -134,14 +134,14 @@ def test_less_machine_is_never_more_rate(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("wire", "says"),
     [
-        ("gpu0-gpu5", "there is no link gpu0-gpu5: gpu0 has links with gpu1, gpu2, gpu3, gpu4, pcie0"),
+        ("gpu0-gpu5", "link gpu0-gpu5 does not exist: gpu0 has links with gpu1, gpu2, gpu3, gpu4, pcie0"),
         ("gpu0-gpu33", "dgx-1v has no device 'gpu33'; did you mean gpu3?"),
         ("gpu-gpu3", "dgx-1v has no device 'gpu'; did you mean gpu"),
         ("x-y", "dgx-1v has no device 'x'; topoplan show lists its 18 devices"),
         ("gpu0", "'gpu0' names no link; write its two ends"),
         ("", "'' names no link"),
         ("gpu0->", "has no device ''"),
-        ("gpu0-gpu0", "there is no link gpu0-gpu0"),
+        ("gpu0-gpu0", "link gpu0-gpu0 does not exist"),
     ],
 )
 def test_a_link_that_is_not_there_is_refused_with_what_is_near(wire: str, says: str) -> None:
@@ -159,9 +159,9 @@ def test_a_link_that_is_not_there_is_refused_with_what_is_near(wire: str, says: 
     ("speeds", "says"),
     [
         ({"gpu0-gpu1": 30}, "gpu0-gpu1 has 25 GB/s, and 30 is not slower"),
-        ({"gpu0-gpu1": 0}, "0 is no bandwidth"),
-        ({"gpu0-gpu1": float("nan")}, "nan is no bandwidth"),
-        ({"gpu0-gpu1": True}, "True is no bandwidth"),
+        ({"gpu0-gpu1": 0}, "0 is not a bandwidth"),
+        ({"gpu0-gpu1": float("nan")}, "nan is not a bandwidth"),
+        ({"gpu0-gpu1": True}, "True is not a bandwidth"),
         ({"gpu0-gpu1": 5, "gpu1-gpu0": 6}, "is given two speeds: gpu0-gpu1=5 and gpu1-gpu0=6"),
         ({"gpu0-gpu1": 5, "gpu1->gpu0": 6}, "gpu1->gpu0 is given two speeds"),
     ],

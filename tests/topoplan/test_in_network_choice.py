@@ -86,7 +86,7 @@ def test_both_optima_are_told_where_the_machine_could_add_and_the_plan_does_not(
     row = json.loads(run("compare", "dgx-h100", "--json")[1])["rows"][0]
     assert (row["trees"], row["in_network"]) == (pytest.approx(1800 / 7), 450.0)
     assert (
-        "note: trees do 450 GB/s where nvswitch0 copies and adds (--in-network nvswitch), 257.143 without"
+        "note: trees do 450 GB/s if nvswitch0 copies and adds (--in-network nvswitch), 257.143 without"
         in run("compare", "dgx-h100")[1]
     )
     lines = run("compare", "dgx-h100", "--all-allocations", "--gpu-counts", "8")[1].splitlines()

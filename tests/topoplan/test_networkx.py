@@ -95,9 +95,9 @@ def test_two_links_of_one_channel_between_two_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     ("graph", "says"),
     [
-        (nx.MultiDiGraph(pair()).to_undirected(), "is a networkx.MultiDiGraph, not MultiGraph"),
-        (nx.DiGraph(pair()), "is a networkx.MultiDiGraph, not DiGraph"),
-        (nx.relabel_nodes(pair(), {"a": 0}), "node '0' is no text, and the name of a device must be one"),
+        (nx.MultiDiGraph(pair()).to_undirected(), "must be a networkx.MultiDiGraph, not MultiGraph"),
+        (nx.DiGraph(pair()), "must be a networkx.MultiDiGraph, not DiGraph"),
+        (nx.relabel_nodes(pair(), {"a": 0}), "node '0' must be a text, as the name of a device"),
         (nx.relabel_nodes(pair(), {"a": ""}), "device name '' is not a text of printable characters"),
         (pair(bandwith=3), "link 0 (a->b): key 'bandwith' is unknown; did you mean 'bandwidth'?"),
         (pair(bandwidth="25"), "link 0 (a->b): bandwidth must be a number, not '25'"),

@@ -14,7 +14,7 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.library import dgx_1v, dgx_2
 from topoplan.machine.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
-from topoplan.machine.topology_json import dump_topology_json, parse_topology_json
+from topoplan.machine.topology_json import parse_topology_json
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
@@ -54,9 +54,9 @@ def topologies(draw: st.DrawFn) -> Topology:
 @settings(max_examples=100, deadline=None)
 def test_json_keeps_every_topology(topology: Topology) -> None:
     """Written and read back, a topology is equal to itself, and written again it is the same text."""
-    text = dump_topology_json(topology)
+    text = topology.to_json()
     assert parse_topology_json(text) == topology
-    assert dump_topology_json(parse_topology_json(text)) == text
+    assert parse_topology_json(text).to_json() == text
 
 
 WRONG = [
@@ -86,7 +86,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 @settings(max_examples=200, deadline=None)
 def test_a_mutated_file_is_read_or_refused_by_a_topology_error(data: st.DataObject) -> None:
     """Values replaced, removed or repeated anywhere in a file raise nothing else."""
-    value = json.loads(dump_topology_json(dgx_1v()))
+    value = json.loads(dgx_1v().to_json())
     for _ in range(data.draw(st.integers(1, 3))):
         everywhere = places(value)
         container, key = everywhere[data.draw(st.integers(0, len(everywhere) - 1))]

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the reading of their values."""
+"""Define options that several commands share, and parse their values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY = math.ulp(0.0)
 """The least number above zero."""
 
 LARGEST_SIZE = 1 << 50
-"""Largest buffer in bytes that is accepted, 1024 TB: beyond it a size is a slip of the keyboard."""
+"""Largest accepted buffer in bytes, 1024 TB: a larger size is a typing error."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,11 +27,11 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError where argparse would print the usage and exit."""
+        """Raise UsageError in place of argparse's usage and exit."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def not_understood(self, word: str) -> str:
-        """What to say of a word on the command line that fits nowhere."""
+        """Return the message for a superfluous word on the command line."""
         options = sorted(self._option_string_actions)
         name = word.split("=")[0]
         near = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
@@ -45,10 +45,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def gpu_list(text: str) -> tuple[int, ...]:
-    """GPU numbers from ``1,4,5,7`` or ``0-3,6``.
+    """Parse GPU numbers such as ``1,4,5,7`` or ``0-3,6``.
 
-    Examples
-    --------
     >>> gpu_list("0-2,5")
     (0, 1, 2, 5)
     """
@@ -59,10 +57,8 @@ def gpu_list(text: str) -> tuple[int, ...]:
 
 
 def number(least: float, below: float, what: str) -> Callable[[str], float]:
-    """What reads a number of ``least`` or more and below ``below``; ``what`` says what it is, for the error.
+    """Return a parser of a number of ``least`` or more and below ``below``; ``what`` is the noun in its error.
 
-    Examples
-    --------
     >>> number(1, 1e6, "bandwidth")("25.5")
     25.5
     """
@@ -73,28 +69,22 @@ def number(least: float, below: float, what: str) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not least <= value < below:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no {what}")
+            raise argparse.ArgumentTypeError(f"must be a {what}, got {text[:40]!r}")
         return value
 
     return read
 
 
 link_fraction = number(0.01, math.nextafter(1, 2), "part of a link from 0.01 to 1, such as 0.95")
-"""Reads a headroom."""
+"""Parser of ``--headroom``."""
 
 
 def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
-    """What reads a whole number from ``least`` to ``most``, as `number`.
-
-    Examples
-    --------
-    >>> whole_number(1, 1000, "number of runs")("3")
-    3
-    """
+    """Return a parser of a whole number from ``least`` to ``most``, as `number`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,30}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no {what}")
+            raise argparse.ArgumentTypeError(f"must be a {what}, got {text[:40]!r}")
         return int(text)
 
     return read
@@ -104,10 +94,8 @@ positive_factor = number(TINY, 1e9, "number above zero, such as 1e-3")
 
 
 def bandwidth_reader(unit: str) -> Callable[[str], float]:
-    """What reads a bandwidth, in ``unit`` where the text names none, and gives it in that unit, below 1e6.
+    """Return a parser of a bandwidth below 1e6 in ``unit``, which is also the unit of texts without one.
 
-    Examples
-    --------
     >>> bandwidth_reader("GB/s")("400Gb/s"), bandwidth_reader("Gb/s")("50GB/s"), bandwidth_reader("Gb/s")("100")
     (50.0, 400.0, 100.0)
     """
@@ -119,7 +107,7 @@ def bandwidth_reader(unit: str) -> Callable[[str], float]:
         except UsageError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         if value >= 1e6:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no bandwidth below 1e6 {unit}")
+            raise argparse.ArgumentTypeError(f"must be a bandwidth below 1e6 {unit}, got {text[:40]!r}")
         return value
 
     return read
@@ -131,10 +119,8 @@ seconds = number(0, 1e9, "number of seconds of 0 or more, such as 10")
 
 
 def size_list(text: str) -> tuple[int, ...]:
-    """Sizes in bytes, of 0 to `LARGEST_SIZE`, from ``1KB:1GB`` or ``0,64KB,1MB``.
+    """Parse sizes in bytes, of 0 to `LARGEST_SIZE`, such as ``1KB:1GB`` or ``0,64KB,1MB``.
 
-    Examples
-    --------
     >>> size_list("0,1KB"), size_list("1KB:4KB")
     ((0, 1024), (1024, 2048, 4096))
     """
@@ -150,13 +136,7 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def size(text: str) -> int:
-    """One size in bytes, of 0 to `LARGEST_SIZE`.
-
-    Examples
-    --------
-    >>> size("64MB")
-    67108864
-    """
+    """Parse one size in bytes, of 0 to `LARGEST_SIZE`."""
     sizes = size_list(text)
     if len(sizes) > 1:
         raise argparse.ArgumentTypeError(
@@ -166,10 +146,9 @@ def size(text: str) -> int:
 
 
 def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
-    """The first of some options that was given, as it is written; ``absent`` says what each is when it was not.
+    """Return the first of some options that was given, as it is written; ``absent`` holds their values when they are
+    not given.
 
-    Examples
-    --------
     >>> first_set_option(argparse.Namespace(root=None, time_limit=3.0), {"root": None, "time_limit": None})
     '--time-limit'
     """
@@ -180,9 +159,9 @@ def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) 
 def add_machine(
     parser: OneLineParser, *, or_plan: bool = False, otherwise: str = "", option: str = ""
 ) -> None:
-    """TOPO, the bandwidths its text leaves open, where its NVLinks are if not there; ``otherwise``: its default.
+    """Add TOPO, bandwidths and NVLinks for what its text leaves open; ``otherwise`` describes its default.
 
-    ``option`` names an option that takes TOPO in place of the argument, where another file is the argument.
+    ``option`` names an option that takes TOPO in place of the argument, for commands whose argument is another file.
     """
     names, place = (
         ([option], {"dest": "topo"}) if option else (["topo"], {"nargs": "?" if otherwise else None})
@@ -223,7 +202,6 @@ def add_machine(
 
 
 def add_allocation(parser: OneLineParser) -> None:
-    """Which GPUs."""
     parser.add_argument(
         "--gpus", type=gpu_list, metavar="LIST", help="GPU numbers, such as 1,4,5,7 or 0-3 (default: all)"
     )
@@ -232,7 +210,9 @@ def add_allocation(parser: OneLineParser) -> None:
 def add_collective(
     parser: OneLineParser, *, default: str | None = "allreduce", otherwise: str = "allreduce"
 ) -> None:
-    """Which collective; a default of None leaves it open whether it was given, and ``otherwise`` says what is then."""
+    """Add ``--collective``; with a default of None a command can see that it was not given, and ``otherwise`` describes
+    its choice.
+    """
     parser.add_argument(
         "--collective",
         default=default,
@@ -242,7 +222,6 @@ def add_collective(
 
 
 def add_root(parser: OneLineParser) -> None:
-    """Which root."""
     parser.add_argument(
         "--root",
         type=whole_number(0, 999_999, "GPU number such as 0"),
@@ -252,7 +231,6 @@ def add_root(parser: OneLineParser) -> None:
 
 
 def add_sizes(parser: OneLineParser, default: str) -> None:
-    """Which buffer sizes."""
     parser.add_argument(
         "--sizes",
         type=size_list,
@@ -263,7 +241,7 @@ def add_sizes(parser: OneLineParser, default: str) -> None:
 
 
 def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None:
-    """Which channels, and for those that divide the buffer its size; a default of None leaves open what was given."""
+    """Add ``--channels`` and ``--size``; with a default of None a command can see that it was not given."""
     parser.add_argument(
         "--channels",
         default=default,
@@ -283,7 +261,7 @@ def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None
 
 
 def add_plan_file(parser: OneLineParser, *, or_engines: bool = False) -> None:
-    """PLAN.json, or also a file of an engine."""
+    """Add PLAN.json, which may also be an engine's file with ``or_engines``."""
     what = "a plan file" + (", an execution plan of MSCCL++, an algorithm of MSCCL" if or_engines else "")
     parser.add_argument(
         "plan", metavar="PLAN.json|FILE" if or_engines else "PLAN.json", help=f"{what}, or - for stdin"
@@ -291,34 +269,32 @@ def add_plan_file(parser: OneLineParser, *, or_engines: bool = False) -> None:
 
 
 def add_json(parser: OneLineParser) -> None:
-    """JSON instead of text."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def add_csv(parser: OneLineParser, what: str) -> None:
-    """Comma-separated values instead of text."""
     parser.add_argument("--csv", action="store_true", help=f"print {what} as comma-separated values")
 
 
 def check_csv(options: argparse.Namespace) -> None:
-    """Refuse two forms of one answer."""
+    """Refuse ``--json`` beside ``--csv``."""
     if options.json and options.csv:
         raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
 
 
 PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
-"""How a figure looks, as argparse stores it; None where an option was not given."""
+"""Options of a figure, as argparse stores them; None if not given."""
 
 
 def add_plot(parser: OneLineParser, what: str) -> None:
-    """A figure, and how it looks."""
+    """Add ``--plot`` and the options of a figure."""
     group = parser.add_argument_group("a figure", "drawn into a file; the same figure gives the same bytes")
     group.add_argument("--plot", metavar="F.png", help=f"draw {what}; .svg and .pdf too")
     group.add_argument(
         "--plot-size",
         type=page_size,
         metavar="WxH",
-        help="inches of the page, such as 6x4; letters shrink where there is less room than they need (default: what "
+        help="inches of the page, such as 6x4; letters shrink if they need more room (default: what "
         "the figure needs)",
     )
     group.add_argument(
@@ -338,17 +314,11 @@ def add_plot(parser: OneLineParser, what: str) -> None:
 
 
 def page_size(text: str) -> tuple[float, float]:
-    """Width and height in inches.
-
-    Examples
-    --------
-    >>> page_size("6x4")
-    (6.0, 4.0)
-    """
+    """Parse width and height in inches."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,4})?)x([0-9]{1,3}(?:\.[0-9]{1,4})?)", text)
     sides = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
     if not all(1 <= side <= 200 for side in sides):
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is no size in inches from 1x1 to 200x200, such as 6x4"
+            f"must be a size in inches from 1x1 to 200x200, such as 6x4, got {text[:40]!r}"
         )
     return sides

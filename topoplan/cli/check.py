@@ -20,11 +20,10 @@ from topoplan.reading.probe import probe
 from topoplan.units import bus_words, counted
 
 DEFAULT_COLLECTIVE = "allreduce"
-"""The collective whose cost is always told."""
+"""The collective whose cost is always printed."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``check``."""
     arguments.add_machine(parser, otherwise="this machine, as topoplan probe reads it")
     arguments.add_collective(parser)
     arguments.add_json(parser)
@@ -33,7 +32,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Say what is amiss in a machine and what each fault costs; exit status 1 if there is any."""
+    """Diagnose a machine and print the cost of each fault; exit status 1 if there is any."""
     found = diagnose(_machine(options))
     asked = dict.fromkeys((DEFAULT_COLLECTIVE, options.collective))
     with progress_line("planning") as progress:
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _machine(options: argparse.Namespace) -> Topology:
-    """The machine that is asked for, or this one."""
+    """Return the machine of TOPO, or this one."""
     if options.topo is not None:
         return read_machine(options).topology
     given = arguments.first_set_option(
@@ -58,7 +57,7 @@ def _machine(options: argparse.Namespace) -> Topology:
 
 
 def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, object]:
-    """What ``--json`` prints; a machine of less than two GPUs has no rates."""
+    """Return the object that ``--json`` prints; a machine of less than two GPUs has no rates."""
     return {
         "healthy": found.healthy,
         "machine": found.topology.name,
@@ -103,12 +102,12 @@ def _print(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> None:
 
 
 def _other_notes(found: Diagnosis) -> list[str]:
-    """Notes of the machine that are no faults by themselves."""
-    told = {fault.state for fault in found.faults if fault.kind == "told"}
+    """Return the notes of the machine that are not faults by themselves."""
+    reported = {fault.state for fault in found.faults if fault.kind == "told"}
     return [
         note
         for note in found.topology.notes
-        if kind_of(note) != "filled in" and (kind_of(note) != "warning" or warning_text(note) not in told)
+        if kind_of(note) != "filled in" and (kind_of(note) != "warning" or warning_text(note) not in reported)
     ]
 
 
@@ -118,7 +117,7 @@ def _verdict(found: Diagnosis) -> str:
 
 def _resembles(found: Diagnosis) -> str:
     if not found.resembles:
-        return "no machine of the library; it was held against itself"
+        return "no machine of the library; it was compared with itself"
     servers = max(1, len(found.topology.servers))
     whole = found.parts * servers
     if len(found.topology.gpus) == whole:
@@ -127,11 +126,11 @@ def _resembles(found: Diagnosis) -> str:
 
 
 _MAX_WIDTHS = {"devices": 30, "is": 32, "should be": 30}
-"""Characters of a cell that are shown; what is cut stands below the table."""
+"""Most characters of a cell; the full text of a longer one stands below the table."""
 
 
 def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
-    """A row for each fault; ``alone`` is what the machine does with this fault and no other."""
+    """Return a row for each fault; ``alone`` is the rate of the machine with this fault and no other."""
     rated = [collective for collective, each in costs.items() if each]
     header = ("kind", *_MAX_WIDTHS, *(f"{name} alone" for name in rated))
     rows = []

@@ -45,24 +45,23 @@ from topoplan.units import bus_factor, counted, name_ranges, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``compare``."""
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
     parser.add_argument(
         "--all-allocations",
         action="store_true",
-        help="every allocation of 2 or more GPUs, of all or of those that --gpus names, up to isomorphism",
+        help="every allocation of 2 or more GPUs, of all or of the --gpus, up to isomorphism",
     )
     parser.add_argument(
         "--gpu-counts",
         type=arguments.gpu_list,
         metavar="LIST",
-        help="with --all-allocations, only allocations of so many GPUs, such as 3-8",
+        help="with --all-allocations, only allocations of these numbers of GPUs, such as 3-8",
     )
     parser.add_argument(
         "--without-each-server",
         action="store_true",
-        help="on a cluster, the rate of packed trees with all servers and without each of them: what each costs",
+        help="on a cluster, the rate of packed trees with all servers and without each of them: the cost of each",
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)
@@ -76,27 +75,27 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")
-"""Keys of a row in JSON that are no column of comma-separated values, or the last one."""
+"""Keys of a row in JSON that are not columns of the CSV, or are its last column."""
 
 
 def _renumber_row(row: Comparison, inside: Sequence[int]) -> Comparison:
-    """A row of a part of a machine under the numbers of the whole."""
+    """Return a row of a part of a machine with the GPU numbers of the whole."""
     named = tuple(tuple(inside[gpu] for gpu in gpus) for gpus in (row.gpus, *row.allocations))
     return replace(row, gpus=named[0], allocations=named[1:])
 
 
 def _print_rows(rows: Sequence[Comparison]) -> None:
-    """The rows as comma-separated values, lists of GPUs as ranges."""
+    """Print the rows as comma-separated values, lists of GPUs as ranges."""
     made = cast("list[dict[str, object]]", to_object(rows)["rows"])
     heads = [name for name in made[0] if name not in OMITTED_COLUMNS] if made else ["gpus"]
     print_csv(
         [
             {
                 "gpus": number_ranges(row.gpus),
-                **{name: told[name] for name in heads[1:]},
+                **{name: values[name] for name in heads[1:]},
                 "allocations": " ".join(map(number_ranges, row.allocations)),
             }
-            for row, told in zip(rows, made, strict=True)
+            for row, values in zip(rows, made, strict=True)
         ]
     )
 
@@ -238,12 +237,12 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
 
 
 def _server_words(names: Sequence[str]) -> str:
-    """One of some servers that are alike."""
+    """Return the name of a server, or of a class of equivalent servers."""
     return names[0] if len(names) == 1 else f"one of {', '.join(name_ranges(names))}" if names else ""
 
 
 def _server_row(found: ServerCosts, one: WithoutServer) -> dict[str, object]:
-    """What is left without some server, of which ``servers`` names those that stand for each other."""
+    """Return the rate without one server of a class; ``servers`` names the class."""
     return {
         "servers": " ".join(name_ranges(one.servers)),
         "gpus": one.gpus,
@@ -255,7 +254,7 @@ def _server_row(found: ServerCosts, one: WithoutServer) -> dict[str, object]:
 
 
 def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]:
-    """The JSON object of what servers cost; rates in GB/s, 0 where no path joins what is left."""
+    """Return the JSON object of the costs of servers; rates in GB/s, 0 if the remaining GPUs are not connected."""
     whole, *rows = (
         {**_server_row(found, one), "servers": list(one.servers)} for one in (found.whole, *found.rows)
     )
@@ -269,13 +268,12 @@ def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]
 
 
 MAX_NAMED, MAX_NAMES_LENGTH = 4, 44
-"""Most devices or wires that a row names, and most characters of that."""
+"""Most devices or wires in a row, and most characters of their names."""
 
 _RATE_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
 
 
 def add_diff_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``diff``."""
     arguments.add_machine(parser)
     parser.add_argument(
         "other", metavar="TOPO2", help="the other description, B where TOPO is A; - for stdin"
@@ -309,7 +307,7 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def _read_machines(options: argparse.Namespace) -> tuple[Topology, Topology]:
-    """Both machines; rates are for whichever of them leaves them open."""
+    """Read both machines; the rates on the command line apply to the machine that needs them."""
     rates = {name: getattr(options, name) for name in _RATE_OPTIONS if getattr(options, name) is not None}
     read = []
     refused: list[UsageError] = []
@@ -328,7 +326,9 @@ def _read_machines(options: argparse.Namespace) -> tuple[Topology, Topology]:
 
 
 def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, object]:
-    """The JSON object of a comparison; bounds in GB/s of algorithm bandwidth, 0 where no path joins the GPUs."""
+    """Return the JSON object of a comparison; bounds in GB/s of algorithm bandwidth, 0 if the GPUs are not
+    connected.
+    """
     return {
         "a": {
             "machine": found.a.name,
@@ -356,7 +356,7 @@ def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, 
 
 
 MAX_NAME_LENGTH = 60
-"""Characters of a machine's name in the table; of a longer path the end."""
+"""Most characters of a machine's name in the table; a longer path loses its beginning."""
 
 
 def _print_differences(found: Differences, size: Sequence[int], names: Sequence[str]) -> None:
@@ -386,7 +386,7 @@ def _print_differences(found: Differences, size: Sequence[int], names: Sequence[
     notes = []
     if any(row.what.startswith("bus id") for row in found.rows):
         notes.append(
-            "NCCL finds GPUs and NICs of a topology file by bus id, and passes over those that it does not have"
+            "NCCL finds GPUs and NICs of a topology file by bus id, and ignores bus ids that it does not have"
         )
     if found.bounds_a != found.bounds_b and not changing:
         notes.append("the bounds differ, and no difference by itself makes that: they do together")
@@ -394,7 +394,7 @@ def _print_differences(found: Differences, size: Sequence[int], names: Sequence[
 
 
 def _both_bandwidths(bounds: Sequence[float], gpus: int) -> list[str]:
-    """Algorithm and bus bandwidth of each collective."""
+    """Return algorithm and bus bandwidth of each collective."""
     cells = []
     for collective, rate in zip(COLLECTIVES, bounds, strict=True):
         cells += [f"{rate:.4g}", f"{rate * bus_factor(collective, gpus):.4g}"] if rate else ["-", "-"]

@@ -48,21 +48,12 @@ from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expecta
 from topoplan.units import bus_words, counted, format_size, number_ranges
 
 MeasuredTimes = dict[str, dict[tuple[str, str], dict[int, float]]]
-"""Of a collective, of an algorithm and protocol, seconds by size."""
+"""Seconds by size, by collective, by algorithm and protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledLog:
-    """A log and what it ran.
-
-    Parameters
-    ----------
-    label, path : str
-    algorithm, protocol : str
-        The protocol is empty where the label leaves it open.
-    runs : tuple of PerfRun
-    spoken : NcclLog or None
-    """
+    """A log and its algorithm; ``protocol`` is empty if the label leaves it open."""
 
     label: str
     path: str
@@ -73,7 +64,7 @@ class LabelledLog:
 
 
 def write_tuner_file(options: argparse.Namespace) -> int:
-    """Write what was fastest for each range of sizes, as NCCL's example tuner plugin reads it."""
+    """Write the fastest choice for each range of sizes, in the format of NCCL's example tuner plugin."""
     check_target(options.output, "-o")
     logs = [_read_labelled_log(part) for part in options.tune.split(",")]
     machine = None if options.topo is None else read_machine(options)
@@ -92,7 +83,9 @@ def write_tuner_file(options: argparse.Namespace) -> int:
             "communicator at a time"
         )
     if not shapes:
-        raise UsageError("the logs hold no run of nccl-tests; give what all_reduce_perf and its like printed")
+        raise UsageError(
+            "the logs hold no run of nccl-tests; give the output of all_reduce_perf or another test"
+        )
     ((servers, ranks),) = shapes
     spoken = [one for log in logs if log.spoken for one in log.spoken.communicators if one.size == ranks]
     rings = options.nccl_channels or max((one.channels or 0 for one in spoken), default=0)
@@ -126,21 +119,25 @@ def _read_labelled_log(part: str) -> LabelledLog:
     text = read_log(path)
     runs = parse_perf_runs(text)
     if not runs:
-        raise UsageError(f"{path} holds no run of nccl-tests; give what all_reduce_perf and its like printed")
+        raise UsageError(
+            f"{path} holds no run of nccl-tests; give the output of all_reduce_perf or another test"
+        )
     return LabelledLog(label.strip(), path, algorithm, protocol, runs, parse_nccl_log(text))
 
 
 def _model_expectations(
     options: argparse.Namespace, machine: RequestedMachine
 ) -> dict[str, tuple[NcclExpectation, ...]]:
-    """What NCCL's model expects on the machine, which names the protocols that labels leave open."""
+    """Return the times of NCCL's model on the machine, for the protocols that labels leave open."""
     allocation = machine.whole.subset(machine.allocation(options.gpus))
     here = setting_of(with_all_capabilities(allocation) if options.in_network is None else allocation)
     return {collective: expectations(here, collective) for collective in COLLECTIVES}
 
 
 def _servers_and_ranks(run: PerfRun, log: LabelledLog, machine: RequestedMachine | None) -> tuple[int, int]:
-    """Servers and ranks of a run; without a machine every host is a server, which NVLink between hosts changes."""
+    """Return servers and ranks of a run; without a machine every host is a server, which NVLink between hosts
+    changes.
+    """
     ranks = [rank for rank in run.ranks if rank.group == run.ranks[0].group]
     if not ranks:
         raise UsageError(
@@ -161,8 +158,8 @@ def _collect_times(
     expected: dict[str, tuple[NcclExpectation, ...]],
     notes: list[str],
 ) -> None:
-    """Add the times of a run; warnings of the log, and rows that say nothing, become notes."""
-    notes += [warning(f"{log.path}: {told}") for told in run.warnings]
+    """Add the times of a run; warnings of the log and rows without a time become notes."""
+    notes += [warning(f"{log.path}: {text}") for text in run.warnings]
     named = run.collective or ("" if run.program or options.collective is None else options.collective)
     if not named and not run.program:
         raise UsageError(f"{log.path}: the run from line {run.line} does not name its test; add --collective")
@@ -183,7 +180,7 @@ def _collect_times(
 def _open_protocol(
     log: LabelledLog, collective: str, size: int, expected: dict[str, tuple[NcclExpectation, ...]]
 ) -> str:
-    """The protocol of a size that the label leaves open: what NCCL said that it chose, or what its model chooses."""
+    """Return the protocol of a size that the label leaves open: NCCL's logged choice, or its model's."""
     function = collective.replace("_", "")
     said = [
         (choice.size, choice.protocol)
@@ -198,7 +195,7 @@ def _open_protocol(
         return min(own, key=lambda one: one.seconds(size)).protocol
     raise UsageError(
         f"--tune {log.label}={log.path} leaves open which protocol ran at {format_size(size)}; write "
-        f"{log.label}/simple, /ll or /ll128, or add --machine for what NCCL's model chooses"
+        f"{log.label}/simple, /ll or /ll128, or add --machine for the choice of NCCL's model"
     )
 
 
@@ -207,9 +204,7 @@ COLUMN_HEADS = (
     *("model", "(us)", "of it"),
 )
 
-MODEL_NOTE = (
-    "model: what NCCL's own model of time chooses at this size, and its time over the time that was measured"
-)
+MODEL_NOTE = "model: the choice of NCCL's own model of time at this size, and its time over the measured time"
 
 IN_NETWORK_NOTE = (
     "switches that can add and copy do, as NCCL's NVLS lets them; --in-network none leaves that out"
@@ -217,31 +212,32 @@ IN_NETWORK_NOTE = (
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``explain``."""
     parser.add_argument(
         "log",
         nargs="?",
         metavar="LOG",
-        help="what nccl-tests, topoplan bench or NCCL_DEBUG=INFO printed, several runs in one file too; - for stdin",
+        help="output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file; - for stdin",
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
-    arguments.add_collective(parser, default=None, otherwise="what the log names, else what its columns fit")
+    arguments.add_collective(
+        parser, default=None, otherwise="the one that the log names, else the one that its columns fit"
+    )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
     tuning.add_argument(
         "--tune",
         metavar="ALGORITHM=LOG,…",
-        help="write what was fastest by size, from a log of nccl-tests for each algorithm, or algorithm and protocol, "
-        "such as ring=A.log,tree/ll=B.log,nvls=C.log",
+        help="write the fastest choice by size, from a log of nccl-tests for each algorithm, or algorithm and "
+        "protocol, such as ring=A.log,tree/ll=B.log,nvls=C.log",
     )
     tuning.add_argument("-o", dest="output", metavar="F.csv", help="with --tune: the file (default: stdout)")
     tuning.add_argument(
         "--nccl-channels",
         type=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
         metavar="N",
-        help="with --tune: channels that NCCL has (default: what the logs or the machine say)",
+        help="with --tune: channels that NCCL has (default: from the logs or the machine)",
     )
     add_cluster_options(parser)
     add_in_network(parser)
@@ -259,12 +255,12 @@ def run(options: argparse.Namespace) -> int:
     if given:
         raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
     if options.log is None:
-        raise UsageError("no LOG is given; name what nccl-tests printed, or - for stdin")
+        raise UsageError("no LOG is given; name the output of nccl-tests, or - for stdin")
     arguments.check_csv(options)
     if options.topo is None:
         raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
-        raise UsageError("stdin is read once; give LOG and --machine a file each, but for one")
+        raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
     text = read_log(options.log)
     runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
@@ -272,11 +268,11 @@ def run(options: argparse.Namespace) -> int:
     if not runs and spoken is None:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "
-            "give what they printed"
+            "give their output"
         )
     if collective is not None and all(run.program or run.collective for run in runs):
         raise UsageError(
-            "--collective is for runs that do not name their test, and there are none here; leave it out"
+            "--collective is for runs that do not name their test, and all runs name it; leave it out"
         )
     machine = read_machine(options)
     with progress_line("explaining") as progress:
@@ -298,7 +294,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
-    """The machine whose GPUs are of the model that the logs name, where they name one and the machine names none."""
+    """Set the GPUs' model to the one in the logs if the machine names none."""
     models = {rank.model for run in runs for rank in run.ranks if rank.model}
     if len(models) != 1 or any(
         machine.device(gpu).model or machine.device(gpu).fact("sm") for gpu in machine.gpus
@@ -317,7 +313,7 @@ def judge_runs(
     collective: str | None,
     progress: Callable[[str], None] | None,
 ) -> list[JudgedRun]:
-    """Every run beside what its GPUs can reach; each collective on each allocation is worked out once."""
+    """Compare each run with what its GPUs can attain; each collective on each allocation is computed once."""
 
     @cache
     def reach(known: str, gpus: tuple[int, ...], root: int | None) -> Attainable:
@@ -364,7 +360,7 @@ def _reference(found: Attainable) -> dict[str, object]:
 
 
 def _flatten_row(row: dict[str, object]) -> dict[str, object]:
-    """A row without objects in it: their keys stand beside the others, behind the name of the object."""
+    """Return a row without nested objects: their keys are joined to the object's name."""
     empty = {
         "in_place": ("time", "algbw", "busbw", "wrong"),
         "nccl_expects": ("algorithm", "protocol", "time"),
@@ -377,7 +373,7 @@ def _flatten_row(row: dict[str, object]) -> dict[str, object]:
 
 
 def _run_lines(one: JudgedRun, machine: RequestedMachine) -> list[str]:
-    """A run for a person."""
+    """Return the lines of a run."""
     lines = [_run_title(one, machine)]
     for found in one.references:
         lines += _reference_lines(found)
@@ -392,7 +388,7 @@ def _run_lines(one: JudgedRun, machine: RequestedMachine) -> list[str]:
 
 
 def _nccl_lines(nccl: NcclRun) -> list[str]:
-    """What NCCL set up, for a person."""
+    """Return the lines on what NCCL set up."""
     one = nccl.main
     lines = [f"NCCL {nccl.log.version or 'of a version that its log does not say'}"]
     if one is not None:
@@ -410,8 +406,10 @@ def _nccl_lines(nccl: NcclRun) -> list[str]:
             lines.append(f"trees  chains, {nccl.trees:.4g} GB/s of algorithm bandwidth on these wires")
         ways = Counter(via_kind(joined.via) for joined, _ in one.joined())
         if ways:
-            told = ", ".join(f"{way} for {counted(count, 'pair')}" for way, count in sorted(ways.items()))
-            lines.append(f"ways   {told}")
+            pairs_by_way = ", ".join(
+                f"{way} for {counted(count, 'pair')}" for way, count in sorted(ways.items())
+            )
+            lines.append(f"ways   {pairs_by_way}")
         lines += [f"chose  {line}" for line in choice_lines(one)]
     for finding in nccl.findings:
         where = f"line {finding.line}: " if finding.line else ""
@@ -433,7 +431,7 @@ def _run_title(one: JudgedRun, machine: RequestedMachine) -> str:
 
 
 def _reference_lines(found: Attainable) -> list[str]:
-    """What NCCL and any schedule can, in algorithm and bus bandwidth."""
+    """Return what NCCL and any schedule can attain, in algorithm and bus bandwidth."""
 
     def both(rate: float) -> str:
         return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
@@ -476,7 +474,7 @@ def _percent(part: float | None) -> str:
 
 
 def _verdict(one: JudgedRun) -> str:
-    """The fastest row that nothing is wrong with, in one sentence."""
+    """Return one sentence on the fastest row without wrong elements."""
     usable = [row for row in one.rows if not row.row.timing.wrong and row.reachable and row.row.size]
     if not usable:
         return "no row tells a rate"

@@ -28,7 +28,6 @@ from topoplan.reading.load import read_text
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``export``."""
     arguments.add_machine(parser, or_plan=True)
     known = "; ".join(f"{name}: {found.line}" for name, found in FORMATS.items())
     parser.add_argument("--to", required=True, metavar="FORMAT", help=known)
@@ -38,7 +37,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--bus-ids",
         metavar="FILE",
-        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: what {BUS_ID_QUERY} prints",
+        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: the output of {BUS_ID_QUERY}",
     )
     engine = parser.add_argument_group("files of engines")
     engine.add_argument(
@@ -62,7 +61,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     engine.add_argument(
         "--protocol",
         choices=("simple", "ll"),
-        help="signals beside the data, or flags in packets, for small buffers (default: simple)",
+        help="simple: signals beside the data; ll: flags in packets, for small buffers (default: simple)",
     )
     engine.add_argument(
         "--runtime", choices=sorted(RUNTIMES), help="of MSCCL's files: whose limits to keep (default: msccl)"
@@ -75,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
     check_format(options.to)
     check_target(options.output, "-o")
     with progress_line("exporting"):
-        exported, told = _export_file(options)
-    notes = (*told, *exported.notes, *_usage_lines(options))
+        exported, source_notes = _export_file(options)
+    notes = (*source_notes, *exported.notes, *_usage_lines(options))
     if exported.files:
         if options.output in (None, "-"):
             raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
@@ -99,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
-    """The file, and what there is to say of what it was made from."""
+    """Return the exported file, and the notes of the plan or machine."""
     if options.bus_ids is not None and options.to != "nccl-topo":
         raise UsageError(f"--bus-ids goes with --to nccl-topo; {options.to} has none")
     if options.bus_ids == "-" == options.topo:
@@ -119,17 +118,17 @@ def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]
 
 
 def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:
-    """The server that is exported, with the bus ids of a file."""
+    """Return the exported server, with the bus ids of a file."""
     path: str = options.bus_ids
     try:
-        known = parse_bus_ids(read_text(path, f"save what {BUS_ID_QUERY} prints"))
+        known = parse_bus_ids(read_text(path, f"save the output of {BUS_ID_QUERY}"))
         return with_bus_ids(one_server(machine, options.server, "a topology file of NCCL"), known)
     except (UsageError, TopologyError) as error:
         raise UsageError(f"--bus-ids {path}: {error}") from None
 
 
 def _usage_lines(options: argparse.Namespace) -> tuple[str, ...]:
-    """How to have the file used."""
+    """Return lines that say how another program is made to read the file."""
     if options.output in (None, "-"):
         return how_to_use(options.to, _choices(options))
     path = Path(options.output)
@@ -152,13 +151,12 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 
 def add_report_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``report``."""
     arguments.add_machine(parser)
     parser.add_argument(
         "-o",
         dest="output",
         metavar="F.html",
-        help="write the page there; - prints it (needed: there is no default)",
+        help="write the page there; - prints it (required)",
     )
     arguments.add_allocation(parser)
     arguments.add_collective(parser)
@@ -167,7 +165,7 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
         "--channels",
         default="auto",
         metavar="CH",
-        help="what the trees run over, as for plan (default: auto)",
+        help="channels of the trees, as for plan (default: auto)",
     )
     arguments.add_sizes(parser, "1KB:1GB")
     add_cluster_options(parser)
@@ -178,7 +176,7 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
 def run_report(options: argparse.Namespace) -> int:
     """Write one HTML file: the machine, its health, which GPUs to take, the plan, its proof and trees, and times."""
     if options.output is None:
-        raise UsageError("say where the page goes with -o, such as -o report.html")
+        raise UsageError("report needs an output file; give one with -o, such as -o report.html")
     check_target(options.output, "-o")
     machine = read_machine(options)
     from topoplan.operate.plot.page import report_page

@@ -53,7 +53,7 @@ NETWORK_OPTIONS = (
 )
 
 CLUSTER_OPTIONS = ("servers", "domain", *NETWORK_OPTIONS)
-"""All of them, as argparse stores them; None where an option was not given."""
+"""Their names in argparse; None if an option was not given."""
 
 
 _count = whole_number(1, 10**15 - 1, "whole number of 1 or more")
@@ -64,8 +64,8 @@ def _nic_choice(text: str) -> int | str:
 
 
 def add_cluster_options(parser: OneLineParser) -> None:
-    """Servers, NICs and network."""
-    group = parser.add_argument_group("a cluster", "so many servers of TOPO, joined by a network")
+    """Add the options of servers, NICs and network."""
+    group = parser.add_argument_group("a cluster", "servers of TOPO, joined by a network")
     group.add_argument(
         "--servers",
         type=_count,
@@ -82,14 +82,14 @@ def add_cluster_options(parser: OneLineParser) -> None:
         "--nic-gbps",
         type=bandwidth_reader("Gb/s"),
         metavar="Gb/s",
-        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: what its NICs state)",
+        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: as its NICs state)",
     )
     group.add_argument(
         "--nics",
         type=_nic_choice,
         metavar="NAME,…|^NAME|K",
         help="NICs of each server by name as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others; =mlx5_1 exactly), "
-        "or how many (default: those that NCCL takes, the nearest of each GPU)",
+        "or how many (default: NCCL's choice, the nearest of each GPU)",
     )
     group.add_argument("--network", metavar="KIND", help=f"{', '.join(NETWORKS)} (default: {NETWORKS[0]})")
     group.add_argument(
@@ -123,7 +123,7 @@ def add_cluster_options(parser: OneLineParser) -> None:
         "--transport",
         choices=tuple(TRANSPORTS),
         metavar="HOW",
-        help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of what carries messages "
+        help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of the transport "
         "between servers (default: the whole wire)",
     )
     group.add_argument(
@@ -135,7 +135,7 @@ def add_cluster_options(parser: OneLineParser) -> None:
 
 
 def add_in_network(parser: OneLineParser) -> None:
-    """Which switches copy and add."""
+    """Add ``--in-network``."""
     parser.add_argument(
         "--in-network",
         choices=tuple(IN_NETWORK_CHOICES),
@@ -147,20 +147,10 @@ def add_in_network(parser: OneLineParser) -> None:
 def apply_cluster_options(
     options: argparse.Namespace, machine: Topology, *, gpus: tuple[int, ...] | None = None
 ) -> Topology:
-    """The machine, or the cluster of it that the options ask for.
+    """Return the machine, or the cluster of it that the options ask for; UsageError if options do not go together.
 
-    Parameters
-    ----------
-    options : argparse.Namespace
-    machine : Topology
-        One server.
-    gpus : tuple of int or None
-        The GPUs of the cluster that will be used, for which NICs are chosen; all GPUs are there in any case.
-
-    Raises
-    ------
-    UsageError
-        An option that does not go with the others, or as `topoplan.clusters.cluster`.
+    ``gpus`` are the GPUs of the cluster that will be used, for which NICs are chosen; the cluster has all GPUs in any
+    case.
     """
     servers = options.servers
     if options.domain is not None:
@@ -193,11 +183,11 @@ def apply_cluster_options(
 
 
 def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]:
-    """So many servers, those with GPUs that are used apart from those without."""
+    """Return so many servers, servers with used GPUs apart from servers without."""
     size = len(machine.select(None))
     used: dict[int, list[int]] = {}
     for gpu in sorted(set(gpus)):
-        # What is out of range is refused where the allocation is checked.
+        # GPUs out of range are refused when the allocation is checked.
         if gpu < size * count:
             used.setdefault(gpu // size, []).append(gpu % size)
     servers: list[Server] = []
@@ -210,21 +200,15 @@ def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]
 
 
 FAULT_OPTIONS = ("overlay", "without_link", "slow_link", "without_gpu", "without_device")
-"""All of them, as argparse stores them; None where an option was not given."""
+"""Their names in argparse; None if an option was not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedMachine:
-    """A machine as the options ask for it.
+    """A machine with the options applied.
 
-    Parameters
-    ----------
-    whole : Topology
-        Links and devices are taken out or slowed, but all GPUs are there, under their numbers.
-    left : tuple of int
-        The GPUs that are not taken out.
-    described : Topology or None
-        The machine as its description has it, before it became a cluster or broke on request.
+    ``whole`` has all GPUs under their numbers, without the links and devices that were taken out; ``left`` are the GPUs
+    that remain. ``described`` is the machine of the description, before cluster and faults.
     """
 
     whole: Topology
@@ -232,24 +216,18 @@ class RequestedMachine:
     described: Topology | None = None
 
     def warnings(self, gpus: tuple[int, ...] | None) -> tuple[str, ...]:
-        """What is amiss in the description, as far as it hurts an allocation; not what was broken on request."""
+        """Return the warnings of the description that concern an allocation, without the requested faults."""
         machine = self.whole if self.described is None else self.described
         apart = gpus is None or machine.gpus != self.whole.gpus
         return machine_warnings(machine, gpus=None if apart else [machine.gpus[gpu] for gpu in gpus or ()])
 
     @property
     def topology(self) -> Topology:
-        """Without the GPUs that are taken out."""
+        """The machine without the GPUs that are taken out."""
         return self.whole.subset(self.left) if self.whole.gpus else self.whole
 
     def allocation(self, gpus: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The GPUs that were asked for, or all that are left.
-
-        Raises
-        ------
-        UsageError
-            One of them is taken out, or not there.
-        """
+        """Return the requested GPUs, or all that remain; UsageError if a GPU is taken out or does not exist."""
         if gpus is None:
             return None if len(self.left) == len(self.whole.gpus) else self.left
         for gpu in self.whole.select(gpus):
@@ -261,7 +239,7 @@ class RequestedMachine:
 
 
 def add_fault_options(parser: OneLineParser) -> None:
-    """What is broken."""
+    """Add the options of a broken machine."""
     group = parser.add_argument_group("a broken machine", "each may be given several times")
     group.add_argument(
         "--overlay",
@@ -296,24 +274,18 @@ def add_fault_options(parser: OneLineParser) -> None:
 
 
 def apply_overlay(options: argparse.Namespace, topology: Topology) -> Topology:
-    """The machine as the listings of its NVLinks say it is; errors as `topoplan.overlay`."""
+    """Return the machine with the states of its NVLinks from listings; errors as `topoplan.overlay`."""
     listings: list[str] = options.overlay or []
     if not listings:
         return topology
-    # Few runs have one, and none should wait for its reader.
+    # Few runs have a listing, so the reader is imported here.
     from topoplan.reading.nvlink_overlay import overlay
 
     return overlay(topology, *listings)
 
 
 def apply_faults(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
-    """Apply the options to a machine.
-
-    Raises
-    ------
-    UsageError
-        They name what is not there, or contradict each other.
-    """
+    """Apply the fault options to a machine; UsageError if they name an unknown part or contradict each other."""
     cut: list[str] = options.without_link or []
     gone: list[str] = options.without_device or []
     gpus = sorted({gpu for numbers in options.without_gpu or [] for gpu in numbers})
@@ -345,5 +317,7 @@ def apply_faults(options: argparse.Namespace, topology: Topology) -> RequestedMa
 def _speed(text: str) -> tuple[str, float]:
     wire, equals, number = text.rpartition("=")
     if not equals or not wire:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no link with its speed, such as gpu1-gpu2=12.5")
+        raise argparse.ArgumentTypeError(
+            f"must be a link with its speed, such as gpu1-gpu2=12.5, got {text[:60]!r}"
+        )
     return wire, bandwidth(number)

@@ -25,7 +25,7 @@ from typing import Protocol, cast
 
 import topoplan
 from topoplan.cli.arguments import OneLineParser
-from topoplan.cli.output import WrappedText, print_error, terminal_width
+from topoplan.cli.output import MPI_RANK_VARIABLES, WrappedText, print_error, terminal_width
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plugins import plugin_loaders
@@ -37,15 +37,14 @@ _MACHINES = {
     "bash": '_topoplan_machines() {{ compgen -W \'{names}\' -- "$1"; compgen -f -- "$1"; }}',
     "zsh": "_topoplan_machines() {{ compadd {names}; _files }}",
 }
-"""What completes a machine: a name of the library, or a file."""
+"""Shell function that completes a machine: names of the library and files."""
 
 _MACHINE = re.compile(r"(.*\|)?TOPO2?")
 _FILE = re.compile(r"(.*\|)?(F|F\.\w+|FILE|LOG|PLAN\.json)")
-"""How arguments that are machines or files are called in the help."""
+"""Metavars of machines and files in the help."""
 
 
 def add_completion_options(parser: OneLineParser) -> None:
-    """Add the options of ``completion``."""
     parser.add_argument("shell", metavar="SHELL", help=" or ".join(SHELLS))
 
 
@@ -66,7 +65,7 @@ def run_completion(options: argparse.Namespace) -> int:
 
 
 def _complete_files(parser: argparse.ArgumentParser) -> None:
-    """Say of every argument that is a machine or a file how it is completed."""
+    """Set how a shell completes each argument that is a machine or a file."""
     import shtab
 
     for action in parser._actions:
@@ -80,49 +79,42 @@ def _complete_files(parser: argparse.ArgumentParser) -> None:
 
 
 COMMAND_GROUP = "topoplan.commands"
-"""Group of modules that are a `CommandModule` each, by name."""
+"""Entry point group of modules; each is a `CommandModule`."""
 
 EXPLANATION_GROUP = "topoplan.explanations"
-"""Group of functions of a `Plan` that return an `PlanExplanation`; the name is its key in JSON."""
+"""Entry point group of functions of a `Plan` that return a `PlanExplanation`; the name is its key in JSON."""
 
 
 class CommandModule(Protocol):
-    """What the module of a command offers."""
+    """A module that implements a command."""
 
     LINE: str
-    """Its line of help."""
+    """Its line in the list of commands."""
 
     def add_options(self, parser: OneLineParser) -> None:
         """Add arguments and options."""
 
     def run(self, options: argparse.Namespace) -> int:
-        """Do it and return the exit status; the docstring is the command's description."""
+        """Run the command and return its exit status; the docstring is the command's description."""
 
 
 class PlanExplanation(Protocol):
-    """Something to say about a plan."""
+    """A text on a plan from an installed package."""
 
     def lines(self) -> Sequence[str]:
-        """For a person."""
+        """Return the text for a person."""
 
     def to_object(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the object for JSON."""
 
 
 def plan_explanations(plan: Plan) -> dict[str, PlanExplanation]:
-    """All that installed packages say about a plan.
-
-    Raises
-    ------
-    UsageError
-        None of them says anything, or not of this plan.
-    """
+    """Return what installed packages say about a plan; UsageError if no package explains it."""
     found = {name: load()(plan) for name, load in plugin_loaders(EXPLANATION_GROUP).items()}
     if not found:
         raise UsageError(
             f"no installed package explains how a plan runs (entry points {EXPLANATION_GROUP}): install topoplan "
-            "again, "
-            "or leave out --explain"
+            "again, or leave out --explain"
         )
     return found
 
@@ -133,39 +125,38 @@ COMMANDS = {
     "list": "the machines of the library",
     "show": "devices, links and matrix of a machine",
     "probe": "this machine, through its driver and Linux",
-    "check": "is a machine healthy, and what does each fault cost",
+    "check": "health of a machine, and the cost of each fault",
     "plan": "plan a collective and prove its rate",
     "compare": "trees against rings",
-    "explain": "a log of nccl-tests or NCCL beside what the wires allow, and a file for NCCL's tuner",
+    "explain": "a log of nccl-tests or NCCL against the bounds of the wires, and a file for NCCL's tuner",
     "recommend": "which GPUs to take for a job, or for several",
     "verify": "check a plan and its proof without the solver",
     "order": "which rank on which GPU and node, for rings, trees and meshes",
     "simulate": "model time over sizes, against the ring; or many jobs on shared links",
     "report": "one HTML page on a machine and a collective",
     "export": "a plan or a machine as a file for NCCL",
-    "diff": "what differs between two descriptions of a machine, and which difference changes its bound",
+    "diff": "differences between two descriptions of a machine, and which of them change its bound",
     "pairs": "which GPUs to test with which, and from the results which link is slow",
-    COMPLETION: "what makes a shell complete these commands",
+    COMPLETION: "a script that makes a shell complete these commands",
 }
-"""Our commands with their lines of help; each lives in the module of its name, which is loaded when it is meant. Others
-come with installed packages (`topoplan.cli.main`)."""
+"""Our commands with their lines of help; each is in the module of its name, imported on use. Installed packages add
+others.
+"""
 
 SHARED_MODULES = {"list": "show", "probe": "show", "diff": "compare", "report": "export", COMPLETION: "main"}
-"""Commands in the module of another one, where they are ``run_<name>`` and ``add_<name>_options``."""
+"""Commands in the module of another one, as ``run_<name>`` and ``add_<name>_options``."""
 
 SIGNAL_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
-"""Signals that end a command in order: what it has started ends, and its temporary files are removed. The exit status
-is as shells give it, 128 + the signal."""
+"""Signals that end a command cleanly: its child processes end and its temporary files are removed. The exit status is
+that of shells, 128 + the signal.
+"""
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status after Ctrl-C."""
-
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""What launchers set in the environment of a rank, which has started nothing and ends at once."""
+RANK_VARIABLES = ("RANK", *MPI_RANK_VARIABLES)
+"""Variables that launchers set for a rank; a rank has started no processes and ends at once."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; without arguments those of the process are taken."""
+    """Run one command and return its exit status; without arguments, `sys.argv` is parsed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -174,12 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_wrapped(given: list[str]) -> int:
-    """Run a command with its output in lines of the terminal's width, where a person reads it."""
+    """Run a command, with its lines wrapped at the terminal's width if a person reads them."""
     words = {word.split("=")[0] for word in given}
     whole = {"--json", "--csv", "--format", "export", COMPLETION} & words or ("-o", "-") in pairwise(given)
     width = terminal_width()
     if width is not None and not whole:
-        # What is read by a person; what another program reads keeps its lines.
         with contextlib.redirect_stdout(WrappedText(sys.stdout, width)):
             return _run_and_report(given)
     return _run_and_report(given)
@@ -209,7 +199,7 @@ def _run_and_report(given: list[str]) -> int:
         return 0
     except OSError as error:
         _abandon_stdout()
-        return _report_failure(prefix, f"{error.strerror or error}; look at where the output goes")
+        return _report_failure(prefix, f"{error.strerror or error}; check the output file or pipe")
     except KeyboardInterrupt as error:
         number = signal.Signals(error.args[0]) if error.args else signal.SIGINT
         with contextlib.suppress(OSError):  # a terminal that has gone
@@ -219,8 +209,8 @@ def _run_and_report(given: list[str]) -> int:
 
 @contextlib.contextmanager
 def _terminating_cleanly() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` with its number inside for a signal of `SIGNAL_WORDS` that would end the process;
-    once.
+    """Raise `KeyboardInterrupt` once, with the number inside, for a signal of `SIGNAL_WORDS` that would end the
+    process.
     """
     numbers = [signal.SIGTERM, signal.SIGHUP]
     if threading.current_thread() is not threading.main_thread() or any(
@@ -262,7 +252,7 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
         if name == COMPLETION:
-            # A shell completes the options of all commands, but for those whose package is broken.
+            # The options of all commands; commands of broken packages are left out.
             for known in (*COMMANDS, *others):
                 with contextlib.suppress(UsageError):
                     _load(known, others).add_options(commands.choices[known])
@@ -280,7 +270,7 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
 
 
 def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> CommandModule:
-    """The module of a command."""
+    """Return the module of a command."""
     if name in others:
         return others[name]()
     module = import_module(f"topoplan.cli.{SHARED_MODULES.get(name, name)}")
@@ -291,7 +281,7 @@ def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> Comma
 
 
 def _help_line(load: Callable[[], CommandModule]) -> str:
-    """The line of help of a command; of one that cannot be loaded, why."""
+    """Return the line of help of a command, or why it cannot be loaded."""
     try:
         line = load().LINE
     except UsageError as error:
@@ -311,6 +301,6 @@ def _report_failure(prefix: str, message: str, *, status: int = 2) -> int:
 
 
 def _abandon_stdout() -> None:
-    """Let what is still buffered for stdout go nowhere: Python would complain again when it flushes at exit."""
+    """Redirect stdout to /dev/null: Python would raise again when it flushes the rest at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

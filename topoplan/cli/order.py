@@ -37,26 +37,18 @@ from topoplan.reading.slurm import fold_hostlist
 from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 MAX_PLACEMENTS = 12
-"""Placements that are listed."""
+"""Most placements in the table."""
 
 MAX_LIST_COLUMNS = 110
-"""Characters of a list that are shown."""
+"""Most characters of a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderAnswer:
-    """Who sits where.
+    """The placement of ranks.
 
-    Parameters
-    ----------
-    machine : Machine
-    gpus : tuple of int
-        Numbers of the GPUs that are ranks, ascending.
-    given, found : tuple of Seat
-        Of every rank, as given and in the best order.
-    order : tuple of int
-        The GPU of every rank in the best order.
-    collective : str
+    ``gpus`` are the GPUs that are ranks, ascending. ``given`` and ``found`` are the placements of every rank, as given
+    and in the best order; ``order`` is the GPU of every rank in the best order.
     """
 
     machine: RequestedMachine
@@ -68,12 +60,12 @@ class OrderAnswer:
 
     @property
     def hosts(self) -> list[str]:
-        """Hosts in the order in which their first ranks come."""
-        return list(dict.fromkeys(seat.host for seat in self.found))
+        """Hosts in the order of their first ranks."""
+        return list(dict.fromkeys(placement.host for placement in self.found))
 
 
 def print_order(answer: OrderAnswer, ranked: RankOrder) -> None:
-    """Rates as given and in the best order, and its hosts and GPUs."""
+    """Print the rates as given and in the best order, and the hosts and GPUs of the best order."""
     channels = usable_fabric(answer.machine.whole.subset(answer.gpus)).channels
     print(
         f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')} for "
@@ -116,7 +108,7 @@ RatePair = tuple[float, float]
 
 
 def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[tuple[str, RatePair, RatePair]]:
-    """What ring and tree do as given and as found."""
+    """Return the rates of ring and tree as given and in the best order."""
     factor = bus_factor(answer.collective, len(answer.order))
     buses = [float(rates.ring) for rates in (ranked.before, ranked.after)]
     rings: list[RatePair] = [(bus / factor if factor else 0.0, bus) for bus in buses]
@@ -131,27 +123,27 @@ def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[tuple[str, RateP
 def _print_placement(answer: OrderAnswer) -> None:
     print(f"hosts   {_shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)}")
     taken: dict[str, list[int]] = {}
-    for seat in answer.found:
-        taken.setdefault(seat.host, []).append(seat.slot)
-    alike: dict[tuple[int, ...], list[str]] = {}
+    for placement in answer.found:
+        taken.setdefault(placement.host, []).append(placement.slot)
+    hosts_by_slots: dict[tuple[int, ...], list[str]] = {}
     for host, slots in taken.items():
-        alike.setdefault(tuple(slots), []).append(host)
-    for places, names in list(alike.items())[:4]:
-        where = "every host" if len(alike) == 1 else _shorten_list(fold_hostlist(names), 40)
-        if len(alike) > 1 or list(places) != list(range(len(places))):
-            told = number_ranges(places)
-            print(f"GPUs    {_shorten_list(told, 60)} on {where}")
-    if len(alike) > 4:
-        print(f"GPUs    otherwise on {len(alike) - 4} sets of hosts more; --json has all")
+        hosts_by_slots.setdefault(tuple(slots), []).append(host)
+    for places, names in list(hosts_by_slots.items())[:4]:
+        where = "every host" if len(hosts_by_slots) == 1 else _shorten_list(fold_hostlist(names), 40)
+        if len(hosts_by_slots) > 1 or list(places) != list(range(len(places))):
+            slots_text = number_ranges(places)
+            print(f"GPUs    {_shorten_list(slots_text, 60)} on {where}")
+    if len(hosts_by_slots) > 4:
+        print(f"GPUs    otherwise on {len(hosts_by_slots) - 4} sets of hosts more; --json has all")
 
 
 def _shorten_list(text: str, most: int) -> str:
-    """A list of which so many characters are shown; --json has all."""
+    """Return a list cut to so many characters; --json has all."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def print_mesh_order(answer: OrderAnswer, ranked: MeshOrder) -> None:
-    """The placements of a mesh with their rates, and where each axis lies in the best one."""
+    """Print the placements of a mesh with their rates, and the position of each axis in the best one."""
     axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
     print(
         f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
@@ -160,8 +152,8 @@ def print_mesh_order(answer: OrderAnswer, ranked: MeshOrder) -> None:
     words = [word for word, _ in ranked.levels]
     weights = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
     print(f"weights {weights}: how fast the axes are to be in proportion (--axes)")
-    told = " x ".join(f"{size} {word}" for word, size in ranked.levels)
-    print(f"levels  {told}; below, the extent of every axis on each")
+    sizes = " x ".join(f"{size} {word}" for word, size in ranked.levels)
+    print(f"levels  {sizes}; below, the extent of every axis on each")
     print()
     header = (
         "ranks",
@@ -209,15 +201,13 @@ def _rate_alone(ranked: MeshOrder, best: MeshPlacement, name: str, collective: s
 
 
 def _axis_extent(parts: Sequence[int], words: Sequence[str]) -> str:
-    """Where an axis lies.
+    """Return the extent of an axis on each level.
 
-    Examples
-    --------
     >>> _axis_extent((2, 4), ["in a server", "across"]), _axis_extent((1, 4), ["in a server", "across"])
     ('2 in a server x 4 across', '4 across')
     """
-    told = [f"{part} {word}" for part, word in zip(parts, words, strict=True) if part > 1]
-    return " x ".join(told) or "-"
+    extents = [f"{part} {word}" for part, word in zip(parts, words, strict=True) if part > 1]
+    return " x ".join(extents) or "-"
 
 
 def _placement_row(name: str, ranked: MeshOrder, one: MeshPlacement) -> tuple[str, ...]:
@@ -236,15 +226,18 @@ def _placement_row(name: str, ranked: MeshOrder, one: MeshPlacement) -> tuple[st
 def order_object(
     answer: OrderAnswer, ranked: RankOrder | MeshOrder, given: Sequence[int]
 ) -> dict[str, object]:
-    """The answer as a JSON object."""
+    """Return the answer as a JSON object."""
     names = answer.machine.whole.gpus
     found: dict[str, object] = {
         "collective": answer.collective,
         "order": list(answer.order),
         "gpus": [names[gpu] for gpu in answer.order],
         "nodes": answer.hosts,
-        "ranks": [{"host": seat.host, "slot": seat.slot} for seat in answer.found],
-        "given": {"order": list(given), "nodes": list(dict.fromkeys(seat.host for seat in answer.given))},
+        "ranks": [{"host": placement.host, "slot": placement.slot} for placement in answer.found],
+        "given": {
+            "order": list(given),
+            "nodes": list(dict.fromkeys(placement.host for placement in answer.given)),
+        },
     }
     if isinstance(ranked, MeshOrder):
         found["mesh"] = dict(ranked.axes)
@@ -297,33 +290,32 @@ def _placement_object(ranked: MeshOrder, one: MeshPlacement, collective: str) ->
 FORMATS = (*LAUNCH_FILES, "json")
 
 NOT_OF_TREES = dict.fromkeys(("servers", "network", "rails", "leaf_size", "helpers", "merge"))
-"""Options that say what a description of Slurm says itself."""
+"""Options that a description of Slurm replaces."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``order``."""
     arguments.add_machine(parser)
     parser.add_argument(
         "--server",
         metavar="TOPO",
-        help="where TOPO is Slurm's topology.conf or topology.yaml: what each node is, such as dgx-h100",
+        help="with Slurm's topology.conf or topology.yaml as TOPO: the machine that each node is, such as dgx-h100",
     )
     parser.add_argument(
         "--slurm-topology",
         metavar="NAME",
-        help="of several in a topology.yaml this one (default: the cluster's)",
+        help="this one of several in a topology.yaml (default: the cluster's)",
     )
     parser.add_argument(
         "--hosts",
         metavar="LIST|F",
-        help="hosts of the job in the order as it is, node[01-08,12] or a file with a host on each line: of TOPO's "
+        help="hosts of the job in their present order, node[01-08,12] or a file with a host on each line: of TOPO's "
         "nodes these (default: all, as Slurm lists them), or else names for the hosts of TOPO",
     )
     parser.add_argument(
         "--gpus",
         type=arguments.gpu_list,
         metavar="LIST",
-        help="GPU numbers of the ranks in the order as it is, such as 0,2,1,3 (default: all, by number)",
+        help="GPU numbers of the ranks in their present order, such as 0,2,1,3 (default: all, by number)",
     )
     arguments.add_collective(parser)
     add_mesh(parser)
@@ -347,7 +339,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
+    """Find the order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
     as_json = options.json or options.format == "json"
     if options.json and options.format not in (None, "json"):
         raise UsageError(f"--json goes with no --format {options.format}; leave one of them out")
@@ -413,7 +405,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
-    """Weights of the axes, as given or of a preset; UsageError if several axes run and neither is given."""
+    """Return weights of the axes, as given or of a preset; UsageError if several axes run and neither is given."""
     for name in ("axes", "preset"):
         if getattr(options, name) is not None and options.mesh is None:
             raise UsageError(f"--{name} belongs to --mesh; give the mesh, or leave it out")
@@ -425,7 +417,7 @@ def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
     if options.axes is None and len(wide) > 1:
         weights = ",".join(f"{name}={PRESETS['megatron'].get(name, 1)}" for name in wide)
         raise UsageError(
-            f"the mesh has {len(wide)} axes and nothing says how many bytes each moves, which decides where it lies; "
+            f"the mesh has {len(wide)} axes, and their placement depends on the bytes that each moves; "
             f"add --axes with their weights, such as {weights}, or --preset megatron"
         )
     axes: Mapping[str, Fraction | int] | None = options.axes
@@ -437,16 +429,20 @@ def _preset_words(name: str) -> str:
 
 
 def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, ...], NodeNetwork | None]:
-    """The machine, names for its hosts where it has none, and Slurm's network with the nodes of the job in order."""
+    """Return the machine, names for its hosts if it has none, and Slurm's network with the nodes of the job in
+    order.
+    """
     if options.server is None:
         if options.slurm_topology is not None:
-            raise UsageError("--slurm-topology belongs to --server, which says what a node is; add it")
+            raise UsageError(
+                "--slurm-topology belongs to --server, which names the machine of a node; add it"
+            )
         return read_machine(options), () if options.hosts is None else host_names(options.hosts), None
     network = load_network(options.topo, which=options.slurm_topology or "")
     if network is None:
         raise UsageError(
-            f"--server says what the nodes of Slurm's topology.conf or topology.yaml are, and {options.topo[:60]} is "
-            "neither; leave --server out"
+            f"--server names the machine of the nodes in Slurm's topology.conf or topology.yaml, and "
+            f"{options.topo[:60]} is neither; leave --server out"
         )
     refused = first_set_option(options, NOT_OF_TREES)
     if refused:
@@ -460,7 +456,7 @@ def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, 
 
 
 def _gpus_in_host_order(machine: RequestedMachine, network: NodeNetwork | None) -> tuple[int, ...]:
-    """All GPUs, host by host as Slurm lists these: hosts of several NVLink domains may take turns."""
+    """Return all GPUs, host by host as Slurm lists these: hosts of several NVLink domains may take turns."""
     hosts = hosts_of(machine.whole)
     if network is None:
         return tuple(range(len(hosts)))

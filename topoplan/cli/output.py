@@ -39,20 +39,18 @@ if TYPE_CHECKING:
     from topoplan.operate.plot.canvas import Look
 
 MAX_ERROR_LENGTH = 600
-"""Characters of an error that are shown; values from a file may be of any length."""
+"""Most characters of an error; values from a file may be of any length."""
 
-MPI_RANK_VARIABLES = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
-"""Variables of processes that mpiexec started."""
+MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Variables in which MPI launchers pass a process its rank."""
 
 MAX_COLUMNS = 120
-"""Columns of a line on a terminal, or fewer where it has fewer."""
+"""Columns of a line on a wide terminal."""
 
 
 def printable(text: str) -> str:
-    """One line, with ``?`` for what a terminal would obey and not show: texts of a file are anybody's.
+    """Return a text as one line, with ``?`` for control characters: a file may hold any text.
 
-    Examples
-    --------
     >>> printable("Tesla\\n V100 \\x1b[31m")
     'Tesla V100 ?[31m'
     """
@@ -60,7 +58,7 @@ def printable(text: str) -> str:
 
 
 def print_error(prefix: str, message: str) -> None:
-    """Print an error as one line on stderr; of a long one head and tail, where cause and remedy stand."""
+    """Print an error as one line on stderr; a long one keeps head and tail, with cause and remedy."""
     line = printable(message)
     if len(line) > MAX_ERROR_LENGTH:
         line = f"{line[: MAX_ERROR_LENGTH // 2]} … {line[-MAX_ERROR_LENGTH // 2 :]}"
@@ -69,41 +67,37 @@ def print_error(prefix: str, message: str) -> None:
 
 
 def print_json(value: dict[str, object]) -> None:
-    """Print one JSON object, in ASCII: any terminal and any pipe can take it."""
+    """Print one JSON object in ASCII, which every terminal and pipe takes."""
     print(json.dumps(value, allow_nan=False, indent=1))
 
 
 def plan_notes(plan: Plans) -> list[str]:
-    """What the reader of a plan should know, of its machine and of itself, each note once."""
+    """Return the notes of a plan and of its machine, each once."""
     return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 
 
 def print_notes(*notes: str, file: TextIO | None = None) -> None:
-    """Print what the reader should know beside the result, each note once, warnings first; on stdout unless told."""
+    """Print notes, each once, warnings first; on stdout by default."""
     for note in warnings_first(notes):
         line = printable(note)
         print(line if kind_of(note) == "warning" else f"note: {line}", file=file)
 
 
 def rate_verdict(channels: Sequence[str], gap: float, without: str = "") -> str:
-    """What is proved of a rate: over which wires it is the best, or how far it is below the bound.
+    """Return what is proved of a rate: its channels if it is optimal, else the gap to the bound.
 
-    ``without`` says what the bound leaves out, as `in_network_words` does.
+    ``without`` says what the bound leaves out, see `in_network_words`.
 
-    Examples
-    --------
     >>> rate_verdict(("nvlink",), 0.0), rate_verdict(("nvlink",), 0.25)
     ('optimal over nvlink, proved', '25.00% below the bound')
     """
-    told = f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
-    return f"{told} {without}" if without else told
+    verdict = f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
+    return f"{verdict} {without}" if without else verdict
 
 
 def in_network_words(proved: Plan | Bound) -> str:
-    """What in-network reduction could do beside a bound that leaves it out; empty where it could do no more.
+    """Return what in-network reduction could do above a bound that leaves it out; empty if it adds nothing.
 
-    Examples
-    --------
     >>> import topoplan
     >>> in_network_words(topoplan.plan("dgx-h100"))
     'without in-network reduction; with it at most 450 GB/s, 787.5 of bus bandwidth'
@@ -116,10 +110,8 @@ def in_network_words(proved: Plan | Bound) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2) -> str:
-    """Columns padded to their widest cell, ``gap`` spaces between them; numbers to the right, text to the left.
+    """Return columns padded to their widest cell with ``gap`` spaces between; numbers to the right, text to the left.
 
-    Examples
-    --------
     >>> print(table(("name", "GB/s"), [("a", "1.5"), ("bc", "10.0")]))
     name  GB/s
     a      1.5
@@ -140,9 +132,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2)
 
 
 def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print objects as comma-separated values (RFC 4180, lines ended as everywhere here), their keys first.
+    """Print objects as comma-separated values (RFC 4180, but lines end with LF), keys first.
 
-    Nothing stands for None and for infinite rates.
+    None and infinite rates are empty.
     """
     keys = dict.fromkeys(key for row in rows for key in row)
     writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -153,25 +145,19 @@ def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def terminal_width() -> int | None:
-    """Columns of a line where stdout is a terminal: `MAX_COLUMNS`, or fewer where it has fewer; None elsewhere.
+    """Return the columns of a line if stdout is a terminal, at most `MAX_COLUMNS`; else None.
 
-    What mpiexec starts has a terminal of its own, wherever its output goes.
+    A process that mpiexec started has a terminal of its own, wherever its output goes, and gets None.
     """
-    if sys.stdout is None or not sys.stdout.isatty() or MPI_RANK_VARIABLES & os.environ.keys():
+    if sys.stdout is None or not sys.stdout.isatty() or os.environ.keys() & set(MPI_RANK_VARIABLES):
         return None
     return min(MAX_COLUMNS, shutil.get_terminal_size().columns)
 
 
 class WrappedText(io.TextIOBase):
-    """What a terminal gets: lines wrapped between words at `MAX_COLUMNS` columns or its own width.
+    """A stream that wraps lines between words at ``width`` columns.
 
-    What does not fit goes below the beginning of the last column of its line, or is indented by four spaces.
-
-    Parameters
-    ----------
-    stream : text stream
-    width : int
-        Columns.
+    Continued lines are indented to the last column of their line, or by four spaces.
     """
 
     def __init__(self, stream: TextIO, width: int) -> None:
@@ -179,32 +165,27 @@ class WrappedText(io.TextIOBase):
         self._stream, self._width, self._begun = stream, width, ""
 
     def write(self, text: str) -> int:
-        """Write the lines that end in the text, and keep what follows them."""
+        """Write complete lines, and buffer the rest."""
         *lines, self._begun = (self._begun + text).split("\n")
         for line in lines:
             self._stream.write(f"{wrap_line(line, self._width)}\n")
         return len(text)
 
     def flush(self) -> None:
-        """Write what was kept too."""
         self._stream.write(self._begun)
         self._begun = ""
         self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal: the stream is asked."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """That of the stream."""
         return self._stream.fileno()
 
 
 def wrap_line(line: str, width: int) -> str:
-    """A line as lines of at most so many columns, words whole; as it is where a word, such as a path, is too long.
+    """Return a line wrapped at ``width`` columns, words whole; unchanged if a word, such as a path, is too long.
 
-    Examples
-    --------
     >>> print(wrap_line("bound  50 GB/s: the links between them carry 300 GB/s", 30))
     bound  50 GB/s: the links
            between them carry 300
@@ -238,24 +219,12 @@ def _is_number(cell: str) -> bool:
 
 
 MAX_PRINTED_SETS = 70
-"""Sets of GPUs that a line of text lists: all that have equal wires on machines of 8 GPUs."""
+"""Most sets of GPUs in a line of text: all with equal wires on machines of 8 GPUs."""
 
 
 def gpu_set_lines(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
-    """Sets of GPUs in lines under a head; of many the first.
+    """Return sets of GPUs in lines under a head; ``number`` counts all of them, ``sets`` may hold fewer.
 
-    Parameters
-    ----------
-    head : str
-    sets : sequence of sequence of int
-        Those that are known, which may be fewer than there are.
-    number : int
-        How many there are.
-    width : int
-        Columns.
-
-    Examples
-    --------
     >>> gpu_set_lines("class 1: ", [(0, 1, 2, 3), (4, 5, 6, 7)], 2)
     'class 1: 0-3  4-7'
     """
@@ -272,19 +241,9 @@ def gpu_set_lines(head: str, sets: Sequence[Sequence[int]], number: int, *, widt
 
 
 def check_target(path: str | None, what: str) -> None:
-    """Refuse a place where no file can be written, before time is spent on what should go there.
+    """Refuse a path that cannot be written, before any work: UsageError with the remedy.
 
-    Parameters
-    ----------
-    path : str or None
-        None where nothing is to be written, ``-`` for stdout.
-    what : str
-        The option, for the message.
-
-    Raises
-    ------
-    UsageError
-        The name is empty, or a folder; its folder is not there; either is not writable.
+    ``path`` may be None (nothing is written) or ``-`` (stdout); ``what`` is the option, for the message.
     """
     if path in (None, "-"):
         return
@@ -295,21 +254,17 @@ def check_target(path: str | None, what: str) -> None:
         raise UsageError(f"cannot write {path}: it is a folder; name a file in it")
     if not target.parent.is_dir():
         raise UsageError(
-            f"cannot write {path}: there is no folder {target.parent}; make it, or choose another"
+            f"cannot write {path}: folder {target.parent} does not exist; make it, or choose another"
         )
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise UsageError(f"cannot write {path}: permission denied; choose another place for it")
 
 
 def write_whole(path: str, text: str | bytes) -> None:
-    """Write a file, a text in UTF-8, aside and rename it into place, so that nobody ever sees half of it.
+    """Write a file (a text in UTF-8) to a temporary file and rename it, so that no reader sees half of it.
 
-    What is there already keeps its permissions; a link is followed; a device or a pipe is written to.
-
-    Raises
-    ------
-    UsageError
-        It cannot be written; an older file is left as it was.
+    An existing file keeps its permissions; a link is followed; a device or pipe is written to. If writing fails,
+    UsageError is raised and an older file is unchanged.
     """
     content = text.encode() if isinstance(text, str) else text
     target = Path(path)
@@ -333,7 +288,7 @@ def write_whole(path: str, text: str | bytes) -> None:
 
 
 def check_plot(options: argparse.Namespace) -> None:
-    """Refuse a figure that could not be written: as `check_target`, or there is no such format, font or size."""
+    """Refuse a figure that cannot be written: path as `check_target`, format, font and size."""
     if options.plot is None:
         given = first_set_option(options, dict.fromkeys(PLOT_OPTIONS))
         if given:
@@ -351,7 +306,7 @@ def check_plot(options: argparse.Namespace) -> None:
 
 
 def draw_plot(options: argparse.Namespace, draw: Callable[[], Figure]) -> None:
-    """Draw the figure that ``--plot`` and its options ask for, if they do."""
+    """Draw the figure that ``--plot`` and its options ask for."""
     if options.plot:
         from topoplan.operate.plot.canvas import write_figure
 
@@ -376,7 +331,7 @@ def _umask() -> int:
 
 
 QUIET_SECONDS = 1.0
-"""What takes less shows nothing."""
+"""Work that takes less shows no progress."""
 
 _REDRAWN_SECONDS = 0.1
 _WIDTH = 24
@@ -384,12 +339,10 @@ _COUNT = re.compile(r"\b(\d+) of (\d+)\b")
 
 
 def progress_bar(text: str, seconds: float) -> str:
-    """The line that is shown: a bar, the time that has passed, and what is being done.
+    """Return the progress line: a bar, the elapsed seconds, and the text.
 
-    A text that counts, such as ``class 3 of 51``, fills the bar as far; any other moves a mark along it.
+    A text that counts, such as ``class 3 of 51``, fills the bar; any other moves a mark along it.
 
-    Examples
-    --------
     >>> progress_bar("class 3 of 12: GPUs 0, 1", 5)
     '[######                  ]  5 s  class 3 of 12: GPUs 0, 1'
     >>> progress_bar("packing: 8 trees of 16 GPUs", 2.3)
@@ -409,17 +362,10 @@ def progress_bar(text: str, seconds: float) -> str:
 
 @contextmanager
 def progress_line(doing: str) -> Iterator[Callable[[str], None] | None]:
-    """A callback that takes what is being done, and shows it from the second second on.
+    """Yield a callback that takes the current step and shows it from the second second on; None if stderr is not a
+    terminal.
 
-    Parameters
-    ----------
-    doing : str
-        Shown until the callback is first called.
-
-    Yields
-    ------
-    callable or None
-        None where stderr is no terminal; then nothing is shown.
+    ``doing`` is shown until the callback is first called.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield None

@@ -41,12 +41,10 @@ from topoplan.units import counted
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
 MAX_PRINTED, FAR_BELOW, FAR_ABOVE = 8, 0.7, 1.05
-"""Most classes, links or pairs that a line of text lists; what of the stated rate healthy pairs get at least and at
-most."""
+"""Most classes, links or pairs in a line of text; least and largest share of the stated rate that healthy pairs get."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``pairs``."""
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
     parser.add_argument(
@@ -61,12 +59,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=arguments.whole_number(1, 64, "number of times from 1 to 64"),
         default=TIMES,
         metavar="K",
-        help=f"how often each link is crossed, by different pairs where there are (default: {TIMES})",
+        help=f"how often each link is crossed, by different pairs if possible (default: {TIMES})",
     )
     parser.add_argument(
         "--every-gpu",
         action="store_true",
-        help="on a cluster, test every GPU, which tells its way to a NIC from the NIC's wire (default: one a NIC)",
+        help="on a cluster, test every GPU, which separates its route to a NIC from the wire (default: one per NIC)",
     )
     parser.add_argument(
         "--one-way", action="store_true", help="test each direction by itself (default: both at once)"
@@ -92,15 +90,15 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--results",
         metavar="FILE",
-        help="GB/s of pairs, CSV or JSON as docs/file-formats.md says, or what topoplan calibrate --json prints: name "
-        "the links that are slow; exit status 1 if there are any",
+        help="GB/s of pairs, CSV or JSON as in docs/file-formats.md, or the output of topoplan calibrate --json: name "
+        "the slow links; exit status 1 if there are any",
     )
     parser.add_argument(
         "--tolerance",
         type=arguments.number(0.001, 0.5, "part of a rate from 0.001 to 0.5"),
         default=TOLERANCE,
         metavar="T",
-        help=f"with --results, what a healthy pair may be below the others (default: {TOLERANCE:g})",
+        help=f"with --results, how far a healthy pair may be below the others (default: {TOLERANCE:g})",
     )
     parser.add_argument(
         "--any-pair", action="store_true", help="with --results, take pairs that these rounds do not have too"
@@ -134,14 +132,14 @@ def run(options: argparse.Namespace) -> int:
     machine = read_machine(options)
     topology, gpus = machine.whole, machine.allocation(options.gpus)
     results = None
-    told: tuple[str, ...] = ()
+    host_notes: tuple[str, ...] = ()
     if options.results is not None:
         text = _text(options.results)
         try:
             results = parse_results(text)
         except UsageError as error:
             raise UsageError(f"{options.results}: {error}") from None
-        topology, told = _with_hosts(topology, results, options.hosts)
+        topology, host_notes = _with_hosts(topology, results, options.hosts)
     one_way = options.one_way if results is None else results.one_way
     with progress_line("planning"):
         possible = possible_tests(topology, gpus, every_gpu=options.every_gpu, one_way=one_way)
@@ -166,24 +164,21 @@ def run(options: argparse.Namespace) -> int:
     )
     if nodes:
         several = max(Counter(topology.device(end).server for end in possible.ends).values())
-        told += (f"a result that names two servers is of up to {several} NICs of each, all at once",)
+        host_notes += (f"a result that names two servers is of up to {several} NICs of each, all at once",)
     if form == "json":
-        print_json({**verdict_to_object(topology, found, len(measured), missing), "notes": list(told)})
+        print_json({**verdict_to_object(topology, found, len(measured), missing), "notes": list(host_notes)})
     else:
         _print_verdict(topology, found, len(measured), missing)
-        print_notes(*told)
+        print_notes(*host_notes)
     return 1 if found.slow else 0
 
 
 def _with_hosts(
     topology: Topology, results: PairResults, listed: str | None
 ) -> tuple[Topology, tuple[str, ...]]:
-    """The machine with its servers under the names of their hosts, of a list or of the results, and notes.
+    """Return the machine with its servers under their host names, from a list or from the results, and notes.
 
-    Raises
-    ------
-    UsageError
-        More hosts than servers, or a list of another number.
+    UsageError: more hosts than servers, or a list of another length.
     """
     servers = tuple(topology.servers)
     if listed is not None:
@@ -239,7 +234,7 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
     print(f"rounds  {'no fewer' if proved else f'at least {rounds.fewest}'}: {rounds.why}")
     print(
         f"links   all {rounds.links} that pairs cross, {counted(rounds.times, 'time')} each where so many pairs do; "
-        f"{rounds.classes} {'class' if rounds.classes == 1 else 'classes'} told apart,"
+        f"{rounds.classes} {'class' if rounds.classes == 1 else 'classes'} distinguished,"
     )
     finest = rounds.finest
     print(
@@ -259,7 +254,7 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
 
 
 def _filled_links(tests: Sequence[PairTest]) -> list[str]:
-    """Names of the links that tests fill together."""
+    """Return the names of the links that tests fill together."""
     names = wire_names(key for test in tests for key in test.links if key[2].endswith(FILLED))
     return [name.removesuffix(FILLED) for name in names]
 
@@ -296,7 +291,7 @@ def _rounds_notes(possible: PairTests, rounds: Rounds) -> list[str]:
 
 
 def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
-    """The JSON object of rounds; rates in GB/s each way."""
+    """Return the JSON object of rounds; rates in GB/s each way."""
     return {
         "machine": possible.topology.name,
         "one_way": possible.one_way,
@@ -333,7 +328,7 @@ def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
 def verdict_to_object(
     topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str]
 ) -> dict[str, object]:
-    """The JSON object of a verdict; rates in GB/s."""
+    """Return the JSON object of a verdict; rates in GB/s."""
     return {
         "machine": topology.name,
         "results": results,
@@ -413,7 +408,7 @@ def _print_verdict(topology: Topology, found: SlowLinkReport, results: int, miss
     if below:
         print(
             f"note: even the faster pairs get less than {FAR_BELOW:.0%} of what {', '.join(below)} states; what slows "
-            "all of them alike is not found by comparing them"
+            "all of them equally is not found by comparing them"
         )
 
 

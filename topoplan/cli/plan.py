@@ -58,11 +58,10 @@ TREE_OPTIONS = {
     "demand": None,
     "bound_only": False,
 }
-"""Options that do not go with another schedule, and what they are when nobody has given them."""
+"""Options that do not go with another schedule, and their values when they are not given."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``plan``."""
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
     arguments.add_collective(parser)
@@ -74,20 +73,20 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--schedule",
         default=TREES,
         metavar="NAME",
-        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or what an installed package "
-        f"registers; a name that is unknown is answered with all (default: {TREES})",
+        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or of an installed package; "
+        f"an unknown name lists all (default: {TREES})",
     )
     parser.add_argument(
         "--schedule-file",
         metavar="F.json",
         help='trees of your own in place of packed ones, {"trees": [[[0, 1], [1, 2]], {"ring": [0, 1, 2]}]}; their '
-        "shares are chosen where the file leaves them out",
+        "shares are chosen if the file leaves them out",
     )
     arguments.add_channels(parser)
     parser.add_argument(
         "--order",
         metavar="O",
-        help=f"with exact, what comes first among equal rates: {', '.join(ORDERS)} (default: height)",
+        help=f"with exact, the first criterion among equal rates: {', '.join(ORDERS)} (default: height)",
     )
     parser.add_argument(
         "--height",
@@ -136,12 +135,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
     parser.add_argument(
         "--bound-only",
         action="store_true",
-        help="prove what no plan can exceed, and make none: thousands of GPUs",
+        help="prove an upper bound, and make no plan: for thousands of GPUs",
     )
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="say how the plan runs: pipeline, and memory beside the buffers",
+        help="print how the plan runs: pipeline, and memory beside the buffers",
     )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
@@ -199,8 +198,8 @@ def run(options: argparse.Namespace) -> int:
     if options.csv:
         print_csv(tree_rows(made))
     elif options.json:
-        told = {name: one.to_object() for name, one in explained.items()}
-        print_json({**plan_object(made), "notes": [*warnings, *plan_notes(made)], **told})
+        texts = {name: one.to_object() for name, one in explained.items()}
+        print_json({**plan_object(made), "notes": [*warnings, *plan_notes(made)], **texts})
     else:
         print_notes(*warnings)
         print_plan(made, options.order or "height", tuple(explained.values()))
@@ -211,8 +210,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_schedule(options: argparse.Namespace) -> None:
-    """Refuse an unknown schedule, and with a known one the options that speak of packed trees or of several plans."""
-    # The rooms of rings and others are loaded where one is asked for.
+    """Refuse an unknown schedule, and with a known one the options of packed trees or of several plans."""
+    # The modules of schedules are imported only if one is requested.
     from topoplan.schedules.registry import find_schedule
 
     what = "--schedule-file"
@@ -230,7 +229,7 @@ def _check_schedule(options: argparse.Namespace) -> None:
 def _plan(
     options: argparse.Namespace, machine: RequestedMachine, progress: Callable[[str], None] | None
 ) -> Plan:
-    """The plan of elements that is asked for."""
+    """Return the requested dense plan."""
     trees = None if options.schedule_file is None else read_trees(options.schedule_file)
     if trees is not None:
         from topoplan.schedules.user_trees import plan_from_trees
@@ -312,7 +311,9 @@ def _run_bound(options: argparse.Namespace) -> int:
 
 
 def plan_object(plan: Plan) -> dict[str, object]:
-    """What ``plan --json`` prints: the plan file, and what belongs to this run or can be derived from it."""
+    """Return the object that ``plan --json`` prints: the plan file, and what belongs to this run or is derived from
+    it.
+    """
     by_phase, wider, needed = phases(plan), _wider_bound(plan), connections_needed(plan)
     beyond = in_network_bound(plan)
     return {
@@ -331,11 +332,13 @@ def plan_object(plan: Plan) -> dict[str, object]:
 
 
 MOST_WIDER = 64
-"""Ranks up to which a plan over NVLink also says what all wires could do."""
+"""Ranks up to which a plan over NVLink also states the bound over all wires."""
 
 
 def _wider_bound(plan: Plan) -> float | None:
-    """The bound over NVLink and PCIe together in GB/s, for a plan over NVLink alone where PCIe could add to it."""
+    """Return the bound over NVLink and PCIe together in GB/s, for a plan over NVLink alone where PCIe could add to
+    it.
+    """
     if plan.channels != ("nvlink",) or plan.collective == ALL_TO_ALL or not 1 < len(plan.ranks) <= MOST_WIDER:
         return None
     fabric = Fabric(plan.topology, (ALL,))
@@ -344,7 +347,7 @@ def _wider_bound(plan: Plan) -> float | None:
 
 
 def print_plan(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()) -> None:
-    """The plan for a person: rate against bound, the bottleneck, what was chosen among equals, the trees, the run."""
+    """Print the plan for a person: rate against bound, bottleneck, choice among equals, trees, run."""
     towards = "to" if plan.collective == "reduce" else "from"
     root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
     print(
@@ -356,8 +359,8 @@ def print_plan(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()
     else:
         count = len(plan.ranks)
         bus = bus_words(plan.rate, plan.collective, count)
-        told = rate_verdict(plan.channels, plan.gap, in_network_words(plan))
-        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({told})")
+        verdict = rate_verdict(plan.channels, plan.gap, in_network_words(plan))
+        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({verdict})")
         if plan.team_wide != plan.rate:
             print(
                 f"nvls   {plan.rate:.6g} GB/s with roots that keep their own part outside NVSwitch, "
@@ -399,7 +402,7 @@ def print_plan(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()
 
 
 def _order_text(plan: Plan, order: str) -> str:
-    """What came first among forests of this rate, and how to ask for the other."""
+    """Return what came first among forests of this rate, and the option for the other."""
     if plan.schedule == "three-phase":
         return "three phases reach the bound at once; lower heights were not searched"
     found = {kind_of(note) for note in plan.notes}
@@ -413,7 +416,7 @@ def _order_text(plan: Plan, order: str) -> str:
     if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
     elif plan.height == 1:
-        lowest = "1, the lowest there is"
+        lowest = "1, the lowest possible"
     fewer = "" if plan.collective == ALL_TO_ALL else "; --order trees looks for fewer trees"
     if order == "first":
         fewer = "; the first such plan that was found: --order height looks for fewer trees"
@@ -438,11 +441,11 @@ OF_ELEMENTS = {
     "schedule": TREES,
     "schedule_file": None,
 }
-"""Options that do not go with a sparse plan, and what they are when nobody has given them."""
+"""Options that do not go with a sparse plan, and their values when they are not given."""
 
 
 def add_sparse(parser: arguments.OneLineParser) -> None:
-    """Add the options."""
+    """Add ``--density`` and ``--entry-bits``."""
     parser.add_argument(
         "--density",
         type=float,
@@ -458,13 +461,7 @@ def add_sparse(parser: arguments.OneLineParser) -> None:
 
 
 def is_sparse(options: argparse.Namespace) -> bool:
-    """Whether the plan is to be sparse.
-
-    Raises
-    ------
-    UsageError
-        An option does not go with the others.
-    """
+    """Return whether the plan is sparse; UsageError if an option does not go with the others."""
     if options.density is None:
         if options.entry_bits is not None:
             raise UsageError("--entry-bits belongs to --density; leave it out, or give a density")
@@ -478,7 +475,7 @@ def is_sparse(options: argparse.Namespace) -> bool:
 
 
 def plan_sparse(options: argparse.Namespace, machine: RequestedMachine) -> Plan:
-    """The sparse plan that is asked for."""
+    """Return the requested sparse plan."""
     from topoplan.schedules.sparse_plan import sparse_plan
 
     return sparse_plan(

@@ -1,4 +1,4 @@
-"""``topoplan plan --mesh``: the groups of a mesh that share the machine's links, planned together."""
+"""Plan the groups of a mesh that share the machine's links together, for ``topoplan plan --mesh``."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SINGLE_PLAN_OPTIONS = {
     "schedule": TREES,
     "schedule_file": None,
 }
-"""Options that do not go with a mesh, and what they are when nobody has given them."""
+"""Options that do not go with a mesh, and their values when they are not given."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add ``--mesh`` and what belongs to it."""
+    """Add ``--mesh`` and its options."""
     parser.add_argument(
         "--mesh",
         type=_axis_extents,
@@ -60,18 +60,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         type=_axis_weights,
         metavar="A",
         help="with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3 "
-        "(default: all alike; order does not guess them)",
+        "(default: all equal; order does not guess them)",
     )
 
 
 def _axis_extents(text: str) -> dict[str, int]:
-    """Names and extents.
-
-    Examples
-    --------
-    >>> _axis_extents("dp=2,tp=4")
-    {'dp': 2, 'tp': 4}
-    """
+    """Parse names and extents."""
     wanted = "axes with whole numbers of ranks, such as dp=2,tp=4"
     found = _named_fractions(text, text, wanted)
     if any(number.denominator != 1 for number in found.values()):
@@ -80,10 +74,8 @@ def _axis_extents(text: str) -> dict[str, int]:
 
 
 def _axis_weights(text: str) -> dict[str, Fraction]:
-    """Names and weights; 1 where none is given.
+    """Parse names and weights, 1 by default.
 
-    Examples
-    --------
     >>> _axis_weights("dp,tp=1.5")
     {'dp': Fraction(1, 1), 'tp': Fraction(3, 2)}
     """
@@ -106,7 +98,7 @@ def _named_fractions(text: str, shown: str, wanted: str) -> dict[str, Fraction]:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what does not go with a mesh, and ``--axes`` without one."""
+    """Refuse options that do not go with a mesh, and ``--axes`` without one."""
     if options.mesh is None:
         if options.axes is not None:
             raise UsageError("--axes belongs to --mesh; give the mesh, or leave it out")
@@ -117,7 +109,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan a mesh with the options of ``plan``, which has checked where the output goes."""
+    """Plan a mesh with the options of ``plan``, which has checked the output path."""
     from topoplan.solve.mesh_planner import plan_mesh
 
     machine = read_machine(options)
@@ -150,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_mesh_plans(mesh: MeshPlans) -> None:
-    """The rate of all groups at once against the bound, and each group beside what it could do alone."""
+    """Print the rate of all groups at once against the bound, and the rate of each group alone."""
     first = mesh.groups[0].plan
     axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
     kinds = " and ".join(
@@ -161,14 +153,14 @@ def print_mesh_plans(mesh: MeshPlans) -> None:
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
         f"{channel_words(first.channels)}"
     )
-    told = rate_verdict(
+    verdict = rate_verdict(
         first.channels,
         mesh.gap,
         "without in-network reduction" if any(in_network_words(group.plan) for group in mesh.groups) else "",
     )
     bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
     same = f"{mesh.rate:.6g} GB/s of algorithm bandwidth{bus.pop() if len(bus) == 1 else ''}"
-    print(f"rate   {same} in every group of weight 1 ({told})")
+    print(f"rate   {same} in every group of weight 1 ({verdict})")
     print()
     weights = dict(mesh.weights)
     rows = [

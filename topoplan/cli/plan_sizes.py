@@ -1,4 +1,4 @@
-"""``topoplan plan --sizes``: the best schedule for each range of message sizes, and where they cross."""
+"""Plan for ranges of message sizes, ``topoplan plan --sizes``: the best schedule of each range and the crossovers."""
 
 from __future__ import annotations
 
@@ -41,19 +41,9 @@ if TYPE_CHECKING:
 class RangeTimes:
     """A range of sizes with the model times at both ends and its lead over the runner-up.
 
-    Parameters
-    ----------
-    range : SizeRange
-    ends : (int, int)
-        Bytes: the ends of the range, within the sizes that were tested.
-    seconds : (float, float)
-        Of its plan at both ends.
-    second : Plan or None
-        The next best of all candidates with other trees in the geometric middle of the ends; None where there is none.
-    gain : float or None
-        How many times longer that one takes there.
-    setting : Setting or None
-        How the windows engine runs it there; None for messages.
+    ``ends`` are the bytes at both ends, within the tested sizes; ``seconds`` are the times of its plan there.
+    ``second`` is the next best candidate with other trees in the geometric middle of the ends (or None),
+    and ``gain`` how many times longer it takes there. ``setting`` is that of the windows engine, None for messages.
     """
 
     range: SizeRange
@@ -65,12 +55,12 @@ class RangeTimes:
 
     @property
     def packets(self) -> bool:
-        """Whether no trees are used, but everybody sends everything to everybody."""
+        """Whether every rank sends packets to every other one, without trees."""
         return self.setting is not None and self.setting.packets
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add ``--sizes`` and what belongs to it."""
+    """Add ``--sizes`` and its options."""
     parser.add_argument(
         "--sizes",
         type=arguments.size_list,
@@ -78,12 +68,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
         const=arguments.size_list("1KB:1GB"),
         metavar="S",
         help="the best schedule for each range of message sizes by model time, between the smallest and the largest of "
-        "these: 64KB:1GB, or 64KB,1MB,… (1KB:1GB where none are given); -o writes them all into one file",
+        "these: 64KB:1GB, or 64KB,1MB,… (default: 1KB:1GB); -o writes them all into one file",
     )
     parser.add_argument(
         "--engine",
         choices=("messages", "windows"),
-        help="with --sizes, what moves the data: messages, copies that are started one by one, or windows, one kernel "
+        help="with --sizes, the engine: messages, copies that are started one by one, or windows, one kernel "
         "for each collective that writes to the other GPUs' memory over NVLink; then blocks and chunks are chosen too "
         "(default: messages)",
     )
@@ -95,7 +85,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what belongs to ``--sizes``, or to one engine, without it."""
+    """Refuse the options of ``--sizes``, or of one engine, without it."""
     if options.sizes is None and options.engine is not None:
         raise UsageError("--engine belongs to --sizes; give sizes, or leave it out")
     if options.engine_costs is not None and options.engine != "windows":
@@ -103,7 +93,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan by size with the options of ``plan``, which has checked where the output goes."""
+    """Plan by size with the options of ``plan``, which has checked the output path."""
     from topoplan.model.schedule_selection import choose_by_size
     from topoplan.model.window_engine import load_costs
 
@@ -171,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
-    """What the table says of every range; one in which the windows engine goes over from packets to trees is two."""
+    """Return the rows of the table; a range in which the windows engine changes from packets to trees is two."""
     from topoplan.model.candidates import same_trees
 
     clocks, windows = choice.clocks(), choice.windows
@@ -206,7 +196,7 @@ def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
 
 
 def _split_at_packets(choice: ScheduleChoice) -> list[SizeRange]:
-    """The ranges, parted where packets end."""
+    """Return the ranges, split where packets end."""
     found = []
     for one in choice.plans.ranges:
         parts = [one.start, one.stop]
@@ -288,7 +278,7 @@ def _table(lines: Sequence[RangeTimes]) -> str:
 
 
 def _times_table(plans: SizePlans, times: SizeTimes) -> str:
-    """Model time beside the bound at every size."""
+    """Return a table of model time and bound at every size."""
     rows = [
         (
             format_size(size),
@@ -303,7 +293,9 @@ def _times_table(plans: SizePlans, times: SizeTimes) -> str:
 
 
 def _points(choice: ScheduleChoice) -> list[dict[str, object]]:
-    """What ``--json`` and ``--csv`` say of every size; on the windows engine the bound is that of the bytes alone."""
+    """Return a record for every size, for ``--json`` and ``--csv``; on the windows engine the bound counts bytes
+    only.
+    """
     plans = choice.plans
     if plans.times is None:
         return _points_of_windows(choice)
@@ -353,10 +345,8 @@ def _crossovers(lines: Sequence[RangeTimes]) -> str:
 
 
 def describe_schedule(plan: Plan) -> str:
-    """A schedule in a few words.
+    """Return a schedule in a few words.
 
-    Examples
-    --------
     >>> import topoplan
     >>> describe_schedule(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     'one-hop, 16 of height 1'
@@ -367,7 +357,7 @@ def describe_schedule(plan: Plan) -> str:
 def _object(
     choice: ScheduleChoice, lines: Sequence[RangeTimes], notes: Sequence[str], seconds: float
 ) -> dict[str, object]:
-    """What ``--json`` prints: the file, and what belongs to this run or can be derived from it."""
+    """Return the object that ``--json`` prints: the file, and what belongs to this run or is derived from it."""
     plans = choice.plans
     return {
         **plans.to_object(),
@@ -397,7 +387,7 @@ def _object(
 
 
 def _setting_object(line: RangeTimes) -> dict[str, object]:
-    """How the windows engine runs a range; nothing for messages."""
+    """Return how the windows engine runs a range; empty for messages."""
     if line.setting is None:
         return {}
     way = (

@@ -1,4 +1,4 @@
-"""``topoplan plan --survive 1``: a plan for the machine and one for every single failure, in one file."""
+"""Plan a machine and every single failure of it into one file, for ``topoplan plan --survive 1``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ OTHER_OPTIONS = {
     **{name: value for name, value in SINGLE_PLAN_OPTIONS.items() if name not in ("root", "order")},
     "mesh": None,
 }
-"""Options that do not go with plans for failures, and what they are when nobody has given them."""
+"""Options that do not go with plans for failures, and their values when they are not given."""
 
 FAILURE_NOUN = {"gpu": "GPU", "link": "link", "device": "switch or NIC"}
 FAILURE_NOUN_PLURAL = {"gpu": "GPUs", "link": "links", "device": "switches and NICs"}
 
 MAX_LETTERS = 50
-"""Of the names of a class's links, in the table; one is named in any case."""
+"""Most characters of the names of a class's links in the table; at least one is named."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -52,12 +52,12 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse what does not go with plans for failures."""
+    """Refuse options that do not go with plans for failures."""
     if options.survive is None:
         return
     if options.survive != 1:
         raise UsageError(
-            f"--survive {options.survive}: plans are made for single failures; give 1, and plan what is left again "
+            f"--survive {options.survive}: plans are made for single failures; give 1, and replan the degraded machine "
             "after each"
         )
     given = arguments.first_set_option(options, OTHER_OPTIONS)
@@ -66,7 +66,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan for all failures with the options of ``plan``, which has checked where the output goes."""
+    """Plan for all failures with the options of ``plan``, which has checked the output path."""
     from topoplan.solve.failure_planner import plan_survival
 
     machine = read_machine(options)
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plans(book: SurvivalPlans) -> dict[int, Plan]:
-    """The plan of each failure's class, whose rate and bound are those of the failure's own."""
+    """Return the plan of each failure's class; its rate and bound hold for every failure of the class."""
     found = {}
     for number, outcome in enumerate(book.outcomes):
         plan = outcome.plan if outcome.like is None else book.outcomes[outcome.like].plan
@@ -120,7 +120,7 @@ def _bus_bandwidth(plan: Plan) -> float | None:
 
 
 def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
-    """A row for each failure."""
+    """Return a row for each failure."""
     plans, place = _plans(book), {id(plan): number for number, plan in enumerate(book.own)}
     rows: list[dict[str, object]] = []
     for number, outcome in enumerate(book.outcomes):
@@ -142,7 +142,7 @@ def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
 
 
 def _worst(book: SurvivalPlans) -> tuple[MachineFailure, Plan] | None:
-    """The failure that leaves the lowest rate, of those that leave a plan."""
+    """Return the failure with the lowest rate, and its plan."""
     plans = _plans(book)
     if not plans:
         return None
@@ -151,12 +151,12 @@ def _worst(book: SurvivalPlans) -> tuple[MachineFailure, Plan] | None:
 
 
 def _survival_object(book: SurvivalPlans, size: int) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Return the object that ``--json`` prints."""
     whole, worst = book.whole, _worst(book)
-    told = None
+    worst_object = None
     if worst is not None:
         failure, plan = worst
-        told = {
+        worst_object = {
             "kind": failure.kind,
             "failure": failure.name,
             "rate": finite(plan.rate),
@@ -176,7 +176,7 @@ def _survival_object(book: SurvivalPlans, size: int) -> dict[str, object]:
         "plans_before": len(_plans(book)),
         "plans_after": len(book.own),
         "without_plan": len(book.outcomes) - len(_plans(book)),
-        "worst": told,
+        "worst": worst_object,
         "bytes": size,
         "seconds": book.seconds,
         "digest": book.digest,
@@ -185,7 +185,7 @@ def _survival_object(book: SurvivalPlans, size: int) -> dict[str, object]:
 
 
 def print_survival(book: SurvivalPlans) -> None:
-    """The rate of the whole machine, how many failures share how many plans, the worst one, and every class."""
+    """Print the rate of the whole machine, how many failures share how many plans, the worst one, and every class."""
     whole, plans = book.whole, _plans(book)
     print(
         f"{whole.collective} on {whole.topology.name}, {counted(len(whole.ranks), 'GPU')} "
@@ -247,10 +247,8 @@ def _no_plan_rows(none: Sequence[FailureOutcome]) -> list[tuple[str, ...]]:
 
 
 def _failure_names(failures: Sequence[MachineFailure]) -> str:
-    """The failures of a class: GPUs and devices as ranges, the first links.
+    """Return the failures of a class: GPUs and devices as ranges, the first links.
 
-    Examples
-    --------
     >>> gpus = [MachineFailure("gpu", "gpu0"), MachineFailure("gpu", "gpu1")]
     >>> _failure_names([*gpus, MachineFailure("link", "gpu0-nic0")])
     'gpu0,1, link gpu0-nic0'

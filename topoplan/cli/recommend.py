@@ -34,7 +34,6 @@ from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``recommend``."""
     arguments.add_machine(parser)
     parser.add_argument(
         "--count",
@@ -96,19 +95,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """GPUs of each job.
-
-    Examples
-    --------
-    >>> _sizes("4,2,2")
-    (4, 2, 2)
-    """
+    """Parse the numbers of GPUs of several jobs."""
     one = arguments.whole_number(1, 999_999, "list of numbers of GPUs such as 4,2,2")
     try:
         return tuple(one(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"{text[:40]!r} is no list of numbers of GPUs such as 4,2,2"
+            f"must be a list of numbers of GPUs such as 4,2,2, got {text[:40]!r}"
         ) from None
 
 
@@ -143,7 +136,7 @@ def _run_jobs(options: argparse.Namespace, collective: str) -> int:
 
 
 def _job_object(job: JobGpus, collective: str) -> dict[str, object]:
-    """A job for JSON; null where nothing moves."""
+    """Return a job for JSON; null where nothing moves."""
     return {
         "gpus": list(job.gpus),
         "rate": finite(job.rate),
@@ -156,7 +149,7 @@ def _job_object(job: JobGpus, collective: str) -> dict[str, object]:
 
 
 def _print_jobs(machine: RequestedMachine, collective: str, found: Division) -> None:
-    """A row for each job, and what is the best about it."""
+    """Print a row for each job, and what the division maximises."""
     sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
     ways = f"{best} of {found.ways:,} ways" if found.ways != 1 else "the one way"
@@ -165,15 +158,15 @@ def _print_jobs(machine: RequestedMachine, collective: str, found: Division) -> 
     rows = []
     for number, job in enumerate(found.jobs):
         moves = len(job.gpus) > 1
-        told = (
+        rates = (
             [job.rate, job.rate * bus_factor(collective, len(job.gpus)), job.alone, job.best] if moves else []
         )
         rows.append(
             (
                 str(number),
                 number_ranges(job.gpus),
-                *(f"{rate:.6g}" for rate in told),
-                *("-" for _ in range(4 - len(told))),
+                *(f"{rate:.6g}" for rate in rates),
+                *("-" for _ in range(4 - len(rates))),
                 f"{job.part:.4g}",
                 "yes" if job.shares_links else "no",
             )
@@ -200,7 +193,7 @@ def _print_jobs(machine: RequestedMachine, collective: str, found: Division) -> 
 
 
 def _free_gpus(options: argparse.Namespace, machine: RequestedMachine) -> tuple[int, ...]:
-    """The GPUs to choose from, ascending."""
+    """Return the GPUs to choose from, ascending."""
     if options.free is None:
         return machine.left
     chosen = machine.whole.select(options.free)
@@ -213,7 +206,7 @@ def _free_gpus(options: argparse.Namespace, machine: RequestedMachine) -> tuple[
 
 
 def _object(one: GpuSet, factor: float) -> dict[str, object]:
-    """A set for JSON."""
+    """Return a set for JSON."""
     return {
         "gpus": list(one.gpus),
         "rate": one.rate,
@@ -231,7 +224,7 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
 
 
 def _print_sets(machine: RequestedMachine, collective: str, sets: Sequence[GpuSet], factor: float) -> None:
-    """Classes best first, each with its sets, and what the best set leaves."""
+    """Print classes best first, each with its sets, and what the best set leaves."""
     best = sets[0]
     classes = [
         list(group)
@@ -278,26 +271,26 @@ def _print_sets(machine: RequestedMachine, collective: str, sets: Sequence[GpuSe
 
 
 def _in_network(machine: RequestedMachine, collective: str, best: GpuSet) -> str:
-    """What in-network reduction could do on a set beside its bound, which leaves it out."""
+    """Return what in-network reduction could add to the bound of a set."""
     return in_network_words(bound(machine.whole, collective, gpus=best.gpus))
 
 
 def _rate_range(rates: Sequence[float]) -> str:
-    """A rate, or the least and the largest."""
+    """Return a rate, or the least and the largest."""
     least, most = f"{min(rates):.6g}", f"{max(rates):.6g}"
     return least if least == most else f"{least}-{most}"
 
 
 def _remaining_words(best: GpuSet, sets: Sequence[GpuSet]) -> str:
-    """What the best set leaves for the next job."""
+    """Return the GPUs that the best set leaves, and their rate for the next job."""
     free = sorted({gpu for one in sets for gpu in one.gpus})
     rest = [gpu for gpu in free if gpu not in best.gpus]
     if not rest:
         return "no GPU"
-    told = [number_ranges(rest)]
+    parts = [number_ranges(rest)]
     if best.following is not None:
-        told.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
+        parts.append(f"{best.following:.6g} GB/s for the next job of {len(best.gpus)}")
     if best.left is not None and len(rest) != len(best.gpus):
-        unit = "" if told[1:] else " GB/s"
-        told.append(f"{best.left:.6g}{unit} for one of all {len(rest)}")
-    return f"{told[0]}: {', '.join(told[1:])}" if told[1:] else f"{told[0]}, no pair"
+        unit = "" if parts[1:] else " GB/s"
+        parts.append(f"{best.left:.6g}{unit} for one of all {len(rest)}")
+    return f"{parts[0]}: {', '.join(parts[1:])}" if parts[1:] else f"{parts[0]}, no pair"

@@ -39,18 +39,16 @@ from topoplan.reading.probe import probe
 from topoplan.units import counted, exact
 
 TreeNode = tuple[str, str]
-"""A device and an empty text, or a CPU and the name of a host bridge of it."""
+"""A device and an empty text, or a CPU and one of its host bridges."""
 
 _RANK = {"cpu": 0, "pcie": 1, "nic": 2, "gpu": 3, "nvswitch": 4, "switch": 5, "helper": 3}
 
 
 def device_tree_text(topology: Topology) -> str:
-    """The table of devices; empty for a machine of none.
+    """Return the table of devices; empty for a machine without devices.
 
-    PCIe GB/s is that of the link to what is above, in each direction; up and down where they differ.
+    PCIe GB/s is the speed of the link to the device above, in each direction; up and down if they differ.
 
-    Examples
-    --------
     >>> import topoplan
     >>> print(device_tree_text(topoplan.load("v100x4").subset([0, 1])))
     device     PCIe GB/s  NVLink                    what
@@ -79,12 +77,10 @@ def device_tree_text(topology: Topology) -> str:
 
 
 def links_in_tree(topology: Topology) -> frozenset[tuple[str, str, str]]:
-    """Source, destination and channel of the links that `device_tree_text` states in full, and a table need not
-    repeat.
-    """
+    """Return source, destination and channel of the links that `device_tree_text` states in full."""
     links = _links_by_device(topology)
     parents = {name: above for _, (name, bridge), above in _tree_lines(topology) if not bridge}
-    told = set()
+    stated = set()
     for link in topology.links:
         back = links[link.dst].get((link.src, link.channel))
         if back is None or (back.bandwidth, back.count) != (link.bandwidth, link.count):
@@ -94,12 +90,12 @@ def links_in_tree(topology: Topology) -> frozenset[tuple[str, str, str]]:
         if (link.channel == "pcie" and on_tree and link.count == 1) or (
             link.channel == "nvlink" and kinds == {"gpu", "nvswitch"}
         ):
-            told.add((link.src, link.dst, link.channel))
-    return frozenset(told)
+            stated.add((link.src, link.dst, link.channel))
+    return frozenset(stated)
 
 
 def _links_by_device(topology: Topology) -> dict[str, dict[tuple[str, str], Link]]:
-    """Links that leave each device, by destination and channel."""
+    """Return the links that leave each device, by destination and channel."""
     links: dict[str, dict[tuple[str, str], Link]] = {device.name: {} for device in topology.devices}
     for link in topology.links:
         links[link.src][link.dst, link.channel] = link
@@ -107,7 +103,7 @@ def _links_by_device(topology: Topology) -> dict[str, dict[tuple[str, str], Link
 
 
 def _tree_lines(topology: Topology) -> Iterator[tuple[str, TreeNode, str]]:
-    """Lead of the line, device or host bridge, and the device above; depth first."""
+    """Yield lead of the line, device or host bridge, and the device above; depth first."""
     roots, children = _pcie_forest(topology)
     waiting = [("", "", root, "") for root in reversed(roots)]
     while waiting:
@@ -121,14 +117,14 @@ def _tree_lines(topology: Topology) -> Iterator[tuple[str, TreeNode, str]]:
 
 
 def _pcie_forest(topology: Topology) -> tuple[list[TreeNode], dict[TreeNode, list[TreeNode]]]:
-    """The PCIe side as a forest, with host bridges between CPUs and what is known to hang below them."""
+    """Return the PCIe side as a forest, with host bridges between CPUs and the devices below them."""
     near: dict[str, list[str]] = {device.name: [] for device in topology.devices}
     for link in topology.links:
         if link.channel == "pcie":
             near[link.src].append(link.dst)
             near[link.dst].append(link.src)
     network = {end for link in topology.links if link.channel == "network" for end in (link.src, link.dst)}
-    # Switches of the network, and NICs that have no place inside a server, stand in the table of links.
+    # Switches of the network, and NICs outside of servers, are in the table of links.
     place = {
         d.name: position
         for position, d in enumerate(topology.devices)
@@ -151,7 +147,7 @@ def _pcie_forest(topology: Topology) -> tuple[list[TreeNode], dict[TreeNode, lis
 def _host_bridges(
     topology: Topology, roots: Sequence[str], below: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Host bridge of each device that states it, or whose children all have the same."""
+    """Return the host bridge of each device that states it, or whose children all have the same."""
     order = list(roots)
     for name in order:
         order += below.get(name, ())
@@ -171,7 +167,7 @@ def _uplink_speed(links: Mapping[str, Mapping[tuple[str, str], Link]], name: str
 
 
 def _nvlink_words(topology: Topology, leaving: Mapping[tuple[str, str], Link]) -> str:
-    """Such as ``6 links to 4 GPUs, 150 GB/s``: all that leaves a device, by the kind of its far ends."""
+    """Return all links that leave a device by kind of their ends, such as ``6 links to 4 GPUs, 150 GB/s``."""
     found: dict[str, list[Link]] = {}
     for link in leaving.values():
         if link.channel == "nvlink":
@@ -185,20 +181,19 @@ def _nvlink_words(topology: Topology, leaving: Mapping[tuple[str, str], Link]) -
 
 
 def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
-    """Model and facts; the NUMA node of a CPU, and of another device only where no CPU (``homes``) tells it."""
+    """Return model and facts; the NUMA node of a CPU, and of another device if no CPU (``homes``) implies it."""
     known = dict(device.facts)
     speed = f"{known['gigabits']} Gb/s" if "gigabits" in known else ""
     parts = [device.model, known.get("adapter", ""), "" if speed in device.model else speed]
     parts += [f"sm {known['sm']}" if "sm" in known else known.get("gcn", "")]
-    told = device.numa in homes if device.kind != "cpu" else device.numa is None
-    parts += ["" if told else f"NUMA {device.numa}"]
+    implied = device.numa in homes if device.kind != "cpu" else device.numa is None
+    parts += ["" if implied else f"NUMA {device.numa}"]
     parts += [f"CPUs {known['cpus']}" if "cpus" in known and device.kind == "cpu" else ""]
     parts += [f"{key} {value}" for key, value in device.facts if key not in FACTS]
     return ", ".join(part for part in parts if part)
 
 
 def add_options(parser: OneLineParser) -> None:
-    """Add the options of ``show``."""
     add_machine(parser)
     add_cluster_options(parser)
     add_fault_options(parser)
@@ -226,7 +221,7 @@ def show_machine(topology: Topology, options: argparse.Namespace) -> None:
 
 
 def draw_machine(topology: Topology, options: argparse.Namespace) -> None:
-    """Draw a machine into a file if one is named."""
+    """Draw a machine if a file is named."""
     if options.plot:
         from topoplan.operate.plot.machine import draw_topology
 
@@ -234,10 +229,8 @@ def draw_machine(topology: Topology, options: argparse.Namespace) -> None:
 
 
 def link_summary(topology: Topology) -> str:
-    """How many links of what bandwidth, one direction counted.
+    """Return how many links have which bandwidth, one direction counted.
 
-    Examples
-    --------
     >>> import topoplan
     >>> link_summary(topoplan.load("dgx-1v"))
     '24 nvlink of 25 GB/s'
@@ -267,7 +260,7 @@ def _print_parts(topology: Topology) -> None:
     plugged = {end for link in topology.links if link.channel != "network" for end in (link.src, link.dst)}
     on_pcie = any(device.kind == "nic" and device.name in plugged for device in topology.devices)
     alone = not any(link.channel == "network" for link in topology.links)
-    # NICs that are wired straight to GPUs would fill the matrix with NET and say nothing; the links below do.
+    # The matrix would show only NET for NICs wired to GPUs; the links below state them.
     parts = [
         matrix_text(topology, ("gpu", "nic") if on_pcie or alone else ("gpu",)),
         device_tree_text(topology),
@@ -282,20 +275,20 @@ def _print_parts(topology: Topology) -> None:
 
 
 def _group_text(group: Sequence[str]) -> str:
-    """Such as ``s0 (stands for 16 alike, s0 to s15)``."""
+    """Return a class of equivalent servers, such as ``s0 (shown for 16 equivalent servers, up to s15)``."""
     if len(group) == 1:
         return group[0]
-    return f"{group[0]} (shown for {len(group)} that are alike, up to {group[-1]})"
+    return f"{group[0]} (shown for {len(group)} equivalent servers, up to {group[-1]})"
 
 
 def _link_text(topology: Topology) -> str:
-    """A table of the links that the tree does not tell.
+    """Return a table of the links that the tree does not state.
 
-    One row stands for both directions of a wire where they are equal, one for each where they differ.
+    One row stands for both directions of a wire if they are equal, one for each if they differ.
     """
-    told = links_in_tree(topology)
+    in_tree = links_in_tree(topology)
     links = {
-        ends: link for link in topology.links if (ends := (link.src, link.dst, link.channel)) not in told
+        ends: link for link in topology.links if (ends := (link.src, link.dst, link.channel)) not in in_tree
     }
     rows: list[tuple[str, ...]] = []
     shown = set()
@@ -311,7 +304,7 @@ def _link_text(topology: Topology) -> str:
 
 
 MAX_MATRIX_COLUMNS = 120
-"""Characters of a line of the matrix; one of more devices is printed in several blocks of columns."""
+"""Most characters of a line of the matrix; a wider matrix is printed in several blocks of columns."""
 
 _WIDE_COLUMNS = 120
 
@@ -323,12 +316,10 @@ _CODES = (
 
 
 def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
-    """The matrix of the devices of some kinds, affinity of GPUs where it is known, and what codes and NICs mean.
+    """Return the matrix of the devices of some kinds, affinity of GPUs if known, and the legend of codes and NICs.
 
-    Empty where there is no such device.
+    Empty without such devices.
 
-    Examples
-    --------
     >>> import topoplan
     >>> print(matrix_text(topoplan.load("v100x4"), ["gpu"]).split("Legend")[0].rstrip())
           gpu0  gpu1  gpu2  gpu3
@@ -351,7 +342,7 @@ def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
 
 
 def _column_blocks(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
-    """Columns in blocks that a line can hold."""
+    """Return the columns in blocks that fit a line."""
     parts: list[list[Sequence[str]]] = [[]]
     for column in columns:
         if parts[-1] and _block_width(names, [*parts[-1], column], gap=1) > MAX_MATRIX_COLUMNS:
@@ -371,7 +362,7 @@ def _block_text(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
 
 
 def _nic_lines(topology: Topology, names: Sequence[str]) -> list[str]:
-    """What each NIC is, those of one model together."""
+    """Return the model of each NIC, NICs of one model together."""
     meaning: dict[str, list[str]] = {}
     for device in map(topology.device, names):
         text = device.fact("adapter") or device.model
@@ -381,7 +372,6 @@ def _nic_lines(topology: Topology, names: Sequence[str]) -> list[str]:
 
 
 def add_list_options(parser: OneLineParser) -> None:
-    """Add the options of ``list``."""
     add_json(parser)
     add_csv(parser, "the table")
 
@@ -418,7 +408,6 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def add_probe_options(parser: OneLineParser) -> None:
-    """Add the options of ``probe``."""
     parser.add_argument("-o", metavar="F.json", dest="output", help="write the machine as topology JSON")
     parser.add_argument(
         "--refresh",

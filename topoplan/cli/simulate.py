@@ -45,7 +45,7 @@ from topoplan.units import bus_words, counted, format_size
 
 
 def add_job_options(parser: OneLineParser) -> None:
-    """Add what belongs to jobs."""
+    """Add the options of jobs."""
     parser.add_argument(
         "--policy",
         metavar="P[,P…]",
@@ -57,7 +57,7 @@ def add_job_options(parser: OneLineParser) -> None:
 
 
 def check_job_options(options: argparse.Namespace) -> None:
-    """Refuse options of plans beside a policy, and those of policies without one."""
+    """Refuse options of plans beside ``--policy``, and options of policies without it."""
     if options.policy is None:
         if options.queues is not None:
             raise UsageError("--queues belongs to --policy crux; leave it out, or give a policy")
@@ -70,7 +70,7 @@ def check_job_options(options: argparse.Namespace) -> None:
 
 
 def run_job_file(options: argparse.Namespace) -> int:
-    """Run a file of jobs under policies and print what became of them."""
+    """Run a file of jobs under policies and print the results."""
     names = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     if options.queues is not None and "crux" not in names:
         raise UsageError("--queues belongs to crux; name it among the policies, or leave --queues out")
@@ -147,7 +147,6 @@ def _seconds_text(value: float | None) -> str:
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``simulate``."""
     arguments.add_machine(parser, or_plan=True)
     arguments.add_allocation(parser)
     arguments.add_collective(parser, default=None)
@@ -161,7 +160,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--headroom",
         type=arguments.link_fraction,
         metavar="F",
-        help="tell how long queues at switches grow in the run of the largest size, and without them: with every flow "
+        help="print how long queues at switches grow in the run of the largest size, and without them: with every flow "
         "paced at this part of its share of the links",
     )
     arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
@@ -249,7 +248,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _SwitchQueues:
-    """What waits at switches in the run of a buffer, as senders send and paced."""
+    """Queues at switches in the run of a buffer, unpaced and paced."""
 
     nbytes: int
     headroom: float
@@ -258,12 +257,12 @@ class _SwitchQueues:
 
     @classmethod
     def of(cls, plan: Plan, nbytes: int, headroom: float) -> _SwitchQueues:
-        """Both runs of a plan."""
+        """Run a plan both ways."""
         paced = run_events(plan, nbytes=nbytes, headroom=headroom)
         return cls(nbytes, headroom, run_events(plan, nbytes=nbytes), paced)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return lines for a person."""
         longer = self.paced.seconds / self.free.seconds
         return [
             f"queues at {format_size(self.nbytes)}: {_queue_text(self.free)}",
@@ -271,7 +270,7 @@ class _SwitchQueues:
         ]
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object; ports as the devices of their links."""
+        """Return a JSON object; a port is the two devices of its link."""
         runs = {"free": self.free, "paced": self.paced}
         return {
             "nbytes": self.nbytes,
@@ -291,7 +290,7 @@ class _SwitchQueues:
 
 
 def _queue_text(run: SimulatedRun) -> str:
-    """The most that waits anywhere."""
+    """Return the longest queue as text."""
     under_way = f"at most {counted(run.in_flight, 'chunk')} under way"
     largest = run.largest_queue
     if largest is None:
@@ -310,7 +309,7 @@ def _queue_ends(run: SimulatedRun, link: int) -> tuple[str, str]:
 
 
 def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -> Plans:
-    """The plan, or the plans by size, in the file, or the plan of the machine that was named."""
+    """Return the plan or plans by size of the file, or plan for the machine."""
     source = read_plan_or_machine(options)
     if not isinstance(source, Topology):
         return source
@@ -327,7 +326,7 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
 
 
 def _ring(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
-    """The ring of the same collective on the same GPUs (of an all-to-all direct sends) or none, and notes about it."""
+    """Return the rival plan on the same GPUs, a ring or for an all-to-all direct sends, or None, and notes about it."""
     if len(plan.ranks) == 1:
         return None, ()
     if plan.collective == ALL_TO_ALL:
@@ -363,7 +362,7 @@ def _plan_object(plan: Plan) -> dict[str, object]:
 
 
 def _describe(plan: Plans) -> list[str]:
-    """A line for the plan, or for each of the plans by size."""
+    """Return a line for the plan, or for each of the plans by size."""
     if not isinstance(plan, Plan):
         return [f"{one}: {_describe(one.plan)[0]}" for one in plan.ranges]
     if len(plan.ranks) == 1:

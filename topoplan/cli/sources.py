@@ -47,18 +47,18 @@ MACHINE_OPTIONS = (
     *CLUSTER_OPTIONS,
     *FAULT_OPTIONS,
 )
-"""Options that a plan file has settled already; a command has some of them, None where they are not given."""
+"""Options that a plan file settles; a command has some of them, None if they are not given."""
 
 _REMEDY = "give a plan file, made by topoplan plan TOPO -o F.json"
 
 
 def read_machine(options: argparse.Namespace) -> RequestedMachine:
-    """The machine that TOPO and the options of clusters and broken machines ask for; errors as `topoplan.load`."""
+    """Return the machine of TOPO with the options of clusters and faults; errors as `topoplan.load`."""
     return apply_machine_options(options, read_topology(options))
 
 
 def apply_machine_options(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
-    """A machine as the options of clusters and broken machines change it."""
+    """Apply the options of clusters and faults to a machine."""
     gone = {gpu for numbers in options.without_gpu or () for gpu in numbers}
     gpus = getattr(options, "gpus", None)
     used = None if gpus is None else tuple(gpu for gpu in gpus if gpu not in gone)
@@ -70,7 +70,7 @@ def apply_machine_options(options: argparse.Namespace, topology: Topology) -> Re
 
 
 def read_topology(options: argparse.Namespace) -> Topology:
-    """The machine that TOPO names, as it stands there; errors as `topoplan.load`."""
+    """Return the machine of TOPO without other options; errors as `topoplan.load`."""
     _check_stdin(options)
     return printable_machine(load(options.topo, **_load_options(options)))
 
@@ -79,11 +79,11 @@ def _check_stdin(options: argparse.Namespace) -> None:
     """Refuse to read stdin twice: the second input would be empty."""
     inputs = [options.topo, options.merge, *(getattr(options, "overlay", None) or ())]
     if inputs.count("-") > 1:
-        raise UsageError("stdin is read once; give TOPO, --merge and --overlay a file each, but for one")
+        raise UsageError("stdin is read once; give a file to all but one of TOPO, --merge and --overlay")
 
 
 class _LoadOptions(TypedDict):
-    """Options that say what a description leaves open."""
+    """Options for what a description leaves open."""
 
     nvlink_gbps: float | None
     pcie_gbps: float | None
@@ -101,25 +101,19 @@ def _load_options(options: argparse.Namespace) -> _LoadOptions:
 
 
 def read_claimed_plan(path: str) -> Plans:
-    """The plan or the plans by size in a file, as it stands there.
-
-    Raises
-    ------
-    UsageError, PlanError
-        The file cannot be read, or is no plan.
-    """
+    """Return the plan or plans by size of a file, unverified; UsageError or PlanError if it cannot be read."""
     return parse_claimed_plan(read_plan_text(path), path)
 
 
 def read_plan(path: str) -> Plans:
-    """The plan in a file, verified; errors as `read_claimed_plan`, and PlanError for a wrong plan."""
+    """Return the verified plan of a file; errors as `read_claimed_plan`, and PlanError for a wrong plan."""
     return _verified(read_claimed_plan(path), path)
 
 
 def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
-    """The verified plan or the topology that ``PLAN.json|TOPO`` names, told apart by content.
+    """Return the verified plan or the topology that ``PLAN.json|TOPO`` names, recognised by content.
 
-    Options of a machine are not applied here, and refused beside a plan. Pipes are read once: a plan may come from
+    Options of a machine are not applied here, and refused beside a plan. A pipe is read once: a plan may come from
     stdin or from ``<(…)`` too.
     """
     _check_stdin(options)
@@ -141,7 +135,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
 
 
 def parse_claimed_plan(text: str, path: str) -> Plans:
-    """As `read_claimed_plan`, of a text that is read already."""
+    """Parse the text of a file as `read_claimed_plan`."""
     where = _place_words(path)
     if not text.strip():
         raise UsageError(f"{where} is empty; {_REMEDY}")
@@ -167,7 +161,7 @@ def _place_words(path: str) -> str:
 
 
 def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
-    """The text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with its mark."""
+    """Return the text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with a byte order mark."""
     try:
         return read_text(
             path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else remedy
@@ -177,30 +171,18 @@ def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
 
 
 def read_log(path: str) -> str:
-    """The text of a log, or of stdin for ``-``.
-
-    Raises
-    ------
-    UsageError
-        It cannot be read, is empty, or is no text.
-    """
+    """Return the text of a log, or of stdin for ``-``; UsageError if it is unreadable, empty or binary."""
     try:
-        text = read_text(path, "give what the test printed", decode=decode_log)
+        text = read_text(path, "give the output of the test", decode=decode_log)
     except TopologyError:
-        raise UsageError(f"{_place_words(path)} is binary, not text; give what the test printed") from None
+        raise UsageError(f"{_place_words(path)} is binary, not text; give the output of the test") from None
     if not text.strip():
-        raise UsageError(f"{_place_words(path)} is empty; give what the test printed")
+        raise UsageError(f"{_place_words(path)} is empty; give the output of the test")
     return text
 
 
 def read_demand(path: str) -> list[list[float]]:
-    """The matrix of bytes in a file of a demand, ``{"bytes": [[...], ...]}``, where row sends to column.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or holds no such object.
-    """
+    """Return the matrix of bytes in a file of a demand, ``{"bytes": [[...], ...]}``: row sends to column."""
     text = read_plan_text(path)
     value = _decoded(text, path)
     rows = value.get("bytes") if isinstance(value, dict) else None
@@ -209,7 +191,7 @@ def read_demand(path: str) -> list[list[float]]:
     )
     if not numbers or not isinstance(value, dict) or set(value) != {"bytes"}:
         raise UsageError(
-            f'{_place_words(path)} is no demand; give {{"bytes": [[0, 5], [7, 0]]}}, where row sends to column'
+            f'{_place_words(path)} must be a demand: give {{"bytes": [[0, 5], [7, 0]]}}, row sends to column'
         )
     return cast("list[list[float]]", rows)
 
@@ -225,12 +207,9 @@ TREES_FORMAT = "topoplan.trees/1"
 
 
 def read_trees(path: str) -> list[object]:
-    """The trees in a file of them, ``{"format": "topoplan.trees/1", "trees": [...]}`` or the list alone.
+    """Return the trees of a file, ``{"format": "topoplan.trees/1", "trees": [...]}`` or the list alone.
 
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or holds no such list; what the trees are is for `topoplan.plan_from_trees` to say.
+    The items are checked by `topoplan.plan_from_trees`.
     """
     text = read_plan_text(path, "give a file of trees, as docs/file-formats.md has it")
     value = _decoded(text, path)
@@ -253,25 +232,16 @@ def read_trees(path: str) -> list[object]:
 
 
 def printable_machine(topology: Topology) -> Topology:
-    """The same under a name that can be printed: a file name may hold bytes that are no character."""
+    """Return the machine under a printable name: a file name may hold bytes that are not characters."""
     name = "".join(letter if letter.isprintable() else "?" for letter in topology.name)
     return topology if name == topology.name else replace(topology, name=name)
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """Hosts from a list such as ``node[01-08,12]``, or from a file whose lines begin with one.
+    """Return hosts from a list such as ``node[01-08,12]``, or from a file whose lines begin with one.
 
     A host on several lines, as of several ranks, counts once.
 
-    Raises
-    ------
-    UsageError
-        There is no such file, and the text is no list; or the file names no host.
-    TopologyError
-        A line of the file begins with what is no name.
-
-    Examples
-    --------
     >>> host_names("node[08-10],login")
     ('node08', 'node09', 'node10', 'login')
     """

@@ -1,7 +1,7 @@
-"""The trees of a plan, and its phases, as tables as long as a person reads.
+"""Print the trees of a plan and its phases as tables of a length that a person reads.
 
-Of a plan for a thousand GPUs one row says how many shards look alike; long lists keep their beginning and say what is
-left out. The whole plan is in its file and in ``--json``.
+In a plan for a thousand GPUs one row stands for all symmetric shards; long lists are cut and say how much is missing.
+The plan file and ``--json`` hold the whole plan.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ from topoplan.plans.structure import PlanPhases
 from topoplan.units import counted, name_ranges
 
 MAX_ROWS = 64
-"""Shards that are listed."""
+"""Most shards in a table."""
 
 MAX_NAMES = 8
-"""Names, or ranges of them, that are written of many."""
+"""Most names, or ranges of them, in a list."""
 
 MAX_TREE_LENGTH = 78
-"""Characters of a tree that are written."""
+"""Most characters of a tree."""
 
 
 def rank_names(names: Sequence[str]) -> str:
-    """The names of GPUs, numbers as ranges; of many ranges the first ones and the last.
+    """Return the names of GPUs, numbers as ranges; many ranges are cut to the first ones and the last.
 
-    Examples
-    --------
     >>> rank_names(["gpu1", "gpu4", "gpu5", "gpu7"]), rank_names([f"gpu{i}" for i in range(0, 100, 2)])[-8:]
     ('gpu1,4,5,7', '94,96,98')
     """
@@ -41,22 +39,20 @@ def rank_names(names: Sequence[str]) -> str:
 
 
 def tree_noun(plan: Plan) -> str:
-    """What one of the trees of a plan is called."""
+    """Return the noun for a tree of a plan."""
     return "path" if plan.collective == ALL_TO_ALL else "tree"
 
 
 def tree_table(plan: Plan) -> str:
-    """A row for each shard; for a plan of images under symmetries, a row for each set of shards that are alike.
+    """Return a table with a row for each shard; images of one shard under symmetries share a row.
 
-    Examples
-    --------
     >>> import topoplan
-    >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:38])
-    1 of 512 alike  1/512  0.3968  s0.gpu0
+    >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:42])
+    1 of 512 symmetric  1/512  0.3968  s0.gpu0
     """
     listed = plan.shard_counts[:MAX_ROWS]
     apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
-    alike = isinstance(plan.shards, ImageShards)
+    images = isinstance(plan.shards, ImageShards)
     names = plan.vertices
     rows = []
     for number, (shard, count) in enumerate(listed):
@@ -66,7 +62,7 @@ def tree_table(plan: Plan) -> str:
         weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
         rows.append(
             (
-                f"1 of {count} alike" if alike else str(number),
+                f"1 of {count} symmetric" if images else str(number),
                 *((_channels(plan, shard),) if apart else ()),
                 str(shard.share),
                 f"{weight:.4g}",
@@ -81,10 +77,8 @@ def tree_table(plan: Plan) -> str:
 
 
 def tree_rows(plan: Plan) -> list[dict[str, object]]:
-    """What `tree_table` shows, as objects: every shard, and of shards that are alike one with their number.
+    """Return the rows of `tree_table` as objects, without limits; ``count`` is the number of symmetric shards.
 
-    Examples
-    --------
     >>> import topoplan
     >>> tree_rows(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))[0]["tree"]
     'gpu4>(gpu7 gpu5>gpu1)'
@@ -104,7 +98,7 @@ def tree_rows(plan: Plan) -> list[dict[str, object]]:
 
 
 def _printed_stage(shard: Shard) -> Stage:
-    """The last one, which of a pair up and down is the way down; of an exchange its first."""
+    """Return the last stage, which of a reduce and broadcast is the broadcast; of an exchange the first gather."""
     gathers = [stage for stage in shard.stages if stage.op == "gather"]
     return gathers[0] if gathers else shard.stages[-1]
 
@@ -119,7 +113,7 @@ _LISTED = 4
 
 
 def phase_table(by_phase: PlanPhases) -> str:
-    """What each phase could sustain alone, where, and which holds the plan back."""
+    """Return the rate of each phase alone, its full links, and which phase is the bottleneck."""
     rows = []
     for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):
         links = [f"{src}>{dst}" for src, dst in one.full]

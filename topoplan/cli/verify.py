@@ -44,16 +44,14 @@ from topoplan.units import bus_words, counted, format_size
 MSCCLPP = "mscclpp"
 MSCCL = "msccl"
 ENGINES = {MSCCLPP: "execution plan of MSCCL++", MSCCL: "algorithm of MSCCL"}
-"""What a file of each engine is called."""
+"""Noun for a file of each engine."""
 
 _TOPOPLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.')
 
 
 def engine_of(text: str) -> str | None:
-    """The engine that a text is for; None where it is for none.
+    """Return the engine that a file is for, None for other files.
 
-    Examples
-    --------
     >>> engine_of('{"name": "mine", "collective": "allreduce", "gpus": []}')
     'mscclpp'
     >>> engine_of('{"format": "topoplan.plan/1", "gpus": []}')
@@ -68,20 +66,13 @@ def engine_of(text: str) -> str | None:
 
 
 def read_engine_file(text: str, engine: str) -> Callable[[], EngineVerdict]:
-    """The check of a file of an engine, which raises PlanError where the file is wrong.
-
-    Raises
-    ------
-    PlanError
-        The file cannot be read.
-    """
+    """Return a function that checks an engine's file, both of which raise PlanError: reading it and checking it."""
     if engine == MSCCL:
         return partial(check_msccl, read_algorithm_file(text))
     return partial(check_execution_plan, read_plan_file(text))
 
 
 def add_options(parser: OneLineParser) -> None:
-    """Add the options of ``verify``."""
     add_plan_file(parser, or_engines=True)
     parser.add_argument(
         "--machine",
@@ -127,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans) -> None:
-    """Hold the numbers of trees and the heights that a file states to its shards; PlanError as `check_shape`."""
+    """Compare the numbers of trees and heights that a file states with its shards; PlanError as `check_shape`."""
     value = parse_object(text)
     stated: list[tuple[object, Plan]] = []
     if isinstance(read, MeshPlans):
@@ -195,7 +186,7 @@ def _run_mesh(options: argparse.Namespace, text: str) -> int:
 
 
 def _run_survival(book: SurvivalPlans, text: str, *, as_json: bool) -> int:
-    """Check the plan of the whole machine and, on the machine without what is lost, that of every failure."""
+    """Check the plan of the whole machine, and that of each failure on the degraded machine."""
     try:
         with progress_line("checking"):
             whole, *after = verify_survival(book)
@@ -226,7 +217,7 @@ def _run_survival(book: SurvivalPlans, text: str, *, as_json: bool) -> int:
     _print_report(book.whole, whole)
     print()
     print(
-        f"all {counted(len(left), 'plan')} after a failure valid, each on the machine without what is lost, "
+        f"all {counted(len(left), 'plan')} after a failure valid, each on the degraded machine, "
         f"from {len(book.own)} in the file"
     )
     proved = sum(report.optimal for report in after)
@@ -237,19 +228,19 @@ def _run_survival(book: SurvivalPlans, text: str, *, as_json: bool) -> int:
         print(f"worst  {after[worst].rate:.9g} GB/s, without {left[worst]}")
     if len(left) < len(book.outcomes):
         without = counted(len(book.outcomes) - len(left), "failure")
-        print(f"{without} without a plan: no links join what is left, or the root is lost")
+        print(f"{without} without a plan: the remaining GPUs are not connected, or the root is lost")
     print_notes(*plan_notes(book.whole))
     return 0
 
 
 def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int:
-    """Check and run a file of an engine; with a machine, the loads of its links."""
+    """Check and run a file of an engine; with a machine, print the loads of its links."""
     machine = None
     if options.machine is not None:
         machine = load(options.machine)
         machine = machine if options.gpus is None else machine.subset(options.gpus)
     elif options.gpus is not None:
-        raise UsageError("--gpus are those of a machine; give --machine TOPO")
+        raise UsageError("--gpus names GPUs of a machine; give --machine TOPO")
     check = read_engine_file(text, engine)
     try:
         with progress_line("running"):
@@ -267,7 +258,7 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int
     root = "" if verdict.root is None else f" from gpu {verdict.root}"
     print(
         f"postcondition of {verdict.collective}{root} holds in {counted(verdict.runs, 'interleaving')}; no read finds "
-        "nothing, no block waits for ever, no signal is left over"
+        "nothing, no block hangs, no signal is unused"
     )
     if loads is not None:
         print(f"rate   {float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links")
@@ -302,15 +293,15 @@ def _engine_object(kind: str, verdict: EngineVerdict, loads: TrafficLoads | None
 def _report_ranges(
     plans: Plans, reports: Sequence[Verification], bound: TimeBound | None, *, as_json: bool
 ) -> None:
-    """The report of each range, one after another, and of the times that the file states."""
+    """Print the report of each range, then of the times that the file states."""
     pairs = list(zip(plans.ranges, reports, strict=True))
     if as_json:
         rows = [
             {"from": one.start, "to": one.stop, **_report_object(one.plan, report)} for one, report in pairs
         ]
-        told = {} if bound is None else {"times": _times_object(plans, bound)}
+        times = {} if bound is None else {"times": _times_object(plans, bound)}
         print_json(
-            {"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest, **told}
+            {"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest, **times}
         )
         return
     for one, report in pairs:
@@ -338,7 +329,7 @@ def _points(plans: Plans) -> tuple[tuple[int, float, float], ...]:
 
 
 def _times_object(plans: Plans, bound: TimeBound) -> dict[str, object]:
-    """The bound on time as it was recomputed, and how far the times of the file are from it."""
+    """Return the recomputed bound on time, and the largest quotient of a stated time and its bound."""
     return {
         "launch": LAUNCH,
         "steps": [

@@ -1,12 +1,12 @@
 """Build a cluster as one topology: servers s0, s1, … with their NICs, network and transport.
 
-A transport carries bytes between a NIC and the buffers of a rank. TCP passes the kernel, which takes time to start
-and copies every byte twice. DPDK hands packets to the process without the kernel, and one core for each NIC polls it.
-RDMA reads and writes the buffers in hardware and needs a lossless network (priority flow control), with the
-congestion that this spreads. The figures are assumptions: two machines differ more than two transports. Measured
-links (`topoplan.calibration`) replace start-ups and rates; copies and cores stay. Shares of the wire are the payload
-of Ethernet frames: 1448 of 1538 bytes for TCP segments in frames of 1500, also for DPDK; 4096 of 4178 for RoCE v2.
-Not in the model: the bytes that a core can copy a second, retransmission, pauses of a lossless network.
+A transport carries bytes between a NIC and the buffers of a rank. TCP passes the kernel, which takes time to start and
+copies every byte twice. DPDK hands packets to the process without the kernel, and one core polls each NIC. RDMA reads
+and writes the buffers in hardware and needs a lossless network (priority flow control), which spreads congestion. The
+figures are assumptions: two machines differ more than two transports. Measured links (`topoplan.operate.calibration`)
+replace start-ups and rates; copies and cores stay. Shares of the wire are the payload of Ethernet frames: 1448 of 1538
+bytes for TCP segments in frames of 1500, also for DPDK; 4096 of 4178 for RoCE v2. Not in the model: the copy rate of a
+core, retransmission, pauses of a lossless network.
 """
 
 from __future__ import annotations
@@ -29,27 +29,17 @@ from topoplan.machine.cluster_network import (
     stated_gigabits,
 )
 from topoplan.machine.nic_wiring import NicPort, WiredServer, machine_nics, nic_machine, wire_server
-from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts
+from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, check_memory, facts, is_number
 from topoplan.units import counted
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What a transport costs.
+    """The costs of a transport.
 
-    Parameters
-    ----------
-    name : str
-    alpha : float
-        Seconds to start a message from one server to another.
-    share : float
-        Part of the wire that payload gets.
-    copies : int
-        Copies in the host's memory of each byte that is sent, and of each that comes.
-    polling : int
-        Cores for each NIC that do nothing but poll it.
-    lossless : bool
-        Whether the network must not drop packets.
+    ``alpha`` is in seconds for a message between servers, ``share`` the payload's part of the wire. ``copies`` are
+    those of each sent byte, and of each received one, in the host's memory; ``polling`` cores do nothing but poll one
+    NIC. ``lossless`` means that the network must not drop packets.
     """
 
     name: str
@@ -60,39 +50,25 @@ class Transport:
     lossless: bool
 
     def memory_load(self, out: float, back: float) -> float:
-        """GB/s that copies load the memory of a host whose NICs send and receive so many GB/s.
-
-        Examples
-        --------
-        >>> TRANSPORTS["tcp"].memory_load(12.5, 12.5), TRANSPORTS["rdma"].memory_load(12.5, 12.5)
-        (50.0, 0.0)
-        """
+        """Return the memory traffic in GB/s of copies on a host whose NICs send and receive so many GB/s."""
         return self.copies * (out + back)
 
     def rate(self, wire: float, *, nics: int = 1, memory: float | None = None) -> float:
-        """GB/s of payload that a NIC carries in each direction.
+        """Return the payload rate in GB/s of a NIC in each direction.
 
-        Parameters
-        ----------
-        wire : float
-            GB/s of the NIC.
-        nics : int
-            NICs of the host, which share its memory evenly.
-        memory : float or None
-            GB/s that copies may take of the host's memory; None for no limit.
+        ``wire`` is the NIC's GB/s, ``nics`` the number of NICs that share the host's memory, ``memory`` the GB/s that
+        copies may take of it; None means no limit.
 
-        Examples
-        --------
         >>> round(TRANSPORTS["tcp"].rate(12.5), 3), TRANSPORTS["tcp"].rate(12.5, nics=2, memory=40.0)
         (11.769, 5.0)
         """
-        carried = wire * self.share
+        payload = wire * self.share
         if memory is None or not self.copies:
-            return carried
-        return min(carried, memory / (2 * self.copies * nics))
+            return payload
+        return min(payload, memory / (2 * self.copies * nics))
 
     def note(self, *, nics: int, out: float, back: float) -> str:
-        """A line on a host whose NICs send and receive so many GB/s together."""
+        """Return a note on a host whose NICs together send and receive so many GB/s."""
         copies = (
             f"{self.copies} {'copy' if self.copies == 1 else 'copies'} of each byte, up to "
             f"{self.memory_load(out, back):.4g} GB/s of a server's memory"
@@ -120,26 +96,19 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 
 def transport_of(name: str | None, memory_gbps: float | None) -> Transport | None:
-    """The transport of a name, None for none; checked together with the memory that its copies may take.
-
-    Raises
-    ------
-    UsageError
-        An unknown name, or a memory that is none or has no transport.
-    """
+    """Return the transport of a name, None for None; check it together with the memory that its copies may take."""
     if name is not None and name not in TRANSPORTS:
         raise UsageError(f"transport {str(name)[:40]!r} is unknown; use one of {', '.join(TRANSPORTS)}")
     if memory_gbps is not None:
         if name is None:
             raise UsageError("memory_gbps limits what a transport copies; give a transport too, such as tcp")
-        number = isinstance(memory_gbps, (int, float)) and not isinstance(memory_gbps, bool)
-        if not number or not 1e-3 <= memory_gbps <= 1e6:
+        if not is_number(memory_gbps) or not 1e-3 <= memory_gbps <= 1e6:
             raise UsageError(f"memory_gbps {str(memory_gbps)[:40]} must be GB/s from 0.001 to 1000000")
     return None if name is None else TRANSPORTS[name]
 
 
 MOST_HELPERS = 4096
-"""Most machines without GPUs: more is a slip of the keyboard."""
+"""Most machines without GPUs: more is taken for a typing error."""
 
 
 def cluster(
@@ -166,48 +135,47 @@ def cluster(
     Parameters
     ----------
     servers : sequence of Server
-        At least one; each may stand for several that are alike, and may say its own ``nics`` and ``nic_gbps``.
+        At least one; each may stand for several equal ones, and may set its own ``nics`` and ``nic_gbps``.
     nic_gbps : float or None
-        Gb/s of each NIC in each direction, as NICs are sold; None for what the machine's own NICs state, all alike.
+        Gb/s of each NIC in each direction, as NICs are sold; None for the rate that all of the machine's NICs state.
     nics : int, str or None
-        NICs of each server. A number takes the first so many of the machine, those near its allocation first; where it
-        has fewer, NICs without a place on PCIe are added. A text takes them by name as ``NCCL_IB_HCA`` does:
-        ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.machine.nic_wiring`). None takes those of
-        the machine's NICs that NCCL would, the nearest of each GPU, or one where it has none.
+        NICs of each server. A number takes the first ones of the machine, nearest to its allocation first; if it has
+        fewer, NICs without a place on PCIe are added. A text takes them by name as ``NCCL_IB_HCA`` does:
+        ``"mlx5_0,mlx5_1"``, or ``"^mlx5_2"`` for all others (see `topoplan.machine.nic_wiring`). None takes the
+        choice of NCCL, the nearest of each GPU, or one if the machine has none.
     network : str or SwitchTree
         ``switch``, ``rail-optimised`` or ``fat-tree`` (see `topoplan.machine.cluster_network`), or a tree of named
         switches.
     rails, oversubscription, leaf_size : number or None
-        Of the network, where they belong to it.
+        For the network kinds that have them.
     nic_access : str
-        ``pcie``: NICs serve the GPUs that are nearest, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of
-        its server, and its rate alone limits, which is the projection of Blink's figure 19b.
+        ``pcie``: NICs serve the nearest GPUs, as fast as PCIe allows. ``direct``: every NIC serves all GPUs of its
+        server, and its rate alone limits, which is the projection of Blink's figure 19b.
     helpers : int or None
         Machines without GPUs that add and copy, ``helper0`` and so on (spare machines as of BytePS, or parameter
-        servers): each has as many NICs as the server with most, as fast as the first server's. What their memory can do
+        servers): each has as many NICs as the server with most, as fast as the first server's. The rate of their memory
         is not modelled.
     transport : str or None
-        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.machine.cluster`): what it takes to start a message and how much
-        of the wire is left; a note says what it copies and how many cores poll. None takes the whole wire, and the
-        start-up of `topoplan.model.dataflow`.
+        ``tcp``, ``dpdk`` or ``rdma`` (see `topoplan.machine.cluster`): start-up of a message and share of the wire; a
+        note states copies and polling cores. None takes the whole wire, and the start-up of `topoplan.model.dataflow`.
     memory_gbps : float or None
         GB/s that the transport's copies may take of a server's memory, evenly for its NICs; None for no limit.
     flow_gbps : float or None
-        Most Gb/s that one connection gets of a NIC (clouds cap it); a fact of the NICs, from which plans tell how many
+        Most Gb/s of one connection through a NIC (clouds cap it); a fact of the NICs, from which plans derive how many
         connections they need. Rates and bounds are those of the wires. None for no cap.
     name : str
-        Of the cluster; made from its machines if empty.
+        Made from the machines' names if empty.
 
     Returns
     -------
     Topology
-        The module `topoplan.machine.nic_wiring` says what stands for PCIe in it. Channels ``nvlink+network`` use it as
-        it is meant; on machines with NVLink ``pcie+network`` counts the PCIe slot of a GPU twice.
+        `topoplan.machine.nic_wiring` describes how it represents PCIe. Channels ``nvlink+network`` use it correctly; on
+        machines with NVLink ``pcie+network`` counts the PCIe slot of a GPU twice.
 
     Raises
     ------
     UsageError
-        A number makes no sense, no server is given, servers cannot reach each other, or the cluster does not fit into
+        A number is out of range, no server is given, servers cannot reach each other, or the cluster does not fit into
         memory, which is estimated first.
 
     References
@@ -265,9 +233,15 @@ def cluster(
     hosts: list[tuple[str, Sequence[NicPort]]] = []
     for number, (given, one) in enumerate(every):
         server_name = given or f"s{number}"
-        devices += _renamed_devices(one.devices, server_name)
+        devices += [
+            replace(device, name=f"{server_name}.{device.name}", server=server_name) for device in one.devices
+        ]
         links += _renamed_links(one.links, server_name)
-        hosts.append((server_name, _renamed_ports(one.ports, server_name)))
+        ports = [
+            replace(port, sender=f"{server_name}.{port.sender}", receiver=f"{server_name}.{port.receiver}")
+            for port in one.ports
+        ]
+        hosts.append((server_name, ports))
     most, rate = max(one.nics for one in wired.values()), _rate(servers[0], nic_gbps)
     if carrier is not None:
         rate = carrier.rate(rate, nics=most, memory=memory_gbps)
@@ -301,7 +275,7 @@ def _network(
 
 
 def _with_named_nics(servers: Sequence[Server], nics: int | str | None) -> list[Server]:
-    """Servers with the NICs that are chosen by name alone, all of which take part."""
+    """Return servers with exactly the NICs that are chosen by name."""
     made: dict[tuple[int, str], Topology] = {}
     found = []
     for server in servers:
@@ -316,13 +290,13 @@ def _with_named_nics(servers: Sequence[Server], nics: int | str | None) -> list[
 
 
 def _rate(server: Server, nic_gbps: float | None) -> float:
-    """GB/s of a server's NIC."""
+    """Return the GB/s of a server's NIC."""
     gbps = nic_gbps if server.nic_gbps is None else server.nic_gbps
     return nic_rate(stated_gigabits(server.topology) if gbps is None else gbps)
 
 
 def _with_flow_limit(device: Device, flow_gbps: float) -> Device:
-    """A NIC with what one connection gets of it; other devices as they are."""
+    """Return a NIC with the fact of its limit for one connection; other devices unchanged."""
     if device.kind != "nic":
         return device
     return replace(device, facts=facts(**{**dict(device.facts), "flow_gigabits": f"{flow_gbps:g}"}))
@@ -331,7 +305,7 @@ def _with_flow_limit(device: Device, flow_gbps: float) -> Device:
 def _with_transport(
     wire: Callable[..., WiredServer], rate: float, carrier: Transport, memory_gbps: float | None
 ) -> WiredServer:
-    """A server whose NICs carry what a transport lets through, with a note of what it costs."""
+    """Return a server whose NICs have the payload rate of a transport, with a note of its costs."""
     made = wire(rate=carrier.rate(rate))
     limited = carrier.rate(rate, nics=len(made.ports), memory=memory_gbps)
     if limited < carrier.rate(rate):
@@ -352,10 +326,6 @@ def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]
     )
 
 
-def _renamed_devices(devices: Sequence[Device], server: str) -> list[Device]:
-    return [replace(device, name=f"{server}.{device.name}", server=server) for device in devices]
-
-
 def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
     return [
         Link(
@@ -370,15 +340,8 @@ def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
     ]
 
 
-def _renamed_ports(ports: Sequence[NicPort], server: str) -> list[NicPort]:
-    return [
-        replace(port, sender=f"{server}.{port.sender}", receiver=f"{server}.{port.receiver}")
-        for port in ports
-    ]
-
-
 def _name(servers: Sequence[Server]) -> str:
-    """Such as ``2 x dgx-1v + dgx-2``."""
+    """Return a name such as ``2 x dgx-1v + dgx-2``."""
     parts = [
         server.topology.name if server.count == 1 else f"{server.count} x {server.topology.name}"
         for server in servers
@@ -387,7 +350,7 @@ def _name(servers: Sequence[Server]) -> str:
 
 
 def _notes(wired: Mapping[Server, WiredServer]) -> tuple[str, ...]:
-    """Notes on machines and NICs, each once; where machines differ, those of one machine under its name."""
+    """Return the notes on machines and NICs, each once; if machines differ, a note of one has its name in front."""
     notes: dict[str, list[str]] = {}
     for server, one in wired.items():
         for note in (*server.topology.notes, *one.notes):
@@ -415,27 +378,27 @@ def nvswitch_cluster(
     oversubscription: float | None = None,
     name: str = "",
 ) -> Topology:
-    """Servers of GPUs on one NVSwitch, each GPU with a NIC of its own, NIC i on rail i mod ``rails``.
+    """Return servers of GPUs on one NVSwitch, each GPU with its own NIC, NIC i on rail i mod ``rails``.
 
     The defaults are the shape of a DGX A100; a DGX H100 has 450 and 50 GB/s. PCIe is left out.
 
     Parameters
     ----------
     servers, gpus : int
-        Servers, and GPUs of each.
+        Number of servers, and of GPUs of each.
     nvlink, nic : float
         GB/s of a GPU to the NVSwitch and of a NIC, in each direction.
     rails : int or None
         Network switches; None makes one for each NIC of a server.
     oversubscription : float or None
-        Joins the rails by a spine.
+        Not None: a spine joins the rails.
     name : str
-        Of the cluster; made from the numbers if empty.
+        Made from the numbers if empty.
 
     Raises
     ------
     UsageError
-        A number makes no sense, or the cluster does not fit into memory.
+        A number is out of range, or the cluster does not fit into memory.
 
     Examples
     --------
@@ -446,8 +409,7 @@ def nvswitch_cluster(
     check_count("servers", servers)
     check_count("gpus", gpus, most=MOST_GPUS)
     for field, value in (("nvlink", nvlink), ("nic", nic)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not SLOWEST <= value <= FASTEST / 8:
+        if not is_number(value) or not SLOWEST <= value <= FASTEST / 8:
             raise UsageError(f"{field} {str(value)[:40]} must be a number of GB/s above zero, for example 25")
     ports = [f"gpu{i}" for i in range(gpus)]
     box = Topology(

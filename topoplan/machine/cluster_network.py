@@ -4,9 +4,9 @@
 - ``rail-optimised``: NIC i of every server on switch ``rail<i>``; with R rails on ``rail<i mod R>``. A spine joins the
   rails if an oversubscription is given; else they are not joined.
 - ``fat-tree``: the NICs of several servers on each switch ``leaf<i>``, and the leaves on a spine.
-- a `SwitchTree`: servers by name on switches by name, and these on others.
+- a `SwitchTree`: named servers on named switches, and these on others.
 
-One device ``spine0`` stands for all spine switches. The uplink of a switch is as fast as all its downlinks together,
+One device ``spine0`` stands for all spine switches. The uplink of a switch is as fast as its downlinks together,
 divided by the oversubscription.
 """
 
@@ -20,11 +20,21 @@ from fractions import Fraction
 
 from topoplan.errors import UsageError
 from topoplan.machine.nic_wiring import NicPort
-from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology, TopologyLike, as_topology
+from topoplan.machine.topology import (
+    FASTEST,
+    SLOWEST,
+    Device,
+    Link,
+    Topology,
+    TopologyLike,
+    as_topology,
+    format_value,
+    is_number,
+)
 from topoplan.units import exact, gigabytes_from_gigabits, nearest_float
 
 MOST_NICS = 1024
-"""Most NICs of one server: beyond it a number is a slip of the keyboard."""
+"""Most NICs of one server: more is taken for a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +48,22 @@ class Server:
     gpus : sequence of int or None
         GPU numbers of the allocation on this server; None takes all. Devices keep their names.
     nics : int, str or None
-        NICs of this server, as for `topoplan.cluster`; None takes what the cluster says.
+        NICs of this server, as for `topoplan.cluster`; None takes the cluster's value.
     nic_gbps : float or None
-        Gb/s of each NIC in each direction; None takes what the cluster says.
+        Gb/s of each NIC in each direction; None takes the cluster's value.
     count : int
         Servers of this kind.
     served : sequence of int or None
-        The GPUs for which NICs are chosen, where only some of those that are there will be used; None for all.
+        The GPUs for which NICs are chosen, if only some of them will be used; None for all.
     flow_gbps : float or None
-        Gb/s of one connection through a NIC; None takes what the cluster says.
+        Gb/s of one connection through a NIC; None takes the cluster's value.
     name : str
-        What it is called in the cluster; by its number (``s0``) if empty.
+        Its name in the cluster; made from its number (``s0``) if empty.
 
     Raises
     ------
     UsageError
-        The machine is a cluster already; a GPU is not there; a number makes no sense.
+        The machine is a cluster already, a GPU does not exist, or a number is out of range.
 
     Examples
     --------
@@ -92,74 +102,43 @@ class Server:
 
     @property
     def topology(self) -> Topology:
-        """The machine, however it was named."""
+        """The machine as a topology."""
         return as_topology(self.machine)
 
     @property
     def kind(self) -> Server:
-        """The same without its name: servers of one kind are wired alike."""
+        """The same without its name: servers of one kind are wired equally."""
         return replace(self, name="") if self.name else self
 
 
 def check_count(name: str, value: int | None, *, most: int = 10**15) -> None:
-    """Refuse what is no whole number from 1 to ``most``; None stands for "not given" and passes.
-
-    Raises
-    ------
-    UsageError
-        The message names the field and the value.
-    """
+    """Raise UsageError unless a value is a whole number from 1 to ``most``, or None."""
     if value is None:
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not 1 <= value <= most:
-        raise UsageError(f"{name} {_format_value(value)} must be a whole number from 1 to {most:,}")
+        raise UsageError(f"{name} {format_value(value)} must be a whole number from 1 to {most:,}")
 
 
 def nic_rate(gbps: float) -> float:
-    """GB/s of a NIC that is sold as so many Gb/s.
-
-    Raises
-    ------
-    UsageError
-        It is zero, negative, not finite or beyond what links have.
-
-    Examples
-    --------
-    >>> nic_rate(200)
-    25.0
-    """
-    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
-    if not number or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
+    """Return the GB/s of a NIC that is sold as ``gbps`` Gb/s; UsageError if it is out of the range of links."""
+    if not is_number(gbps) or not 8 * SLOWEST <= gbps <= 8 * FASTEST:
         raise UsageError(
-            f"nic_gbps {_format_value(gbps)} must be a number of Gb/s above zero, for example 100"
+            f"nic_gbps {format_value(gbps)} must be a number of Gb/s above zero, for example 100"
         )
     return gigabytes_from_gigabits(gbps)
 
 
 def check_flow(gbps: float | None) -> None:
-    """Refuse what is no rate of a connection; None stands for "not given" and passes.
-
-    Raises
-    ------
-    UsageError
-        It is zero, negative, not finite or beyond what links have.
-    """
-    number = isinstance(gbps, (int, float)) and not isinstance(gbps, bool)
-    if gbps is not None and not (number and 8 * SLOWEST <= gbps <= 8 * FASTEST):
+    """Raise UsageError unless a value is a rate of a connection, or None."""
+    if gbps is not None and not (is_number(gbps) and 8 * SLOWEST <= gbps <= 8 * FASTEST):
         raise UsageError(
-            f"flow_gbps {_format_value(gbps)} must be the Gb/s of one connection, above zero, for example 5"
+            f"flow_gbps {format_value(gbps)} must be the Gb/s of one connection, above zero, for example 5"
         )
 
 
 def stated_gigabits(machine: Topology) -> float:
-    """Gb/s that every NIC of a machine states as its own, as a probed machine's do.
-
-    Raises
-    ------
-    UsageError
-        None is stated, or they differ.
-    """
+    """Return the Gb/s that all NICs of a machine state; UsageError if none is stated, or they differ."""
     stated = sorted({device.fact("gigabits") for device in machine.devices if device.kind == "nic"})
     numbers = [text for text in stated if re.fullmatch(r"\d{1,6}(\.\d{1,6})?", text) and float(text) > 0]
     if len(stated) == len(numbers) == 1:
@@ -169,13 +148,6 @@ def stated_gigabits(machine: Topology) -> float:
             f"the NICs of {machine.name} differ ({', '.join(numbers)} Gb/s): say with nic_gbps what each has"
         )
     raise UsageError("nic_gbps is not given: say how many Gb/s each NIC has, for example 100")
-
-
-def _format_value(value: object) -> str:
-    """A value for a message: whatever it is, no longer than a line can bear."""
-    if isinstance(value, int) and abs(value) >= 10**18:
-        return "of more than 18 digits"
-    return repr(value)[:40]
 
 
 NETWORKS = ("switch", "rail-optimised", "fat-tree")
@@ -193,23 +165,11 @@ _BELONGS = {
 
 @dataclass(frozen=True, slots=True)
 class ClusterNetwork:
-    """How the NICs of servers are joined.
+    """A network that joins the NICs of servers, one of `NETWORKS`.
 
-    Parameters
-    ----------
-    kind : str
-        One of `NETWORKS`.
-    rails : int or None
-        Of a rail-optimised network; None makes one for each NIC of the server with most.
-    oversubscription : float or None
-        Downlinks over uplinks of a leaf or rail, 1 or more. None is 1 for a fat tree; rails stay unjoined.
-    leaf_size : int or None
-        Servers on each leaf of a fat tree.
-
-    Raises
-    ------
-    UsageError
-        An unknown kind, a field that does not belong to it or makes no sense, a fat tree without leaf_size.
+    ``rails`` None makes one for each NIC of the server with most. ``oversubscription`` is downlinks over uplinks of a
+    leaf or rail, 1 or more; None is 1 for a fat tree, and leaves rails unjoined. ``leaf_size`` is the servers on each
+    leaf of a fat tree. UsageError if the kind is unknown, or a field is missing, out of range or of another kind.
     """
 
     kind: str = "switch"
@@ -235,7 +195,7 @@ class ClusterNetwork:
 
     @property
     def has_spine(self) -> bool:
-        """True when leaves or rails may be joined by a spine."""
+        """Whether a spine may join leaves or rails."""
         return self.kind == "fat-tree" or self.oversubscription is not None
 
 
@@ -243,20 +203,9 @@ class ClusterNetwork:
 class SwitchTree:
     """Switches in a tree, and the servers on them.
 
-    Parameters
-    ----------
-    switches : tuple of (str, str)
-        Every switch and the one above it; empty for a top one.
-    servers : tuple of (str, str)
-        Every server and the switch that all its NICs are on; those that are not built count for uplinks, as if they
-        were like the first that is.
-    oversubscription : float or None
-        Downlinks over uplinks of every switch, 1 or more; None is 1.
-
-    Raises
-    ------
-    UsageError
-        The oversubscription makes no sense.
+    ``switches`` are pairs of a switch and the one above it, empty for a top one; ``servers`` are pairs of a server and
+    the switch of all its NICs. Servers that are not built count for uplinks, as if equal to the first built one.
+    ``oversubscription`` is downlinks over uplinks of every switch, 1 or more; None is 1.
     """
 
     switches: tuple[tuple[str, str], ...]
@@ -274,22 +223,11 @@ def join_servers(
     nics: int,
     latency: float | None = None,
 ) -> tuple[list[Device], list[Link]]:
-    """Switches, and the links to and among them.
+    """Return the switches, and the links to and among them.
 
-    Parameters
-    ----------
-    network : Network or SwitchTree
-    servers : sequence of (str, sequence of Port)
-        Name of each server, and its ports, whose devices have their names in the cluster.
-    nics : int
-        NICs of the server with most, whether they serve anybody or not.
-    latency : float or None
-        Seconds that the wire of a NIC states.
-
-    Raises
-    ------
-    UsageError
-        More rails than NICs, or servers that cannot reach each other.
+    ``servers`` are names with ports, whose devices have their names in the cluster; ``nics`` are those of the server
+    with most, in use or not; ``latency`` is in seconds, for the wires of NICs. UsageError for more rails than NICs, or
+    for servers that cannot reach each other.
     """
     if isinstance(network, SwitchTree):
         return _join_tree(network, servers, latency)
@@ -322,8 +260,7 @@ def join_servers(
 
 
 def _check_ratio(ratio: float | None) -> None:
-    number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-    if ratio is not None and not (number and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
+    if ratio is not None and not (is_number(ratio) and 1 <= ratio <= MOST_OVERSUBSCRIPTION):
         raise UsageError(
             f"oversubscription {str(ratio)[:40]} must be a number from 1 (none) to {MOST_OVERSUBSCRIPTION:g}"
         )
@@ -332,7 +269,7 @@ def _check_ratio(ratio: float | None) -> None:
 def _join_tree(
     tree: SwitchTree, servers: Sequence[tuple[str, Sequence[NicPort]]], latency: float | None
 ) -> tuple[list[Device], list[Link]]:
-    """The switches that servers of the tree are below, up to the first one above all of them."""
+    """Return the switches above servers of the tree, up to the first one above all of them."""
     above, home = dict(tree.switches), dict(tree.servers)
     ways = {name: _upwards(home[name], above) for name, _ in servers}
     common = [switch for switch in ways[servers[0][0]] if all(switch in way for way in ways.values())]
@@ -356,7 +293,7 @@ def _join_tree(
                 down.setdefault(switch, Counter())[port.out, port.back] += 1
     ratio = exact(tree.oversubscription or 1.0)
     used = {switch for way in ways.values() for switch in way[: way.index(common[0])]}
-    # From the servers up: what is below a switch is known before its uplink is.
+    # From the servers up: the downlinks of a switch are known before its uplink.
     for switch in sorted(above, key=lambda switch: (-len(_upwards(switch, above)), switch)):
         if switch in down and above[switch]:
             up, back = _uplinks(switch, down[switch], ratio, above[switch])
@@ -367,7 +304,7 @@ def _join_tree(
 
 
 def _upwards(switch: str, above: Mapping[str, str]) -> list[str]:
-    """A switch and those above it, up to the top."""
+    """Return a switch and the switches above it, up to the top."""
     way = [switch]
     while above[way[-1]]:
         way.append(above[way[-1]])
@@ -395,7 +332,7 @@ def _uplinks(
 
 
 def _check_reach(servers: Sequence[str], homes: Sequence[Sequence[str]]) -> None:
-    """Refuse servers that no chain of common switches joins."""
+    """Raise UsageError if no chain of common switches joins the servers."""
     reached = set(homes[0])
     missing = [number for number, home in enumerate(homes) if not reached & set(home)]
     grown = True

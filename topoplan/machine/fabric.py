@@ -25,11 +25,11 @@ CHANNEL_LINKS = {
     "all": ("nvlink", "pcie", "sys", "c2c"),
     "all-staged": ("nvlink", "pcie", "sys", "c2c"),
 }
-"""Which links of the topology each channel of a plan is made of."""
+"""Links of the topology that make up each channel of a plan."""
 
 ALL, STAGED = "all", "all-staged"
-"""Channels of trees that take NVLink and PCIe side by side. Staged, PCIe carries only copies to a CPU's memory and from
-there (see `topoplan.machine.routing`), for which no peer access is switched."""
+"""Channels of trees that take NVLink and PCIe in parallel. Staged, PCIe carries only copies to and from a CPU's memory
+(see `topoplan.machine.routing`), which need no peer access."""
 
 UNIONS = (ALL, STAGED)
 """Choices of channels that pack NVLink and PCIe together."""
@@ -45,31 +45,21 @@ CHANNEL_CHOICES = {
     "all+network": ((ALL, "network"),),
     "all-staged+network": ((STAGED, "network"),),
 }
-"""What a plan may be asked to run over: the first of the choices that connects all ranks is taken."""
+"""Channels that a caller may choose: the first alternative that connects all ranks is taken."""
 
 CHANNEL_SPLITS = {"nvlink+pcie": ("nvlink", "pcie")}
-"""What a plan may be asked to divide the buffer between: every tree keeps to one of the channels, the first leads."""
+"""Channels between which a caller may split the buffer: every tree keeps to one of them, the first leads."""
 
 _WORDS = {ALL: "nvlink and pcie together", STAGED: "nvlink together with pcie by way of the CPUs' memory"}
 
 MOST_LISTED = 16
-"""Routes between two ranks, shortest first, that are listed; the others are searched for where they are wanted."""
+"""Routes between two ranks, shortest first, that are listed; others are searched for on demand."""
 
 
 class Arc(NamedTuple):
-    """One route between two ranks; arcs sort by tail, head, number of links, and links.
+    """One route between two ranks; arcs sort by tail, head, number of links (hops), and links.
 
-    Parameters
-    ----------
-    tail, head : int
-        Ranks.
-    hops : int
-        Number of links.
-    links : tuple of int
-        Indices of the links it crosses, from tail to head.
-    route : tuple of str
-        Devices from tail to head.
-    channel : str
+    ``links`` are the indices of the crossed links and ``route`` the devices, both from tail to head.
     """
 
     tail: int
@@ -84,15 +74,8 @@ class Arc(NamedTuple):
 class Fabric:
     """Ranks and usable directed links of an allocation.
 
-    Parameters
-    ----------
-    topology : Topology
-        Only the allocation's GPUs (see `Topology.subset`).
-    channels : tuple of str
-        Any of nvlink, pcie, network; or all or all-staged, and network.
-
-    Examples
-    --------
+    ``topology`` has only the allocation's GPUs (see `Topology.subset`); ``channels`` are any of nvlink, pcie, network;
+    or all or all-staged, and network.
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
     >>> fabric.size, len(fabric.links), fabric.arcs[0].route
@@ -116,18 +99,18 @@ class Fabric:
     def links(self) -> tuple[Link, ...]:
         """The links that the channels may cross, in the topology's order.
 
-        Of several from one device to another the widest: a copy takes one path, and a route names devices only. Where
-        the buffer is split, the widest of each channel.
+        Parallel links between two devices count as the widest (of each channel, if the buffer is split): a copy takes
+        one path, and a route names devices only.
         """
-        lane = {
+        group = {
             name: channel if self.split else ""
             for channel in self.channels
             for name in CHANNEL_LINKS[channel]
         }
         widest: dict[tuple[str, str, str], Link] = {}
         for link in self.topology.links:
-            if link.channel in lane:
-                ends = (link.src, link.dst, lane[link.channel])
+            if link.channel in group:
+                ends = (link.src, link.dst, group[link.channel])
                 if ends not in widest or link.bandwidth > widest[ends].bandwidth:
                     widest[ends] = link
         kept = set(widest.values())
@@ -135,23 +118,23 @@ class Fabric:
 
     @property
     def split(self) -> bool:
-        """True where NVLink and PCIe run side by side: the driver mixes them in no route and no tree."""
+        """Whether NVLink and PCIe split the buffer: the driver mixes them in no route and no tree."""
         return {"nvlink", "pcie"} <= set(self.channels)
 
     @property
     def union(self) -> bool:
-        """True where trees take NVLink and PCIe side by side."""
+        """Whether trees take NVLink and PCIe together."""
         return self.channels[0] in UNIONS
 
     @cached_property
     def nvlink_pairs(self) -> frozenset[tuple[int, int]]:
-        """Ranks that NVLink joins without a rank between them: PCIe joins them once peer access is switched."""
+        """Pairs of ranks that NVLink joins without a rank between them: PCIe joins them after a peer access switch."""
         nvlink = Fabric(self.topology, ("nvlink",))
         return frozenset((arc.tail, arc.head) for arc in nvlink.arcs)
 
     @cached_property
     def edge_channels(self) -> tuple[str, ...]:
-        """What an edge may say that it crosses."""
+        """The channels that an edge may name."""
         return ("nvlink", "pcie", *self.channels) if self.union else self.channels
 
     @cached_property
@@ -169,13 +152,13 @@ class Fabric:
 
     @cached_property
     def helpers(self) -> tuple[str, ...]:
-        """Devices on usable links that add and copy but are no ranks."""
+        """Devices on usable links that add and copy but are not ranks."""
         touched = {end for link in self.links for end in (link.src, link.dst)}
         return tuple(d.name for d in self.topology.devices if d.kind == "helper" and d.name in touched)
 
     @cached_property
     def vertices(self) -> tuple[str, ...]:
-        """What trees join, as edges number it: the ranks, then the helpers."""
+        """The vertices of trees, in the numbering of edges: the ranks, then the helpers."""
         return self.ranks + self.helpers
 
     @cached_property
@@ -206,27 +189,27 @@ class Fabric:
 
     @cached_property
     def transit(self) -> Transit:
-        """Which devices do not forward what another server sends."""
+        """Devices that do not forward data of other servers."""
         return Transit.of(self.topology)
 
     @cached_property
     def route_graph(self) -> RouteGraph:
-        """What searches for routes walk on: states 0 to N - 1 are the ranks."""
+        """The graph of searches for routes: states 0 to N - 1 are the ranks."""
         return self.transit.graph(self.nodes, len(self.vertices), self.ends)
 
     @property
     def has_transit(self) -> bool:
-        """True where links lead through a third server that does not forward, so that not every path is a route."""
+        """Whether links lead through a third server that does not forward, so that not every path is a route."""
         return self.route_graph.ends is not self.ends
 
     @cached_property
     def direct(self) -> bool:
-        """True when every usable link joins two ranks: no switch in between."""
+        """Whether every usable link joins two ranks, without a switch in between."""
         return len(self.nodes) == self.size
 
     @cached_property
     def symmetric(self) -> bool:
-        """True when every link has an equal one in the other direction."""
+        """Whether every link has an equal one in the other direction."""
         capacity = {(s, d): c for (s, d), c in zip(self.ends, self.capacity, strict=True)}
         return all(capacity.get((d, s)) == c for (s, d), c in capacity.items())
 
@@ -244,11 +227,11 @@ class Fabric:
 
     @property
     def in_network(self) -> bool:
-        """True when a switch on usable links can copy or add."""
+        """Whether a switch on usable links can copy or add."""
         return bool(self.copying or self.adding)
 
     def forwarding_only(self) -> Fabric:
-        """The same fabric with switches that neither copy nor add, and helpers that are such switches."""
+        """Return the same fabric with switches that neither copy nor add, and helpers that are such switches."""
         if not self.in_network and not self.helpers:
             return self
         devices = tuple(
@@ -264,26 +247,26 @@ class Fabric:
 
     @cached_property
     def arcs(self) -> tuple[Arc, ...]:
-        """Routes between all pairs of ranks, in ascending order: of each pair the first `MOST_LISTED`, at least one.
+        """Routes between all pairs of ranks, in ascending order: for each pair the first `MOST_LISTED`, at least one.
 
-        Which of many routes a tree takes is for a search to say (`topoplan.solve.route_table`,
-        `topoplan.schedules.routes`), since those that are left out may be the only ones with capacity left.
+        Searches choose among all routes of a tree (`topoplan.solve.route_table`, `topoplan.schedules.routes`), since
+        the omitted ones may be the only ones with spare capacity.
         """
         return self._listed[0]
 
     @property
     def lists_every_route(self) -> bool:
-        """True where `arcs` leaves no route out."""
+        """Whether `arcs` omits no route."""
         return not self._listed[1]
 
     @property
     def lists_shortest_routes(self) -> bool:
-        """True where `arcs` leaves out no route that has as few links as any between the same ranks."""
+        """Whether `arcs` omits no route that is among the shortest between its ranks."""
         return "shortest" not in self._listed[1]
 
     @cached_property
     def _listed(self) -> tuple[tuple[Arc, ...], frozenset[str]]:
-        """The arcs, and which kinds are left out: at most `MOST_LISTED` ways to each switch are followed on."""
+        """The arcs, and the omitted kinds: at most `MOST_LISTED` paths to each switch are extended."""
         graph = self.route_graph
         leaving = graph.leaving()
         arcs = []
@@ -315,13 +298,13 @@ class Fabric:
         return tuple(arcs), frozenset(left_out)
 
     def arc(self, links: tuple[int, ...]) -> Arc:
-        """The arc that crosses these links, given by their indices from its tail to its head."""
+        """Return the arc that crosses these links, given by their indices from its tail to its head."""
         tail, head = self.ends[links[0]][0], self.ends[links[-1]][1]
         route = (self.ranks[tail], *(self.links[number].dst for number in links))
         return Arc(tail, head, len(links), links, route, self.channel_of(links))
 
     def channel_of(self, path: Sequence[int]) -> str:
-        """The channel name of an edge that crosses these links."""
+        """Return the channel name of an edge that crosses these links."""
         crossed = {self.links[number].channel for number in path}
         for channel in ("nvlink", "pcie"):
             if crossed <= set(CHANNEL_LINKS[channel]):
@@ -329,31 +312,31 @@ class Fabric:
         return "network" if "network" in crossed else self.channels[0]
 
     def unreachable(self, collective: str = "allreduce", root: int | None = None) -> tuple[str, ...]:
-        """A cut that no link leaves and that a collective has to cross, as the devices in it; () if there is none.
+        """Return the devices of a cut that no link leaves and that a collective has to cross; () if none exists.
 
-        A broadcast needs ways from its root, a reduce ways to it, every other collective ways between all ranks.
+        A broadcast needs paths from its root, a reduce paths to it, every other collective paths between all ranks.
         """
         ranks = set(range(self.size))
         start = root if root is not None else 0
         if collective != "reduce":
-            reached = self._reached_from(start, forward=True)
+            reached = self.reached_from(start, forward=True)
             if not reached >= ranks:
                 return self.devices_of(reached)
         if collective != "broadcast":
-            lost = ranks - self._reached_from(start, forward=False)
+            lost = ranks - self.reached_from(start, forward=False)
             if lost:
-                return self.devices_of(self._reached_from(min(lost), forward=True))
+                return self.devices_of(self.reached_from(min(lost), forward=True))
         return ()
 
     def devices_of(self, states: Iterable[int]) -> tuple[str, ...]:
-        """Names of the devices that some states of the graph of routes stand for, in the order of `nodes`."""
+        """Return the names of the devices of some states of the graph of routes, in the order of `nodes`."""
         return tuple(self.nodes[node] for node in sorted({self.route_graph.nodes[state] for state in states}))
 
-    def zero_reach(self, start: int, length: Sequence[int], *, forward: bool) -> set[int]:
-        """States that a state reaches, or for ``forward=False`` that reach it, over links of length zero."""
-        return self._reached_from(start, forward=forward, length=length)
+    def reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
+        """Return the states that a state reaches, or with ``forward=False`` that reach it.
 
-    def _reached_from(self, start: int, *, forward: bool, length: Sequence[int] | None = None) -> set[int]:
+        With ``length``, only over links of length zero.
+        """
         table = self.route_graph.leaving() if forward else self.route_graph.entering()
         reached = {start}
         frontier = [start]
@@ -366,10 +349,8 @@ class Fabric:
 
 
 def channel_words(channels: Sequence[str]) -> str:
-    """Channels of a plan, or of its links, for a sentence.
+    """Return the channels of a plan, or of its links, as words for a sentence.
 
-    Examples
-    --------
     >>> channel_words(("nvlink", "network")), channel_words(("all",))
     ('nvlink and network', 'nvlink and pcie together')
     """
@@ -379,26 +360,18 @@ def channel_words(channels: Sequence[str]) -> str:
 def usable_fabric(
     topology: Topology, *, channels: str = "auto", collective: str = "allreduce", root: int | None = None
 ) -> Fabric:
-    """The fabric that a plan for this allocation runs on.
+    """Return the fabric of a plan for an allocation (see `Topology.subset`).
 
-    Parameters
-    ----------
-    topology : Topology
-        The allocation (see `Topology.subset`).
-    channels : str
-        ``auto`` takes NVLink where it connects all ranks, else NVLink islands together with the PCIe between them, else
-        PCIe, else NVLink and the network together (servers whose NICs are wired to their GPUs), else PCIe and the
-        network; the other choices insist.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce, which need ways from or to it only.
+    ``channels="auto"`` takes NVLink if it connects all ranks, else NVLink islands together with the PCIe between them,
+    else PCIe, else NVLink and the network together (servers whose NICs are wired to their GPUs), else PCIe and the
+    network; other values allow no alternative. A broadcast needs paths from ``root`` only, a reduce paths to it.
 
     Raises
     ------
     InfeasibleError
-        The links asked for do not connect the ranks; the message and ``cut`` name the devices on one side.
+        The chosen links do not connect the ranks; the message and ``cut`` name the devices on one side.
     UsageError
-        Unknown value of ``channels``.
+        ``channels`` is unknown.
     TopologyError
         A helper has no link in, or none out.
     """
@@ -423,14 +396,14 @@ def _states_pcie(topology: Topology) -> bool:
 
 
 def _has_islands(topology: Topology) -> bool:
-    """True where NVLink joins some of the ranks, but leaves PCIe to join the others."""
+    """Return whether NVLink joins some of the ranks, but leaves PCIe to join the others."""
     nvlink = Fabric(topology, ("nvlink",))
     ranks = set(range(nvlink.size))
-    return any(len(nvlink._reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
+    return any(len(nvlink.reached_from(rank, forward=True) & ranks) > 1 for rank in ranks)
 
 
 def _check_helpers(topology: Topology) -> None:
-    """A helper that nothing reaches, or that reaches nothing, is a mistake in the machine."""
+    """Raise TopologyError for a helper without a link in or out: the machine description is wrong."""
     for device in topology.devices:
         if device.kind == "helper":
             for end in ("dst", "src"):
@@ -442,7 +415,7 @@ def _check_helpers(topology: Topology) -> None:
 
 
 def _forwarding(fabric: Fabric) -> Fabric:
-    """The fabric if the NICs and CPUs of all servers forwarded."""
+    """Return the fabric in which the NICs and CPUs of all servers forward."""
     devices = tuple(
         replace(device, forwards=device.kind in NOT_FORWARDING) for device in fabric.topology.devices
     )
@@ -450,7 +423,7 @@ def _forwarding(fabric: Fabric) -> Fabric:
 
 
 def _no_path(topology: Topology, channels: str, collective: str, root: int | None) -> InfeasibleError:
-    """The error that names a cut which none of the links asked for leaves; for ``auto``, if there is one, of any."""
+    """Return the error with a cut that none of the chosen links leaves; for ``auto``, if possible, no link at all."""
     mixed = Fabric(topology, tuple(dict.fromkeys(sum(CHANNEL_CHOICES[channels], ()))))
     cut = mixed.unreachable(collective, root)
     if cut and not _forwarding(mixed).unreachable(collective, root):

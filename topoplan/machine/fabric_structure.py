@@ -2,9 +2,9 @@
 
 Links that leave a server are those of NICs to switches and cables between servers.
 
-Nodes of the labelled graph are positions in `Fabric.nodes`, ranks first. The label of a node says whether it is a
-rank or a helper and whether it copies or adds; the label of a link stands for bandwidth, channel and latency. Names,
-kinds, models and NUMA nodes are left out. In a fabric with paths through third servers, which routes must not take
+Nodes of the labelled graph are positions in `Fabric.nodes`, ranks first. The label of a node says whether it is a rank
+or a helper and whether it copies or adds; the label of a link encodes bandwidth, channel and latency. Names, kinds,
+models and NUMA nodes are left out. In a fabric with paths through third servers, which routes must not take
 (`topoplan.machine.routing`), labels also say which devices do not forward and which links join two servers, so that
 symmetries map routes to routes. Symmetries are found and checked on this graph.
 
@@ -30,15 +30,9 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class LabelledGraph:
-    """Nodes and directed links with labels.
+    """Nodes and directed links with labels: nodes 0 to ``ranks - 1`` are the ranks.
 
-    Parameters
-    ----------
-    ranks : int
-        Nodes 0 to ``ranks - 1`` are the ranks.
-    node_labels : int64 array (nodes,)
-    tails, heads, link_labels : int64 arrays (links,)
-        At most one link from one node to another.
+    ``tails``, ``heads`` and ``link_labels`` are of shape (links,), at most one link from one node to another.
     """
 
     ranks: int
@@ -54,7 +48,7 @@ class LabelledGraph:
 
     @cached_property
     def _link_keys(self) -> tuple[Integers, Integers]:
-        """The links' (tail, head) as one number, sorted, and the order that sorts them."""
+        """The links' (tail, head) as one number, sorted, and the sorting order."""
         keys = self.tails * self.size + self.heads
         order = np.argsort(keys, kind="stable")
         return keys[order], order
@@ -77,14 +71,9 @@ class LabelledGraph:
         return place, neighbour[order], owner[order] * (2 * kinds + 1), ends.tolist()
 
     def image_of_links(self, permutation: Integers, into: LabelledGraph | None = None) -> Integers | None:
-        """Where a permutation of the nodes takes each link; None where it is no automorphism.
+        """Return the image of each link when node i goes to ``permutation[i]``; None if it is not an automorphism.
 
-        Parameters
-        ----------
-        permutation : int64 array (nodes,)
-            Node i goes to ``permutation[i]``.
-        into : Wiring or None
-            Another wiring, for an isomorphism onto it.
+        ``into`` is another graph, for an isomorphism onto it; None means this one.
         """
         into = self if into is None else into
         if permutation.shape != (self.size,) or permutation.dtype.kind not in "iu":
@@ -105,22 +94,10 @@ class LabelledGraph:
         return image if np.array_equal(into.link_labels[image], self.link_labels) else None
 
     def refined(self, colours: Integers) -> Integers:
-        """The coarsest equitable refinement of a colouring, with colours numbered from 0.
+        """Return the coarsest equitable refinement of a colouring of shape (nodes,), with colours numbered from 0.
 
-        Two nodes keep a common colour only where, for every link label and colour, they have as many links out to,
+        Two nodes keep a common colour only if, for every link label and colour, they have equally many links out to,
         and in from, nodes of that colour. The order of the given colours is kept.
-
-        Parameters
-        ----------
-        colours : int64 array (nodes,)
-
-        Examples
-        --------
-        >>> import topoplan
-        >>> from topoplan.machine.fabric import Fabric
-        >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",)))
-        >>> wiring.refined(wiring.node_labels).tolist()
-        [1, 0, 1]
         """
         names, colour = np.unique(colours, return_inverse=True)
         known = len(names)
@@ -134,14 +111,10 @@ class LabelledGraph:
         return colour.astype(np.int64)
 
     def signatures(self, own: Integers, around: Integers) -> list[bytes]:
-        """For every node its number in ``own``, then its links with the numbers of their other ends in ``around``.
+        """Return for every node its number in ``own``, then its links with the numbers of their ends in ``around``.
 
-        Equal texts mean equal signatures, and the texts sort as the numbers do.
-
-        Parameters
-        ----------
-        own, around : int64 arrays (nodes,)
-            Numbers from 0.
+        Both have the shape (nodes,) and numbers from 0. Equal texts mean equal signatures, and the texts sort as the
+        numbers do.
         """
         place, neighbour, owner, ends = self._halves
         starts = [0, *ends[:-1]]
@@ -157,7 +130,7 @@ class LabelledGraph:
 
     @cached_property
     def twins(self) -> Integers:
-        """For each node that is no rank the smallest with the same links to and from the same nodes."""
+        """For each node that is not a rank, the smallest with the same links to and from the same nodes."""
         rows = self.signatures(self.node_labels, np.arange(self.size))
         first: dict[bytes, int] = {}
         return np.array(
@@ -165,7 +138,7 @@ class LabelledGraph:
         )
 
     def part(self, kept: Integers) -> LabelledGraph:
-        """The wiring of some nodes, ascending, with the links between them; labels keep their numbers."""
+        """Return the graph of some nodes, ascending, with the links between them; labels keep their numbers."""
         position = np.full(self.size, -1, dtype=np.int64)
         position[kept] = np.arange(len(kept))
         inside = (position[self.tails] >= 0) & (position[self.heads] >= 0)
@@ -179,14 +152,12 @@ class LabelledGraph:
 
 
 def labelled_graph_of(fabric: Fabric) -> LabelledGraph:
-    """The labelled arrays of a fabric.
+    """Return the labelled graph of a fabric.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
-    >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
-    >>> wiring.ranks, wiring.size, len(wiring.tails), sorted(set(wiring.link_labels.tolist()))
+    >>> graph = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
+    >>> graph.ranks, graph.size, len(graph.tails), sorted(set(graph.link_labels.tolist()))
     (16, 17, 32, [0])
     """
     # Equal bandwidths are equal floats: the exact rational is a function of the float.
@@ -200,17 +171,7 @@ def labelled_graph_of(fabric: Fabric) -> LabelledGraph:
 
 
 def bare_labelled_graph_of(fabric: Fabric) -> LabelledGraph:
-    """As `labelled_graph_of`, with links that are told apart by their channels alone, whatever their bandwidth and
-    latency.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> wiring = bare_labelled_graph_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
-    >>> sorted(set(wiring.link_labels.tolist()))
-    [0]
-    """
+    """Return the labelled graph whose links differ by channel alone, not by bandwidth and latency."""
     return _labelled(fabric, [(link.channel, 0.0, 0.0) for link in fabric.links])
 
 
@@ -237,19 +198,11 @@ def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> Lab
 
 
 def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> LabelledGraph:
-    """All links of a machine over some channels, in which allocations are parts that can be compared exactly.
+    """Return the graph of all links of a machine over some channels, for exact comparisons of allocations.
 
-    Labels hold all that a plan, a ring or the time model reads: of a device its kind and whether it copies or adds; of
-    what joins two devices, which a fabric reduces to one link, every link's channel, bandwidth, wires and latency; and
-    what decides which routes pass a third server.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> wiring = machine_labelled_graph(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> from_first = wiring.tails == 0
-    >>> wiring.ranks, wiring.heads[from_first].tolist(), wiring.link_labels[from_first].tolist()
-    (8, [1, 2, 3, 4], [0, 0, 1, 1])
+    Labels hold everything that a plan, a ring or the time model reads: of a device its kind and whether it copies or
+    adds; of the links between two devices, which a fabric reduces to one, every channel, bandwidth, number of wires and
+    latency; and the facts that decide which routes pass a third server.
     """
     fabric = Fabric(topology, tuple(channels))
     position = {name: i for i, name in enumerate(fabric.nodes)}
@@ -261,7 +214,7 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
     transit = fabric.transit if fabric.has_transit else None
     usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
     bundles: dict[tuple[int, int], list[tuple[str, float, int, float, bool]]] = {}
-    # Where NVLink and PCIe join the same two devices, trees over both take the wider of them alone.
+    # If NVLink and PCIe join the same two devices, trees over both take the wider one alone.
     for link in fabric.links if fabric.union else topology.links:
         if link.channel in usable:
             latency = -1.0 if link.latency is None else float(link.latency)
@@ -283,14 +236,8 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
 
 @dataclass(frozen=True)
 class FabricServers:
-    """Servers that hold ranks of a fabric, in the order of their first ranks.
+    """The servers with ranks of a fabric, in the order of their first ranks.
 
-    Parameters
-    ----------
-    fabric : Fabric
-
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> servers = FabricServers(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")))
     >>> servers.names, servers.of_rank.tolist()
@@ -305,7 +252,7 @@ class FabricServers:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Their names."""
+        """Names of the servers."""
         return tuple(dict.fromkeys(self._of_device[name] for name in self.fabric.ranks))
 
     @cached_property
@@ -321,7 +268,7 @@ class FabricServers:
 
     @cached_property
     def same(self) -> NDArray[np.bool_]:
-        """(N, N) bool: True where two ranks are on one server."""
+        """(N, N) bool: whether two ranks are on one server."""
         return np.asarray(self.of_rank[:, None] == self.of_rank[None, :])
 
     @cached_property
@@ -331,12 +278,12 @@ class FabricServers:
 
     @cached_property
     def crossing(self) -> NDArray[np.bool_]:
-        """(links,) bool: True for links that leave or enter a server."""
+        """(links,) bool: whether a link leaves or enters a server."""
         return np.array([src != dst for src, dst in self.ends], dtype=bool)
 
     @cached_property
     def stars(self) -> bool:
-        """True where inside every server all ranks hang on one switch, and no two are joined in another way."""
+        """Whether inside every server all ranks are on one switch, and no other links join any two."""
         fabric = self.fabric
         ranks = set(fabric.ranks)
         hubs: dict[str, set[str]] = {}
@@ -356,7 +303,7 @@ class FabricServers:
         return all(len(devices) == 1 for devices in hubs.values())
 
     def keeps(self, permutation: Sequence[int]) -> bool:
-        """True where a permutation of `Fabric.nodes` takes each server to one server, and switches of none to such."""
+        """Return whether a permutation of `Fabric.nodes` maps servers to servers, and switches outside to such."""
         home = [self._of_device[name] for name in self.fabric.nodes]
         image_of: dict[str, str] = {}
         for node, image in enumerate(permutation):
@@ -365,14 +312,10 @@ class FabricServers:
         return len(set(image_of.values())) == len(image_of) and image_of.get("", "") == ""
 
     def check(self) -> None:
-        """Refuse what cannot be composed.
+        """Raise an error if three phases are impossible.
 
-        Raises
-        ------
-        UsageError
-            All ranks are on one server.
-        InfeasibleError
-            The ranks of a server are not connected inside it; carries the cut.
+        UsageError if all ranks are on one server; InfeasibleError with the cut if a server's ranks are not connected
+        inside it.
         """
         if len(self.names) < 2:
             where = f"are on {self.names[0]}" if self.names[0] else "name no server"
@@ -393,7 +336,7 @@ class FabricServers:
                 )
 
     def alone(self) -> Iterator[tuple[str, Fabric]]:
-        """Every server with several ranks, without what lies outside it."""
+        """Yield every server with several ranks as a fabric of its own."""
         fabric = self.fabric
         devices: dict[str, list[Device]] = {}
         for device in fabric.topology.devices:

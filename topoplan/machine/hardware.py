@@ -8,9 +8,9 @@ NCCL's ``src/graph/topo.cc`` (``kvDictPciGen``: 0.75 GB/s for a lane of generati
 NCCL's: NVLink and CPU figures of ``src/graph/topo.h`` (2.27.5 to 2.30.7), a lane's of ``kvDictPciGen``, XGMI's of
 RCCL's ``src/graph/topo.h``. They are lower: a V100's NVLink counts 20 GB/s for NCCL and 25 in the library. Older
 releases count a Hopper's NVLink at 20 (to 2.19), a Blackwell's as a Hopper's (to 2.24), Xeons of generations 4 and 5
-as Skylake (to 2.25). NCCL compares a lane's rate as text from its beginning: ``16.0 GT/s`` without ``PCIe`` is
-unknown to it. Deliberately absent: the surcharge of a fifth for traffic through an Intel CPU
-(``INTEL_P2P_OVERHEAD``), which belongs to NCCL's search.
+as Skylake (to 2.25). NCCL compares the beginning of a lane's rate as text: it does not know ``16.0 GT/s`` without
+``PCIe``. Deliberately absent: the surcharge of a fifth for traffic through an Intel CPU (``INTEL_P2P_OVERHEAD``), which
+belongs to NCCL's search.
 
 A GPU's compute capability, or for AMD its architecture and compute units, comes from its facts, then from its model.
 NCCL takes the rate of an NVLink from the compute capability, RCCL that of an XGMI link from the architecture.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import IN_NETWORK, Device, Topology
+from topoplan.machine.topology import IN_NETWORK, Device, Topology, is_number
 from topoplan.units import exact
 
 PCIE_X16 = {3: 12.0, 4: 24.0, 5: 48.0}
@@ -54,16 +54,10 @@ the number of GPUs. The size of 500 MB is assumed, since the figure's values car
 
 @dataclass(frozen=True, slots=True)
 class GpuGeneration:
-    """What a GPU generation brings to a machine.
+    """NVLinks of a GPU generation, named by one of its GPUs.
 
-    Parameters
-    ----------
-    name : str
-        A GPU that has it.
-    links : int
-        NVLinks of one GPU.
-    nvlink, pcie, socket : float
-        GB/s per direction of one NVLink, of its PCIe link, and between the CPU sockets of its time.
+    ``nvlink``, ``pcie`` and ``socket`` are in GB/s per direction of one NVLink, of the GPU's PCIe link, and between the
+    CPU sockets of its time.
     """
 
     name: str
@@ -80,20 +74,18 @@ H100 = GpuGeneration("H100", 18, 25.0, PCIE_X16[5], SOCKET["Sapphire Rapids"])
 B200 = GpuGeneration("B200", 18, 50.0, PCIE_X16[5], SOCKET["Emerald Rapids"])
 GA102 = GpuGeneration("RTX 3090", 4, 14.0625, PCIE_X16[4], SOCKET["Skylake to Ice Lake"])
 UNKNOWN = GpuGeneration("", 0, 25.0, PCIE_X16[3], SOCKET["Broadwell"])
-"""Of a GPU that shows no NVLink nothing is known: the slowest figures."""
+"""The slowest figures, for a GPU that shows no NVLink."""
 
 BY_CAPABILITY = {60: P100, 70: V100, 80: A100, 86: GA102, 90: H100, 100: B200}
-"""Generation of the GPUs that have NVLinks, from this compute capability on."""
+"""Generation of the GPUs with NVLinks, from this compute capability on."""
 
 MOST_LINKS = max(generation.links for generation in BY_CAPABILITY.values())
-"""No GPU has more NVLinks than this."""
+"""Most NVLinks of a GPU."""
 
 
 def generation_of(capability: int) -> GpuGeneration | None:
-    """Generation of a GPU by its compute capability, such as 70; None of those older than any that is known.
+    """Return the generation of a GPU by its compute capability, such as 70; None if it is older than all known ones.
 
-    Examples
-    --------
     >>> [generation_of(sm).name for sm in (70, 75, 103)], generation_of(52)
     (['V100', 'V100', 'B200'], None)
     """
@@ -101,26 +93,10 @@ def generation_of(capability: int) -> GpuGeneration | None:
 
 
 def checked_rate(option: str, value: float | None) -> float | None:
-    """A bandwidth that a user gave, in GB/s; None stays None.
-
-    Raises
-    ------
-    UsageError
-        It is not a finite number above zero.
-
-    Examples
-    --------
-    >>> checked_rate("--nvlink-gbps", 50)
-    50.0
-    """
+    """Return a user's bandwidth in GB/s, or None for None; UsageError unless it is a finite number above zero."""
     if value is None:
         return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if not is_number(value) or not math.isfinite(value) or value <= 0:
         raise UsageError(f"{option} {value!r} must be a finite number of GB/s above zero, for example 25")
     return float(value)
 
@@ -154,16 +130,10 @@ UNKNOWN_CAPABILITY, UNKNOWN_GCN, UNKNOWN_UNITS = 80, "gfx90a", 104
 
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """Attributes of a ``gpu`` element and the names of those that no fact states.
+    """Attributes of a ``gpu`` element: ``sm``, and for AMD ``gcn`` and ``arch``.
 
-    Parameters
-    ----------
-    attributes : tuple of (str, str)
-        ``sm``, and for AMD ``gcn`` and ``arch``.
-    invented : tuple of str
-        Taken from the model's name, or assumed.
-    guessed : bool
-        True where not even the model tells; NCCL then asks the driver for what is left out.
+    ``invented`` names the attributes that no fact states. ``guessed`` says that not even the model determines them;
+    NCCL then asks the driver for missing ones.
     """
 
     attributes: tuple[tuple[str, str], ...]
@@ -172,7 +142,7 @@ class GpuIdentity:
 
     @property
     def capability(self) -> int:
-        """Compute capability without the dot, `UNKNOWN_CAPABILITY` of an unknown one; of an AMD GPU its units."""
+        """Compute capability without the dot, `UNKNOWN_CAPABILITY` if unknown; the compute units of an AMD GPU."""
         return int(dict(self.attributes).get("sm", UNKNOWN_CAPABILITY))
 
     @property
@@ -182,10 +152,8 @@ class GpuIdentity:
 
 
 def compute_capability(model: str) -> int | None:
-    """Compute capability of the NVIDIA GPU that a model's name means, without the dot.
+    """Return the compute capability of an NVIDIA GPU by its model's name, without the dot.
 
-    Examples
-    --------
     >>> [compute_capability(text) for text in ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "A6000", "GPU")]
     [70, 90, 86, None]
     """
@@ -193,10 +161,8 @@ def compute_capability(model: str) -> int | None:
 
 
 def is_amd(gpus: Iterable[Device]) -> bool:
-    """True where the GPUs are AMD's, so that the file is for RCCL.
+    """Return whether any GPU is AMD's, so that the file is for RCCL.
 
-    Examples
-    --------
     >>> is_amd([Device("gpu0", "gpu", model="MI250 GCD")]), is_amd([Device("gpu0", "gpu", model="A100")])
     (True, False)
     """
@@ -204,10 +170,8 @@ def is_amd(gpus: Iterable[Device]) -> bool:
 
 
 def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
-    """What to write of a GPU.
+    """Return the attributes of a GPU for a file.
 
-    Examples
-    --------
     >>> gpu_identity(Device("gpu0", "gpu", model="Tesla V100-SXM2-16GB"), amd=False)
     GpuIdentity(attributes=(('sm', '70'),), invented=('sm',), guessed=False)
     >>> gpu_identity(Device("gpu0", "gpu", model="MI250 GCD"), amd=True).attributes
@@ -224,7 +188,7 @@ def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
 
 
 def direct_to_nic(gpu: Device) -> bool:
-    """True where NICs can read the GPU's memory: all but GeForce and workstation models."""
+    """Return whether NICs can read the GPU's memory: all but GeForce and workstation models."""
     return not _WITHOUT_GDR.search(gpu.model)
 
 
@@ -232,7 +196,7 @@ def _amd_identity(gpu: Device) -> GpuIdentity:
     known = _amd_model(gpu.model)
     gcn, units = known or (UNKNOWN_GCN, UNKNOWN_UNITS)
     stated = {key: gpu.fact(key) for key in ("sm", "gcn") if gpu.fact(key)}
-    # Bits of what every GPU of these architectures can do (hipDeviceArch_t), the same in all of RCCL's own files.
+    # Capability bits of every GPU of these architectures (hipDeviceArch_t), the same in all of RCCL's own files.
     wanted = {"sm": str(units), "gcn": gcn} | stated | {"arch": "38911"}
     invented = tuple(key for key in wanted if key not in stated)
     return GpuIdentity(tuple(wanted.items()), invented, known is None and "gcn" not in stated)
@@ -243,14 +207,12 @@ def _amd_model(model: str) -> tuple[str, int] | None:
 
 
 THIRD_GENERATION = 90
-"""Compute capability of the GPUs from which on their NVSwitches copy and add (NVLink SHARP)."""
+"""Compute capability of the first GPUs whose NVSwitches copy and add (NVLink SHARP)."""
 
 
 def nvswitch_capable(gpus: Iterable[Device]) -> tuple[str, ...]:
-    """What the NVSwitch of these GPUs could do besides forwarding: nothing where their generation is not known.
+    """Return the capabilities of the NVSwitch of these GPUs besides forwarding; () if their generation is unknown.
 
-    Examples
-    --------
     >>> nvswitch_capable([Device("gpu0", "gpu", model="H100")]), nvswitch_capable([Device("gpu0", "gpu")])
     (('multicast', 'reduce'), ())
     """
@@ -260,16 +222,10 @@ def nvswitch_capable(gpus: Iterable[Device]) -> tuple[str, ...]:
 
 
 def known_capability(gpu: Device, nvlinks: int = 0) -> int | None:
-    """Compute capability without the dot by what is stated, by the model, or by the NVLinks; None where nothing tells.
+    """Return the compute capability without the dot, from facts, model or number of NVLinks; None if unknown.
 
-    Parameters
-    ----------
-    gpu : Device
-    nvlinks : int
-        NVLinks of the GPU that are known; more than an A100 has tell `THIRD_GENERATION` at least.
+    More ``nvlinks`` than those of an A100 imply at least `THIRD_GENERATION`.
 
-    Examples
-    --------
     >>> known_capability(Device("gpu0", "gpu", model="H20")), known_capability(Device("gpu0", "gpu"), 18)
     (90, 90)
     >>> known_capability(Device("gpu0", "gpu"), 8) is None
@@ -282,7 +238,7 @@ def known_capability(gpu: Device, nvlinks: int = 0) -> int | None:
 
 
 def nvlink_counts(topology: Topology) -> dict[str, int]:
-    """NVLinks that leave every GPU that has any."""
+    """Return the number of NVLinks out of every GPU that has any."""
     gpus = set(topology.gpus)
     counts: dict[str, int] = {}
     for link in topology.links:
@@ -292,13 +248,11 @@ def nvlink_counts(topology: Topology) -> dict[str, int]:
 
 
 def with_capable(topology: Topology) -> Topology:
-    """The machine whose NVSwitches say what they could do, by the generation of the GPUs on them.
+    """Return the machine with the capabilities of its NVSwitches, by the generation of the GPUs on them.
 
-    NVSwitches copy and add from Hopper on (NVLink SHARP), and the GPUs of their generation tell which they are. A GPU
-    whose model is not known tells it by more NVLinks than an A100 has.
+    NVSwitches copy and add from Hopper on (NVLink SHARP). A GPU of unknown model counts as Hopper if it has more
+    NVLinks than an A100.
 
-    Examples
-    --------
     >>> import topoplan
     >>> bare = topoplan.load("dgx-h100").settled()
     >>> bare.device("nvswitch0").capable, with_capable(bare).device("nvswitch0").capable
@@ -306,15 +260,15 @@ def with_capable(topology: Topology) -> Topology:
     >>> with_capable(topoplan.load("dgx-a100")) == topoplan.load("dgx-a100")
     True
     """
-    silent = {
+    undeclared = {
         device.name
         for device in topology.devices
         if device.kind == "nvswitch" and device.capable != IN_NETWORK
     }
-    if not silent:
+    if not undeclared:
         return topology
     gpus, counts = set(topology.gpus), nvlink_counts(topology)
-    on: dict[str, set[str]] = {name: set() for name in silent}
+    on: dict[str, set[str]] = {name: set() for name in undeclared}
     for link in topology.links:
         for switch, gpu in ((link.src, link.dst), (link.dst, link.src)):
             if switch in on and gpu in gpus:
@@ -342,7 +296,7 @@ UNKNOWN_LANE = LANE[8.0]
 """GB/s of a lane of unknown rate: NCCL takes generation 3."""
 
 UNKNOWN_WIDTH = 16
-"""Lanes where none are stated, as in NCCL."""
+"""Lanes if none are stated, as in NCCL."""
 
 NVLINK = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 87: 20.0, 90: 20.6, 100: 40.1}
 """GB/s per direction of one NVLink, from this compute capability on."""
@@ -365,12 +319,10 @@ _NUMBERED_GCN = {
 
 
 def lane_bandwidth(speed: str) -> float | None:
-    """GB/s per direction of one PCIe lane, from the kernel's text of its rate; None of an unknown one.
+    """Return the GB/s per direction of one PCIe lane, from the kernel's text of its rate; None if unknown.
 
-    NCCL takes generation 3 for spellings that kernels do not write, such as ``16.0 GT/s``; here they are what they say.
+    NCCL takes generation 3 for spellings that kernels do not write, such as ``16.0 GT/s``; here they are read as 16.
 
-    Examples
-    --------
     >>> lane_bandwidth("16 GT/s"), lane_bandwidth("16.0 GT/s PCIe"), lane_bandwidth("Unknown speed")
     (1.5, 1.5, None)
     """
@@ -379,10 +331,8 @@ def lane_bandwidth(speed: str) -> float | None:
 
 
 def pcie_bandwidth(speed: str, width: int) -> float:
-    """GB/s per direction of a PCIe link, from the kernel's text of its lane rate and its number of lanes.
+    """Return the GB/s per direction of a PCIe link, from the kernel's text of its lane rate and its number of lanes.
 
-    Examples
-    --------
     >>> pcie_bandwidth("8 GT/s", 16), pcie_bandwidth("16.0 GT/s PCIe", 8), pcie_bandwidth("", 0)
     (12.0, 12.0, 12.0)
     """
@@ -390,10 +340,8 @@ def pcie_bandwidth(speed: str, width: int) -> float:
 
 
 def nvlink_bandwidth(sm: int) -> float:
-    """GB/s per direction of one NVLink of a GPU of this compute capability, such as 70; of an unknown one as of 80.
+    """Return the GB/s per direction of one NVLink by the GPU's compute capability, such as 70; an unknown one is 80.
 
-    Examples
-    --------
     >>> nvlink_bandwidth(70), nvlink_bandwidth(86), nvlink_bandwidth(89), nvlink_bandwidth(120)
     (20.0, 12.0, 20.0, 40.1)
     """
@@ -401,10 +349,8 @@ def nvlink_bandwidth(sm: int) -> float:
 
 
 def gcn_name(gcn: str) -> str:
-    """Name of an AMD GPU's architecture, which old files give as a number.
+    """Return the name of an AMD GPU's architecture, which old files give as a number.
 
-    Examples
-    --------
     >>> gcn_name("910"), gcn_name("gfx942")
     ('gfx90a', 'gfx942')
     """
@@ -412,10 +358,8 @@ def gcn_name(gcn: str) -> str:
 
 
 def xgmi_bandwidth(gcn: str) -> float:
-    """GB/s per direction of one XGMI link; the architecture is a name, or a number as old files have it.
+    """Return the GB/s per direction of one XGMI link; the architecture is a name, or a number as in old files.
 
-    Examples
-    --------
     >>> xgmi_bandwidth("gfx942"), xgmi_bandwidth("910"), xgmi_bandwidth("908")
     (48.0, 36.0, 24.0)
     """
@@ -423,18 +367,10 @@ def xgmi_bandwidth(gcn: str) -> float:
 
 
 def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
-    """GB/s per direction between two NUMA nodes.
+    """Return the GB/s per direction between two NUMA nodes; ``arch`` is x86_64, arm64 or ppc64.
 
-    Parameters
-    ----------
-    arch : str
-        x86_64, arm64 or ppc64.
-    vendor : str
-        As the processor gives it; of an unknown one the slowest figure is taken, where NCCL sees no limit at all.
-    family, model : int
+    An unknown vendor has the slowest figure; NCCL assumes no limit at all.
 
-    Examples
-    --------
     >>> socket_bandwidth("x86_64", "GenuineIntel", 6, 85), socket_bandwidth("x86_64", "AuthenticAMD", 23, 49)
     (10.0, 16.0)
     """
@@ -443,7 +379,7 @@ def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
     if arch == "x86_64" and vendor == "AuthenticAMD":
         return 16.0
     if arch == "x86_64" and vendor == "GenuineIntel" and family == 6:
-        return next(rate for least, rate in _INTEL.items() if model >= least)
+        return next((rate for least, rate in _INTEL.items() if model >= least), _INTEL[0])
     if arch == "x86_64" and vendor in ("CentaurHauls", "  Shanghai  ") and (family, model) == (7, 0x5B):
         return 9.0
     return 6.0
@@ -456,15 +392,13 @@ MOST_LANES = 16
 
 
 def counted_bandwidth(speed: str, lanes: int) -> Fraction:
-    """GB/s per direction that NCCL counts for so many lanes of this rate."""
+    """Return the GB/s per direction that NCCL counts for so many lanes of this rate."""
     return lanes * exact(lane_bandwidth(speed) or UNKNOWN_LANE)
 
 
 def nearest_pcie(bandwidth: float) -> tuple[str, int]:
-    """Lane rate and lanes whose bandwidth in NCCL is nearest to this one in GB/s; of equal ones the most lanes.
+    """Return the lane rate and lanes whose bandwidth in NCCL is nearest to this one in GB/s; ties go to most lanes.
 
-    Examples
-    --------
     >>> nearest_pcie(12.0), nearest_pcie(36.0), nearest_pcie(5.4)
     (('8 GT/s', 16), ('32 GT/s', 12), ('5 GT/s', 14))
     """

@@ -1,7 +1,7 @@
 """Describe one server before it is a Topology: its PCIe tree, the far ends of its NVLinks, its NICs.
 
-The probe and the reader of NCCL's topology files make this description; `topoplan.machine.host_topology` makes the
-Topology of it. Bandwidths are in GB/s per direction. PCI bus ids identify devices, written as the kernel writes them
+The probe and the reader of NCCL's topology files make this description; `topoplan.machine.host_topology` converts it to
+a Topology. Bandwidths are in GB/s per direction. PCI bus IDs identify devices, written as the kernel writes them
 (``0000:06:00.0``, see `bus_id`).
 """
 
@@ -20,30 +20,23 @@ _BUS_ID = re.compile(r"([0-9a-f]{1,8}):([0-9a-f]{1,2}):([01]?[0-9a-f])(?:\.([0-7
 
 
 def bus_id(text: str) -> str:
-    """A PCI bus id as the kernel writes it; drivers print longer domains and capitals.
+    """Return a PCI bus ID as the kernel writes it; drivers print longer domains and capitals.
 
-    Raises
-    ------
-    TopologyError
-        It is none.
+    TopologyError if the text is not a bus ID.
 
-    Examples
-    --------
     >>> bus_id("00000000:0A:00.0"), bus_id("0001:00:00")
     ('0000:0a:00.0', '0001:00:00.0')
     """
     match = _BUS_ID.fullmatch(text.strip().lower())
     if not match:
-        raise TopologyError(f"{text[:40]!r} is no PCI bus id such as 0000:06:00.0")
+        raise TopologyError(f"{text[:40]!r} is not a PCI bus id such as 0000:06:00.0")
     domain, bus, device, function = match.groups()
     return f"{int(domain, 16):04x}:{int(bus, 16):02x}:{int(device, 16):02x}.{function or 0}"
 
 
 def plain_bus_id(text: str) -> str:
-    """As `bus_id`, but what is none stays as it is, and so is equal only to itself.
+    """Return a PCI bus ID as `bus_id`, and any other text unchanged.
 
-    Examples
-    --------
     >>> plain_bus_id("00000000:0A:00.0"), plain_bus_id("slot 3")
     ('0000:0a:00.0', 'slot 3')
     """
@@ -54,10 +47,8 @@ def plain_bus_id(text: str) -> str:
 
 
 def bus_id_order(busid: str) -> tuple[int, ...]:
-    """Sorts bus ids of `bus_id` as drivers count devices: by domain, bus, device and function, as numbers.
+    """Return the sort key of a bus ID, by numbers of domain, bus, device and function, as drivers count devices.
 
-    Examples
-    --------
     >>> sorted(["10000:01:00.0", "2000:01:00.0"], key=bus_id_order)
     ['2000:01:00.0', '10000:01:00.0']
     """
@@ -66,20 +57,10 @@ def bus_id_order(busid: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HostCpu:
-    """A NUMA node.
+    """A NUMA node with its ``number`` in the operating system, -1 if unknown.
 
-    Parameters
-    ----------
-    number : int
-        NUMA node as the operating system counts; -1 where it does not say.
-    socket_bandwidth : float
-        GB/s from here to any other NUMA node.
-    model : str
-        Such as ``Xeon E5-2698 v4``; may be empty.
-    facts : tuple of (str, str)
-        See `topoplan.machine.topology.FACTS`.
-    name : str
-        Name of the device; empty for ``cpu0``, ``cpu1``, … in order.
+    ``socket_bandwidth`` is that to any other NUMA node. ``facts`` are of `topoplan.machine.topology.FACTS`. An empty
+    ``name`` means ``cpu0``, ``cpu1``, … in order.
     """
 
     number: int
@@ -91,27 +72,13 @@ class HostCpu:
 
 @dataclass(frozen=True, slots=True)
 class PciDevice:
-    """A node of the PCIe tree: a bridge, or what is plugged in.
+    """A node of the PCIe tree: a bridge or a device, one of `PCI_KINDS`.
 
-    Parameters
-    ----------
-    busid : str
-        See `bus_id`.
-    kind : str
-        One of `PCI_KINDS`. A bridge is a switch, or its upstream port, which stands for it; root ports and downstream
-        ports are ports, where a description lists them at all.
-    parent : str
-        Bus id of the bridge above; empty directly below a host bridge.
-    cpu : int
-        NUMA node's `HostCpu.number`.
-    bandwidth : float
-        GB/s per direction to what is above.
-    chip : str
-        The fact ``pci``: two levels of one Broadcom chip are a single switch.
-    name, model : str
-        Of the device that a bridge becomes if it is a switch; empty for ``pcie0``, ``pcie1``, … in order.
-    host_bridge : str
-        The fact of that name; empty where it is not known.
+    A bridge is a switch, or its upstream port in its place; root ports and downstream ports are ports, if listed.
+    ``parent`` is the bus ID of the bridge above, empty directly below a host bridge; ``cpu`` is a `HostCpu.number`, and
+    ``bandwidth`` that of the link upwards. ``chip`` is the fact ``pci``: two levels of one Broadcom chip are a single
+    switch. ``name`` and ``model`` are for a bridge that becomes a switch, empty for ``pcie0``, ``pcie1``, … in order;
+    ``host_bridge`` is the fact of that name.
     """
 
     busid: str
@@ -127,18 +94,9 @@ class PciDevice:
 
 @dataclass(frozen=True, slots=True)
 class NvlinkBundle:
-    """NVLinks (or XGMI links) from one GPU to one far end.
+    """The active NVLinks (or XGMI links) from one GPU to one far end, one of `NVLINK_ENDS`.
 
-    Parameters
-    ----------
-    end : str
-        One of `NVLINK_ENDS`; unknown where nothing tells what is there.
-    target : str
-        Bus id of the far end, empty where it is not visible.
-    count : int
-        Links that are up.
-    bandwidth : float
-        GB/s per direction of all of them.
+    ``target`` is the bus ID of the far end, empty if not visible; ``bandwidth`` is that of all ``count`` links.
     """
 
     end: str
@@ -149,21 +107,10 @@ class NvlinkBundle:
 
 @dataclass(frozen=True, slots=True)
 class HostGpu:
-    """A GPU.
+    """A GPU, at the bus ID of its `PciDevice`, with the driver's number.
 
-    Parameters
-    ----------
-    busid : str
-        Of its `PciDevice`.
-    number : int
-        The n of ``gpu<n>``, as the driver counts.
-    model : str
-    nvlinks : tuple of NvlinkBundle
-    c2c : float
-        GB/s per direction of its chip-to-chip link to its CPU; 0 without one.
-    facts : tuple of (str, str)
-    name : str
-        Name of the device; empty for ``gpu<number>``.
+    ``c2c`` is the bandwidth of its chip-to-chip link to its CPU, 0 without one. An empty ``name`` means
+    ``gpu<number>``.
     """
 
     busid: str
@@ -177,21 +124,10 @@ class HostGpu:
 
 @dataclass(frozen=True, slots=True)
 class HostNic:
-    """A NIC.
+    """A NIC, at the bus ID of its `PciDevice`; empty if only its CPU is known.
 
-    Parameters
-    ----------
-    busid : str
-        Of its `PciDevice`; empty for a NIC of which only the CPU is known.
-    model : str
-    facts : tuple of (str, str)
-        ``adapter`` and ``gigabits`` where known.
-    cpu : int
-        NUMA node, for a NIC without bus id.
-    bandwidth : float
-        GB/s per direction to that CPU, for a NIC without bus id.
-    name : str
-        Name of the device; empty for ``nic0``, ``nic1``, … in order.
+    ``facts`` are ``adapter`` and ``gigabits``. ``cpu`` is the NUMA node, and ``bandwidth`` that of the link to it, of a
+    NIC without bus ID. An empty ``name`` means ``nic0``, ``nic1``, … in order.
     """
 
     busid: str
@@ -204,22 +140,9 @@ class HostNic:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One server.
+    """One server: CPUs and GPUs in ascending order of number, the PCIe tree with bridges before their children.
 
-    Parameters
-    ----------
-    name : str
-    cpus : tuple of HostCpu
-        In ascending order of number.
-    tree : tuple of PciDevice
-        A bridge stands before what is below it.
-    gpus : tuple of HostGpu
-        In ascending order of number.
-    nics : tuple of HostNic
-    source : str
-        Where the description comes from.
-    notes : tuple of str
-        What was assumed or is amiss, one line each.
+    ``source`` is that of the description; ``notes`` are assumptions and faults, one line each.
     """
 
     name: str

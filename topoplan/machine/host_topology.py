@@ -1,10 +1,10 @@
-"""Make the Topology of one server from its description: NVLinks, PCIe tree, links between CPUs.
+"""Convert the description of one server to its Topology: NVLinks, PCIe tree, links between CPUs.
 
 The PCIe tree keeps GPUs, NICs and the switches that they share. Branches without a GPU or NIC are left out. A port
 above a single device is a part of its link; a port above several functions of one card stays, since they share its
-link. Two levels of one Broadcom switch chip, which shows itself as a cascade but carries full bandwidth between all
-ports, become one switch (NCCL, ``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one
-link, as fast as the slower. A PCIe wire or a link between CPUs is full-duplex: two links of equal bandwidth.
+link. Two levels of one Broadcom switch chip, which appears as a cascade but has full bandwidth between all ports,
+become one switch (NCCL, ``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one link, as
+fast as the slower. A PCIe wire or a link between CPUs is full-duplex: two links of equal bandwidth.
 
 Each GPU lists the far ends of its NVLinks, so a link between two GPUs is listed once for each direction. All NVSwitch
 chips are one switch, since hardware stripes every transfer over them. Each NVLink that NCCL ignores silently gets a
@@ -31,22 +31,10 @@ STRIPED = f"{SWITCH} stands for all NVSwitch chips: hardware stripes every trans
 def nvlink_links(
     host: Host, names: Mapping[str, str], cpus: Mapping[str, str]
 ) -> tuple[tuple[Link, ...], tuple[str, ...]]:
-    """Links over NVLink, in both directions, and notes.
+    """Return the links over NVLink, in both directions, and a note for each omission or contradiction.
 
-    Parameters
-    ----------
-    host : Host
-    names : mapping of str to str
-        Name of each GPU by its bus id.
-    cpus : mapping of str to str
-        Name of the CPU of each GPU by the GPU's bus id.
-
-    Returns
-    -------
-    tuple of Link
-        Between GPUs in the order of their numbers, then to the switch, then to CPUs.
-    tuple of str
-        One note for everything that was left out or looks wrong.
+    ``names`` are those of GPUs and ``cpus`` those of their CPUs, by the GPU's bus ID. Links between GPUs come first, in
+    the order of their numbers, then those to the switch, then to CPUs.
     """
     notes: list[str] = []
     direct: dict[tuple[str, str], NvlinkBundle] = {}
@@ -57,9 +45,10 @@ def nvlink_links(
             if bundle.end == "gpu" and bundle.target in names and bundle.target != gpu.busid:
                 direct[name, names[bundle.target]] = _joined(direct.get((name, names[bundle.target])), bundle)
             elif bundle.end == "nvswitch":
-                others += _to_and_from(name, SWITCH, bundle)
+                others += both_ways(name, SWITCH, "nvlink", bundle.bandwidth, count=bundle.count)
             elif bundle.end == "cpu" and gpu.busid in cpus:
-                others += _to_and_from(name, cpus[gpu.busid], bundle)
+                cpu = cpus[gpu.busid]
+                others += both_ways(name, cpu, "nvlink", bundle.bandwidth, count=bundle.count)
             else:
                 notes.append(_omission_note(gpu, name, bundle))
     notes += _one_sided(direct)
@@ -73,13 +62,8 @@ def _joined(first: NvlinkBundle | None, second: NvlinkBundle) -> NvlinkBundle:
     return NvlinkBundle(second.end, second.target, first.count + second.count, bandwidth)
 
 
-def _to_and_from(name: str, end: str, bundle: NvlinkBundle) -> list[Link]:
-    ends = ((name, end), (end, name))
-    return [Link(src, dst, "nvlink", bundle.bandwidth, bundle.count) for src, dst in ends]
-
-
 def _merged(links: list[Link]) -> list[Link]:
-    """Links with the same ends as one: a GPU may list several switch chips."""
+    """Return one link for all with the same ends: a GPU may list several switch chips."""
     merged: dict[tuple[str, str], Link] = {}
     for link in links:
         before = merged.get((link.src, link.dst))
@@ -91,7 +75,7 @@ def _merged(links: list[Link]) -> list[Link]:
 
 
 def _paired(direct: Mapping[tuple[str, str], NvlinkBundle]) -> list[Link]:
-    """Both directions of a pair side by side."""
+    """Return the links of both directions of each pair next to each other."""
     order = dict.fromkeys(pair for ends in direct for pair in (ends, ends[::-1]) if pair in direct)
     return [Link(*ends, "nvlink", direct[ends].bandwidth, direct[ends].count) for ends in order]
 
@@ -124,24 +108,9 @@ SERVER = "s0"
 
 
 def host_topology(host: Host) -> Topology:
-    """The Topology of a server: ``gpu<n>``, ``nvswitch0``, ``pcie<i>``, ``cpu<i>``, ``nic<i>``, unless it names them.
+    """Return the Topology of a server: ``gpu<n>``, ``nvswitch0``, ``pcie<i>``, ``cpu<i>``, ``nic<i>``, or given names.
 
-    Raises
-    ------
-    TopologyError
-        Two devices of one bus id or name, a NUMA node that is not listed, or a GPU or NIC that is not in the tree.
-
-    Examples
-    --------
-    >>> from topoplan.machine.host import HostCpu, HostGpu, NvlinkBundle
-    >>> ids = ["0000:07:00.0", "0000:08:00.0"]
-    >>> gpus = [HostGpu(ids[i], i, "V100", (NvlinkBundle("gpu", ids[1 - i], 2, 50.0),)) for i in (0, 1)]
-    >>> tree = tuple(PciDevice(busid, "gpu", "", 0, 12.0) for busid in ids)
-    >>> machine = host_topology(Host("pair", (HostCpu(0, 8.0),), tree, tuple(gpus), ()))
-    >>> [(link.src, link.dst, link.bandwidth) for link in machine.links]
-    ... # doctest: +NORMALIZE_WHITESPACE
-    [('gpu0', 'gpu1', 50.0), ('gpu1', 'gpu0', 50.0), ('gpu0', 'cpu0', 12.0), ('cpu0', 'gpu0', 12.0),
-     ('gpu1', 'cpu0', 12.0), ('cpu0', 'gpu1', 12.0)]
+    TopologyError for a repeated bus ID or name, an unlisted NUMA node, or a GPU that is not in the tree.
     """
     check_tree(host.tree)
     nics = {nic.busid: nic for nic in host.nics if nic.busid}
@@ -217,7 +186,7 @@ def _nvswitch(host: Host) -> Device:
 
 
 def _names(host: Host, tree: tuple[PciDevice, ...]) -> dict[str, str]:
-    """Name of each GPU, switch and NIC by its bus id; a NIC without one stands under its adapter (see `_key`)."""
+    """Return the name of each GPU, switch and NIC by its bus ID, or by `_key` for a NIC without one."""
     names = {gpu.busid: gpu.name or f"gpu{gpu.number}" for gpu in host.gpus}
     switches = [device for device in tree if device.kind == "bridge"]
     names |= {device.busid: device.name or f"pcie{i}" for i, device in enumerate(switches)}
@@ -225,9 +194,7 @@ def _names(host: Host, tree: tuple[PciDevice, ...]) -> dict[str, str]:
     if len(names) != len(host.gpus) + len(switches) + len(host.nics):
         keys = Counter([gpu.busid for gpu in host.gpus] + [_key(nic) for nic in host.nics])
         repeated = next((key for key, times in keys.items() if times > 1), "")
-        raise TopologyError(
-            f"{repeated or 'a bus id'} is there twice; each GPU and NIC has a place of its own"
-        )
+        raise TopologyError(f"{repeated or 'a bus id'} is listed twice; each GPU and NIC has its own place")
     return names
 
 
@@ -259,7 +226,7 @@ def _nic(nic: HostNic, name: str, place: dict[str, PciDevice]) -> Device:
 
 
 def _socket_links(host: Host, names: dict[int, str]) -> list[Link]:
-    """A link between every two NUMA nodes, as NCCL joins them, each direction as fast as its own end says."""
+    """Return a link between every two NUMA nodes, as in NCCL, each direction as fast as its own end states."""
     links = []
     for i, first in enumerate(host.cpus):
         for second in host.cpus[i + 1 :]:
@@ -269,41 +236,20 @@ def _socket_links(host: Host, names: dict[int, str]) -> list[Link]:
 
 
 def check_tree(tree: Iterable[PciDevice]) -> None:
-    """Refuse a tree with a bus id twice, or with a device before its bridge.
-
-    Raises
-    ------
-    TopologyError
-        The message names the bus id.
-    """
+    """Raise TopologyError for a tree with a repeated bus ID, or with a device before its bridge."""
     kinds: dict[str, str] = {}
     for device in tree:
         if device.busid in kinds:
-            raise TopologyError(f"pci {device.busid} is there twice; a bus id names one device of a server")
+            raise TopologyError(f"pci {device.busid} is listed twice; a bus id names one device of a server")
         if device.parent and kinds.get(device.parent) not in ("bridge", "port"):
             raise TopologyError(
-                f"pci {device.busid} hangs below {device.parent}, which is no bridge before it"
+                f"pci {device.busid} is below {device.parent}, which is not a bridge before it"
             )
         kinds[device.busid] = device.kind
 
 
 def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
-    """GPUs, NICs and the switches above them, in the order of the tree; what is left as a bridge is a switch.
-
-    Examples
-    --------
-    A switch is its upstream port, with downstream ports below it, here at a root port of half the width:
-
-    >>> root = PciDevice("0000:00:02.0", "port", "", 0, 6.0)
-    >>> up = PciDevice("0000:05:00.0", "bridge", "0000:00:02.0", 0, 12.0)
-    >>> ports = [PciDevice(f"0000:06:0{i}.0", "port", "0000:05:00.0", 0, 12.0) for i in range(2)]
-    >>> gpus = [PciDevice(f"0000:0{7 + i}:00.0", "gpu", f"0000:06:0{i}.0", 0, 12.0) for i in range(2)]
-    >>> for device in switch_tree([root, up, *ports, *gpus]):
-    ...     print(device.busid, device.parent or "-", device.bandwidth)
-    0000:05:00.0 - 6.0
-    0000:07:00.0 0000:05:00.0 12.0
-    0000:08:00.0 0000:05:00.0 12.0
-    """
+    """Return GPUs, NICs and the switches above them, in the order of the tree; every remaining bridge is a switch."""
     without_ports = [
         replace(device, kind="bridge", chip="") if device.kind == "port" else device
         for device in _contracted(_with_ends(list(tree)), ("port",))
@@ -312,7 +258,7 @@ def switch_tree(tree: Iterable[PciDevice]) -> tuple[PciDevice, ...]:
 
 
 def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
-    """Without what holds neither GPU nor NIC."""
+    """Return the tree without branches that hold neither GPU nor NIC."""
     kept = {device.busid for device in tree if device.kind in ("gpu", "nic")}
     for device in reversed(tree):
         if device.busid in kept and device.parent:
@@ -321,13 +267,13 @@ def _with_ends(tree: list[PciDevice]) -> list[PciDevice]:
 
 
 def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
-    """With the lower level of a Broadcom chip taken out: its devices hang on the upper level."""
+    """Return the tree without the lower level of Broadcom chips; its devices move to the upper level."""
     chips = {device.busid: _chip_generation(device.chip, lower=False) for device in tree}
     upper: dict[str, str] = {}
     result = []
     for device in tree:
         generation = _chip_generation(device.chip, lower=True)
-        # A level that is taken out takes in no further one: NCCL marks a fused switch and leaves it alone.
+        # A removed level absorbs no further one: NCCL marks a fused switch and leaves it alone.
         if (
             device.kind == "bridge"
             and generation
@@ -341,7 +287,7 @@ def _flattened(tree: list[PciDevice]) -> list[PciDevice]:
 
 
 def _chip_generation(chip: str, *, lower: bool) -> int:
-    """Generation of a Broadcom switch chip that shows two levels; 0 for any other device (NCCL's ``getBcmGen``)."""
+    """Return the generation of a Broadcom switch chip with two levels; 0 for other devices (NCCL's ``getBcmGen``)."""
     if chip.startswith("1000:c010:1000:a"):
         return 4
     if chip.startswith(f"1000:c030:1000:{int(lower)}"):
@@ -350,7 +296,7 @@ def _chip_generation(chip: str, *, lower: bool) -> int:
 
 
 def _contracted(tree: list[PciDevice], kinds: Container[str]) -> list[PciDevice]:
-    """With those of some kinds taken out that stand above a single device."""
+    """Return the tree without devices of some kinds above a single device."""
     children: dict[str, list[PciDevice]] = {}
     for device in tree:
         children.setdefault(device.parent, []).append(device)
@@ -367,22 +313,16 @@ def _contracted(tree: list[PciDevice], kinds: Container[str]) -> list[PciDevice]
 
 
 def cpus_of(parents: Mapping[str, str]) -> tuple[str, ...]:
-    """The roots of a host tree, in order of first appearance."""
+    """Return the roots of a host tree, in order of first appearance."""
     return tuple(dict.fromkeys(parent for parent in parents.values() if parent not in parents))
 
 
 def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tuple[Link, ...]:
-    """Links of a host tree in both directions, and a link between every two CPUs, as NCCL joins them.
+    """Return the links of a host tree in both directions, and a link between every two CPUs, as in NCCL.
 
-    Parameters
-    ----------
-    parents : mapping of str to str
-        Child to parent; devices that are nobody's child are CPUs.
-    pcie, socket : float
-        GB/s per direction of a PCIe link and of a link between CPUs; 0 where CPUs are not joined.
+    ``parents`` map child to parent; roots are CPUs. ``pcie`` and ``socket`` are in GB/s per direction; a socket of 0
+    leaves CPUs unjoined.
 
-    Examples
-    --------
     >>> for link in host_links({"gpu0": "cpu0", "gpu1": "cpu1"}, pcie=12, socket=8)[2:]:
     ...     print(link.src, link.dst, link.channel, link.bandwidth)
     gpu1 cpu1 pcie 12
@@ -401,8 +341,5 @@ def host_links(parents: Mapping[str, str], *, pcie: float, socket: float) -> tup
 def both_ways(
     first: str, second: str, channel: str, bandwidth: float, *, count: int = 1
 ) -> tuple[Link, Link]:
-    """A full-duplex wire as its two links; ``bandwidth`` is GB/s per direction with all ``count`` wires."""
-    return (
-        Link(first, second, channel, bandwidth, count),
-        Link(second, first, channel, bandwidth, count),
-    )
+    """Return a full-duplex wire as two links; ``bandwidth`` is GB/s per direction with all ``count`` wires."""
+    return (Link(first, second, channel, bandwidth, count), Link(second, first, channel, bandwidth, count))

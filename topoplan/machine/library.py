@@ -1,11 +1,11 @@
 """Generate the machines of the library, and write them to files.
 
-A box is GPUs joined by direct links or by an NVSwitch, with the PCIe side behind them. NVLink figures are nominal,
-PCIe and socket figures effective (see `topoplan.machine.hardware`). A NIC is shown where it plugs in; its network is
-not part of one server. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink
-and pcie stand for the links between dies and the path to the CPU.
+A box is GPUs joined by direct links or by an NVSwitch, with the PCIe side behind them. NVLink figures are nominal, PCIe
+and socket figures effective (see `topoplan.machine.hardware`). A NIC has its plug but no network, which is not part of
+one server. An AMD package holds two dies (GCDs), and each die is a GPU; there the channel names nvlink and pcie mean
+the links between dies and the path to the CPU.
 
-A test holds that the files in ``topologies/`` equal the generated ones. To write them again::
+A test checks that the files in ``topologies/`` equal the generated ones. To write them again::
 
     python -c "from topoplan.machine.library import write_library; write_library('topologies')"
 """
@@ -47,16 +47,9 @@ PCIE_SOURCE = (
 class HostSide:
     """Switches, CPUs and NICs of a box.
 
-    Parameters
-    ----------
-    parents : mapping of str to str
-        Child to parent; the roots are the CPUs.
-    pcie, socket : float
-        GB/s per direction of a PCIe link and of the link between two CPUs.
-    cpu, nic : str
-        Models.
-    gigabits : int or None
-        Gb/s of each NIC, where all machines of this name have the same; a cluster of them takes it from here.
+    ``parents`` map child to parent; the roots are the CPUs. ``pcie`` and ``socket`` are in GB/s per direction, ``cpu``
+    and ``nic`` are models. ``gigabits`` is the Gb/s of each NIC if all machines of this name have the same, for
+    clusters of them.
     """
 
     parents: Mapping[str, str]
@@ -67,7 +60,7 @@ class HostSide:
     gigabits: int | None = None
 
     def devices(self) -> tuple[Device, ...]:
-        """Switches, CPUs and NICs, in this order."""
+        """Return switches, CPUs and NICs, in this order."""
         switches = [Device(name, "pcie", SERVER) for name in self.parents if name.startswith("pcie")]
         cpus = [Device(name, "cpu", SERVER, model=self.cpu) for name in cpus_of(self.parents)]
         nics = [
@@ -78,15 +71,13 @@ class HostSide:
         return (*switches, *cpus, *nics)
 
     def links(self) -> tuple[Link, ...]:
-        """Their links and those of the GPUs to them."""
+        """Return their links and those of the GPUs to them."""
         return host_links(self.parents, pcie=self.pcie, socket=self.socket)
 
 
 def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
-    """Parents of a box with one PCIe switch for each group of members, dealt evenly to the CPUs.
+    """Return the parents of a box with one PCIe switch for each group of members, divided evenly among the CPUs.
 
-    Examples
-    --------
     >>> switches([["gpu0"], ["gpu1"]], cpus=2)
     {'pcie0': 'cpu0', 'gpu0': 'pcie0', 'pcie1': 'cpu1', 'gpu1': 'pcie1'}
     """
@@ -98,20 +89,9 @@ def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
 
 
 def hybrid_cube_mesh(doubled: Sequence[tuple[int, int]] = ()) -> dict[tuple[int, int], int]:
-    """NVLinks between the 8 GPUs of a DGX-1: two quads, fully connected, and four links across.
+    """Return the NVLinks of each connected pair of a DGX-1's 8 GPUs; ``doubled`` pairs have two.
 
-    Parameters
-    ----------
-    doubled : sequence of (int, int)
-        Pairs with two links.
-
-    Returns
-    -------
-    dict of (int, int) to int
-        Links of each connected pair.
-
-    Examples
-    --------
+    They are two quads, fully connected, and four links across.
     >>> len(hybrid_cube_mesh()), sum(hybrid_cube_mesh([(0, 3), (0, 4)]).values())
     (16, 18)
     """
@@ -129,25 +109,9 @@ def direct_box(
     source: str,
     notes: Sequence[str] = (),
 ) -> Topology:
-    """A server whose GPUs are joined by links of their own.
+    """Return a server whose GPUs are joined by direct links; ``pairs`` has the links of each connected pair.
 
-    Parameters
-    ----------
-    name, source : str
-        Of the machine and of its figures.
-    host : HostSide
-        PCIe side.
-    gpu : GpuGeneration
-        Its name and the rate of one of its links are used.
-    gpus : int
-        Number of GPUs.
-    pairs : mapping of (int, int) to int
-        Direct links of each connected pair; empty for a PCIe-only box.
-    notes : sequence of str
-        Shown to the user.
-
-    Examples
-    --------
+    An empty ``pairs`` makes a PCIe-only box. ``source`` is that of the figures.
     >>> from topoplan.machine.hardware import V100
     >>> host = HostSide({"gpu0": "cpu0", "gpu1": "cpu0"}, 12, 8, "")
     >>> box = direct_box("pair", host, gpu=V100, gpus=2, pairs={(0, 1): 2}, source="")
@@ -164,17 +128,7 @@ def direct_box(
 
 
 def nvswitch_box(name: str, host: HostSide, *, gpu: GpuGeneration, gpus: int, source: str) -> Topology:
-    """A server whose GPUs have all NVLinks to NVSwitch chips; one device ``nvswitch0`` stands for them.
-
-    Parameters are those of `direct_box`.
-
-    Examples
-    --------
-    >>> from topoplan.machine.hardware import V100
-    >>> host = HostSide({f"gpu{i}": "cpu0" for i in range(4)}, 12, 8, "")
-    >>> nvswitch_box("four", host, gpu=V100, gpus=4, source="").links[0]
-    Link(src='gpu0', dst='nvswitch0', channel='nvlink', bandwidth=150.0, count=6, latency=None)
-    """
+    """Return a server whose GPUs have all NVLinks to NVSwitch chips, which one device ``nvswitch0`` represents."""
     wires = [
         link
         for i in range(gpus)
@@ -202,7 +156,7 @@ _DGX_1_SHAPE = "shape: NVIDIA DGX-1 system architecture white paper and its nvid
 
 
 def dgx_1p() -> Topology:
-    """NVIDIA DGX-1 with 8 P100: 16 NVLinks, four for each GPU."""
+    """Return the NVIDIA DGX-1 with 8 P100: 16 NVLinks, four for each GPU."""
     host = HostSide(_DGX_1_SWITCHES, P100.pcie, P100.socket, "Xeon E5-2698 v4", "ConnectX-4 100 Gb/s")
     source = (
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, BDW_QPI_BW 6.0 (Blink, MLSys 2020, figure 15, measured 5.4 for "
@@ -212,7 +166,7 @@ def dgx_1p() -> Topology:
 
 
 def dgx_1v() -> Topology:
-    """NVIDIA DGX-1 with 8 V100: 24 NVLinks, six for each GPU, eight pairs doubled."""
+    """Return the NVIDIA DGX-1 with 8 V100: 24 NVLinks, six for each GPU, eight pairs doubled."""
     host = HostSide(_DGX_1_SWITCHES, V100.pcie, V100.socket, "Xeon E5-2698 v4", "ConnectX-4 100 Gb/s")
     pairs = hybrid_cube_mesh([(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)])
     source = (
@@ -226,7 +180,7 @@ def dgx_1v() -> Topology:
 
 
 def dgx_2() -> Topology:
-    """NVIDIA DGX-2: 16 V100 with 6 NVLinks each to 12 NVSwitch chips; two levels of PCIe switches."""
+    """Return the NVIDIA DGX-2: 16 V100 with 6 NVLinks each to 12 NVSwitch chips; two levels of PCIe switches."""
     parents: dict[str, str] = {}
     for quad in range(4):
         upper = f"pcie{3 * quad}"
@@ -241,7 +195,7 @@ def dgx_2() -> Topology:
 
 
 def dgx_a100() -> Topology:
-    """NVIDIA DGX A100: 8 A100 with 12 NVLinks each; a PCIe switch for two GPUs and two NICs."""
+    """Return the NVIDIA DGX A100: 8 A100 with 12 NVLinks each; a PCIe switch for two GPUs and two NICs."""
     groups = [[f"gpu{2 * i}", f"gpu{2 * i + 1}", f"nic{2 * i}", f"nic{2 * i + 1}"] for i in range(4)]
     host = HostSide(switches(groups, cpus=2), A100.pcie, A100.socket, "EPYC 7742", "ConnectX-6 200 Gb/s")
     source = (
@@ -255,7 +209,7 @@ _OWN_SWITCH = switches([[f"gpu{i}", f"nic{i}"] for i in range(8)], cpus=2)
 
 
 def dgx_h100() -> Topology:
-    """NVIDIA DGX H100: 8 H100 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
+    """Return the NVIDIA DGX H100: 8 H100 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
     host = HostSide(_OWN_SWITCH, H100.pcie, H100.socket, "Xeon Platinum 8480C", "ConnectX-7 400 Gb/s")
     source = (
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, SRP_QPI_BW 22; PCIe shape: HGX boards of NVIDIA/nccl issue 1264 "
@@ -265,7 +219,7 @@ def dgx_h100() -> Topology:
 
 
 def dgx_b200() -> Topology:
-    """NVIDIA DGX B200: 8 B200 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
+    """Return the NVIDIA DGX B200: 8 B200 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
     host = HostSide(_OWN_SWITCH, B200.pcie, B200.socket, "Xeon Platinum 8570", "ConnectX-7 400 Gb/s")
     source = (
         f"{NVLINK_SOURCE}; {PCIE_SOURCE}, ERP_QPI_BW 40; PCIe shape: vllm-project/vllm issue 16336 "
@@ -281,7 +235,7 @@ SHARP_SOURCE = "NVLink SHARP, in NVSwitch from the third generation on, is not u
 
 
 def dgx_b300() -> Topology:
-    """NVIDIA DGX B300: 8 B300 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
+    """Return the NVIDIA DGX B300: 8 B300 with 18 NVLinks each; every GPU shares a PCIe switch with its NIC."""
     host = HostSide(_OWN_SWITCH, PCIE_6, B200.socket, "Xeon 6776P", "ConnectX-8 800 Gb/s", 800)
     source = (
         f"NVLink: 50 GB/s per link and direction, 1.8 TB/s per GPU both ways, and NICs: NVIDIA DGX B300 datasheet; "
@@ -292,7 +246,7 @@ def dgx_b300() -> Topology:
 
 
 def _rack(name: str, gpu: GpuGeneration, host: HostSide, source: str) -> Topology:
-    """18 trays of two Grace CPUs with two GPUs each, all 72 GPUs on one NVLink domain; trays share no PCIe."""
+    """Return 18 trays of two Grace CPUs with two GPUs each, all 72 GPUs on one NVLink domain; trays share no PCIe."""
     box = nvswitch_box(name, host, gpu=gpu, gpus=72, source=source)
     links = [
         replace(link, channel="c2c", bandwidth=C2C)
@@ -309,7 +263,7 @@ ARM = 6.0
 """GB/s between two CPUs of a tray, as NCCL counts it for ARM."""
 
 C2C = 225.0
-"""GB/s per direction between a Blackwell GPU and its Grace CPU: a half of NVLink-C2C's 900 GB/s both ways."""
+"""GB/s per direction between a Blackwell GPU and its Grace CPU: half of NVLink-C2C's 900 GB/s both ways."""
 
 _RACK_SOURCE = (
     "NVLink: 18 links of 50 GB/s per direction for each GPU, 130 TB/s in the domain both ways, NVLink-C2C 900 GB/s "
@@ -318,7 +272,7 @@ _RACK_SOURCE = (
 
 
 def gb200_nvl72() -> Topology:
-    """NVIDIA GB200 NVL72: a rack of 72 B200 in one NVLink domain, each with a NIC on the PCIe of its Grace CPU."""
+    """Return the NVIDIA GB200 NVL72: 72 B200 in one NVLink domain, each with a NIC on the PCIe of its Grace CPU."""
     parents = {f"{kind}{i}": f"cpu{i // 2}" for i in range(72) for kind in ("gpu", "nic")}
     host = HostSide(parents, PCIE_X16[5], 0.0, "Grace", "ConnectX-7 400 Gb/s", 400)
     source = f"{_RACK_SOURCE}: NVIDIA GB200 NVL72 datasheet; {PCIE_SOURCE}, ARM_BW 6; {SHARP_SOURCE}"
@@ -326,7 +280,7 @@ def gb200_nvl72() -> Topology:
 
 
 def gb300_nvl72() -> Topology:
-    """NVIDIA GB300 NVL72: the same rack with B300, whose NICs are ConnectX-8 with the GPU on their PCIe switch."""
+    """Return the NVIDIA GB300 NVL72: 72 B300, each with a ConnectX-8 NIC whose PCIe switch holds the GPU."""
     parents: dict[str, str] = {}
     for i in range(72):
         parents |= {f"pcie{i}": f"cpu{i // 2}", f"gpu{i}": f"pcie{i}", f"nic{i}": f"pcie{i}"}
@@ -339,7 +293,7 @@ def gb300_nvl72() -> Topology:
 
 
 def p4d() -> Topology:
-    """AWS p4d.24xlarge: 8 A100 on NVSwitch, a NIC of 100 Gb/s for two of them."""
+    """Return the AWS p4d.24xlarge: 8 A100 on NVSwitch, a NIC of 100 Gb/s for two of them."""
     groups = [[f"gpu{2 * i}", f"gpu{2 * i + 1}", f"nic{i}"] for i in range(4)]
     host = HostSide(switches(groups, cpus=2), A100.pcie, SKYLAKE, "Xeon Platinum 8275CL", "EFA 100 Gb/s", 100)
     source = (
@@ -350,7 +304,7 @@ def p4d() -> Topology:
 
 
 def p5() -> Topology:
-    """AWS p5.48xlarge: 8 H100 on NVSwitch, each with four NICs of 100 Gb/s on its PCIe switch."""
+    """Return the AWS p5.48xlarge: 8 H100 on NVSwitch, each with four NICs of 100 Gb/s on its PCIe switch."""
     groups = [[f"gpu{i}", *(f"nic{4 * i + j}" for j in range(4))] for i in range(8)]
     host = HostSide(switches(groups, cpus=2), H100.pcie, A100.socket, "EPYC 7R13", "EFA 100 Gb/s", 100)
     source = (
@@ -361,7 +315,7 @@ def p5() -> Topology:
 
 
 def v100x4() -> Topology:
-    """Four V100 as AWS rents them (p3.8xlarge): one quad of the DGX-1V's mesh, on one CPU."""
+    """Return four V100 as AWS rents them (p3.8xlarge): one quad of the DGX-1V's mesh, on one CPU."""
     parents = switches([["gpu0", "gpu1"], ["gpu2", "gpu3"]], cpus=1)
     host = HostSide(parents, V100.pcie, V100.socket, "Xeon E5-2686 v4")
     pairs = {(0, 1): 1, (0, 2): 1, (0, 3): 2, (1, 2): 2, (1, 3): 1, (2, 3): 2}
@@ -375,7 +329,7 @@ def v100x4() -> Topology:
 
 
 def pcie_x8() -> Topology:
-    """Eight GPUs without NVLink: one PCIe switch of generation 4 for four GPUs on each of two CPUs."""
+    """Return eight GPUs without NVLink: one PCIe switch of generation 4 for four GPUs on each of two CPUs."""
     parents = switches([["gpu0", "gpu1", "gpu2", "gpu3", "nic0"], [f"gpu{i}" for i in range(4, 8)]], cpus=2)
     host = HostSide(parents, PCIE_X16[4], SKYLAKE, "Xeon, Ice Lake, 36 cores", "mlx5")
     source = f"{PCIE_SOURCE}, SKL_QPI_BW 10; shape: NVIDIA/nccl-tests issue 307"
@@ -386,7 +340,7 @@ def pcie_x8() -> Topology:
 
 
 def nvlink_x4() -> Topology:
-    """Four A100 with four NVLinks to each other, two on each CPU at root ports of their own."""
+    """Return four A100 with four NVLinks to each other, two on each CPU at root ports of their own."""
     parents = {"gpu0": "cpu0", "gpu1": "cpu0", "nic0": "cpu0", "gpu2": "cpu1", "gpu3": "cpu1"}
     host = HostSide(parents, A100.pcie, SKYLAKE, "Xeon, Ice Lake, 24 cores", "mlx5")
     pairs = dict.fromkeys(combinations(range(4), 2), 4)
@@ -401,7 +355,7 @@ FABRIC_SOURCE = "Infinity Fabric: 50 GB/s per link and direction, ROCm documenta
 
 
 def mi250() -> Topology:
-    """A server with 16 dies (GCDs) of 8 AMD MI250 without a switch: 7 links a die, to 3 or 4 others, unevenly."""
+    """Return a server with 16 dies (GCDs) of 8 AMD MI250 without a switch: 7 links a die, unevenly to 3 or 4 others."""
     pairs = (
         dict.fromkeys([(2 * i, 2 * i + 1) for i in range(8)], 4)
         | dict.fromkeys([(0, 4), (3, 7), (8, 12), (11, 15)], 2)
@@ -430,7 +384,7 @@ def mi250() -> Topology:
 
 
 def mi250x() -> Topology:
-    """A Frontier node: 8 dies (GCDs) of 4 AMD MI250X, joined by 1, 2 or 4 Infinity Fabric links each."""
+    """Return a Frontier node: 8 dies (GCDs) of 4 AMD MI250X, joined by 1, 2 or 4 Infinity Fabric links each."""
     pairs = (
         dict.fromkeys([(0, 1), (2, 3), (4, 5), (6, 7)], 4)
         | dict.fromkeys([(0, 6), (2, 4)], 2)
@@ -455,7 +409,7 @@ def mi250x() -> Topology:
 
 
 def mi300x() -> Topology:
-    """A server with 8 AMD MI300X, a link of Infinity Fabric from each to every other."""
+    """Return a server with 8 AMD MI300X, a link of Infinity Fabric from each to every other."""
     gpu = GpuGeneration("MI300X", links=7, nvlink=64.0, pcie=PCIE_X16[5], socket=SOCKET["Zen 1 to 2"])
     host = HostSide(_OWN_SWITCH, gpu.pcie, gpu.socket, "EPYC 9654", "ConnectX-7 400 Gb/s")
     source = (
@@ -491,13 +445,7 @@ LIBRARY = {
 
 
 def write_library(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Write every machine of the library as ``<name>.json`` and return the paths.
-
-    Raises
-    ------
-    OSError
-        The folder does not exist or cannot be written.
-    """
+    """Write every machine of the library as ``<name>.json`` and return the paths."""
     paths = []
     for name, generate in LIBRARY.items():
         path = Path(folder) / f"{name}.json"

@@ -1,12 +1,12 @@
 """Build a cluster from named nodes in a tree of switches or in NVLink domains, as schedulers describe it.
 
 Every server is attached to one switch with all its NICs, and every switch but the top one to one other. The uplink of
-a switch is as fast as everything below it together, divided by the oversubscription. Such a tree does not state the
-number of switches behind one of these, nor the rail of a NIC.
+a switch is as fast as everything below it together, divided by the oversubscription. Such a tree states neither the
+number of switches behind one of these nor the rail of a NIC.
 
-A rack of 72 GPUs may be run as domains of 36, 8 or 4 (partitions of its NVSwitches, or cliques of NCCL): a cluster of
-smaller domains that only the network joins. Each keeps its GPUs' NVLinks to a switch of its own, and the trays with
-their CPUs and NICs.
+A rack of 72 GPUs may be divided into domains of 36, 8 or 4 (partitions of its NVSwitches, or cliques of NCCL): a
+cluster of smaller domains that only the network joins. Each keeps its GPUs' NVLinks, to its own switch, and the trays
+with their CPUs and NICs.
 """
 
 from __future__ import annotations
@@ -22,18 +22,11 @@ from topoplan.machine.topology import Topology, facts
 
 
 def domain(machine: Topology, size: int) -> Topology:
-    """The first ``size`` GPUs of a machine on one NVSwitch, with the CPUs, PCIe switches and NICs that belong to them.
+    """Return the first ``size`` GPUs of a machine on one NVSwitch, with their CPUs, PCIe switches and NICs.
 
-    What links without NVSwitch join to those GPUs belongs to them, and what joins GPUs of several domains is refused.
+    These are the devices connected to the GPUs without NVSwitch. UsageError if the size does not divide the number of
+    GPUs, no NVSwitch joins them, or the domains would share a CPU or have different NICs.
 
-    Raises
-    ------
-    UsageError
-        The size does not divide the number of GPUs, no NVSwitch joins them, or the domains would not be alike: they
-        share a CPU, or have other NICs.
-
-    Examples
-    --------
     >>> import topoplan
     >>> tray = domain(topoplan.load("gb200-nvl72"), 4)
     >>> tray.gpus, [device.name for device in tray.devices if device.kind in ("cpu", "nic")]
@@ -55,15 +48,7 @@ def domain(machine: Topology, size: int) -> Topology:
 
 
 def first_part(machine: Topology, size: int) -> Topology:
-    """The first ``size`` GPUs with the NVSwitches and what belongs to the GPUs, which is not checked.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> part = first_part(topoplan.load("gb200-nvl72"), 20)
-    >>> len(part.gpus), sum(device.kind == "nic" for device in part.devices)
-    (20, 20)
-    """
+    """Return the first ``size`` GPUs with the NVSwitches and the GPUs' devices, without a check."""
     kept = _belonging(machine, machine.gpus[:size])
     kept |= {device.name for device in machine.devices if device.kind == "nvswitch"}
     return Topology(
@@ -76,7 +61,7 @@ def first_part(machine: Topology, size: int) -> Topology:
 
 
 def _belonging(machine: Topology, gpus: tuple[str, ...]) -> frozenset[str]:
-    """These GPUs and what links without NVSwitch join to them."""
+    """Return these GPUs and the devices that are connected to them without NVSwitch."""
     switches = {device.name for device in machine.devices if device.kind == "nvswitch"}
     near: dict[str, list[str]] = {}
     for link in machine.links:
@@ -93,7 +78,7 @@ def _belonging(machine: Topology, gpus: tuple[str, ...]) -> frozenset[str]:
 
 
 DEEPEST = 64
-"""Most switches on the way from a node to the top."""
+"""Most switches from a node to the top."""
 
 TOP = "top"
 """The switch above blocks, which a scheduler does not name."""
@@ -101,25 +86,12 @@ TOP = "top"
 
 @dataclass(frozen=True, slots=True)
 class NodeNetwork:
-    """Named nodes and how they are joined.
+    """Named nodes and the switches or blocks that join them.
 
-    Parameters
-    ----------
-    name : str
-    switches : tuple of (str, str)
-        Every switch and the one above it; empty for a top one.
-    nodes : tuple of (str, str)
-        Every node and its switch, or its block.
-    blocks : bool
-        Whether nodes are in blocks, which stand side by side: NVLink domains, or what a scheduler keeps together.
-    notes : tuple of str
-        What was not taken over.
-
-    Raises
-    ------
-    TopologyError
-        A name twice, a switch that is not there, switches in a circle or more than `DEEPEST` of them above a node, no
-        nodes.
+    ``switches`` are pairs of a switch and the one above it, empty for a top one; ``nodes`` are pairs of a node and its
+    switch or block. ``blocks`` says that nodes are in parallel blocks: NVLink domains, or groups of a scheduler.
+    ``notes`` name omitted parts of the description. TopologyError for a repeated or unknown name, a cycle or more than
+    `DEEPEST` levels of switches, or no nodes.
     """
 
     name: str
@@ -140,7 +112,7 @@ class NodeNetwork:
         for child, parent in (*self.switches, *self.nodes):
             if parent and parent not in above:
                 raise TopologyError(
-                    f"{child} is below {word} {parent}, which nobody defines; add a line for it, or correct its name"
+                    f"{child} is below {word} {parent}, which is not defined; add a line for it, or correct its name"
                 )
         for switch in above:
             first, seen = switch, {switch}
@@ -172,41 +144,19 @@ def cluster_of_nodes(
     transport: str | None = None,
     name: str = "",
 ) -> Topology:
-    """The nodes as servers of a cluster, in their order.
+    """Return the nodes as servers of a cluster, in the order of ``nodes``; None means all, in the network's order.
 
-    Where nodes are in blocks and a node's machine is an NVLink domain of several hosts, a block is one server: its
-    nodes are the first hosts of that domain.
-
-    Parameters
-    ----------
-    network : NodeNetwork
-    machines : mapping of str to Topology
-        What each node is.
-    nodes : sequence of str or None
-        Those of the cluster, in their order; None for all in the order of the network. The others count for uplinks.
-    nic_gbps, nics, oversubscription, nic_access, transport : optional
-        As for `topoplan.cluster`.
-    name : str
-
-    Raises
-    ------
-    UsageError
-        As `topoplan.cluster`; a node that is not there, or twice; nodes that no switch joins; a domain that does not
-        fit its block.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> two = NodeNetwork("pair", (("leaf", ""),), (("a", "leaf"), ("b", "leaf")))
-    >>> cluster_of_nodes(two, dict.fromkeys("ab", topoplan.load("v100x4")), nic_gbps=100).gpus[3:5]
-    ('a.gpu3', 'b.gpu0')
+    The others count for uplinks. If nodes are in blocks and a node's machine is an NVLink domain of several hosts, a
+    block is one server: its nodes are the first hosts of that domain. ``machines`` has the machine of each node; the
+    other options are those of `topoplan.cluster`. UsageError as there, for an unknown or repeated node, nodes that no
+    switch joins, or a domain that does not fit its block.
     """
     at = dict(network.nodes)
     taken = list(at) if nodes is None else list(nodes)
     for node in taken:
         if node not in at:
             raise UsageError(
-                f"node {node} is none of {network.name}, which has {_node_summary(at)}; name one of these"
+                f"node {node} is not in {network.name}, which has {_node_summary(at)}; name one of these"
             )
     if len(set(taken)) < len(taken):
         node, _ = Counter(taken).most_common(1)[0]
@@ -251,13 +201,13 @@ def cluster_of_nodes(
 
 
 def _node_summary(nodes: Mapping[str, str]) -> str:
-    """How many, and which: the first and the last."""
+    """Return the number of nodes with the first and the last name."""
     names = list(nodes)
     return f"{len(names)} nodes, {names[0]} to {names[-1]}"
 
 
 def _tray(machine: Topology) -> int:
-    """GPUs of one host of an NVLink domain of several; 0 where the machine is one host."""
+    """Return the GPUs of one host of an NVLink domain of several; 0 if the machine is one host."""
     if not any(device.kind == "nvswitch" for device in machine.devices):
         return 0
     if not any(device.kind == "cpu" for device in machine.devices):
@@ -276,7 +226,7 @@ def _tray(machine: Topology) -> int:
 def _domain(
     block: str, nodes: Sequence[str], machines: Mapping[str, Topology], tray: Mapping[int, int]
 ) -> Server:
-    """The nodes of a block as one NVLink domain, whose GPUs say which node they are in."""
+    """Return the nodes of a block as one NVLink domain, with the fact ``host`` for its GPUs."""
     machine = machines[nodes[0]]
     gpus = tray[id(machine)]
     if any(machines[node] is not machine for node in nodes) or not gpus:

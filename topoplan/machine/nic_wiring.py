@@ -1,17 +1,17 @@
-"""Wire the NICs of one server to its GPUs: which take part, which GPUs each serves, and how fast.
+"""Wire the NICs of one server to its GPUs: choose NICs, assign GPUs to them, and rate the paths.
 
-A server with NVLink: its plans use NVLink between GPUs, and traffic to the network crosses PCIe. So each NIC is
-joined by ``network`` links straight to the GPUs that it serves; the other GPUs relay over NVLink. Such a link is as
-fast as the PCIe path and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the path of
-several NICs counts for each with an even part. The plugs of the NICs are left out; the other PCIe links stay for
-plans inside the server. Not modelled: such a plan and network traffic at the same time. A NIC of several GPUs becomes
-two devices, ``nic0.tx`` that sends and ``nic0.rx`` that receives: through one device the GPUs could exchange data,
-and its PCIe slot would count twice. A server without NVLink keeps its PCIe tree with the NICs in it.
+A server with NVLink: its plans use NVLink between GPUs, and traffic to the network crosses PCIe. So ``network`` links
+join each NIC directly to the GPUs that it serves; the other GPUs relay over NVLink. Such a link is as fast as the PCIe
+path and the NIC allow, the NIC's wire as the NIC and its PCIe slot. A PCIe link on the path of several NICs counts for
+each with an even part. The plugs of the NICs are left out; the other PCIe links stay for plans inside the server. Not
+modelled: such a plan and network traffic at the same time. A NIC of several GPUs becomes two devices, ``nic0.tx`` that
+sends and ``nic0.rx`` that receives: through one device the GPUs could exchange data, and its PCIe slot would count
+twice. A server without NVLink keeps its PCIe tree with the NICs in it.
 
-A NIC serves the GPUs that are nearest in the PCIe tree: fewest hops, never through another GPU. NICs with the same
-nearest GPUs share them in order. NICs without a place on PCIe are spread evenly. The places are those of the whole
-machine, whatever the allocation. A NIC whose GPUs are all outside the allocation serves none; if that leaves no NIC,
-the nearest to the allocation serves it.
+A NIC serves the nearest GPUs in the PCIe tree: fewest hops, never through another GPU. NICs with the same nearest GPUs
+share them in order. NICs without a place on PCIe are spread evenly. The places are those of the whole machine, for any
+allocation. A NIC whose GPUs are all outside the allocation serves none; if that leaves no NIC, the nearest to the
+allocation serves it.
 
 NCCL searches with NICs at the nearest kind of path first (below one PCIe switch, below several, on the GPU's CPU, on
 another one) and stops at the first kind that works (``ncclTopoCompute``, ``src/graph/search.cc``). So a NIC that is
@@ -33,7 +33,7 @@ from topoplan.machine.variants import SIDES
 from topoplan.units import exact, nearest_float
 
 NICS_FORM = "names such as mlx5_0,mlx5_1, ^NAME to leave NICs out, =NAME for one exact name, or a number"
-"""How a choice of NICs is written."""
+"""Syntax of a choice of NICs."""
 
 _CHOICE = re.compile(
     r"(\^?)(=?)([A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?(?:,[A-Za-z0-9_.-]{1,80}(?::[0-9]{1,3})?)*)"
@@ -41,9 +41,9 @@ _CHOICE = re.compile(
 
 
 def path_kind(machine: Topology, path: Sequence[str]) -> int:
-    """Return how far a NIC and a GPU are apart: 0 for PIX, 1 for PXB, 2 for PHB and NODE (one to NCCL), 3 for SYS.
+    """Return the distance of a NIC and a GPU: 0 for PIX, 1 for PXB, 2 for PHB and NODE (one to NCCL), 3 for SYS.
 
-    An empty path, of which nothing is known, is 0.
+    An empty path, which means unknown, is 0.
     """
     kinds = [machine.device(name).kind for name in path[1:-1]]
     if "cpu" in kinds:
@@ -56,15 +56,9 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
 
     A name is a device's (``nic0``, in any case) or begins an adapter's, as in ``NCCL_IB_HCA``: ``mlx5_1`` takes
     mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
-    is not used.
+    mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
+    is ignored. UsageError for another syntax, an unknown name, or a choice that leaves no NIC.
 
-    Raises
-    ------
-    UsageError
-        The choice is not written so, a name is not there, or no NIC is left.
-
-    Examples
-    --------
     >>> import topoplan
     >>> [device.name for device in nic_machine(topoplan.load("dgx-1v"), "^nic0,nic3").devices if device.kind == "nic"]
     ['nic1', 'nic2']
@@ -112,26 +106,20 @@ def _is_named(nic: Device, name: str, *, exact: bool) -> bool:
 
 
 def _nic_label(nic: Device) -> str:
-    """A NIC for a message: the adapter's name where it has one."""
+    """Return a NIC's name for a message: that of the adapter if known."""
     return nic.fact("adapter") or nic.name
 
 
 NIC_ACCESS = ("pcie", "direct")
-"""How GPUs reach NICs: over the PCIe tree, or all GPUs of a server at the NIC's rate."""
+"""Access of GPUs to NICs: over the PCIe tree, or all GPUs of a server at the NIC's rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class NicPort:
-    """The network side of a NIC.
+    """The network side of a NIC; NIC number i is on rail i.
 
-    Parameters
-    ----------
-    number : int
-        The NIC's number in its server: NIC i hangs on rail i.
-    sender, receiver : str
-        Devices, the same one where a single GPU uses the NIC.
-    out, back : float
-        GB/s into the network and from it.
+    ``sender`` and ``receiver`` are one device if a single GPU uses the NIC. ``out`` and ``back`` are GB/s into the
+    network and from it.
     """
 
     number: int
@@ -143,7 +131,7 @@ class NicPort:
 
 @dataclass(frozen=True, slots=True)
 class WiredServer:
-    """A server without the network: devices, links, number of NICs, ports of those that serve, and notes."""
+    """A server without the network: devices, links, number of NICs, ports of the serving ones, and notes."""
 
     devices: tuple[Device, ...]
     links: tuple[Link, ...]
@@ -163,29 +151,16 @@ def wire_server(
 ) -> WiredServer:
     """Wire the NICs of a server to its GPUs.
 
-    Parameters
-    ----------
-    machine : Topology
-        One server.
-    gpus : sequence of int or None
-        The GPUs that are there.
-    nics : int or None
-        As `nic_places`.
-    rate : float
-        GB/s of a NIC in each direction.
-    access : str
-        One of `NIC_ACCESS`. ``direct`` is the projection of Blink, figure 19b: the port of the NIC is all that limits.
-    served : sequence of int or None
-        The GPUs for which NICs are chosen; None takes those that are there.
+    ``gpus`` are present, ``served`` those for which NICs are chosen; None means all present ones. ``nics`` is as for
+    `nic_places`; ``rate`` is that of a NIC in GB/s per direction. ``access`` is one of `NIC_ACCESS`: ``direct`` is the
+    projection of Blink, figure 19b, in which only the port of the NIC limits.
 
-    Examples
-    --------
     Each NIC of a DGX-1V serves two GPUs over PCIe of generation 3:
 
     >>> import topoplan
     >>> wired = wire_server(topoplan.load("dgx-1v"), None, nics=None, rate=50.0, access="pcie")
     >>> wired.ports[0]
-    Port(number=0, sender='nic0.tx', receiver='nic0.rx', out=12.0, back=12.0)
+    NicPort(number=0, sender='nic0.tx', receiver='nic0.rx', out=12.0, back=12.0)
     >>> [(link.src, link.bandwidth) for link in wired.links if link.dst == "nic0.tx"]
     [('gpu0', 12.0), ('gpu1', 12.0)]
     """
@@ -231,8 +206,6 @@ def wire_server(
 def far_nics(machine: Topology) -> tuple[str, ...]:
     """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs.
 
-    Examples
-    --------
     >>> import topoplan
     >>> rows = ["     GPU0 GPU1 NIC0 NIC1", "GPU0 X NV2 PIX SYS", "GPU1 NV2 X PIX SYS", "NIC0 PIX PIX X SYS"]
     >>> far_nics(topoplan.load("\\n".join(rows)))
@@ -256,7 +229,7 @@ def _sides(place: NicPlace, plugged: bool) -> tuple[str, ...]:
 
 
 def _devices(part: Topology, sides: Mapping[str, tuple[str, ...]]) -> tuple[Device, ...]:
-    """The server's devices, its NICs as they are wired; NICs that it does not list come last."""
+    """Return the server's devices with the NICs as wired; unlisted NICs come last."""
     found = [
         replace(device, name=name)
         for device in part.devices
@@ -268,7 +241,7 @@ def _devices(part: Topology, sides: Mapping[str, tuple[str, ...]]) -> tuple[Devi
 
 
 def _shared_speeds(machine: Topology, places: Iterable[NicPlace]) -> dict[tuple[str, str], Fraction]:
-    """GB/s that a NIC has of each directed PCIe link on its way: an even part where several NICs cross it."""
+    """Return a NIC's GB/s of each directed PCIe link on its path: an even part if several NICs cross it."""
     users: Counter[tuple[str, str]] = Counter()
     for place in places:
         hops = {hop for path in place.paths.values() for hop in pairwise(path)}
@@ -282,12 +255,12 @@ def _shared_speeds(machine: Topology, places: Iterable[NicPlace]) -> dict[tuple[
 
 
 def _slowest(rate: float, path: Path, speed: Mapping[tuple[str, str], Fraction]) -> float:
-    """GB/s along a path, at most the NIC's rate."""
+    """Return the GB/s along a path, at most the NIC's rate."""
     return nearest_float(min([exact(rate), *(speed[hop] for hop in pairwise(path))]))
 
 
 def _common_start(paths: Sequence[Path]) -> Path:
-    """The way that all paths from a NIC have in common."""
+    """Return the common beginning of all paths from a NIC."""
     length = 0
     while all(len(path) > length for path in paths) and len({path[length] for path in paths}) == 1:
         length += 1
@@ -334,16 +307,9 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class NicPlace:
-    """Where a NIC sits.
+    """A NIC with its number in the server, and the GPUs that it serves, allocated or not.
 
-    Parameters
-    ----------
-    number : int
-        Its number in the server.
-    name : str
-    paths : mapping of str to tuple of str
-        For each GPU that it serves, allocated or not, the devices from the NIC to that GPU; an empty path where nothing
-        is known to lie between.
+    ``paths`` have the devices from the NIC to each GPU; an empty path means unknown.
     """
 
     number: int
@@ -354,23 +320,11 @@ class NicPlace:
 def nic_places(
     machine: Topology, gpus: Sequence[int] | None, nics: int | None, *, idle: Collection[str] = ()
 ) -> tuple[NicPlace, ...]:
-    """The NICs of a server that serve an allocation.
+    """Return the NICs of a server that serve an allocation.
 
-    Parameters
-    ----------
-    machine : Topology
-        One server.
-    gpus : sequence of int or None
-        The allocation.
-    nics : int or None
-        At most so many of the machine's NICs, those near the allocation first; where it has fewer, NICs without a
-        place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one where
-        it has none.
-    idle : collection of str
-        NICs of the machine that serve nobody, unless ``nics`` asks for more than the others.
-
-    Examples
-    --------
+    ``nics`` takes at most so many of the machine's NICs, the nearest to the allocation first; if it has fewer, NICs
+    without a place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one
+    if it has none. ``idle`` NICs serve only if ``nics`` exceeds the number of the others.
     >>> import topoplan
     >>> for place in nic_places(topoplan.load("dgx-1v"), [3, 4, 5, 6, 7], 2):
     ...     print(place.name, dict(place.paths))
@@ -382,7 +336,7 @@ def nic_places(
     chosen = {every[gpu] for gpu in machine.select(gpus)}
     wanted = nics or len(own) or 1
     near = _nearest(machine, own, every)
-    # A stable sort: first those near the allocation, or without a place and so as near as any.
+    # A stable sort: first the NICs near the allocation, or without a place and so as near as any.
     useful = [nic for nic in own if nic not in idle]
     order = sorted(useful, key=lambda nic: bool(near[nic]) and not chosen & set(near[nic]))
     order += [nic for nic in own if nic in idle] if nics else []
@@ -408,12 +362,12 @@ def _with_adapter(machine: Topology, nic: str) -> str:
 
 
 def machine_nics(machine: Topology) -> tuple[str, ...]:
-    """Names of the NICs that a machine lists, in its order."""
+    """Return the names of the NICs that a machine lists, in its order."""
     return tuple(device.name for device in machine.devices if device.kind == "nic")
 
 
 def _nearest(machine: Topology, nics: Sequence[str], among: Collection[str]) -> dict[str, dict[str, Path]]:
-    """For each NIC the GPUs among some that are fewest hops away on links that run both ways, with the path."""
+    """Return for each NIC the nearest GPUs in hops over links that run both ways, with the paths."""
     wires = {(link.src, link.dst) for link in machine.links if link.channel in HOST_CHANNELS}
     neighbours: dict[str, list[str]] = {}
     for src, dst in dict.fromkeys((link.src, link.dst) for link in machine.links):
@@ -439,7 +393,7 @@ def _nearest(machine: Topology, nics: Sequence[str], among: Collection[str]) -> 
 def _shared_out(
     places: Sequence[NicPlace], near: Mapping[str, Mapping[str, Path]]
 ) -> list[tuple[NicPlace, tuple[str, ...]]]:
-    """Each NIC with its part of the GPUs that it and others have nearest."""
+    """Return each NIC with its part of the GPUs that are nearest to it and others."""
     groups: dict[tuple[str, ...], list[NicPlace]] = {}
     for place in places:
         groups.setdefault(tuple(near[place.name]), []).append(place)
@@ -451,9 +405,9 @@ def _shared_out(
 def _nearest_to_allocation(
     machine: Topology, places: Sequence[NicPlace], chosen: Collection[str]
 ) -> list[NicPlace]:
-    """One NIC, with its ways to the allocation, through GPUs outside it where need be (a NIC may hang on a GPU).
+    """Return one NIC with its paths to the allocation, if necessary through GPUs outside it (a NIC may be on a GPU).
 
-    More NICs would share one way between the sockets.
+    More NICs would share one path between the sockets.
     """
     among = [gpu for gpu in machine.gpus if gpu in chosen]
     near = _nearest(machine, [place.name for place in places], among)
@@ -465,7 +419,7 @@ def _nearest_to_allocation(
 
 
 def _spread(places: Sequence[NicPlace], gpus: Sequence[str]) -> list[NicPlace]:
-    """NICs without a place, spread evenly over some GPUs."""
+    """Return the NICs without a place, spread evenly over some GPUs."""
     if not places:
         return []
     return [
@@ -475,7 +429,7 @@ def _spread(places: Sequence[NicPlace], gpus: Sequence[str]) -> list[NicPlace]:
 
 
 def _parts(gpus: Sequence[str], number: int) -> list[tuple[str, ...]]:
-    """GPUs dealt to a number of NICs, in order; where there are more NICs than GPUs, several NICs for one GPU."""
+    """Return the GPUs divided among NICs, in order; a GPU has several NICs if there are more NICs than GPUs."""
     if number > len(gpus):
         return [(gpus[i * len(gpus) // number],) for i in range(number)]
     ends = [i * len(gpus) // number for i in range(number + 1)]

@@ -11,25 +11,16 @@ from typing import Literal
 from topoplan.units import name_ranges
 
 WARNING = "warning: "
-"""How a note begins in text that says that something is amiss; all others say what was assumed or should be known."""
+"""Beginning of a note on a fault in text; all other notes are assumptions or information."""
 
 Kind = Literal["", "warning", "filled in", "stopped", "height open", "height asked"]
-"""Of a machine: a warning, or rows of a listing that were filled in, or neither. Of a plan: its search was stopped in
-time, or its height was not proved lowest or was limited on request."""
+"""Kinds of a machine's notes: a warning, rows of a listing that were filled in, or neither. Of a plan's: its search ran
+out of time, or its height was not proved lowest or was limited on request."""
 
 
 class Note(str):
-    """A note whose kind is known where it is made.
+    """A note with a kind, and with the devices that it names, if callers need them.
 
-    Parameters
-    ----------
-    text : str
-    kind : str
-    devices : tuple of str
-        Those it speaks of, where that is to be known.
-
-    Examples
-    --------
     >>> note = Note("stopped after 1 s", "stopped")
     >>> note, note.kind
     ('stopped after 1 s', 'stopped')
@@ -49,15 +40,13 @@ class Note(str):
 
 
 def warning(text: str) -> Note:
-    """A note that something is amiss."""
+    """Return a note on a fault."""
     return Note(f"{WARNING}{text}", "warning")
 
 
 def kind_of(note: str) -> Kind:
-    """The kind of a note; of plain text what a file can tell.
+    """Return the kind of a note; plain text has the kind that a file implies.
 
-    Examples
-    --------
     >>> kind_of(warning("gpu0 has no NVLink")), kind_of("warning: from a file"), kind_of("PCIe assumed")
     ('warning', 'warning', '')
     """
@@ -67,10 +56,8 @@ def kind_of(note: str) -> Kind:
 
 
 def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
-    """Notes with those that are warnings first, each once.
+    """Return the notes with warnings first, each once.
 
-    Examples
-    --------
     >>> warnings_first(["PCIe assumed", "warning: gpu0 has no NVLink", "PCIe assumed"])
     ('warning: gpu0 has no NVLink', 'PCIe assumed')
     """
@@ -78,10 +65,8 @@ def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], *, noun: str = "devices") -> str:
-    """Names for a note; many devices as ranges of numbers, and of many names or ranges the first three and the last.
+    """Return names for a note: many devices as ranges of numbers, and of many names or ranges three and the last.
 
-    Examples
-    --------
     >>> listed(f"gpu{i}" for i in range(4, 16))
     'gpu4-15 (12 devices)'
     >>> listed(["gpu0", "gpu1", "nic0", "cpu0", "switch3", "switch4", "hub"])
@@ -92,6 +77,6 @@ def listed(names: Iterable[str], *, noun: str = "devices") -> str:
     every = list(names)
     if len(every) <= 4:
         return ", ".join(every)
-    told = name_ranges(every) if noun == "devices" else every
-    text = ", ".join(told) if len(told) <= 4 else f"{', '.join(told[:3])} ... {told[-1]}"
+    parts = name_ranges(every) if noun == "devices" else every
+    text = ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])} ... {parts[-1]}"
     return f"{text} ({len(every)} {noun})"

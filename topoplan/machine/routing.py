@@ -6,9 +6,8 @@ edge and begins the next. The graph of routes has a state for every device and p
 rank, `FREE` beyond it, `ENDING` in a server that the route cannot leave. Its paths are exactly the allowed routes. A
 fabric in which no simple path leads through a third server has one state for each device.
 
-GPUs without peer access over PCIe, or that keep the peer access of NVLink, copy to pinned memory of a CPU and from
-there to the other GPU. Both copies cross links of the PCIe tree, and no switch turns them around below its CPU:
-`staged`.
+GPUs without peer access over PCIe, or that keep the peer access of NVLink, copy through pinned memory of a CPU. Both
+copies cross links of the PCIe tree, and no switch below the CPU turns them around: `staged`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Device, Link, Topology
 
 NOT_FORWARDING = ("nic", "cpu")
-"""Kinds of devices that carry data of their own server alone, unless they say otherwise."""
+"""Kinds of devices that carry data of their own server alone, unless ``forwards`` is set."""
 
 OWN, FREE, ENDING = range(3)
 
@@ -29,14 +28,9 @@ OWN, FREE, ENDING = range(3)
 class RouteGraph:
     """A directed graph whose paths between vertices are the routes of a fabric.
 
-    Parameters
-    ----------
-    nodes : tuple of int
-        Device of every state, as a position in `Fabric.nodes`; states 0 to V - 1 are the ranks and helpers, in order.
-    ends : tuple of (int, int)
-        States at both ends of every arc.
-    links : tuple of int
-        Index of the fabric's link that each arc crosses; a link may have several arcs.
+    ``nodes`` have the device of every state, as a position in `Fabric.nodes`; states 0 to V - 1 are the ranks and
+    helpers, in order. ``ends`` are the states of every arc and ``links`` the fabric's link that it crosses; a link may
+    have several arcs.
     """
 
     nodes: tuple[int, ...]
@@ -44,14 +38,14 @@ class RouteGraph:
     links: tuple[int, ...]
 
     def leaving(self) -> list[list[tuple[int, int]]]:
-        """For every state its arcs, as (link, state at the other end), in the order of the links."""
+        """Return the arcs out of every state, as (link, state at the other end), in the order of the links."""
         table: list[list[tuple[int, int]]] = [[] for _ in self.nodes]
         for link, (src, dst) in zip(self.links, self.ends, strict=True):
             table[src].append((link, dst))
         return table
 
     def entering(self) -> list[list[tuple[int, int]]]:
-        """For every state the arcs into it, as (link, state at the other end), in the order of the links."""
+        """Return the arcs into every state, as (link, state at the other end), in the order of the links."""
         table: list[list[tuple[int, int]]] = [[] for _ in self.nodes]
         for link, (src, dst) in zip(self.links, self.ends, strict=True):
             table[dst].append((link, src))
@@ -60,16 +54,10 @@ class RouteGraph:
 
 @dataclass(frozen=True)
 class Transit:
-    """Servers of the devices of a machine, and which of its devices do not forward.
+    """Servers of a machine's devices, and which of its devices do not forward.
 
-    Parameters
-    ----------
-    servers : mapping of str to str
-        Server of every device, empty for switches between servers.
-    ends : frozenset of str
-        NICs and CPUs of servers that do not forward.
-    vertices : frozenset of str
-        GPUs and helpers.
+    ``servers`` is empty for switches between servers; ``ends`` are NICs and CPUs of servers that do not forward;
+    ``vertices`` are GPUs and helpers.
     """
 
     servers: Mapping[str, str]
@@ -78,7 +66,7 @@ class Transit:
 
     @classmethod
     def of(cls, topology: Topology) -> Transit:
-        """Read a machine."""
+        """Return the transit rules of a machine."""
         devices = topology.devices
         return cls(
             {device.name: device.server for device in devices},
@@ -87,16 +75,13 @@ class Transit:
         )
 
     def joins(self, link: Link) -> bool:
-        """True where a link joins two servers, or a server and a switch between servers."""
+        """Return whether a link joins two servers, or a server and a switch between servers."""
         return self.servers[link.src] != self.servers[link.dst]
 
     def foreign(self, route: Sequence[str]) -> str | None:
-        """The first device that a route must not pass: a NIC or CPU of a server that it enters and leaves.
+        """Return the first device that a route must not pass: a NIC or CPU of a server that it enters and leaves.
 
-        Parameters
-        ----------
-        route : sequence of str
-            Devices from rank to rank, in either direction.
+        ``route`` has the devices from rank to rank, in either direction.
         """
         if self.ends.isdisjoint(route):
             return None
@@ -117,16 +102,10 @@ class Transit:
         return None
 
     def graph(self, nodes: Sequence[str], vertices: int, ends: tuple[tuple[int, int], ...]) -> RouteGraph:
-        """The graph of the routes over some links.
+        """Return the graph of the routes over some links.
 
-        Parameters
-        ----------
-        nodes : sequence of str
-            Devices, the ranks and helpers first.
-        vertices : int
-            Number of ranks and helpers.
-        ends : tuple of (int, int)
-            Both ends of every link, as positions in ``nodes``.
+        ``nodes`` are devices, the ``vertices`` ranks and helpers first; ``ends`` are those of every link, as positions
+        in ``nodes``.
         """
         server = [self.servers[name] for name in nodes]
         closed = [name in self.ends for name in nodes]
@@ -137,7 +116,7 @@ class Transit:
             leaving[src].append(dst)
 
         def after(phase: int, src: int, dst: int) -> int | None:
-            """The phase in which a route that crosses a link goes on; None where it may not cross it."""
+            """Return the phase of a route after a link; None if it may not cross it."""
             if dst < vertices:
                 return None if phase == ENDING and server[src] != server[dst] else OWN
             if server[src] == server[dst]:
@@ -171,9 +150,9 @@ class Transit:
     def _passable(
         self, server: Sequence[str], closed: Sequence[bool], vertices: int, ends: Sequence[tuple[int, int]]
     ) -> bool:
-        """True where a simple path leads from outside a server through a closed device to elsewhere outside.
+        """Return whether a simple path leads from outside a server through a closed device to elsewhere outside.
 
-        From every device outside that a link enters from, devices of the server are searched that are no vertices.
+        The search starts at every entry from outside and covers devices of the server that are not vertices.
         """
         inside: dict[int, list[int]] = {}
         outwards: dict[int, set[int]] = {}
@@ -188,16 +167,16 @@ class Transit:
             if server[dst] and dst >= vertices:
                 entries.setdefault((server[dst], src), []).append(dst)
         return any(
-            closed_on_the_way and outwards.get(node, set()) - {came_from}
-            for (_, came_from), starts in entries.items()
-            for node, closed_on_the_way in _reached(starts, inside, closed)
+            passes_closed and outwards.get(node, set()) - {source}
+            for (_, source), starts in entries.items()
+            for node, passes_closed in _reached(starts, inside, closed)
         )
 
 
 def _reached(
     starts: Sequence[int], inside: Mapping[int, Sequence[int]], closed: Sequence[bool]
 ) -> Iterator[tuple[int, bool]]:
-    """Devices that are reached from some, each with whether a closed one lies on the way or is it."""
+    """Yield the devices reached from some, each with whether a closed one is on the path, its end included."""
     frontier = [(node, closed[node]) for node in starts]
     known = set(frontier)
     for node, passed in frontier:
@@ -210,26 +189,15 @@ def _reached(
 
 
 DOWNWARDS = ".down"
-"""What the name of a PCIe switch ends with where it stands for the half that leads from the CPU to the GPUs."""
+"""Suffix of a PCIe switch's name for its half that leads from the CPU to the GPUs."""
 
 
 def staged(topology: Topology) -> Topology:
-    """The machine in which PCIe joins GPUs only through a CPU.
+    """Return the machine in which PCIe joins GPUs only through a CPU; a staged machine stays as it is.
 
-    Every PCIe switch becomes two devices, one on the way up to a CPU and one on the way down, so that routes, loads,
-    cuts and lengths speak of staged copies like of all others. A staged machine stays as it is.
+    Every PCIe switch becomes two devices, one on the path up to a CPU and one on the path down, so that routes, loads,
+    cuts and lengths apply to staged copies too. UsageError if a PCIe switch has no path to a CPU.
 
-    Parameters
-    ----------
-    topology : Topology
-
-    Raises
-    ------
-    UsageError
-        A PCIe switch leads to no CPU.
-
-    Examples
-    --------
     >>> import topoplan
     >>> box = staged(topoplan.load("dgx-1v").subset([0, 1]))
     >>> wires = [(link.src, link.dst) for link in box.links if "pcie0" in link.src + link.dst]
@@ -267,10 +235,8 @@ def staged(topology: Topology) -> Topology:
 
 
 def unstaged(topology: Topology) -> Topology:
-    """The machine whose PCIe switches turn bytes around again, from one that `staged` made; others stay as they are.
+    """Return the machine from which `staged` made this one; other machines stay as they are.
 
-    Examples
-    --------
     >>> import topoplan
     >>> box = topoplan.load("pcie-x8")
     >>> unstaged(staged(box)) == box
@@ -292,9 +258,9 @@ def unstaged(topology: Topology) -> Topology:
 
 
 def without_peer_access(topology: Topology) -> Topology:
-    """The machine `staged` with a note, if its GPUs say that they have no peer access (see `has_peer_access`).
+    """Return the machine `staged` with a note, if none of its GPUs has peer access (see `has_peer_access`).
 
-    Where only some of them have none the machine stays as it is, and a plan may use what the driver refuses.
+    If only some have none the machine stays as it is, and a plan may use links that the driver refuses.
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if not gpus or any(has_peer_access(gpu) for gpu in gpus):
@@ -310,12 +276,12 @@ STAGED_NOTE = "no peer access: copies over PCIe are planned by way of the CPUs' 
 
 
 def has_peer_access(gpu: Device) -> bool:
-    """Whether other GPUs may read a GPU's memory: not in MIG mode, nor where the fact ``peer_access`` is ``none``."""
+    """Return whether other GPUs may read a GPU's memory: not in MIG mode, nor if the fact ``peer_access`` is none."""
     return not gpu.fact("mig") and gpu.fact("peer_access") != "none"
 
 
 def _hops_to_a_cpu(topology: Topology, kinds: Mapping[str, str]) -> dict[str, int]:
-    """PCIe links from every device up to the nearest CPU, through switches alone."""
+    """Return the PCIe links from every device up to the nearest CPU, through switches alone."""
     into: dict[str, list[str]] = {}
     for link in topology.links:
         if link.channel == "pcie":

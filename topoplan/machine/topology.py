@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
@@ -28,20 +28,14 @@ if TYPE_CHECKING:
 
 BYTES_PER_DEVICE = 330
 BYTES_PER_LINK = 350
-"""No less than was measured while 2048 servers of several machines were built and checked (Python 3.11, 64 bits)."""
+"""At least the measured bytes while 2048 servers of several machines were built and checked (Python 3.11, 64 bits)."""
 
 UNKNOWN_MEMORY = 4 << 30
-"""Bytes that are assumed where the system does not say."""
+"""Bytes that are assumed if the system does not say."""
 
 
 def check_memory(*, servers: int, devices: int, links: int) -> None:
-    """Refuse a cluster that would take more than half of this machine's memory.
-
-    Raises
-    ------
-    UsageError
-        With the estimate.
-    """
+    """Raise UsageError if a cluster would take more than half of this machine's memory."""
     needed = estimated_bytes(devices=devices, links=links)
     allowed = physical_memory() // 2
     if needed > allowed:
@@ -52,12 +46,12 @@ def check_memory(*, servers: int, devices: int, links: int) -> None:
 
 
 def estimated_bytes(*, devices: int, links: int) -> int:
-    """Bytes that a topology of this size takes while it is built."""
+    """Return the bytes that a topology of this size takes while it is built."""
     return devices * BYTES_PER_DEVICE + links * BYTES_PER_LINK
 
 
 def physical_memory() -> int:
-    """Bytes of memory of this machine, or `UNKNOWN_MEMORY`."""
+    """Return the bytes of memory of this machine, or `UNKNOWN_MEMORY`."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -65,13 +59,13 @@ def physical_memory() -> int:
 
 
 FORMAT = "topoplan.topology/1"
-"""What the JSON of a topology says it is."""
+"""The ``format`` of a topology's JSON."""
 
 DEVICE_KINDS = ("gpu", "nvswitch", "pcie", "cpu", "nic", "switch", "helper")
 LINK_CHANNELS = ("nvlink", "pcie", "sys", "network", "c2c")
 
 SLOWEST, FASTEST = 1e-6, 1e9
-"""Bandwidths of links in GB/s: beyond them no machine is meant, and quotients of two links lose meaning."""
+"""Range of links' bandwidths in GB/s: no machine is beyond it, and quotients of two links stay meaningful."""
 
 MOST_WIRES = 1_000_000
 """Most parallel wires of one link."""
@@ -85,20 +79,20 @@ FACTS = {
     "gcn": "architecture of an AMD GPU, such as gfx90a",
     "gigabits": "speed of a NIC in Gb/s, as NICs are sold",
     "host": "host of a GPU, where its server is an NVLink domain of several",
-    "host_bridge": "PCIe host bridge above a GPU or NIC: equal for those that share one, such as pci0000:00",
+    "host_bridge": "PCIe host bridge above a GPU or NIC, such as pci0000:00: equal for devices that share one",
     "mig": "UUIDs of the MIG instances of a GPU in MIG mode, joined by commas",
     "model": "model number of a CPU",
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
-    "peer_access": "none where no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
+    "peer_access": "none if no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "uuid": "identity of a GPU as the driver gives it",
     "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
 }
-"""What `Device.facts` may state, all as texts; other keys are kept as they are."""
+"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are."""
 
 IN_NETWORK = ("multicast", "reduce")
-"""What a switch can do besides forwarding: copy one input to several outputs, add several inputs."""
+"""Capabilities of a switch besides forwarding: copy one input to several outputs, add several inputs."""
 
 MOST_GPUS, LONGEST_SWITCH = 1_000_000, 1000.0
 """Largest number of GPUs of one server, and longest time in seconds, that `Topology.peer_access` may state."""
@@ -113,29 +107,29 @@ class Device:
     name : str
         Unique in its topology, for example ``gpu0`` or ``s1.gpu0``.
     kind : str
-        One of gpu, nvswitch, pcie, cpu, nic, switch, helper. A helper adds and copies what it is sent, as a GPU does,
-        and has nothing of its own to send.
+        One of gpu, nvswitch, pcie, cpu, nic, switch, helper. A helper adds and copies its input as a GPU does, and has
+        no data of its own.
     server : str
-        Name of the server that holds it; empty for network switches.
+        Name of its server; empty for network switches.
     model, busid : str
-        What is known of the hardware; may be empty.
+        Hardware model and bus ID; may be empty.
     numa : int or None
         NUMA node.
     multicast, reduce : bool
         The device can copy one input to several outputs, or add several inputs (in-network collectives).
     facts : tuple of (str, str)
-        What else is known of it, by key in ascending order (see `FACTS`). Plans depend on none of them but ``mig`` and
+        Other facts, by key in ascending order (see `FACTS`). Plans depend on none of them but ``mig`` and
         ``peer_access``, which readers of machines turn into links (`topoplan.machine.routing.without_peer_access`).
     capable : tuple of str
-        What of `IN_NETWORK` the device could do if it were used so; plans do not depend on it, and do not state it.
+        Members of `IN_NETWORK` that the device could do if it were used so; plans neither depend on it nor state it.
     forwards : bool
-        A NIC or CPU that passes on the data of other servers. Without it no route passes a NIC or CPU of a third server
+        A NIC or CPU that forwards data of other servers. Without it no route passes a NIC or CPU of a third server
         (`topoplan.machine.routing`).
 
     Raises
     ------
     TopologyError
-        Empty name, unknown kind, facts that are no texts in ascending order, or ``forwards`` of another kind.
+        The name is empty, the kind unknown, facts are not texts in ascending order, or ``forwards`` is of another kind.
     """
 
     name: str
@@ -174,26 +168,21 @@ class Device:
         ):
             raise TopologyError(
                 f"device {self.name}: facts {format_value(self.facts)} must be texts by key, each key once and in "
-                "ascending "
-                "order"
+                "ascending order"
             )
 
     def fact(self, key: str) -> str:
-        """The fact of this key, empty where it is not known.
+        """Return the fact of this key, empty if it is not known.
 
         Examples
         --------
-        >>> Device("gpu0", "gpu", facts=facts(sm=70)).fact("sm")
-        '70'
         """
         return dict(self.facts).get(key, "")
 
 
 def facts(**known: object) -> tuple[tuple[str, str], ...]:
-    """Facts of a device from keyword arguments; what is None or empty is left out.
+    """Return a device's facts from keyword arguments; None and empty ones are left out.
 
-    Examples
-    --------
     >>> facts(sm=70, uuid="", gigabits=None, adapter="mlx5_0")
     (('adapter', 'mlx5_0'), ('sm', '70'))
     """
@@ -215,7 +204,7 @@ class Link:
     count : int
         Parallel wires that ``bandwidth`` includes, 1 to `MOST_WIRES`.
     latency : float or None
-        Seconds; None where it is not known, and the model's default for the channel is used.
+        Seconds; None if unknown, which means the model's default for the channel.
 
     Raises
     ------
@@ -238,7 +227,7 @@ class Link:
             raise TopologyError(
                 f"{where}: channel {self.channel!r} is unknown; use one of {', '.join(LINK_CHANNELS)}"
             )
-        if not _is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
+        if not is_number(self.bandwidth) or not SLOWEST <= self.bandwidth <= FASTEST:
             raise TopologyError(
                 f"{where}: bandwidth {format_value(self.bandwidth)} must be a number of GB/s from {SLOWEST:g} to "
                 f"{FASTEST:g}; leave out a link that is dead"
@@ -252,7 +241,7 @@ class Link:
                 f"{where}: count {format_value(self.count)} must be a whole number from 1 to {MOST_WIRES}"
             )
         if self.latency is not None and (
-            not _is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
+            not is_number(self.latency) or not math.isfinite(self.latency) or self.latency < 0
         ):
             raise TopologyError(
                 f"{where}: latency {format_value(self.latency)} must be seconds, zero or more"
@@ -260,15 +249,15 @@ class Link:
 
 
 def format_value(value: object) -> str:
-    """A value for a message: whatever it is, no longer than a line can bear."""
+    """Return a value as text for a message, cut to fit into a line."""
     if isinstance(value, int) and abs(value) >= 1 << 64:
         return "of more than 19 digits"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _is_number(value: object) -> bool:
-    """True for an int or a float that a float can hold."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is an int or a float that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return isinstance(value, float) or abs(value) < 1 << 1000
@@ -280,10 +269,9 @@ def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not previous < gpus <= MOST_GPUS:
             raise TopologyError(
                 f"peer_access: number of GPUs {format_value(gpus)} must be a whole number from 2 to {MOST_GPUS}, and "
-                "above "
-                "the one before it"
+                "above the one before it"
             )
-        if not _is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
+        if not is_number(seconds) or not 0 <= seconds <= LONGEST_SWITCH:
             raise TopologyError(
                 f"peer_access of {gpus} GPUs: {format_value(seconds)} must be seconds from 0 to {LONGEST_SWITCH:g}"
             )
@@ -297,18 +285,18 @@ class Topology:
     Parameters
     ----------
     name : str
-        What the machine is called, for example ``dgx-1v``.
+        For example ``dgx-1v``.
     devices : tuple of Device
         GPU number i is the i-th device of kind gpu, in this order.
     links : tuple of Link
         At most one link for each (src, dst, channel): parallel wires are its ``count``.
     notes : tuple of str
-        What had to be assumed, one line each; shown to the user.
+        Assumptions, one line each; shown to the user.
     source : str
-        Where the figures come from.
+        Source of the figures.
     peer_access : tuple of (int, float)
         Seconds that switching peer access between NVLink and PCIe takes, by number of GPUs of a server, ascending
-        (Blink, appendix A.3: T_dpa). Empty where it is not known (see `topoplan.model.dataflow`).
+        (Blink, appendix A.3: T_dpa). Empty if unknown (see `topoplan.model.dataflow`).
 
     Raises
     ------
@@ -329,7 +317,7 @@ class Topology:
     notes: tuple[str, ...] = ()
     source: str = ""
     peer_access: tuple[tuple[int, float], ...] = ()
-    # For `device`; follows from devices, so it takes no part in comparisons.
+    # An index for `device`, derived from devices, so it takes no part in comparisons.
     _by_name: dict[str, Device] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -365,13 +353,13 @@ class Topology:
         return tuple(dict.fromkeys(device.server for device in self.devices if device.server))
 
     def device(self, name: str) -> Device:
-        """The device of this name; TopologyError if there is none."""
+        """Return the device of this name; TopologyError if it does not exist."""
         if name not in self._by_name:
             raise TopologyError(f"topology {self.name} has no device {name!r}")
         return self._by_name[name]
 
     def select(self, gpus: Sequence[int] | None) -> tuple[int, ...]:
-        """GPU numbers of an allocation, checked and in ascending order; all GPUs for None.
+        """Return the GPU numbers of an allocation, checked and in ascending order; all GPUs for None.
 
         Raises
         ------
@@ -404,7 +392,7 @@ class Topology:
         return tuple(sorted(chosen))
 
     def subset(self, gpus: Sequence[int] | None) -> Topology:
-        """The machine as an allocation may use it: the other GPUs and their links are taken out.
+        """Return the machine as an allocation may use it, without the other GPUs and their links.
 
         Switches, CPUs and NICs stay. Device names do not change.
 
@@ -425,13 +413,13 @@ class Topology:
         )
 
     def settled(self) -> Topology:
-        """The machine as a plan states it: without what its switches could do and do not."""
+        """Return the machine as a plan states it, without ``capable`` of its switches."""
         if not any(device.capable for device in self.devices):
             return self
         return replace(self, devices=tuple(replace(device, capable=()) for device in self.devices))
 
     def to_object(self) -> dict[str, object]:
-        """The JSON object of the machine, keys in the format's order, what has its default left out."""
+        """Return the JSON object of the machine, keys in the format's order, defaults left out."""
         head: dict[str, object] = {"format": FORMAT, "name": self.name}
         if self.source:
             head["source"] = self.source
@@ -444,7 +432,7 @@ class Topology:
         return head
 
     def to_json(self) -> str:
-        """Topology JSON, one device or link to a line; `topoplan.load` reads it back equal.
+        """Return topology JSON, one device or link to a line; `topoplan.load` reads it back equal.
 
         Examples
         --------
@@ -464,21 +452,22 @@ class Topology:
         return "{" + ",\n ".join(parts) + "}\n"
 
     def to_networkx(self) -> networkx.MultiDiGraph:
-        """The machine as a graph; `topoplan.load` reads it back equal.
+        """Return the machine as a graph; `topoplan.load` reads it back equal.
 
         Returns
         -------
         networkx.MultiDiGraph
             A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
-            ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, where there is any, ``capable``
-            (a list of texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the
-            attributes ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its
-            place among the links of the machine, since a graph keeps none. Attributes of the graph: ``name``,
-            ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number of GPUs).
+            A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
+            ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, if not empty, ``capable`` (a list of
+            texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the attributes
+            ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its place
+            among the links of the machine, since a graph keeps none. Attributes of the graph: ``name``, ``source``,
+            ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number of GPUs).
 
         Examples
         --------
-        The cheapest cut between two GPUs of a DGX-1V is all that leaves one of them over NVLink, 150 GB/s.
+        The minimum cut between two GPUs of a DGX-1V is all links of one of them over NVLink, 150 GB/s.
 
         >>> import networkx, topoplan
         >>> graph = topoplan.load("dgx-1v").to_networkx()
@@ -517,7 +506,7 @@ _LINK_DEFAULTS = {one.name: one.default for one in fields(Link)}
 
 
 def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, object]:
-    """The fields of a device or link that are not their default, in order; facts as an object of texts."""
+    """Return the fields of a device or link that differ from their default, in order; facts as an object of texts."""
     stated = {key: value for key, default in defaults.items() if (value := getattr(item, key)) != default}
     if "capable" in stated:
         stated["capable"] = list(cast("tuple[str, ...]", stated["capable"]))
@@ -527,13 +516,10 @@ def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, objec
 
 
 class GraphLike(Protocol):
-    """A ``networkx.MultiDiGraph``, for type checkers, most of which know nothing of networkx."""
+    """A ``networkx.MultiDiGraph``, for type checkers without stubs of networkx."""
 
-    def is_directed(self) -> bool:
-        """True of a MultiDiGraph."""
-
-    def is_multigraph(self) -> bool:
-        """True of a MultiDiGraph."""
+    def is_directed(self) -> bool: ...
+    def is_multigraph(self) -> bool: ...
 
 
 TopologyLike: TypeAlias = Topology | str | os.PathLike[str] | GraphLike
@@ -541,14 +527,6 @@ TopologyLike: TypeAlias = Topology | str | os.PathLike[str] | GraphLike
 
 
 def as_topology(machine: TopologyLike) -> Topology:
-    """The machine itself, or the one that `topoplan.load` reads; errors as there.
-
-    Every function of the public surface that takes a machine asks here what is meant.
-
-    Examples
-    --------
-    >>> as_topology("dgx-2") == as_topology(as_topology("dgx-2"))
-    True
-    """
-    # The reader stands above this room, so it is asked for by the name under which everybody knows it.
+    """Return the machine itself, or the one that `topoplan.load` reads; errors as there."""
+    # The reader stands above this room, so it is called by its public name.
     return machine if isinstance(machine, Topology) else topoplan.load(machine)

@@ -1,11 +1,11 @@
 """Read topology JSON, format ``topoplan.topology/1``, and networkx graphs, to a Topology.
 
-`Topology.to_json` writes the format, and nothing is lost. Unknown keys are refused with the nearest known one: a
+`Topology.to_json` writes the format without loss. Unknown keys are rejected with the nearest known one, since a
 misspelt option must not be ignored. Only ``facts`` of a device may hold any key.
 
-`Topology.to_networkx` documents and writes the attributes of a graph. An edge needs ``channel`` and
-``bandwidth``, a node needs ``kind``; its key may be anything. Edges with a ``position`` come first, in its order. A
-graph becomes the object of topology JSON, whose reader checks it.
+`Topology.to_networkx` documents and writes the attributes of a graph. An edge needs ``channel`` and ``bandwidth``, a
+node needs ``kind``; its key may be anything. Edges with a ``position`` come first, in its order. A graph is converted
+to the object of topology JSON, whose reader checks it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,10 @@ from topoplan.machine.topology import FORMAT, Device, Link, Topology, format_val
 
 
 def object_of_graph(graph: object) -> dict[str, object]:
-    """The JSON object of a machine that is given as a graph.
+    """Return the JSON object of a machine that is given as a networkx.MultiDiGraph.
 
-    Parameters
-    ----------
-    graph : networkx.MultiDiGraph
-
-    Raises
-    ------
-    UsageError
-        It is nothing that a machine can be read from.
-    TopologyError
-        A graph of another kind, or a node or position of a wrong type. All else is left to the reader of the object.
-
-    Examples
-    --------
-    >>> import networkx, topoplan
-    >>> graph = networkx.MultiDiGraph(name="pair")
-    >>> graph.add_nodes_from(["gpu0", "gpu1"], kind="gpu")
-    >>> for ends in (("gpu0", "gpu1"), ("gpu1", "gpu0")):
-    ...     key = graph.add_edge(*ends, channel="nvlink", bandwidth=50.0, count=2)
-    >>> topoplan.plan(graph).rate
-    50.0
+    UsageError if it is not a graph, TopologyError for another kind of graph, or a node or position of a wrong type. The
+    reader of the object checks the rest.
     """
     from networkx import Graph, MultiDiGraph
 
@@ -57,13 +39,13 @@ def object_of_graph(graph: object) -> dict[str, object]:
         )
     if not isinstance(graph, MultiDiGraph):
         raise TopologyError(
-            f"a machine is a networkx.MultiDiGraph, not {type(graph).__name__}: its links have a direction, and there "
-            "may be several; networkx.MultiDiGraph(graph) converts it"
+            f"a machine must be a networkx.MultiDiGraph, not {type(graph).__name__}: its links have a direction, and "
+            "may be parallel; networkx.MultiDiGraph(graph) converts it"
         )
     for node in graph:
         if not isinstance(node, str):
             raise TopologyError(
-                f"node {str(node)[:60]!r} is no text, and the name of a device must be one; "
+                f"node {str(node)[:60]!r} must be a text, as the name of a device; "
                 "networkx.relabel_nodes(graph, str) renames them all"
             )
     head = {key: _plain(value) for key, value in graph.graph.items()}
@@ -92,25 +74,25 @@ def _attributes(known: Mapping[str, object], *, without: str = "") -> dict[str, 
 
 
 def _plain(value: object) -> object:
-    """A number of another library's kind, such as tables of edges bring, as one of Python's."""
+    """Return a number of another library's type, as in tables of edges, as one of Python's."""
     if isinstance(value, (int, float)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""What JSON escapes can make and no file can hold."""
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Surrogates, which JSON escapes can express and no file can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """What the value of a key may be, in words, and how that is told."""
+    """A type of value for a key: its words in messages, and the test."""
 
     words: str
     holds: Callable[[object], bool]
 
 
-TEXT = FieldType("a text", lambda value: isinstance(value, str) and not _HALF_CHARACTER.search(value))
+TEXT = FieldType("a text", lambda value: isinstance(value, str) and not SURROGATES.search(value))
 PRINTABLE = FieldType("a text", lambda value: isinstance(value, str) and value.isprintable())
 WHOLE = FieldType("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool))
 NUMBER = FieldType("a number", lambda value: WHOLE.holds(value) or isinstance(value, float))
@@ -159,16 +141,8 @@ _LINK_KEYS = {
 
 
 def parse_topology_json(text: str) -> Topology:
-    """Read topology JSON.
+    """Read topology JSON; TopologyError if it is malformed, of another version, or has a bad key or value.
 
-    Raises
-    ------
-    TopologyError
-        The text is no JSON, of another format or version, or a key is unknown, missing, of a wrong type or out of
-        range.
-
-    Examples
-    --------
     >>> parse_topology_json('{"format": "topoplan.topology/2"}')  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     topoplan.errors.TopologyError: format 'topoplan.topology/2' is not 'topoplan.topology/1'; ...
@@ -180,26 +154,16 @@ def parse_topology_json(text: str) -> Topology:
     return topology_from_object(decode_json(text))
 
 
-def dump_topology_json(topology: Topology) -> str:
-    """The text that `parse_topology_json` reads: `Topology.to_json`."""
-    return topology.to_json()
-
-
 class _RefusedError(ValueError):
-    """JSON that Python's reader would take."""
+    """JSON that Python's reader accepts and topoplan does not."""
 
 
 def decode_json(text: str, what: str = "the topology") -> object:
-    """Return the value of JSON text, of which ``what`` is the name in errors.
+    """Return the value of JSON text; ``what`` names it in errors.
 
-    Raises
-    ------
-    TopologyError
-        The text is not JSON, a key stands twice in an object, it is nested too deep, or an integer has thousands of
-        digits. NaN and Infinity are read, and refused by the field that holds them.
+    TopologyError if it is not JSON, repeats a key in an object, is nested too deep, or has an integer of thousands of
+    digits. NaN and Infinity are read, and rejected by the field that holds them.
 
-    Examples
-    --------
     >>> decode_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     topoplan.errors.TopologyError: the topology is not JSON: key 'a' stands twice in an object; write it once
@@ -241,7 +205,7 @@ def topology_from_object(value: object) -> Topology:
 
 
 def _check_format(value: Mapping[object, object]) -> None:
-    """Refuse what does not say that it is a topology of this version, and say what it lacks."""
+    """Raise TopologyError for an object of another format or version, and name the difference."""
     if "format" not in value:
         misspelt = difflib.get_close_matches("format", [str(key) for key in value], n=1)
         hint = (
@@ -263,7 +227,7 @@ def _check_format(value: Mapping[object, object]) -> None:
 
 
 def _place(where: str, item: object) -> str:
-    """Where something stands, with the names it goes by where it has them."""
+    """Return the place of an item with its names, if it has them."""
     if isinstance(item, dict):
         names = [str(item[key])[:60] for key in ("name", "src", "dst") if key in item]
         where += f" ({'->'.join(names)})" if names else ""
@@ -292,11 +256,13 @@ def _link(item: object, where: str) -> Link:
 
 
 def _peer_access(item: Mapping[object, object]) -> tuple[tuple[int, float], ...]:
-    """Seconds by number of GPUs: an object, since JSON has no other keys than texts."""
+    """Return seconds by number of GPUs, from an object whose keys are texts."""
     stated: list[tuple[int, float]] = []
     for count, seconds in item.items():
         if not re.fullmatch(r"[1-9][0-9]{0,6}", str(count)):
-            raise TopologyError(f"topology peer_access: {str(count)[:60]!r} is no number of GPUs such as '8'")
+            raise TopologyError(
+                f"topology peer_access: {str(count)[:60]!r} must be a number of GPUs such as '8'"
+            )
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TopologyError(f"topology peer_access: {format_value(seconds)} must be a number of seconds")
         stated.append((int(str(count)), seconds))
@@ -306,24 +272,10 @@ def _peer_access(item: Mapping[object, object]) -> tuple[tuple[int, float], ...]
 def check_keys(
     item: object, known: Mapping[str, FieldType], required: tuple[str, ...], where: str
 ) -> dict[str, object]:
-    """An object of a machine's or cluster's JSON whose keys are all known and of their type, and none is missing.
+    """Return an object of a machine's or cluster's JSON after checking its keys and their types.
 
-    Parameters
-    ----------
-    item : object
-        Decoded JSON.
-    known : mapping of str to FieldType
-        Every key that may stand there.
-    required : tuple of str
-        Those that must.
-    where : str
-        Where the object stands; begins an error.
-
-    Raises
-    ------
-    TopologyError
-        It is no object, or a key is missing, unknown or of a wrong type; the message names the key, where it stands
-        and the nearest one.
+    ``known`` has all allowed keys; ``where`` is the object's place, for errors. TopologyError names a key that is
+    missing, unknown or of a wrong type, its place and the nearest known one.
     """
     if not isinstance(item, dict):
         raise TopologyError(f"{where} must be an object, not {format_value(item)}")

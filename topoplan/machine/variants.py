@@ -1,11 +1,11 @@
 """Derive a machine from another one: faults, in-network collectives, representative servers.
 
 Faults take out links, devices or GPUs, or slow links down, and leave a note on the topology. A wire is named by its
-two ends: ``gpu0-gpu3`` is both directions, ``gpu0->gpu3`` is one; links of several channels between the two are all
-meant. A NIC that has two sides, ``nic0.tx`` and ``nic0.rx``, is also known as ``nic0``.
+two ends: ``gpu0-gpu3`` is both directions, ``gpu0->gpu3`` is one; both mean the links of all channels between the two.
+A NIC that has two sides, ``nic0.tx`` and ``nic0.rx``, is also known as ``nic0``.
 
-NVSwitch copies and adds from its third generation on (NVLink SHARP), which the library states under ``capable``.
-Plans use ``multicast`` and ``reduce``, which `with_in_network` sets.
+NVSwitch copies and adds from its third generation on (NVLink SHARP), which the library states under ``capable``. Plans
+use ``multicast`` and ``reduce``, which `with_in_network` sets.
 
 Two servers are equivalent if their devices and links are equal up to the server's name, and their links to the
 network up to the names of the switches.
@@ -24,18 +24,16 @@ from topoplan.machine.topology import (
     IN_NETWORK,
     SLOWEST,
     Device,
-    Link,
     Topology,
     TopologyLike,
     as_topology,
+    is_number,
 )
 
 
 def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """Servers in groups that are wired alike, in order of first appearance.
+    """Return the equivalence classes of servers, in order of first appearance.
 
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> equivalent_servers(nvswitch_cluster(3))
     (('s0', 's1', 's2'),)
@@ -60,10 +58,8 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def representative_servers(topology: Topology) -> Topology:
-    """The first server of each group that is alike, and the switches next to them and next to those.
+    """Return the machine with the first server of each equivalence class and its switches up to two hops away.
 
-    Examples
-    --------
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> len(representative_servers(nvswitch_cluster(64)).gpus)
     8
@@ -87,13 +83,13 @@ def _local(name: str, server: str) -> str:
 
 
 SIDES = (".tx", ".rx")
-"""What ends the names of the two sides of a NIC that several GPUs use: the sending and the receiving one."""
+"""Endings of the names of the two sides of a NIC that several GPUs use: the sending and the receiving one."""
 
 Ends = tuple[str, str]
 
 
 def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
-    """The machine with wires taken out.
+    """Return the machine with wires taken out.
 
     Parameters
     ----------
@@ -104,7 +100,7 @@ def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
     Raises
     ------
     UsageError
-        There is no such wire; the message names what is near.
+        A wire does not exist; the message names the nearest.
 
     Examples
     --------
@@ -125,18 +121,18 @@ def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
 
 
 def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
-    """The machine with some wires no faster than what is given.
+    """Return the machine with some wires slowed down.
 
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
     speeds : mapping of str to float
-        GB/s per direction of each wire. All parallel wires together are as fast as this.
+        GB/s per direction of each wire, all parallel wires together.
 
     Raises
     ------
     UsageError
-        There is no such wire, it is not faster than that, the number is no bandwidth, or a link is given two speeds.
+        A wire does not exist or is slower already, a number is not a bandwidth, or a link is given two speeds.
 
     Examples
     --------
@@ -148,10 +144,9 @@ def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     topology = as_topology(topology)
     given: dict[Ends, tuple[str, float]] = {}
     for wire, speed in speeds.items():
-        number = isinstance(speed, (int, float)) and not isinstance(speed, bool)
-        if not number or not SLOWEST <= speed <= FASTEST:
+        if not is_number(speed) or not SLOWEST <= speed <= FASTEST:
             raise UsageError(
-                f"{wire}: {str(speed)[:40]} is no bandwidth in GB/s above zero; take out a link that is dead"
+                f"{wire}: {str(speed)[:40]} is not a bandwidth in GB/s above zero; take out a link that is dead"
             )
         found = find_links(topology, wire)
         fastest = max(link.bandwidth for link in topology.links if (link.src, link.dst) in found)
@@ -170,18 +165,23 @@ def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     notes = [f"slowed: {wire} to {speed:g} GB/s" for wire, speed in speeds.items()]
     return replace(
         topology,
-        links=tuple(_slowed(link, given) for link in topology.links),
+        links=tuple(
+            replace(link, bandwidth=min(link.bandwidth, given[link.src, link.dst][1]))
+            if (link.src, link.dst) in given
+            else link
+            for link in topology.links
+        ),
         notes=(*topology.notes, *notes),
     )
 
 
 def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
-    """The machine with switches, NICs or CPUs taken out, and their links.
+    """Return the machine with switches, NICs or CPUs taken out, and their links.
 
     Raises
     ------
     UsageError
-        There is no such device, or it is a GPU.
+        A device does not exist, or is a GPU.
 
     Examples
     --------
@@ -197,16 +197,16 @@ def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
             raise UsageError(f"{name} is GPU {topology.gpus.index(name)}; take it out by its number")
     if not out:
         return topology
-    return _cut_down(topology, out, f"taken out: {', '.join(named)}")
+    return _without_named(topology, out, f"taken out: {', '.join(named)}")
 
 
 def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
-    """The machine with GPUs taken out, and their links. The GPUs that remain are numbered anew; names stay.
+    """Return the machine with GPUs taken out, and their links. The remaining GPUs are renumbered and keep their names.
 
     Raises
     ------
     UsageError
-        A GPU is not there, or none remains.
+        A GPU does not exist, or none remains.
 
     Examples
     --------
@@ -220,11 +220,11 @@ def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
         return topology
     remaining_gpus(topology, named)
     out = [topology.gpus[gpu] for gpu in named]
-    return _cut_down(topology, out, f"taken out: {', '.join(out)}")
+    return _without_named(topology, out, f"taken out: {', '.join(out)}")
 
 
 def remaining_gpus(topology: Topology, without: Collection[int]) -> tuple[int, ...]:
-    """Numbers of the GPUs that are left; errors as `without_gpus`."""
+    """Return the numbers of the remaining GPUs; errors as `without_gpus`."""
     gone = set(topology.select(sorted(set(without)))) if without else set()
     left = tuple(gpu for gpu in topology.select(None) if gpu not in gone)
     if not left:
@@ -233,13 +233,7 @@ def remaining_gpus(topology: Topology, without: Collection[int]) -> tuple[int, .
 
 
 def find_links(topology: Topology, wire: str) -> frozenset[Ends]:
-    """The directed links that a wire's name means.
-
-    Raises
-    ------
-    UsageError
-        There is none; the message names what is near.
-    """
+    """Return the directed links that a wire's name means; UsageError, with the nearest name, if there are none."""
     if "->" in wire:
         splits = [tuple(wire.split("->", 1))]
     else:
@@ -264,15 +258,13 @@ def find_links(topology: Topology, wire: str) -> frozenset[Ends]:
         back = set() if "->" in wire else {(b, a) for a, b in forth}
         found |= (forth | back) & present
     if not found:
-        raise UsageError(f"there is no link {wire}: {_neighbours(topology, pairs[0][0])}")
+        raise UsageError(f"link {wire} does not exist: {_neighbours(topology, pairs[0][0])}")
     return frozenset(found)
 
 
 def nic_name(device: str) -> str:
-    """The NIC whose side a device is, or the device itself.
+    """Return the NIC whose side a device is, or the device itself.
 
-    Examples
-    --------
     >>> nic_name("s0.nic1.tx"), nic_name("gpu0")
     ('s0.nic1', 'gpu0')
     """
@@ -280,7 +272,7 @@ def nic_name(device: str) -> str:
 
 
 def find_devices(topology: Topology, name: str) -> tuple[str, ...]:
-    """The devices that a name means: one, or the two sides of a NIC; UsageError if there is none."""
+    """Return the devices that a name means: one, or the two sides of a NIC; UsageError if there are none."""
     found = _known({device.name for device in topology.devices}, name)
     if not found:
         raise UsageError(_no_device(topology, name))
@@ -306,12 +298,7 @@ def _neighbours(topology: Topology, name: str) -> str:
     return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
 
 
-def _slowed(link: Link, given: Mapping[Ends, tuple[str, float]]) -> Link:
-    _, speed = given.get((link.src, link.dst), ("", link.bandwidth))
-    return replace(link, bandwidth=min(link.bandwidth, speed))
-
-
-def _cut_down(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:
+def _without_named(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:
     gone = set(out)
     return replace(
         topology,
@@ -327,25 +314,14 @@ IN_NETWORK_CHOICES = {
     "switch": ("switch",),
     "all": ("nvswitch", "switch"),
 }
-"""Kinds of devices that copy and add, by what a caller may ask for."""
+"""Kinds of devices that copy and add, by the caller's choice."""
 
 
 def with_in_network(topology: TopologyLike, which: str) -> Topology:
-    """The machine with all switches of some kinds copying and adding, and no other device.
+    """Return the machine with all switches of some kinds copying and adding, and no other device.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    which : str
-        none, nvswitch, switch (those of the network) or all. A switch that does not say that it could leaves a note.
+    ``which`` is none, nvswitch, switch (of the network) or all. A switch without a stated capability adds a note.
 
-    Raises
-    ------
-    UsageError
-        Another word, or there is no such switch.
-
-    Examples
-    --------
     >>> import topoplan
     >>> topoplan.plan(with_in_network("dgx-h100", "nvswitch")).rate, topoplan.plan("dgx-h100").rate
     (450.0, 257.14285714285717)
@@ -372,7 +348,7 @@ def with_in_network(topology: TopologyLike, which: str) -> Topology:
 
 
 def with_all_capabilities(topology: Topology) -> Topology:
-    """The machine with every switch doing all that it says it could; the same one where that is done already."""
+    """Return the machine with every switch doing all that it is capable of; the same object if nothing changes."""
     devices = tuple(
         replace(
             device,

@@ -1,23 +1,19 @@
-"""Model asynchronous training: steps a second under a clock rule, and how fast gossip brings parameters together.
+"""Model asynchronous training: steps per second under a clock rule, and the pull probabilities and weights of gossip.
 
-Before step c a rank waits until all have finished c - s steps: finite s is stale synchronous (Ho et al., NIPS 2013),
-s = 0 bulk synchronous, none asynchronous; with averaging every H steps, ranks meet (and send) then only.
+Before step c a rank waits until all have finished c - s steps: finite s is stale synchronous (Ho et al., NIPS 2013), s
+= 0 bulk synchronous, none asynchronous; with averaging every H steps, ranks wait (and send) only then.
 
     end(i, c) = max(end(i, c - 1), max over j of end(j, c - s - 1)) + compute(i, c) + send
 
-Gossip (NetMax, Zhou et al., arXiv 2009.05766): rank i chooses m with probability p[i][m] and pulls from it, x_i <-
-x_i - a[i][m] (x_i - x_m), a[i][m] = strength * (d[i][m] + d[m][i]) / (2 p[i][m]), d[i][m] = 1 if p[i][m] > 0,
-strength the paper's alpha * rho. With d = e_i - e_m and pi_i the share of pulls that are rank i's, distances from
-the mean shrink by Y = sum over i of pi_i (p_ii I + sum over m of p_im (I - a (e_i d' + d e_i') + a^2 d d')); its
-largest eigenvalue is 1, its second the factor of one pull, in expectation of squares. The rule ``speed`` takes
-p[i][m] in proportion to 1 / t[i][m], the time of a pull alone on its links. Absent: the paper's linear program over
-measured times, and its monitor.
+Gossip (NetMax, Zhou et al., arXiv 2009.05766): rank i chooses m with probability p[i][m] and pulls from it, x_i <- x_i
+- a[i][m] (x_i - x_m), a[i][m] = strength * (d[i][m] + d[m][i]) / (2 p[i][m]), d[i][m] = 1 if p[i][m] > 0, strength the
+paper's alpha * rho. The rule ``speed`` takes p[i][m] in proportion to 1 / t[i][m], the time of a pull alone on its
+links. Absent: the paper's linear program over measured times, and its monitor.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,47 +31,22 @@ ClockTimes = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClockRun:
-    """When every rank ended every step.
+    """Times of every step of every rank.
 
-    Parameters
-    ----------
-    ends : (N, K) float64
-        Seconds.
-    waited : (N, K) float64
-        Seconds before each step in which a rank stood still for others.
+    ends: (N, K) float64, seconds at which each step ended.
     """
 
     ends: ClockTimes
-    waited: ClockTimes
 
     @property
     def seconds(self) -> float:
-        """Until the last rank has ended its last step."""
+        """Seconds until the last rank has ended its last step."""
         return float(np.max(self.ends[:, -1]))
 
     @property
     def steps_per_second(self) -> float:
-        """Of the slowest rank; infinite where nothing takes time."""
+        """Steps per second of the slowest rank; infinite if nothing takes time."""
         return self.ends.shape[1] / self.seconds if self.seconds else math.inf
-
-    @property
-    def idle(self) -> ClockTimes:
-        """(N,): part of the time until its last step in which each rank stood still."""
-        last = self.ends[:, -1]
-        idle: ClockTimes = np.divide(self.waited.sum(axis=1), last, out=np.zeros_like(last), where=last > 0)
-        return idle
-
-    def finished(self, seconds: float) -> NDArray[np.int64]:
-        """(N,): steps that each rank has finished by then."""
-        finished: NDArray[np.int64] = (self.ends <= seconds * (1 + 1e-12)).sum(axis=1)
-        return finished
-
-    @property
-    def gaps(self) -> dict[int, int]:
-        """How often a rank was so many steps ahead of the slowest when it ended one, ascending."""
-        slowest = np.minimum.reduce([np.searchsorted(row, self.ends, side="right") for row in self.ends])
-        ahead = np.arange(1, self.ends.shape[1] + 1)[None, :] - slowest
-        return dict(sorted(Counter(ahead.ravel().tolist()).items()))
 
 
 def run_clocks(
@@ -85,27 +56,14 @@ def run_clocks(
     staleness: int | None = 0,
     every: int = 1,
 ) -> ClockRun:
-    """Run ranks under a clock rule.
+    """Return the times of ranks under a clock rule.
 
-    Parameters
-    ----------
-    compute : (N, K) floats
-        Seconds that each rank computes in each step.
-    send : float
-        Seconds that an exchange takes, such as a plan's model time for the gradients.
-    staleness : int or None
-        Steps that a rank may be ahead of the slowest; 0 where all meet in every step, None for any number.
-    every : int
-        Steps between two exchanges, at which all wait for all (local SGD); above 1 the staleness is not looked at.
+    compute: (N, K) floats, seconds that each rank computes in each step.
+    send: seconds that an exchange takes, such as a plan's model time for the gradients.
+    staleness: largest lead in steps over the slowest rank; 0 for bulk synchronous, None for no bound.
+    every: steps between two exchanges, at which all ranks wait (local SGD); above 1 it overrides the staleness.
 
-    Raises
-    ------
-    UsageError
-        A negative staleness, time or number of steps, or no steps.
-
-    Examples
-    --------
-    Three ranks, of which the last takes three times as long in the second of four steps:
+    Three ranks; the last one takes three times as long in the second of four steps:
 
     >>> late = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 3, 1, 1]]
     >>> [run_clocks(late, staleness=s).ends.max(axis=1).tolist() for s in (0, 2, None)]
@@ -117,29 +75,28 @@ def run_clocks(
     if not (np.isfinite(times).all() and (times >= 0).all() and 0 <= send < np.inf):
         raise UsageError("seconds of computing and sending must be numbers of zero or more")
     if staleness is not None and staleness < 0:
-        raise UsageError(f"a staleness of {staleness} is none; give 0 or more, or None for no bound")
+        raise UsageError(f"staleness must be 0 or more, got {staleness}; give None for no bound")
     if every < 1:
-        raise UsageError(f"exchanges every {every} steps are none; give 1 or more")
+        raise UsageError(f"every must be 1 or more, got {every}")
     ranks, steps = times.shape
-    ends, waited = np.zeros((ranks, steps)), np.zeros((ranks, steps))
+    ends = np.zeros((ranks, steps))
     before = np.zeros(ranks)
     for step in range(steps):
-        # the last step that all must have ended before this one
+        # last step that every rank must have ended before this one
         last = -1 if staleness is None or every > 1 else step - staleness - 1
         begin = before if last < 0 else np.maximum(before, ends[:, last].max())
         meets = (step + 1) % every == 0 and (staleness == 0 or every > 1)
         done = begin + times[:, step]
         met = np.full(ranks, done.max()) if meets else done
-        waited[:, step] = begin - before + met - done
         before = met + (send if every == 1 or meets else 0.0)
         ends[:, step] = before
-    return ClockRun(ends, waited)
+    return ClockRun(ends)
 
 
 Floats = NDArray[np.float64]
 
 PULLED = 64 << 20
-"""Bytes of a pull where nobody says how many: enough for start-ups not to count."""
+"""Default bytes of a pull: enough to make start-ups negligible."""
 
 
 def neighbour_probabilities(
@@ -150,16 +107,16 @@ def neighbour_probabilities(
     nbytes: int = PULLED,
     compute: float = 0.0,
 ) -> Floats:
-    """How often each rank had better choose each other one to pull parameters from.
+    """Return the probabilities with which each rank chooses its neighbours for pulls of parameters.
 
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
-        Its links are as fast as stated, or as calibrated.
+        Links have the stated or the calibrated bandwidth.
     rule : str
         ``speed``: in proportion to 1 / `pull_seconds`.
     gpus, nbytes, compute
-        As `pull_seconds` takes them.
+        As for `pull_seconds`.
 
     Returns
     -------
@@ -171,7 +128,7 @@ def neighbour_probabilities(
     UsageError
         Another rule, fewer than two GPUs, or a number that is out of range.
     InfeasibleError
-        A rank that no way leads to from any other.
+        A rank that no other rank reaches.
 
     Examples
     --------
@@ -183,8 +140,7 @@ def neighbour_probabilities(
     if rule != "speed":
         raise UsageError(
             f"rule {rule!r} is unknown; use 'speed'"
-            + " (the linear program of NetMax is not here: its constraints could not be read in full)"
-            * (rule == "netmax")
+            + " (the linear program of NetMax is not implemented)" * (rule == "netmax")
         )
     seconds = pull_seconds(topology, gpus=gpus, nbytes=nbytes, compute=compute)
     np.fill_diagonal(seconds, math.inf)
@@ -197,48 +153,28 @@ def neighbour_probabilities(
 
 
 def pull_seconds(
-    topology: TopologyLike,
-    *,
-    gpus: Sequence[int] | None = None,
-    nbytes: int = PULLED,
-    compute: float = 0.0,
+    topology: TopologyLike, *, gpus: Sequence[int] | None = None, nbytes: int = PULLED, compute: float = 0.0
 ) -> Floats:
-    """Seconds of a step in which a rank computes and meanwhile pulls the parameters of another one.
+    """Return the seconds of a step in which a rank computes and meanwhile pulls another rank's parameters.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    gpus : sequence of int or None
-        GPU numbers; rank i is the i-th, None takes all.
-    nbytes : int
-        Bytes of the parameters.
-    compute : float
-        Seconds of computing in a step.
+    gpus: GPU numbers; rank i is the i-th, None takes all.
+    nbytes: bytes of the parameters.
+    compute: seconds of computing in a step.
 
-    Returns
-    -------
-    (N, N) float64
-        t[i][m] = max(compute, alpha + nbytes / rate from m to i), alone on the links; infinite where no link leads
-        there, ``compute`` on the diagonal.
+    The result is (N, N) float64: t[i][m] = max(compute, alpha + nbytes / rate from m to i), alone on the links;
+    infinite without a path, ``compute`` on the diagonal.
 
-    Raises
-    ------
-    UsageError
-        Fewer than two GPUs, bytes that are none, or a negative time.
-
-    Examples
-    --------
     >>> (pull_seconds("dgx-2", gpus=[0, 1], nbytes=1 << 30) * 1e3).round(2).tolist()
     [[0.0, 7.17], [7.17, 0.0]]
     """
     if not nbytes > 0:
-        raise UsageError(f"{nbytes} bytes of parameters are none; give 1 or more")
+        raise UsageError(f"nbytes must be 1 or more, got {nbytes}; give the bytes of the parameters")
     if not 0 <= compute < math.inf:
-        raise UsageError(f"{compute} seconds of computing make no sense; give 0 or more")
+        raise UsageError(f"compute must be 0 seconds or more, got {compute}")
     machine = Allocation.of(topology, gpus=gpus).topology
     ranks = machine.gpus
     if len(ranks) < 2:
-        raise UsageError(f"{len(ranks)} GPU has nobody to pull from; choose two or more")
+        raise UsageError(f"gossip needs two GPUs or more, got {len(ranks)}; choose two or more")
     routes, kinds = CopyRoutes(machine), device_kinds(machine)
     seconds = np.full((len(ranks), len(ranks)), math.inf)
     for mine, to in enumerate(ranks):
@@ -252,13 +188,7 @@ def pull_seconds(
 
 
 def checked_probabilities(probabilities: object) -> Floats:
-    """Probabilities of neighbours as an array of their own.
-
-    Raises
-    ------
-    UsageError
-        They are no square, no probabilities, or part the ranks into groups that never mix.
-    """
+    """Return a copy of the probabilities as a checked array."""
     try:
         table = np.array(probabilities, dtype=np.float64)
     except (TypeError, ValueError):
@@ -269,41 +199,30 @@ def checked_probabilities(probabilities: object) -> Floats:
         )
     for rank, row in enumerate(table):
         if not (row >= 0).all() or abs(row.sum() - 1) > 1e-9:
-            raise UsageError(f"probabilities of rank {rank} are no shares of 1: {row.tolist()}")
+            raise UsageError(
+                f"probabilities of rank {rank} must be 0 or more and sum to 1, got {row.tolist()}"
+            )
     reached = np.arange(len(table)) == 0
     for _ in table:
         reached |= ((table + table.T)[reached] > 0).any(axis=0)
     if not reached.all():
-        apart = ", ".join(map(str, np.flatnonzero(~reached)))
-        raise UsageError(f"ranks {apart} never mix with rank 0; give them a neighbour among the others")
+        separate = ", ".join(map(str, np.flatnonzero(~reached)))
+        raise UsageError(f"ranks {separate} never mix with rank 0; give them a neighbour among the others")
     return table
 
 
 def strongest(probabilities: Floats) -> float:
-    """The largest strength with which no pull moves a rank past the middle: p[i][m] >= strength (d[i][m] + d[m][i])."""
+    """Return the largest strength that moves no rank past the middle: p[i][m] >= strength (d[i][m] + d[m][i])."""
     both = (probabilities > 0).astype(np.float64) + (probabilities.T > 0)
     chosen = _between(probabilities)
     return float((probabilities[chosen] / both[chosen]).min())
 
 
 def mixing_weights(probabilities: Floats, strength: float) -> Floats:
-    """How far each pull moves a rank towards its neighbour.
+    """Return (N, N) float64: the step of each pull, a[i][m]; 0 if rank i never chooses m.
 
-    Parameters
-    ----------
-    probabilities : (N, N) float64
-    strength : float
-        alpha * rho.
-
-    Returns
-    -------
-    (N, N) float64
-        a[i][m], and 0 where rank i never chooses m.
-
-    Raises
-    ------
-    UsageError
-        The strength is not above 0, or moves a rank past its neighbour.
+    probabilities: (N, N) float64
+    strength: alpha * rho.
     """
     chosen = _between(probabilities)
     both = (probabilities > 0).astype(np.float64) + (probabilities.T > 0)
@@ -311,48 +230,12 @@ def mixing_weights(probabilities: Floats, strength: float) -> Floats:
     weights[chosen] = strength * both[chosen] / (2 * probabilities[chosen])
     if not (strength > 0 and weights.max() <= 1 + 1e-9):
         raise UsageError(
-            f"a strength of {strength} is not above 0, or moves a rank past its neighbour; give at most "
+            f"strength must be above 0 and must not move a rank past its neighbour, got {strength}; give at most "
             f"{2 * strongest(probabilities):.4g}"
         )
     return weights
 
 
-def mixing_matrix(probabilities: Floats, strength: float, turns: Sequence[float] | None = None) -> Floats:
-    """Y of the module: (N, N) float64, symmetric, rows sum to 1.
-
-    Parameters
-    ----------
-    probabilities : (N, N) float64
-    strength : float
-    turns : sequence of float, optional
-        Share of all pulls that are each rank's, in proportion to 1 / seconds of its step; equal by default.
-
-    Raises
-    ------
-    UsageError
-        As `mixing_weights`.
-
-    Examples
-    --------
-    Four ranks that choose each other equally often:
-
-    >>> uniform = (np.ones((4, 4)) - np.eye(4)) / 3
-    >>> np.linalg.eigvalsh(mixing_matrix(uniform, 0.1)).round(6).tolist()
-    [0.86, 0.86, 0.86, 1.0]
-    """
-    weights = mixing_weights(probabilities, strength)
-    size = len(probabilities)
-    shares = np.full(size, 1 / size) if turns is None else np.asarray(turns, np.float64) / np.sum(turns)
-    total: Floats = np.eye(size)
-    for mine, theirs in zip(*np.nonzero(weights), strict=True):
-        own = np.eye(size)[mine]
-        apart = own - np.eye(size)[theirs]
-        weight = weights[mine, theirs]
-        moved = weight**2 * np.outer(apart, apart) - weight * (np.outer(own, apart) + np.outer(apart, own))
-        total += shares[mine] * probabilities[mine, theirs] * moved
-    return total
-
-
 def _between(probabilities: Floats) -> NDArray[np.bool_]:
-    """Where a rank chooses another one."""
+    """Return a mask of the pairs with a positive probability, without the diagonal."""
     return (probabilities > 0) & ~np.eye(len(probabilities), dtype=bool)

@@ -1,12 +1,12 @@
 """List the plans that compete for message sizes, and search the limits that no schedule of few start-ups exceeds.
 
-Candidates are low optimal trees, the best trees of each height below, few optimal trees, one-shot along the trees of
-an allgather, and every schedule of `topoplan.schedules.registry` that the machine allows, all on the same links. All
-carry the strongest certificate that any of them found, so each states its gap to the optimum.
+Candidates are low optimal trees, the best trees of each height below, few optimal trees, one-shot along the trees of an
+allgather, and every schedule of `topoplan.schedules.registry` that the machine allows, all on the same links. All carry
+the strongest certificate that any of them found, so each states its gap to the optimum.
 
 Chain limits state why schedules with few start-ups are slow on a machine; `topoplan.plans.chain_limits` defines and
-recomputes them. Tried are single ranks and servers, on few ranks the smallest cut around every set of them, and for
-few ranks lengths from packings of trees of limited height. Only limits that lower a rate are kept.
+recomputes them. Tried are single ranks and servers, on few ranks the smallest cut around every set of them, and lengths
+from packings of trees of limited height. Only limits that lower a rate are kept.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from topoplan.solve.planner import lower_trees, plan
 from topoplan.units import TOLERANCE
 
 MOST_FEW = 16
-"""Ranks up to which forests of few and of lower trees are looked for: of more that takes minutes, and seldom wins."""
+"""Most ranks for forests of few and of lower trees: with more they take minutes, and seldom win."""
 
 MOST_DOUBLED = 96
-"""Trees up to which each is tried as two: of more the start-ups of a wire outlast its bytes."""
+"""Most trees that are tried as two each: with more the start-ups of a wire outlast its bytes."""
 
 
 def candidates(
@@ -52,27 +52,11 @@ def candidates(
     channels: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
-    """All schedules of a collective on an allocation, and why some do not exist there.
+    """Return all schedules of a collective on an allocation, and notes on schedules that do not exist there.
 
-    Parameters
-    ----------
-    topology, collective, gpus, root, channels, progress
-        As for `topoplan.plan`.
+    Parameters are those of `topoplan.plan`. The optimal trees come first; all forests are different, and have the same
+    channels, bound and certificate.
 
-    Returns
-    -------
-    plans : tuple of Plan
-        The optimal trees first; no two with the same forest; all with the same channels, bound and certificate.
-    notes : tuple of str
-        One line for each schedule that the allocation does not have.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> plans, notes = candidates(topoplan.load("dgx-1v"), "broadcast")
     >>> [(one.schedule, one.trees, one.height, one.rate) for one in plans][:3]
@@ -125,15 +109,11 @@ def candidates(
 
 
 def doubled(plan: Plan) -> Plan | None:
-    """The same trees, each as two with half of its share; None where that cannot help.
+    """Return the plan with each tree as two of half its share; None if that cannot help.
 
-    A tree sends one chunk at a time over each of its edges. Two trees on the same wire start their copies one
-    after another there, and while one starts, the other moves: a pipeline fills sooner, at no cost in rate. More than
-    two gain little more, and start more.
-
-    Examples
-    --------
-    Up to four NVLinks one after another on a DGX-1V, 32 MB in microseconds:
+    A tree sends one chunk at a time over each of its edges. Two trees on the same wire start their copies one after
+    another there, and while one starts, the other moves: a pipeline fills sooner, at no cost in rate. More than two
+    gain little more, and start more. Up to four NVLinks one after another on a DGX-1V, 32 MB in microseconds:
 
     >>> import topoplan
     >>> plan = topoplan.plan("dgx-1v", "broadcast")
@@ -147,10 +127,8 @@ def doubled(plan: Plan) -> Plan | None:
 
 
 def same_trees(one: Plan, other: Plan) -> bool:
-    """Whether two plans have the same trees, however often each of them.
+    """Return whether two plans have the same set of trees.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan("dgx-1v")
     >>> [same_trees(plan, each) for each in (doubled(plan), topoplan.ring("dgx-1v"))]
@@ -162,7 +140,7 @@ def same_trees(one: Plan, other: Plan) -> bool:
 
 
 def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[Plan]:
-    """The best forests of each height below that of the optimal trees, as far as they are quickly found."""
+    """Return the best forests of each height below that of the optimal trees, if they are found quickly."""
     fabric = Fabric(best.topology, best.channels)
     if best.height < 3 or fabric.split or fabric.in_network or fabric.size > MOST_FEW:
         return []
@@ -171,7 +149,7 @@ def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[P
         if progress:
             progress(f"trees of height {height} …")
         try:
-            # of the planner's notes only what concerns the optimal trees is told here
+            # the planner's notes are shown once, with the optimal trees
             made.append(replace(lower_trees(best, height), notes=()))
         except UsageError:
             continue  # no tree is so low
@@ -179,47 +157,38 @@ def _lower_forests(best: Plan, progress: Callable[[str], None] | None) -> list[P
 
 
 def _distinct(made: Sequence[Plan]) -> tuple[Plan, ...]:
-    """The first of each forest, all under the lowest bound."""
+    """Return the first of each forest, all under the lowest bound."""
     proof = min(made, key=lambda one: one.bound)
     kept: list[Plan] = []
     for one in made:
         if all(one.shards != other.shards for other in kept):
-            # what competes tells only its own forest: another collective is chosen by size anew
+            # a candidate's order is fixed: another collective is selected by size anew
             kept.append(replace(one, bound=proof.bound, certificate=proof.certificate, order="height"))
     return tuple(kept)
 
 
 MOST_SIDES = 64
-"""Ranks up to which each is a side by itself; of more the first so many are."""
+"""Most ranks that are sides by themselves."""
 
 MOST_HEIGHTS = 3
-"""Heights from the lowest on whose packings are tried."""
+"""Number of heights from the lowest whose packings are tried."""
 
 _LONGEST = 1 << 30
-"""Lengths are rounded to whole numbers up to this one."""
+"""Largest rounded length."""
 
 
 def chain_limits(
     fabric: Fabric, collective: str, root: int | None, rate: Fraction | None
 ) -> tuple[ChainLimit, ...]:
-    """Limits of a collective on a fabric, ascending in chain, each with a lower rate than all that follow.
+    """Return limits of a collective on a fabric, ascending in chain, each with a lower rate than all later ones.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-    rate : Fraction or None
-        GB/s that no schedule exceeds: limits are below.
+    rate: GB/s that no schedule exceeds.
 
-    Examples
-    --------
-    One hop of a DGX-2, in which every rank takes in what fifteen others have:
+    One hop of a DGX-2, in which every rank receives the data of fifteen others:
 
     >>> import topoplan
     >>> chain_limits(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None, Fraction(80))
-    (Groups(chain=1.76e-05, between='ranks', side=('gpu0',)),)
+    (GroupLimit(chain=1.76e-05, between='ranks', side=('gpu0',)),)
     """
     if fabric.size == 1 or fabric.split or fabric.in_network or rate is None:
         return ()
@@ -260,7 +229,7 @@ def _tried(
 def _groups(
     fabric: Fabric, between: str, sides: Sequence[frozenset[int]], start_ups: Sequence[float]
 ) -> Iterator[GroupLimit]:
-    """A limit for every side and every length of chain about which groups say something else."""
+    """Yield a limit for every side and every length of chain at which the groups change the limit."""
     groups = rank_groups(fabric, between, set(sides[0]))
     if len(groups) < 2:
         return
@@ -274,10 +243,8 @@ def _groups(
 
 
 def _below(chain: float) -> float:
-    """At most as many seconds, in the digits of a file.
+    """Return at most ``chain`` seconds, in the digits of a file.
 
-    Examples
-    --------
     >>> [_below(chain) for chain in (17.6e-6, 29.505882e-6, 29.505874e-6)]
     [1.76e-05, 2.95058e-05, 2.95058e-05]
     """
@@ -288,10 +255,8 @@ def _below(chain: float) -> float:
 
 
 def _sides(fabric: Fabric) -> Iterator[frozenset[int]]:
-    """Sets of nodes that hold some ranks and not others: what leaves them is bounded."""
-    everything = frozenset(range(fabric.size + len(fabric.nodes)))
+    """Yield sets of nodes that hold some ranks and not others: the traffic out of them is bounded."""
     nodes = frozenset(range(len(fabric.nodes)))
-    assert nodes < everything
     seen: set[frozenset[int]] = set()
 
     def both(side: frozenset[int]) -> Iterator[frozenset[int]]:
@@ -328,7 +293,7 @@ def _sides(fabric: Fabric) -> Iterator[frozenset[int]]:
 def _heights(
     fabric: Fabric, collective: str, root: int | None, start_ups: Sequence[float], diameter: float
 ) -> Iterator[HeightLimit]:
-    """Lengths from packings of trees of the lowest heights; of an allreduce those of its broadcasts."""
+    """Yield lengths from packings of trees of the lowest heights; for an allreduce those of its broadcasts."""
     alone = [(rank,) for rank in range(fabric.size)]
     hop = min(hop_start_ups(fabric, alone, start_ups))
     lowest = max(1, int(diameter / hop * (1 + TOLERANCE)))

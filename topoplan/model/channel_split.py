@@ -1,21 +1,21 @@
 """Plan over several channels: one forest for each, which all finish at one time, or one forest over all.
 
-The forests are ordinary plans over one channel each, packed and proved by themselves. Their shards, scaled, make
+The forests are ordinary plans over one channel each, with their own packing and certificate. Their shards, scaled, make
 one plan; its bound is the sum of theirs, under the condition that a shard keeps to one channel. Channel k moves B_k
-bytes a second once it has started, at t_k. With T the time at which all finish,
+bytes per second once it has started, at t_k. With T the time at which all finish,
 
     D_k = B_k max(0, T - t_k),    D = sum of D_k,
 
-and a channel that starts after T carries nothing. For two channels of which one starts at once and the other after
-T_dpa that is equation 8 of Blink (MLSys 2020, appendix A.3):
+and a channel that starts after T carries nothing. For two channels, one of which starts at once and the other after
+T_dpa, that is equation 8 of Blink (MLSys 2020, appendix A.3):
 
     D_pcie = D B_pcie / (B_pcie + B_nvl) - T_dpa B_pcie B_nvl / (B_pcie + B_nvl),  not below zero.
 
-It knows the start of a channel but not the start-ups and the pipeline of its trees, so the time model decides: if
-the split is not faster than the first channel alone, the plan is that of the first channel alone.
+It knows the start of a channel but not the start-ups and the pipeline of its trees, so the time model decides: if the
+split is not faster than the first channel alone, the plan is that of the first channel alone.
 
-One forest over all wires (`beside_nvlink`) reaches more than the sum, since its trees take NVLink and PCIe side by
-side; it is packed like any other, and compared here with NVLink alone.
+One forest over all wires (`beside_nvlink`) exceeds the sum, since its trees take NVLink and PCIe side by side; it is
+packed like any other, and compared here with NVLink alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from topoplan.plans.shards import Shard
 from topoplan.units import format_seconds, format_size
 
 LARGEST_SIZE = 1 << 50
-"""Bytes up to which a size is looked for from which more channels are faster."""
+"""Largest size in bytes of the search for the size from which more channels are faster."""
 
 _ASSUMED_START = (
     "the time of switching peer access is not stated: {start} assumed, from that of a DGX-1V; "
@@ -50,23 +50,12 @@ _ASSUMED_START = (
 def plan_channels(
     channels: Sequence[str], plan_over: Callable[[str], Plan], *, machine: str, nbytes: int | None
 ) -> Plan:
-    """Plan over several channels at once.
+    """Return a plan over several channels at once.
 
-    Parameters
-    ----------
-    channels : sequence of str
-        The first one leads: it carries small buffers alone.
-    plan_over : callable
-        The plan of the collective over one channel.
-    machine : str
-        Its name, for messages.
-    nbytes : int or None
-        Bytes of the buffer; None for the limit of large buffers, where shares are in proportion to the rates.
-
-    Raises
-    ------
-    InfeasibleError
-        One of the channels does not connect the ranks; carries the cut.
+    channels: the first one leads: it carries small buffers alone.
+    plan_over: returns the plan of the collective over one channel.
+    machine: its name, for messages.
+    nbytes: bytes of the buffer; None for the limit of large buffers, with shares in proportion to the rates.
     """
     parts = []
     for channel in channels:
@@ -80,22 +69,11 @@ def plan_channels(
 
 
 def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
-    """Join plans of one collective over one channel each into a plan over all of them.
+    """Join plans of one collective over one channel each into a plan over all of them, with a `Channels` certificate.
 
-    Parameters
-    ----------
-    parts : sequence of Plan
-        Same collective, ranks and root. The first one leads.
-    nbytes : int or None
-        As in `plan_channels`.
+    The first part leads; it is returned alone, with a note, if more channels are not faster. ``nbytes`` as in
+    `plan_channels`.
 
-    Returns
-    -------
-    Plan
-        With a `Channels` certificate. The first part alone, with a note, where more channels are no faster.
-
-    Examples
-    --------
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
     >>> parts = [topoplan.plan(dgx, "broadcast", channels=channel) for channel in ("nvlink", "pcie")]
@@ -108,40 +86,33 @@ def hybrid_plan(parts: Sequence[Plan], *, nbytes: int | None) -> Plan:
     first = parts[0]
     if len(first.ranks) == 1:
         return first
-    lanes = _ChannelTimes.of(parts)
-    shares = split_shares(lanes.rates, lanes.starts, nbytes)
+    times = _ChannelTimes.of(parts)
+    shares = split_shares(times.rates, times.starts, nbytes)
     used = [part for part, share in zip(parts, shares, strict=True) if share]
     joined = _join(used, [share for share in shares if share]) if len(used) > 1 else None
     if nbytes is None:
         assert joined is not None, "in the limit every channel has a share"
         text = "shares in the limit of large buffers, in proportion to the rates"
-        return replace(joined, notes=(text, *lanes.notes(parts), *joined.notes))
+        return replace(joined, notes=(text, *times.notes(parts), *joined.notes))
     alone = simulate(first, nbytes=nbytes).seconds
     both = simulate(joined, nbytes=nbytes).seconds if joined else alone
     if joined is None or both >= alone:
         text = f"{first.channels[0]} alone carries a buffer of {format_size(nbytes)}"
-        return replace(first, notes=(text, *lanes.notes(parts), *first.notes))
+        return replace(first, notes=(text, *times.notes(parts), *first.notes))
     text = (
         f"shares for a buffer of {format_size(nbytes)}, which by the model takes {format_seconds(both)}, over "
         f"{first.channels[0]} alone {format_seconds(alone)}; rate is what the shares would reach on endless buffers"
     )
-    return replace(joined, notes=(text, *lanes.notes(parts), *joined.notes))
+    return replace(joined, notes=(text, *times.notes(parts), *joined.notes))
 
 
 def beside_nvlink(union: Plan, alone: Plan, *, nbytes: int | None) -> Plan:
-    """A plan over all wires, or over NVLink alone where that is faster for buffers of a size.
+    """Return the faster plan for a size: over all wires, or over NVLink alone.
 
-    Parameters
-    ----------
-    union, alone : Plan
-        Over all wires in one packing, and over NVLink.
-    nbytes : int or None
-        Bytes of the buffer; None keeps the first.
+    union, alone: over all wires in one packing, and over NVLink.
+    nbytes: bytes of the buffer; None keeps the first.
 
-    Returns
-    -------
-    Plan
-        With notes on what NVLink alone would reach, and from which size on more wires are faster.
+    Notes state the rate of NVLink alone, and the size from which more wires are faster.
     """
     if len(union.ranks) == 1:
         return union
@@ -153,23 +124,23 @@ def beside_nvlink(union: Plan, alone: Plan, *, nbytes: int | None) -> Plan:
 
     size = first_size(faster, 1) if union.rate > alone.rate else None
     helps = "at no size" if size is None else f"from about {format_size(size)} on"
-    told = [f"nvlink alone reaches {alone.rate:.6g} GB/s; by the model all wires are faster {helps}"]
+    notes = [f"nvlink alone reaches {alone.rate:.6g} GB/s; by the model all wires are faster {helps}"]
     if hops:
         start = format_seconds(float(peer_access_seconds(union.topology)))
-        told.append(
+        notes.append(
             f"{hops} hops take PCIe between GPUs that NVLink joins too: the plan starts after {start}, once peer "
             "access is switched; channels all-staged copies by way of the CPUs' memory and waits for nothing"
         )
         if not union.topology.peer_access:
-            told.append(_ASSUMED_START.format(start=start))
+            notes.append(_ASSUMED_START.format(start=start))
     if nbytes is not None and not faster(nbytes):
         text = f"nvlink alone carries a buffer of {format_size(nbytes)}"
-        return replace(alone, notes=(text, *told, *alone.notes))
-    return replace(union, notes=(*told, *union.notes))
+        return replace(alone, notes=(text, *notes, *alone.notes))
+    return replace(union, notes=(*notes, *union.notes))
 
 
 def first_size(faster: Callable[[int], bool], low: int) -> int | None:
-    """Bytes, to 1 / 64, from which something is faster that is not so up to ``low``; None for never."""
+    """Return the bytes, to 1 / 64, above ``low`` from which something is faster; None for never."""
     high = low
     while not faster(high):
         low, high = high, 2 * high
@@ -185,7 +156,7 @@ def first_size(faster: Callable[[int], bool], low: int) -> int | None:
 
 
 def _join(parts: Sequence[Plan], shares: Sequence[Fraction]) -> Plan:
-    """The shards of all parts, scaled; for allgather and reduce-scatter in the order of their owners."""
+    """Return the plan of all shards, scaled; for allgather and reduce-scatter in the order of their owners."""
     first = parts[0]
     shards = [
         Shard(shard.share * share, shard.stages)
@@ -213,7 +184,7 @@ def _join(parts: Sequence[Plan], shares: Sequence[Fraction]) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _ChannelTimes:
-    """What divides the buffer: exact rates and starts of the channels, and the time model of each alone."""
+    """Exact rates and starts of the channels, and the time model of each alone."""
 
     rates: tuple[Fraction, ...]
     starts: tuple[Fraction, ...]
@@ -230,7 +201,7 @@ class _ChannelTimes:
         )
 
     def notes(self, parts: Sequence[Plan]) -> tuple[str, ...]:
-        """From when on the later channels help, and what was assumed of their starts."""
+        """Return notes on the size from which the later channels help, and on assumed starts."""
         last = max(range(len(parts)), key=lambda k: self.starts[k])
         start = format_seconds(float(self.starts[last]))
         size = self.helpful_size()
@@ -243,8 +214,8 @@ class _ChannelTimes:
         return tuple(notes)
 
     def helpful_size(self) -> int | None:
-        """Bytes, to 1 / 64, from which the model finds all channels faster than the first; None for never."""
-        # Below this size the first channel is done before the next one starts.
+        """Return the bytes, to 1 / 64, from which all channels are faster than the first; None for never."""
+        # below this size the first channel ends before the next one starts
         low = int(self.rates[0] * 10**9 * max(Fraction(0), min(self.starts[1:]) - self.starts[0]))
         return first_size(self._helps, max(1, low))
 
@@ -264,12 +235,12 @@ def _seconds(schedule: Pipeline, nbytes: int) -> float:
 
 
 SPLIT_GRAIN = 1 << 30
-"""Shares of a size are whole multiples of 1 / GRAIN, a byte of a gigabyte, so that a plan file stays short."""
+"""Shares of a size are multiples of 1 / SPLIT_GRAIN, a byte of a gigabyte, so that a plan file stays short."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSplit:
-    """Bytes for every channel, exact, and the seconds after which all that carry some are done."""
+    """Exact bytes for every channel, and the seconds after which all that carry some are done."""
 
     nbytes: tuple[Fraction, ...]
     seconds: Fraction
@@ -278,26 +249,10 @@ class ChannelSplit:
 def channel_split(rates: Sequence[Fraction], starts: Sequence[Fraction], nbytes: int) -> ChannelSplit:
     """Divide a buffer between channels that start at different times.
 
-    Parameters
-    ----------
-    rates : sequence of Fraction
-        Rate of each channel in GB/s, above zero.
-    starts : sequence of Fraction
-        Seconds at which each may start, zero or more.
-    nbytes : int
-        Size of the buffer, zero or more.
+    rates: rate of each channel in GB/s, above zero.
+    starts: seconds at which each may start, zero or more.
 
-    Raises
-    ------
-    UsageError
-        A value is out of range, or there is not one start for each rate.
-
-    Notes
-    -----
     O(K log K) for K channels: they join in the order of their starts as long as they start before the others finish.
-
-    Examples
-    --------
     100 MB over 20 GB/s at once and 5 GB/s after 1 ms: both finish after 4.2 ms.
 
     >>> split = channel_split([Fraction(20), Fraction(5)], [Fraction(0), Fraction(1, 1000)], 100_000_000)
@@ -305,20 +260,20 @@ def channel_split(rates: Sequence[Fraction], starts: Sequence[Fraction], nbytes:
     ([84000000, 16000000], Fraction(21, 5000))
     """
     if nbytes < 0:
-        raise UsageError(f"a buffer of {nbytes} bytes cannot be divided; give a size of zero or more")
+        raise UsageError(f"nbytes must be 0 or more, got {nbytes}; give a size of zero or more")
     if not rates or len(rates) != len(starts):
-        raise UsageError(f"{len(rates)} rates and {len(starts)} starts are not one of each for every channel")
+        raise UsageError(f"rates and starts must be one for each channel, got {len(rates)} and {len(starts)}")
     for rate, start in zip(rates, starts, strict=True):
         if rate <= 0 or start < 0:
             raise UsageError(
-                f"a channel of {float(rate):g} GB/s that starts after {float(start):g} s cannot take part; "
-                "give a rate above zero and a start of zero or more"
+                f"a channel must have a rate above zero and a start of zero or more, got {float(rate):g} GB/s and "
+                f"{float(start):g} s"
             )
     order = sorted(range(len(rates)), key=lambda k: (starts[k], k))
     together, ahead = Fraction(0), Fraction(0)
     finish = starts[order[0]]
     for place, k in enumerate(order):
-        # What B_k would have moved before it started is added to the buffer, as if all had begun at zero.
+        # the traffic of B_k before its start is added to the buffer, as if all had begun at zero
         together += rates[k] * 10**9
         ahead += rates[k] * 10**9 * starts[k]
         finish = (nbytes + ahead) / together
@@ -331,17 +286,13 @@ def channel_split(rates: Sequence[Fraction], starts: Sequence[Fraction], nbytes:
 def split_shares(
     rates: Sequence[Fraction], starts: Sequence[Fraction], nbytes: int | None
 ) -> tuple[Fraction, ...]:
-    """Shares of the buffer for every channel: those of a size, or for None of the limit of large buffers.
+    """Return the share of the buffer of every channel: for a size, or for None in the limit of large buffers.
 
-    Shares of a size are rounded down to multiples of 1 / `SPLIT_GRAIN`, and the first channel takes what is left; those
-    of the limit are in proportion to the rates and exact, so that no channel waits for another.
+    Shares of a size are rounded down to multiples of 1 / `SPLIT_GRAIN`, and the first channel takes the rest; those of
+    the limit are in proportion to the rates and exact, so that no channel waits for another.
 
-    Examples
-    --------
     >>> split_shares([Fraction(150), Fraction(8)], [Fraction(0), Fraction(37, 10000)], None)
     (Fraction(75, 79), Fraction(4, 79))
-    >>> [float(share) for share in split_shares([Fraction(2), Fraction(1)], [Fraction(0), Fraction(1)], 1 << 20)]
-    [1.0, 0.0]
     """
     if nbytes is None:
         total = sum(rates, Fraction(0))

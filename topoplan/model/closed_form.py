@@ -40,24 +40,13 @@ _GRID = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChannelPart:
-    """The part of a plan that runs over links of its own.
+    """Hops of a plan that share no link with its other parts.
 
-    Parameters
-    ----------
-    name : str
-        Its channels.
-    start : float
-        Seconds after the launch at which it may start.
-    hops : (F',) int64
-        Those of the flow's hops that run in it.
-    share : float
-        Share of the buffer.
-    largest : float
-        The largest share of one of its shards.
-    chain : float
-        Longest chain of start-ups in seconds.
-    pace : float
-        Seconds for each byte of the buffer for which its fullest link is busy.
+    start: seconds after the launch.
+    hops: (F',) int64, indices of hops of the flow.
+    share, largest: share of the buffer, of all shards and of the largest one.
+    chain: longest chain of start-ups in seconds.
+    pace: seconds per byte of the buffer that the fullest link is busy.
     """
 
     name: str
@@ -71,19 +60,14 @@ class ChannelPart:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Hops that can be timed together, a few numpy calls for all: they wait only for hops of earlier levels.
+    """Hops that wait only for hops of earlier levels and are therefore timed together in a few numpy calls.
 
-    For example, hops 0 and 1 wait for none, hop 2 for both of them, hop 3 for hop 1, and hop 4 for hop 2. Forward, the
-    first level is ``hops = [2, 3]``, ``waits = [0, 1, 1]``, ``starts = [0, 2]``, and the second ``hops = [4]``,
-    ``waits = [2]``, ``starts = [0]``. If hop i takes 10 + i seconds, the chains before them are 0, 0, 11, 11 and 23.
+    For example, hops 0 and 1 wait for none, hop 2 for both, hop 3 for hop 1, and hop 4 for hop 2. Forward, the first
+    level is ``hops = [2, 3]``, ``waits = [0, 1, 1]``, ``starts = [0, 2]``, the second ``hops = [4]``, ``waits = [2]``,
+    ``starts = [0]``. If hop i takes 10 + i seconds, the chains before them are 0, 0, 11, 11 and 23.
 
-    Parameters
-    ----------
-    hops : (T,) int64
-    waits : (M,) int64
-        What the first of them waits for, then what the second waits for, and so on.
-    starts : (T,) int64
-        Where in ``waits`` each begins.
+    waits: (M,) int64, predecessors of the first hop, then of the second, and so on.
+    starts: (T,) int64, index in ``waits`` at which the predecessors of each hop begin.
     """
 
     hops: Indices
@@ -95,22 +79,11 @@ class Level:
 class Pipeline:
     """A dataflow as arrays, for times of many sizes and numbers of chunks at once.
 
-    Parameters
-    ----------
-    flow : Dataflow
-    lanes : tuple of Lane
-        Those of the flow.
-    alpha, pace : (F, 1) float64
-        Start-up in seconds, and seconds for each byte of the buffer, of every hop.
-    others : (F, 1) float64
-        Seconds for each byte of the buffer for which other hops keep the fullest link of a hop busy.
-    shard : (F,) int64
-    starters : Starters
-        Which hops share the wires that start them.
-    forward, backward : tuple of Level
-        The hops that each hop waits for, and those that wait for it.
-    latency : float
-        Seconds that remain at size zero: launch, start and longest chain of start-ups of the last lane.
+    alpha, pace: (F, 1) float64, start-up in seconds and seconds per byte of the buffer, of every hop.
+    others: (F, 1) float64, seconds per byte of the buffer that other hops keep the fullest link of a hop busy.
+    starters: hops grouped by the links that start them.
+    forward, backward: levels in the direction of the data and against it.
+    latency: seconds at size zero: launch, start and longest chain of start-ups of the last part.
     """
 
     flow: Dataflow
@@ -125,29 +98,19 @@ class Pipeline:
     latency: float
 
     def bandwidth_seconds(self, nbytes: float) -> float:
-        """D / rate: how long the fullest link is busy."""
+        """Return D / rate, the seconds that the fullest link is busy."""
         return nbytes * max(self.flow.seconds_per_byte, default=0.0)
 
     def seconds(self, nbytes: float, chunks: Indices) -> Floats:
-        """The closed form.
+        """Return the seconds of the closed form, launch included, as (C,) float64.
 
-        Parameters
-        ----------
-        nbytes : float
-            Bytes of the buffer.
-        chunks : (S, C) int64
-            Chunks of every shard, one column for each way of cutting.
-
-        Returns
-        -------
-        (C,) float64
-            Seconds, launch included.
+        chunks: (S, C) int64, chunks of every shard, one column for each way of cutting.
         """
         last: Floats = self.lane_seconds(nbytes, chunks).max(axis=0)
         return last
 
     def lane_seconds(self, nbytes: float, chunks: Indices) -> Floats:
-        """The closed form for every lane: (L, C) float64, from the call on. Parameters are those of `seconds`."""
+        """Return the closed form of every part, launch included, as (L, C) float64; parameters as `seconds`."""
         if not self.flow.hops:
             return np.full((len(self.lanes), chunks.shape[1]), LAUNCH)
         pipelined = self._pipelined(nbytes, chunks, rounds=0)
@@ -158,13 +121,10 @@ class Pipeline:
         return np.array(rows)
 
     def best_chunks(self, nbytes: float, lane: int = 0) -> int:
-        """The number of chunks of every shard of a lane with the least time; of several, as if chunks wait.
+        """Return the fastest number of chunks of a part's shards; ties are broken as if chunks waited for each other.
 
-        Both times are about convex in k: a grid of growing steps, then finer ones between the neighbours of the
-        best, down to single steps.
-
-        Examples
-        --------
+        Both times are about convex in k: a grid of growing steps, then finer ones around the best, down to single
+        steps.
         A chain of H = 2 hops at 20 GB/s with alpha 8.8 us: k* = sqrt(64 MiB / 20 GB/s / 8.8 us) = 19.5.
 
         >>> import topoplan
@@ -189,7 +149,7 @@ class Pipeline:
             low, high = grid[max(0, best - 1)], grid[min(len(grid) - 1, best + 1)]
 
     def _pipelined(self, nbytes: float, chunks: Indices, *, rounds: int) -> Floats:
-        """Of every hop, (F, C): the longest chain of times through it, or through the start-ups of its route."""
+        """Return the longest chain of times through each hop, or through the start-ups of its route, as (F, C)."""
         k = chunks[self.shard].astype(np.float64)
         alone = self.alpha + self.pace * nbytes / k
         before, after = longest_chains(alone, self.forward), longest_chains(alone, self.backward)
@@ -201,11 +161,12 @@ class Pipeline:
 
 
 def pipeline(flow: Dataflow) -> Pipeline:
-    """Arrange a dataflow for `Pipeline.seconds`."""
+    """Return a dataflow as arrays for `Pipeline.seconds`."""
     alpha = np.array([[hop.alpha] for hop in flow.hops])
     pace = np.array([[hop.pace * flow.shares[hop.shard]] for hop in flow.hops])
     fullest = np.array([[max(flow.seconds_per_byte[link] for link in hop.links)] for hop in flow.hops])
-    forward = forward_levels(flow)
+    numbers = range(len(flow.hops))
+    forward = levels_of([hop.waits for hop in flow.hops], numbers)
     chains = longest_chains(alpha, forward) + alpha
     lane_of_hop = np.array([flow.lane_of_shard[hop.shard] for hop in flow.hops], dtype=np.int64)
     lanes = []
@@ -232,59 +193,27 @@ def pipeline(flow: Dataflow) -> Pipeline:
         shard=np.array([hop.shard for hop in flow.hops], dtype=np.int64),
         starters=starters(flow),
         forward=forward,
-        backward=backward_levels(flow),
+        backward=levels_of(flow.followers, numbers[::-1]),
         latency=LAUNCH + max(lane.start + lane.chain for lane in lanes),
     )
 
 
 def chunk_counts(schedule: Pipeline, nbytes: int, chunk_bytes: int | None) -> tuple[int, ...]:
-    """Chunks of every shard: as few as ``chunk_bytes`` allows, or the best common number of its lane for None.
-
-    Raises
-    ------
-    UsageError
-        ``nbytes`` is negative or ``chunk_bytes`` not above zero.
-    """
+    """Return the chunks of every shard: as few as ``chunk_bytes`` allows, or the fastest number for None."""
     if nbytes < 0:
-        raise UsageError(f"a buffer of {nbytes} bytes cannot be simulated; give a size of zero or more")
+        raise UsageError(f"nbytes must be 0 or more, got {nbytes}; give a size of zero or more")
     if chunk_bytes is None:
         best = [schedule.best_chunks(nbytes, lane) for lane in range(len(schedule.lanes))]
         return tuple(best[lane] for lane in schedule.flow.lane_of_shard)
     if chunk_bytes <= 0:
-        raise UsageError(f"a chunk of {chunk_bytes} bytes moves nothing; give a chunk size above zero")
+        raise UsageError(f"chunk_bytes must be above 0, got {chunk_bytes}; give a chunk size above zero")
     return tuple(max(1, math.ceil(share * nbytes / chunk_bytes)) for share in schedule.flow.shares)
 
 
-def forward_levels(flow: Dataflow) -> tuple[Level, ...]:
-    """Levels in the direction of the data: each hop with the hops it waits for."""
-    return levels_of([hop.waits for hop in flow.hops], range(len(flow.hops)))
-
-
-def backward_levels(flow: Dataflow) -> tuple[Level, ...]:
-    """Levels against the direction of the data: each hop with the hops that wait for it."""
-    return levels_of(flow.followers, range(len(flow.hops) - 1, -1, -1))
-
-
 def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
-    """Length of the longest chain of hops that ends before each hop.
+    """Return the length of the longest chain of hops that ends before each hop; 0 for a hop that waits for none.
 
-    Parameters
-    ----------
-    seconds : (F, C) float64
-        Time of every hop.
-
-    Returns
-    -------
-    (F, C) float64
-        Seconds; zero for a hop that waits for none.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.model.dataflow import dataflow
-    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
-    >>> int(longest_chains(np.ones((len(flow.hops), 1)), forward_levels(flow)).max())
-    1
+    seconds: (F, C) float64, time of every hop; the result has the same shape.
     """
     reach = np.zeros_like(seconds)
     for level in levels:
@@ -295,7 +224,7 @@ def longest_chains(seconds: Floats, levels: tuple[Level, ...]) -> Floats:
 
 
 def levels_of(waits: Sequence[Sequence[int]], order: range) -> tuple[Level, ...]:
-    """Levels of what waits for what: of each item those that come before it, visited in an order that respects them."""
+    """Return levels for items with their predecessors, visited in a topological order."""
     depth = [0] * len(waits)
     members: list[list[int]] = []
     for hop in order:
@@ -321,13 +250,7 @@ LinkName = tuple[str, str]
 class ChannelTime:
     """When one channel of a plan runs.
 
-    Parameters
-    ----------
-    channel : str
-    share : float
-        Of the buffer.
-    start, seconds : float
-        Seconds from the call until it may start, and until its last byte is in place.
+    start, seconds: seconds from the call until it may start, and until its last byte arrives.
     """
 
     channel: str
@@ -338,39 +261,20 @@ class ChannelTime:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The time of one collective and where it goes.
+    """The time of one collective and its parts.
 
-    Parameters
-    ----------
-    collective : str
-    ranks : int
-    nbytes : int
-        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
-    seconds : float
-        From the call until the last byte is in place.
-    chunks : tuple of int
-        Chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`); of a sparse plan, those of
-        all rounds.
-    latency_seconds : float
-        What remains at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; where the
-        buffer is split, the start of a later channel too.
-    bandwidth_seconds : float
-        What remains at infinite size: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer
-        is split; the rest is the pipeline, filling and draining.
-    link_bytes, link_seconds : dict of (str, str) to float
-        Bytes across each link that is used, and the time it is busy, from source to destination. Two channels
-        between the same devices stand together: their bytes, and the longer of their times.
-    bottleneck : tuple of (str, str)
-        The links that are busy longest.
-    channels : tuple of ChannelTime
-        One for each channel between which the buffer is split; otherwise one for all together.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> timeline = topoplan.simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=64 << 10)
-    >>> round(timeline.latency_seconds * 1e6, 1), round(timeline.seconds * 1e6)
-    (26.0, 27)
+    nbytes: bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
+    seconds: from the call until the last byte arrives.
+    chunks: chunks of every shard; of a compact plan, of every template (`Plan.shard_counts`); of a sparse plan, of all
+    rounds.
+    latency_seconds: time at size zero: the launch, and alpha of the hops on the slowest root-to-leaf path; if the
+    buffer is split, the start of a later channel too.
+    bandwidth_seconds: ``nbytes`` / rate. ``seconds`` is at least the sum of both, unless the buffer is split; the rest
+    fills and drains the pipeline.
+    link_bytes, link_seconds: bytes across each used link and the time it is busy, by (source, destination). Two
+    channels between the same devices are added: their bytes, and the longer of their times.
+    bottleneck: the links that are busy longest.
+    channels: one entry for each channel that has its own part of the buffer.
     """
 
     collective: str
@@ -396,7 +300,6 @@ class Timeline:
         return self.algbw * bus_factor(self.collective, self.ranks)
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object of everything above."""
         return {
             "collective": self.collective,
             "ranks": self.ranks,
@@ -420,16 +323,16 @@ class Timeline:
 
 
 def simulate(plan: Plans, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
-    """Model time of a plan for one buffer size.
+    """Return the model time of a plan for one buffer size.
 
     Parameters
     ----------
     plan : Plan or SizePlans
-        Of plans by size the one for this size.
+        Plans by size are simulated with the plan for this size.
     nbytes : int
         Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
     chunk_bytes : int or None
-        Largest chunk; None chooses the number of chunks.
+        Largest chunk; None selects the number of chunks.
 
     Raises
     ------
@@ -449,16 +352,13 @@ def simulate(plan: Plans, *, nbytes: int, chunk_bytes: int | None = None) -> Tim
 
 
 def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:
-    """The model time of a plan as a function of the size: a sweep arranges its dataflow once.
-
-    Plans by size are arranged when a size first needs them.
-    """
+    """Return the model time of a plan as a function of the size; the dataflow is built once per plan."""
     arranged: dict[int, tuple[tuple[Plan, Pipeline], ...]] = {}
 
     def time(nbytes: int) -> Timeline:
         chosen = plan.at(nbytes)
         if id(chosen) not in arranged:
-            # of a sparse plan one part for each round: they run one after another
+            # rounds of a sparse plan run one after another
             parts = [one.plan for one in rounds(chosen)] if chosen.sparse else [chosen]
             arranged[id(chosen)] = tuple((part, pipeline(dataflow(part))) for part in parts)
         times = [_timeline(part, schedule, nbytes, chunk_bytes) for part, schedule in arranged[id(chosen)]]
@@ -468,7 +368,7 @@ def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeli
 
 
 def _one_after_another(plan: Plan, nbytes: int, times: Sequence[Timeline]) -> Timeline:
-    """The time of a plan whose rounds take these."""
+    """Return the time of a plan whose rounds take ``times``."""
     link_bytes: dict[LinkName, float] = {}
     link_seconds: dict[LinkName, float] = {}
     for time in times:

@@ -1,11 +1,11 @@
 """Find the links that a copy from one GPU to another crosses.
 
-A copy takes NVLink if there is a path, direct or through NVSwitches; else PCIe, sockets and C2C; always over as few
-links as possible, and through no other GPU. If peer access is refused, the driver stages copies in the memory of the
-host: up to a CPU and down again, even below one PCIe switch.
+A copy takes NVLink if a path exists, direct or through NVSwitches; else PCIe, sockets and C2C; always over as few links
+as possible, and through no other GPU. If peer access is refused, the driver stages copies in host memory: up to a CPU
+and down again, even below one PCIe switch.
 
-Hardware stripes a copy over NVSwitches that lie side by side, so a route is a sequence of stages and a stage is one
-or several links. Over PCIe a copy takes one path: at each device the widest link.
+Hardware stripes a copy over parallel NVSwitches, so a route is a sequence of stages and a stage is one or several
+links. Over PCIe a copy takes one path: at each device the widest link.
 """
 
 from __future__ import annotations
@@ -20,27 +20,18 @@ from topoplan.machine.topology import Link, Topology
 PathStep = tuple[Link, int, int]
 """A link on a shortest path, and the states at its ends in the graph of routes."""
 
-WIRES = {
-    "nvlink": ("nvlink",),
-    "pcie": ("pcie", "sys", "c2c"),
-    "network": ("pcie", "sys", "c2c", "network"),
-}
-"""Which links of the topology the kinds of route are made of."""
+WIRES = {"nvlink": ("nvlink",), "pcie": ("pcie", "sys", "c2c"), "network": ("pcie", "sys", "c2c", "network")}
+"""Channels of the links that each kind of route uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRoute:
     """Links of a copy, from source to destination.
 
-    Parameters
-    ----------
-    channel : str
-        nvlink, pcie or network.
-    stages : tuple of tuple of Link
-        A copy is striped over the links of a stage in proportion to their stated bandwidths.
-    ends : (int, int) or None
-        The stages that bear its start-up: on a network those into its switches and out of them; None for the first and
-        the last.
+    channel: nvlink, pcie or network.
+    stages: a copy is striped over the links of a stage in proportion to their stated bandwidths.
+    ends: indices of the stages that bear its start-up: on a network those into its switches and out of them; None for
+    the first and the last.
     """
 
     channel: str
@@ -49,25 +40,22 @@ class CopyRoute:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """All links of all stages."""
         return tuple(link for stage in self.stages for link in stage)
 
     @property
     def bandwidth(self) -> float:
-        """What the links as stated let through, in GB/s: that of the narrowest stage."""
+        """GB/s of the narrowest stage, as stated."""
         return min(stage_bandwidth(stage) for stage in self.stages)
 
 
 def stage_bandwidth(stage: tuple[Link, ...]) -> float:
-    """Stated GB/s of all links of a stage together."""
+    """Return the sum of the stated GB/s of a stage."""
     return sum(link.bandwidth for link in stage)
 
 
 class CopyRoutes:
     """Routes of copies in one machine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> routes = CopyRoutes(topoplan.load("dgx-1v"))
     >>> route = routes.between("gpu0", "gpu5")
@@ -81,30 +69,28 @@ class CopyRoutes:
         self._gpus = set(topology.gpus)
         self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
-        # each when a route over such links is first asked for
         self._ways = cache(lambda channel: _ChannelRoutes(topology, WIRES[channel]))
         self._steps = cache(self._searched)
         self._path = cache(self._walked)
 
     def between(self, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
-        """The route of a copy; None where the machine has none.
+        """Return the route of a copy, or None.
 
-        Parameters
-        ----------
-        src, dst : str
-            Names of two GPUs.
-        through_host : bool
-            Peer access is refused.
+        through_host: peer access is refused.
         """
         if not through_host:
             striped = self._stages("nvlink", src, dst)
             if striped:
                 return CopyRoute("nvlink", tuple(tuple(link for link, _, _ in stage) for stage in striped))
-        path = self._over_cpu(src, dst) if through_host and self._cpus else self._path(src, dst)
+        if through_host and self._cpus:
+            halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
+            path = min((up + down for up, down in halves if up and down), key=len, default=())
+        else:
+            path = self._path(src, dst)
         return CopyRoute("pcie", tuple((link,) for link in path)) if path else None
 
     def between_servers(self, src: str, dst: str) -> CopyRoute | None:
-        """As `between`; where a server has no way, the one over the network and the PCIe at both its ends."""
+        """Return the route as `between`, or else over the network and the PCIe at both ends."""
         inside = self.between(src, dst)
         path = () if inside else self._path(src, dst, "network")
         if not path:
@@ -114,14 +100,8 @@ class CopyRoutes:
         ends = (into[0], out[-1]) if into and out else (0, len(path) - 1)
         return CopyRoute("network", tuple((link,) for link in path), ends)
 
-    def _over_cpu(self, src: str, dst: str) -> tuple[Link, ...]:
-        """The shortest PCIe path through a CPU, the first of them where several are equally short."""
-        halves = [(self._path(src, cpu), self._path(cpu, dst)) for cpu in self._cpus]
-        whole = [up + down for up, down in halves if up and down]
-        return min(whole, key=len, default=())
-
     def _walked(self, src: str, dst: str, channel: str = "pcie") -> tuple[Link, ...]:
-        """One shortest path; empty where there is none."""
+        """Return one shortest path, or ()."""
         links: list[Link] = []
         at = -1
         for stage in self._stages(channel, src, dst):
@@ -131,7 +111,7 @@ class CopyRoutes:
         return tuple(links)
 
     def _stages(self, channel: str, src: str, dst: str) -> tuple[tuple[PathStep, ...], ...]:
-        """The links of all shortest paths, by how far they are from the source; empty where there is none."""
+        """Return the links of all shortest paths by their distance from the source, or ()."""
         steps, ways = self._steps(channel, src), self._ways(channel)
         ends = [state for state in ways.states.get(dst, ()) if state in steps]
         if not ends or src == dst:
@@ -151,7 +131,7 @@ class CopyRoutes:
         return tuple(reversed(stages))
 
     def _searched(self, channel: str, src: str) -> Mapping[int, int]:
-        """Number of links to every state that can be reached without passing a GPU."""
+        """Return the number of links to every state that is reachable without passing a GPU."""
         ways = self._ways(channel)
         frontier = list(ways.states.get(src, ()))[:1]
         steps = dict.fromkeys(frontier, 0)
@@ -163,18 +143,6 @@ class CopyRoutes:
                     steps[after] = steps[state] + 1
                     frontier.append(after)
         return steps
-
-
-def copy_route(topology: Topology, src: str, dst: str, *, through_host: bool = False) -> CopyRoute | None:
-    """The route of one copy (see `CopyRoutes.between`).
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> copy_route(topoplan.load("dgx-2"), "gpu0", "gpu9").links[1].src
-    'nvswitch0'
-    """
-    return CopyRoutes(topology).between(src, dst, through_host=through_host)
 
 
 class _ChannelRoutes:
@@ -195,12 +163,11 @@ class _ChannelRoutes:
             self.states.setdefault(self._names[node], []).append(state)
 
     def device(self, state: int) -> str:
-        """The device that a state stands for."""
         return self._names[self._nodes[state]]
 
 
 def _widest(topology: Topology, kinds: Collection[str]) -> tuple[Link, ...]:
-    """The links of some channels, those from one device together; of several between two devices the widest."""
+    """Return the links of some channels, sorted by source; of parallel links the widest."""
     widest: dict[tuple[str, str], Link] = {}
     for link in topology.links:
         if link.channel in kinds:

@@ -1,20 +1,19 @@
 """Order the hops of a plan by their dependencies, with their start-up costs and the wires on which start-ups queue.
 
-A hop carries one chunk of one shard between two ranks and starts once its rank holds the chunk; gathers in a row are
-one exchange. Parts of the buffer on other channels run by themselves. A compact plan has hops of templates only:
-with |T| images of the template and |R| of the route, each of these starts |T| / |R| copies of it, one at a time on
-each wire.
+A hop carries one chunk of one shard between two ranks and starts once its rank holds the chunk; consecutive gathers are
+one exchange. Parts of the buffer on other channels run independently. A compact plan has hops of templates only: with
+|T| images of the template and |R| of the route, each of these starts |T| / |R| copies of it, one at a time on each
+wire.
 
 A hop costs alpha + bytes / bandwidth (Hockney 1994); alpha is the start of a copy, half for each end that is a GPU,
-unless a ``latency`` is stated. A network hop is one start-up: half where it leaves the first NIC, half where it
-enters the last. LAUNCH and the ratios of channels: NCCL ``src/graph/tuning.cc``, ``baseLat`` and ``hwLat`` of Ring,
-Simple (8.4 us; NVLink 3.4, PCI 5.7 us). Scale: Blink (MLSys 2020) figure 27, two hops on a DGX-2 in 26 us up to 64
-KB; the double binary tree of eight hops comes out at 79 us, 84 us were measured. The network is set to 36 us (24.8
-us on that scale), so that an allgather of 1 MB between two DGX-A100 (a 200 Gb/s NIC for each GPU) runs at the
-measured 13.1 GB/s; 1 GB comes out at 340 GB/s, 247 were measured. PCIe beside NVLink waits T_dpa for peer access to
-be switched (Blink, appendix A.3); PCIe alone, or only between GPUs that NVLink does not join or by way of a CPU's
-memory, does not. Absent: headers, flow control, queues in NICs and switches, proxy threads, NVLink flags. More:
-``tests.bench published``.
+unless a ``latency`` is stated. A network hop is one start-up: half at the first NIC, half at the last. LAUNCH and the
+ratios of channels: NCCL ``src/graph/tuning.cc``, ``baseLat`` and ``hwLat`` of Ring, Simple (8.4 us; NVLink 3.4, PCI 5.7
+us). Scale: Blink (MLSys 2020) figure 27, two hops on a DGX-2 in 26 us up to 64 KB; the double binary tree of eight hops
+comes out at 79 us, 84 us were measured. The network is set to 36 us (24.8 us on that scale), so that an allgather of 1
+MB between two DGX-A100 (a 200 Gb/s NIC for each GPU) runs at the measured 13.1 GB/s; 1 GB comes out at 340 GB/s, 247
+were measured. PCIe beside NVLink waits T_dpa for peer access to be switched (Blink, appendix A.3); PCIe alone, or only
+between GPUs that NVLink does not join or through a CPU's memory, does not. Absent: headers, flow control, queues in
+NICs and switches, proxy threads, NVLink flags. More: ``tests.bench published``.
 """
 
 from __future__ import annotations
@@ -48,16 +47,10 @@ START_UP: Mapping[str, float] = {
 
 
 def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
-    """Seconds of start-up that a hop pays for crossing a link.
+    """Return the seconds of start-up that a hop pays for crossing a link.
 
-    Parameters
-    ----------
-    link : Link
-    kinds : mapping of str to str
-        Kind of every device, by name (see `device_kinds`).
+    kinds: kind of every device, by name (see `device_kinds`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-2")
     >>> up = next(link for link in machine.links if link.channel == "nvlink")
@@ -74,24 +67,7 @@ def link_latency(link: Link, kinds: Mapping[str, str]) -> float:
 
 
 def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
-    """Seconds of start-up of a hop over some links, one after another.
-
-    Parameters
-    ----------
-    links : sequence of Link
-    kinds : mapping of str to str
-        Kind of every device, by name (see `device_kinds`).
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(pair, ("nvlink", "network"))
-    >>> across = next(arc for arc in fabric.arcs if (arc.tail, arc.head) == (0, 8))
-    >>> round(route_latency([fabric.links[link] for link in across.links], device_kinds(pair)) * 1e6, 1)
-    36.0
-    """
+    """Return the seconds of start-up of a hop over a sequence of links."""
     networked = any(link.channel == "network" for link in links)
     return sum(
         link_latency(link, kinds)
@@ -101,32 +77,17 @@ def route_latency(links: Sequence[Link], kinds: Mapping[str, str]) -> float:
 
 
 def device_kinds(topology: Topology) -> dict[str, str]:
-    """Kind of every device, by name."""
     return {device.name: device.kind for device in topology.devices}
 
 
 def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fraction]:
-    """Seconds after the launch at which each channel of a plan may start.
+    """Return the seconds after the launch at which each channel may start: 0, but for pcie beside nvlink.
 
-    Parameters
-    ----------
-    topology : Topology
-        The allocation: its GPUs are those that switch.
-    channels : sequence of str
-        Channels of the plan.
+    topology: the allocation whose GPUs switch peer access (`peer_access_seconds`).
 
-    Returns
-    -------
-    dict of str to Fraction
-        Zero, but for pcie beside nvlink (see `peer_access_seconds`).
-
-    Examples
-    --------
     >>> import topoplan
     >>> channel_starts(topoplan.load("dgx-1v"), ("nvlink", "pcie"))
     {'nvlink': Fraction(0, 1), 'pcie': Fraction(37, 10000)}
-    >>> channel_starts(topoplan.load("dgx-1v"), ("pcie",))
-    {'pcie': Fraction(0, 1)}
     """
     starts = dict.fromkeys(channels, Fraction(0))
     if "nvlink" in starts and "pcie" in starts:
@@ -135,15 +96,13 @@ def channel_starts(topology: Topology, channels: Sequence[str]) -> dict[str, Fra
 
 
 def peer_access_seconds(topology: Topology) -> Fraction:
-    """T_dpa: seconds to switch peer access between all GPUs of an allocation, exact.
+    """Return T_dpa, the exact seconds to switch peer access between all GPUs of an allocation.
 
-    The servers of an allocation switch at the same time, so the largest one counts. Between two numbers of GPUs
-    that `Topology.peer_access` states the time is interpolated; below the first it is the first; above the last it
-    grows with the number of peers, n - 1, each of which costs a process one call. A machine that states none is
-    taken as a DGX-1V (`topoplan.machine.hardware.PEER_ACCESS`).
+    Servers switch at the same time, so the largest one counts. Between two numbers of GPUs that `Topology.peer_access`
+    states the time is interpolated; below the first it is the first; above the last it grows with the number of peers,
+    n - 1, each of which costs a process one call. A machine that states none gets the times of a DGX-1V
+    (`topoplan.machine.hardware.PEER_ACCESS`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> [float(peer_access_seconds(machine.subset(range(n)))) for n in (2, 5, 8)]
@@ -169,18 +128,11 @@ def peer_access_seconds(topology: Topology) -> Fraction:
 class Hop:
     """One tree edge in the direction of its data.
 
-    Parameters
-    ----------
-    shard, stage, src, dst : int
-        Where it stands in the plan, and its sending and receiving rank.
-    links : tuple of int
-        The links that it crosses, in order, as indices into the fabric.
-    alpha : float
-        Seconds of start-up for every chunk.
-    pace : float
-        Seconds for each byte of a chunk that has the route to itself: 1 / slowest bandwidth.
-    waits : tuple of int
-        Positions of the hops that must have delivered a chunk before it can start here.
+    shard, stage: indices in the plan; src, dst: ranks.
+    links: indices into the fabric, in the order of crossing.
+    alpha: seconds of start-up per chunk.
+    pace: seconds per byte of a chunk without contention: 1 / slowest bandwidth.
+    waits: indices of the hops that must have delivered a chunk before it can start here.
     """
 
     shard: int
@@ -195,31 +147,16 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """A plan ready for timing.
+    """A plan prepared for timing.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    shares : tuple of float
-        Share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
-    counts : tuple of int
-        How many shards each of them stands for.
-    images : ImageShards or None
-        The symmetries of a compact plan.
-    hops : tuple of Hop
-        Every hop stands after the hops it waits for.
-    followers : tuple of tuple of int
-        For every hop, the hops that wait for it.
-    seconds_per_byte : tuple of float
-        For every link of the fabric, the time it is busy for each byte of the buffer.
-    load : tuple of float
-        For every link of the fabric, the bytes across it for each byte of the buffer.
-    full : tuple of int
-        The links that are busy longest.
-    lanes : tuple of (str, float)
-        Name of every lane, its channels, and the seconds after the launch at which it may start. One lane, at once,
-        where the buffer is not split.
-    lane_of_shard : tuple of int
+    shares: share of every shard; of a compact plan, here and below, of every template (`Plan.shard_counts`).
+    counts: number of shards that each stands for.
+    images: the symmetries of a compact plan.
+    hops: in topological order.
+    followers: for every hop, the hops that wait for it.
+    seconds_per_byte, load: busy seconds of every link of the fabric, and bytes across it, per byte of the buffer.
+    full: the links that are busy longest.
+    lanes: the channels of every independent part of the buffer, and the seconds after the launch at which it may start.
     """
 
     fabric: Fabric
@@ -236,20 +173,7 @@ class Dataflow:
 
 
 def dataflow(plan: Plan) -> Dataflow:
-    """Hops of a plan and what each waits for.
-
-    Raises
-    ------
-    PlanError
-        A stage is no tree, or a route crosses a link that the machine does not have.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> flow = dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
-    >>> len(flow.hops), len(flow.hops[0].links)
-    (480, 2)
-    """
+    """Return the hops of a plan and their dependencies."""
     fabric = Fabric(plan.topology, plan.channels)
     kinds = device_kinds(plan.topology)
     hops: list[Hop] = []
@@ -260,7 +184,8 @@ def dataflow(plan: Plan) -> Dataflow:
             upwards = stage.op == "reduce"
             gather = stage.op == "gather"
             if not gather:
-                _arrive(arriving, exchanged)
+                for rank, received in exchanged.items():
+                    arriving.setdefault(rank, []).extend(received)
                 exchanged = {}
             carried: dict[int, int] = {}
             edges = stage.top_down()
@@ -304,24 +229,14 @@ def dataflow(plan: Plan) -> Dataflow:
     )
 
 
-def _arrive(arriving: dict[int, list[int]], exchanged: dict[int, list[int]]) -> None:
-    """What ranks have once an exchange is over."""
-    for rank, hops in exchanged.items():
-        arriving.setdefault(rank, []).extend(hops)
-
-
 def switched_hops(plan: Plan) -> int:
-    """Edges of a plan that take PCIe between two GPUs that NVLink joins too, for which peer access is switched.
+    """Return the number of edges that take PCIe between GPUs that NVLink joins too, for which peer access is switched.
 
-    Staged copies need no peer access, and channels of a split plan know their starts themselves.
+    Staged copies need no peer access, and channels of a split plan have their own starts.
 
-    Examples
-    --------
     >>> import topoplan
     >>> switched_hops(topoplan.plan("dgx-1v", "broadcast", gpus=[6, 7], channels="all"))
     1
-    >>> switched_hops(topoplan.plan("dgx-1v", gpus=[0, 1, 6]))
-    0
     """
     if ALL not in plan.channels:
         return 0
@@ -335,7 +250,7 @@ def switched_hops(plan: Plan) -> int:
 
 
 def _channel_parts(plan: Plan, fabric: Fabric) -> tuple[tuple[tuple[str, float], ...], tuple[int, ...]]:
-    """The channels that a split plan uses, in its order, and which of them each shard keeps to."""
+    """Return the channels that a split plan uses, in its order, and the index of each shard's channel."""
     if switched_hops(plan):
         start = float(peer_access_seconds(plan.topology))
         return (("+".join(plan.channels), start),), (0,) * len(plan.shard_counts)
@@ -360,14 +275,9 @@ Indices = NDArray[np.int64]
 class Starters:
     """Hops grouped by the route that starts them.
 
-    Parameters
-    ----------
-    route : tuple of int
-        For every hop, the number of its route.
-    wires : tuple of int
-        For every route, how many copies it can start at once: the wires of its narrowest link.
-    copies : tuple of float
-        For every hop, how many it stands for on one route.
+    route: for every hop, the index of its route.
+    wires: for every route, the copies that it can start at once: the wires of its narrowest link.
+    copies: for every hop, the number that it stands for on one route.
     """
 
     route: tuple[int, ...]
@@ -375,20 +285,15 @@ class Starters:
     copies: tuple[float, ...]
 
     def longest(self, before: Floats, starting: Floats, after: Floats) -> Floats:
-        """How long the route of every hop takes to start all its copies.
+        """Return, as (F, C), the seconds that the route of every hop takes to start all its copies.
 
-        Parameters
-        ----------
-        before, starting, after : (F, C) float64
-            Seconds of every hop: until its first start-up can begin, in all its start-ups, and from the end of its
-            last one.
-
-        Returns
-        -------
-        (F, C) float64
-            No order is faster: a route begins after the least ``before`` and ends with the least ``after``.
+        before, starting, after: (F, C) float64, seconds of every hop: until its first start-up can begin, in all its
+        start-ups, and from the end of its last one. No order is faster: a route begins after the least ``before`` and
+        ends with the least ``after``.
         """
-        order, first = self._grouped()
+        route = np.array(self.route, dtype=np.int64)
+        order = np.argsort(route, kind="stable")
+        first = np.searchsorted(route[order], np.arange(len(self.wires)))
         wires = np.array(self.wires, dtype=np.float64)[:, None]
         every = starting * np.array(self.copies, dtype=np.float64)[:, None]
         busy = np.add.reduceat(every[order], first, axis=0) / wires
@@ -396,25 +301,11 @@ class Starters:
         longest: Floats = (earliest + busy + latest)[list(self.route)]
         return longest
 
-    def _grouped(self) -> tuple[Indices, Indices]:
-        """The hops in the order of their routes, and where each route begins."""
-        route = np.array(self.route, dtype=np.int64)
-        order = np.argsort(route, kind="stable")
-        return order, np.searchsorted(route[order], np.arange(len(self.wires)))
-
 
 def starters(flow: Dataflow) -> Starters:
-    """The routes of a dataflow and the hops on each.
+    """Return the routes of a dataflow and the hops on each.
 
-    Examples
-    --------
     DGX-2, one hop: two ranks share a reduce and a broadcast, each on a route of its own direction.
-
-    >>> import topoplan
-    >>> from topoplan.model.dataflow import dataflow
-    >>> found = starters(dataflow(topoplan.plan(topoplan.load("dgx-2"), "allreduce")))
-    >>> len(found.route), len(found.wires), found.route.count(0)
-    (480, 240, 2)
     """
     links = flow.fabric.links
     if flow.images is None:
@@ -433,7 +324,9 @@ def starters(flow: Dataflow) -> Starters:
 
 
 def _route_orbits(flow: Dataflow, images: ImageShards) -> list[tuple[Hop, tuple[tuple[int, ...], int]]]:
-    """Every hop with the least image of its route, as nodes from the first rank of an orbit on, and their number."""
+    """Return every hop with the least image of its route, as nodes from the first rank of an orbit, and the orbit's
+    size.
+    """
     elements, ends = images.elements, flow.fabric.ends
     to_first: dict[int, Indices] = {}
     found = []

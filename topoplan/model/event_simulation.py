@@ -1,18 +1,17 @@
-"""Chunk-level event simulation of a plan: the second road to its time, and what ``--trace`` draws.
+"""Simulate a plan chunk by chunk with discrete events: a second way to its time, and the source of ``--trace``.
 
-Every directed link is a server: it carries one chunk at a time, whole, and of those that are ready it takes
-the one that is earliest in its shard (chunk index over number of chunks, so that a shard cut finer keeps
-its weight). Every hop works through its chunks in order: it waits for its inputs (`dataflow`), pays the
-start-up alpha, then sends. Alpha keeps the hop busy, as a copy engine or thread block is, and one of the wires
-of its route from starting others (`start_ups`), but not the link: others move meanwhile. Along a route of
-several links a chunk cuts through: it is on all of them at once where they are free, and waits in front of the
-one that is not. Ties go to the receiver that is next after the sender, so that senders behind one switch do not
-all begin with the same receiver; then by shard, stage and edge. The hops of a channel that starts later than the
-launch wait until then.
+Every directed link is a server: it carries one chunk at a time, whole, and picks the ready chunk that is earliest in
+its shard (chunk index over number of chunks, so that a shard cut finer keeps its weight). Every hop works through its
+chunks in order: it waits for its inputs (`dataflow`), pays the start-up alpha, then sends. Alpha keeps the hop busy, as
+a copy engine or thread block is, and one of the wires of its route from starting others (`starters`), but not the link:
+others move meanwhile. Along a route of several links a chunk cuts through: it is on all of them at once if they are
+free, and waits in front of a busy one. Ties go to the receiver that is next after the sender, so that senders behind
+one switch do not all begin with the same receiver; then by shard, stage and edge. Hops of a channel that starts after
+the launch wait for its start.
 
-What waits in front of a link in the middle of a route waits in a switch: the largest such queue of every port is told,
+A chunk in front of a link in the middle of a route waits in a switch; the largest such queue of every port is reported
 in whole chunks. With ``headroom`` every flow is *paced* instead: its connection sends at that part of its share of the
-links (`topoplan.plans.loads.flow_rates`), several flows are on a link at once, none is ever asked for more than it has,
+links (`topoplan.plans.loads.flow_rates`), several flows are on a link at once, no link is asked for more than it has,
 and queues are empty but for packets. That is explicit rate control with the rates known ahead.
 """
 
@@ -32,14 +31,14 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.structure import rounds
 
 MAX_TRANSFERS = 2_000_000
-"""Most chunk transfers that are simulated one by one: about half a minute."""
+"""Most simulated chunk transfers: about half a minute."""
 
 _ARRIVE, _DELIVER, _START, _BEGIN, _SERVE = range(5)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One chunk on one link (its index in the fabric), in seconds from the call."""
+    """One chunk on one link (index in the fabric), in seconds from the call."""
 
     link: int
     start: float
@@ -62,24 +61,14 @@ class SwitchQueue:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What the event simulation saw.
+    """The result of an event simulation.
 
-    Parameters
-    ----------
-    seconds : float
-        From the call until the last chunk is delivered, launch included.
-    chunks : tuple of int
-        Number of chunks of every shard.
-    transfers : tuple of Transfer
-        In order of their start.
-    fabric : Fabric
-        Names of the links.
-    starts : tuple of (str, float)
-        Channels that start later than the launch, and when, in seconds from the call.
-    queues : tuple of Queue
-        The largest queue of every port of a switch at which chunks had to wait, in order of the links.
-    in_flight : int
-        Most chunks that were on their way at once, waiting ones included.
+    seconds: from the call until the last chunk is delivered, launch included.
+    chunks: number of chunks of every shard.
+    transfers: in order of their start.
+    starts: channels that start after the launch, in seconds from the call.
+    queues: the largest queue of every switch port at which chunks waited, in order of the links.
+    in_flight: most chunks in flight at once, waiting ones included.
     """
 
     seconds: float
@@ -92,44 +81,28 @@ class SimulatedRun:
 
     @property
     def largest_queue(self) -> SwitchQueue | None:
-        """The one of most bytes; None where nothing waits in a switch."""
+        """The queue of most bytes; None if no chunk waits in a switch."""
         return max(self.queues, key=lambda queue: (queue.nbytes, -queue.link), default=None)
 
 
 def run_events(
     plan: Plan, *, nbytes: int, chunk_bytes: int | None = None, headroom: float | None = None
 ) -> SimulatedRun:
-    """Run a plan chunk by chunk.
+    """Return the event simulation of a plan.
 
-    Parameters
-    ----------
-    plan : Plan
-    nbytes : int
-        Bytes of the buffer; for allgather and reduce_scatter of the full gathered one.
-    chunk_bytes : int or None
-        Largest chunk; None cuts every shard into the number of chunks that the closed form finds best.
-    headroom : float or None
-        Pace every flow at this part of its share of the links, above 0 and at most 1; None lets senders send.
+    nbytes: bytes of the buffer; for allgather and reduce_scatter of the full gathered one.
+    chunk_bytes: largest chunk; None takes the number of chunks that the closed form finds best.
+    headroom: pace every flow at this part of its share of the links, above 0 and at most 1; None does not pace.
 
-    Raises
-    ------
-    UsageError
-        ``nbytes`` is negative, ``chunk_bytes`` not above zero, or so small that the simulation would not end; or the
-        headroom is out of range.
-
-    Notes
-    -----
     O(T log T) for T = hops x chunks x links on a route.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-2"), "allreduce")
     >>> run = run_events(plan, nbytes=1 << 30)
     >>> round(run.seconds / topoplan.simulate(plan, nbytes=1 << 30).seconds, 2)
     1.0
 
-    Fifteen senders meet at the root's port of a reduce; paced at 95 %, nobody waits there:
+    Fifteen senders share the root's port of a reduce; paced at 95 %, no chunk waits there:
 
     >>> plan = topoplan.plan("dgx-2", "reduce")
     >>> run, paced = (run_events(plan, nbytes=1 << 30, headroom=part) for part in (None, 0.95))
@@ -137,7 +110,7 @@ def run_events(
     (14, (), 1.09)
     """
     if headroom is not None and not 0 < headroom <= 1:
-        raise UsageError(f"a headroom of {headroom} is no part of a link; give above 0 and at most 1")
+        raise UsageError(f"headroom must be above 0 and at most 1, got {headroom}")
     if plan.sparse:
         return _run_rounds(plan, nbytes, chunk_bytes, headroom)
     flow = dataflow(plan)
@@ -145,17 +118,17 @@ def run_events(
     count = sum(len(hop.links) * chunks[hop.shard] * flow.counts[hop.shard] for hop in flow.hops)
     if count > MAX_TRANSFERS:
         raise UsageError(
-            f"{count} chunk transfers are more than {MAX_TRANSFERS} and are not run one by one; give fewer GPUs, a "
-            "smaller buffer or a larger chunk size"
+            f"chunk transfers must be at most {MAX_TRANSFERS}, got {count}; give fewer GPUs, a smaller buffer or a "
+            "larger chunk size"
         )
     if flow.images is not None:
-        # Events are those of single links, so every image is needed.
+        # events need single links, therefore every image
         plan = replace(plan, shards=tuple(plan.shards))
         flow = dataflow(plan)
         chunks = chunk_counts(pipeline(flow), nbytes, chunk_bytes)
     sizes = [share * nbytes / k for share, k in zip(flow.shares, chunks, strict=True)]
-    roads = _links_in_turn(flow) if headroom is None else _paced(flow, plan, headroom)
-    served = _serve(flow, sizes, chunks, roads)
+    servers = _links_in_turn(flow) if headroom is None else _paced(flow, plan, headroom)
+    served = _serve(flow, sizes, chunks, servers)
     return SimulatedRun(
         seconds=served.seconds,
         chunks=chunks,
@@ -168,9 +141,9 @@ def run_events(
 
 
 def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: float | None) -> SimulatedRun:
-    """The rounds of a sparse plan, each launched when the one before has ended.
+    """Run the rounds of a sparse plan, each launched at the end of the one before.
 
-    Stages are numbers of rounds, and a message that carries several shards goes by the first.
+    Stages are numbers of rounds; a message of several shards has the number of the first.
     """
     end, in_flight = 0.0, 0
     chunks: list[int] = []
@@ -206,16 +179,11 @@ def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: floa
 
 @dataclass(frozen=True, slots=True)
 class _LinkServers:
-    """What chunks wait for: servers, each of which carries one at a time.
+    """Servers, each of which carries one chunk at a time.
 
-    Parameters
-    ----------
-    pace : list of float
-        Seconds that each server takes for a byte.
-    links : list of tuple of int
-        The links that it stands for.
-    of_hop : list of tuple of int
-        The servers that each hop passes.
+    pace: seconds per byte of each server.
+    links: the links of each server.
+    of_hop: the servers that each hop passes.
     """
 
     pace: list[float]
@@ -224,7 +192,7 @@ class _LinkServers:
 
 
 def _links_in_turn(flow: Dataflow) -> _LinkServers:
-    """Every link is a server."""
+    """Return one server per link."""
     links = flow.fabric.links
     return _LinkServers(
         [1e-9 / link.bandwidth for link in links],
@@ -234,7 +202,7 @@ def _links_in_turn(flow: Dataflow) -> _LinkServers:
 
 
 def _paced(flow: Dataflow, plan: Plan, headroom: float) -> _LinkServers:
-    """Every flow is a server: its connection, at its own rate over all its links at once."""
+    """Return one server per flow: a connection at its own rate over all its links at once."""
     rates: dict[tuple[int, int, tuple[int, ...]], float] = {}
     for ((src, dst, _), links), rate in flow_rates(plan.shards, flow.fabric).items():
         rates[src, dst, links] = rates.get((src, dst, links), 0.0) + float(rate)
@@ -248,7 +216,7 @@ def _paced(flow: Dataflow, plan: Plan, headroom: float) -> _LinkServers:
 
 @dataclass(slots=True)
 class _EventLog:
-    """What has been seen so far."""
+    """Results so far."""
 
     transfers: list[Transfer]
     queues: list[SwitchQueue]
@@ -256,8 +224,8 @@ class _EventLog:
     in_flight: int = 0
 
 
-def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], roads: _LinkServers) -> _EventLog:
-    hops, ranks, pace = flow.hops, flow.fabric.size, roads.pace
+def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], servers: _LinkServers) -> _EventLog:
+    hops, ranks, pace = flow.hops, flow.fabric.size, servers.pace
     done = [0] * len(hops)
     active = [False] * len(hops)
     routes = starters(flow)
@@ -287,11 +255,11 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], roads:
                 end = now + size * pace[number]
                 found.transfers += (
                     Transfer(link, now, end, hop.shard, hop.stage, done[served], hop.src, hop.dst)
-                    for link in roads.links[number]
+                    for link in servers.links[number]
                 )
                 heapq.heappush(events, (end, _DELIVER, served, leg))
-                if leg + 1 < len(roads.of_hop[served]):
-                    onward = end - size * pace[roads.of_hop[served][leg + 1]]
+                if leg + 1 < len(servers.of_hop[served]):
+                    onward = end - size * pace[servers.of_hop[served][leg + 1]]
                     heapq.heappush(events, (max(now, onward), _ARRIVE, served, leg + 1))
             if waiting[number][0] > largest[number][0]:
                 largest[number] = waiting[number]
@@ -315,7 +283,7 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], roads:
                 heapq.heappush(unstarted[route], (chunk / chunks[hop.shard], number))
                 heapq.heappush(events, (now, _BEGIN, route, 0))
             continue
-        link = roads.of_hop[number][leg]
+        link = servers.of_hop[number][leg]
         if kind == _ARRIVE:
             if leg:
                 waiting[link] = (waiting[link][0] + 1, waiting[link][1] + sizes[hop.shard])
@@ -326,7 +294,7 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], roads:
             heapq.heappush(queue[link], place)
         else:
             busy[link] = False
-            if leg == len(roads.of_hop[number]) - 1:
+            if leg == len(servers.of_hop[number]) - 1:
                 done[number] += 1
                 active[number] = False
                 moving -= 1
@@ -339,19 +307,11 @@ def _serve(flow: Dataflow, sizes: Sequence[float], chunks: Sequence[int], roads:
 
 
 def chrome_trace(run: SimulatedRun) -> str:
-    """A run as a Chrome trace, in JSON: one row for each link, one box for each chunk on it.
+    """Return a run as a Chrome trace in JSON: one row for each link, one box for each chunk on it.
 
     The format is the Trace Event Format that ``chrome://tracing`` and Perfetto open; times are in microseconds. Rows
-    stand in the order of the links; a box carries its shard, stage, chunk and ranks. A channel that starts later than
-    the launch has a row of its own, with one box until then.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> run = run_events(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), nbytes=1 << 20)
-    >>> events = json.loads(chrome_trace(run))["traceEvents"]
-    >>> sum(event["ph"] == "X" for event in events) == len(run.transfers)
-    True
+    are in the order of the links; a box carries its shard, stage, chunk and ranks. A channel that starts after the
+    launch has its own row, with one box until its start.
     """
     used = sorted({transfer.link for transfer in run.transfers})
     rows: list[dict[str, object]] = [

@@ -1,9 +1,9 @@
-"""Jobs on shared links as fluids: who sends how fast at any time, until all are done.
+"""Simulate jobs on shared links as fluids.
 
-The bytes of an iteration leave on each of its links by themselves, and the iteration has sent when the last link has: a
+The bytes of an iteration leave on each of its links independently, and the iteration has sent when the last link has: a
 concurrent open shop. A link serves the jobs of the highest level that have bytes for it, and divides itself among them
 by their weights; with equal weights that is max-min fair, since every flow has one link. Rates change only when a flow
-begins or ends, when levels change, and where weights grow with progress in steps of one part in `STEPS`.
+begins or ends, when levels change, and, for weights that grow with progress, in steps of one part in `STEPS`.
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ from dataclasses import dataclass, field
 from topoplan.model.jobs import JobStage, TrainingJob, Workload
 
 STEPS = 64
-"""Steps in which a weight follows the progress of a flow; in each it is that of the step's middle."""
+"""Steps in which a weight follows the progress of a flow; each has the weight of its middle."""
 
 _CLOSE = 1e-12
-"""Times and bytes closer than this, as a part of themselves, are the same."""
+"""Relative tolerance of times and bytes."""
 
 Levels = Sequence[Sequence[int]]
-"""Jobs by their numbers: those of the first level are served before all others, and so on."""
+"""Job numbers by level; a level is served before all later ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveJob:
-    """A job that has arrived and is not done.
+    """A job between its arrival and its end.
 
-    Parameters
-    ----------
-    number : int
-        Its place among the jobs.
-    job : Job
-    stage : Stage
-        The one it is in.
-    early : bool
-        Whether that is its first.
-    left : int
-        Iterations of it that are not done, the one under way included.
+    early: whether it is in its first stage.
+    left: iterations of the stage that are not done, the current one included.
     """
 
     number: int
@@ -50,17 +41,11 @@ class ActiveJob:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How jobs share links.
+    """A rule for sharing links.
 
-    Parameters
-    ----------
-    name : str
-    levels : callable
-        Levels of the jobs that have arrived; asked when one arrives, ends a stage, or ends. None: all are equal.
-    weight : callable or None
-        A flow's weight among its equals by the share of its bytes that it has sent; None for equal weights.
-    shifts : callable or None
-        Seconds by which each job starts later than it arrives.
+    levels: levels of the active jobs, computed when one arrives, ends a stage, or ends; None for one level.
+    weight: weight of a flow in its level by the share of its bytes already sent; None for equal weights.
+    shifts: seconds from each job's arrival to its start.
     """
 
     name: str
@@ -71,7 +56,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class FluidFlow:
-    """A job's bytes on a link at one rate, from ``start`` to ``end`` in seconds; GB/s."""
+    """A job's bytes on a link at one rate in GB/s, from ``start`` to ``end`` in seconds."""
 
     link: str
     job: int
@@ -82,20 +67,12 @@ class FluidFlow:
 
 @dataclass(slots=True)
 class JobRun:
-    """What became of a job.
+    """Times of one job in seconds.
 
-    Parameters
-    ----------
-    stages : list of float
-        When each stage ended that did.
-    iterations : list of float
-        Seconds of each iteration that ended.
-    computed : list of (float, float)
-        From when to when it computed.
-    sent : list of (float, float)
-        From when to when it sent, or waited to.
-    end : float
-        When it was done, or the horizon.
+    stages: end of each completed stage.
+    iterations: length of each completed iteration.
+    computed, sent: spans of computing, and of sending or waiting to send.
+    end: the end, or the horizon.
     """
 
     stages: list[float] = field(default_factory=list)
@@ -106,7 +83,6 @@ class JobRun:
 
     @property
     def busy(self) -> float:
-        """Seconds of computing."""
         return _length(self.computed)
 
 
@@ -118,14 +94,7 @@ def _length(spans: Sequence[tuple[float, float]]) -> float:
 class PolicyRun:
     """A run of all jobs under a policy.
 
-    Parameters
-    ----------
-    jobs : Workload
-    policy : str
-    order : tuple of int or None
-        Jobs by level, highest first, when the last one had arrived; None where all are equal.
-    runs : tuple of JobRun
-    flows : tuple of Flow
+    order: jobs by level, highest first, at the arrival of the last one; None without levels.
     """
 
     jobs: Workload
@@ -143,12 +112,12 @@ class PolicyRun:
 
     @property
     def makespan(self) -> float | None:
-        """Seconds until the last job ended; None where the horizon came first."""
+        """Seconds until the last job ended; None if the horizon came first."""
         return max(run.end for run in self.runs) if self.done else None
 
     @property
     def cost(self) -> float | None:
-        """Sum over jobs of weight times the completion of the first stage; None where one did not complete."""
+        """Sum over jobs of weight times completion time of the first stage; None if one did not complete."""
         if any(not run.stages for run in self.runs):
             return None
         return math.fsum(
@@ -164,15 +133,15 @@ class PolicyRun:
         return busy / (gpus * whole) if whole else 0.0
 
     def sent(self, number: int) -> float:
-        """Seconds in which bytes of a job were on their way."""
+        """Return the seconds in which bytes of a job were in flight."""
         return _length(self.network(number))
 
     def idle(self, number: int) -> float:
-        """Seconds from a job's arrival to its end, or the horizon, in which it did not compute."""
+        """Return the seconds from a job's arrival to its end, or the horizon, without computing."""
         return max(0.0, self.runs[number].end - self.jobs.jobs[number].release - self.runs[number].busy)
 
     def network(self, number: int) -> list[tuple[float, float]]:
-        """From when to when bytes of a job were on their way, one span after another."""
+        """Return the spans in which bytes of a job were in flight, merged."""
         spans: list[tuple[float, float]] = []
         for start, end in sorted((flow.start, flow.end) for flow in self.flows if flow.job == number):
             if spans and start <= spans[-1][1]:
@@ -182,7 +151,7 @@ class PolicyRun:
         return spans
 
     def to_object(self) -> dict[str, object]:
-        """What ``topoplan simulate --json`` prints of a policy."""
+        """Return the object that ``topoplan simulate --json`` prints for a policy."""
         names = [job.name for job in self.jobs.jobs]
         return {
             "order": None if self.order is None else [names[number] for number in self.order],
@@ -203,11 +172,9 @@ class PolicyRun:
 
 
 def run_jobs(jobs: Workload, policy: Policy) -> PolicyRun:
-    """Run jobs under a policy until all are done, or the horizon.
+    """Return the run of jobs under a policy until all are done, or the horizon.
 
-    Examples
-    --------
-    Two jobs that send for 90 of 200 seconds; the second arrives 5 later. Fair shares keep them in each other's way.
+    Two jobs that send for 90 of 200 seconds; the second arrives 5 later. Fair shares make them collide.
 
     >>> from topoplan.model.job_policies import POLICIES
     >>> stage = JobStage(4, 110.0, {"wire": 90e9})
@@ -220,7 +187,7 @@ def run_jobs(jobs: Workload, policy: Policy) -> PolicyRun:
 
 @dataclass(slots=True)
 class _JobState:
-    """A job under way."""
+    """State of an active job."""
 
     stage: int = 0
     left: int = 0
@@ -266,7 +233,7 @@ class _FluidSimulation:
         return moment <= self.now + _CLOSE * max(1.0, self.now)
 
     def _pass_borders(self, waiting: set[int]) -> None:
-        """Start and end what starts and ends now."""
+        """Start and end what is due now."""
         changed = False
         for number in sorted(waiting):
             if self._reached(self.starts[number]):
@@ -281,15 +248,15 @@ class _FluidSimulation:
                 if number not in self.states:
                     break
         if changed and self.policy.levels is not None and self.states:
-            standing = [self._standing(number) for number in sorted(self.states)]
-            levels = self.policy.levels(self.jobs, standing)
+            active = [self._active(number) for number in sorted(self.states)]
+            levels = self.policy.levels(self.jobs, active)
             for level, members in enumerate(levels):
                 for number in members:
                     self.level[number] = level
             if self.order is None and not waiting:
                 self.order = tuple(number for members in levels for number in members)
 
-    def _standing(self, number: int) -> ActiveJob:
+    def _active(self, number: int) -> ActiveJob:
         job, state = self.jobs.jobs[number], self.states[number]
         return ActiveJob(number, job, job.stages[state.stage], state.stage == 0, state.left)
 
@@ -302,7 +269,7 @@ class _FluidSimulation:
         state.remaining = dict(stage.bytes)
 
     def _end_iteration(self, number: int, state: _JobState) -> bool:
-        """Whether a stage ended with it."""
+        """End an iteration, and return whether a stage ended with it."""
         job, run = self.jobs.jobs[number], self.runs[number]
         run.iterations.append(self.now - state.begin)
         if state.computed > state.begin:
@@ -324,7 +291,7 @@ class _FluidSimulation:
         return True
 
     def _cut(self, number: int, run: JobRun) -> None:
-        """The part of an iteration before the horizon."""
+        """Record the part of an iteration before the horizon."""
         run.end = self.now
         state = self.states.get(number)
         if state is None:
@@ -335,7 +302,7 @@ class _FluidSimulation:
             run.sent.append((state.sends, self.now))
 
     def _rates(self) -> dict[tuple[str, int], float]:
-        """Bytes a second of every flow."""
+        """Return the bytes per second of every flow."""
         flows: dict[str, list[int]] = {}
         for number, state in self.states.items():
             if state.remaining and self._reached(state.sends):
@@ -345,25 +312,23 @@ class _FluidSimulation:
         for link, members in flows.items():
             first = min(self.level[number] for number in members)
             served = [number for number in members if self.level[number] == first]
-            weights = [self._weight(link, number) for number in served]
+            weigh = self.policy.weight
+            weights = [
+                1.0 if weigh is None else weigh((self._step(link, number) + 0.5) / STEPS) for number in served
+            ]
             whole = math.fsum(weights)
             for number, weight in zip(served, weights, strict=True):
                 rates[link, number] = self.jobs.links[link] * 1e9 * weight / whole
         return rates
 
-    def _weight(self, link: str, number: int) -> float:
-        if self.policy.weight is None:
-            return 1.0
-        return self.policy.weight((self._step(link, number) + 0.5) / STEPS)
-
     def _step(self, link: str, number: int) -> int:
-        """How many steps of its bytes a flow has sent."""
+        """Return the number of weight steps that a flow has sent."""
         state = self.states[number]
         total = self.jobs.jobs[number].stages[state.stage].bytes[link]
         return int((1 - state.remaining[link] / total) * STEPS + 1e-9)
 
     def _next(self, waiting: set[int], rates: Mapping[tuple[str, int], float]) -> float:
-        """When something changes next."""
+        """Return the time of the next change."""
         moments = [self.starts[number] for number in waiting]
         for state in self.states.values():
             moments += [moment for moment in (state.computed, state.sends) if not self._reached(moment)]
@@ -377,7 +342,7 @@ class _FluidSimulation:
         return min(moments)
 
     def _send(self, rates: Mapping[tuple[str, int], float], then: float) -> None:
-        """Move bytes until a moment."""
+        """Move bytes until ``then``."""
         self._change(rates)
         for (link, number), rate in rates.items():
             remaining = self.states[number].remaining
@@ -387,7 +352,7 @@ class _FluidSimulation:
                 remaining[link] -= rate * (then - self.now)
 
     def _change(self, rates: Mapping[tuple[str, int], float]) -> None:
-        """Write down the flows whose rates are others from now on."""
+        """Record the flows whose rates change now."""
         for key, (start, rate) in list(self.open.items()):
             if rates.get(key) != rate:
                 if self.now > start:

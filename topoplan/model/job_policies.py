@@ -1,18 +1,18 @@
-"""Policies for jobs on shared links: in which order, with which weights, and when they start.
+"""Policies for jobs on shared links: order, weights and start times.
 
 - ``fifo``: strict priority in the order of arrival. ``fair``: equal shares.
-- ``grouper``: strict priority in the order of a primal-dual 2-approximation of weighted completion of the stages under
-  way (Mastrolilli et al., "Minimizing the sum of weighted completion times in a concurrent open shop", 2010, as in
-  Sincronia, SIGCOMM 2018), for groups of jobs that are judged by their first stages (Grouper, TNSM 2020).
-- ``jpas``: jobs in their first stage before all others, the one that is nearest to its end first; later stages share
-  fairly. JPAS (JNCA 2020) ranks jobs by the accuracy that a second gains; a jobs file tells no accuracy, so that each
-  first stage is taken to be worth the same.
-- ``crux``: GPU intensity, GPU-seconds of computing over seconds of sending, times a correction for how much network
-  time the job gains and the one with most traffic loses by its going first, in at most `QUEUES` priorities (Crux,
-  SIGCOMM 2024). Paths are given, not chosen.
+- ``grouper``: strict priority in the order of a primal-dual 2-approximation of weighted completion of the active stages
+  (Mastrolilli et al., "Minimizing the sum of weighted completion times in a concurrent open shop", 2010, as in
+  Sincronia, SIGCOMM 2018), for groups of jobs that are compared by their first stages (Grouper, TNSM 2020).
+- ``jpas``: jobs in their first stage before all others, the one nearest to its end first; later stages share fairly.
+  JPAS (JNCA 2020) ranks jobs by the accuracy that a second gains; a jobs file has no accuracy, so that each first stage
+  counts the same.
+- ``crux``: GPU intensity, GPU-seconds of computing over seconds of sending, times a correction for the network time
+  that the job gains and the one with most traffic loses if it goes first, in at most `QUEUES` priorities (Crux, SIGCOMM
+  2024). Paths are given, not chosen.
 - ``mltcp``: shares that grow with the part of an iteration's bytes already sent, 1.75 r + 0.25 (MLTCP, arXiv
-  2402.09589); jobs slide out of each other's way.
-- ``cassini``: fair shares, jobs started so late that they send at different times on a common circle of their iteration
+  2402.09589); jobs slide apart.
+- ``cassini``: fair shares, with start times at which jobs send at different times on a common circle of their iteration
   times (CASSINI, NSDI 2024).
 """
 
@@ -32,41 +32,40 @@ from topoplan.model.fluid_simulation import ActiveJob, Levels, Policy, run_jobs
 from topoplan.model.jobs import JobStage, TrainingJob, Workload
 
 QUEUES = 8
-"""Priorities that switches and NICs have."""
+"""Priorities of switches and NICs."""
 
 ORDERS = 10
-"""Topological orders of the conflicts that compression of priorities tries."""
+"""Number of topological orders of the conflicts that compression of priorities tries."""
 
 ANGLES = 72
-"""Positions of a job's start that CASSINI tries on its circle."""
+"""Number of positions of a job's start that CASSINI tries on its circle."""
 
 _PAIR, _SHORT = 60, 600
-"""Iterations of the longer over which two jobs are run against each other, and at most of the shorter."""
+"""Iterations of the longer of two competing jobs, and most iterations of the shorter."""
 
 _TURNS = 60
 """Most iterations of a job on a circle; iteration times are rounded until they fit."""
 
 
-def first_come(_: Workload, standing: Sequence[ActiveJob]) -> Levels:
-    """By arrival; of several at once, as they stand in the file."""
-    return [(one.number,) for one in sorted(standing, key=lambda one: (one.job.release, one.number))]
+def first_come(_: Workload, active: Sequence[ActiveJob]) -> Levels:
+    """Order by arrival; ties as in the file."""
+    return [(one.number,) for one in sorted(active, key=lambda one: (one.job.release, one.number))]
 
 
-def primal_dual(jobs: Workload, standing: Sequence[ActiveJob]) -> Levels:
-    """Whose loads the fullest link can do last at the least cost goes last; the others pay it; and so on."""
+def primal_dual(jobs: Workload, active: Sequence[ActiveJob]) -> Levels:
     loads = [
-        {link: one.left * size / jobs.links[link] for link, size in one.stage.bytes.items()}
-        for one in standing
+        {link: one.left * size / jobs.links[link] for link, size in one.stage.bytes.items()} for one in active
     ]
-    order = primal_dual_order(loads, [one.job.weight for one in standing])
-    return [(standing[place].number,) for place in order]
+    order = primal_dual_order(loads, [one.job.weight for one in active])
+    return [(active[place].number,) for place in order]
 
 
 def primal_dual_order(loads: Sequence[Mapping[str, float]], weights: Sequence[float]) -> list[int]:
-    """The order of jobs for least weighted completion, at most twice the optimum, from their loads on every link.
+    """Return the order of jobs for least weighted completion, at most twice the optimum, from their loads on every
+    link.
 
-    Examples
-    --------
+    Repeatedly, the job with the least cost per load on the fullest link goes last, and the others pay for it.
+
     >>> loads = [[4, 0, 2], [1, 5, 0], [0, 2, 3], [3, 1, 1]]
     >>> primal_dual_order([dict(zip("abc", row)) for row in loads], [1, 1, 1, 1])
     [2, 3, 1, 0]
@@ -79,7 +78,7 @@ def primal_dual_order(loads: Sequence[Mapping[str, float]], weights: Sequence[fl
         busy = {link: math.fsum(loads[job].get(link, 0.0) for job in left) for link in links}
         fullest = max(links, key=lambda link: (busy[link], -links.index(link)), default=None)
         if fullest is None or busy[fullest] == 0:
-            return left + order  # nothing is sent any more: whoever comes first
+            return left + order  # no traffic remains: first come, first served
         there = [job for job in left if loads[job].get(fullest, 0.0) > 0]
         last = min(there, key=lambda job: (cost[job] / loads[job][fullest], job))
         paid = cost[last] / loads[last][fullest]
@@ -90,17 +89,17 @@ def primal_dual_order(loads: Sequence[Mapping[str, float]], weights: Sequence[fl
     return order
 
 
-def early_first(jobs: Workload, standing: Sequence[ActiveJob]) -> Levels:
-    """First stages before all others, by the seconds that they still need alone."""
-    early = [one for one in standing if one.early]
+def early_first(jobs: Workload, active: Sequence[ActiveJob]) -> Levels:
+    """Order first stages before all others, by the seconds that they still need alone."""
+    early = [one for one in active if one.early]
     early.sort(key=lambda one: (one.left * one.stage.alone(jobs.links), one.number))
-    return [*[(one.number,) for one in early], tuple(one.number for one in standing if not one.early)]
+    return [*[(one.number,) for one in early], tuple(one.number for one in active if not one.early)]
 
 
-def by_intensity(jobs: Workload, standing: Sequence[ActiveJob], *, queues: int = QUEUES) -> Levels:
-    """By corrected GPU intensity, compressed to some priorities; jobs that send nothing come first."""
-    silent = [one for one in standing if not one.stage.bytes]
-    sending = [one for one in standing if one.stage.bytes]
+def by_intensity(jobs: Workload, active: Sequence[ActiveJob], *, queues: int = QUEUES) -> Levels:
+    """Order by corrected GPU intensity, compressed to ``queues`` priorities; jobs without traffic come first."""
+    silent = [one for one in active if not one.stage.bytes]
+    sending = [one for one in active if one.stage.bytes]
     priority = [
         correction * _intensity(one, jobs)
         for one, correction in zip(sending, corrections(jobs, sending), strict=True)
@@ -123,15 +122,12 @@ def _intensity(one: ActiveJob, jobs: Workload) -> float:
     return one.job.gpus * one.stage.compute / one.stage.sending(jobs.links)
 
 
-def corrections(jobs: Workload, standing: Sequence[ActiveJob]) -> list[float]:
-    """How much more a job's intensity counts than that of the job with most traffic, which counts once.
+def corrections(jobs: Workload, active: Sequence[ActiveJob]) -> list[float]:
+    """Return the factors of the jobs' intensities, relative to the job with most traffic.
 
-    The two run by themselves, one first and then the other: the network seconds that the job gains by going first, over
-    those that the other loses.
-
-    Examples
-    --------
-    Crux's first example: 2 s of computing and 2 s of sending, against 1 s and 1 s.
+    Each job competes with that one alone, first with one priority, then with the other: the factor is the network
+    seconds that the job gains by going first, over the seconds that the other loses. Crux's first example: 2 s
+    of computing and 2 s of sending, against 1 s and 1 s.
 
     >>> stages = {name: JobStage(1, x, {"wire": x * 1e9}) for name, x in (("a", 2.0), ("b", 1.0))}
     >>> jobs = [TrainingJob(name, (stage,), gpus=10) for name, stage in stages.items()]
@@ -139,11 +135,11 @@ def corrections(jobs: Workload, standing: Sequence[ActiveJob]) -> list[float]:
     >>> corrections(Workload({"wire": 1.0}, tuple(jobs)), both)
     [1.0, 1.5]
     """
-    if not standing:
+    if not active:
         return []
-    most = max(standing, key=lambda one: (one.stage.sending(jobs.links), -one.number))
+    most = max(active, key=lambda one: (one.stage.sending(jobs.links), -one.number))
     found = []
-    for one in standing:
+    for one in active:
         apart = one.stage.bytes.keys().isdisjoint(most.stage.bytes)
         shapes = [
             (each.compute, each.overlap, *sorted(each.bytes.items())) for each in (most.stage, one.stage)
@@ -155,7 +151,7 @@ def corrections(jobs: Workload, standing: Sequence[ActiveJob]) -> list[float]:
 
 @lru_cache(maxsize=1024)
 def _correction(most: tuple[Any, ...], one: tuple[Any, ...], rates: tuple[tuple[str, float], ...]) -> float:
-    """What the second gains by going first, over what the first loses, both iterating without end."""
+    """Return the gain of ``one`` from going first over the loss of ``most``, both iterating without end."""
     links = dict(rates)
     stages = [JobStage(10**9, compute, dict(sent), overlap) for compute, overlap, *sent in (most, one)]
     long, short = (pick(stage.alone(links) for stage in stages) for pick in (max, min))
@@ -173,29 +169,18 @@ def _correction(most: tuple[Any, ...], one: tuple[Any, ...], rates: tuple[tuple[
 
 
 def in_order(order: Sequence[int]) -> Policy:
-    """Strict priority in a given order of jobs, by their numbers: the highest first."""
-    return Policy("in order", lambda _, standing: [(number,) for number in order])
+    """Return a policy of strict priority in a given order of job numbers, highest first."""
+    return Policy("in order", lambda _, active: [(number,) for number in order])
 
 
 def compress(
     ranked: Sequence[int], edges: Mapping[tuple[int, int], float], queues: int
 ) -> list[tuple[int, ...]]:
-    """Put jobs into few queues so that conflicts of little weight fall into one queue.
+    """Partition ranked jobs into few queues so that conflicts of little weight fall into one queue.
 
-    Of `ORDERS` random orders in which every job stands behind those it conflicts with that are above it, the best cut
-    into neighbouring parts is found by dynamic programming (Crux, section 4.3).
-
-    Parameters
-    ----------
-    ranked : sequence of int
-        Jobs, the highest priority first.
-    edges : mapping of (int, int) to float
-        Conflicts, from the higher job to the lower, with their weights.
-    queues : int
-
-    Examples
-    --------
-    The conflict of 0 and 1 weighs least: they share a queue.
+    Of `ORDERS` random topological orders, the best cut into neighbouring parts is found by dynamic programming (Crux,
+    section 4.3). ``edges`` holds weights of conflicts, from the higher job to the lower. The conflict of 0 and 1 weighs
+    least: they share a queue.
 
     >>> compress([0, 1, 2], {(0, 1): 1.0, (1, 2): 3.0}, 2)
     [(0, 1), (2,)]
@@ -214,7 +199,7 @@ def compress(
 def _shuffled(
     ranked: Sequence[int], edges: Mapping[tuple[int, int], float], source: random.Random
 ) -> list[int]:
-    """A random order in which every job stands behind its higher neighbours."""
+    """Return a random order in which every job stands behind its higher neighbours."""
     above = {job: {a for a, b in edges if b == job} for job in ranked}
     order: list[int] = []
     left = list(ranked)
@@ -229,7 +214,7 @@ def _shuffled(
 def _cut(
     order: Sequence[int], edges: Mapping[tuple[int, int], float], queues: int
 ) -> tuple[float, list[tuple[int, ...]]]:
-    """Cut an order into at most so many parts with the least weight inside them."""
+    """Return the cut of an order into at most ``queues`` parts with the least weight inside them."""
     size = len(order)
     inside = [[0.0] * (size + 1) for _ in range(size + 1)]
     for start in range(size):
@@ -250,8 +235,11 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class CircleArc:
-    """A job on a link's circle: an iteration of ``period`` units, in which it sends from ``start`` on for ``length``,
-    with ``demand`` as a share of the link."""
+    """A job on a link's circle.
+
+    In an iteration of ``period`` units it sends from ``start`` for ``length`` units, with ``demand`` as a share of the
+    link.
+    """
 
     period: int
     start: int
@@ -260,10 +248,8 @@ class CircleArc:
 
 
 def interleaving(turns: Sequence[CircleArc], shifts: Sequence[int]) -> float:
-    """How little jobs ask for more than a link has, over one turn of their common circle: 1 is never.
+    """Return 1 minus the mean demand above a link's capacity over one turn of the common circle; 1 for no excess.
 
-    Examples
-    --------
     Two jobs that send for 90 of 200 units, together and half a turn apart:
 
     >>> two = [CircleArc(200, 110, 90, 1.0)] * 2
@@ -287,15 +273,10 @@ def interleaving(turns: Sequence[CircleArc], shifts: Sequence[int]) -> float:
 
 
 def circle_shifts(jobs: Workload) -> list[float]:
-    """When jobs start, so that those on a link send one after another as far as their circle allows.
+    """Return the start shifts at which jobs on a link send one after another as far as their circle allows.
 
-    Link by link along the jobs that they share: the shift of one job is known, the others' follow by trying `ANGLES`
-    positions of each, again and again while that helps. Jobs are seen in their first stage.
-
-    Raises
-    ------
-    UsageError
-        Jobs and links form a loop: no single shift for each job is consistent then.
+    Links are visited along the jobs that they share: one job's shift is fixed, the others' follow from `ANGLES`
+    positions of each, repeated while that helps. Only first stages count.
     """
     stages = [job.stages[0] for job in jobs.jobs]
     todo = _shared_links(jobs, stages)
@@ -313,7 +294,7 @@ def circle_shifts(jobs: Workload) -> list[float]:
                 if twice is not None:
                     names = f"{jobs.jobs[known].name} and {jobs.jobs[twice].name}"
                     raise UsageError(
-                        f"cassini needs jobs and links without a loop, and {names} share {link} and meet elsewhere too"
+                        f"cassini needs jobs and links without a loop, but {names} share {link} and other links"
                     )
                 found = _shifts_on(jobs, stages, link, known, shifts[known], members)
                 shifts.update(found)
@@ -322,7 +303,7 @@ def circle_shifts(jobs: Workload) -> list[float]:
 
 
 def _shared_links(jobs: Workload, stages: Sequence[JobStage]) -> dict[str, tuple[int, ...]]:
-    """The links of two jobs or more, and who uses each; of links that the same jobs use, only the fullest."""
+    """Return the links of two jobs or more, and their jobs; of links with the same jobs only the fullest."""
     fullest: dict[tuple[int, ...], tuple[float, str]] = {}
     for link in sorted({link for stage in stages for link in stage.bytes}):
         members = tuple(number for number, stage in enumerate(stages) if link in stage.bytes)
@@ -335,7 +316,7 @@ def _shared_links(jobs: Workload, stages: Sequence[JobStage]) -> dict[str, tuple
 def _shifts_on(
     jobs: Workload, stages: Sequence[JobStage], link: str, known: int, at: float, members: Sequence[int]
 ) -> dict[int, float]:
-    """Shifts in seconds of the jobs on a link, of which one is known."""
+    """Return the shifts in seconds of the jobs on a link, given that of one job."""
     unit, periods = _circle([stages[number].alone(jobs.links) for number in members])
     turns = [
         _turn(stages[number], jobs, link, unit, period)
@@ -365,7 +346,7 @@ def _turn(stage: JobStage, jobs: Workload, link: str, unit: float, period: int) 
 
 
 def _circle(seconds: Sequence[float]) -> tuple[float, list[int]]:
-    """A unit in seconds and iteration times in it, rounded until they have a common multiple of few iterations."""
+    """Return a unit in seconds and iteration times in it, rounded until a common multiple has few iterations."""
     for digits in (6, 5, 4, 3, 2, 1):
         rounded = [Fraction(f"{one:.{digits}g}") for one in seconds]
         shared = math.lcm(*(one.denominator for one in rounded))
@@ -378,11 +359,11 @@ def _circle(seconds: Sequence[float]) -> tuple[float, list[int]]:
 
 
 MLTCP_SLOPE, MLTCP_LEAST = 1.75, 0.25
-"""Weight of a flow by its progress, as in MLTCP's paper."""
+"""Coefficients of a flow's weight, from MLTCP's paper."""
 
 
 def growing(progress: float) -> float:
-    """MLTCP's weight of a flow that has sent so much of its bytes."""
+    """Return MLTCP's weight of a flow that has sent the part ``progress`` of its bytes."""
     return MLTCP_SLOPE * progress + MLTCP_LEAST
 
 
@@ -402,18 +383,12 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def policy_named(name: str, *, queues: int | None = None) -> Policy:
-    """A policy; for crux with so many priorities.
-
-    Raises
-    ------
-    UsageError
-        No policy has this name, or it has no queues.
-    """
+    """Return a policy by name; ``queues`` sets the priorities of crux."""
     if name not in POLICIES:
         raise UsageError(f"policy {name!r} is unknown; use {', '.join(POLICIES)}")
     if queues is None:
         return POLICIES[name]
     if name != "crux" or queues < 1:
-        raise UsageError(f"{queues} queues do not go with {name}; give 1 or more to crux")
+        raise UsageError(f"queues must be 1 or more, and only for crux, got {queues} for {name}")
     levels: Callable[[Workload, Sequence[ActiveJob]], Levels] = partial(by_intensity, queues=queues)
     return replace(POLICIES[name], levels=levels)

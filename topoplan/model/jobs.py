@@ -1,16 +1,14 @@
-"""Read jobs that share links from a file, and compute the traffic of an iteration from the shapes of a network's
-layers.
+"""Read jobs that share links from a file, and compute the traffic of an iteration from the shapes of layers.
 
 A job computes, then sends bytes over its links, all of them at once; sending may begin in the last part of computing
-(``overlap``). An iteration ends when both are done. Stages follow one another; the end of the first decides whether
-a job goes on, as in a search for hyperparameters. Bytes stand in the file or follow from a plan.
-`topoplan.model.fluid_simulation` runs them under a policy of `topoplan.model.job_policies`.
+(``overlap``). An iteration ends when both are done. Stages run in sequence. A search for hyperparameters decides at the
+end of the first stage whether a job continues. Bytes stand in the file or follow from a plan.
+`topoplan.model.fluid_simulation` runs the jobs under a policy of `topoplan.model.job_policies`.
 
 Data parallel ranks send 2 (N - 1) / N of the bytes of the parameters (weights, biases, scale and shift of normalised
-channels). Model parallel ranks gather a layer's inputs for the batch of N b samples and scatter their gradients: (N
-- 1) / N both times. Hybrid: layers up to a cut data parallel, from there on model parallel (Krizhevsky, arXiv
-1404.5997). Dividing the layers before the cut once more (Fela, ICDE 2020) changes when things are computed, not what
-is sent.
+channels). Model parallel ranks gather a layer's inputs for the batch of N b samples and scatter their gradients: (N -
+1) / N both times. Hybrid: layers up to a cut are data parallel, the rest model parallel (Krizhevsky, arXiv 1404.5997).
+A second division of the layers before the cut (Fela, ICDE 2020) changes the order of computing, not the traffic.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from topoplan.plans.size_plans import load_plan
 FORMAT = "topoplan.jobs/1"
 
 MOST_ITERATIONS = 1_000_000
-"""Iterations of all jobs together that are simulated: about a minute."""
+"""Largest number of simulated iterations of all jobs together: about a minute."""
 
 _SET = {"format", "links", "horizon", "jobs"}
 _JOB = {"name", "gpus", "weight", "release", "first", "stages"}
@@ -39,17 +37,11 @@ _STAGE = {"iterations", "compute", "bytes", "overlap", "plan", "size"}
 
 @dataclass(frozen=True, slots=True)
 class JobStage:
-    """Iterations that are alike.
+    """A number of equal iterations.
 
-    Parameters
-    ----------
-    iterations : int
-    compute : float
-        Seconds of computing in each.
-    bytes : dict of str to float
-        What each iteration sends over a link, above zero.
-    overlap : float
-        Share of the computing that may run while bytes are sent.
+    compute: seconds of computing in each.
+    bytes: traffic of an iteration by link, above zero.
+    overlap: share of the computing that may run during sending.
     """
 
     iterations: int
@@ -58,11 +50,11 @@ class JobStage:
     overlap: float = 0.0
 
     def sending(self, links: Mapping[str, float]) -> float:
-        """Seconds that sending takes with all links to itself, whose GB/s are given."""
+        """Return the seconds of sending without other jobs; ``links`` in GB/s."""
         return max((size / (links[name] * 1e9) for name, size in self.bytes.items()), default=0.0)
 
     def alone(self, links: Mapping[str, float]) -> float:
-        """Seconds of an iteration with all links to itself."""
+        """Return the seconds of an iteration without other jobs."""
         return max(self.compute, (1 - self.overlap) * self.compute + self.sending(links))
 
 
@@ -70,17 +62,9 @@ class JobStage:
 class TrainingJob:
     """A training job.
 
-    Parameters
-    ----------
-    name : str
-    stages : tuple of Stage
-    gpus : int
-    weight : float
-        What a second of its first stage's completion costs.
-    release : float
-        Seconds at which it arrives.
-    sends_first : bool
-        Whether its first iteration has been computed when it arrives.
+    weight: cost of a second of its first stage's completion time.
+    release: arrival time in seconds.
+    sends_first: whether its first iteration is already computed at arrival.
     """
 
     name: str
@@ -93,15 +77,9 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Jobs and the links they share.
+    """Jobs and the links they share, in GB/s.
 
-    Parameters
-    ----------
-    links : dict of str to float
-        GB/s.
-    jobs : tuple of Job
-    horizon : float or None
-        Seconds after which nothing is looked at any more; None for the end of the last job.
+    horizon: seconds at which the simulation ends; None for the end of the last job.
     """
 
     links: Mapping[str, float]
@@ -112,21 +90,21 @@ class Workload:
         names = [job.name for job in self.jobs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if not names:
-            raise UsageError("there are no jobs; give at least one")
+            raise UsageError("jobs must not be empty; give at least one")
         if twice is not None:
-            raise UsageError(f"two jobs are named {twice!r}; give each a name of its own")
+            raise UsageError(f"job names must be unique, got {twice!r} twice; give each its own name")
         for job in self.jobs:
             for number, stage in enumerate(job.stages):
                 self._check(f"job {job.name}: stage {number}", stage)
-        total = sum(self._most(stage) for job in self.jobs for stage in job.stages)
+        total = sum(self._iterations(stage) for job in self.jobs for stage in job.stages)
         if total > MOST_ITERATIONS:
             end = "a horizon" if self.horizon is None else "a nearer horizon"
             raise UsageError(
-                f"{total:g} iterations are more than the {MOST_ITERATIONS} that are run; give {end}"
+                f"iterations must be at most {MOST_ITERATIONS} in all, got {total:g}; give {end}"
             )
 
-    def _most(self, stage: JobStage) -> float:
-        """Iterations of a stage before the horizon, at most."""
+    def _iterations(self, stage: JobStage) -> float:
+        """Return an upper bound on the iterations of a stage before the horizon."""
         alone = stage.alone(self.links)
         if self.horizon is None or alone == 0:
             return stage.iterations
@@ -136,34 +114,17 @@ class Workload:
         unknown = next((name for name in stage.bytes if name not in self.links), None)
         if unknown is not None:
             raise UsageError(
-                f"{where}: no link is named {unknown!r}; the links are {', '.join(self.links) or 'none'}"
+                f"{where}: link {unknown!r} is unknown; the links are {', '.join(self.links) or 'none'}"
             )
         dead = next((name for name in stage.bytes if self.links[name] == 0), None)
         if dead is not None:
-            raise UsageError(f"{where} never ends: link {dead!r} carries 0 GB/s")
+            raise UsageError(f"{where} never ends: link {dead!r} has 0 GB/s")
 
 
 def read_jobs(text: str, *, folder: str = "") -> Workload:
-    """The jobs of a file, format ``topoplan.jobs/1`` (see `docs/file-formats.md`).
+    """Return the jobs of a file, format ``topoplan.jobs/1`` (see `docs/file-formats.md`).
 
-    Parameters
-    ----------
-    text : str
-    folder : str
-        Where plan files that it names lie.
-
-    Raises
-    ------
-    UsageError
-        The text is no such file: names job, stage and key.
-
-    Examples
-    --------
-    >>> stage = '{"iterations": 10, "compute": 2.0, "bytes": {"leaf0": 1e9}}'
-    >>> head = '{"format": "topoplan.jobs/1", "links": {"leaf0": 1.0}, '
-    >>> jobs = read_jobs(head + '"jobs": [{"name": "a", "gpus": 8, "stages": [%s]}]}' % stage)
-    >>> jobs.jobs[0].stages[0].alone(jobs.links)
-    3.0
+    folder: the folder of the plan files that the text names.
     """
     try:
         return _jobs(decode_json(text, "the jobs file"), folder)
@@ -189,7 +150,7 @@ def _job(item: object, where: str, links: dict[str, float], folder: str) -> Trai
     value = _object(item, where, _JOB)
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{where}: name must be a text, not {name!r}"[:200])
+        raise UsageError(f"{where}: name must be a text, got {name!r}"[:200])
     where = f"job {name}"
     stages, planned = [], None
     for number, one in enumerate(read_list(value.get("stages"), f"{where}: stages")):
@@ -200,10 +161,10 @@ def _job(item: object, where: str, links: dict[str, float], folder: str) -> Trai
         raise UsageError(f"{where} has no stages; give at least one")
     gpus = _whole(value.get("gpus", planned or 1), f"{where}: gpus")
     if planned is not None and gpus != planned:
-        raise UsageError(f"{where}: gpus is {gpus}, and its plan is for {planned}")
+        raise UsageError(f"{where}: gpus must be {planned}, as in its plan, got {gpus}")
     first = value.get("first", "compute")
     if first not in ("compute", "send"):
-        raise UsageError(f"{where}: first must be compute or send, not {first!r}"[:200])
+        raise UsageError(f"{where}: first must be compute or send, got {first!r}"[:200])
     return TrainingJob(
         name,
         tuple(stages),
@@ -215,7 +176,7 @@ def _job(item: object, where: str, links: dict[str, float], folder: str) -> Trai
 
 
 def _stage(item: object, where: str, links: dict[str, float], folder: str) -> tuple[JobStage, int | None]:
-    """A stage, and how many ranks its plan has; the plan's links join the others."""
+    """Return a stage and the number of ranks of its plan; add the plan's links to ``links``."""
     value = _object(item, where, _STAGE)
     iterations = _whole(value.get("iterations"), f"{where}: iterations")
     given = _object(value.get("bytes", {}), f"{where}: bytes")
@@ -223,7 +184,7 @@ def _stage(item: object, where: str, links: dict[str, float], folder: str) -> tu
     ranks = None
     if "plan" in value:
         if given:
-            raise UsageError(f"{where}: bytes and plan both say what is sent; leave one of them out")
+            raise UsageError(f"{where}: bytes and plan exclude each other; leave one of them out")
         if not isinstance(value["plan"], str):
             raise UsageError(f"{where}: plan must be the name of a file")
         size = _whole(value.get("size"), f"{where}: size")
@@ -234,16 +195,16 @@ def _stage(item: object, where: str, links: dict[str, float], folder: str) -> tu
                     f"{where}: link {name} has {rate:g} GB/s in its plan and {links[name]:g} elsewhere"
                 )
     elif "size" in value:
-        raise UsageError(f"{where}: size belongs to a plan; leave it out")
+        raise UsageError(f"{where}: size needs a plan; leave it out")
     overlap = _number(value.get("overlap", 0.0), f"{where}: overlap")
     if overlap > 1:
-        raise UsageError(f"{where}: overlap must be a share from 0 to 1, not {overlap:g}")
+        raise UsageError(f"{where}: overlap must be from 0 to 1, got {overlap:g}")
     compute = _number(value.get("compute", 0.0), f"{where}: compute")
     return JobStage(iterations, compute, {name: size for name, size in sent.items() if size}, overlap), ranks
 
 
 def planned_bytes(path: str, nbytes: int) -> tuple[dict[str, float], dict[str, float], int]:
-    """What one buffer puts on each link of a plan file, those links' GB/s, and the plan's ranks.
+    """Return the bytes of one buffer on each link of a plan file, the GB/s of those links, and the plan's ranks.
 
     Links are named ``source>destination``, so that jobs on one machine share them.
     """
@@ -274,13 +235,13 @@ def _number(item: object, where: str) -> float:
         or not isinstance(item, (int, float))
         or not (item >= 0 and math.isfinite(item))
     ):
-        raise UsageError(f"{where} must be a number of zero or more, not {item!r}"[:200])
+        raise UsageError(f"{where} must be a number of zero or more, got {item!r}"[:200])
     return float(item)
 
 
 def _whole(item: object, where: str) -> int:
     if isinstance(item, bool) or not isinstance(item, int) or item < 1:
-        raise UsageError(f"{where} must be a whole number of one or more, not {item!r}"[:200])
+        raise UsageError(f"{where} must be a whole number of one or more, got {item!r}"[:200])
     return item
 
 
@@ -288,12 +249,7 @@ def _whole(item: object, where: str) -> int:
 class ModelLayer:
     """A layer with parameters.
 
-    Parameters
-    ----------
-    name : str
-    parameters : int
-    inputs : int
-        Elements that come in for one sample.
+    inputs: elements of its input for one sample.
     """
 
     name: str
@@ -303,18 +259,11 @@ class ModelLayer:
 
 @dataclass(frozen=True, slots=True)
 class IterationTraffic:
-    """Bytes that each rank sends, and takes in, in an iteration.
+    """Bytes that each rank sends and receives in an iteration.
 
-    Parameters
-    ----------
-    cut : int
-        Layers before it are data parallel, those from it on model parallel.
-    gradients : float
-        For the sum of gradients.
-    boundary : float
-        For the inputs of the first layer after the cut, both ways.
-    inside : float
-        For the inputs of all later layers, both ways.
+    cut: number of data parallel layers; the rest are model parallel.
+    gradients: sum of gradients.
+    boundary, inside: inputs of the first layer after the cut, and of all later layers, both ways.
     """
 
     cut: int
@@ -324,41 +273,18 @@ class IterationTraffic:
 
     @property
     def total(self) -> float:
-        """All bytes."""
         return self.gradients + self.boundary + self.inside
-
-    def seconds(self, ranks: int, *, allreduce: float, allgather: float) -> float:
-        """Time of the collectives one after another at algorithm bandwidths in GB/s, such as those of plans.
-
-        Gathering forward runs at ``allgather``; scattering sums backward, its reverse, too.
-        """
-        out = (ranks - 1) / ranks * 1e9
-        return self.gradients / (2 * out * allreduce) + (self.boundary + self.inside) / (out * allgather)
 
 
 def volume(
     layers: Sequence[ModelLayer], ranks: int, batch: int, *, cut: int | None = None, width: int = 4
 ) -> IterationTraffic:
-    """What is sent with a cut at some layer.
+    """Return the traffic of an iteration with a cut at some layer.
 
-    Parameters
-    ----------
-    layers : sequence of Layer
-    ranks : int
-    batch : int
-        Samples of each rank.
-    cut : int or None
-        Layers before it are data parallel; None for all.
-    width : int
-        Bytes of an element.
+    batch: samples of each rank.
+    cut: number of data parallel layers; None for all.
+    width: bytes of an element.
 
-    Raises
-    ------
-    UsageError
-        Fewer than one rank, sample or byte, or a cut that is not among the layers.
-
-    Examples
-    --------
     VGG-16 on 4 ranks of 32 samples: 830 MB; cut at its first full layer 88, 19 and, for the two layers after it, 6 MB.
 
     >>> layers = NETWORKS["vgg16"]()
@@ -369,10 +295,10 @@ def volume(
     where = len(layers) if cut is None else cut
     if min(ranks, batch, width) < 1:
         raise UsageError(
-            f"{ranks} ranks of {batch} samples in {width} bytes are none; give 1 or more of each"
+            f"ranks, batch and width must be 1 or more, got {ranks}, {batch} and {width}; give 1 or more of each"
         )
     if not 0 <= where <= len(layers):
-        raise UsageError(f"a cut before layer {where} is none; there are {len(layers)} layers")
+        raise UsageError(f"cut must be from 0 to {len(layers)}, the number of layers, got {where}")
     part = (ranks - 1) / ranks
     moved = [2 * part * one.inputs * ranks * batch * width for one in layers[where:]]
     return IterationTraffic(
@@ -383,28 +309,8 @@ def volume(
     )
 
 
-def best_cut(
-    layers: Sequence[ModelLayer],
-    ranks: int,
-    batch: int,
-    *,
-    allreduce: float,
-    allgather: float,
-    width: int = 4,
-) -> IterationTraffic:
-    """The cut whose collectives take the least time at algorithm bandwidths in GB/s; of several, the last.
-
-    Examples
-    --------
-    >>> best_cut(NETWORKS["vgg16"](), 4, 32, allreduce=100.0, allgather=200.0).cut
-    13
-    """
-    found = [volume(layers, ranks, batch, cut=cut, width=width) for cut in range(len(layers), -1, -1)]
-    return min(found, key=lambda one: one.seconds(ranks, allreduce=allreduce, allgather=allgather))
-
-
 class _Shapes:
-    """Layers in the making: a picture of so many channels and so many pixels a side runs through them."""
+    """Builds layers from the shape of an image as it passes through them."""
 
     def __init__(self, side: int) -> None:
         self.layers: list[ModelLayer] = []

@@ -1,14 +1,13 @@
-"""Select for every message size the schedule with the least model time, or plan as another plan was made.
+"""Select for every message size the schedule with the least model time, or plan in the way of another plan.
 
 `topoplan.plan_by_size` takes the closed form (`topoplan.model.closed_form`) as its model; its times grow with size
-without jumps, so neighbouring ranges meet where two curves cross. The fastest is found at every tested size, and
+without jumps, so neighbouring ranges meet at the crossing of two curves. The fastest is found at every tested size, and
 between two neighbours with different answers the change is bisected to the byte. For the windows engine the model is
 `topoplan.model.window_engine`, whose times fall once, where packets end. A plan that is fastest only between two
-neighbours that agree is not found. Outside the tested sizes the plan of the nearest range is kept, and nothing is
-claimed.
+neighbours that agree is not found. Outside the tested sizes the plan of the nearest range is kept without a claim.
 
 `plan_like` reads from a plan its channels, method or schedule, the priority among equal rates, the kind of ring, and
-whether it is chosen by size. The epsilon and threshold of mwu and time limits are defaults. An all-to-all is always
+whether it is selected by size. The epsilon and threshold of mwu and time limits are defaults. An all-to-all is always
 the optimal one.
 """
 
@@ -39,31 +38,22 @@ from topoplan.solve.planner import METHODS, plan
 from topoplan.units import TOLERANCE, format_size
 
 SIZES = (1 << 10, 1 << 30)
-"""Smallest and largest size in bytes that are tested by default."""
+"""Default smallest and largest tested size in bytes."""
 
 ENGINES = ("messages", "windows")
-"""What moves the data: copies that are started one by one, or one kernel for each collective over NVLink."""
+"""Engines: copies that are started one by one, or one kernel for each collective over NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleChoice:
-    """Plans by size and what they were chosen from.
+    """Plans by size and the candidates they were selected from.
 
-    Parameters
-    ----------
-    plans : SizePlans
-    candidates : tuple of Plan
-        Everything that was timed, those that are nowhere fastest too.
-    sizes : tuple of int
-        The sizes at which all were timed, ascending: there the choice is the least of all.
-    notes : tuple of str
-        Schedules that the allocation does not have, and whose figures the model took.
-    costs : EngineCosts or None
-        Those figures of the windows engine; None for messages.
-    windows : tuple of WindowsClock
-        How that engine runs each candidate; empty for messages.
-    bound : TimeBound or None
-        What no schedule undercuts; None for the windows engine, whose start-ups are others.
+    candidates: all timed plans.
+    sizes: the tested sizes, ascending, at which the selection is the least of all.
+    notes: schedules that the allocation does not have, and the source of the model's figures.
+    costs: figures of the windows engine; None for messages.
+    windows: model times of each candidate on that engine; empty for messages.
+    bound: lower bound on the time of any schedule; None for the windows engine, whose start-ups differ.
     """
 
     plans: SizePlans
@@ -75,20 +65,20 @@ class ScheduleChoice:
     bound: TimeBound | None = None
 
     def clocks(self) -> list[Callable[[int], float]]:
-        """Seconds over bytes of every candidate."""
+        """Return functions from bytes to seconds of every candidate."""
         if self.windows:
             return [one.seconds for one in self.windows]
         return [_by_messages(plan) for plan in self.candidates]
 
 
 def _by_messages(plan: Plan) -> Callable[[int], float]:
-    """Seconds over bytes, each size worked out once."""
+    """Return a cached function from bytes to seconds."""
     time = clock(plan)
     return cache(lambda nbytes: time(nbytes).seconds)
 
 
 def _floor(plan: Plan) -> Callable[[int], float]:
-    """What a plan's model time is never below: start-ups as far as they are seen at a glance, and its rate."""
+    """Return a cheap lower bound on a plan's model time: start-ups that are known without a dataflow, and its rate."""
     fabric = Fabric(plan.topology, plan.channels)
     if fabric.size == 1 or fabric.split:
         return lambda nbytes: 0.0
@@ -98,7 +88,7 @@ def _floor(plan: Plan) -> Callable[[int], float]:
         for shard, _ in plan.shard_counts
     )
     if through_root:
-        # the slowest byte crosses so many edges: up to the root, and down from there
+        # the slowest byte goes up to the root and down again
         hop = min(hop_start_ups(fabric, [(rank,) for rank in range(fabric.size)], least_start_ups(fabric)))
         chain = max(chain, plan.depth * hop)
     pace = 1 / (plan.rate * 1e9)
@@ -117,7 +107,7 @@ def plan_by_size(
     costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> SizePlans:
-    """The fastest schedule for each range of message sizes.
+    """Return the fastest schedule for each range of message sizes.
 
     Parameters
     ----------
@@ -125,9 +115,9 @@ def plan_by_size(
         As for `topoplan.plan`.
     sizes : sequence of int
         Bytes of the user's buffer (of the full gathered one for allgather and reduce_scatter): the smallest and the
-        largest bound the search, and every size named is tested beside those that double from one to the next.
+        largest bound the search; all sizes named, and powers of two between them, are tested.
     engine : str
-        messages, or windows: how fast one kernel that writes to the other GPUs' memory is by the model.
+        messages, or windows: one kernel that writes to the other GPUs' memory.
     costs : EngineCosts or None
         Figures for windows; those of the GPUs' kind for None.
 
@@ -146,7 +136,7 @@ def plan_by_size(
 
     Examples
     --------
-    A DGX-2 broadcasts small messages from the root to everyone at once; large ones would not fit its port.
+    A DGX-2 broadcasts small messages from the root to every rank at once; large ones would not fit its port.
 
     >>> import topoplan
     >>> plans = plan_by_size(topoplan.load("dgx-2"), "broadcast")
@@ -178,24 +168,24 @@ def choose_by_size(
     costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> ScheduleChoice:
-    """As `plan_by_size`, with all that was compared."""
+    """Return the plans of `plan_by_size` with all candidates."""
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if costs is not None and engine != "windows":
-        raise UsageError(f"engine costs are of the windows engine, not of {engine}; leave them out")
+        raise UsageError(f"engine costs need engine 'windows', got {engine!r}; leave them out")
     if channels in UNIONS:
         raise UsageError(
-            f"plans by size take wires that suit all sizes, not channels {channels!r}; give one size instead (--size)"
+            f"plans by size need channels that suit all sizes, got {channels!r}; give one size instead (--size)"
         )
     if not sizes or min(sizes) < 0:
         raise UsageError(
-            f"sizes {tuple(sizes)} cannot be planned for; give at least one, of zero bytes or more"
+            f"sizes must be numbers of 0 or more, got {tuple(sizes)}; give at least one, of zero bytes or more"
         )
     competing, notes = candidates(
         topology, collective, gpus=gpus, root=root, channels=channels, progress=progress
     )
     if engine == "windows":
-        # its packets are the one-shot road, whatever the plan
+        # its packets are a one-shot exchange, whatever the plan
         competing = tuple(one for one in competing if not one.exchanges)
     tested = grid_of_sizes(sizes)
     if progress:
@@ -237,7 +227,7 @@ def choose_by_size(
 
 
 def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeBound]:
-    """The same plans with their model times at some sizes, beside a bound on the time of any schedule."""
+    """Return the plans with their model times at some sizes, and a bound on the time of any schedule."""
     model = plans.plans[-1]
     fabric = Fabric(model.topology, model.channels)
     rate = model.certificate.bound(fabric, model.collective, model.root) if fabric.size > 1 else None
@@ -249,18 +239,16 @@ def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeB
 def _on_windows(
     plans: Sequence[Plan], given: EngineCosts | None
 ) -> tuple[EngineCosts, tuple[WindowsClock, ...], list[str]]:
-    """Figures, clocks and notes of the windows engine; UsageError where the GPUs are not for it."""
+    """Return figures, clocks and notes of the windows engine; UsageError if the GPUs do not suit it."""
     topology, channels = plans[0].topology, plans[0].channels
     if is_amd(device for device in topology.devices if device.kind == "gpu"):
-        raise UsageError(
-            "the windows engine is for NVIDIA's GPUs, and these are AMD's; choose the engine messages"
-        )
+        raise UsageError("the windows engine needs NVIDIA's GPUs, got AMD's; choose the engine messages")
     if len(plans[0].ranks) > 1:
         fabric = Fabric(topology, channels)
         if fabric.in_network:
             raise UsageError(
-                "the windows engine's model of time has no switches that copy or add, so its times would contradict "
-                "the rates of these plans; choose --in-network none, or the engine messages"
+                "the windows engine's time model does not cover switches that copy or add; choose --in-network none, "
+                "or the engine messages"
             )
         _check_domain(fabric)
     costs, words = costs_of(topology) if given is None else (given, words_of(given))
@@ -279,18 +267,18 @@ def _on_windows(
 
 
 def _check_domain(fabric: Fabric) -> None:
-    """Refuse GPUs of which one cannot write to another's memory over NVLink."""
+    """Raise UsageError if a GPU cannot write to another's memory over NVLink."""
     if fabric.channels != ("nvlink",):
         raise UsageError(
-            "the windows engine needs GPUs in one NVLink domain, and these are planned over "
+            "the windows engine needs GPUs in one NVLink domain, but these are planned over "
             f"{channel_words(fabric.channels)}; choose others, or the engine messages"
         )
     routes, ranks = LeastLoaded(fabric), range(fabric.size)
-    apart = next(((a, b) for a in ranks for b in ranks if a != b and not routes.joined(a, b)), None)
-    if apart:
-        tail, head = (fabric.ranks[rank] for rank in apart)
+    pair = next(((a, b) for a in ranks for b in ranks if a != b and not routes.joined(a, b)), None)
+    if pair:
+        tail, head = (fabric.ranks[rank] for rank in pair)
         raise UsageError(
-            f"the windows engine needs GPUs in one NVLink domain, and {tail} reaches {head} only through another GPU; "
+            f"the windows engine needs GPUs in one NVLink domain, but {tail} reaches {head} only through another GPU; "
             "choose others, or the engine messages"
         )
 
@@ -301,28 +289,13 @@ def fastest_from(
     *,
     least: Sequence[Callable[[int], float]] = (),
 ) -> tuple[tuple[int, int], ...]:
-    """Who is fastest from which size on.
+    """Return (size, index of the fastest clock) for the first size and every size at which the fastest changes.
 
-    Parameters
-    ----------
-    clocks : sequence of callable
-        Seconds that a plan takes for so many bytes. Of equally fast ones (within `topoplan.units.TOLERANCE`) the first
-        wins.
-    sizes : sequence of int
-        Bytes, ascending and distinct.
-    least : sequence of callable
-        For each clock what it is never below, and is quickly known: where that is above another's time, the clock is
-        not asked. None for an empty one.
+    clocks: functions from bytes to seconds; ties (within `topoplan.units.TOLERANCE`) go to the first.
+    sizes: bytes, ascending and distinct.
+    least: cheap lower bounds of the clocks, by which clocks are skipped; empty for none.
 
-    Returns
-    -------
-    tuple of (size, index into ``clocks``)
-        Ascending; the first size is ``sizes[0]``, and every other the first byte at which its clock wins over the one
-        before.
-
-    Examples
-    --------
-    Start-ups of 1, 3 and 9 and paces of 4, 2 and 1 per byte cross at 1 and at 6 bytes; where they meet, the first wins.
+    Start-ups of 1, 3 and 9 and paces of 4, 2 and 1 per byte cross at 1 and at 6 bytes; the first wins ties.
 
     >>> fastest_from([lambda n: 9 + n, lambda n: 3 + 2 * n, lambda n: 1 + 4 * n], [0, 4, 8])
     ((0, 2), (1, 1), (6, 0))
@@ -337,7 +310,7 @@ def fastest_from(
             for number in sorted(range(len(clocks)), key=floors.__getitem__):
                 if floors[number] > limit:
                     break
-                # one that is named before is as fast as this one can be
+                # an earlier clock is as fast as this one can be
                 if any(
                     first < number and time <= floors[number] * (1 + 2 * TOLERANCE)
                     for first, time in seconds.items()
@@ -363,10 +336,8 @@ def fastest_from(
 
 
 def grid_of_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes asked for and those between the smallest and the largest that double from one to the next.
+    """Return the given sizes and powers of two times the smallest, ascending.
 
-    Examples
-    --------
     >>> grid_of_sizes([0, 3, 9])
     (0, 1, 2, 3, 4, 8, 9)
     """
@@ -383,39 +354,20 @@ def plan_like(
 ) -> Plans:
     """Plan another collective on the machine and the channels of a plan, in the same way.
 
-    Where a schedule does not exist for the collective, or a plan was made by hand, the planner's optimal trees are
-    taken.
+    The planner's optimal trees replace a schedule that the collective does not have, and plans made by hand.
 
-    Parameters
-    ----------
-    given : Plan or SizePlans
-    collective : str
-    root : int or None
-        Rank of the root of a broadcast or reduce.
-    machine : Topology, optional
-        What to plan for instead: what is left of that machine.
+    root: rank of the root of a broadcast or reduce.
+    machine: the machine to plan for instead, such as a degraded one.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
-    >>> plan_like(topoplan.plan(dgx, method="mwu"), "allgather").method
-    'mwu'
     >>> plan_like(topoplan.ring(dgx), "allgather").schedule
     'nvlink ring'
-    >>> few = topoplan.plan(dgx, gpus=[1, 4, 5, 7], order="trees")
-    >>> plan_like(few, "broadcast").order
-    'trees'
     """
     model, topology = given.plans[-1], machine or given.topology
     channels = "+".join(model.channels)
     if collective == ALL_TO_ALL:
-        # paths have neither sizes nor orders of trees, and are not divided between channels
+        # paths have no sizes and no orders of trees, and are not divided between channels
         return plan(topology, collective, channels="auto" if channels in CHANNEL_SPLITS else channels)
     if isinstance(given, SizePlans):
         return plan_by_size(topology, collective, root=root, channels=channels)
@@ -429,5 +381,5 @@ def plan_like(
             if schedule.method == model.method:
                 return schedule.make(topology, collective, root=root, channels=channels)
     except (InfeasibleError, UsageError):
-        pass  # this collective has no such schedule here
+        pass  # the collective has no such schedule
     return plan(topology, collective, root=root, channels=channels, order=model.order)

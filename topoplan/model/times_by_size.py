@@ -1,14 +1,13 @@
-"""Compute times over message sizes: a sweep in the columns of nccl-tests, the crossover of two plans, and a lower
-bound.
+"""Compute times over message sizes: a sweep in the columns of nccl-tests, the crossover of two plans, a lower bound.
 
 The model (`topoplan.model.closed_form`) takes at least launch + chain + D / rate for D bytes, with chain the longest
-chain of start-ups. No chain is shorter than the diameter A0, the start-ups from a rank to the furthest that needs
-its data. Let limits (`topoplan.plans.chain_limits`) say that schedules with chains below B1 < B2 < … have rates of
-at most R1 <= R2 <= …, and a certificate that none exceeds R. Then every schedule takes at least
+chain of start-ups. No chain is shorter than the diameter A0, the start-ups from a rank to the furthest that needs its
+data. Let limits (`topoplan.plans.chain_limits`) say that schedules with chains below B1 < B2 < … have rates of at most
+R1 <= R2 <= …, and a certificate that none exceeds R. Then every schedule takes at least
 
     T(D) = launch + min of  A0 + D / R1,  B1 + D / R2,  B2 + D / R3,  …,  Bm + D / R.
 
-Not in it: the time to fill pipelines, and chunks and trees that start one after another on a wire.
+Absent: the time to fill pipelines, and chunks and trees that start one after another on a wire.
 """
 
 from __future__ import annotations
@@ -36,17 +35,10 @@ FLOAT32_BYTES = 4
 class SizeRow:
     """One line of the table, for float32.
 
-    Parameters
-    ----------
-    nbytes : int
-        ``size``; for allgather and reduce_scatter of the full gathered buffer.
-    count : int
-        ``count`` as nccl-tests prints it: elements of the buffer, of one rank's part for allgather and
-        reduce_scatter.
-    dtype, redop : str
-    seconds : float
-    algbw, busbw : float
-        GB/s.
+    nbytes: ``size``; for allgather and reduce_scatter of the full gathered buffer.
+    count: ``count`` as nccl-tests prints it: elements of the buffer, of one rank's part for allgather and
+    reduce_scatter.
+    algbw, busbw: GB/s.
     """
 
     nbytes: int
@@ -58,7 +50,7 @@ class SizeRow:
     busbw: float
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object with the table's columns; ``time`` is in microseconds, as there."""
+        """Return a JSON object with the table's columns; ``time`` is in microseconds, as there."""
         return {
             "size": self.nbytes,
             "count": self.count,
@@ -72,35 +64,22 @@ class SizeRow:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Where the first of two plans starts to be at least as fast as the second.
+    """The size from which the first of two plans is at least as fast as the second.
 
-    Parameters
-    ----------
-    nbytes : int or None
-        The smallest size from which, up to the largest one asked for, the first plan is at least as fast;
-        None where it is slower at the largest size. The smallest size asked for where it is never slower.
-    faster_below : str
-        ``first``, ``second`` or ``equal``: which is faster at the smallest size asked for.
+    nbytes: the smallest such size up to the largest one asked for; None if the first plan is slower there.
+    faster_below: ``first``, ``second`` or ``equal``: the faster one at the smallest size asked for.
     """
 
     nbytes: int | None
     faster_below: str
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object of both fields."""
         return {"nbytes": self.nbytes, "faster_below": self.faster_below}
 
 
 def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) -> tuple[SizeRow, ...]:
-    """Model time of a plan at several sizes; of plans by size, each size under its own.
+    """Return the model time of a plan at several sizes; plans by size take the plan of each size.
 
-    Raises
-    ------
-    UsageError
-        A size is negative, or ``chunk_bytes`` not above zero.
-
-    Examples
-    --------
     >>> import topoplan
     >>> print(format_table(sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])))
     #         size         count      type   redop         time    algbw    busbw
@@ -113,7 +92,7 @@ def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) 
 
 
 def format_table(rows: Sequence[SizeRow]) -> str:
-    """The rows as text, two comment lines of heads first, without a newline at the end."""
+    """Return the rows as text after two comment lines of heads, without a final newline."""
     lines = [
         f"# {'size':>12}  {'count':>12}  {'type':>8}  {'redop':>6}  {'time':>11}  {'algbw':>7}  {'busbw':>7}",
         f"# {'(B)':>12}  {'(elements)':>12}  {'':>8}  {'':>6}  {'(us)':>11}  {'(GB/s)':>7}  {'(GB/s)':>7}",
@@ -127,26 +106,13 @@ def format_table(rows: Sequence[SizeRow]) -> str:
 
 
 def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
-    """The smallest size from which the first plan is at least as fast as the second, up to ``high``.
+    """Return the smallest size from which the first plan is at least as fast as the second, up to ``high``.
 
-    Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the
-    next, the size is found by bisection.
-
-    Raises
-    ------
-    UsageError
-        The range is empty.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-2")
-    >>> one_hop, ring = topoplan.plan(machine, "allreduce"), topoplan.ring(machine, "allreduce")
-    >>> crossover(one_hop, ring, 1 << 10, 1 << 30)
-    Crossover(nbytes=1024, faster_below='first')
+    Sizes double from ``low`` to ``high``; between the last one at which the first plan is slower and the next, the size
+    is found by bisection.
     """
     if not 0 < low <= high:
-        raise UsageError(f"size range {low} to {high} is empty; give 0 < low <= high in bytes")
+        raise UsageError(f"size range must be 0 < low <= high in bytes, got {low} to {high}")
     one, two = clock(first), clock(second)
 
     def slower(nbytes: int) -> bool:
@@ -173,7 +139,7 @@ def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:
 
 
 def row(collective: str, ranks: int, nbytes: int, seconds: float) -> SizeRow:
-    """The line of a collective that takes so long."""
+    """Return the row of a collective of a given duration."""
     parts = ranks if collective in ("allgather", "reduce_scatter", "alltoall") else 1
     algbw = nbytes / seconds / 1e9
     return SizeRow(
@@ -188,26 +154,19 @@ def row(collective: str, ranks: int, nbytes: int, seconds: float) -> SizeRow:
 
 
 MOST_SOURCES = 64
-"""Ranks from which the diameter is measured; of more, so many are taken, and the bound is no higher for it."""
+"""Most ranks from which the diameter is measured; a sample of more ranks keeps the bound valid."""
 
 DIGITS = 1e-5
-"""How far times in a file may be from those recomputed, as a fraction: files round them."""
+"""Relative tolerance of times in a file, which are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeBound:
     """The least seconds of a collective by its size.
 
-    Parameters
-    ----------
-    diameter : float
-        Seconds of start-ups that every schedule has one after another.
-    steps : tuple of (float, Fraction or None)
-        Ascending: least seconds of start-ups, and the highest rate in GB/s of schedules that have no more than up to
-        the next step; None where nothing bounds it.
+    steps: ascending: least seconds of start-ups, and the highest rate in GB/s of schedules below the start-ups of the
+    next step; None for no bound.
 
-    Examples
-    --------
     A DGX-2: one hop at 10 GB/s, or two at 80.
 
     >>> import topoplan
@@ -218,34 +177,23 @@ class TimeBound:
     39.11
     """
 
-    diameter: float
     steps: tuple[tuple[float, Fraction | None], ...]
 
     def seconds(self, nbytes: float) -> float:
-        """No schedule takes less for so many bytes."""
+        """Return a lower bound on the seconds of any schedule."""
         return LAUNCH + min(
             chain + (nbytes / (float(rate) * 1e9) if rate else 0.0) for chain, rate in self.steps
         )
 
 
 def time_bound(
-    fabric: Fabric,
-    collective: str,
-    root: int | None,
-    limits: Sequence[ChainLimit],
-    rate: Fraction | None,
+    fabric: Fabric, collective: str, root: int | None, limits: Sequence[ChainLimit], rate: Fraction | None
 ) -> TimeBound:
-    """The bound on time that some limits prove, with the bound on the rate of any schedule.
-
-    Raises
-    ------
-    PlanError
-        A limit proves nothing here.
-    """
+    """Return the bound on time that limits and a bound on the rate prove."""
     if fabric.size == 1:
-        return TimeBound(0.0, ((0.0, None),))
+        return TimeBound(((0.0, None),))
     if limits and (fabric.split or fabric.in_network):
-        raise PlanError("chain limits speak of one kind of wire and of switches that only forward")
+        raise PlanError("chain limits need one kind of wire and switches that only forward")
     start_ups = least_start_ups(fabric)
     diameter = start_up_diameter(fabric, collective, root)
     known = [(one.chain, one.bound(fabric, collective, root, start_ups)) for one in limits]
@@ -257,11 +205,11 @@ def time_bound(
         least = min(rates, default=None)
         if not steps or least != steps[-1][1]:
             steps.append((chain, least))
-    return TimeBound(diameter, tuple(steps))
+    return TimeBound(tuple(steps))
 
 
 def least_start_ups(fabric: Fabric) -> tuple[float, ...]:
-    """For every link the seconds that a hop over it pays at least, whatever else it crosses."""
+    """Return for every link the least seconds that a hop over it pays, whatever else it crosses."""
     kinds = device_kinds(fabric.topology)
     networked = any(link.channel == "network" for link in fabric.links)
     return tuple(
@@ -273,10 +221,8 @@ def least_start_ups(fabric: Fabric) -> tuple[float, ...]:
 
 
 def start_up_diameter(fabric: Fabric, collective: str, root: int | None) -> float:
-    """Seconds of start-ups from a rank to the furthest that needs what it has, along the best way.
+    """Return the seconds of start-ups from a rank to the furthest that needs its data, along the best route.
 
-    Examples
-    --------
     Two NVLinks one after another on a DGX-1V, of 8.8 us each:
 
     >>> import topoplan
@@ -301,20 +247,14 @@ def _diameter(topology: Topology, channels: tuple[str, ...], collective: str, ro
 
 
 def times_of(plans: SizePlans, limits: Sequence[ChainLimit], sizes: Sequence[int]) -> SizeTimes:
-    """The times of plans by size at some sizes beside the bound, for their file."""
+    """Return the times of plans by size at some sizes beside the bound, for their file."""
     bound, time = _bound_of(plans, limits), clock(plans)
     points = [(size, rounded(time(size).seconds), rounded(bound.seconds(size))) for size in sizes]
     return SizeTimes(tuple(limits), tuple(points))
 
 
 def check_times(plans: SizePlans) -> TimeBound | None:
-    """Recompute what a file of plans by size says of times; None where it says nothing.
-
-    Raises
-    ------
-    PlanError
-        A limit proves nothing, or a time is not what it comes to.
-    """
+    """Recompute the times in a file of plans by size, and return the bound; None without times."""
     if plans.times is None:
         return None
     bound, time = _bound_of(plans, plans.times.limits), clock(plans)
@@ -331,12 +271,12 @@ def check_times(plans: SizePlans) -> TimeBound | None:
 
 
 def rounded(seconds: float) -> float:
-    """Seconds as a file says them: the same digits on every machine."""
+    """Return seconds with the digits of a file: the same on every machine."""
     return float(f"{seconds:.6g}")
 
 
 def _bound_of(plans: SizePlans, limits: Sequence[ChainLimit]) -> TimeBound:
-    """The bound on time of plans by size, under the lowest bound on the rate that any of them proves."""
+    """Return the bound on time of plans by size, under the lowest bound on the rate that any of them proves."""
     first: Plan = plans.plans[0]
     fabric = Fabric(first.topology, first.channels)
     rates = [

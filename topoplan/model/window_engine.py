@@ -1,16 +1,15 @@
-"""Model the time of a plan on the windows engine: one kernel for each rank, whose blocks write to the other GPUs'
-memory.
+"""Model the time of a plan on the windows engine: one kernel per rank, whose blocks write to other GPUs' memory.
 
-A step of a rank joins a tree edges of a shard and writes the sum on over d others. A chunk of b bytes takes h = (a +
-d) b / rate and a hop where it departs. With k chunks to a part and W seconds of such work of all of a rank's blocks,
+A step of a rank joins a tree edges of a shard and writes the sum on over d others. A chunk of b bytes takes h = (a + d)
+b / rate and a hop where it departs. With k chunks to a part and W seconds of such work of all of a rank's blocks,
 
     T = launch + max(  max over steps of head + k h + tail,   chain - hop + W / blocks,   chain + D / (ports, links)  )
 
-with head and tail the longest chains of h before and after a step, chain that of hops. Up to `SMALL_BYTES` an
-allreduce goes in packets with flags beside the data: T = launch + hop + (n - 1) D packet_factor / rate, and at least
-2 D on the busiest link. Costs are measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's
-(2.30.7, ``src/sym_kernels.cc``, ``queryModel_lsa``, GiB/s): its packet kernels cover a launch and one hop, all
-others a launch and three:
+with head and tail the longest chains of h before and after a step, chain that of hops. Up to `SMALL_BYTES` an allreduce
+goes in packets with flags beside the data: T = launch + hop + (n - 1) D packet_factor / rate, and at least 2 D on the
+busiest link. Costs are measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's (2.30.7,
+``src/sym_kernels.cc``, ``queryModel_lsa``, GiB/s): its packet kernels cover a launch and one hop, all others a launch
+and three:
 
     Hopper      launch + hop = 4.5 us    launch + 3 hop = 7.8 us     hop = 1.65 us, launch = 2.85 us
     Blackwell   launch + hop = 11 us     launch + 3 hop = 19.5 us    hop = 4.25 us, launch = 6.75 us
@@ -44,7 +43,7 @@ from topoplan.units import TOLERANCE
 FORMAT = "topoplan.engine-costs/1"
 
 BLOCKS = 24
-"""Blocks that the engine's kernel has at most."""
+"""Most blocks of the engine's kernel."""
 
 _GIB = 1.073741824
 """GB/s of a GiB/s."""
@@ -56,30 +55,14 @@ _LARGEST = 1e9
 class EngineCosts:
     """Start-ups and rates of the windows engine on one kind of GPU.
 
-    Parameters
-    ----------
-    name : str
-        The kind of GPU.
-    source : str
-        Where the figures come from.
-    launch : float
-        Seconds from the call until its kernel, the only one, does the first thing.
-    hop : float
-        Seconds from a store until the peer has seen the flag behind it; also how long a block waits for that.
-    allreduce_rate, other_rate : float
-        GB/s that one block of 512 threads moves into and out of slots, in an allreduce and in the other collectives.
-    peak : float
-        GB/s that a GPU sends at most, and receives at most, over all its links; these may have less.
-    packet_factor : float
-        What a byte in packets costs in bytes: 2 on the wire, and NCCL counts 9, "2X the bytes, plus some processing,
-        plus no unrolling".
-    fewest_blocks : int
-        Fewer are not considered.
-
-    Raises
-    ------
-    UsageError
-        A figure is zero, negative or beyond all sense, or the engine cannot have so many blocks.
+    source: origin of the figures.
+    launch: seconds from the call until its kernel, the only one, does the first thing.
+    hop: seconds from a store until the peer has seen the flag behind it, for which a block waits.
+    allreduce_rate, other_rate: GB/s that one block of 512 threads moves into and out of slots.
+    peak: GB/s that a GPU sends at most, and receives at most, over all its links; these may have less.
+    packet_factor: cost of a byte in packets in bytes: 2 on the link, and NCCL counts 9, "2X the bytes, plus some
+    processing, plus no unrolling".
+    fewest_blocks: fewer are not considered.
     """
 
     name: str
@@ -105,11 +88,10 @@ class EngineCosts:
             )
 
     def block_rate(self, collective: str) -> float:
-        """Bytes per second that one block moves."""
+        """Return the bytes per second that one block moves."""
         return (self.allreduce_rate if collective == "allreduce" else self.other_rate) * 1e9
 
     def to_json(self) -> str:
-        """The file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
 
@@ -134,16 +116,14 @@ BLACKWELL = EngineCosts(
 )
 
 BY_CAPABILITY = {90: HOPPER, 100: BLACKWELL}
-"""The figures of GPUs from this compute capability on."""
+"""Figures by the lowest compute capability."""
 
 
 def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
-    """The figures for the oldest of a machine's GPUs, and in one line what is assumed by taking them.
+    """Return the figures for the oldest GPU of a machine, and a line that states the assumption.
 
-    For GPUs older than all that have figures, Hopper's are taken with all blocks that the engine may have.
+    GPUs older than all known figures get Hopper's, with all blocks of the engine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> costs, words = costs_of(topoplan.load("dgx-a100"))
     >>> costs.fewest_blocks, words
@@ -152,7 +132,10 @@ def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
     "windows engine: figures of Blackwell, from NCCL's model; --engine-costs takes measured ones"
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
-    known = {gpu.model: _capability(gpu.fact("sm"), gpu.model) for gpu in gpus}
+    known = {
+        gpu.model: int(sm) if (sm := gpu.fact("sm")).isdecimal() else compute_capability(gpu.model) or 0
+        for gpu in gpus
+    }
     model, oldest = min(known.items(), key=lambda item: (item[1], item[0]))
     least = max((sm for sm in BY_CAPABILITY if sm <= oldest), default=None)
     if least is None:
@@ -164,23 +147,12 @@ def costs_of(topology: Topology) -> tuple[EngineCosts, str]:
     return costs, f"{words_of(costs)}; --engine-costs takes measured ones"
 
 
-def _capability(stated: str, model: str) -> int:
-    return int(stated) if stated.isdecimal() else compute_capability(model) or 0
-
-
 def words_of(costs: EngineCosts) -> str:
-    """The line that says whose figures were taken."""
     return f"windows engine: figures of {costs.name}, from {costs.source}"
 
 
 def load_costs(path: str | os.PathLike[str]) -> EngineCosts:
-    """Read a file of figures.
-
-    Raises
-    ------
-    UsageError
-        It cannot be read, or a key is unknown, missing, of a wrong type or out of range.
-    """
+    """Return the figures in a file."""
     where = os.fspath(path)
     try:
         value = decode_json(Path(path).read_text(encoding="utf-8"), where)
@@ -209,33 +181,28 @@ def load_costs(path: str | os.PathLike[str]) -> EngineCosts:
 
 
 PIECES, LEAST_CHUNK, SLOT_BYTES = 8, 8 << 10, 128 << 10
-"""A part has this many chunks, but none is shorter than the one and longer than the other number of bytes."""
+"""Chunks of a part, and the smallest and largest bytes of a chunk."""
 
 SMALL_BYTES, SMALL_BLOCKS, SMALL_HEIGHT = 16 << 10, 8, 5
-"""An allreduce of so many bytes at most goes in packets, with so many blocks, unless the plan's trees are higher."""
+"""Limits of an allreduce in packets: most bytes, blocks, and the largest height of the plan's trees."""
 
 CHUNKS = tuple(SLOT_BYTES >> power for power in range(4, -1, -1))
-"""Longest chunks among which one is chosen, up to a slot."""
+"""Candidates for the longest chunk, up to a slot."""
 
 ENOUGH = 1.025
-"""Fewer blocks that take up to so many times as long are taken, as NCCL does: other kernels want the rest."""
+"""Fewer blocks are taken if they are at most this much slower, as NCCL does: other kernels want the rest."""
 
 _MANY = 1e6
-"""So many blocks never are: a port that would take more is never full."""
+"""Upper bound on blocks: a port that would take more is never full."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSetting:
-    """How the engine runs a plan for one size, and how long that takes.
+    """How the engine runs a plan for one size, and the model time.
 
-    Parameters
-    ----------
-    seconds : float
-        With as many blocks as are fastest.
-    blocks : int
-        The fewest within `ENOUGH` of that.
-    chunk : int
-        Bytes of the longest chunk, the longest that is as fast with these blocks; 0 for packets.
+    seconds: with the fastest number of blocks.
+    blocks: the fewest within `ENOUGH` of that.
+    chunk: bytes of the longest chunk, the longest that is as fast with these blocks; 0 for packets.
     """
 
     seconds: float
@@ -244,25 +211,19 @@ class KernelSetting:
 
     @property
     def packets(self) -> bool:
-        """Whether everybody sends everything to everybody."""
+        """Whether every rank sends its whole buffer to every other one."""
         return self.chunk == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelSteps:
-    """What all ranks' kernels do; of a compact plan what one rank does on average, from its templates.
+    """Steps of all ranks' kernels; of a compact plan those of one rank on average, from its templates.
 
-    Parameters
-    ----------
-    rank : (S,) int64
-    arrivals, departures, share : (S, 1) float64
-        Tree edges, and the share of the shard.
-    copies : (S,) float64
-        How many steps each stands for on its rank.
-    forward, backward : tuple of Level
-        The steps that each waits for, and those that wait for it.
-    most : int
-        Steps of the rank that has most.
+    rank: (S,) int64
+    arrivals, departures, share: (S, 1) float64, tree edges, and the share of the shard.
+    copies: (S,) float64, number of equal steps on its rank.
+    forward, backward: levels by predecessors and by followers.
+    most: most steps of a rank.
     """
 
     rank: NDArray[np.int64]
@@ -276,16 +237,9 @@ class KernelSteps:
 
 
 def kernel_steps(flow: Dataflow) -> KernelSteps:
-    """The steps of a dataflow.
+    """Return the steps of a dataflow.
 
-    Examples
-    --------
-    One hop among four: each rank joins three and sends to three, sends to three, and takes from three.
-
-    >>> import topoplan
-    >>> steps = kernel_steps(dataflow(topoplan.one_hop(topoplan.load("v100x4"))))
-    >>> steps.most, sorted(set(zip(steps.arrivals[:, 0].tolist(), steps.departures[:, 0].tolist())))
-    (7, [(0.0, 1.0), (1.0, 0.0), (3.0, 3.0)])
+    One hop among four: each rank joins three and sends to three, sends to three, and receives from three.
     """
     found: dict[tuple[int, int, tuple[int, ...]], int] = {}
     before: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -340,21 +294,9 @@ def kernel_steps(flow: Dataflow) -> KernelSteps:
 class WindowsClock:
     """The model time of a plan on the windows engine as a function of the size.
 
-    Parameters
-    ----------
-    plan : Plan
-        Among GPUs that all write to each other's memory.
-    costs : EngineCosts
+    All GPUs of the plan write to each other's memory. `packets_to` is the most bytes that go in packets; 0 for none.
 
-    Attributes
-    ----------
-    packets_to : int
-        The most bytes that go in packets, all to all; 0 where none do.
-
-    Examples
-    --------
     >>> import topoplan
-    >>> from topoplan.model.window_engine import HOPPER
     >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
     >>> time.setting(4 << 10).packets, time.setting(64 << 20).packets
     (True, False)
@@ -381,17 +323,17 @@ class WindowsClock:
         self._longest = float((longest[busy] / self._by_rank(work)[busy, 0]).max(initial=0.0))
 
     def seconds(self, nbytes: int) -> float:
-        """Of the fastest setting; grows with size, but where packets end."""
+        """Return the seconds of the fastest setting; they grow with the size, except at the end of packets."""
         return self.setting(nbytes).seconds
 
     def setting(self, nbytes: int) -> KernelSetting:
-        """What the engine runs for so many bytes of the buffer."""
+        """Return the setting of the engine for a buffer of ``nbytes``."""
         if self.packets_to and nbytes <= self.packets_to:
             return KernelSetting(self.in_packets(nbytes), SMALL_BLOCKS, 0)
         return self.along_trees(nbytes)
 
     def in_packets(self, nbytes: int) -> float:
-        """Seconds in which all send all they have to all others."""
+        """Return the seconds of an exchange of all data between all ranks."""
         costs = self._costs
         sent = (self._size - 1) * nbytes
         joint = joint_blocks(np.array(SMALL_BLOCKS), np.array(costs.peak * 1e9 / self._rate))
@@ -399,7 +341,7 @@ class WindowsClock:
         return costs.launch + costs.hop + max(moved, 2 * nbytes * self._exchange)
 
     def along_trees(self, nbytes: int) -> KernelSetting:
-        """The fastest setting without packets."""
+        """Return the fastest setting without packets."""
         blocks = np.arange(self._costs.fewest_blocks, BLOCKS + 1)
         seconds, chunks = self.times(nbytes, np.repeat(blocks, len(CHUNKS)), np.tile(CHUNKS, len(blocks)))
         rows = seconds.reshape(len(blocks), -1)
@@ -412,17 +354,9 @@ class WindowsClock:
     def times(
         self, nbytes: int, blocks: NDArray[np.int64], limits: NDArray[np.int64]
     ) -> tuple[Floats, Floats]:
-        """Seconds of some settings along the trees, and bytes of their longest chunks.
+        """Return seconds and bytes of the longest chunks, both (C,) float64, of some settings along the trees.
 
-        Parameters
-        ----------
-        nbytes : int
-        blocks, limits : (C,) int64
-            Blocks of the kernel, and the most bytes of a chunk.
-
-        Returns
-        -------
-        (C,) float64, (C,) float64
+        blocks, limits: (C,) int64, blocks of the kernel, and the most bytes of a chunk.
         """
         steps, costs = self._steps, self._costs
         if not len(steps.rank):
@@ -445,14 +379,14 @@ class WindowsClock:
         return costs.launch + seconds, chunk.max(axis=0)
 
     def _by_rank(self, of_steps: Floats) -> Floats:
-        """(R, C): the sum over the steps of each rank."""
+        """Return the sums over the steps of each rank, (R, C)."""
         total = np.zeros((int(self._steps.rank.max(initial=0)) + 1, of_steps.shape[1]))
         np.add.at(total, self._steps.rank, of_steps * self._steps.copies[:, None])
         return total
 
 
 def _exchange_seconds(fabric: Fabric) -> float:
-    """Seconds per byte on the busiest link where every rank sends a byte to every other over a shortest route."""
+    """Return the seconds per byte on the busiest link of an all-to-all of one byte over shortest routes."""
     orbits = FabricOrbits(fabric)
     pairs = np.array(
         [(a, b) for a in range(fabric.size) for b in range(fabric.size) if a != b], dtype=np.int64
@@ -465,13 +399,10 @@ def _exchange_seconds(fabric: Fabric) -> float:
 
 
 def joint_blocks(blocks: NDArray[np.int64], enough: Floats) -> Floats:
-    """How many blocks' worth of work is done at once by some, where so many would fill the port: a smooth minimum.
+    """Return the effective number of parallel blocks, given the number that fills the port: a smooth minimum.
 
-    It is NCCL's, ``softmin`` in the same file.
-
-    Examples
-    --------
-    Of 65 GiB/s each on a port of 320: seven blocks of NCCL's kernel for large allreduces fill it to 98 %.
+    It is NCCL's ``softmin`` in the same file. With 65 GiB/s each on a port of 320, seven blocks of NCCL's kernel for
+    large allreduces fill it to 98 %.
 
     >>> for count in (1, 4, 7, 64):
     ...     print(f"{65 * float(joint_blocks(np.array(count), np.array(320 / 65))):.0f} GiB/s")

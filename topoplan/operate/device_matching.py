@@ -1,15 +1,15 @@
 """Match devices of two descriptions: two topologies, the ranks of a log, or the GPUs that CUDA shows.
 
-Topologies name parts differently: NCCL's files know bus ids and no names, the matrix of nvidia-smi knows no
-switches. Bus ids and GPU names decide first; for the rest an isomorphism is searched by colour refinement on both at
-once (Weisfeiler and Leman) and individualisation (McKay 1981). If the two differ, devices alone with their colour
-match, then those with most matched neighbours.
+Topologies name devices differently: NCCL's files have bus ids and no names, the matrix of nvidia-smi has no switches.
+Bus ids and GPU names decide first; for the rest an isomorphism is searched by colour refinement on both at once
+(Weisfeiler and Leman) and individualisation (McKay 1981). If the two differ, devices with unique colours match, then
+those with most matched neighbours.
 
 Ranks of a log match by bus id, else by device number on their host: hosts are servers in the order of their first
-ranks; an NVLink domain such as an NVL72 gives each host the GPUs of a tray. Logs of ``topoplan bench`` name devices
-of their plan. CUDA's numbers (``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``) match by bus id; without bus ids in
-the topology, GPUs are taken in bus id order, as ``nvidia-smi`` counts them, and their number must be that of the
-topology or of the request.
+ranks; an NVLink domain such as an NVL72 gives each host the GPUs of a tray. Logs of ``topoplan bench`` name devices of
+their plan. CUDA's numbers (``CUDA_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER``) match by bus id; without bus ids in the
+topology, GPUs are taken in bus id order, as ``nvidia-smi`` counts them, and their number must be that of the topology
+or of the request.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ from topoplan.units import counted, number_ranges
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpu:
-    """A GPU of the topology that CUDA shows.
-
-    Parameters
-    ----------
-    name : str
-        Device name in the topology.
-    ordinal : int
-        Its number in CUDA.
-    """
+    """A device of the topology, and its number in CUDA."""
 
     name: str
     ordinal: int
@@ -45,35 +37,21 @@ class VisibleGpu:
 def match_gpus(
     topology: Topology, gpus: Sequence[int] | None, bus_ids: Sequence[str]
 ) -> tuple[tuple[VisibleGpu, ...], tuple[str, ...]]:
-    """The GPUs to measure, in the topology's order, and notes on how they were found.
+    """Return the GPUs to measure, in the topology's order, and notes on their identification.
 
-    Parameters
-    ----------
-    topology : Topology
-        Of one server.
-    gpus : sequence of int or None
-        GPU numbers in the topology; None for all that can be seen.
-    bus_ids : sequence of str
-        PCI bus ids of the GPUs that CUDA shows, in its order.
+    topology: one server.
+    gpus: GPU numbers in the topology; None for all visible ones.
+    bus_ids: PCI bus ids of the GPUs that CUDA shows, in its order.
 
-    Raises
-    ------
-    UsageError
-        The topology has several servers or is of another machine; a GPU that is asked for cannot be seen; bus ids
-        are needed, or do not tell GPUs apart.
-
-    Examples
-    --------
     >>> import topoplan
     >>> shown = [f"0000:{bus}:00.0" for bus in ("0a", "06", "07", "0b")]
     >>> seen, notes = match_gpus(topoplan.load("v100x4"), [0, 3], shown)
     >>> [(gpu.name, gpu.ordinal) for gpu in seen], notes
-    ([('gpu0', 1), ('gpu3', 3)], ('v100x4 states no bus ids: GPUs taken in the order of those that CUDA gives',))
+    ([('gpu0', 1), ('gpu3', 3)], ('v100x4 states no bus ids: GPUs taken in the order of CUDA',))
     """
     if len(topology.servers) > 1:
         raise UsageError(
-            f"{topology.name} has {len(topology.servers)} servers, and one is measured at a time; give the topology "
-            "of this server"
+            f"{topology.name} must be one server, got {len(topology.servers)} servers; give the topology of this server"
         )
     chosen = topology.select(gpus)
     shown = [bus_id(text) for text in bus_ids]
@@ -93,10 +71,10 @@ def match_gpus(
         seen = tuple(VisibleGpu(names[gpu], ordinal) for gpu, ordinal in zip(chosen, in_order, strict=True))
     else:
         raise UsageError(
-            f"CUDA shows {len(shown)} GPUs and {topology.name} has {len(names)} without bus ids, so which is which "
-            "cannot be told; give what topoplan probe finds, or --gpus with those that CUDA shows"
+            f"CUDA shows {len(shown)} GPUs and {topology.name} has {len(names)} without bus ids, so they cannot be "
+            "matched; give the topology of topoplan probe, or --gpus with the visible ones"
         )
-    return seen, (f"{topology.name} states no bus ids: GPUs taken in the order of those that CUDA gives",)
+    return seen, (f"{topology.name} states no bus ids: GPUs taken in the order of CUDA",)
 
 
 def _visible_by_bus_id(
@@ -109,9 +87,8 @@ def _visible_by_bus_id(
     found = {name: ordinals[busid] for name, busid in places.items() if busid in ordinals}
     if not found:
         raise UsageError(
-            f"{topology.name} is another machine: its GPUs sit at {abbreviated(places.values())}, and CUDA shows "
-            f"{abbreviated(shown)}; "
-            "give the topology of this machine"
+            f"{topology.name} is another machine: its GPUs are at {abbreviated(places.values())}, but CUDA shows "
+            f"{abbreviated(shown)}; give the topology of this machine"
         )
     names = topology.gpus
     if chosen is not None:
@@ -134,20 +111,16 @@ def _visible_by_bus_id(
 
 
 LARGEST_HOST = 16
-"""GPUs that a host has at the most: a larger server is an NVLink domain of several hosts."""
+"""Most GPUs of a host: a larger server is an NVLink domain of several hosts."""
 
 TRAYS = (4, 8)
-"""GPUs of a host in such a domain."""
+"""Possible numbers of GPUs of a host in such a domain."""
 
 
 def run_gpus(
-    run: PerfRun,
-    ranks: Sequence[LoggedRank],
-    machine: Topology,
-    gpus: Sequence[int] | None,
-    notes: list[str],
+    run: PerfRun, ranks: Sequence[LoggedRank], machine: Topology, gpus: Sequence[int] | None, notes: list[str]
 ) -> tuple[tuple[int, ...], Mapping[int, int]]:
-    """The GPUs of a run, ascending, and the GPU of every rank."""
+    """Return the GPUs of a run, ascending, and the GPU of every rank."""
     listed = sorted({rank.rank for rank in ranks})
     whole = len({rank.group for rank in run.ranks}) > 1 or listed == list(range(len(listed)))
     count = len(listed) or run.stated
@@ -155,15 +128,15 @@ def run_gpus(
         count = listed[-1] + 1
         if gpus is None:
             raise UsageError(
-                f"the log from line {run.line} lists ranks {number_ranges(listed)} of {count}, so lines of it are "
-                "missing; name the GPUs that ran with --gpus"
+                f"the log from line {run.line} lists only ranks {number_ranges(listed)} of {count}; name the GPUs that "
+                "ran with --gpus"
             )
     if gpus is not None:
         chosen = machine.select(gpus)
         if count is not None and count != len(chosen):
             raise UsageError(
-                f"the log from line {run.line} is of {count} ranks, and --gpus names {len(chosen)}; "
-                "name the GPUs that ran"
+                f"the log from line {run.line} is of {count} ranks, but --gpus names {len(chosen)}; name the GPUs that "
+                "ran"
             )
         return chosen, dict(enumerate(chosen))
     everything = machine.select(None)
@@ -183,13 +156,6 @@ def run_gpus(
 
 
 def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """The GPU number of every rank.
-
-    Raises
-    ------
-    UsageError
-        A rank ran where the machine has no GPU, or two ran on one.
-    """
     found = (
         _ranks_by_name(ranks, machine)
         or _ranks_by_bus_id(ranks, machine)
@@ -198,16 +164,14 @@ def gpus_of(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
     twice = next((gpu for gpu in found.values() if list(found.values()).count(gpu) > 1), None)
     if twice is not None:
         on = [rank for rank, gpu in found.items() if gpu == twice]
-        raise UsageError(
-            f"ranks {number_ranges(on)} of the log share GPU {twice}, which no plan does; run one rank on each GPU"
-        )
+        raise UsageError(f"ranks {number_ranges(on)} of the log share GPU {twice}; run one rank on each GPU")
     return found
 
 
 def numbered_by_bus_id(ranks: Sequence[LoggedRank]) -> list[LoggedRank]:
-    """Return ranks that see one GPU each, device 0 for all, with the place of their bus id on their host as device.
+    """Return ranks that see one GPU each, as device 0, with the index of their bus id on their host as device.
 
-    Ranks of a host on which no device stands twice, or on which bus ids are missing or repeated, stay as they are.
+    Ranks of a host with distinct devices, or with missing or repeated bus ids, are unchanged.
     """
     of_host: dict[str, list[LoggedRank]] = {}
     for rank in ranks:
@@ -221,14 +185,14 @@ def numbered_by_bus_id(ranks: Sequence[LoggedRank]) -> list[LoggedRank]:
 
 
 def _whole_hosts(ranks: Sequence[LoggedRank], machine: Topology) -> Sequence[LoggedRank]:
-    """Ranks as `numbered_by_bus_id` has them, which says where they are only on hosts all of whose GPUs ran."""
+    """Return `numbered_by_bus_id`, which is valid only on hosts whose GPUs all ran."""
     numbered = numbered_by_bus_id(ranks)
     changed = Counter(
         rank.host for rank, old in zip(numbered, ranks, strict=True) if rank.device != old.device
     )
     largest = max(Counter(machine.device(name).server for name in machine.gpus).values())
     for host, count in changed.items():
-        # the first one keeps its number
+        # the first device keeps its number
         if count + 1 < largest:
             on = [rank.rank for rank in ranks if rank.host == host]
             raise UsageError(
@@ -239,7 +203,7 @@ def _whole_hosts(ranks: Sequence[LoggedRank], machine: Topology) -> Sequence[Log
 
 
 def _ranks_by_name(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """By the device that ``topoplan bench`` names; empty where the log is none of ours."""
+    """Return GPUs by the device names of ``topoplan bench``; {} for other logs."""
     if not any(rank.name for rank in ranks):
         return {}
     number = {name: place for place, name in enumerate(machine.gpus)}
@@ -252,7 +216,7 @@ def _ranks_by_name(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, 
 
 
 def _ranks_by_bus_id(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """By bus id; empty where the machine or a rank states none, or the machine has several servers."""
+    """Return GPUs by bus id; {} if the machine or a rank states none, or the machine has several servers."""
     stated = {plain_bus_id(machine.device(name).busid): place for place, name in enumerate(machine.gpus)}
     hosts = {rank.host for rank in ranks}
     if len(stated) < len(machine.gpus) or len(hosts) > 1 or any(rank.busid not in stated for rank in ranks):
@@ -261,7 +225,7 @@ def _ranks_by_bus_id(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int
 
 
 def _ranks_by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int, int]:
-    """By the number of the device on its host."""
+    """Return GPUs by device number on their host."""
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     servers: dict[str, Sequence[int]] = {}
     for place, name in enumerate(machine.gpus):
@@ -289,7 +253,7 @@ def _ranks_by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int
 
 
 def _trays(servers: Sequence[Sequence[int]], last: int) -> list[Sequence[int]]:
-    """The GPUs of each host of domains that are larger than any host; none where one is not."""
+    """Return the GPUs of each host of NVLink domains larger than any host; [] if a server is smaller."""
     size = next((size for size in TRAYS if last < size), 0)
     if not size or any(len(gpus) <= LARGEST_HOST or len(gpus) % size for gpus in servers):
         return []
@@ -300,16 +264,7 @@ _WITH_BUS_ID = ("gpu", "nic", "pcie", "nvswitch")
 
 
 def matching_devices(a: Topology, b: Topology) -> dict[str, str]:
-    """The device of ``a`` for each device of ``b`` that has one there.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> text = "     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15\\n"
-    >>> found = matching_devices(topoplan.load("v100x4"), topoplan.load(text))
-    >>> found["gpu0"], found["gpu1"]
-    ('gpu0', 'gpu1')
-    """
+    """Return the device of ``a`` for each device of ``b`` that has a counterpart."""
     kinds = (
         {device.name: device.kind for device in a.devices},
         {device.name: device.kind for device in b.devices},
@@ -346,7 +301,7 @@ def _devices_by_bus_id(a: Topology, b: Topology) -> dict[str, str]:
 
 
 _Joined = Mapping[str, list[tuple[str, bool, str, int, float]]]
-"""Of each device its links: channel, whether it leaves, the other end, wires, GB/s."""
+"""Links of each device: channel, whether it leaves, the other end, wires, GB/s."""
 
 
 def _joined(machine: Topology) -> _Joined:
@@ -360,21 +315,21 @@ def _joined(machine: Topology) -> _Joined:
 
 
 _EXACTNESS = ((True, 2), (True, 1), (False, 2), (False, 1), (False, 0))
-"""Whether NUMA nodes have to agree, and of links numbers of wires and bandwidths, the first alone, or neither."""
+"""Whether NUMA nodes must agree, and how many of numbers of wires and bandwidths of links."""
 
 _MOST_TRIES = 400
-"""Refinements of one search; machines need a few more than their devices have orbits."""
+"""Most refinements of one search; machines need a few more than their devices have orbits."""
 
 
 class _DescriptionPair:
-    """Two descriptions while twins are being found."""
+    """Two descriptions during the matching."""
 
     def __init__(self, a: Topology, b: Topology, kinds: tuple[Mapping[str, str], Mapping[str, str]]) -> None:
         self._machines, self._kinds, self._joined = (a, b), kinds, (_joined(a), _joined(b))
         self._tries = 0
 
     def isomorphism(self, found: Mapping[str, str], exactness: tuple[bool, int]) -> dict[str, str] | None:
-        """Twins for all devices that keep what is asked for, with those found; None where none was found."""
+        """Return a full matching that extends ``found`` and preserves ``exactness``, or None."""
         if len(self._kinds[0]) != len(self._kinds[1]):
             return None
         self._tries = _MOST_TRIES
@@ -393,7 +348,7 @@ class _DescriptionPair:
             {name: sorted(link[-1] for link in links) for name, links in joined.items()}
             for joined in self._joined
         ]
-        # Another of the same name first, then one whose links are as fast.
+        # prefer the same name, then equal link rates
         for other in sorted(theirs, key=lambda name: (name != mine[0], rates[0][mine[0]] != rates[1][name])):
             whole = self._extended({**found, other: mine[0]}, exactness)
             if whole is not None:
@@ -401,7 +356,7 @@ class _DescriptionPair:
         return None
 
     def one_more(self, found: dict[str, str]) -> bool:
-        """Add twins to those found; False where there are no more."""
+        """Add matches to ``found``; return False if none is left."""
         for exactness in _EXACTNESS:
             classes = self._classes(found, exactness)
             single = [one for one in classes if len(one[0]) == len(one[1]) == 1]
@@ -429,11 +384,11 @@ class _DescriptionPair:
     def _classes(
         self, found: Mapping[str, str], exactness: tuple[bool, int]
     ) -> list[tuple[list[str], list[str]]]:
-        """Devices without a twin by their colour, of either description."""
+        """Return unmatched devices of either description by their colour."""
         numa, links = exactness
         taken = set(found.values())
-        first = {(0, mine): f"twin {mine}" for mine in taken}
-        first |= {(1, other): f"twin {mine}" for other, mine in found.items()}
+        first = {(0, mine): f"unique {mine}" for mine in taken}
+        first |= {(1, other): f"unique {mine}" for other, mine in found.items()}
         for side, machine in enumerate(self._machines):
             for device in machine.devices:
                 node = f" {device.numa}" if numa else ""

@@ -1,14 +1,14 @@
 """Diagnose a machine: compare its links with the expected ones, and its devices with each other.
 
-The machine of the library that a server is (`topoplan.operate.resemblance`) says what to expect. Otherwise the
-server itself does: what more than half of its GPUs have at a switch or on PCIe is usual, a wire runs as fast one way
-as the other, and if nearly all pairs of GPUs have the same NVLinks, all should. A pair has lost NVLinks if three
-quarters of the pairs have more and all have some, or if nearly all have some; so have a few of eight GPUs, sixteen,
-… if the others have equal sums. An allocation of an unknown machine looks like one that lost wires, so `diagnose`
-prefers a missed fault to a false one.
+The library machine of a server (`topoplan.operate.resemblance`) states what to expect. Without one the server itself
+does: what more than half of its GPUs have at a switch or on PCIe is usual, a wire is as fast in both directions, and if
+nearly all pairs of GPUs have the same NVLinks, all should. A pair has lost NVLinks if three quarters of the pairs have
+more and all have some, or if nearly all have some; so have a few of eight GPUs, sixteen, … if the others have equal
+sums. An allocation of an unknown machine looks like one that lost wires, so `diagnose` prefers a missed fault to a
+false one.
 
-Beside NVLinks: PCIe rates, NICs and their distance (the usual one, if the server shows all its GPUs), NUMA nodes,
-and GPUs that may not reach each other. A link rate is usual if more than half of the links of its kind have it.
+Beside NVLinks: PCIe rates, NICs and their distance (the usual one, if the server shows all its GPUs), NUMA nodes, and
+GPUs without peer access. A link rate is usual if more than half of the links of its kind have it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from topoplan.reading.pcie_tree import CODES, relation_matrix
 from topoplan.units import counted, name_ranges
 
 SOCKETS, MOST_NODES = 2, 4
-"""NUMA nodes with GPUs, and in all, up to which nodes are taken for sockets; beyond, a socket has several."""
+"""Most NUMA nodes with GPUs, and in all, that are taken for sockets; with more, a socket has several nodes."""
 
 LEAST_SWITCHES, MOST_SWITCHES = 4, 3 / 4
-"""PCIe switches with GPUs from which on one with fewer NICs is named, and part of them that must have as many."""
+"""Least PCIe switches with GPUs for a comparison of NICs, and the part of them that must agree."""
 
 
 def host_faults(server: Topology, found: Resemblance) -> list[Fault]:
-    """What is amiss beside NVLink; a GPU near a fault that is named is not said to be far from NICs besides."""
+    """Return the faults beside NVLink; a GPU near another fault is not reported as far from NICs."""
     faults: list[Fault] = []
     for rule in (_pcie_faults, _unplugged, _fewer_nics, _far_from_nics, _distant_nics, _misplaced, _divided):
-        hurt = {name for fault in faults for name in fault.devices}
-        above = {link.src for link in server.links if link.dst in hurt and link.channel == "pcie"}
-        named = hurt | above if rule is _far_from_nics else set()
+        affected = {name for fault in faults for name in fault.devices}
+        above = {link.src for link in server.links if link.dst in affected and link.channel == "pcie"}
+        named = affected | above if rule is _far_from_nics else set()
         faults += [one for one in rule(server, found) if not named & set(one.devices)]
     return faults
 
 
 def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
-    """Links of the host that are slower than others of their sort, or run one way."""
+    """Return links of the host that are slower than others of their sort, or run one way."""
     sorts: dict[tuple[str, ...], dict[Ends, Link]] = {}
     for link in server.links:
         if link.channel in ("pcie", "c2c"):
@@ -69,7 +69,7 @@ def _pcie_faults(server: Topology, found: Resemblance) -> list[Fault]:
 
 
 def _sort(server: Topology, link: Link) -> tuple[str, ...]:
-    """Links of one sort may be held against each other: between devices of the same kinds, and NICs of one speed."""
+    """Return a key of links that are comparable: between devices of the same kinds, and NICs of one speed."""
     ends = [server.device(end) for end in (link.src, link.dst)]
     known = sorted(
         f"{end.model} {end.fact('gigabits')} {end.fact('pci')}" for end in ends if end.kind in ("nic", "gpu")
@@ -78,7 +78,7 @@ def _sort(server: Topology, link: Link) -> tuple[str, ...]:
 
 
 def _wire_ends(have: Mapping[Ends, Link]) -> dict[frozenset[str], float]:
-    """GB/s of each wire, the faster direction."""
+    """Return the GB/s of each wire in its faster direction."""
     rates: dict[frozenset[str], float] = {}
     for ends, link in have.items():
         rates[frozenset(ends)] = max(link.bandwidth, rates.get(frozenset(ends), 0.0))
@@ -86,7 +86,7 @@ def _wire_ends(have: Mapping[Ends, Link]) -> dict[frozenset[str], float]:
 
 
 def _usual_rate(rates: Iterable[float]) -> float | None:
-    """The middle rate, where more than half are about as high; None where they are not."""
+    """Return the middle rate if more than half are close to it, else None."""
     known = sorted(rates)
     middle = lower_median(known)
     near = sum(SLOW * middle <= rate <= middle / SLOW for rate in known)
@@ -94,7 +94,7 @@ def _usual_rate(rates: Iterable[float]) -> float | None:
 
 
 def _library_rate(machine: Topology, sort: tuple[str, ...], have: Mapping[Ends, Link]) -> float | None:
-    """What the machine's links of this sort carry, where the fastest of the server's carry about as much."""
+    """Return the server's fastest rate of this sort if it is close to the library machine's, else None."""
     rates = {link.bandwidth for link in machine.links if _sort(machine, link)[:3] == sort[:3]}
     most = max(link.bandwidth for link in have.values())
     rate = rates.pop() if len(rates) == 1 else 0.0
@@ -102,7 +102,7 @@ def _library_rate(machine: Topology, sort: tuple[str, ...], have: Mapping[Ends, 
 
 
 def _unplugged(server: Topology, _found: Resemblance) -> list[Fault]:
-    """GPUs without PCIe where most have it."""
+    """Return GPUs without PCIe if most have it."""
     host = {
         end
         for link in server.links
@@ -117,29 +117,30 @@ def _unplugged(server: Topology, _found: Resemblance) -> list[Fault]:
 
 
 def _distant_nics(server: Topology, found: Resemblance) -> list[Fault]:
-    """NICs on a NUMA node that holds no GPU, if they are most of the NICs: a few there are for storage, as in a DGX.
+    """Return NICs on a NUMA node that holds no GPU, if they are most of the NICs: a few there are for storage, as in a
+    DGX.
 
-    Where sockets are cut into nodes it is no fault to sit on another one, and of an allocation nothing can be said.
+    Another node is not a fault if sockets are cut into nodes, and an allocation does not tell.
     """
     homes = {_numa(server, gpu) for gpu in server.gpus}
     nics = [device.name for device in server.devices if device.kind == "nic"]
-    apart = [nic for nic in nics if _numa(server, nic) not in homes | {None}]
+    distant = [nic for nic in nics if _numa(server, nic) not in homes | {None}]
     nodes = {device.numa for device in server.devices if device.kind == "cpu"}
-    if 2 * len(apart) <= len(nics) or not homes or None in homes or not found.whole(server):
+    if 2 * len(distant) <= len(nics) or not homes or None in homes or not found.whole(server):
         return []
     if len(homes) > SOCKETS or len(nodes) > MOST_NODES:
         return []
-    return [Fault("NUMA", tuple(apart), "on a NUMA node without a GPU", "on one with GPUs")]
+    return [Fault("NUMA", tuple(distant), "on a NUMA node without a GPU", "on one with GPUs")]
 
 
 def _numa(server: Topology, name: str) -> int | None:
-    """NUMA node of a device, or else that of the first CPU above it."""
+    """Return the NUMA node of a device, or else that of the first CPU above it."""
     own = server.device(name).numa
     return own if own is not None else _numa_above(server, name)
 
 
 def _numa_above(server: Topology, name: str) -> int | None:
-    """NUMA node of the first CPU above a device that states one."""
+    """Return the NUMA node of the first device above that states one."""
     above = [name]
     for device in above:
         if device != name and (numa := server.device(device).numa) is not None:
@@ -157,7 +158,7 @@ def _numa_above(server: Topology, name: str) -> int | None:
 
 
 def _fewer_nics(server: Topology, _found: Resemblance) -> list[Fault]:
-    """PCIe switches above GPUs that have fewer NICs than nearly all others."""
+    """Return PCIe switches above GPUs that have fewer NICs than nearly all others."""
     below: dict[str, Counter[str]] = {}
     for link in server.links:
         if link.channel == "pcie" and server.device(link.dst).kind == "pcie":
@@ -178,12 +179,12 @@ def _fewer_nics(server: Topology, _found: Resemblance) -> list[Fault]:
 
 
 def _counted(nics: int) -> str:
-    """NICs in words."""
+    """Return a number of NICs in words."""
     return {0: "no NIC", 1: "1 NIC"}.get(nics, f"{nics} NICs")
 
 
 def _misplaced(server: Topology, _found: Resemblance) -> list[Fault]:
-    """GPUs and NICs that say another NUMA node than the CPU their PCIe leads to."""
+    """Return GPUs and NICs whose stated NUMA node is not that of the CPU above them."""
     faults = []
     for device in server.devices:
         if device.kind in ("gpu", "nic") and device.numa is not None:
@@ -195,7 +196,7 @@ def _misplaced(server: Topology, _found: Resemblance) -> list[Fault]:
 
 
 def _far_from_nics(server: Topology, found: Resemblance) -> list[Fault]:
-    """GPUs farther from their nearest NIC than most are; a NIC that hangs on a GPU of its own is near no other."""
+    """Return GPUs farther from their nearest NIC than most; a NIC on a GPU of its own is not near another."""
     names, cells = relation_matrix(server)
     plugged = {link.src for link in server.links if server.device(link.dst).kind in ("pcie", "cpu")}
     nics = [server.device(name).kind == "nic" and name in plugged for name in names]
@@ -211,7 +212,7 @@ def _far_from_nics(server: Topology, found: Resemblance) -> list[Fault]:
             nearest[name] = min(codes.values(), default=len(CODES))
             serving.setdefault(nearest[name], set()).update(n for n in codes if codes[n] == nearest[name])
     usual = most_have(nearest.values())
-    # One NIC is near some GPUs and far from others wherever it is.
+    # a single NIC is always near some GPUs and far from others
     if usual is None or usual == len(CODES) or len(serving[usual]) < 2 or not found.whole(server):
         return []
     faults = []
@@ -223,7 +224,7 @@ def _far_from_nics(server: Topology, found: Resemblance) -> list[Fault]:
 
 
 def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
-    """GPUs in MIG mode, and GPUs that may not read each other's memory."""
+    """Return GPUs in MIG mode, and GPUs without peer access."""
     faults = []
     divided = {gpu: server.device(gpu).fact("mig") for gpu in server.gpus}
     instances = {gpu: text.count(",") + 1 for gpu, text in divided.items() if text}
@@ -239,17 +240,17 @@ def _divided(server: Topology, _found: Resemblance) -> list[Fault]:
 
 
 MOST = 3 / 4
-"""Part of the pairs, or of the GPUs, that have the same NVLinks where the others are said to have fewer."""
+"""Least part of the pairs, or of the GPUs, with the same NVLinks that makes fewer a fault."""
 
 NEARLY_ALL = 0.9
-"""Part of the pairs of GPUs that have NVLinks, where the others are said to lack them: more than this."""
+"""Part of the pairs of GPUs with NVLinks above which none is a fault."""
 
 _WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00")
-"""In the names of GPUs that are sold on boards with NVLink between every two alone. V100-SXM2 are not: see a DGX-1."""
+"""Names of GPUs whose boards always have NVLink between every two. V100-SXM2 is not one: see a DGX-1."""
 
 
 def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
-    """What NVLinks lack: of the machine that a server is, else of what is usual in it."""
+    """Return missing and slow NVLinks, compared with the library machine, else with the usual ones."""
     have = {(link.src, link.dst): link for link in server_nvlinks(server)}
     if not have:
         return _dark(server)
@@ -267,7 +268,7 @@ def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
 
 
 def _dark(server: Topology) -> list[Fault]:
-    """All GPUs of a server without any NVLink, whose boards join every two of them; those in MIG mode are cut off."""
+    """Return all GPUs of a server without NVLink, if their boards have it; GPUs in MIG mode have none."""
     gpus = [server.device(gpu) for gpu in server.gpus]
     wired = len(gpus) > 1 and all(_WIRED.search(gpu.model) and not gpu.fact("mig") for gpu in gpus)
     should_be = "some, as on every such board (is the fabric manager running?)"
@@ -275,7 +276,7 @@ def _dark(server: Topology) -> list[Fault]:
 
 
 def _usual_ports(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:
-    """For each switch as many wires as most of the GPUs have, both ways, for all of them."""
+    """Return for each switch the wires of most GPUs, both ways, for all GPUs."""
     rate = lower_median([link.bandwidth / link.count for link in have.values()])
     wanted: dict[Ends, Link] = {}
     for switch in (device.name for device in server.devices if device.kind == "nvswitch"):
@@ -289,7 +290,7 @@ def _usual_ports(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link
 
 
 def _usual_pairs(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link]:
-    """What each pair has, both ways and at the rate of a whole wire; nearly all pairs say what the others should."""
+    """Return the wires of each pair, both ways and at full rate; if nearly all pairs agree, for all pairs."""
     rate = lower_median([link.bandwidth / link.count for link in have.values()])
     pairs: dict[Ends, Link] = {}
     for first, second in combinations(server.gpus, 2):
@@ -310,7 +311,7 @@ def _usual_pairs(server: Topology, have: Mapping[Ends, Link]) -> dict[Ends, Link
 
 
 def _whole_bundle(first: str, second: str, count: int, rate: float, there: Link | None) -> dict[Ends, Link]:
-    """So many wires both ways: at the rate of what is there, unless that is less than the usual."""
+    """Return ``count`` wires both ways at the present rate, or at the usual one if that is higher."""
     bandwidth = max(count * rate, there.bandwidth if there else 0.0)
     if there is not None and there.count == count and there.bandwidth >= SLOW * count * rate:
         bandwidth = there.bandwidth
@@ -319,29 +320,24 @@ def _whole_bundle(first: str, second: str, count: int, rate: float, there: Link 
 
 
 def _better(first: Link | None, second: Link | None) -> Link | None:
-    """The faster of a wire's directions, as far as they are there."""
+    """Return the faster direction that is present, or None."""
     return max((one for one in (first, second) if one), key=lambda one: one.bandwidth, default=None)
 
 
 def _fewer(server: Topology) -> list[Fault]:
-    """GPUs of a machine that nobody knows which have fewer NVLinks than most."""
+    """Return GPUs of an unknown machine that have fewer NVLinks than most."""
     shape = shape_of(server)
     counts = dict(zip(shape.gpus, shape.wires, strict=True))
     present = {gpu: count for gpu, count in counts.items() if count}
     most = max(present.values())
     count = len(counts)
     lost = {gpu: most - count for gpu, count in counts.items() if count < most}
-    # A dead wire is missing at both of its ends; counts that cannot pair up are the machine's own.
+    # a dead wire is missing at both ends; counts that cannot pair up are the machine's own
     paired = sum(lost.values()) % 2 == 0 and 2 * max(lost.values(), default=0) <= sum(lost.values())
     if not Resemblance().whole(server) or len(lost) > (1 - MOST) * count or not paired:
         return []
     return [
-        Fault(
-            "fewer NVLinks",
-            (gpu,),
-            counted(counts[gpu], "NVLink"),
-            f"{most} as most GPUs have",
-        )
+        Fault("fewer NVLinks", (gpu,), counted(counts[gpu], "NVLink"), f"{most} as most GPUs have")
         for gpu in lost
     ]
 
@@ -351,17 +347,11 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is amiss in a machine.
+    """Faults of a machine.
 
-    Parameters
-    ----------
-    topology : Topology
-    resembles : str
-        The machine of the library that its first server is, is a part of, or is with faults; empty if none.
-    parts : int
-        GPUs of that machine.
-    faults : tuple of Fault
-        Of servers that are alike, those of the first, which name the others.
+    resembles: the library machine of its first server, with faults or as a part; empty if none.
+    parts: GPUs of that machine.
+    faults: equal servers have one entry, which names the others.
     """
 
     topology: Topology
@@ -371,19 +361,12 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is amiss."""
         return not self.faults
 
 
 def diagnose(topology: TopologyLike) -> Diagnosis:
-    """Find what is amiss in a machine or cluster.
+    """Return the faults of a machine or cluster.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = diagnose(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
     >>> found.resembles, [fault.text for fault in found.faults]
@@ -412,21 +395,9 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
 
 
 def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -> tuple[str, ...]:
-    """The faults of a machine as warnings, but for what its notes tell already; of many of one kind the first.
+    """Return the faults of a machine as warnings, without those in its notes; of many of one kind the first.
 
-    Parameters
-    ----------
-    topology : Topology
-    gpus : iterable of str or None
-        Leave out what hurts other GPUs than these.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine_warnings(topoplan.load("dgx-1v"))
-    ()
-    >>> machine_warnings(topoplan.without_links("dgx-1v", ["gpu0-gpu3"]))
-    ('warning: gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s',)
+    gpus: leave out faults that affect other GPUs only; None for all.
     """
     others = set() if gpus is None else set(topology.gpus) - set(gpus)
     texts: dict[Kind, list[str]] = {}
@@ -439,7 +410,7 @@ def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -
 
 
 def _places(topology: Topology, fault: Fault) -> list[tuple[str, ...]]:
-    """The devices of a fault, and those of the other servers that have it too."""
+    """Return the devices of a fault, and their counterparts in the other servers that have it too."""
     servers = {device.name: device.server for device in topology.devices}
     copies = [tuple(_moved(name, servers[name], other) for name in fault.devices) for other in fault.servers]
     return [fault.devices, *copies]
@@ -477,7 +448,7 @@ def _server_faults(server: Topology, found: Resemblance) -> list[Fault]:
 
 
 def _in_all(fault: Fault, server: str, others: Sequence[str]) -> Fault:
-    """A fault of a server and of those that are wired alike."""
+    """Return a fault of a server with the links of the isomorphic servers."""
     links = [
         replace(link, src=_moved(link.src, server, other), dst=_moved(link.dst, server, other))
         for other in others
@@ -487,12 +458,12 @@ def _in_all(fault: Fault, server: str, others: Sequence[str]) -> Fault:
 
 
 def _moved(name: str, server: str, other: str) -> str:
-    """The name that a device of a server has in another one that is wired alike."""
+    """Return the name of a device's counterpart in an isomorphic server."""
     return f"{other}.{name.removeprefix(f'{server}.')}"
 
 
 def _rows(topology: Topology) -> list[Fault]:
-    """Rows that a reader had to fill in."""
+    """Return rows that a reader had to fill in."""
     return [
         Fault("row missing", note.devices, "no row, filled in from the others", "a whole listing")
         for note in topology.notes
@@ -501,8 +472,8 @@ def _rows(topology: Topology) -> list[Fault]:
 
 
 def _stated_faults(topology: Topology, known: Iterable[Fault]) -> list[Fault]:
-    """What the driver, or whoever wrote the file, says is amiss, but for devices whose faults are known."""
-    hurt = {name for fault in known for name in fault.devices}
+    """Return warnings in the notes, but for devices with known faults."""
+    affected = {name for fault in known for name in fault.devices}
     faults = []
     for note in topology.notes:
         if kind_of(note) == "warning":
@@ -510,18 +481,17 @@ def _stated_faults(topology: Topology, known: Iterable[Fault]) -> list[Fault]:
             words = dict.fromkeys(re.findall(r"[\w.]+", re.sub(r"\bGPU (\d+)", r"gpu\1", text)))
             names = {device.name for device in topology.devices}
             named = tuple(word for word in words if word in names or re.fullmatch(r"gpu\d+", word))
-            if not named or not set(named) <= hurt:
+            if not named or not set(named) <= affected:
                 faults.append(Fault("told", named, text, "nothing to warn of"))
     return faults
 
 
 def warning_text(note: str) -> str:
-    """A warning without the word."""
     return note.removeprefix("warning: ")
 
 
 def _unreachable(topology: Topology) -> list[Fault]:
-    """GPUs that no links join, there and back, to most of the others."""
+    """Return GPUs without a path, there and back, to most of the others."""
     leaving: dict[str, list[str]] = {}
     entering: dict[str, list[str]] = {}
     for link in topology.links:

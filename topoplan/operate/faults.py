@@ -1,7 +1,7 @@
 """Represent a fault of a machine: its kind, the devices it affects, and the links without it.
 
-`compared` finds faults of links: it compares the links present with the links expected, from any source. A link that
-carries nine tenths of its expected rate counts as whole, since measured rates of equal links differ by as much.
+`compared` finds faults of links: it compares the links present with the links expected, from any source. A link with
+nine tenths of its expected rate counts as whole, since measured rates of equal links differ by as much.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Kind = Literal[
     "row missing",
     "told",
 ]
-"""``told``: a warning of the driver, or of whoever wrote the file, in its words."""
+"""``told``: a warning of the driver, or of the author of the file, as quoted."""
 
 SLOW = 0.9
-"""A link slower than this part of what it should be is named."""
+"""A link slower than this part of its expected rate is a fault."""
 
 Ends = tuple[str, str]
 
@@ -44,22 +44,13 @@ Value = TypeVar("Value", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is amiss.
+    """One fault.
 
-    Parameters
-    ----------
-    kind : str
-    devices : tuple of str
-        Those it hurts; of a link its two ends.
-    state, should_be : str
-        What is found, and what a healthy machine has, in words.
-    links : tuple of Link
-        The links as they should be: in place of those between the same devices, or where there are none.
-    servers : tuple of str
-        Other servers, wired alike, that have the same fault; ``links`` has theirs too.
+    devices: the affected devices; the two ends of a link.
+    state, should_be: the state found and that of a healthy machine, in words.
+    links: the links of a healthy machine, in place of those between the same devices, or added.
+    servers: other isomorphic servers with the same fault; ``links`` has theirs too.
 
-    Examples
-    --------
     >>> Fault("link missing", ("gpu0", "gpu3"), "1 NVLink of 25 GB/s", "2 NVLinks of 25 GB/s").text
     'gpu0-gpu3: 1 NVLink of 25 GB/s, should be 2 NVLinks of 25 GB/s'
     """
@@ -80,46 +71,25 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """The devices, and which other servers have the same fault."""
-        here = "-".join(self.devices) if self.of_a_link else ", ".join(name_ranges(self.devices))
+        """The devices, and the other servers with the same fault."""
+        is_link = self.kind.startswith(("link ", "PCIe ")) and len(self.devices) == 2
+        here = "-".join(self.devices) if is_link else ", ".join(name_ranges(self.devices))
         return f"{here} (as in {', '.join(name_ranges(self.servers))})" if self.servers else here
-
-    @property
-    def of_a_link(self) -> bool:
-        """Whether the devices are the two ends of a link."""
-        return self.kind.startswith(("link ", "PCIe ")) and len(self.devices) == 2
 
 
 def mended(topology: Topology, faults: Iterable[Fault]) -> Topology:
-    """The machine with the links of some faults as they should be.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> broken = topoplan.without_links(machine, ["gpu0-gpu3"])
-    >>> both = tuple(link for link in machine.links if {link.src, link.dst} == {"gpu0", "gpu3"})
-    >>> fault = Fault("link missing", ("gpu0", "gpu3"), "no NVLink", "2 NVLinks of 25 GB/s", both)
-    >>> sorted(mended(broken, [fault]).links, key=str) == sorted(machine.links, key=str)
-    True
-    """
+    """Return the machine with the links of some faults repaired."""
     wanted = {(link.src, link.dst, link.channel): link for fault in faults for link in fault.links}
     kept = tuple(wanted.pop((link.src, link.dst, link.channel), link) for link in topology.links)
     return replace(topology, links=(*kept, *wanted.values()))
 
 
 def compared(have: Mapping[Ends, Link], want: Mapping[Ends, Link], gpus: Iterable[str] = ()) -> list[Fault]:
-    """Faults of links of one sort, both directions of a pair in one, in the order of ``want``.
+    """Return faults of links of one sort, both directions of a pair in one, in the order of ``want``.
 
-    Parameters
-    ----------
-    have, want : mapping of (str, str) to Link
-        What is there, and what should be, by source and destination.
-    gpus : iterable of str
-        GPUs that should have NVLinks; of one that has none at all that is one fault.
+    have, want: links present and expected, by source and destination.
+    gpus: GPUs that should have NVLinks; a GPU without any has one fault.
 
-    Examples
-    --------
     >>> wires = {("gpu0", "gpu1"): Link("gpu0", "gpu1", "nvlink", 50.0, 2)}
     >>> half = {("gpu0", "gpu1"): Link("gpu0", "gpu1", "nvlink", 25.0, 2)}
     >>> print(compared(half, wires)[0].text)
@@ -146,12 +116,12 @@ def compared(have: Mapping[Ends, Link], want: Mapping[Ends, Link], gpus: Iterabl
 
 
 def _seen(want: Mapping[Ends, Link], ends: Ends) -> bool:
-    """Whether the other direction stands before this one."""
+    """Return whether the other direction comes first."""
     return next(pair for pair in want if set(pair) == set(ends)) != ends
 
 
 def _short_of(link: Link | None, wanted: Link) -> bool:
-    """Whether a link is slow, or carries half a wire less than it should: one of 18 wires is no tenth."""
+    """Return whether a link is slow, or lacks half a wire or more: one of 18 wires is less than a tenth."""
     if link is None or link.bandwidth < SLOW * wanted.bandwidth:
         return True
     wire = wanted.bandwidth / wanted.count
@@ -159,7 +129,7 @@ def _short_of(link: Link | None, wanted: Link) -> bool:
 
 
 def _pair_fault(ends: Ends, have: Mapping[Ends, Link], want: Mapping[Ends, Link], wrong: set[Ends]) -> Fault:
-    """What is wrong between two devices; of directions that differ in their fault, what the worse one has."""
+    """Return the fault between two devices; if directions differ, that of the worse one."""
     back = (ends[1], ends[0])
     links = tuple(want[pair] for pair in (ends, back) if pair in wrong)
     nvlink = links[0].channel == "nvlink"
@@ -197,10 +167,8 @@ def _worded(link: Link) -> str:
 
 
 def nvlinks(count: int, rate: float) -> str:
-    """Wires in words.
+    """Return wires in words.
 
-    Examples
-    --------
     >>> nvlinks(1, 25.0), nvlinks(6, 12.5)
     ('1 NVLink of 25 GB/s', '6 NVLinks of 12.5 GB/s')
     """
@@ -208,10 +176,8 @@ def nvlinks(count: int, rate: float) -> str:
 
 
 def most_have(values: Iterable[Value]) -> Value | None:
-    """What more than half of the values are; None where there is no such value.
+    """Return the value of more than half, or None.
 
-    Examples
-    --------
     >>> most_have([6, 6, 4]), most_have([6, 4])
     (6, None)
     """
@@ -220,6 +186,6 @@ def most_have(values: Iterable[Value]) -> Value | None:
 
 
 def lower_median(values: Iterable[float]) -> float:
-    """The middle value, the lower of two; 0 of none."""
+    """Return the middle value, the lower of two; 0 for no values."""
     known = sorted(values)
     return known[(len(known) - 1) // 2] if known else 0.0

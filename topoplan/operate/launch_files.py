@@ -1,7 +1,7 @@
-"""An order of ranks as launchers read it: Open MPI's rankfile and hostfile, Slurm's host file.
+"""Write an order of ranks for launchers: Open MPI's rankfile and hostfile, Slurm's host file.
 
-A GPU is on the host that its machine's facts name. Where they name none, a server is a host; a server with an NVSwitch
-whose GPUs hang on CPUs that nothing but the NVSwitch joins is an NVLink domain of several hosts (``s0-0``, ``s0-1``).
+A GPU is on the host that its machine's facts name. Without names a server is a host; a server with an NVSwitch whose
+GPUs have CPUs that only the NVSwitch joins is an NVLink domain of several hosts (``s0-0``, ``s0-1``).
 
     rankfile    rank 0=node01 slot=0        slots are the numbers of the GPUs in their host
     hostfile    node01 slots=8              ranks of a host one after another
@@ -14,31 +14,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
+from topoplan.plans.permutation_groups import components
 from topoplan.reading.slurm import fold_hostlist
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where a rank runs.
-
-    Parameters
-    ----------
-    host : str
-    slot : int
-        Number of the GPU in its host.
-    """
+    """Host of a rank, and the number of its GPU there."""
 
     host: str
     slot: int
 
 
 def hosts_of(topology: Topology) -> tuple[str, ...]:
-    """The host of every GPU, in the order of the machine.
+    """Return the host of every GPU, in the order of the machine.
 
-    Examples
-    --------
     >>> import topoplan
     >>> hosts_of(topoplan.load("gb200-nvl72"))[:6]
     ('s0-0', 's0-0', 's0-0', 's0-0', 's0-1', 's0-1')
@@ -47,7 +41,15 @@ def hosts_of(topology: Topology) -> tuple[str, ...]:
     stated = [gpu.fact("host") for gpu in gpus]
     if all(stated):
         return tuple(stated)
-    part = _parts(topology)
+    # label of every device, equal if links other than NVLink and network join them
+    place = {device.name: number for number, device in enumerate(topology.devices)}
+    ends = [
+        (place[link.src], place[link.dst])
+        for link in topology.links
+        if link.channel not in ("nvlink", "network")
+    ]
+    joined = np.array(ends, dtype=np.int64).reshape(-1, 2)
+    part = dict(zip(place, components(len(place), *joined.T).tolist(), strict=True))
     switched = {device.server for device in topology.devices if device.kind == "nvswitch"}
     cpus = {part[device.name] for device in topology.devices if device.kind == "cpu"}
     found: list[str] = []
@@ -62,48 +64,22 @@ def hosts_of(topology: Topology) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _parts(topology: Topology) -> dict[str, int]:
-    """A number for every device, equal where links other than NVLink and network lead from one to the other."""
-    near: dict[str, list[str]] = {}
-    for link in topology.links:
-        if link.channel not in ("nvlink", "network"):
-            near.setdefault(link.src, []).append(link.dst)
-            near.setdefault(link.dst, []).append(link.src)
-    part: dict[str, int] = {}
-    for number, device in enumerate(topology.devices):
-        frontier = [device.name] if device.name not in part else []
-        for name in frontier:
-            part[name] = number
-            frontier += [other for other in near.get(name, ()) if other not in part and other not in frontier]
-    return part
-
-
 def rank_placements(
     topology: Topology, order: Sequence[int], names: Sequence[str] = ()
 ) -> tuple[RankPlacement, ...]:
-    """The seat of every rank.
+    """Return the placement of every rank.
 
-    Parameters
-    ----------
-    topology : Topology
-        All GPUs that are there, so that a GPU has its number in its host.
-    order : sequence of int
-        The GPU of each rank.
-    names : sequence of str
-        Of the hosts, in the order of the machine, where they are not the machine's own.
-
-    Raises
-    ------
-    UsageError
-        Other names than hosts, or a name twice.
+    topology: all GPUs of the hosts, so that a GPU has its number in its host.
+    order: the GPU of each rank.
+    names: of the hosts, in the order of the machine; empty for the machine's own.
     """
     hosts = hosts_of(topology)
     own = list(dict.fromkeys(hosts))
     if names:
         if len(names) != len(own) or len(set(names)) != len(names):
             raise UsageError(
-                f"{len(set(names))} different names of hosts are given, and the machine has {len(own)} hosts; give a "
-                "name for each"
+                f"names must be one for each of {len(own)} hosts, got {len(set(names))} different ones; give a name "
+                "for each"
             )
         own_name = dict(zip(own, names, strict=True))
         hosts = tuple(own_name[host] for host in hosts)
@@ -116,56 +92,45 @@ def rank_placements(
 
 
 def rankfile(ranks: Sequence[RankPlacement]) -> str:
-    """Open MPI's rankfile.
+    """Return Open MPI's rankfile.
 
-    Examples
-    --------
     >>> print(rankfile([RankPlacement("a", 1), RankPlacement("b", 0)]), end="")
     rank 0=a slot=1
     rank 1=b slot=0
     """
-    return "".join(f"rank {number}={seat.host} slot={seat.slot}\n" for number, seat in enumerate(ranks))
+    return "".join(f"rank {number}={rank.host} slot={rank.slot}\n" for number, rank in enumerate(ranks))
 
 
 def hostfile(ranks: Sequence[RankPlacement]) -> str:
-    """Open MPI's hostfile: hosts in order, with their slots.
+    """Return Open MPI's hostfile: hosts in order, with their slots.
 
-    Raises
-    ------
-    UsageError
-        The ranks of a host do not follow one another, which such a file cannot say.
-
-    Examples
-    --------
     >>> print(hostfile([RankPlacement("b", 0), RankPlacement("b", 1), RankPlacement("a", 0)]), end="")
     b slots=2
     a slots=1
     """
-    runs = [(host, len(list(seats))) for host, seats in groupby(ranks, key=lambda seat: seat.host)]
+    runs = [(host, len(list(group))) for host, group in groupby(ranks, key=lambda rank: rank.host)]
     if len({host for host, _ in runs}) < len(runs):
         raise UsageError(
-            "the ranks of a host do not follow one another in this order, which a hostfile cannot say; use --format "
-            "rankfile or slurm"
+            "ranks of a host must be contiguous for a hostfile, and they are not in this order; use --format rankfile "
+            "or slurm"
         )
     return "".join(f"{host} slots={slots}\n" for host, slots in runs)
 
 
 def slurm_hosts(ranks: Sequence[RankPlacement]) -> str:
-    """The file that SLURM_HOSTFILE names: the host of every task."""
-    return "".join(f"{seat.host}\n" for seat in ranks)
+    """Return the file that SLURM_HOSTFILE names: the host of every task."""
+    return "".join(f"{rank.host}\n" for rank in ranks)
 
 
 def usage(format_name: str, ranks: Sequence[RankPlacement], path: str) -> tuple[str, ...]:
-    """How a file is used, and which GPU a rank has to take where the launcher would give it another.
+    """Return the command that uses a file, and the GPU of each rank if the launcher would assign another.
 
-    Examples
-    --------
     >>> usage("hostfile", [RankPlacement("a", 1), RankPlacement("a", 0)], "hosts")
     ('mpirun --hostfile hosts', 'on a the ranks take GPUs 1,0 in this order: CUDA_VISIBLE_DEVICES=1,0')
     >>> usage("rankfile", [RankPlacement("a", 4), RankPlacement("a", 7)], "ranks")[1]
     'on a the ranks take GPUs 4,7 in this order: CUDA_VISIBLE_DEVICES=4,7'
     """
-    nodes = fold_hostlist(list(dict.fromkeys(seat.host for seat in ranks)))
+    nodes = fold_hostlist(list(dict.fromkeys(rank.host for rank in ranks)))
     lines = [
         {
             "rankfile": f"mpirun --rankfile {path}",
@@ -174,16 +139,16 @@ def usage(format_name: str, ranks: Sequence[RankPlacement], path: str) -> tuple[
         }[format_name]
     ]
     taken: dict[str, list[int]] = {}
-    for seat in ranks:
-        taken.setdefault(seat.host, []).append(seat.slot)
-    alike: dict[tuple[int, ...], list[str]] = {}
+    for rank in ranks:
+        taken.setdefault(rank.host, []).append(rank.slot)
+    hosts_of_slots: dict[tuple[int, ...], list[str]] = {}
     for host, slots in taken.items():
         if slots != list(range(len(slots))):
-            alike.setdefault(tuple(slots), []).append(host)
+            hosts_of_slots.setdefault(tuple(slots), []).append(host)
     lines += [
         f"on {fold_hostlist(hosts)} the ranks take GPUs {','.join(map(str, slots))} in this order: "
         f"CUDA_VISIBLE_DEVICES={','.join(map(str, slots))}"
-        for slots, hosts in alike.items()
+        for slots, hosts in hosts_of_slots.items()
     ]
     return tuple(lines)
 
@@ -193,4 +158,4 @@ LAUNCH_FILES: dict[str, Callable[[Sequence[RankPlacement]], str]] = {
     "hostfile": hostfile,
     "slurm": slurm_hosts,
 }
-"""By the name that ``--format`` takes."""
+"""Writers by value of ``--format``."""

@@ -6,9 +6,9 @@ NCCL's channels, each on a NIC of its own (`topoplan.schedules.nccl_server_chann
     bus bandwidth of a ring  =  min over links of  c(e) / sum over hops of load(e)
 
 The tree joins servers in the order of their first ranks (`topoplan.schedules.binary_trees.server_trees`); inside a
-server every channel has a chain that begins at another GPU of the order. `HopTable` judges many orders at once from
-one table of hop loads. Deliberately absent: latency, and that NCCL orders the GPUs inside a server by itself and
-gathers the ranks of a server.
+server every channel has a chain that begins at another GPU of the order. `HopTable` scores many orders at once from one
+table of hop loads. Absent: latency, and that NCCL orders the GPUs inside a server independently and groups the ranks of
+a server.
 """
 
 from __future__ import annotations
@@ -33,18 +33,12 @@ from topoplan.schedules.nccl_server_channels import Loads, NcclServerRoutes, sum
 
 @dataclass(frozen=True, slots=True)
 class OrderRates:
-    """What an order gives, in GB/s.
+    """Rates of an order in GB/s.
 
-    Parameters
-    ----------
-    ring : Fraction
-        Bus bandwidth of the ring that follows the ranks.
-    tree : Fraction or None
-        Algorithm bandwidth of an allreduce over the double binary tree of the servers; None on one server.
-    between_servers : int
-        Hops of the ring from one server to another.
-    between_switches : Fraction
-        How often the ring crosses a link between two switches of the network.
+    ring: bus bandwidth of the ring that follows the ranks.
+    tree: algorithm bandwidth of an allreduce over the double binary tree of the servers; None on one server.
+    between_servers: hops of the ring from one server to another.
+    between_switches: number of times that the ring crosses a link between two network switches.
     """
 
     ring: Fraction
@@ -54,7 +48,7 @@ class OrderRates:
 
     @property
     def merit(self) -> tuple[Fraction, ...]:
-        """By what orders are compared, the larger the better: the ring, then the tree, then short ways."""
+        """Sort key, larger is better: the ring, then the tree, then short paths."""
         tree = self.tree or Fraction(0)
         return (self.ring, tree, Fraction(-self.between_servers), -self.between_switches)
 
@@ -62,19 +56,8 @@ class OrderRates:
 class HopLoads:
     """The hops of a machine or cluster; all GPUs are ranks.
 
-    Parameters
-    ----------
-    topology : Topology
-    channels : str
-        As for `topoplan.plan`: over which wires servers are joined.
+    channels: as for `topoplan.plan`, between servers.
 
-    Raises
-    ------
-    InfeasibleError
-        The wires do not join the GPUs.
-
-    Examples
-    --------
     GPU 3 of a DGX-1V has no NVLink to GPU 4, which is reached through another GPU:
 
     >>> import topoplan
@@ -87,20 +70,18 @@ class HopLoads:
         self.fabric: Fabric = usable_fabric(topology, channels=channels)
         self.topology = topology
         self.ways = NcclServerRoutes(topology, self.fabric)
-        """Between the servers."""
         self.links = topology.links
         self.capacity = self.ways.capacity
         found = self.ways.channels
         self.servers = tuple(found.members)
-        """Ranks of every server, servers in the order of their first ranks."""
         self.names = self.ways.names
         self.server_of = tuple(int(server) for server in found.servers.of_rank)
         self._paths: dict[int, NcclPaths] = {}
         self._inside: dict[tuple[int, int], Loads | None] = {}
 
     @cached_property
-    def alike_inside(self) -> bool:
-        """True where GPUs of a server reach each other over NVSwitches alone, all alike: inside, no order is better."""
+    def symmetric_inside(self) -> bool:
+        """Whether all GPUs of a server have equal ports to NVSwitches alone, so that their order does not matter."""
         kind = {device.name: device.kind for device in self.topology.devices}
         ports: dict[str, list[tuple[str, str, Fraction]]] = {name: [] for name in self.fabric.ranks}
         for link, capacity in zip(self.links, self.capacity, strict=True):
@@ -110,16 +91,15 @@ class HopLoads:
                         return False
                     ports[rank].append((other, way, capacity))
         names = self.fabric.ranks
-        alike = [{tuple(sorted(ports[names[rank]])) for rank in ranks} for ranks in self.servers]
-        return all(len(kinds) == 1 and any(kinds) for kinds in alike)
+        kinds_of = [{tuple(sorted(ports[names[rank]])) for rank in ranks} for ranks in self.servers]
+        return all(len(kinds) == 1 and any(kinds) for kinds in kinds_of)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.fabric.ranks)
 
     def hop(self, tail: int, head: int) -> Loads | None:
-        """What a byte from one rank to another puts on each link; None where they are not joined."""
+        """Return the load on each link of a byte from one rank to another; None without a path."""
         first, second = self.server_of[tail], self.server_of[head]
         if first != second:
             return self.ways.between(first, second)
@@ -134,12 +114,12 @@ class HopLoads:
         return self._inside[tail, head]
 
     def ring_loads(self, *orders: Sequence[int]) -> Loads | None:
-        """Loads of a ring over ranks in an order, or of several together; None where a hop is missing."""
+        """Return the loads of rings over ranks in some orders, together; None if a hop is missing."""
         hops = Counter(hop for order in orders for hop in zip(order, (*order[1:], order[0]), strict=True))
         return self._together((hop, Fraction(times)) for hop, times in hops.items())
 
     def _together(self, hops: Iterable[tuple[tuple[int, int], Fraction]]) -> Loads | None:
-        """Loads of hops from rank to rank, each so many times."""
+        """Return the sum of loads of hops, each a number of times."""
         times: dict[tuple[int, int, bool], Fraction] = {}
         for (tail, head), part in hops:
             first, second = self.server_of[tail], self.server_of[head]
@@ -153,15 +133,15 @@ class HopLoads:
         return summed(known) if len(known) == len(parts) else None
 
     def tree_loads(self, order: Sequence[int]) -> Loads | None:
-        """Loads of an allreduce over NCCL's trees of servers for a byte of the buffer; None where a hop is missing."""
+        """Return the loads of an allreduce over NCCL's trees of servers per byte; None if a hop is missing."""
         members: dict[int, list[int]] = {}
         for rank in order:
             members.setdefault(self.server_of[rank], []).append(rank)
-        doors = [ranks[0] for ranks in members.values()]
+        entries = [ranks[0] for ranks in members.values()]
         hops = [
             (hop, Fraction(1, 2))
-            for one, other in tree_edges(len(doors))
-            for hop in ((doors[one], doors[other]), (doors[other], doors[one]))
+            for one, other in tree_edges(len(entries))
+            for hop in ((entries[one], entries[other]), (entries[other], entries[one]))
         ]
         for ranks in members.values():
             for tail, head in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
@@ -172,7 +152,7 @@ class HopLoads:
         return self._together(hops)
 
     def rates(self, order: Sequence[int]) -> OrderRates:
-        """What the ranks in an order give; rates of 0 where a hop has no way."""
+        """Return the rates of an order; 0 if a hop has no path."""
         ring = self.ring_loads(order)
         tree = self.tree_loads(order) if len(self.servers) > 1 else None
         return OrderRates(
@@ -189,7 +169,7 @@ class HopLoads:
         )
 
     def rate(self, loads: Loads | None) -> Fraction:
-        """GB/s at which the first link is full; 0 without loads."""
+        """Return the GB/s at which the first link is full; 0 without loads."""
         if loads is None:
             return Fraction(0)
         return min(
@@ -218,10 +198,8 @@ class HopLoads:
 
 
 def tree_edges(count: int) -> list[tuple[int, int]]:
-    """Edges of both of NCCL's trees over so many servers, each as two places in their order.
+    """Return the edges of both of NCCL's trees over ``count`` servers, as indices in their order.
 
-    Examples
-    --------
     >>> tree_edges(3)
     [(1, 2), (2, 0), (2, 0), (0, 1)]
     """
@@ -229,23 +207,18 @@ def tree_edges(count: int) -> list[tuple[int, int]]:
 
 
 DIGITS = 9
-"""Rates are compared after rounding, so that the last bits of a sum decide nothing."""
+"""Digits of compared rates, so that the last bits of a sum do not matter."""
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 
 class HopTable:
-    """Hops between some places, over the links that differ: what a byte costs on each, in seconds per GB.
+    """Hops between some places, over the links that differ: seconds per GB on each.
 
-    Parameters
-    ----------
-    rows : N x N loads
-        Of the hop from place i to place j; the diagonal is not looked at.
-    homes : sequence of int
-        Server of every place.
-    extra : loads or None
-        What is on the links besides.
+    rows: loads of the hop from place i to place j; the diagonal is ignored.
+    homes: server of every place.
+    extra: other loads on the links.
     """
 
     def __init__(
@@ -257,7 +230,7 @@ class HopTable:
     ) -> None:
         size = len(rows)
         self.homes = np.array(homes, dtype=np.int64)
-        self.apart: Floats = np.asarray(self.homes[:, None] != self.homes[None, :], dtype=np.float64)
+        self.crossing: Floats = np.asarray(self.homes[:, None] != self.homes[None, :], dtype=np.float64)
         self.missing: Floats = np.eye(size)
         self.switched: Floats = np.zeros((size, size))
         used = sorted({n for row in rows for loads in row if loads for n in loads} | set(extra or {}))
@@ -277,25 +250,25 @@ class HopTable:
 
     @property
     def content(self) -> bytes:
-        """What orders of the places are judged by."""
+        """A key of all that scores depend on."""
         return b"".join(part.tobytes() for part in (self.seconds, self.extra, self.missing))
 
     def scores(self, orders: Places, *, closed: bool = True, tree: bool = False) -> Floats:
-        """(orders, 7): missing hops, fullest link of ring and of tree, hops between servers, between switches, …
+        """Return, as (orders, 7): missing hops, fullest link of ring and of tree, hops between servers, between
+        switches, …
 
-        Then whether the last hop back to the first place stays near, where servers on one leaf would not stand side by
-        side in the list, and the squares of all loads, least where these are even: they lead past equal orders.
-
-        Of an open ring the hop from the last place to the first is left out.
+        Then whether the last hop back to the first place is near, since servers on one leaf should be adjacent in the
+        list, and the squares of all loads, which decide between otherwise equal orders. An open ring has no hop from
+        the last place to the first.
         """
         count, size = orders.shape
         total = np.tile(self.extra, (count, 1))
-        missing, apart, switched = np.zeros((3, count))
+        missing, crossing, switched = np.zeros((3, count))
         for place in range(size if closed else size - 1):
             hop = orders[:, place], orders[:, (place + 1) % size]
             total += self.seconds[hop]
             missing += self.missing[hop]
-            apart += self.apart[hop]
+            crossing += self.crossing[hop]
             switched += self.switched[hop]
         worst = total.max(axis=1, initial=0.0)
         trees = self._trees(orders) if tree else np.zeros(count)
@@ -305,16 +278,18 @@ class HopTable:
                 missing,
                 _rounded(worst),
                 trees,
-                apart,
+                crossing,
                 _rounded(switched),
-                -np.sign(self.apart[back]) - np.sign(self.switched[back]),
+                -np.sign(self.crossing[back]) - np.sign(self.switched[back]),
                 _rounded((total**2).sum(axis=1)),
             ],
             axis=1,
         )
 
     def _trees(self, orders: Places) -> Floats:
-        """Seconds per GB on the fullest link of the double binary tree, servers in the order of their first places."""
+        """Return the seconds per GB on the fullest link of the double binary tree, servers in the order of their first
+        places.
+        """
         count = len(orders)
         homes = self.homes[orders]
         total = np.zeros((count, self.seconds.shape[2]))
@@ -327,20 +302,20 @@ class HopTable:
             for place in range(ranks if ranks > 1 else 0):
                 tail, head = inside[:, place], inside[:, (place + 1) % ranks]
                 total += (self.seconds[tail, head] + self.seconds[head, tail]) * (ranks - 1) / ranks
-        doors = np.take_along_axis(orders, np.sort(np.stack(first, axis=1), axis=1), axis=1)
-        for one, other in tree_edges(doors.shape[1]):
-            tail, head = doors[:, one], doors[:, other]
+        entries = np.take_along_axis(orders, np.sort(np.stack(first, axis=1), axis=1), axis=1)
+        for one, other in tree_edges(entries.shape[1]):
+            tail, head = entries[:, one], entries[:, other]
             total += (self.seconds[tail, head] + self.seconds[head, tail]) / 2
         return _rounded(total.max(axis=1, initial=0.0))
 
 
 def _rounded(values: Floats) -> Floats:
-    """To some digits, whatever the size of the numbers: the last bits of a sum decide nothing."""
+    """Round to `DIGITS` significant digits."""
     scale = 10.0 ** np.floor(np.log10(np.where(values > 0, values, 1.0)))
     return np.asarray(np.round(values / scale, DIGITS) * scale, dtype=np.float64)
 
 
 def least(scores: Floats, orders: Places) -> int:
-    """The best score, among equals the first order in the order of places."""
+    """Return the index of the best score; ties go to the lexicographically first order."""
     keys = (*orders.T[::-1], *scores.T[::-1])
     return int(np.lexsort(keys)[0])

@@ -1,15 +1,15 @@
 """Place the axes of a device mesh on a machine: try every division of the axes over servers, switches and beyond.
 
-The ranks of a mesh are numbered along its last axis first; their GPUs are open. The GPUs, in their best order
-(`topoplan.operate.rank_order`), have levels: the GPUs of a server, the servers of a switch, the switches. A
-*placement* divides the extent of every axis over the levels, as in
+The ranks of a mesh are numbered along its last axis first; their GPUs are free. The GPUs, in their best order
+(`topoplan.operate.rank_order`), have levels: the GPUs of a server, the servers of a switch, the switches. A *placement*
+divides the extent of every axis over the levels, as in
 
     dp 4, tp 8 on 4 servers of 8 GPUs:    tp 8 in servers, dp 4 across;  or tp 2 in and 4 across, dp 4 in servers;  …
 
-All placements are tried, and the axes nested in every order along the GPUs, which counts if extents do not divide
-the levels. The groups of an axis run NCCL's ring at once, alone or beside those of the other axes, each axis as fast
-as its weight says (`topoplan.operate.link_loads`). For up to `MOST_PACKED` GPUs the fastest ones are also planned as
-trees that share the links (`topoplan.solve.mesh_planner`), and the best plan decides.
+All placements are tried, and the axes nested in every order along the GPUs, which counts if extents do not divide the
+levels. The groups of an axis run NCCL's ring at once, alone or beside those of the other axes, each axis at a rate in
+proportion to its weight (`topoplan.operate.link_loads`). For up to `MOST_PACKED` GPUs the fastest ones are also planned
+as trees that share the links (`topoplan.solve.mesh_planner`), and the best plan decides.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from topoplan.solve.mesh_planner import mesh_weights, plan_mesh
 from topoplan.units import bus_factor
 
 MOST_PACKED = 16
-"""GPUs up to which placements are planned as trees."""
+"""Most GPUs for planning placements as trees."""
 
 MOST_PLANNED = 2
-"""Placements that are planned as trees, besides the one as given."""
+"""Placements that are planned as trees, besides the given one."""
 
 MOST_PLACEMENTS = 2000
-"""Placements from which on the axes inside a server are no longer tried in every order."""
+"""Most placements with every order of the axes inside a server."""
 
 PRESETS: dict[str, dict[str, Fraction]] = {
     "megatron": {
@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, Fraction]] = {
         "pp": Fraction(1, 5),
     }
 }
-"""Weights of the axes of a kind of training, by the name of the preset.
+"""Weights of the axes of a kind of training, by preset.
 
 megatron: Megatron-LM numbers ranks tp-cp-ep-dp-pp, tp fastest (its `initialize_model_parallel`), with tp inside servers
 (Narayanan et al., SC 2021, arXiv 2104.04473, section 3.2). tp, dp and pp are the bytes of an iteration, own arithmetic
@@ -59,35 +59,25 @@ to 1 to 0.2. cp and ep stand between tp and dp, as in that order; no source give
 """
 
 LEVELS = ("in a server", "on a switch", "in a pod", "in a larger pod")
-"""What levels are called from the inside; the outermost of several is `ACROSS`."""
+"""Names of levels from the inside; the outermost of several is `ACROSS`."""
 
 ACROSS = "across"
 
 Factors = tuple[tuple[int, ...], ...]
-"""Of every axis its extent on each level, from the server outwards."""
+"""Extents of every axis on each level, from the server outwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlacement:
-    """The ranks of a mesh on GPUs.
+    """A placement of the ranks of a mesh on GPUs.
 
-    Parameters
-    ----------
-    ranks : tuple of int
-        The GPU of each rank, as its place in the machine.
-    factors : tuple of tuples of int
-        Of every axis its extent on each level; empty where the axes do not follow the levels.
-    alone : tuple of Fraction
-        GB/s of algorithm bandwidth of each axis that runs, its groups alone.
-    together : Fraction
-        GB/s of algorithm bandwidth of an axis of weight 1, all at once.
-    packed : float or None
-        The same with trees planned together; None where they were not planned.
-    proved : bool
-        Whether no trees are faster than those.
-    nested : tuple of str
-        Where the axes do not follow the levels: their names from the outermost to the innermost along the GPUs; empty
-        for ranks as given.
+    ranks: index of each rank's GPU in the machine.
+    factors: extents of every axis on each level; empty if the axes do not follow the levels.
+    alone: GB/s of algorithm bandwidth of each axis without the others.
+    together: GB/s of algorithm bandwidth of an axis of weight 1, all at once.
+    packed: the same with trees planned together; None if not planned.
+    proved: whether no trees are faster than those.
+    nested: names of axes that do not follow the levels, outermost first; empty for the given ranks.
     """
 
     ranks: tuple[int, ...]
@@ -100,26 +90,18 @@ class MeshPlacement:
 
     @property
     def merit(self) -> tuple[float | Fraction, ...]:
-        """By what placements are compared, the larger the better: trees, then rings at once, then rings alone."""
+        """Sort key, larger is better: trees, then rings at once, then rings alone."""
         return (self.packed or 0.0, self.together, sum(self.alone, Fraction(0)))
 
 
 @dataclass(frozen=True, slots=True)
 class MeshOrder:
-    """The placements of a mesh, best first, beside the ranks as given.
+    """The placements of a mesh, best first, beside the given ranks.
 
-    Parameters
-    ----------
-    axes : tuple of (str, int)
-    weights : tuple of (str, Fraction)
-        The axes that run.
-    levels : tuple of (str, int)
-        What a level is called and how many parts it has: GPUs in a server, servers on a switch, and so on.
-    given : Placement
-    placements : tuple of Placement
-        Of equal rates the first only.
-    order : RankOrder
-        The best order for one ring over all ranks.
+    weights: the active axes.
+    levels: name and number of parts of each level: GPUs in a server, servers on a switch, and so on.
+    placements: the first of each rate.
+    order: the best order for one ring over all ranks.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -131,20 +113,13 @@ class MeshOrder:
 
     @property
     def best(self) -> MeshPlacement:
-        """The first placement, or the one as given where none is better."""
+        """The first placement; the given one if none is better."""
         return self.placements[0]
 
 
 def preset_weights(preset: str, mesh: Mapping[str, int]) -> dict[str, Fraction]:
-    """Weights of the axes of a mesh that have two ranks or more.
+    """Return the weights of the axes with two ranks or more.
 
-    Raises
-    ------
-    UsageError
-        The preset is unknown, or knows nothing of an axis.
-
-    Examples
-    --------
     >>> {axis: int(weight) for axis, weight in preset_weights("megatron", {"dp": 4, "tp": 8}).items()}
     {'dp': 1, 'tp': 40}
     """
@@ -155,7 +130,7 @@ def preset_weights(preset: str, mesh: Mapping[str, int]) -> dict[str, Fraction]:
     unknown = [name for name in wide if name not in known]
     if unknown:
         raise UsageError(
-            f"preset {preset} has weights of {', '.join(known)}, and none of axis {unknown[0]!r}; rename the axis, or "
+            f"preset {preset} has weights of {', '.join(known)}, not of axis {unknown[0]!r}; rename the axis, or "
             "give all weights with --axes"
         )
     return {name: known[name] for name in wide}
@@ -170,29 +145,13 @@ def best_mesh(
     given: Sequence[int] | None = None,
     channels: str = "auto",
 ) -> MeshOrder:
-    """The placement whose axes run fastest at once.
+    """Return the placements of a mesh, the one whose axes run fastest at once first.
 
-    Parameters
-    ----------
-    topology : Topology
-        All its GPUs are ranks.
-    mesh, axes : mapping
-        As for `topoplan.plan_mesh`.
-    collective : str
-    given : sequence of int or None
-        The GPU of every rank as it is now.
-    channels : str
+    topology: all its GPUs are ranks.
+    mesh, axes: as for `topoplan.plan_mesh`.
+    given: index of every rank's GPU now.
 
-    Raises
-    ------
-    UsageError
-        The mesh does not fit the GPUs, or as `topoplan.plan_mesh`.
-    InfeasibleError
-        As `best_order`.
-
-    Examples
-    --------
-    Where both axes need the same rate, dp goes into the servers, and tp half way across:
+    If both axes need the same rate, dp goes into the servers, and tp half across:
 
     >>> import topoplan
     >>> found = best_mesh(topoplan.nvswitch_cluster(2, gpus=4), {"dp": 2, "tp": 4})
@@ -205,27 +164,27 @@ def best_mesh(
         raise UsageError(f"collective {collective!r} is unknown; use one of {', '.join(COLLECTIVES)}")
     size = len(topology.gpus)
     if prod(extent for _, extent in extents) != size:
-        told = " x ".join(f"{name} {extent}" for name, extent in extents)
+        text = " x ".join(f"{name} {extent}" for name, extent in extents)
         raise UsageError(
-            f"a mesh of {told} does not have as many ranks as there are GPUs, {size}; change an extent, or name GPUs"
+            f"the mesh must have as many ranks as GPUs, {size}, got {text}; change an extent, or name GPUs"
         )
     order = best_order(topology, given=given, channels=channels)
     hops = HopLoads(topology, channels)
-    judge = _Judge(hops, extents, weights, collective)
+    rates = _RingRates(hops, extents, weights, collective)
     levels = _levels(hops, order)
     sizes = [size for _, size in levels]
     bases = [order.ranks, order.given] if order.ranks != order.given else [order.ranks]
     tried: dict[tuple[int, ...], MeshPlacement] = {}
     for base in bases:
-        for factors, ranks in _placements(extents, sizes, base, turned=not hops.alike_inside):
+        for factors, ranks in _placements(extents, sizes, base, turned=not hops.symmetric_inside):
             if ranks not in tried:
-                tried[ranks] = judge.placement(ranks, factors)
+                tried[ranks] = rates.placement(ranks, factors)
         for nest in permutations(range(len(extents))):
             ranks = _nested([extent for _, extent in extents], nest, base)
             if ranks not in tried:
-                found = judge.placement(ranks, ())
+                found = rates.placement(ranks, ())
                 tried[ranks] = replace(found, nested=tuple(extents[axis][0] for axis in nest))
-    now = tried.get(order.given) or judge.placement(order.given, ())
+    now = tried.get(order.given) or rates.placement(order.given, ())
     known: dict[tuple[object, ...], MeshPlacement] = {}
     along = {(one.alone, one.together) for one in tried.values() if one.factors}
     for one in [now, *tried.values()]:
@@ -244,8 +203,8 @@ def best_mesh(
     return MeshOrder(extents, weights, levels, now, tuple(best), order)
 
 
-class _Judge:
-    """What the rings of all groups of a mesh give."""
+class _RingRates:
+    """Computes the rates of rings of all groups of a mesh."""
 
     def __init__(
         self,
@@ -256,8 +215,14 @@ class _Judge:
     ) -> None:
         self._hops = hops
         self._axes = [
-            (groups_along(extents, axis), weight, _factor(collective, dict(extents)[axis]))
+            # `bus_factor` without rounding: no denominator exceeds the number of ranks
+            (
+                groups_along(extents, axis),
+                weight,
+                Fraction(bus_factor(collective, size)).limit_denominator(size),
+            )
             for axis, weight in weights
+            if (size := dict(extents)[axis])
         ]
 
     def placement(self, ranks: tuple[int, ...], factors: Factors) -> MeshPlacement:
@@ -274,13 +239,8 @@ class _Judge:
         return MeshPlacement(ranks, factors, alone, together)
 
 
-def _factor(collective: str, size: int) -> Fraction:
-    """`bus_factor` without its rounding: no denominator is above the number of ranks."""
-    return Fraction(bus_factor(collective, size)).limit_denominator(size)
-
-
 def _levels(hops: HopLoads, order: RankOrder) -> tuple[tuple[str, int], ...]:
-    """Parts level by level, where all parts of a level are equally large and lie whole in the order."""
+    """Return name and number of parts of every level whose parts are equal and contiguous in the order."""
     place = {rank: number for number, rank in enumerate(order.ranks)}
     found: list[tuple[str, int]] = []
     inner = 1
@@ -299,7 +259,7 @@ def _levels(hops: HopLoads, order: RankOrder) -> tuple[tuple[str, int], ...]:
 def _placements(
     extents: Sequence[tuple[str, int]], levels: Sequence[int], base: Sequence[int], *, turned: bool
 ) -> Iterator[tuple[Factors, tuple[int, ...]]]:
-    """Every division of the axes over the levels, and, if ``turned``, inside a server the axes in every order."""
+    """Yield every division of the axes over the levels; if ``turned``, with every order of axes inside a server."""
     found = list(_divisions([extent for _, extent in extents], levels))
     inner = list(permutations(range(len(extents))))[::-1]
     if not turned or len(found) * len(inner) > MOST_PLACEMENTS:
@@ -310,7 +270,7 @@ def _placements(
 
 
 def _divisions(extents: Sequence[int], levels: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Of every level the extents of the axes in it; none where a level cannot be filled."""
+    """Yield the extents of the axes on every level."""
     if not levels:
         if all(extent == 1 for extent in extents):
             yield ()
@@ -335,7 +295,7 @@ def _filling(extents: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
 def _ranks(
     factors: Factors, levels: Sequence[int], inner: Sequence[int], base: Sequence[int]
 ) -> tuple[int, ...]:
-    """The GPU of every rank; inside a server the axes vary in a given order, the last one fastest."""
+    """Return the GPU of every rank; inside a server the last axis of ``inner`` varies fastest."""
     found = []
     for place in product(*(range(prod(parts)) for parts in factors)):
         rest = list(place)
@@ -353,7 +313,7 @@ def _ranks(
 
 
 def _nested(extents: Sequence[int], nest: Sequence[int], base: Sequence[int]) -> tuple[int, ...]:
-    """The GPU of every rank, where the GPUs run along the axes in an order from the outermost to the innermost."""
+    """Return the GPU of every rank, with the axes nested along the GPUs in the order ``nest``, outermost first."""
     found = []
     for place in product(*map(range, extents)):
         position = 0
@@ -376,20 +336,13 @@ def _packed(
             reordered(topology, one.ranks), dict(extents), collective, axes=dict(weights), channels=channels
         )
     except InfeasibleError:
-        # The links inside some group do not join it without the GPUs of others.
+        # the links of some group do not join it without GPUs of others
         return one
     return replace(one, packed=plan.rate, proved=plan.gap == 0)
 
 
 def reordered(topology: Topology, order: Sequence[int]) -> Topology:
-    """The machine with its GPUs numbered in an order.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> reordered(topoplan.load("v100x4"), [2, 0, 1, 3]).gpus
-    ('gpu2', 'gpu0', 'gpu1', 'gpu3')
-    """
+    """Return the machine with its GPUs numbered in an order."""
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     turned = iter([gpus[place] for place in order])
     return replace(

@@ -1,15 +1,14 @@
 """Find the best order of ranks, and a bus bandwidth that no ring exceeds.
 
-Orders are compared by the ring's rate, the tree's, crossings between servers, then between switches; among equals
-the one nearest to the given order is taken. Up to `LARGEST_LISTED` ranks all orders are tried. Beyond, ranks of a
-server stay together and near servers go side by side: on a tree of switches every link is crossed at most once in
-each direction, which is optimal. Up to `LARGEST_LISTED` servers all orders are tried; of more, neighbouring orders
-while one is better: up to `LARGEST_TUNED` servers, or `LARGEST_SEARCHED` if the ring is below its bound.
-`RankOrder.proof` states what is proved.
+Orders are compared by the ring's rate, the tree's, crossings between servers, then between switches; ties go to the one
+nearest to the given order. Up to `LARGEST_LISTED` ranks all orders are tried. Beyond, ranks of a server stay together
+and near servers are adjacent: on a tree of switches every link is crossed at most once in each direction, which is
+optimal. Up to `LARGEST_LISTED` servers all orders are tried; with more, neighbouring orders while one is better: up to
+`LARGEST_TUNED` servers, or `LARGEST_SEARCHED` if the ring is below its bound. `RankOrder.proof` states what is proved.
 
-A ring enters and leaves every set of ranks with everything that it moves, so it is not faster than a maximum flow
-out of or into single ranks, servers and groups of near servers; the ports of a server shared by its ranks, or else
-the best hop inside it; and the width at which hops as wide still join all ranks in both directions.
+A ring enters and leaves every set of ranks with everything that it moves, so it is not faster than a maximum flow out
+of or into single ranks, servers and groups of near servers; the ports of a server shared by its ranks, or else the best
+hop inside it; and the width at which hops as wide still join all ranks in both directions.
 """
 
 from __future__ import annotations
@@ -30,23 +29,13 @@ from topoplan.schedules.nccl_server_channels import summed
 from topoplan.solve.maximum_flow import FlowNetwork
 
 MOST_RANKS, MOST_SERVERS = 128, 32
-"""Up to which the hops between any two are looked at."""
+"""Most ranks and servers for bounds by the hops between any two."""
 
 
 def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction:
-    """GB/s of bus bandwidth that the ring in no order exceeds.
+    """Return the GB/s of bus bandwidth that no order's ring exceeds.
 
-    Parameters
-    ----------
-    hops : HopLoads
-    groups : sequence of sequences of int
-        Sets of servers whose way out is looked at, besides the links that leave each server.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> float(ring_bound(HopLoads(topoplan.load("dgx-1v"))))
-    50.0
+    groups: sets of servers whose outgoing links are bounded, besides single servers.
     """
     several = len(hops.servers) > 1
     limits: list[Fraction] = []
@@ -64,7 +53,7 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
 
 
 def _by_hops(hops: HopLoads) -> list[Fraction]:
-    """The widest threshold at which hops as wide join all ranks, both ways, and enter and leave each."""
+    """Return the largest rate at which hops join all ranks in both directions."""
     rates = [
         [hops.rate(hops.hop(tail, head)) if tail != head else Fraction(0) for head in range(hops.size)]
         for tail in range(hops.size)
@@ -82,7 +71,7 @@ def _by_server_hops(hops: HopLoads) -> list[Fraction]:
 
 
 def _joining(rates: Sequence[Sequence[Fraction]]) -> Fraction:
-    """The largest rate such that hops of that rate or more lead from everywhere to everywhere."""
+    """Return the largest rate at which the graph of hops is strongly connected."""
     known = sorted({rate for row in rates for rate in row if rate})
     low, high = 0, len(known)
     while low < high:
@@ -109,7 +98,7 @@ def _strong(rates: Sequence[Sequence[Fraction]], least: Fraction) -> bool:
 
 
 def _by_rank_flows(hops: HopLoads) -> list[Fraction]:
-    """Flows over all links of a server, from the first rank to each other one and back."""
+    """Return maximum flows over all links of a server, from the first rank to each other one and back."""
     position = {device.name: number for number, device in enumerate(hops.topology.devices)}
     scale = lcm(*(capacity.denominator for capacity in hops.capacity))
     network = FlowNetwork(
@@ -128,14 +117,14 @@ def _by_rank_flows(hops: HopLoads) -> list[Fraction]:
 
 
 MOST_HOPS = 20_000
-"""Hops inside servers that are looked at."""
+"""Most hops inside servers for the bound by ports."""
 
 
 def _by_ports(hops: HopLoads) -> list[Fraction]:
-    """What leaves each server together, and what enters it; and that a rank that does not leave has a hop inside.
+    """Return the rates out of and into each server, and bounds from hops inside.
 
-    Of m ranks all leave their server, so that its ports carry m hops, or one of them has a hop inside: the ring is no
-    faster than an m-th of the ports, or than the best hop inside and the ports.
+    Either all m ranks leave their server, so that its ports carry m hops, or one of them has a hop inside: the ring is
+    not faster than an m-th of the ports, or than the best hop inside and the ports.
     """
     home = {device.name: device.server for device in hops.topology.devices}
     out, into = (dict.fromkeys(hops.names, Fraction(0)) for _ in range(2))
@@ -155,7 +144,7 @@ def _by_ports(hops: HopLoads) -> list[Fraction]:
 
 
 def _by_flows(hops: HopLoads, cuts: Sequence[frozenset[int]]) -> list[Fraction]:
-    """Flows between servers out of sets of them and into these, each server as one point."""
+    """Return maximum flows between servers out of and into sets of them, each server as one vertex."""
     home = {device.name: device.server for device in hops.topology.devices}
     place = {name: number for number, name in enumerate(hops.names)}
     ends: dict[str, int] = {}
@@ -185,16 +174,16 @@ def _by_flows(hops: HopLoads, cuts: Sequence[frozenset[int]]) -> list[Fraction]:
 
 
 LARGEST_LISTED = 8
-"""Most ranks or servers of which all orders are tried."""
+"""Most ranks or servers for which all orders are tried."""
 
 LARGEST_SEARCHED = 64
 """Most servers, or GPUs of a server, whose neighbouring orders are tried."""
 
 LARGEST_TUNED = 32
-"""Most servers of which an order that is best for the ring is changed for the tree's sake."""
+"""Most servers for which an order that is best for the ring is tuned for the tree."""
 
 MOST_STEPS = 20_000
-"""Most orders that a local search looks at."""
+"""Most orders of a local search."""
 
 ENUMERATED, MEETS_BOUND = "enumerated", "bound"
 
@@ -204,21 +193,13 @@ Levels = tuple[tuple[Order, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """An order of the ranks of a machine, beside the order as given.
+    """The best order of the ranks of a machine, beside the given one.
 
-    Parameters
-    ----------
-    ranks : tuple of int
-        The best order: places of the GPUs in the machine.
-    given : tuple of int
-    before, after : OrderRates
-        What the order as given and the best one give.
-    bound : Fraction
-        GB/s of bus bandwidth that the ring in no order exceeds.
-    proof : str
-        ``enumerated``: all orders were tried; ``bound``: the ring meets the bound; empty where nothing is proved.
-    levels : tuple of tuples of tuples of int
-        Servers in groups that are near each other, from single servers up: numbers of servers.
+    ranks: indices of the GPUs in the machine.
+    before, after: rates of the given order and of the best one.
+    bound: GB/s of bus bandwidth that no order's ring exceeds.
+    proof: ``enumerated``: all orders were tried; ``bound``: the ring meets the bound; empty for no proof.
+    levels: groups of near servers by number, from single servers up.
     """
 
     ranks: Order
@@ -233,42 +214,30 @@ class RankOrder:
 def best_order(
     topology: Topology, *, given: Sequence[int] | None = None, channels: str = "auto"
 ) -> RankOrder:
-    """The order of ranks that makes the ring, and then the tree, fastest.
+    """Return the order of ranks with the fastest ring, and then the fastest tree.
 
-    Parameters
-    ----------
-    topology : Topology
-        All its GPUs are ranks.
-    given : sequence of int or None
-        The order as it is now; that of the machine for None.
-    channels : str
-        As for `topoplan.plan`.
+    topology: all its GPUs are ranks.
+    given: the present order; that of the machine for None.
 
-    Raises
-    ------
-    UsageError
-        ``given`` is no order of the GPUs, or there is one GPU alone.
-    InfeasibleError
-        The GPUs are not joined, or no order has a way for every hop.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = best_order(topoplan.load("dgx-1v"))
     >>> found.ranks, float(found.before.ring), float(found.after.ring), found.proof
     ((0, 3, 2, 1, 5, 6, 7, 4), 25.0, 50.0, 'enumerated')
     """
     if len(topology.gpus) < 2:
-        raise UsageError("one rank alone has no order; name two GPUs or more")
+        raise UsageError("an order needs two ranks or more, got 1; name two GPUs or more")
     hops = HopLoads(topology, channels)
     now = tuple(range(hops.size)) if given is None else tuple(given)
     if sorted(now) != list(range(hops.size)):
-        raise UsageError(f"the order as given is none of {hops.size} ranks; name each once")
+        raise UsageError(f"the given order must have each of {hops.size} ranks once")
     levels = near_servers(hops)
     limit = ring_bound(hops, [group for level in levels for group in level])
     before = hops.rates(now)
     if hops.size <= LARGEST_LISTED:
-        found, proof = _all_ranks(hops, now), ENUMERATED
+        rows = [[None if u == v else hops.hop(u, v) for v in now] for u in now]
+        table = HopTable(hops, rows, [hops.server_of[rank] for rank in now])
+        listed = _listed(table, len(now), tree=len(hops.servers) > 1)
+        found, proof = tuple(now[place] for place in listed), ENUMERATED
     else:
         found, proof = _composed(hops, now, levels, limit), ""
     after = hops.rates(found)
@@ -276,8 +245,8 @@ def best_order(
         found, after = now, before
     if not after.ring:
         raise InfeasibleError(
-            "no order was found in which every rank has a way to the next that passes no other; name other GPUs, or "
-            "look at topoplan plan, whose trees relay"
+            "no order was found in which every rank has a path to the next without relays; name other GPUs, or see "
+            "topoplan plan, whose trees relay"
         )
     if after.ring == limit and not proof:
         proof = MEETS_BOUND
@@ -285,15 +254,9 @@ def best_order(
 
 
 def near_servers(hops: HopLoads) -> Levels:
-    """Groups of servers on a switch, below one, and so on, level by level from single servers to all.
+    """Return groups of servers on a switch, below one, and so on, from single servers to all.
 
-    Where the switches make no tree, or NICs are on several, servers are together that are within so many links.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> near_servers(HopLoads(topoplan.load("fat-tree:2")))
-    (((0,), (1,)), ((0, 1),))
+    If the switches form no tree, or NICs are on several, groups are servers within a number of links.
     """
     count = len(hops.servers)
     levels: list[tuple[Order, ...]] = [tuple((server,) for server in range(count))]
@@ -333,7 +296,7 @@ def near_servers(hops: HopLoads) -> Levels:
         for kind, servers in enumerate(members):
             joined = inside[kind] <= reach
             for server in servers:
-                # Servers on one switch that is farther away than this reach stand alone.
+                # servers on one switch farther away than this reach are alone
                 groups.setdefault(_root(root, kind) if joined else (kind, server), []).append(server)
         level = tuple(sorted(tuple(sorted(group)) for group in groups.values()))
         if level != levels[-1]:
@@ -363,15 +326,8 @@ def _listed(table: HopTable, size: int, *, tree: bool, closed: bool = True) -> O
     return tuple(orders[least(scores, orders)].tolist())
 
 
-def _all_ranks(hops: HopLoads, now: Order) -> Order:
-    """The best of all orders of a few ranks."""
-    rows = [[None if u == v else hops.hop(u, v) for v in now] for u in now]
-    table = HopTable(hops, rows, [hops.server_of[rank] for rank in now])
-    return tuple(now[place] for place in _listed(table, len(now), tree=len(hops.servers) > 1))
-
-
 def _composed(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Order:
-    """Servers in their best order, and the ranks of each in theirs."""
+    """Return servers in their best order, and the ranks of each in theirs."""
     members: dict[int, list[int]] = {}
     for rank in now:
         members.setdefault(hops.server_of[rank], []).append(rank)
@@ -387,7 +343,7 @@ def _composed(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Or
 def _inside(
     hops: HopLoads, ranks: Order, server: int, following: int, limit: Fraction, known: dict[bytes, Order]
 ) -> Order:
-    """The ranks of a server in the order that is fastest; as given where that is no slower than any ring can be."""
+    """Return the fastest order of a server's ranks; the given one if it meets the limit."""
     if len(ranks) == 1:
         return ranks
     closed = server == following
@@ -415,8 +371,8 @@ def _inside(
 
 def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -> Order:
     near = _side_by_side(now, levels)
-    doors = [hops.servers[server][0] for server in near]
-    met = hops.rate(hops.ring_loads(doors)) >= limit
+    entries = [hops.servers[server][0] for server in near]
+    met = hops.rate(hops.ring_loads(entries)) >= limit
     if len(now) > (LARGEST_TUNED if met else LARGEST_SEARCHED):
         return near
     rows = [[None if a == b else hops.ways.between(a, b) for b in now] for a in now]
@@ -435,7 +391,7 @@ def _server_order(hops: HopLoads, now: Order, levels: Levels, limit: Fraction) -
 
 
 def _a_cycle(table: HopTable) -> list[Order]:
-    """An order in which every hop has a way, if one is found; needed only where some hops have none."""
+    """Return an order in which every hop has a path, if one is found; needed only if some hops have none."""
     if not (table.missing - np.eye(len(table.missing))).any():
         return []
     return all_cycles((1 - table.missing).astype(int).tolist(), cycle_limit=1)[0]
@@ -447,7 +403,7 @@ def _first_of(table: HopTable, orders: Sequence[Order], *, closed: bool, tree: b
 
 
 def _side_by_side(now: Order, levels: Levels) -> Order:
-    """Servers group by group on every level, groups in the order in which the first of them is given."""
+    """Return servers sorted by group on every level, groups in the order of their first given server."""
     place = {server: number for number, server in enumerate(now)}
     keys: dict[int, list[int]] = {server: [] for server in now}
     for level in reversed(levels):
@@ -461,7 +417,7 @@ def _side_by_side(now: Order, levels: Levels) -> Order:
 def _descended(
     table: HopTable, start: Order, neighbours: Callable[[Order], list[Order]], *, closed: bool, tree: bool
 ) -> Order:
-    """From an order to the best of its neighbours, as long as that is better."""
+    """Return the local optimum from an order: the best neighbour as long as it is better."""
     order = start
     score = table.scores(np.array([order], dtype=np.int64), closed=closed, tree=tree)[0]
     steps = 0
@@ -479,7 +435,7 @@ def _descended(
 
 
 def _reversals(order: Order) -> list[Order]:
-    """Every stretch of an order turned round, and every place moved elsewhere."""
+    """Return every reversal of a segment of an order, and every move of one place."""
     size = len(order)
     turned = [
         (*order[:i], *order[i : j + 1][::-1], *order[j + 1 :])
@@ -494,7 +450,7 @@ def _reversals(order: Order) -> list[Order]:
 
 
 def _siblings(order: Order, groups: Sequence[Sequence[int]]) -> list[Order]:
-    """The order begun elsewhere, turned round, and with two groups of equal size that lie whole in it exchanged."""
+    """Return rotations, the reversal, and exchanges of two contiguous groups of equal size."""
     place = {server: number for number, server in enumerate(order)}
     found = [order[turn:] + order[:turn] for turn in range(1, len(order))] + [order[::-1]]
     stretches: dict[int, set[int]] = {}

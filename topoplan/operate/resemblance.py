@@ -1,13 +1,12 @@
-"""Identify the machine of the library that a server is, GPU by GPU, so that missing links can be named.
+"""Identify the library machine of a server, GPU by GPU, so that missing links can be named.
 
-A server is embedded in a machine so that no pair of its GPUs has more NVLink than the pair of places: depth-first
-along the wires, cut off where a pair has more, or where too many pairs are short. Matrices hold GB/s of each pair.
-If all pairs have as much, it is that machine or an allocation of it, under any numbering. Else it is that machine
-with faults if few wires are short (`MOST_SHORT`), the numbers are the machine's own or fit in few places, and it
-does not look like a machine of its own, as one whose GPUs are all equal does, unless its other devices are those of
-the machine too.
+A server is embedded in a machine so that no pair of its GPUs has more NVLink than its image: depth-first along the
+links, pruned if a pair has more, or if too many pairs are short. Matrices hold GB/s of each pair. If all pairs have as
+much, it is that machine or an allocation of it, under any numbering. Else it is that machine with faults if few links
+are short (`MOST_SHORT`), the numbers are the machine's own or fit in few places, and it does not look like a machine of
+its own, as one with equal GPUs does, unless its other devices are those of the machine too.
 
-Behind an NVSwitch only the wires of each GPU count, and half of the GPUs must have all of the machine's.
+Behind an NVSwitch only the links of each GPU count, and half of the GPUs must have all of the machine's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from topoplan.reading.load import library, library_path, load
 from topoplan.reading.merge import DIFFERENT_CPUS, ONE_SWITCH, relation, upward_paths
 
 ALIKE = 1.12
-"""Rates of a wire within this factor are those of one kind of link: 22 to 25 GB/s are seen of NVLinks of 25."""
+"""Rates of a wire within this factor are those of one kind of link: NVLinks of 25 GB/s measure 22 to 25."""
 
 _MOST_STEPS = 20_000
 
@@ -34,7 +33,7 @@ Pairs = frozenset[frozenset[int]]
 def short_pairs(
     have: Sequence[Sequence[float]], want: Sequence[Sequence[float]], places: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """Pairs that have less than they should in these places; None where some pair has more."""
+    """Return pairs with less than their images in ``places``; None if some pair has more."""
     short = []
     for i, place in enumerate(places):
         for j in range(i):
@@ -54,15 +53,15 @@ def embed(
     first: Sequence[int],
     host: tuple[Pairs, Pairs],
 ) -> tuple[int, ...] | None:
-    """Places of the GPUs in a machine with at most so many pairs short, those of ``first`` where they fit.
+    """Return places of the GPUs in a machine with at most ``pairs`` short pairs, those of ``first`` if they fit.
 
-    Where pairs may be short, those of GPUs that have lost all NVLinks are not counted. GPUs that share a PCIe
-    switch in the server are not laid where the machine has different CPUs; ``host`` has the pairs of both.
+    Pairs of GPUs without any NVLink do not count as short if ``pairs`` is above 0. GPUs that share a PCIe switch in the
+    server are not mapped to different CPUs of the machine; ``host`` has the pairs of both.
     """
     if not pairs and not _may_be_part(have, want):
         return None
     order = _outward(have)
-    together, apart = host
+    joined, divided = host
     bare = {i for i, row in enumerate(have) if not any(row)} if pairs else set()
     places: dict[int, int] = {}
     steps = 0
@@ -71,7 +70,7 @@ def embed(
         for j, there in places.items():
             if have[i][j] > ALIKE * want[place][there]:
                 return -1
-            if {i, j} in together and {place, there} in apart:
+            if {i, j} in joined and {place, there} in divided:
                 return -1
             if have[i][j] < SLOW * want[place][there] and not bare & {i, j}:
                 left -= 1
@@ -102,7 +101,7 @@ def embed(
 
 
 def _may_be_part(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
-    """Whether a machine has as many pairs of each strength at least, and as many without NVLink."""
+    """Return whether a machine has at least as many pairs of each strength, and as many without NVLink."""
     own, other = (
         sorted((matrix[i][j] for i in range(len(matrix)) for j in range(i)), reverse=True)
         for matrix in (have, want)
@@ -113,7 +112,7 @@ def _may_be_part(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]
 
 
 def _outward(have: Sequence[Sequence[float]]) -> list[int]:
-    """GPUs so that each has a neighbour among those before it where there is one."""
+    """Return GPUs in an order in which each has a predecessor as neighbour if possible."""
     order: list[int] = []
     waiting = sorted(range(len(have)), key=lambda i: (-sum(have[i]), i))
     while waiting:
@@ -124,32 +123,26 @@ def _outward(have: Sequence[Sequence[float]]) -> list[int]:
     return order
 
 
-MOST_SHORT, MOST_SHORT_OF_TWIN = 1 / 3, 1 / 2
-"""Parts of a machine's wires less than which may be short in a server that is said to be one with faults: the second
-where it has as many devices of each kind."""
+MOST_SHORT, MOST_SHORT_OF_EQUAL_PARTS = 1 / 3, 1 / 2
+"""Bounds on the short part of a faulty machine's links; the second if it has as many devices of each kind."""
 
 MOST_BARE = 1 / 3
-"""Part of the GPUs that may have lost all NVLinks besides."""
+"""Largest part of the GPUs that may have lost all NVLinks besides."""
 
 MOST_PAIRS = 4
-"""Pairs that may be short where the GPUs are numbered otherwise than in the library."""
+"""Most short pairs if the GPUs are numbered otherwise than in the library."""
 
 LEAST_WHOLE = 8
-"""GPUs of a machine that is taken for a whole one though nobody knows it: so many, or twice, or four times as many."""
+"""GPUs of an unknown machine that counts as whole, times a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resemblance:
-    """What a server should be.
+    """The expected state of a server.
 
-    Parameters
-    ----------
-    machine : Topology or None
-        The machine of the library; None where it resembles none.
-    exact : bool
-        Whether every pair of GPUs has what it has there.
-    wires : tuple of Link
-        NVLinks as they should be, both directions, between the server's own devices; empty without a machine.
+    machine: the library machine; None for no match.
+    exact: whether every pair of GPUs has its full NVLinks.
+    wires: expected NVLinks, both directions, between the server's own devices; empty without a machine.
     """
 
     machine: Topology | None = None
@@ -157,7 +150,7 @@ class Resemblance:
     wires: tuple[Link, ...] = ()
 
     def whole(self, server: Topology) -> bool:
-        """Whether all GPUs of a server are taken to be here, and not an allocation of them."""
+        """Return whether the server counts as whole rather than an allocation."""
         count = len(server.gpus)
         if self.machine is not None:
             return count == len(self.machine.gpus)
@@ -165,10 +158,8 @@ class Resemblance:
 
 
 def resemblance(server: Topology) -> Resemblance:
-    """The machine of the library that a server is, or is an allocation of, or is with faults.
+    """Return the library machine of a server: equal, as an allocation, or with faults.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> found = resemblance(topoplan.without_links(machine, ["gpu0-gpu3"]))
@@ -184,7 +175,8 @@ def resemblance(server: Topology) -> Resemblance:
         if other.sort != shape.sort or _other_maker(server, machine):
             continue
         if shape.sort == "none":
-            laid = _without_nvlinks(server, machine)
+            equal = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
+            laid = Resemblance(machine, exact=True) if equal else None
         elif shape.sort == "switched":
             laid = _switched(server, shape, machine, other)
         else:
@@ -196,7 +188,7 @@ def resemblance(server: Topology) -> Resemblance:
 
 @lru_cache(maxsize=64)
 def _gpus_listed(name: str) -> int:
-    """GPUs of a library machine, from its text: most are too small to be read."""
+    """Return the GPUs of a library machine from its text: most are too small to be parsed."""
     text = (library_path() / f"{name}.json").read_text(encoding="utf-8")
     return text.count('"kind": "gpu"')
 
@@ -211,17 +203,10 @@ def _known(name: str) -> tuple[Topology, NvlinkShape]:
 class NvlinkShape:
     """NVLinks of a server.
 
-    Parameters
-    ----------
-    gpus : tuple of str
-    sort : str
-        ``direct`` between GPUs, ``switched``, ``none``, or ``mixed``.
-    carried : tuple of tuple of float
-        GB/s between each two GPUs, the faster of both directions, or where it is switched in column 0 to the switches.
-    wires : tuple of int
-        Most NVLinks of each GPU in one direction.
-    rate : float
-        GB/s of one whole wire.
+    sort: ``direct`` between GPUs, ``switched``, ``none``, or ``mixed``.
+    carried: GB/s between each two GPUs, the faster of both directions; if switched, in column 0 to the switches.
+    wires: most NVLinks of each GPU in one direction.
+    rate: GB/s of one whole wire.
     """
 
     gpus: tuple[str, ...]
@@ -232,16 +217,14 @@ class NvlinkShape:
 
     @property
     def regular(self) -> bool:
-        """Whether all GPUs have as much."""
+        """Whether all GPUs have the same bandwidth."""
         sums = [sum(row) for row in self.carried]
         return max(sums) <= ALIKE * min(sums)
 
 
 def shape_of(server: Topology) -> NvlinkShape:
-    """The NVLinks of a server as they matter here.
+    """Return the NVLinks of a server in comparable form.
 
-    Examples
-    --------
     >>> import topoplan
     >>> shape = shape_of(topoplan.load("dgx-2"))
     >>> shape.sort, shape.carried[0], shape.wires[0], shape.rate
@@ -273,7 +256,7 @@ def shape_of(server: Topology) -> NvlinkShape:
 
 
 def server_nvlinks(server: Topology) -> list[Link]:
-    """NVLinks of GPUs to each other and to switches; those to a CPU are a matter of their own."""
+    """Return NVLinks of GPUs to each other and to switches, not to a CPU."""
     kinds = {device.name: device.kind for device in server.devices}
     return [
         link
@@ -283,26 +266,26 @@ def server_nvlinks(server: Topology) -> list[Link]:
 
 
 def whole_rate(links: Sequence[Link]) -> float:
-    """GB/s of one whole wire: what the middle one has, if that is near the fastest, else the fastest; 0 of none."""
+    """Return the GB/s of one whole wire: the median if close to the fastest, else the fastest; 0 for none."""
     rates = [link.bandwidth / link.count for link in links]
     middle, most = lower_median(rates), max(rates, default=0.0)
     return middle if middle >= SLOW * most else most
 
 
 def same_parts(server: Topology, machine: Topology) -> bool:
-    """Whether two servers have as many devices of each kind."""
+    """Return whether two servers have as many devices of each kind."""
     return Counter(d.kind for d in server.devices) == Counter(d.kind for d in machine.devices)
 
 
 def _other_maker(server: Topology, machine: Topology) -> bool:
-    """Whether one is of AMD and the other is not, as far as the server's GPUs tell."""
+    """Return whether only one is of AMD, as far as the server's GPUs show."""
     gpus = [server.device(gpu) for gpu in server.gpus]
     amd = machine.device(machine.gpus[0]).model.startswith("MI")
     return any((gpu.fact("sm") and amd) or (gpu.fact("gcn") and not amd) for gpu in gpus)
 
 
 def _rank(server: Topology, laid: Resemblance) -> int:
-    """What is likelier first: a whole machine, one with faults and the same devices, a part of one, any with faults."""
+    """Sort key, likeliest first: a whole machine, one with faults and equal parts, an allocation, any with faults."""
     machine = laid.machine
     whole = machine is not None and len(machine.gpus) == len(server.gpus)
     if whole and laid.exact:
@@ -313,7 +296,7 @@ def _rank(server: Topology, laid: Resemblance) -> int:
 
 
 def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
-    """How far a machine is from a server beside its NVLinks, nearest first."""
+    """Sort key of a machine's differences from a server beside NVLinks."""
     models = {server.device(gpu).model for gpu in server.gpus}
     model = machine.device(machine.gpus[0]).model
     named = bool(model) and all(model.lower() in one.lower() for one in models)
@@ -324,19 +307,14 @@ def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
     return (len(machine.gpus) - len(server.gpus), not named, parts, foreign)
 
 
-def _without_nvlinks(server: Topology, machine: Topology) -> Resemblance | None:
-    alike = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
-    return Resemblance(machine, exact=True) if alike else None
-
-
-def _rates_alike(shape: NvlinkShape, other: NvlinkShape) -> bool:
+def _rates_equal(shape: NvlinkShape, other: NvlinkShape) -> bool:
     return shape.rate <= ALIKE * other.rate and other.rate <= ALIKE * shape.rate
 
 
 def _switched(
     server: Topology, shape: NvlinkShape, machine: Topology, other: NvlinkShape
 ) -> Resemblance | None:
-    if not _rates_alike(shape, other) or max(shape.wires) != max(other.wires):
+    if not _rates_equal(shape, other) or max(shape.wires) != max(other.wires):
         return None
     bare = sum(not count for count in shape.wires)
     full = sum(count == max(other.wires) for count in shape.wires)
@@ -363,11 +341,11 @@ def _direct(
     server: Topology, shape: NvlinkShape, machine: Topology, other: NvlinkShape
 ) -> Resemblance | None:
     count = len(shape.gpus)
-    alike = _rates_alike(shape, other)
-    if alike or count == len(other.gpus):
+    equal_rates = _rates_equal(shape, other)
+    if equal_rates or count == len(other.gpus):
         scale = other.rate / shape.rate
     elif set(shape.wires) == {sum(cell > 0 for cell in row) for row in shape.carried}:
-        scale = 1.0  # counts that are not stated: each bundle is one wire
+        scale = 1.0  # counts are not stated: each bundle is one wire
     else:
         return None
     have = [[cell * scale for cell in row] for row in shape.carried]
@@ -375,12 +353,12 @@ def _direct(
     host = (_joined(server, ONE_SWITCH), _joined(machine, DIFFERENT_CPUS))
     places = embed(have, other.carried, pairs=0, first=numbers, host=host)
     exact = places is not None
-    if places is None and not alike:
+    if places is None and not equal_rates:
         return None
     if places is None and count == len(other.gpus):
         if short_pairs(have, other.carried, numbers) is not None:
             places = numbers
-        elif not all(map(any, have)) or _few_short(have, other.carried):
+        elif not all(map(any, have)) or sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, other.carried)):
             tries = (
                 embed(have, other.carried, pairs=k, first=numbers, host=host)
                 for k in range(1, MOST_PAIRS + 1)
@@ -402,7 +380,7 @@ def _direct(
 
 
 def _joined(machine: Topology, how: str) -> frozenset[frozenset[int]]:
-    """Pairs of GPUs, by position, that are joined so over PCIe."""
+    """Return pairs of GPUs, by index, with the PCIe relation ``how``."""
     ways = [*upward_paths(machine).values()]
     return frozenset(
         frozenset((i, j)) for i, first in enumerate(ways) for j in range(i) if relation(first, ways[j]) == how
@@ -410,16 +388,11 @@ def _joined(machine: Topology, how: str) -> frozenset[frozenset[int]]:
 
 
 def _numbers(gpus: Sequence[str], count: int, most: int) -> tuple[int, ...]:
-    """Numbers in the names of the GPUs where they are some of the machine's, else their positions."""
+    """Return the numbers in the GPUs' names if they are some of the machine's, else their indices."""
     found = [re.search(r"(\d+)$", gpu) for gpu in gpus]
     numbers = tuple(int(one[1]) if one else -1 for one in found)
     fits = len(set(numbers)) == count and all(0 <= number < most for number in numbers)
     return numbers if fits else tuple(range(count))
-
-
-def _few_short(have: Sequence[Sequence[float]], want: Sequence[Sequence[float]]) -> bool:
-    """Whether so little is short in all that a search for places is worth its time."""
-    return sum(map(sum, have)) > (1 - MOST_SHORT) * sum(map(sum, want))
 
 
 def _credible(
@@ -430,15 +403,18 @@ def _credible(
     other: NvlinkShape,
     places: Sequence[int],
 ) -> bool:
-    """Whether so much may be short (see the module)."""
+    """Return whether the short links are few enough (see the module)."""
     bare = {i for i, row in enumerate(have) if not any(row)}
     rest = [i for i in range(len(have)) if i not in bare]
     wanted = sum(other.carried[places[i]][places[j]] for i in rest for j in rest)
     lost = wanted - sum(min(have[i][j], other.carried[places[i]][places[j]]) for i in rest for j in rest)
     whole = len(have) == len(other.gpus)
-    twin = whole and same_parts(server, machine)
-    if lost >= (MOST_SHORT_OF_TWIN if twin else MOST_SHORT if whole else MOST_SHORT / 2) * wanted:
+    equal_parts = whole and same_parts(server, machine)
+    if (
+        lost
+        >= (MOST_SHORT_OF_EQUAL_PARTS if equal_parts else MOST_SHORT if whole else MOST_SHORT / 2) * wanted
+    ):
         return False
     if len(bare) > (MOST_BARE * len(have) if whole else 0):
         return False
-    return twin or not shape.regular
+    return equal_parts or not shape.regular

@@ -1,8 +1,8 @@
 """Check a request once, and turn a finished forest into a `Plan`.
 
-`Allocation` holds a collective, the GPUs that take part and the links that it may use; planner, bounds and
-schedules all begin there. Ranks are the chosen GPUs in ascending order. `build_plan` recomputes the rate from the
-forest and the bound from its certificate, and keeps the stronger proof; neither is taken from a solver.
+`Allocation` holds a collective, the GPUs that take part and the links that it may use; planner, bounds and schedules
+all begin there. Ranks are the chosen GPUs in ascending order. `build_plan` recomputes the rate from the forest and the
+bound from its certificate; neither is taken from a solver.
 """
 
 from __future__ import annotations
@@ -25,17 +25,9 @@ from topoplan.units import nearest_float
 
 @dataclass(frozen=True)
 class Allocation:
-    """A collective and the GPUs that take part.
+    """A collective and the GPUs that take part, ascending: rank i is the i-th.
 
-    Parameters
-    ----------
-    machine : Topology
-        With all its GPUs.
-    collective : str
-    gpus : tuple of int
-        Numbers of the chosen GPUs, ascending; rank i is the i-th.
-    root : int or None
-        Root rank of a broadcast or reduce.
+    ``machine`` has all its GPUs; ``root`` is the root rank of a broadcast or reduce.
     """
 
     machine: Topology
@@ -52,32 +44,11 @@ class Allocation:
         root: int | None = None,
         among: Sequence[str] = COLLECTIVES,
     ) -> Allocation:
-        """The allocation that a caller describes.
+        """Return the allocation that a caller describes.
 
-        Parameters
-        ----------
-        machine : Topology, or what `topoplan.load` takes
-        collective : str
-            In any of its spellings.
-        gpus : sequence of int or None
-            GPU numbers; None takes all.
-        root : int or None
-            GPU number of the root of a broadcast or reduce; None takes the first.
-        among : sequence of str
-            The collectives that the caller can do, those of trees by default.
-
-        Raises
-        ------
-        UsageError
-            Unknown collective or none of these, a GPU or root that is not there, a root that the collective does not
-            have.
-
-        Examples
-        --------
-        >>> import topoplan
-        >>> asked = Allocation.of(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 5, 7], root=5)
-        >>> asked.root, asked.topology.gpus, asked.fabric().channels
-        (1, ('gpu4', 'gpu5', 'gpu7'), ('nvlink',))
+        ``gpus`` None takes all; ``root`` is a GPU number, and None takes the first. ``among`` are the collectives that
+        the caller supports, by default those of trees. UsageError for an unknown or unsupported collective, a GPU or
+        root that does not exist, or a root for a collective without one.
         """
         topology = as_topology(machine)
         known = check_collective(collective)
@@ -94,11 +65,11 @@ class Allocation:
         return self.machine.subset(self.gpus).settled()
 
     def fabric(self, channels: str = "auto") -> Fabric:
-        """The first choice of links that joins the ranks in the ways the collective needs (see `usable_fabric`)."""
+        """Return the first choice of links that joins the ranks as the collective needs (see `usable_fabric`)."""
         return usable_fabric(self.topology, channels=channels, collective=self.collective, root=self.root)
 
     def connected(self, channels: str = "auto") -> Fabric:
-        """The first choice of links that leads from every rank to every other, whatever the collective."""
+        """Return the first choice of links that leads from every rank to every other, for any collective."""
         return usable_fabric(self.topology, channels=channels)
 
 
@@ -113,13 +84,7 @@ def build_plan(
     method: str,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """A Plan from shards and a certificate, with rate and bound recomputed from them.
-
-    Raises
-    ------
-    PlanError
-        A route crosses a link that the fabric does not have, or the certificate proves nothing.
-    """
+    """Return a Plan from shards and a certificate, with rate and bound recomputed from them."""
     rate = forest_rate(shards, fabric)
     bound = math.inf
     if fabric.size > 1:
@@ -141,7 +106,7 @@ def build_plan(
 
 
 def trivial_plan(fabric: Fabric, collective: str, *, root: int | None, method: str) -> Plan:
-    """The plan of one rank: it already holds the result, and nothing moves."""
+    """Return the plan of one rank: it already holds the result, and nothing moves."""
     if fabric.size != 1:
         raise InfeasibleError(f"{fabric.size} ranks need links between them")
     shard = Shard(Fraction(1), tuple(Stage(op, 0, ()) for op in stage_order(collective)))
@@ -157,7 +122,7 @@ def trivial_plan(fabric: Fabric, collective: str, *, root: int | None, method: s
 
 
 def stage_order(collective: str) -> tuple[str, ...]:
-    """The stages of one shard of a plan with one tree or one pair of trees per shard."""
+    """Return the stages of one shard of a plan with one tree or one pair of trees per shard."""
     return {
         "allreduce": ("reduce", "broadcast"),
         "broadcast": ("broadcast",),

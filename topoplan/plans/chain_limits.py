@@ -4,19 +4,19 @@ A schedule pays the start-ups of its longest chain of hops, and moves the buffer
 allow the best rate; short ones do not. A *limit* says: a schedule whose chains take less than so many seconds of
 start-ups has a rate of at most so much. Two kinds:
 
-- `GroupLimit`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then the data
-  of one group for another crosses straight from one to the other, and nothing of a third is added or copied on the
-  way. Between groups of p and q ranks one byte crosses at least
+- `GroupLimit`: chains are too short for two hops between groups of ranks (servers, or single ranks). Then the data of
+  one group for another crosses directly, and no third group adds or copies it on the way. Between groups of p and q
+  ranks one byte crosses at least
 
       pq times with chains of one hop only,   min(p, q) times with one hop more inside,   else once
 
   for an allreduce. (With one hop more inside either all q ranks take in the sum of the other side, or all p send
-theirs.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves its group
-q times or once. Sums over pairs of groups across a set S of devices bound the rate by what leaves S.
+  theirs.) A broadcast leaves the root's group q times or once, and of an allgather each of p blocks leaves its group
+  q times or once. Sums over pairs of groups across a set S of devices bound the rate by the capacity out of S.
 - `HeightLimit`: a chain has at most h hops. Under lengths of the links a byte needs at least the cheapest tree of
   that height, by tables (`topoplan.plans.minimum_trees`), so rate <= sum of c(e) y(e) over that. For few ranks.
 
-Seconds of start-ups are given from outside (`topoplan.model`): for every link what a hop over it pays at least.
+The caller gives the seconds of start-ups (`topoplan.model`): for every link the least start-up of a hop over it.
 Switches that copy or add have no such limits.
 """
 
@@ -40,18 +40,13 @@ from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedT
 from topoplan.units import TOLERANCE
 
 GROUPINGS = ("ranks", "servers", "sides")
-"""What the groups of `GroupLimit` are: single ranks, servers, or the ranks on either side of the set."""
+"""Groups of `GroupLimit`: single ranks, servers, or the ranks on either side of the set."""
 
 
 class ChainLimit(ABC):
     """A proof that schedules with short chains are slow.
 
-    Attributes
-    ----------
-    kind : str
-        What files call it.
-    chain : float
-        Seconds: it speaks of schedules whose chains of start-ups are shorter than this.
+    ``kind`` is its name in files. It holds for schedules whose chains of start-ups are shorter than ``chain`` seconds.
     """
 
     __slots__ = ()
@@ -64,37 +59,20 @@ class ChainLimit(ABC):
     ) -> Fraction:
         """Recompute the highest rate of such schedules in GB/s, exactly.
 
-        Parameters
-        ----------
-        fabric : Fabric
-        collective : str
-        root : int or None
-            Root rank of a broadcast or reduce.
-        start_ups : sequence of float, one for each link
-            Seconds that a hop over it pays at least.
-
-        Raises
-        ------
-        PlanError
-            It proves nothing: chains of this length may do what it excludes, or it does not fit the machine.
+        ``start_ups`` are the least seconds of a hop over each link. PlanError if the limit proves nothing: chains of
+        this length may do what it excludes, or it does not fit the machine.
         """
 
     @abstractmethod
     def to_object(self) -> dict[str, object]:
-        """The JSON object of a plan file, with its kind."""
+        """Return the JSON object of a plan file, with its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLimit(ChainLimit):
-    """Schedules without two hops between groups, one after the other, and what must leave a set of devices then.
+    """Schedules without two consecutive hops between groups, and their traffic out of a set of devices.
 
-    Parameters
-    ----------
-    chain : float
-    between : str
-        Of `GROUPINGS`.
-    side : tuple of str
-        Devices; every group is inside as a whole or not at all.
+    ``between`` is one of `GROUPINGS`; every group is inside ``side`` as a whole or not at all.
     """
 
     kind: ClassVar[str] = "groups"
@@ -129,16 +107,7 @@ class GroupLimit(ChainLimit):
 
 @dataclass(frozen=True, slots=True)
 class HeightLimit(ChainLimit):
-    """Schedules whose chains have at most so many hops, and lengths under which trees of that height are dear.
-
-    Parameters
-    ----------
-    chain : float
-    height : int
-        Hops.
-    lengths : tuple of (src, dst, whole number)
-        Links of other lengths than 0.
-    """
+    """Schedules whose chains have at most ``height`` hops, and nonzero link lengths under which such trees are long."""
 
     kind: ClassVar[str] = "heights"
     chain: float
@@ -167,7 +136,7 @@ class HeightLimit(ChainLimit):
         return capacity_of([Fraction(length) for length in lengths], fabric) / least
 
     def _least(self, cost: NDArray[np.int64], collective: str, root: int | None) -> Fraction:
-        """Length that a byte of the buffer uses at least."""
+        """Return the least length that a byte of the buffer uses."""
         down = HopLimitedTrees(cost, self.height).costs.tolist()
         up = HopLimitedTrees(cost.T.copy(), self.height).costs.tolist()
         if collective in ("broadcast", "reduce"):
@@ -183,7 +152,7 @@ class HeightLimit(ChainLimit):
 
 
 def limit_from_object(item: object) -> ChainLimit:
-    """Read a limit of a plan file; PlanError where its kind is unknown, or a key is missing or of a wrong type."""
+    """Read a limit of a plan file; PlanError if its kind is unknown, or a key is missing or of a wrong type."""
     value = read_object(item, "limit")
     kind = value.get("kind")
     chain = read_number(value.get("chain"), "limit: chain")
@@ -205,7 +174,7 @@ def limit_from_object(item: object) -> ChainLimit:
 
 
 def rank_groups(fabric: Fabric, between: str, side: set[int]) -> list[tuple[int, ...]]:
-    """The ranks of every group."""
+    """Return the ranks of every group."""
     if between == "ranks":
         return [(rank,) for rank in range(fabric.size)]
     home = {device.name: device.server for device in fabric.topology.devices}
@@ -216,13 +185,11 @@ def rank_groups(fabric: Fabric, between: str, side: set[int]) -> list[tuple[int,
 
 
 def crossings_of(chain: float, inside: float, across: float, *, two: bool) -> str | None:
-    """What chains below ``chain`` seconds can do around their only hop between groups; None where they have more.
+    """Return what chains below ``chain`` seconds can do around their only hop between groups; None if they have more.
 
-    ``inside`` and ``across`` are the least start-ups of a hop in a group and between two. Between two groups there and
-    back is no way to the other, so chains from one to the other have one such hop or three.
+    ``inside`` and ``across`` are the least start-ups of a hop in a group and between two. With ``two`` groups a chain
+    from one to the other has an odd number of such hops, one or three.
 
-    Examples
-    --------
     >>> [crossings_of(chain, 9, 36, two=False) for chain in (45, 54, 72, 73)]
     ['direct', 'half', 'once', None]
     """
@@ -242,7 +209,7 @@ def _least_crossings(
     crossings: str,
     size: int,
 ) -> Fraction:
-    """How often a byte of the buffer crosses from one group to another, at least."""
+    """Return how often a byte of the buffer crosses from one group to another, at least."""
     p, q = len(sender), len(receiver)
     if collective == "allreduce":
         return Fraction({"direct": p * q, "half": min(p, q), "once": 1}[crossings])
@@ -258,7 +225,7 @@ def _least_crossings(
 def hop_start_ups(
     fabric: Fabric, groups: Sequence[Sequence[int]], start_ups: Sequence[float]
 ) -> tuple[float, float]:
-    """The least start-ups of a hop inside any group, and between any two; infinite where there is none."""
+    """Return the least start-ups of a hop inside any group, and between any two; infinite if no such hop exists."""
     arcs = arcs_of(fabric, start_ups)
     inside = across = float("inf")
     for group in groups:
@@ -273,12 +240,12 @@ ArcLists = list[list[tuple[int, float]]]
 
 
 def arcs_of(fabric: Fabric, costs: Sequence[float]) -> ArcLists:
-    """For every state of the graph of routes, ranks first, where its links lead, and at which cost."""
+    """Return the links (head, cost) out of every state of the graph of routes, ranks first."""
     return [[(dst, costs[link]) for link, dst in row] for row in fabric.route_graph.leaving()]
 
 
 def nearest(arcs: ArcLists, starts: Iterable[int], ends: set[int]) -> float:
-    """The least cost from any of some nodes to any of others; infinite where no way leads there."""
+    """Return the least cost from any of some nodes to any of others; infinite if no path exists."""
     heap = [(0.0, node) for node in starts]
     seen: set[int] = set()
     while heap:
@@ -294,7 +261,7 @@ def nearest(arcs: ArcLists, starts: Iterable[int], ends: set[int]) -> float:
 
 
 def distances(arcs: ArcLists, start: int, *, through: int = -1) -> list[float]:
-    """The least cost from a node to every other; nodes below ``through`` are not passed on the way, but the start."""
+    """Return the least cost from a node to every other; nodes below ``through``, except the start, are not passed."""
     best = [float("inf")] * len(arcs)
     best[start] = 0.0
     heap = [(0.0, start)]
@@ -310,7 +277,7 @@ def distances(arcs: ArcLists, start: int, *, through: int = -1) -> list[float]:
 
 
 def rank_distances(fabric: Fabric, lengths: Sequence[int]) -> NDArray[np.int64]:
-    """(N, N): length of the shortest way between two ranks that passes no third; `UNREACHABLE` where there is none."""
+    """Return the (N, N) lengths of shortest paths between two ranks through no third; `UNREACHABLE` if none exists."""
     arcs = arcs_of(fabric, lengths)
     table = np.full((fabric.size, fabric.size), UNREACHABLE, dtype=np.int64)
     for start in range(fabric.size):

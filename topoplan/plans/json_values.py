@@ -1,6 +1,6 @@
 """Write the values of plan files on one line, and read them back with their types checked.
 
-Every reader takes the value and the words that a message names it by; a value of another type raises PlanError.
+Every reader takes the value and its name in messages; a value of another type raises PlanError.
 """
 
 from __future__ import annotations
@@ -14,68 +14,65 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
-from topoplan.machine.topology_json import decode_json
+from topoplan.machine.topology_json import SURROGATES, decode_json
 from topoplan.units import nearest_float
 
 _RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
 """No exponents: ``1e999999999`` is short to write and too long to compute with."""
 
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""What JSON escapes can make and no file can hold."""
-
 
 def compact(value: object) -> str:
-    """JSON on one line, any character as it is."""
+    """Return JSON on one line, without escapes of characters."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
 
 
 def finite(value: float) -> float | None:
-    """The number for JSON, which has no infinity: None stands for the rate of a plan that moves nothing."""
+    """Return the number for JSON, which has no infinity: None is the rate of a plan that moves nothing."""
     return value if math.isfinite(value) else None
 
 
 def read_object(item: object, where: str) -> dict[str, object]:
-    """A JSON object."""
+    """Read a JSON object."""
     if not isinstance(item, dict):
         raise PlanError(f"{where} must be an object, not {type(item).__name__}")
     return cast("dict[str, object]", item)
 
 
 def read_list(item: object, where: str) -> list[object]:
-    """A list of anything."""
+    """Read a list of anything."""
     if not isinstance(item, list):
         raise PlanError(f"{where} must be a list, not {type(item).__name__}")
     return cast("list[object]", item)
 
 
 def read_text(item: object, where: str) -> str:
-    """A text that a file can hold."""
-    if not isinstance(item, str) or _HALF_CHARACTER.search(item):
+    """Read a text that a file can hold."""
+    if not isinstance(item, str) or SURROGATES.search(item):
         raise PlanError(f"{where} must be a text, not {item!r}"[:200])
     return item
 
 
 def read_texts(item: object, where: str) -> tuple[str, ...]:
-    """A list of texts."""
+    """Read a list of texts."""
     return tuple(read_text(name, where) for name in read_list(item, where))
 
 
 def read_whole(item: object, where: str) -> int:
-    """A whole number."""
+    """Read a whole number."""
     if isinstance(item, bool) or not isinstance(item, int):
         raise PlanError(f"{where} must be a whole number, not {item!r}"[:200])
     return item
 
 
 def read_bytes(item: object, where: str) -> int:
-    """A number of bytes."""
+    """Read a number of bytes."""
     if isinstance(item, bool) or not isinstance(item, int) or item < 0:
         raise PlanError(f"{where} must be a whole number of bytes, zero or more, not {item!r}"[:200])
     return item
 
 
 def read_number(item: object, where: str) -> float:
-    """A number of zero or more; null is infinity, as `finite` writes it."""
+    """Read a number of zero or more; null is infinity, as `finite` writes it."""
     if item is None:
         return math.inf
     if isinstance(item, bool) or not isinstance(item, (int, float)) or not item >= 0:
@@ -84,7 +81,7 @@ def read_number(item: object, where: str) -> float:
 
 
 def read_fraction(item: object, where: str) -> Fraction:
-    """An exact rational number, written as text."""
+    """Read an exact rational number, written as text."""
     if isinstance(item, str) and _RATIONAL.fullmatch(item):
         try:
             return Fraction(item)
@@ -94,13 +91,7 @@ def read_fraction(item: object, where: str) -> Fraction:
 
 
 def parse_object(text: str) -> dict[str, object]:
-    """The JSON object of a plan file of any format.
-
-    Raises
-    ------
-    PlanError
-        The text is no JSON object.
-    """
+    """Read the JSON object of a plan file of any format."""
     try:
         value = decode_json(text, "the plan")
     except TopologyError as error:
@@ -111,7 +102,7 @@ def parse_object(text: str) -> dict[str, object]:
 
 
 def check_known(value: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Refuse an object with a key that the format does not have, with a PlanError that names the nearest known one."""
+    """Raise PlanError, with the nearest known key, for an object with a key that the format does not have."""
     unknown = next((key for key in value if key not in known), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=1)
@@ -120,7 +111,7 @@ def check_known(value: Mapping[str, object], known: Collection[str], where: str)
 
 
 def check_format(value: dict[str, object], expected: str) -> None:
-    """Refuse an object of another format or version with a PlanError."""
+    """Raise PlanError for an object of another format or version."""
     if value.get("format") != expected:
         raise PlanError(
             f"format {value.get('format')!r} is not {expected!r}; make the plan again with topoplan plan"

@@ -1,10 +1,10 @@
 """Link loads and rate of a finished forest.
 
 The rate is never taken from a solver: rate = min over directed links of c(e) / load(e), where load(e) is the
-sum over stages of share x number of times the stage crosses e, times the stage's weight where entries cross it.
+sum over stages of share x number of times the stage crosses e, times the stage's weight if entries cross it.
 
-Where the routes from a parent to its children part at a switch that can copy (`multicast`), a broadcast crosses the
-links before it once for all of them; where they meet at a switch that can add (`reduce`), so does a reduce.
+If the routes from a parent to its children part at a switch that can copy (`multicast`), a broadcast crosses the links
+before it once for all of them; if they meet at a switch that can add (`reduce`), so does a reduce.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
 
 
 def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
-    """Indices of the links that data crosses on an edge, in the order in which it crosses them.
+    """Return the indices of the links that data crosses on an edge, in the order of crossing.
 
-    Raises
-    ------
-    PlanError
-        The route does not join the edge's ranks, there is no such link on the edge's channel, or the route passes a
-        device of a third server that does not forward.
+    PlanError if the route does not join the edge's ranks, the edge's channel has no such link, or the route passes a
+    device of a third server that does not forward.
     """
     if len(edge.route) < 2 or (edge.route[0], edge.route[-1]) != (
         fabric.vertices[edge.parent],
@@ -43,7 +40,7 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
         )
     if edge.channel not in fabric.edge_channels:
         raise PlanError(
-            f"edge {edge.parent}->{edge.child} uses channel {edge.channel!r}, but the plan speaks of "
+            f"edge {edge.parent}->{edge.child} uses channel {edge.channel!r}, but the plan has channels "
             f"{', '.join(fabric.edge_channels)}",
             rank=edge.child,
         )
@@ -53,7 +50,7 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
         number = fabric.link_on.get((src, dst, edge.channel))
         if number is None:
             raise PlanError(
-                f"the route {'-'.join(edge.route)} crosses {src}->{dst}, where there is no {edge.channel} link",
+                f"the route {'-'.join(edge.route)} crosses {src}->{dst}, which has no {edge.channel} link",
                 rank=edge.child,
             )
         crossed.append(number)
@@ -69,10 +66,10 @@ def edge_links(edge: Edge, op: str, fabric: Fabric) -> tuple[int, ...]:
 
 
 def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
-    """Indices of all links that a stage crosses, one entry for each crossing."""
+    """Return the indices of all links that a stage crosses, one entry for each crossing."""
     merging = fabric.adding if stage.op == "reduce" else fabric.copying
     if stage.op == "reduce" and stage.entries is not None:
-        merging = frozenset()  # a switch adds elements, and chooses no entries
+        merging = frozenset()  # a switch adds elements, but does not choose entries
     if not merging:
         return [number for edge in stage.edges for number in edge_links(edge, stage.op, fabric)]
     crossed: list[int] = []
@@ -80,7 +77,7 @@ def stage_links(stage: Stage, fabric: Fabric) -> list[int]:
     for edge in stage.edges:
         families.setdefault(edge.parent, []).append(edge)
     for edges in families.values():
-        # Routes listed from parent to child: those of a reduce are crossed backwards, from the last link on.
+        # Routes are listed from parent to child: a reduce crosses them backwards, from the last link on.
         routes = []
         for edge in edges:
             links = edge_links(edge, stage.op, fabric)
@@ -95,7 +92,7 @@ def _cross(
     merging: frozenset[str],
     crossed: list[int],
 ) -> int:
-    """Note the links from step ``at`` on that routes with a common beginning cross; how many copies leave there."""
+    """Append the crossings, from step ``at``, of routes with a common beginning; return the copies that start there."""
     copies = 0
     following: dict[int, list[tuple[tuple[int, ...], tuple[str, ...]]]] = {}
     for route in routes:
@@ -113,22 +110,11 @@ def _cross(
 
 
 def team_wide_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
-    """Rate of a forest in GB/s where NVSwitches add and copy for a whole team of ranks, the root's own part included.
+    """Return a forest's rate in GB/s if NVSwitches add and copy for a team of ranks, the root's own part included.
 
-    So ``multimem`` instructions work (NVLink SHARP): what a root loads through the switch is the sum of all parts, its
-    own too, and what it stores is copied to all ranks, itself too. A plan keeps the root's part outside the switch.
-
-    Returns
-    -------
-    Fraction or None
-        None where no byte crosses a link.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan("dgx-h100", in_network="nvswitch")
-    >>> plan.rate, team_wide_rate(plan.shards, Fabric(plan.topology, plan.channels))
-    (450.0, Fraction(400, 1))
+    ``multimem`` instructions work so (NVLink SHARP): a root's load through the switch is the sum of all parts, its own
+    too, and its store is copied to all ranks, itself too. A plan keeps the root's part outside the switch. None if no
+    byte crosses a link.
     """
     kind = {device.name: device.kind for device in fabric.topology.devices}
 
@@ -153,12 +139,12 @@ def team_wide_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
 def link_loads(
     shards: Sequence[Shard], fabric: Fabric, *, part: Callable[[Stage], Stage] | None = None
 ) -> list[Fraction]:
-    """Load of every link of the fabric: bytes across it for each byte of the buffer.
+    """Return the load of every link of the fabric: bytes across it for each byte of the buffer.
 
-    With ``part`` only the edges that it keeps of each stage count. For `ImageShards` what a template puts on one link
-    is spread evenly over the link's orbit by its images.
+    With ``part`` only the edges that it keeps of each stage count. For `ImageShards` the images of a template spread
+    its load evenly over a link's orbit.
     """
-    # Many shards have one share, so whole numbers are added first.
+    # Many shards have equal shares, so integers are added first.
     crossings: dict[Fraction, Counter[int]] = {}
     for index, (shard, count) in enumerate(shard_counts(shards)):
         for position, stage in enumerate(shard.stages):
@@ -181,7 +167,7 @@ def link_loads(
 def spread_evenly(
     load: Sequence[Fraction], fabric: Fabric, generators: Sequence[Sequence[int]]
 ) -> list[Fraction]:
-    """Every load replaced by the mean over the orbit of its link under some automorphisms."""
+    """Return every load replaced by the mean over the orbit of its link under some automorphisms."""
     orbit = link_orbits(fabric, [np.array(generator) for generator in generators]).tolist()
     total: dict[int, Fraction] = {}
     for label, value in zip(orbit, load, strict=True):
@@ -193,31 +179,23 @@ def spread_evenly(
 
 
 def forest_rate(shards: Sequence[Shard], fabric: Fabric) -> Fraction | None:
-    """Rate of a forest in GB/s, exact; None where no byte crosses a link."""
+    """Return the rate of a forest in GB/s, exact; None if no byte crosses a link."""
     return rate_of_loads(link_loads(shards, fabric), fabric)
 
 
 def rate_of_loads(loads: Sequence[Fraction], fabric: Fabric) -> Fraction | None:
-    """Rate in GB/s at which the first of some loaded links is full, exact; None where none is loaded."""
+    """Return the rate in GB/s at which the first of some loaded links is full, exact; None if none is loaded."""
     return min(_rates(loads, fabric).values(), default=None)
 
 
 def flow_rates(
     shards: Sequence[Shard], fabric: Fabric
 ) -> dict[tuple[tuple[int, int, str], tuple[int, ...]], Fraction]:
-    """GB/s at which each flow of a forest may send so that no link ever has to let data wait.
+    """Return the GB/s at which each flow of a forest may send so that no link ever queues data.
 
-    A flow is what goes from one rank to another over one channel and some links. A link is divided among its flows in
-    proportion to what the forest sends there, so that all end together; a flow has the least of what its links give it.
-    Switches that copy or add are not modelled.
-
-    Returns
-    -------
-    dict
-        By ((source rank, destination rank, channel), indices of the links).
-
-    Examples
-    --------
+    A flow has a source and destination rank, a channel and links; it is keyed by ((source, destination, channel), link
+    indices). A link is divided among its flows in proportion to their bytes, so that all end together; a flow has the
+    least of its parts. Switches that copy or add are not modelled.
     On a DGX-2 every GPU has 150 GB/s to its switches, for 15 others:
 
     >>> import topoplan
@@ -242,7 +220,7 @@ def flow_rates(
 
 
 def full_links(loads: Sequence[Fraction], fabric: Fabric) -> tuple[int, ...]:
-    """Indices of the links that are full when a forest of these loads runs at its rate."""
+    """Return the indices of the links that are full when a forest of these loads runs at its rate."""
     rates = _rates(loads, fabric)
     rate = min(rates.values(), default=None)
     keys = zip(map(_rational_key, fabric.capacity), map(_rational_key, loads), strict=True)
@@ -252,7 +230,7 @@ def full_links(loads: Sequence[Fraction], fabric: Fabric) -> tuple[int, ...]:
 def _rates(
     loads: Sequence[Fraction], fabric: Fabric
 ) -> dict[tuple[tuple[int, int], tuple[int, int]], Fraction]:
-    """Capacity over load of every loaded link, once for all links of one capacity and load."""
+    """Return capacity over load of every loaded link, once for all links of one capacity and load."""
     return {
         (capacity, load): Fraction(capacity[0] * load[1], capacity[1] * load[0])
         for capacity, load in dict.fromkeys(
@@ -263,5 +241,5 @@ def _rates(
 
 
 def _rational_key(value: Fraction) -> tuple[int, int]:
-    """A rational number as a key, which a Fraction is only after a division."""
+    """Return a rational number as a key; hashing a Fraction takes a division."""
     return value.numerator, value.denominator

@@ -1,14 +1,14 @@
-"""Plans of several groups at once: the GPUs of a job in a mesh, whose axes' groups share the machine's links.
+"""Plans of several groups at once: the GPUs of a job in a mesh whose groups share the machine's links.
 
-A job of 8 GPUs with ``dp=2,tp=4`` has two groups of 4 along tp and four of 2 along dp. What runs along an axis runs in
-all its groups at once, so what one group may use of a link depends on the others. Every group has an ordinary plan
-among its own GPUs; weights say how fast the groups of an axis are to be, and the *rate* is what all of them reach
-together: a group of weight w moves w times the rate.
+A job of 8 GPUs with ``dp=2,tp=4`` has two groups of 4 along tp and four of 2 along dp. A collective along an axis runs
+in all its groups at once, so the groups compete for links. Every group has an ordinary plan among its own GPUs; weights
+set the relative rates of the axes, and the *rate* is the one that all groups reach together: a group of weight w moves
+w times the rate.
 
     rate  =  min over links of  c(e) / sum over groups of w load(e)
 
-The bound is by lengths, as for one plan: whatever the forests, sum of w forest_length(group) times the rate is at most
-the sum of c(e) y(e). A third party recomputes both from the file alone, format ``topoplan.mesh/1``.
+The bound is by lengths, as for one plan: for any forests, sum of w forest_length(group) times the rate is at most the
+sum of c(e) y(e). A third party recomputes both from the file alone, format ``topoplan.mesh/1``.
 """
 
 from __future__ import annotations
@@ -48,20 +48,14 @@ MESH_KEYS = (
     *("format", "axes", "weights", "ranks", "rate", "bound", "certificate", "groups", "topology"),
     *("gap", "seconds"),
 )
-"""Keys of the file; the last line are those that ``plan --mesh --json`` adds."""
+"""Keys of the file; ``plan --mesh --json`` adds the last line."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshGroup:
-    """The ranks along one axis, and their plan.
+    """The ranks of the mesh along one axis, ascending, and a plan among their GPUs alone.
 
-    Parameters
-    ----------
-    axis : str
-    members : tuple of int
-        Their ranks in the mesh, ascending.
-    plan : Plan
-        Among their GPUs alone; its own rate and bound are those of a group that has the machine for itself.
+    The plan's own rate and bound are those of a group without competition.
     """
 
     axis: str
@@ -78,7 +72,7 @@ class MeshPlans:
     axes : tuple of (str, int)
         Names and extents; ranks count along the last axis first, as in torch's device meshes.
     weights : tuple of (str, Fraction)
-        The axes whose groups run, and how fast in proportion.
+        The axes whose groups run, and their relative rates.
     ranks : tuple of str
         Device of each rank of the mesh.
     topology : Topology
@@ -88,9 +82,9 @@ class MeshPlans:
     rate, bound : float
         GB/s of algorithm bandwidth for weight 1, of all groups at once.
     certificate : Lengths
-        What a third party needs to recompute the bound.
+        The data from which a third party recomputes the bound.
     seconds : float or None
-        Time it took to plan; not in the file.
+        Planning time; not in the file.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -105,28 +99,28 @@ class MeshPlans:
 
     @property
     def gap(self) -> float:
-        """How far the rate is below the bound, as a fraction of the bound; 0 means proved optimal."""
+        """Distance of the rate from the bound, as a fraction of the bound; 0 means proved optimal."""
         return max(0.0, 1 - self.rate / self.bound)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file, by which ranks agree that they have the same."""
+        """SHA-256 of the file; ranks compare it to agree on the same plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The file; the same bytes for the same plans, always."""
+        """Return the file; the same bytes for the same plans, always."""
         rows = ",\n ".join(
             f'{{"axis": {compact(group.axis)}, "members": {compact(list(group.members))}, '
             f'"plan": {plan_text(group.plan.to_object())}}}'
             for group in self.groups
         )
         head = {key: value for key, value in self.to_object().items() if key not in ("groups", "topology")}
-        told = ",\n ".join(f'"{key}": {compact(value)}' for key, value in head.items())
+        fields = ",\n ".join(f'"{key}": {compact(value)}' for key, value in head.items())
         machine = compact(self.topology.to_object())
-        return f'{{{told},\n "groups": [\n {rows}\n ],\n "topology": {machine}}}\n'
+        return f'{{{fields},\n "groups": [\n {rows}\n ],\n "topology": {machine}}}\n'
 
     def to_object(self) -> dict[str, object]:
-        """The file as a JSON object."""
+        """Return the file as a JSON object."""
         return {
             "format": MESH_FORMAT,
             "axes": [[name, extent] for name, extent in self.axes],
@@ -149,7 +143,7 @@ class MeshPlans:
         Raises
         ------
         PlanError
-            The text is no such file; names the key, and the group where there is one.
+            The text is not such a file; names the key and the group.
         """
         return MeshPlans.from_object(parse_object(text))
 
@@ -160,7 +154,7 @@ class MeshPlans:
         check_known(value, MESH_KEYS, "the plans of a mesh")
         certificate = certificate_from_object(value.get("certificate"))
         if not isinstance(certificate, Lengths):
-            raise PlanError("the certificate of a mesh gives lengths of links")
+            raise PlanError("the certificate of a mesh must give lengths of links")
         return MeshPlans(
             axes=tuple(
                 (read_text(name, "axes"), read_whole(extent, "axes"))
@@ -183,7 +177,7 @@ class MeshPlans:
 
 
 def is_mesh(text: str) -> bool:
-    """Whether a text is a file of a mesh, right or wrong."""
+    """Return whether a text claims to be the file of a mesh."""
     return text.lstrip().startswith("{") and f'"format": "{MESH_FORMAT}"' in text[:200]
 
 
@@ -195,7 +189,7 @@ def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:
     UsageError
         The file cannot be read.
     PlanError
-        It holds no plans of a mesh.
+        The file holds no plans of a mesh.
     """
     return MeshPlans.from_json(read_plan_file(path))
 
@@ -204,7 +198,7 @@ def _pairs(value: dict[str, object], key: str) -> list[list[object]]:
     rows = read_list(value.get(key), key)
     for row in rows:
         if not isinstance(row, list) or len(row) != 2:
-            raise PlanError(f"{key}: every row is a pair, not {row!r}"[:200])
+            raise PlanError(f"{key}: every row must be a pair, not {row!r}"[:200])
     return [list(row) for row in rows if isinstance(row, list)]
 
 
@@ -224,14 +218,10 @@ def _read_group(item: object, where: str) -> MeshGroup:
 
 
 def groups_along(axes: Sequence[tuple[str, int]], axis: str) -> list[tuple[int, ...]]:
-    """The ranks of every group along an axis, in ascending order of their first.
+    """Return the ranks of every group along an axis, in ascending order of their first.
 
-    Examples
-    --------
-    >>> groups_along([("dp", 2), ("tp", 4)], "dp")
-    [(0, 4), (1, 5), (2, 6), (3, 7)]
-    >>> groups_along([("dp", 2), ("tp", 4)], "tp")
-    [(0, 1, 2, 3), (4, 5, 6, 7)]
+    >>> groups_along([("dp", 2), ("tp", 4)], "dp"), groups_along([("dp", 2), ("tp", 4)], "tp")
+    ([(0, 4), (1, 5), (2, 6), (3, 7)], [(0, 1, 2, 3), (4, 5, 6, 7)])
     """
     found: dict[tuple[int, ...], list[int]] = {}
     position = [name for name, _ in axes].index(axis)
@@ -241,20 +231,10 @@ def groups_along(axes: Sequence[tuple[str, int]], axis: str) -> list[tuple[int, 
 
 
 def joint_rate(groups: Sequence[MeshGroup], weights: Sequence[Fraction], whole: Fabric) -> Fraction:
-    """What all groups reach together for weight 1, recomputed from the loads of their forests.
+    """Return the rate of all groups together for weight 1, recomputed from the loads of their forests.
 
-    Parameters
-    ----------
-    groups : sequence of MeshGroup
-    weights : sequence of Fraction
-        Of each group.
-    whole : Fabric
-        Of all GPUs of the mesh, over the channels of the plans.
-
-    Raises
-    ------
-    PlanError
-        A plan crosses a link that the machine does not have, or as wide.
+    ``whole`` is the fabric of all GPUs of the mesh, over the channels of the plans. PlanError if a plan crosses a link
+    that the machine lacks, or has with another bandwidth.
     """
     used = [Fraction(0)] * len(whole.links)
     for number, (group, weight) in enumerate(zip(groups, weights, strict=True)):
@@ -262,7 +242,7 @@ def joint_rate(groups: Sequence[MeshGroup], weights: Sequence[Fraction], whole: 
         for link, load in zip(fabric.links, link_loads(group.plan.shards, fabric), strict=True):
             at = whole.link_index.get((link.src, link.dst))
             if at is None or whole.links[at] != link:
-                raise PlanError(f"group {number}: its link {link.src}->{link.dst} is none of the machine's")
+                raise PlanError(f"group {number}: the machine has no such link {link.src}->{link.dst}")
             used[at] += weight * load
     return min(c / load for c, load in zip(whole.capacity, used, strict=True) if load)
 
@@ -270,7 +250,7 @@ def joint_rate(groups: Sequence[MeshGroup], weights: Sequence[Fraction], whole: 
 def joint_bound(
     certificate: Lengths, groups: Sequence[MeshGroup], weights: Sequence[Fraction], whole: Fabric
 ) -> Fraction:
-    """What no forests of the groups exceed together for weight 1; as `joint_rate`, and errors of `Lengths`."""
+    """Return the rate that no forests of the groups exceed for weight 1; as `joint_rate`, and errors of `Lengths`."""
     certificate.check(whole)
     plans = [group.plan for group in groups]
     length = joint_length(
@@ -284,11 +264,9 @@ def joint_bound(
 
 
 def joint_length(
-    certificate: Lengths,
-    groups: Sequence[tuple[Fabric, str, int | None]],
-    weights: Sequence[Fraction],
+    certificate: Lengths, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
 ) -> Fraction:
-    """Length of the cheapest forests of the groups for weight 1; of each its fabric, collective and root."""
+    """Return the length of the groups' cheapest forests for weight 1; ``groups`` are (fabric, collective, root)."""
     return sum(
         (
             weight * certificate.forest(fabric, collective, root)
@@ -299,17 +277,9 @@ def joint_length(
 
 
 def verify_mesh(mesh: MeshPlans) -> tuple[Verification, ...]:
-    """Recompute what the plans of a mesh claim, each alone and all together.
+    """Recompute the claims of a mesh's plans, each alone and all together; return the reports of the groups.
 
-    Returns
-    -------
-    tuple of Verification
-        Of each group's plan.
-
-    Raises
-    ------
-    PlanError
-        The first thing that is wrong, with its group.
+    PlanError for the first fault, with its group.
     """
     weights = _checked_weights(mesh)
     _check_ranks(mesh)
@@ -339,22 +309,24 @@ def verify_mesh(mesh: MeshPlans) -> tuple[Verification, ...]:
 
 
 def _checked_weights(mesh: MeshPlans) -> list[Fraction]:
-    """The weight of every group."""
+    """Return the weight of every group."""
     weights = dict(mesh.weights)
     for name, weight in mesh.weights:
         if name not in dict(mesh.axes) or weight <= 0:
-            raise PlanError(f"weight {weight} of axis {name!r}: weights are above zero, of axes of the mesh")
+            raise PlanError(
+                f"weight {weight} of axis {name!r}: weights must be above zero, of axes of the mesh"
+            )
     if any(group.axis not in weights for group in mesh.groups) or not mesh.groups:
-        raise PlanError("every group has an axis with a weight")
+        raise PlanError("every group must have an axis with a weight")
     return [weights[group.axis] for group in mesh.groups]
 
 
 def _check_ranks(mesh: MeshPlans) -> None:
-    """Hold the groups to be those of the mesh, all of them, and its ranks to be the machine's GPUs."""
+    """Raise PlanError unless the groups are all of the mesh's and its ranks are the machine's GPUs."""
     if mesh.ranks != mesh.topology.gpus or prod(extent for _, extent in mesh.axes) != len(mesh.ranks):
         raise PlanError(
             f"the axes make {prod(extent for _, extent in mesh.axes)} ranks of {len(mesh.ranks)} GPUs"
         )
     wanted = [(axis, members) for axis, _ in mesh.weights for members in groups_along(mesh.axes, axis)]
     if [(group.axis, group.members) for group in mesh.groups] != wanted:
-        raise PlanError("the groups are not those of the axes")
+        raise PlanError("the groups must be those of the axes")

@@ -2,12 +2,12 @@
 
 - Any height: arborescences (Chu-Liu 1965, Edmonds 1967) by contraction of cycles, spanning trees by Prim (1957).
   Plain Python: for a few dozen ranks it is several times faster than arrays.
-- Limited height, for all roots at once, by dynamic programming over subsets. With ``tree[h][v, S]`` the cost of the
-  cheapest tree of height at most h that hangs the ranks S below v, and ``hung[h][v, A]`` = min over c in A of
+- Limited height, for all roots at once, by dynamic programming over subsets. ``tree[h][v, S]`` is the cost of the
+  cheapest tree of height at most h with the ranks S below v, and ``hung[h][v, A]`` = min over c in A of
   ``cost[v, c] + tree[h - 1][c, A - c]``: tree[h][v, S] = min over A ⊆ S that hold the lowest rank of S of
-  hung[h][v, A] + tree[h][v, S - A]. There are 3^N pairs (S, A): milliseconds for N = 8. The problem is NP-hard.
+  hung[h][v, A] + tree[h][v, S - A]. The 3^N pairs (S, A) take milliseconds for N = 8. The problem is NP-hard.
 - Steiner arborescences: the best spanning one over the terminals and a set of inner vertices (Hakimi 1971), over
-  all sets. Inner vertices that a swap leaves all distances between count once: twenty equal helpers give 21 sets.
+  all sets. Inner vertices that can be swapped without changing distances count once: twenty equal helpers give 21 sets.
 """
 
 from __future__ import annotations
@@ -22,22 +22,11 @@ from numpy.typing import NDArray
 
 
 def cheapest_arborescence(cost: Sequence[Sequence[float]], root: int) -> list[int]:
-    """Parent of every vertex in a cheapest spanning arborescence; the root's is -1.
+    """Return the parent of every vertex in a cheapest spanning arborescence; the root's is -1.
 
-    Parameters
-    ----------
-    cost : N x N numbers
-        ``cost[v][u]`` of the arc from u to v: one row per *head*. The diagonal is ignored; ``inf`` or a very
-        large number where there is no arc.
-    root : int
+    ``cost[v][u]`` is that of the arc from u to v: one row per *head*. The diagonal is ignored; ``inf`` or a very large
+    number means no arc. Ties go to the tail of lowest number.
 
-    Returns
-    -------
-    list of N int
-        Ties go to the tail of lowest number.
-
-    Examples
-    --------
     >>> cheapest_arborescence([[0, 9, 9], [5, 0, 1], [5, 1, 0]], 0)
     [-1, 0, 1]
     """
@@ -60,7 +49,7 @@ def _without(row: Sequence[float], v: int) -> list[float]:
 
 
 def _find_cycle(parent: list[int], root: int) -> list[int]:
-    """Vertices of one cycle of the parent pointers; empty if there is none."""
+    """Return the vertices of one cycle of the parent pointers; empty if there is none."""
     state = [0] * len(parent)
     state[root] = -1
     for start in range(len(parent)):
@@ -83,7 +72,7 @@ def _find_cycle(parent: list[int], root: int) -> list[int]:
 
 
 def _expand(cost: Sequence[Sequence[float]], root: int, parent: list[int], cycle: list[int]) -> list[int]:
-    """Contract one cycle, solve the smaller graph, and open the cycle where the solution enters it."""
+    """Contract one cycle, solve the smaller graph, and open the cycle at the arc that enters it."""
     size = len(cost)
     inside = set(cycle)
     outside = [v for v in range(size) if v not in inside]
@@ -116,15 +105,9 @@ def _expand(cost: Sequence[Sequence[float]], root: int, parent: list[int], cycle
 
 
 def cheapest_spanning_tree(cost: Sequence[Sequence[float]]) -> list[int]:
-    """Parent of every vertex in a cheapest spanning tree, as seen from vertex 0; that of vertex 0 is -1.
+    """Return the parent of every vertex in a cheapest spanning tree rooted at vertex 0, whose parent is -1.
 
-    Parameters
-    ----------
-    cost : N x N numbers, symmetric
-        ``inf`` where there is no edge; the diagonal is ignored.
-
-    Examples
-    --------
+    ``cost`` is symmetric, ``inf`` means no edge; the diagonal is ignored.
     >>> cheapest_spanning_tree([[0, 1, 4], [1, 0, 2], [4, 2, 0]])
     [-1, 0, 1]
     """
@@ -144,25 +127,18 @@ def cheapest_spanning_tree(cost: Sequence[Sequence[float]]) -> list[int]:
 
 
 LARGEST_EXACT = 9
-"""Most ranks for which the table is worth its memory and time."""
+"""Most ranks for which the table justifies its memory and time."""
 
 UNREACHABLE = np.int64(1) << 40
 """Cost of an arc that does not exist; real costs stay below it (callers scale them)."""
 
 
 class HopLimitedTrees:
-    """Tables of cheapest trees for one cost matrix.
+    """Tables of the cheapest trees with at most ``height`` edges on a path from the root.
 
-    Parameters
-    ----------
-    cost : (N, N) int64
-        ``cost[u, v]`` of the arc from u to v, zero or more; `UNREACHABLE` where there is none.
-    height : int
-        Most edges on a path from the root.
+    ``cost[u, v]``, (N, N), is that of the arc from u to v, zero or more; `UNREACHABLE` means no arc.
 
-    Examples
-    --------
-    A path 0-1-2 with a dear shortcut: with height 1 the shortcut must be taken.
+    A path 0-1-2 with a costly shortcut: height 1 forces the shortcut.
 
     >>> cost = np.array([[0, 1, 9], [1, 0, 1], [9, 1, 0]])
     >>> HopLimitedTrees(cost, 1).costs.tolist(), HopLimitedTrees(cost, 2).costs.tolist()
@@ -175,7 +151,7 @@ class HopLimitedTrees:
         size = cost.shape[0]
         self._cost: list[list[int]] = cost.tolist()
         level, hung = _stars(cost)
-        # Few entries are read one by one, which a view answers without making numbers of all others.
+        # Few entries are read, one by one; a memoryview answers without making numbers of all others.
         self._below: list[memoryview[int]] = [level.data]
         self._hung: list[memoryview[int]] = [hung.data]
         for _ in range(1, height):
@@ -190,11 +166,11 @@ class HopLimitedTrees:
         self.costs: NDArray[np.int64] = level[everything ^ (1 << roots), roots]
 
     def tree(self, root: int) -> tuple[tuple[int, int], ...]:
-        """Edges (parent, child) of a cheapest tree from ``root``, in ascending order."""
+        """Return the edges (parent, child) of a cheapest tree from ``root``, in ascending order."""
         return tuple(sorted((up, child) for child, up in enumerate(self.parents(root)) if up >= 0))
 
     def parents(self, root: int) -> list[int]:
-        """The same tree as the parent of every rank, -1 for the root."""
+        """Return the same tree as the parent of every rank, -1 for the root."""
         found = [-1] * len(self._cost)
         everything = (1 << len(self._cost)) - 1
         pending = [(root, everything ^ (1 << root), len(self._below) - 1)]
@@ -209,7 +185,7 @@ class HopLimitedTrees:
         return found
 
     def _first_block(self, v: int, rest: int, place: int) -> tuple[int, int]:
-        """The ranks below v that hang with the lowest of ``rest``, and which of them is v's child."""
+        """Return the block of ``rest`` with its lowest rank that shares a subtree of v, and v's child in it."""
         low = rest & -rest
         if not place:
             return low, low.bit_length() - 1
@@ -229,7 +205,7 @@ class HopLimitedTrees:
 
 
 def _stars(cost: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The table of trees of height 1, a row for each set of ranks, and that of single ranks below a parent."""
+    """Return the table of trees of height 1, a row for each set of ranks, and that of single ranks below a parent."""
     size = cost.shape[0]
     hung = np.full((1 << size, size), UNREACHABLE, dtype=np.int64)
     level = np.zeros_like(hung)
@@ -242,7 +218,7 @@ def _stars(cost: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64
 def _next_level(
     cost: NDArray[np.int64], below: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tables of trees of the next height, and of ranks hung below a parent by one edge."""
+    """Return the tables of trees of the next height, and of ranks below a parent through one edge."""
     rests, holds, groups = _subset_tables(cost.shape[0])
     hanging = np.where(holds, below.take(rests), UNREACHABLE)
     by_parent = (cost.T[:, :, None] + hanging[:, None, :]).min(axis=0)
@@ -259,19 +235,13 @@ def _next_level(
 def _subset_tables(
     size: int,
 ) -> tuple[
-    NDArray[np.int64],
-    NDArray[np.bool_],
-    list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]],
+    NDArray[np.int64], NDArray[np.bool_], list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
 ]:
-    """Where tables hold the sets of ranks without a member, which sets have it, and how sets are divided.
+    """Return the index tables of the sets of ranks: ``rests, holds, groups``.
 
-    Returns
-    -------
-    rests, holds : (size, sets) arrays
-        For each rank c and set A: place of c's row for A - c in a table, and whether A holds c.
-    groups : list of (sets, blocks, others)
-        For each number of members the sets, (count,), and as (ways, count) their blocks with the lowest rank, and what
-        these leave over.
+    ``rests`` and ``holds``, (size, sets), have for each rank c and set A the place of c's row for A - c in a table, and
+    whether A holds c. ``groups`` has for each number of members the sets, (count,), and as (ways, count) their blocks
+    with the lowest rank, and the complements of the blocks.
     """
     sets, ranks = np.arange(1 << size), np.arange(size)[:, None]
     holds = (sets >> ranks & 1) == 1
@@ -289,22 +259,13 @@ def _subset_tables(
 
 
 MOST_SETS = 256
-"""Sets of inner vertices that are all tried for one tree; of more, each vertex alone, all together, and none."""
+"""Sets of inner vertices that are all tried for one tree; beyond it each vertex alone, all together, and none."""
 
 
 def equivalent_vertices(
     table: NDArray[np.int64] | NDArray[np.object_], vertices: Sequence[int]
 ) -> list[list[int]]:
-    """The vertices in classes: two are alike where swapping them leaves the table of distances as it is.
-
-    Parameters
-    ----------
-    table : (V, V) numbers
-    vertices : sequence of int
-        Those to be divided.
-
-    Examples
-    --------
+    """Return the equivalence classes of ``vertices``: swapping two of a class keeps the (V, V) table of distances.
     >>> equivalent_vertices(np.array([[0, 2, 2], [1, 0, 3], [1, 3, 0]]), [0, 1, 2])
     [[0], [1, 2]]
     """
@@ -330,15 +291,13 @@ def _equivalent(table: NDArray[np.int64] | NDArray[np.object_], a: int, b: int) 
 
 
 def set_count(classes: Sequence[Sequence[int]]) -> int:
-    """Number of different sets that `inner_sets` gives."""
+    """Return the number of sets that `inner_sets` yields."""
     return prod(len(members) + 1 for members in classes)
 
 
 def inner_sets(classes: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """All sets of inner vertices up to swaps of vertices that are alike, the empty one first.
+    """Yield all sets of inner vertices up to swaps of equivalent vertices, the empty one first.
 
-    Examples
-    --------
     >>> list(inner_sets([[3, 4], [7]]))
     [[], [7], [3], [3, 7], [3, 4], [3, 4, 7]]
     """
@@ -349,26 +308,12 @@ def inner_sets(classes: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 def cheapest_steiner_tree(
     cost: NDArray[np.int64], root: int, terminals: Sequence[int], inner: Sequence[int]
 ) -> list[int]:
-    """Parents in a cheapest arborescence from a root over the terminals, -1 for the root and for what is left out.
+    """Return the parents in a cheapest arborescence from a root over the terminals; -1 for the root and unused ones.
 
-    Parameters
-    ----------
-    cost : (V, V) int64
-        ``cost[u, v]`` of the arc from u to v.
-    root : int
-        A terminal or an inner vertex.
-    terminals, inner : sequence of int
-        Vertices; the root need not be among them.
+    ``cost[u, v]`` is that of the arc from u to v; the root is a terminal or an inner vertex. Ties go to the fewest
+    inner vertices, and then to the lowest that is found. Exact up to `MOST_SETS` sets of inner vertices.
 
-    Returns
-    -------
-    list of V int
-        Of equally cheap ones the one with the fewest inner vertices, and then the lowest that is found. Exact up to
-        `MOST_SETS` sets of inner vertices.
-
-    Examples
-    --------
-    A helper, vertex 3, to which three ranks are nearer than to each other:
+    A helper, vertex 3, that is nearer to three ranks than they are to each other:
 
     >>> cost = np.array([[0, 5, 5, 3], [5, 0, 5, 3], [5, 5, 0, 3], [1, 1, 1, 0]])
     >>> cheapest_steiner_tree(cost, 0, [0, 1, 2], [3])
@@ -383,7 +328,7 @@ def cheapest_steiner_tree(
         sets = [[], *([members[0]] for members in classes), every]
     best: tuple[int, int, list[int]] | None = None
     for chosen in sorted(sets, key=len):
-        # Two levels over what is chosen are as cheap as any tree wherever only ports cost something, and low.
+        # Two levels over the chosen vertices are as cheap as any tree if only ports have a cost, and low.
         for parents in (_below_chosen(cost, root, must, chosen), _spanning_exactly(cost, root, must, chosen)):
             price = sum(int(cost[up, v]) for v, up in enumerate(parents) if up >= 0)
             if best is None or price < best[0]:
@@ -395,7 +340,7 @@ def cheapest_steiner_tree(
 def _below_chosen(
     cost: NDArray[np.int64], root: int, must: Sequence[int], chosen: Sequence[int]
 ) -> list[int]:
-    """The chosen vertices below the root, and every terminal below the nearest of them or the root itself."""
+    """Return parents: the chosen vertices below the root, every terminal below the nearest of them or the root."""
     parents = [-1] * len(cost)
     above = [root, *chosen]
     for vertex in must:
@@ -410,7 +355,7 @@ def _below_chosen(
 def _spanning_exactly(
     cost: NDArray[np.int64], root: int, must: Sequence[int], chosen: Sequence[int]
 ) -> list[int]:
-    """The cheapest arborescence over exactly these vertices, without inner leaves."""
+    """Return the cheapest arborescence over exactly these vertices, without inner leaves."""
     kept = sorted({*must, *chosen})
     found = cheapest_arborescence(cost[np.ix_(kept, kept)].T.tolist(), kept.index(root))
     parents = [-1] * len(cost)

@@ -1,9 +1,9 @@
 """Compute with permutation groups that keep every link of a fabric: elements, orbits, equitable partitions.
 
-An automorphism sends ranks to ranks and each link to one of equal bandwidth, channel and latency. Averaged over a
-group of them, a packing loads all links of an orbit alike: a program needs one row for each orbit of links, one
-root for each orbit of ranks, and a tree stands for all its images. An equitable partition bounds what any group can
-do: nodes of different classes are never in one orbit. The search for groups is in `topoplan.solve.symmetry`.
+An automorphism maps ranks to ranks and each link to one of equal bandwidth, channel and latency. Averaged over a group
+of them, a packing loads all links of an orbit equally: a program needs one row for each orbit of links, one root for
+each orbit of ranks, and a tree represents all its images. An equitable partition bounds every group: nodes of different
+classes are never in one orbit. The search for groups is in `topoplan.solve.symmetry`.
 """
 
 from __future__ import annotations
@@ -24,34 +24,25 @@ from topoplan.machine.fabric_structure import (
 )
 
 Permutation = NDArray[np.int64]
-"""Node i, a position in `Fabric.nodes`, goes to node ``permutation[i]``."""
+"""Node i, a position in `Fabric.nodes`, is mapped to node ``permutation[i]``."""
 
 LARGEST_TABLE = 1 << 26
 """Most entries of a table of group elements: 256 MB."""
 
 
 def is_automorphism(fabric: Fabric, permutation: ArrayLike) -> bool:
-    """True where a permutation of `Fabric.nodes` keeps ranks, switches that copy or add, and every link.
+    """Return whether a permutation of `Fabric.nodes` keeps ranks, switches that copy or add, and every link.
 
-    A link must go to one of equal bandwidth, channel and latency. Anything that is no permutation gives False.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> is_automorphism(fabric, [4, 5, 6, 7, 0, 1, 2, 3]), is_automorphism(fabric, [1, 0, 2, 3, 4, 5, 6, 7])
-    (True, False)
+    The image of a link must have equal bandwidth, channel and latency. False for an array that is not a permutation.
     """
     return labelled_graph_of(fabric).image_of_links(np.asarray(permutation)) is not None
 
 
 def keeps_wires(fabric: Fabric, permutation: ArrayLike) -> bool:
-    """True where a permutation keeps ranks, switches that copy or add, and takes every link to one of its channel.
+    """Return whether a permutation keeps ranks, switches that copy or add, and maps every link to one of its channel.
 
-    Bandwidths may differ, as measured ones do: a forest and its images still load all links of an orbit alike.
+    Bandwidths may differ, as measured ones do: a forest and its images still load all links of an orbit equally.
 
-    Examples
-    --------
     >>> import topoplan
     >>> worn = topoplan.slow_links(topoplan.load("dgx-2"), {"gpu3-nvswitch0": 149.5})
     >>> turned = [*range(1, 16), 0, 16]
@@ -63,15 +54,10 @@ def keeps_wires(fabric: Fabric, permutation: ArrayLike) -> bool:
 
 
 def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
-    """How a permutation that `keeps_wires` moves the links: link i goes to link ``result[i]`` of `Fabric.links`.
+    """Return the link permutation of one that `keeps_wires`: link i is mapped to link ``result[i]`` of `Fabric.links`.
 
-    Raises
-    ------
-    UsageError
-        The permutation does not keep the wires.
+    UsageError if the permutation does not keep the wires.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
     >>> fabric.ends
@@ -86,13 +72,11 @@ def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
 
 
 def components(size: int, first: Integers, second: Integers) -> Integers:
-    """Label of the connected part of each of ``size`` items, when ``first[k]`` and ``second[k]`` are joined.
+    """Return the connected component of each of ``size`` items, if ``first[k]`` and ``second[k]`` are joined.
 
-    The label is the part's smallest item. Every round hooks the larger of two labels on the smaller and then follows
-    labels to their end (Shiloach and Vishkin 1982), so long chains take few rounds.
+    The label is the component's smallest item. Every round hooks the larger of two labels on the smaller and then
+    follows labels to their end (Shiloach and Vishkin 1982), so long chains take few rounds.
 
-    Examples
-    --------
     >>> components(5, np.array([3, 4]), np.array([1, 3])).tolist()
     [0, 1, 2, 1, 1]
     """
@@ -112,10 +96,8 @@ def components(size: int, first: Integers, second: Integers) -> Integers:
 
 
 def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
-    """Orbit of each of ``size`` positions under the group of some permutations, labelled by its smallest member.
+    """Return the orbit of each of ``size`` positions under the generated group, labelled by its smallest member.
 
-    Examples
-    --------
     >>> orbits(5, [np.array([2, 1, 0, 3, 4]), np.array([0, 1, 4, 3, 2])]).tolist()
     [0, 1, 0, 3, 0]
     """
@@ -126,40 +108,19 @@ def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
 
 
 def link_orbits(fabric: Fabric, generators: Sequence[Permutation]) -> Integers:
-    """Orbit of each link of `Fabric.links` under the group of some permutations: the number of its first link.
+    """Return the orbit of each link of `Fabric.links` under the generated group, labelled by its first link.
 
-    Raises
-    ------
-    UsageError
-        One of them does not keep the wires.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
-    >>> link_orbits(fabric, [np.array([2, 1, 0])]).tolist()
-    [0, 1, 2, 2, 1, 0]
+    UsageError if a generator does not keep the wires.
     """
     return orbits(len(fabric.links), [link_permutation(fabric, each) for each in generators])
 
 
 def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.int32] | None:
-    """All elements of the group that some permutations generate; None where there are more than ``limit``.
+    """Return all elements of the generated group, int32 of (order, nodes); None if there are more than ``limit``.
 
-    Parameters
-    ----------
-    generators : sequence of int64 arrays (nodes,)
-        At least one.
-    limit : int
+    ``generators`` are not empty. The identity is first, then breadth first: products of one generator, of two, …, in
+    the generators' order. None too if the table would exceed `LARGEST_TABLE` entries. Callers share it, read-only.
 
-    Returns
-    -------
-    int32 array (order, nodes), or None
-        The identity first, then breadth first: products of one generator, of two, …, in the generators' order.
-        None too where the table would exceed `LARGEST_TABLE` entries. It is shared between callers and read-only.
-
-    Examples
-    --------
     >>> group_elements([np.array([1, 2, 0])], 3).tolist()
     [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     """
@@ -169,7 +130,7 @@ def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.
 
 @lru_cache(maxsize=1)
 def _group_elements(generators: tuple[bytes, ...], limit: int) -> NDArray[np.int32] | None:
-    """As `group_elements`; a plan needs the same table several times, and of large machines it is large."""
+    # Cached, since a plan needs the same table several times, and that of a large machine is large.
     steps = [np.frombuffer(each, dtype=np.int32) for each in generators]
     frontier = np.arange(len(steps[0]), dtype=np.int32)[None, :]
     if limit < 1:
@@ -177,7 +138,7 @@ def _group_elements(generators: tuple[bytes, ...], limit: int) -> NDArray[np.int
     layers = [frontier]
     known = {frontier.tobytes()}
     while len(frontier):
-        # Row by row all generators: element 0 times each generator, then element 1, …
+        # Rows are multiplied by all generators in turn: element 0 by each generator, then element 1, …
         products = np.stack([step[frontier] for step in steps], axis=1).reshape(-1, frontier.shape[1])
         fresh = []
         for place, row in enumerate(products):
@@ -195,13 +156,11 @@ def _group_elements(generators: tuple[bytes, ...], limit: int) -> NDArray[np.int
 
 
 def group_order(generators: Sequence[Permutation], limit: int) -> int | None:
-    """Number of elements of the generated group; None where there are more than ``limit``.
+    """Return the order of the generated group; None if it exceeds ``limit``.
 
-    Where the generators commute, no table of elements is built: then an element is known by where it sends one node
-    of each orbit, for if it fixes x it fixes k(x) for every element k.
+    Commuting generators need no table of elements: an element is then determined by its image of one node of each
+    orbit, for if it fixes x it fixes k(x) for every element k.
 
-    Examples
-    --------
     >>> group_order([np.array([1, 2, 0, 3, 4]), np.array([0, 1, 2, 4, 3])], 10)
     6
     """
@@ -230,36 +189,23 @@ def group_order(generators: Sequence[Permutation], limit: int) -> int | None:
 
 
 def equitable_partition(fabric: Fabric, fixed: Sequence[int] = ()) -> Integers:
-    """The coarsest equitable partition of the nodes in which each of the ``fixed`` ones is alone in its class.
+    """Return the coarsest equitable partition of the nodes that isolates the ``fixed`` ones, as smallest members.
 
     Nodes of one class have, for every class and every kind of link, equally many links to and from it. Automorphisms
-    that keep the fixed nodes never leave the classes, so there are at least as many orbits.
+    that keep the fixed nodes never leave the classes, so the number of orbits is at least that of classes.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    fixed : sequence of int
-        Positions in `Fabric.nodes`.
-
-    Returns
-    -------
-    int64 array (nodes,)
-        The class of each node, as its smallest member.
-
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     >>> equitable_partition(fabric).tolist(), equitable_partition(fabric, [0]).tolist()
     ([0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7])
     """
-    wiring = labelled_graph_of(fabric)
-    return by_smallest_member(wiring.refined(colours_with_fixed(wiring, fixed)))
+    graph = labelled_graph_of(fabric)
+    return by_smallest_member(graph.refined(colours_with_fixed(graph, fixed)))
 
 
-def colours_with_fixed(wiring: LabelledGraph, fixed: Sequence[int]) -> Integers:
-    """The node labels, with a colour of its own for each of some nodes."""
-    colours = wiring.node_labels.copy()
+def colours_with_fixed(graph: LabelledGraph, fixed: Sequence[int]) -> Integers:
+    """Return the node labels, with a unique colour for each of some nodes."""
+    colours = graph.node_labels.copy()
     top = int(colours.max(initial=0)) + 1
     for place, node in enumerate(fixed):
         colours[node] = top + place
@@ -267,6 +213,6 @@ def colours_with_fixed(wiring: LabelledGraph, fixed: Sequence[int]) -> Integers:
 
 
 def by_smallest_member(colours: Integers) -> Integers:
-    """The same classes, each labelled by its smallest member."""
+    """Return the same classes, each labelled by its smallest member."""
     _, first, inverse = np.unique(colours, return_index=True, return_inverse=True)
     return first[inverse].astype(np.int64)

@@ -1,22 +1,21 @@
 """The plan: shards with exact shares, each an ordered list of trees over ranks.
 
-Everything that topoplan builds, its own packings and the rings and trees it is compared with, is a `Plan`: the
-buffer is divided into shards by exact rational shares, and each shard runs through stages, where one stage is
-one reduce tree or one broadcast tree whose edges carry their physical route. Chunks and pipelining are not
-part of a plan; lowering adds them.
+All that topoplan builds, its own packings and the rings and trees for comparison, is a `Plan`: exact rational shares
+divide the buffer into shards, and each shard runs through stages. A stage is one reduce tree or one broadcast tree
+whose edges carry their physical route. Chunks and pipelining are not part of a plan; lowering adds them.
 
 In allgather and reduce-scatter the buffer is the full gathered one and rank r owns the r-th of N equal blocks, so the
 shards stand in the order of their owners.
 
-In an all-to-all every rank has a buffer of its own, with a block for each rank. A shard is a part of one such block,
-and its tree is the path of that part: a chain of edges from the rank that has it to the rank that gets it. Shards stand
-in the order of destinations and then of sources, a block that a rank keeps being a shard without edges. Shares are
-those of one rank's buffer (of the mean one, where a demand makes them differ), so that all together they add up to N.
+In an all-to-all every rank has its own buffer, with a block for each rank. A shard is a part of one such block, and its
+tree is the path of that part: a chain of edges from source to destination. Shards stand in the order of destinations
+and then of sources; a block that a rank keeps is a shard without edges. Shares are relative to one rank's buffer (the
+mean one, if a demand makes them differ), so that all together they add up to N.
 
-The plan file, format ``topoplan.plan/1`` (``/2`` for an all-to-all, and where ranks exchange elements), is
+The plan file, format ``topoplan.plan/1`` (``/2`` for an all-to-all, and for plans in which ranks exchange elements), is
 deterministic: fixed key order, exact shares, no time and no random part, so the same plan is the same file byte for
-byte. ``seconds`` (the time it took to plan) is null in files for that reason; ``topoplan plan --json`` prints it.
-Reading believes nothing but the types; `topoplan.verify` checks the rest.
+byte. ``seconds`` (the planning time) is null in files for that reason; ``topoplan plan --json`` prints it. Reading
+checks types only; `topoplan.verify` checks the rest.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 
 PLAN_FORMAT = "topoplan.plan/1"
 PLAN_FORMAT_2 = "topoplan.plan/2"
-"""What plans say that a reader of the first format cannot read: an all-to-all, gathers without entries, trees that join
-helpers or whose bound lets them, trees over NVLink and PCIe together."""
+"""Format of plans that a reader of the first one cannot read: all-to-all, gathers without entries, trees that join
+helpers or whose bound allows them, trees over NVLink and PCIe together."""
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 """Collectives whose trees reach all ranks."""
@@ -66,7 +65,7 @@ ROOTED = ("broadcast", "reduce")
 """Collectives with one root that the user names."""
 
 ALL_TO_ALL = "alltoall"
-"""The collective in which every rank has another block for each rank: its trees are paths."""
+"""The collective in which every rank has a different block for each rank: its trees are paths."""
 
 ALL_COLLECTIVES = (*COLLECTIVES, ALL_TO_ALL)
 
@@ -86,15 +85,15 @@ PLAN_KEYS = (
     *("method", "order", "seconds", "trees", "height", "notes", "symmetry", "shards"),
     *("gap", "busbw", "digest", "wider_bound", "in_network_bound", "team_wide", "phases", "connections"),
 )
-"""Keys of a plan file; the last line are those that ``plan --json`` adds, which follow from the others."""
+"""Keys of a plan file; ``plan --json`` adds the last line, which follows from the other keys."""
 
 TREES = "trees"
-"""The schedule of packed trees, as plans and options call it; others stand in `topoplan.schedules.registry`."""
+"""The schedule of packed trees, as plans and options name it; `topoplan.schedules.registry` has the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """Sizes from ``start`` bytes up to but not including ``stop`` (None: without end), and their plan.
+    """Sizes from ``start`` bytes up to but not including ``stop`` (None: unlimited), and their plan.
 
     Bytes are those of the user's buffer; for allgather and reduce_scatter of the full gathered one.
     """
@@ -104,27 +103,26 @@ class SizeRange:
     plan: Plan
 
     def __str__(self) -> str:
-        """The range in words."""
         return f"sizes from {format_size(self.start)}" + (
             "" if self.stop is None else f" to {format_size(self.stop)}"
         )
 
 
 class Plans(ABC):
-    """One collective among the same ranks at every message size: a `Plan`, for all of them, or `SizePlans`.
+    """One collective among the same ranks at every message size: a `Plan`, which covers all sizes, or `SizePlans`.
 
     Attributes
     ----------
     collective, ranks, root, topology, notes
-        As of `Plan`.
+        As of `Plan`; root and ranks those without a failure.
     ranges : tuple of SizeRange
-        Ascending from 0, each beginning where the one before ends, the last without end.
+        Ascending from 0 and contiguous; the last is unlimited.
     """
 
     __slots__ = ()
 
     if TYPE_CHECKING:
-        # Some are fields below, and a dataclass would take what it inherits for a default.
+        # Some are fields below, and a dataclass would take an inherited property for a default.
         @property
         def collective(self) -> str: ...
         @property
@@ -140,11 +138,11 @@ class Plans(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """The plan file; the same bytes for the same plans, always."""
+        """Return the plan file; the same bytes for the same plans, always."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan file, by which ranks agree that they run the same plans."""
+        """SHA-256 of the plan file; ranks compare it to agree on the same plans."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
@@ -154,18 +152,18 @@ class Plans(ABC):
 
     @property
     def crossovers(self) -> tuple[int, ...]:
-        """The sizes in bytes from which another plan takes over, ascending."""
+        """The sizes in bytes at which the next plan takes over, ascending."""
         return tuple(one.start for one in self.ranges[1:])
 
     def range_at(self, nbytes: int) -> SizeRange:
-        """The range that a size falls into; errors as `at`."""
+        """Return the range of a size in bytes; errors as `at`."""
         if nbytes < 0:
             raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
         ranges = self.ranges
         return ranges[bisect_right(ranges, nbytes, lo=1, key=lambda one: one.start) - 1]
 
     def at(self, nbytes: int) -> Plan:
-        """The plan for a buffer of so many bytes.
+        """Return the plan for a buffer of ``nbytes`` bytes.
 
         Raises
         ------
@@ -177,7 +175,7 @@ class Plans(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Plan(Plans):
-    """A collective on a machine as a forest with shares, and the proof of how good it is.
+    """A collective on a machine as a forest with shares, and the certificate of its bound.
 
     Parameters
     ----------
@@ -190,27 +188,26 @@ class Plan(Plans):
     topology : Topology
         The machine as this plan may use it: GPUs outside the allocation are taken out.
     channels : tuple of str
-        Channels that rate and bound speak of: nvlink, pcie, network.
+        The channels of rate and bound: nvlink, pcie, network.
     schedule : str
-        What kind of forest: ``trees``, ``one-hop``, ``nvlink ring``, ``pcie ring``, ``relay ring``, …
+        The kind of forest: ``trees``, ``one-hop``, ``nvlink ring``, ``pcie ring``, ``relay ring``, …
     method : str
-        What built it: exact, mwu, or the baseline's name.
+        The algorithm: exact, mwu, or the baseline's name.
     shards : sequence of Shard
-        Shares add up to 1. A tuple, or for large plans `topoplan.plans.shards.ImageShards`, which behaves as
-        one.
+        Shares add up to 1. A tuple, or for large plans an equivalent `topoplan.plans.shards.ImageShards`.
     rate : float
         GB/s of algorithm bandwidth: bytes of the user's buffer per second, recomputed from the forest.
-        Infinite for a single rank, where nothing moves.
+        Infinite for a single rank, which moves nothing.
     bound : float
         GB/s that no plan on these channels exceeds, recomputed from the certificate.
     certificate : Certificate
-        What a third party needs to recompute the bound.
+        The data from which a third party recomputes the bound.
     seconds : float or None
-        Time it took to plan; no part of the plan file, which is the same byte for byte every time, nor of equality.
+        Planning time; not in the plan file, which is the same byte for byte every time, nor part of equality.
     notes : tuple of str
-        What the planner could not reach or prove, one line each.
+        Targets that the planner missed or did not prove, one line each.
     order : str
-        What came first among equal rates where the method is exact: height, or trees, and only then the file says so.
+        First criterion among equal rates if the method is exact: height, or trees, which alone the file states.
 
     Examples
     --------
@@ -237,12 +234,12 @@ class Plan(Plans):
 
     @property
     def gap(self) -> float:
-        """How far the rate is below the bound, as a fraction of the bound; 0 means proved optimal."""
+        """Distance of the rate from the bound, as a fraction of the bound; 0 means proved optimal."""
         return 0.0 if len(self.ranks) == 1 else max(0.0, 1 - self.rate / self.bound)
 
     @property
     def trees(self) -> int:
-        """Number of packed trees: one per shard, and one that runs up and then down counts once."""
+        """Number of packed trees, one per shard: a tree that is reduced and then broadcast counts once."""
         return sum(count for shard, count in self.shard_counts if any(stage.edges for stage in shard.stages))
 
     @property
@@ -252,17 +249,17 @@ class Plan(Plans):
 
     @property
     def depth(self) -> int:
-        """Tree edges that the slowest byte crosses one after another; a relayed edge counts once."""
+        """Tree edges in sequence of the slowest byte; a relayed edge counts once."""
         return max((shard.depth for shard, _ in self.shard_counts), default=0)
 
     @property
     def sparse(self) -> bool:
-        """Whether entries move in any stage, and not only elements."""
+        """Whether entries, and not only elements, move in any stage."""
         return any(stage.entries is not None for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
     def team_wide(self) -> float:
-        """GB/s where NVSwitches take in and give out the root's own part too, as `multimem` does it; else the rate.
+        """GB/s if NVSwitches also take in and give out the root's own part, as `multimem` does; else the rate.
 
         Examples
         --------
@@ -279,12 +276,12 @@ class Plan(Plans):
 
     @property
     def vertices(self) -> tuple[str, ...]:
-        """Devices that tree edges and roots name by their numbers: the ranks, then the machine's helpers."""
+        """Devices that tree edges and roots number: the ranks, then the machine's helpers."""
         return Fabric(self.topology, self.channels).vertices
 
     @property
     def helpers(self) -> tuple[str, ...]:
-        """Devices that are no ranks and add or copy in the plan's trees."""
+        """Devices that are not ranks and add or copy in the plan's trees."""
         if all(device.kind != "helper" for device in self.topology.devices):
             return ()
         size, names = len(self.ranks), self.vertices
@@ -298,45 +295,43 @@ class Plan(Plans):
         return tuple(names[end] for end in sorted(used))
 
     @property
-    def _is_later(self) -> bool:
+    def _needs_format_2(self) -> bool:
         of_trees = isinstance(self.certificate, Steiner) or bool(self.helpers)
         union = not {*UNIONS}.isdisjoint(self.channels)
         return of_trees or union or self.collective == ALL_TO_ALL or self.exchanges
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks exchange elements in any stage: all send what they have, and add up what arrives."""
+        """Whether ranks exchange elements in any stage: all send theirs, and add up the elements that arrive."""
         return any(stage.kind == "exchange" for shard, _ in self.shard_counts for stage in shard.stages)
 
     @property
     def shard_counts(self) -> tuple[tuple[Shard, int], ...]:
-        """Shards from which all follow by symmetry, each with the number of shards that it stands for."""
+        """Shards from which all follow by symmetry, each with the number of shards that it represents."""
         return shard_counts(self.shards)
 
     @property
     def buffers(self) -> int:
-        """Of how many ranks' buffers the shares are: of all in an all-to-all, which are told apart, and else of one."""
+        """Number of buffers that the shares divide: those of all ranks in an all-to-all, and else one."""
         return len(self.ranks) if self.collective == ALL_TO_ALL else 1
 
     @property
     def blocks(self) -> int:
-        """How many equal blocks the buffer has in which shards lie, that of an all-to-all being all ranks' together."""
+        """Number of equal blocks of the buffer in which shards lie; an all-to-all has those of all ranks together."""
         if self.collective in ("allgather", "reduce_scatter"):
             return len(self.ranks)
         equal = self.collective == ALL_TO_ALL and not isinstance(self.certificate, Demand)
         return len(self.ranks) ** 2 if equal else 1
 
     def bounds(self, count: int) -> list[int]:
-        """Where the shards lie in a buffer of so many elements, a multiple of `blocks` (see `shard_bounds`)."""
+        """Return the shards' bounds in a buffer of ``count`` elements, a multiple of `blocks` (see `shard_bounds`)."""
         return shard_bounds((shard.share / self.buffers for shard in self.shards), count, blocks=self.blocks)
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:
-        """One range, of all sizes."""
         return (SizeRange(0, None, self),)
 
     def to_json(self) -> str:
-        """The plan file; the same bytes for the same plan, always."""
         return plan_text(self.to_object()) + "\n"
 
     @staticmethod
@@ -346,15 +341,15 @@ class Plan(Plans):
         Raises
         ------
         PlanError
-            The text is no plan file of this format; names the key, and shard and stage where there is one.
+            The text is not a plan file of this format; names the key, shard and stage.
         """
         return Plan.from_object(parse_object(text))
 
     def to_object(self) -> dict[str, object]:
-        """The plan file as a JSON object."""
+        """Return the plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
         return {
-            "format": PLAN_FORMAT_2 if self._is_later else PLAN_FORMAT,
+            "format": PLAN_FORMAT_2 if self._needs_format_2 else PLAN_FORMAT,
             "collective": self.collective,
             "ranks": list(self.ranks),
             "root": self.root,
@@ -376,13 +371,7 @@ class Plan(Plans):
 
     @staticmethod
     def from_object(value: dict[str, object], topology: Topology | None = None) -> Plan:
-        """Read the object of a plan file, or of a plan in a file that states the machine elsewhere.
-
-        Raises
-        ------
-        PlanError
-            As `from_json`.
-        """
+        """Read the object of a plan file, or of a plan in a file that states the machine elsewhere; as `from_json`."""
         second = value.get("collective") == ALL_TO_ALL or value.get("format") == PLAN_FORMAT_2
         check_format(value, PLAN_FORMAT_2 if second else PLAN_FORMAT)
         check_known(value, PLAN_KEYS, "the plan")
@@ -418,16 +407,16 @@ class Plan(Plans):
         )
 
     def to_networkx(self) -> tuple[networkx.DiGraph, ...]:
-        """The trees of the plan as graphs, one for each stage of each shard, in order.
+        """Return the trees of the plan as graphs, one for each stage of each shard, in order.
 
         Returns
         -------
         tuple of networkx.DiGraph
             A node for each rank, named by its device as in `Topology.to_networkx`, with the attribute ``rank``. An edge
-            for each tree edge, in the direction in which data runs, with the attributes ``route`` (the devices that it
-            passes, in that direction) and ``channel``. Attributes of the graph: ``shard``, ``stage``, ``op``, ``root``
-            (a device), ``share`` (a Fraction) and ``entries`` as in `Stage`. A large plan has many: 1024 ranks may have
-            as many trees of 1023 edges each.
+            for each tree edge, in the direction of the data, with the attributes ``route`` (its devices, in that
+            direction) and ``channel``. Attributes of the graph: ``shard``, ``stage``, ``op``, ``root`` (a device),
+            ``share`` (a Fraction) and ``entries`` as in `Stage`. A plan of 1024 ranks may have as many trees of 1023
+            edges each.
 
         Examples
         --------
@@ -460,25 +449,45 @@ class Plan(Plans):
         return tuple(trees)
 
     def timed(self, seconds: float) -> Plan:
-        """The same plan with the time it took to make."""
+        """Return the same plan with its planning time."""
         return replace(self, seconds=seconds)
 
 
-def check_shape(value: Mapping[str, object], plan: Plan) -> None:
-    """Hold the numbers of trees and of levels that an object of a plan file states to its shards.
+class PlanCollection(Plans):
+    """Plans of one collective among the same ranks; notes are those of all ranges, each once."""
 
-    Raises
-    ------
-    PlanError
-        ``trees`` or ``height`` is another one.
-    """
+    __slots__ = ()
+
+    @property
+    def collective(self) -> str:
+        return self.ranges[0].plan.collective
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        return self.ranges[0].plan.ranks
+
+    @property
+    def root(self) -> int | None:
+        return self.ranges[0].plan.root
+
+    @property
+    def topology(self) -> Topology:
+        return self.ranges[0].plan.topology
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
+
+
+def check_shape(value: Mapping[str, object], plan: Plan) -> None:
+    """Raise PlanError if the ``trees`` or ``height`` that a plan file states differ from those of its shards."""
     for key, found in (("trees", plan.trees), ("height", plan.height)):
         if key in value and (value[key] != found or isinstance(value[key], bool)):
             raise PlanError(f"claims {key} {format_value(value[key])}; recomputed it is {found}")
 
 
 def plan_text(value: dict[str, object]) -> str:
-    """The text of a plan's JSON object, whole or with keys left out; shards stand one to a line."""
+    """Return the text of a plan's JSON object, whole or with keys left out; shards stand one to a line."""
     value = dict(value)
     shards = value.pop("shards")
     head = ",\n ".join(f'"{key}": {compact(field)}' for key, field in value.items())
@@ -486,8 +495,13 @@ def plan_text(value: dict[str, object]) -> str:
     return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}"
 
 
+def without_topology(plan: Plan) -> dict[str, object]:
+    """Return the JSON object of a plan for a file that states the machine elsewhere."""
+    return {key: value for key, value in plan.to_object().items() if key != "topology"}
+
+
 def embedded_topology(value: dict[str, object]) -> Topology:
-    """The machine in the object of a plan file; PlanError where there is none."""
+    """Return the machine in the object of a plan file; PlanError if there is none."""
     try:
         return topology_from_object(value.get("topology"))
     except TopologyError as error:
@@ -503,10 +517,8 @@ _COLLECTIVE_ALIASES = {
 
 
 def check_collective(collective: str) -> str:
-    """Return the name of a known collective, or raise UsageError that suggests the nearest.
+    """Return the canonical name of a collective, or raise UsageError that suggests the nearest.
 
-    Examples
-    --------
     >>> check_collective("reduce-scatter")
     'reduce_scatter'
     """
@@ -522,12 +534,9 @@ def check_collective(collective: str) -> str:
 
 
 def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | None:
-    """Rank of the root of a broadcast or reduce; None for the other collectives.
+    """Return the rank of a broadcast's or reduce's root; None for the other collectives.
 
-    Raises
-    ------
-    UsageError
-        The root is not in the allocation, or the collective has none.
+    UsageError if the root is not in the allocation, or the collective has no root.
     """
     if collective not in ROOTED:
         if root is not None:

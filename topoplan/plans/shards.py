@@ -1,13 +1,12 @@
 """The shards of a plan: trees with routes, stages of one tree each, and shards that are images of a few templates.
 
-The order of the shards gives their places in the buffer (`shard_bounds`), on borders that suit the hardware; shares
-stay exact. On a machine with symmetries (permutations that take wires to wires, whatever was measured on them) a
-tree and all its images load the machine evenly, so a plan for a thousand GPUs is one or two trees and two
-permutations. `ImageShards` behaves as the tuple of all shards and makes each on request; loads and checks need the
-templates alone.
+The order of the shards gives their places in the buffer (`shard_bounds`), with aligned borders; shares stay exact. On a
+machine with symmetries (permutations that map wires to wires of equal bandwidth) a tree and all its images load the
+machine evenly, so a plan for a thousand GPUs is one or two trees and two permutations. `ImageShards` behaves as the
+tuple of all shards and makes each on request; loads and checks need the templates alone.
 
-With |O| images of a template that crosses the links of an orbit L of links x times, each link of L is crossed
-|O| x / |L| times: the sum over all images does not change under the symmetries, hence is equal on all of L.
+If a template with |O| images crosses the links of an orbit L of links x times, each link of L is crossed |O| x / |L|
+times: the sum over all images does not change under the symmetries, hence is equal on all of L.
 """
 
 from __future__ import annotations
@@ -38,21 +37,15 @@ from topoplan.plans.permutation_groups import LARGEST_TABLE, group_elements
 from topoplan.units import name_ranges
 
 OPERATIONS = ("reduce", "broadcast", "gather")
-"""What a stage does; data runs towards the root in a reduce, and away from it in the others."""
+"""Operations of a stage; data runs towards the root in a reduce, and away from it in the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One edge of a tree.
+    """One edge of a tree between two ranks.
 
-    Parameters
-    ----------
-    parent, child : int
-        Ranks.
-    route : tuple of str
-        Devices from parent to child, both included. In a reduce stage data runs along it backwards.
-    channel : str
-        nvlink, pcie or network: whose links the route crosses.
+    ``route`` has the devices from parent to child, both included, which data of a reduce stage passes backwards;
+    ``channel`` is that of its links: nvlink, pcie or network.
     """
 
     parent: int
@@ -61,12 +54,11 @@ class Edge:
     channel: str
 
     def to_object(self) -> list[object]:
-        """The row of a plan file."""
         return [self.parent, self.child, list(self.route), self.channel]
 
     @staticmethod
     def from_object(item: object, where: str) -> Edge:
-        """Read such a row; PlanError names what is of a wrong type."""
+        """Read a row of a plan file; PlanError names the value of a wrong type."""
         if not isinstance(item, list) or len(item) != 4:
             raise PlanError(f"{where}: an edge must be [parent, child, route, channel], not {item!r}"[:200])
         return Edge(
@@ -81,17 +73,11 @@ class Edge:
 class Stage:
     """One tree, on which the shard's elements move, or the largest of them as entries of index and value.
 
-    Parameters
-    ----------
-    op : str
-        reduce (data runs from child to parent), broadcast (from parent to child), or gather: what the root has, its
-        elements or the entries that it has chosen, runs to all ranks of the tree, which add it to their own. Gathers
-        that follow one another in a shard are one exchange: every root sends what it had before anything arrived.
-    root : int
-    edges : tuple of Edge
-    entries : Fraction or None
-        Bytes of entries that cross an edge for each byte of the shard; None where the elements themselves do. Where
-        entries are reduced, every parent adds up what arrives and sends on as many, the largest.
+    ``op`` is reduce (data runs from child to parent), broadcast (from parent to child), or gather: the root's elements
+    or chosen entries run to all ranks of the tree, which add them to their own. Consecutive gathers of a shard are one
+    exchange: every root sends its state from before anything arrived. ``entries`` is the bytes of entries that cross
+    an edge for each byte of the shard; None for elements. In a reduce of entries every parent adds up the arriving ones
+    and forwards as many, the largest.
     """
 
     op: str
@@ -106,48 +92,33 @@ class Stage:
 
     @property
     def kind(self) -> str:
-        """What runs together with it, as `topoplan.plans.structure` names kinds: elements, exchange, gather, …"""
+        """The kind by which `topoplan.plans.structure` groups stages that run together."""
         if self.entries is None:
             return "exchange" if self.op == "gather" else "elements"
         return {"gather": "gather", "reduce": "merge", "broadcast": "spread"}[self.op]
 
     @property
     def height(self) -> int:
-        """Edges on the longest path from the root.
-
-        Raises
-        ------
-        PlanError
-            An edge hangs on a parent that the root does not reach.
-        """
+        """Edges on the longest path from the root; PlanError if the root does not reach an edge."""
         return max(self.depths().values())
 
     def check_ranks(self, size: int) -> None:
-        """Raise PlanError where it names a rank that is none of so many."""
+        """Raise PlanError if a rank is not below ``size``."""
         for rank in (self.root, *(end for edge in self.edges for end in (edge.parent, edge.child))):
             if not 0 <= rank < size:
                 raise PlanError(f"is out of range 0 to {size - 1}", rank=rank)
 
     def depths(self) -> dict[int, int]:
-        """Depth of every rank in the tree, the root's 0.
-
-        Raises
-        ------
-        PlanError
-            The edges are no tree from the root.
-        """
+        """Return the depth of every rank in the tree, the root's 0; PlanError if the edges are not a tree."""
         depth = {self.root: 0}
         for parent, child in ((edge.parent, edge.child) for edge in self.top_down()):
             depth[child] = depth[parent] + 1
         return depth
 
     def top_down(self) -> tuple[Edge, ...]:
-        """The edges in breadth-first order from the root, siblings in ascending rank.
+        """Return the edges in breadth-first order from the root, siblings in ascending rank.
 
-        Raises
-        ------
-        PlanError
-            A rank has two parents or the root has one, or an edge is not reached from the root.
+        PlanError if a rank has two parents or the root has one, or the root does not reach an edge.
         """
         children: dict[int, list[Edge]] = {}
         seen = {self.root}
@@ -171,7 +142,6 @@ class Stage:
         return tuple(order)
 
     def to_object(self) -> dict[str, object]:
-        """The JSON object of a plan file."""
         return {
             "op": self.op,
             "root": self.root,
@@ -181,7 +151,7 @@ class Stage:
 
     @staticmethod
     def from_object(item: object, where: str) -> Stage:
-        """Read such an object; PlanError names the key that is missing or of a wrong type."""
+        """Read the JSON object of a plan file; PlanError names a key that is missing or of a wrong type."""
         value = read_object(item, where)
         check_known(value, ("op", "root", "entries", "edges"), where)
         edges = read_list(value.get("edges"), f"{where}: edges")
@@ -195,26 +165,25 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A part of the buffer: its exact share and the trees it runs through, in order."""
+    """A part of the buffer: its exact share and its trees, in order."""
 
     share: Fraction
     stages: tuple[Stage, ...]
 
     @property
     def depth(self) -> int:
-        """Tree edges one after another; where ranks exchange, the trees of one operation run side by side."""
+        """Tree edges in sequence; if ranks exchange, the trees of one operation run in parallel."""
         runs = groupby(self.stages, key=lambda stage: (stage.op, stage.entries))
         heights = [[stage.height for stage in run] for _, run in runs]
         beside = any(stage.entries is not None or stage.op == "gather" for stage in self.stages)
         return sum(max(run) if beside else sum(run) for run in heights)
 
     def to_object(self) -> dict[str, object]:
-        """The JSON object of a plan file."""
         return {"share": str(self.share), "stages": [stage.to_object() for stage in self.stages]}
 
     @staticmethod
     def from_object(item: object, number: int) -> Shard:
-        """Read such an object, the shard of a number; PlanError names the key that is missing or of a wrong type."""
+        """Read the JSON object of shard ``number``; PlanError names a key that is missing or of a wrong type."""
         where = f"shard {number}"
         value = read_object(item, where)
         check_known(value, ("share", "stages"), where)
@@ -225,29 +194,21 @@ class Shard:
 
 
 ALIGNMENT = 16
-"""Elements that borders of shards and chunks are multiples of, so at least as many bytes in every dtype: NCCL and
-kernels copy 16 bytes at a time where addresses are multiples of 16, and else far fewer."""
+"""Borders of shards and chunks are multiples of so many elements, thus of at least as many bytes in every dtype: NCCL
+and kernels copy 16 bytes at a time if addresses are multiples of 16, and else far fewer."""
 
 
 def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> list[int]:
-    """Element offsets of the shards in a buffer: shard i is ``[bounds[i], bounds[i + 1])``.
+    """Return the element offsets of the shards in a buffer: shard i is ``[bounds[i], bounds[i + 1])``.
 
     Cumulative shares are rounded down to multiples of `ALIGNMENT`, counted from the start of the block, and blocks end
-    where they end. So any count is divided without gap or overlap, no shard is `ALIGNMENT` elements away from its
+    at their exact ends. So any count is divided without gap or overlap, no shard is `ALIGNMENT` elements away from its
     share, and shards of small buffers may be empty.
 
-    Parameters
-    ----------
-    shares : iterable of Fraction
-        Of all shards, in their order; they add up to 1, and to 1 / ``blocks`` in every block.
-    count : int
-        Elements, a multiple of ``blocks``.
-    blocks : int
-        In allgather and reduce_scatter one for each rank, and else 1. In a rank's own array, of one block, shards
-        start on multiples of `ALIGNMENT`; in the gathered one they do where blocks are as long as a multiple of it.
+    ``shares`` add up to 1, and to 1 / ``blocks`` in every block; ``count`` is a multiple of ``blocks``, one for each
+    rank in allgather and reduce_scatter, and else 1. In a rank's own array, of one block, shards start on multiples of
+    `ALIGNMENT`; in the gathered one they do if the block length is such a multiple.
 
-    Examples
-    --------
     >>> shard_bounds([Fraction(1, 3)] * 3, 100)
     [0, 32, 64, 100]
     >>> shard_bounds([Fraction(1, 4)] * 4, 100, blocks=2)
@@ -265,11 +226,8 @@ def shard_bounds(shares: Iterable[Fraction], count: int, *, blocks: int = 1) -> 
 
 
 def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None = None) -> str:
-    """A tree in brackets, ``>`` or ``<`` the way that data takes; children without any of their own come first;
-    cut to a number of characters unless that is None.
+    """Return a tree in brackets, ``>`` or ``<`` in the direction of the data, leaves first; ``longest`` cuts it.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
     >>> bracket_notation(plan.ranks, plan.shards[0].stages[1]), bracket_notation(plan.ranks, plan.shards[0].stages[0])
@@ -297,7 +255,7 @@ def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None 
 
 
 MOST_SYMMETRIC_ELEMENTS = 1 << 16
-"""Most permutations that the symmetries of a plan may generate; the planner uses four for each rank at most."""
+"""Most permutations that the symmetries of a plan may generate; the planner uses at most four per rank."""
 
 MOST_SYMMETRIES = 64
 """Most symmetries that a plan may list; the planner uses a handful."""
@@ -307,25 +265,12 @@ MOST_SYMMETRIES = 64
 class ImageShards(Sequence[Shard]):
     """All distinct images of template shards under a group of symmetries, in the order of their roots.
 
-    Parameters
-    ----------
-    nodes : tuple of str
-        Device names, the ranks first (see `Fabric.nodes`); a permutation speaks of their positions.
-    ranks : int
-        Number of ranks.
-    generators : tuple of tuple of int
-        Permutations of the nodes that generate the group; ranks go to ranks.
-    templates : tuple of Shard
-        Each image has the share of its template.
+    ``nodes`` are device names, the ``ranks`` ranks first (see `Fabric.nodes`). ``generators`` permute their positions,
+    ranks to ranks, and generate the group. Each image has the share of its template.
 
-    Raises
-    ------
-    PlanError
-        Too many symmetries. On first use: one is no permutation that keeps ranks ranks, their group is too large to
-        list, or a template names what is no rank.
+    PlanError if there are too many symmetries; on first use, if one is not a permutation that maps ranks to ranks,
+    their group is too large to list, or a template names an unknown rank.
 
-    Examples
-    --------
     >>> from fractions import Fraction
     >>> star = Stage("broadcast", 0, (Edge(0, 1, ("a", "b"), "nvlink"),))
     >>> both = ImageShards(("a", "b"), 2, ((1, 0),), (Shard(Fraction(1, 2), (star,)),))
@@ -350,7 +295,7 @@ class ImageShards(Sequence[Shard]):
         size = len(self.nodes)
         for generator in self.generators:
             if sorted(generator) != list(range(size)) or max(generator[: self.ranks]) >= self.ranks:
-                raise PlanError("a symmetry is no permutation of the devices that takes ranks to ranks")
+                raise PlanError("a symmetry must be a permutation of the devices that maps ranks to ranks")
         if not self.generators:
             return np.arange(size, dtype=np.int32)[None, :]
         limit = min(MOST_SYMMETRIC_ELEMENTS, LARGEST_TABLE // size)
@@ -377,7 +322,7 @@ class ImageShards(Sequence[Shard]):
         return table[:, 1], table[:, 2], tuple(counts)
 
     def _check_ends(self, template: Shard, number: int) -> None:
-        """Every rank that a template names must be one: its images are looked up by these numbers."""
+        """Raise PlanError for unknown ranks in a template: its images are looked up by these numbers."""
         if not template.stages:
             raise PlanError("has no stage", shard=number)
         for position, stage in enumerate(template.stages):
@@ -387,18 +332,19 @@ class ImageShards(Sequence[Shard]):
                 raise error.within(number, position) from None
 
     def _distinct(self, template: Shard, number: int) -> list[int]:
-        """Elements that take a template to different shards: the first one for each of them.
+        """Return the first element for each distinct image of a template.
 
-        An image is told by its rows of numbers, one for each root and each edge, sorted, since an element may list them
-        in another order. For example, the star 0>1, 0>2 under the swap of ranks 1 and 2: its edges (child, parent) are
-        [1, 0] and [2, 0], those of the image [2, 0] and [1, 0]; sorted they are the same: the star is its only image.
+        An image is identified by its rows of numbers, one for each root and each edge, sorted, since an element may
+        list them in another order. For example, the star 0>1, 0>2 under the swap of ranks 1 and 2: its edges (child,
+        parent) are [1, 0] and [2, 0], those of the image [2, 0] and [1, 0]; sorted they are equal: the star is its only
+        image.
         """
         size = len(self.nodes)
         longest = max((len(edge.route) for stage in template.stages for edge in stage.edges), default=0)
         channels = sorted({edge.channel for stage in template.stages for edge in stage.edges})
         lines: list[list[int]] = []
         for position, stage in enumerate(template.stages):
-            # Stages and channels are told apart by numbers that no permutation moves: positions beyond the devices.
+            # Stages and channels have numbers that no permutation moves: positions beyond the devices.
             first = size + 1 + position
             lines.append([first, stage.root, stage.root, size, *[size] * longest])
             for edge in stage.edges:
@@ -406,7 +352,7 @@ class ImageShards(Sequence[Shard]):
                     route = [self._position[name] for name in edge.route]
                 except KeyError as error:
                     raise PlanError(
-                        f"crosses {error}, which is no device of this plan", shard=number
+                        f"crosses {error}, which is not a device of this plan", shard=number
                     ) from None
                 channel = size + 1 + len(template.stages) + channels.index(edge.channel)
                 rest = [size] * (longest - len(route))
@@ -442,21 +388,19 @@ class ImageShards(Sequence[Shard]):
         if isinstance(number, slice):
             return tuple(self[i] for i in range(*number.indices(len(self))))
         which, element, _ = self._listed
-        return self._image(self.templates[which[number]], self.elements[element[number]])
+        image = self.elements[element[number]].tolist()
+        names = {name: self.nodes[place] for name, place in zip(self.nodes, image, strict=True)}
+        return moved_shard(self.templates[which[number]], image, names)
 
     def __iter__(self) -> Iterator[Shard]:
         return (self[number] for number in range(len(self)))
-
-    def _image(self, shard: Shard, element: NDArray[np.int32]) -> Shard:
-        names = {name: self.nodes[image] for name, image in zip(self.nodes, element.tolist(), strict=True)}
-        return moved_shard(shard, element.tolist(), names)
 
     @cached_property
     def _position(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.nodes)}
 
     def to_object(self) -> list[dict[str, str]]:
-        """The JSON value of a plan file: every symmetry as the devices that it moves, with their images."""
+        """Return the JSON value of a plan file: every symmetry as its moved devices with their images."""
         return [
             {self.nodes[place]: self.nodes[image] for place, image in enumerate(generator) if place != image}
             for generator in self.generators
@@ -464,12 +408,9 @@ class ImageShards(Sequence[Shard]):
 
     @staticmethod
     def from_object(item: object, templates: Sequence[Shard], fabric: Fabric) -> ImageShards:
-        """All images of the templates under the symmetries that `to_object` wrote.
+        """Return all images of the templates under the symmetries that `to_object` wrote.
 
-        Raises
-        ------
-        PlanError
-            A value is of a wrong type, or names what is no device of the plan.
+        PlanError if a value is of a wrong type, or names an unknown device.
         """
         position = {name: number for number, name in enumerate(fabric.nodes)}
         generators = []
@@ -487,7 +428,7 @@ class ImageShards(Sequence[Shard]):
 
 
 def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str]) -> Shard:
-    """The shard on other ranks and devices: vertex i becomes ``vertices[i]``, a device what ``names`` has for it."""
+    """Return the shard on other ranks and devices: vertex i becomes ``vertices[i]``, a device ``names[device]``."""
 
     def moved(edge: Edge) -> Edge:
         route = tuple(names[device] for device in edge.route)
@@ -502,21 +443,13 @@ def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str])
 
 
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:
-    """Shards from which all others follow by symmetry, each with the number of shards that it stands for.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
-    >>> [count for _, count in shard_counts(plan.shards)]
-    [1]
-    """
+    """Return the shards from which all others follow by symmetry, each with the number of shards that it represents."""
     if isinstance(shards, ImageShards):
         return tuple(zip(shards.templates, shards.counts, strict=True))
     return tuple((shard, 1) for shard in shards)
 
 
 def owner_of(shard: Shard) -> int:
-    """The rank by which images are ordered: where the last stage reduces to, or else where the first one starts."""
+    """Return the rank that orders images: the root of a last reduce stage, else of the first stage."""
     last = shard.stages[-1]
     return last.root if last.op == "reduce" else shard.stages[0].root

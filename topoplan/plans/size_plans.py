@@ -1,11 +1,11 @@
 """Plans by size: one plan for each range of message sizes, of the same collective among the same ranks.
 
-Small messages want few start-ups, large ones bandwidth, and no one plan is best at both. The ranges cover every size
-from 0 bytes on without gap or overlap; what chose them is `topoplan.choice`.
+Small messages need few start-ups, large ones bandwidth, and no plan is best at both. The ranges cover every size from 0
+bytes without gap or overlap; `topoplan.model.schedule_selection` chooses them.
 
-In the file, format ``topoplan.plans/1`` (``/2`` where ranks of a plan exchange elements), each plan is the object of a
-plan file without its ``topology``, which stands once beside the ranges. Writing is deterministic and reading believes
-nothing but the types, as for single plans.
+In the file, format ``topoplan.plans/1`` (``/2`` if ranks of a plan exchange elements), each plan is the object of a
+plan file without its ``topology``, which the file states once, after the ranges. Writing is deterministic and reading
+checks types only, as for single plans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from topoplan.plans.json_values import (
     read_number,
     read_object,
 )
-from topoplan.plans.plan import Plan, Plans, SizeRange, embedded_topology, plan_text
+from topoplan.plans.plan import (
+    Plan,
+    PlanCollection,
+    Plans,
+    SizeRange,
+    embedded_topology,
+    plan_text,
+    without_topology,
+)
 from topoplan.plans.survival import SurvivalPlans
 
 SIZE_PLANS_FORMAT = "topoplan.plans/1"
@@ -47,29 +55,25 @@ SIZE_PLANS_KEYS = (
         "notes",
     ),
 )
-"""Keys of a file of plans by size; the last line are those that ``plan --sizes --json`` adds."""
+"""Keys of a file of plans by size; ``plan --sizes --json`` adds the last line."""
 
 SIZE_PLANS_FORMAT_2 = "topoplan.plans/2"
-"""Of files with a plan in which ranks exchange elements."""
+"""Format of files with a plan in which ranks exchange elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTimes:
-    """What a file says of the time at some sizes; `topoplan.model.times_by_size` recomputes it.
+    """Model times at some sizes, as a file states them; `topoplan.model.times_by_size` recomputes them.
 
-    Parameters
-    ----------
-    limits : tuple of ChainLimit
-        Why schedules with few start-ups are slow.
-    points : tuple of (int, float, float)
-        Bytes, model time of the plan for so many, and the least time of any schedule, in seconds.
+    ``limits`` are the bounds of schedules with few start-ups; ``points`` are (bytes, model time of the plan in seconds,
+    least time of any schedule in seconds).
     """
 
     limits: tuple[ChainLimit, ...]
     points: tuple[tuple[int, float, float], ...]
 
     def to_object(self) -> dict[str, object]:
-        """The JSON object of a plan file."""
+        """Return the JSON object of a plan file."""
         return {
             "limits": [one.to_object() for one in self.limits],
             "points": [
@@ -80,7 +84,7 @@ class SizeTimes:
 
     @staticmethod
     def from_object(item: object) -> SizeTimes:
-        """Read such an object; PlanError where a key is missing or of a wrong type."""
+        """Read such an object; PlanError if a key is missing or of a wrong type."""
         value = read_object(item, "times")
         points = []
         for row in read_list(value.get("points"), "times: points"):
@@ -94,15 +98,15 @@ class SizeTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class SizePlans(Plans):
+class SizePlans(PlanCollection):
     """The plans of one collective by message size.
 
     Parameters
     ----------
     ranges : tuple of SizeRange
-        Ascending from 0, each beginning where the one before ends, the last without end.
+        Ascending from 0 and contiguous; the last is unlimited.
     times : SizeTimes or None
-        Model times beside what no schedule undercuts, where they were asked for.
+        Model times beside the least time of any schedule; None if not requested.
 
     Raises
     ------
@@ -143,39 +147,13 @@ class SizePlans(Plans):
             raise PlanError(f"no range covers sizes from {expected} bytes on; the last one must have no end")
 
     @property
-    def collective(self) -> str:
-        """What all the plans do."""
-        return self.ranges[0].plan.collective
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        """Device of each rank."""
-        return self.ranges[0].plan.ranks
-
-    @property
-    def root(self) -> int | None:
-        """Root rank of a broadcast or reduce."""
-        return self.ranges[0].plan.root
-
-    @property
-    def topology(self) -> Topology:
-        """The machine."""
-        return self.ranges[0].plan.topology
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the planners of all ranges could not reach or prove, each note once."""
-        return tuple(dict.fromkeys(note for plan in self.plans for note in plan.notes))
-
-    @property
     def format(self) -> str:
-        """The format of the file: readers of the first know no exchange of elements."""
+        """The format of the file: readers of the first do not know the exchange of elements."""
         return SIZE_PLANS_FORMAT_2 if any(plan.exchanges for plan in self.plans) else SIZE_PLANS_FORMAT
 
     def to_json(self) -> str:
-        """The file; the same bytes for the same plans, always."""
         rows = ",\n ".join(
-            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(_without_topology(one.plan))}}}'
+            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(without_topology(one.plan))}}}'
             for one in self.ranges
         )
         times = "" if self.times is None else f',\n "times": {compact(self.times.to_object())}'
@@ -191,18 +169,17 @@ class SizePlans(Plans):
         Raises
         ------
         PlanError
-            The text is no such file; names the key, and the range where there is one.
+            The text is not such a file; names the key and the range.
         """
         return SizePlans.from_object(parse_object(text))
 
     def to_object(self) -> dict[str, object]:
-        """The file as a JSON object."""
+        """Return the file as a JSON object."""
         return {
             "format": self.format,
             "collective": self.collective,
             "ranges": [
-                {"from": one.start, "to": one.stop, "plan": _without_topology(one.plan)}
-                for one in self.ranges
+                {"from": one.start, "to": one.stop, "plan": without_topology(one.plan)} for one in self.ranges
             ],
             "topology": self.topology.to_object(),
             **({} if self.times is None else {"times": self.times.to_object()}),
@@ -228,12 +205,6 @@ class SizePlans(Plans):
         return plans
 
 
-def _without_topology(plan: Plan) -> dict[str, object]:
-    value = plan.to_object()
-    del value["topology"]
-    return value
-
-
 def _read_range(item: object, where: str, topology: Topology) -> SizeRange:
     value = read_object(item, where)
     check_known(value, ("from", "to", "plan"), where)
@@ -257,14 +228,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
     Returns
     -------
     Plan, SizePlans or SurvivalPlans
-        Plans by size where the file was made with ``--sizes``, and for failures where it was with ``--survive``.
+        Plans by size if the file was written with ``--sizes``, plans for failures if with ``--survive``.
 
     Raises
     ------
     UsageError
         The file cannot be read.
     PlanError
-        It is no plan file.
+        The file is not a plan file.
     """
     return parse_plan_file(read_plan_file(path))
 
@@ -277,13 +248,13 @@ def load_survival(path: str | os.PathLike[str]) -> SurvivalPlans:
     UsageError
         The file cannot be read.
     PlanError
-        It holds no plans for failures.
+        The file holds no plans for failures.
     """
     return SurvivalPlans.from_json(read_plan_file(path))
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> str:
-    """The text of a file of plans; errors of reading as `load_plan`."""
+    """Return the text of a file of plans; errors of reading as `load_plan`."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

@@ -1,14 +1,13 @@
 """Read the structure of a plan: rounds that stream, phases over servers, shapes of trees, connections over NICs.
 
-- `rounds`: the largest entries of a shard are known only when all of it has arrived, so a sparse plan runs in
-  rounds, one after another; each is a plan whose trees stream. All shards go through the same kinds of rounds, side
-  by side.
+- `rounds`: the largest entries of a shard are known only after all of it has arrived, so a sparse plan runs in rounds,
+  one after another; each is a plan whose trees stream. All shards have the same kinds of rounds, in parallel.
 - `phases`: reduce inside servers, exchange between them, broadcast inside. Alone a phase runs at min c(e) / load(e)
   over the links that its edges cross; phases that share a link are slower together.
 - `tree_shapes`: classes of shards whose trees are isomorphic as rooted trees with channels (Aho, Hopcroft and
-  Ullman 1974, example 3.2: a vertex is told by the sorted shapes below it). A shape says nothing of loads.
-- `connections_needed`: the connections over NICs that cap one connection (fact ``flow_gigabits``), as the clouds'
-  do. Rate and bound speak of the wires; with one connection for each pair of ranks the busiest one sets the rate.
+  Ullman 1974, example 3.2: the sorted shapes below a vertex identify it). A shape is independent of loads.
+- `connections_needed`: the connections over NICs that cap one connection (fact ``flow_gigabits``), as in clouds. Rate
+  and bound are those of the wires; with one connection for each pair of ranks the busiest one sets the rate.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import groupby
 from math import ceil
@@ -33,25 +32,16 @@ from topoplan.units import exact, gigabytes_from_gigabits, nearest_float
 FLOW_FACT = "flow_gigabits"
 
 NicFlow = tuple[int, int, tuple[str, ...]]
-"""Source and destination rank, and the NICs on the way."""
+"""Source and destination rank, and the NICs between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanConnections:
-    """What a cap for each connection means for a plan.
+    """The effect of a cap for each connection on a plan.
 
-    Parameters
-    ----------
-    src, dst : str
-        The two ranks, by device, whose traffic exceeds its cap most; the first such two.
-    carried : float
-        GB/s from the first to the second, at the plan's rate.
-    cap : float
-        GB/s of one connection between them.
-    needed : int
-        Connections between those two, and so between any two, at which the plan reaches its rate.
-    single : float
-        GB/s of algorithm bandwidth with one connection between any two.
+    ``src`` and ``dst`` are the devices of the first two ranks whose traffic exceeds its cap most: ``carried`` GB/s at
+    the plan's rate, ``cap`` GB/s of one connection. With ``needed`` connections between any two ranks the plan reaches
+    its rate; ``single`` is its GB/s of algorithm bandwidth with one.
     """
 
     src: str
@@ -62,19 +52,11 @@ class PlanConnections:
     single: float
 
     def to_object(self) -> dict[str, object]:
-        """The JSON object."""
-        return {
-            "src": self.src,
-            "dst": self.dst,
-            "carried": self.carried,
-            "cap": self.cap,
-            "needed": self.needed,
-            "single": self.single,
-        }
+        return asdict(self)
 
 
 def flow_caps(topology: Topology) -> dict[str, Fraction]:
-    """GB/s that one connection gets of each NIC that states a cap, by device."""
+    """Return the GB/s of one connection through each NIC that states a cap, by device."""
     return {
         device.name: exact(gigabytes_from_gigabits(float(device.fact(FLOW_FACT))))
         for device in topology.devices
@@ -83,11 +65,9 @@ def flow_caps(topology: Topology) -> dict[str, Fraction]:
 
 
 def connections_needed(plan: Plan) -> PlanConnections | None:
-    """How many connections a plan needs; None where no NIC on its way states a cap, or nothing moves.
+    """Return the connections that a plan needs; None if it uses no NIC with a cap, or nothing moves.
 
-    Examples
-    --------
-    Two servers with NICs of 25 Gb/s, of which one connection gets 5:
+    Two servers with NICs of 25 Gb/s, and a cap of 5 for one connection:
 
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server("dgx-1v", [0], count=2)], nic_gbps=25, nics=1, flow_gbps=5)
@@ -123,10 +103,8 @@ def connections_needed(plan: Plan) -> PlanConnections | None:
 
 
 def connections_line(found: PlanConnections) -> str:
-    """A line on it, for people.
+    """Return a line on the connections.
 
-    Examples
-    --------
     >>> connections_line(PlanConnections("s0.gpu0", "s1.gpu0", 3.125, 0.625, 5, 0.625))
     '5 connections from s0.gpu0 to s1.gpu0 carry 3.125 GB/s at 0.625 GB/s each; with one the rate is 0.625 GB/s'
     """
@@ -149,13 +127,8 @@ INSIDE_SERVERS = "both inside servers"
 class PlanPhase:
     """One phase, or several together.
 
-    Parameters
-    ----------
-    name : str
-    rate : float
-        GB/s of algorithm bandwidth if nothing else used the links; infinite where it moves nothing.
-    full : tuple of (str, str)
-        Links that are full at that rate.
+    ``rate`` is in GB/s of algorithm bandwidth if nothing else uses the links, infinite if it moves nothing; ``full``
+    are the links that are full at that rate.
     """
 
     name: str
@@ -165,15 +138,10 @@ class PlanPhase:
 
 @dataclass(frozen=True, slots=True)
 class PlanPhases:
-    """The phases of a plan.
+    """The phases of a plan; ``inside`` is reduce and broadcast inside servers together.
 
-    Parameters
-    ----------
-    reduce, between, broadcast : Phase
-    inside : Phase
-        Reduce and broadcast inside servers together.
-    bottleneck : str
-        ``between servers``, ``inside servers``, both, or the links that they share: what is full at the plan's rate.
+    ``bottleneck`` names the full links at the plan's rate: ``between servers``, ``inside servers``, both, or the links
+    that both cross.
     """
 
     reduce: PlanPhase
@@ -183,7 +151,7 @@ class PlanPhases:
     bottleneck: str
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object: GB/s of every phase alone, null for one that moves nothing, and the bottleneck."""
+        """Return a JSON object: GB/s of every phase alone, null for one that moves nothing, and the bottleneck."""
         phases = (self.reduce, self.between, self.broadcast, self.inside)
         return {
             "alone": {one.name: one.rate if math.isfinite(one.rate) else None for one in phases},
@@ -192,15 +160,8 @@ class PlanPhases:
 
 
 def phases(plan: Plan) -> PlanPhases | None:
-    """The phases of a plan whose ranks are on several servers; None for any other, and for an all-to-all.
+    """Return the phases of a plan over several servers; None for others, and for an all-to-all.
 
-    Raises
-    ------
-    PlanError
-        A route crosses a link that the plan's topology does not have.
-
-    Examples
-    --------
     Two DGX-1V with one NIC of 96 Gb/s each:
 
     >>> import topoplan
@@ -231,10 +192,10 @@ def phases(plan: Plan) -> PlanPhases | None:
 
 
 def _phase_loads(phase: str, shards: Sequence[Shard], servers: FabricServers) -> list[Fraction]:
-    """Bytes across every link in a phase, for each byte of the buffer."""
+    """Return the bytes across every link in a phase, for each byte of the buffer."""
 
     def within(edge: Edge) -> bool:
-        # helpers are in no server
+        # Helpers are in no server.
         return max(edge.parent, edge.child) < len(servers.same) and servers.same[edge.parent, edge.child]
 
     def part(stage: Stage) -> Stage:
@@ -243,7 +204,7 @@ def _phase_loads(phase: str, shards: Sequence[Shard], servers: FabricServers) ->
         return replace(stage, edges=tuple(edges))
 
     if isinstance(shards, ImageShards) and not all(map(servers.keeps, shards.generators)):
-        shards = tuple(shards)  # an edge inside a server may have images between two
+        shards = tuple(shards)  # an edge inside a server may have images between two servers
     return link_loads(shards, servers.fabric, part=part)
 
 
@@ -257,7 +218,7 @@ def _plan_phase(name: str, load: Sequence[Fraction], fabric: Fabric) -> PlanPhas
 
 
 def _bottleneck(full: Sequence[tuple[bool, bool]]) -> str:
-    """What loads the full links, each given as (inside, between)."""
+    """Return the bottleneck from the full links, each given as (inside, between)."""
     kinds = set(full)
     names = []
     if (False, True) in kinds:
@@ -270,29 +231,21 @@ def _bottleneck(full: Sequence[tuple[bool, bool]]) -> str:
 
 
 ROUND = "round"
-"""The collective that the plan of a round names: every rank's buffer is its result, in place."""
+"""The collective of a round's plan: every rank's buffer is its result, in place."""
 
 UNSPLIT_KINDS = ("exchange", "gather")
-"""Kinds of which all stages that follow one another are one round."""
+"""Kinds of which all consecutive stages are one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRound:
-    """What runs without a choice in between.
+    """A part of a plan that streams, without a choice of entries in between.
 
-    Parameters
-    ----------
-    kind : str
-        ``elements``, ``exchange`` (elements of every root to its tree), ``gather`` (entries of every root to its tree),
-        ``merge`` (entries one level up) or ``spread`` (entries of the root down).
-    plan : Plan
-        Its trees; ranks, topology and channels are the sparse plan's. Shares are those of what moves, and need not add
-        up to 1.
-    shards : tuple of tuple of int
-        For every shard of it, what it carries of the sparse plan's shards: for ``elements`` one, each in its turn; else
-        those whose entries travel in one message.
-    senders : tuple of int
-        For every shard of it, the rank whose message it is; empty for ``elements``.
+    ``kind`` is ``elements``, ``exchange`` (elements of every root to its tree), ``gather`` (entries of every root to
+    its tree), ``merge`` (entries one level up) or ``spread`` (entries of the root down). ``plan`` has its trees, on the
+    sparse plan's ranks, topology and channels; shares are those of the moved bytes, and need not add up to 1.
+    ``shards`` are, for every shard of it, the sparse plan's shards in it: for ``elements`` one, else all whose entries
+    travel in one message. ``senders`` are the ranks of these messages; empty for ``elements``.
     """
 
     kind: str
@@ -302,21 +255,19 @@ class PlanRound:
 
 
 def rounds(plan: Plan) -> tuple[PlanRound, ...]:
-    """The rounds of a plan that exchanges elements or entries, in order.
+    """Return the rounds of a plan that exchanges elements or entries, in order.
 
-    Raises
-    ------
-    PlanError
-        Its shards do not go through the same kinds of rounds.
+    PlanError if its shards do not have the same kinds of rounds.
 
-    Examples
-    --------
     >>> import topoplan
     >>> made = topoplan.sparse_plan(topoplan.load("dgx-2"), density=0.01)
     >>> [(one.kind, len(one.plan.shards)) for one in rounds(made)]
     [('merge', 240), ('spread', 16)]
     """
-    runs = [_stage_runs(shard) for shard in plan.shards]
+    runs = [
+        [(kind, tuple(stages)) for kind, stages in groupby(shard.stages, key=lambda stage: stage.kind)]
+        for shard in plan.shards
+    ]
     first = [kind for kind, _ in runs[0]] if runs else []
     name = "a sparse plan" if plan.sparse else "a plan with exchanges"
     for number, run in enumerate(runs):
@@ -332,13 +283,8 @@ def rounds(plan: Plan) -> tuple[PlanRound, ...]:
     return tuple(made)
 
 
-def _stage_runs(shard: Shard) -> list[tuple[str, tuple[Stage, ...]]]:
-    """The stages of a shard, those together that take the same rounds."""
-    return [(kind, tuple(stages)) for kind, stages in groupby(shard.stages, key=lambda stage: stage.kind)]
-
-
 def _rounds_of(plan: Plan, kind: str, stages: Sequence[tuple[Stage, ...]]) -> Iterator[PlanRound]:
-    """The rounds of one run of stages of every shard."""
+    """Yield the rounds of one run of stages of every shard."""
     if kind == "elements":
         shards = tuple(Shard(shard.share, run) for shard, run in zip(plan.shards, stages, strict=True))
         yield PlanRound(kind, _as_plan(plan, shards), tuple((number,) for number in range(len(shards))), ())
@@ -359,7 +305,7 @@ def _rounds_of(plan: Plan, kind: str, stages: Sequence[tuple[Stage, ...]]) -> It
 
 
 def _upwards(stage: Stage, depth: int) -> Iterator[Stage]:
-    """The edges of a reduce tree from one depth upwards, each as the way of a message."""
+    """Yield the edges of a reduce tree from one depth upwards, each as the path of a message."""
     depths = stage.depths()
     for edge in sorted(stage.edges, key=lambda edge: edge.child):
         if depths[edge.child] == depth:
@@ -368,7 +314,7 @@ def _upwards(stage: Stage, depth: int) -> Iterator[Stage]:
 
 
 def _message_round(plan: Plan, kind: str, stages: Sequence[tuple[int, Stage]]) -> PlanRound:
-    """A round in which entries of shards that take the same way travel in one message."""
+    """Return a round in which entries of shards with the same path travel in one message."""
     ways: dict[tuple[int, tuple[Edge, ...]], list[tuple[int, Stage]]] = {}
     for number, stage in stages:
         ways.setdefault((stage.root, stage.top_down()), []).append((number, stage))
@@ -386,17 +332,9 @@ def _as_plan(plan: Plan, shards: tuple[Shard, ...]) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class ShapeClass:
-    """Shards of one shape.
+    """Shards of one shape, represented by the first, number ``number`` from 1 among the shards with trees.
 
-    Parameters
-    ----------
-    number : int
-        Place of the first of them, counted from 1 among the shards that have trees.
-    shard : Shard
-        The first of them.
-    count : int
-    roots : tuple of int
-        Where their buffers are summed up or come from, in the order of the shards, each rank once.
+    ``roots`` are the ranks at which their buffers are summed or start, in the order of the shards, each once.
     """
 
     number: int
@@ -406,7 +344,7 @@ class ShapeClass:
 
     @property
     def trees(self) -> tuple[tuple[Stage, tuple[str, ...]], ...]:
-        """The trees of the first shard, each with what runs over it in order: a tree up and then down is one."""
+        """The trees of the first shard, each with its operations in order: a tree up and then down is one."""
         found: list[tuple[Stage, list[str]]] = []
         for stage in self.shard.stages:
             if not stage.edges:
@@ -419,16 +357,8 @@ class ShapeClass:
 
 
 def tree_shapes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
-    """The shapes of a plan's trees, in the order in which they first appear.
+    """Return the shapes of a plan's trees, in order of first appearance; up to ``apart`` trees are listed singly.
 
-    Parameters
-    ----------
-    plan : Plan
-    apart : int
-        Shapes of up to so many trees are listed tree by tree.
-
-    Examples
-    --------
     >>> import topoplan
     >>> [(one.count, one.roots[-1]) for one in tree_shapes(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))]
     [(16, 15)]
@@ -456,7 +386,7 @@ def tree_shapes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
 
 
 def _roots(shards: Sequence[Shard], template: int, shard: Shard) -> tuple[int, ...]:
-    """The roots of a shard and of all its images."""
+    """Return the roots of a shard and of all its images."""
     if not isinstance(shards, ImageShards):
         return (owner_of(shard),)
     images = shards.elements[:, owner_of(shards.templates[template])].tolist()
@@ -475,7 +405,7 @@ def _shard_shape(
 
 
 def _rooted_shape(stage: Stage, known: dict[tuple[tuple[str, int], ...], int]) -> int:
-    """The number of the shape that hangs below the root; ``known`` numbers what hangs below a vertex."""
+    """Return the number of the shape below the root; ``known`` numbers the shapes below a vertex."""
     below: dict[int, list[tuple[str, int]]] = {}
     for edge in reversed(stage.top_down()):
         shape = tuple(sorted(below.pop(edge.child, ())))

@@ -1,14 +1,13 @@
 """Plans for every single failure of a machine, in one file with the plan of the whole machine.
 
-Failures that the machine's symmetries take to each other share one plan. The first of them holds it; each other one
-holds a renaming of devices that turns the first one's machine into its own (`renamed_plan`). `plan_without` looks a
-renaming up and plans nothing. Renaming keeps trees, shares, rate and certificate: ranks and shards are numbered
-anew in the order of the other machine, and with node i called m(i) a symmetry g becomes m g m^-1. It proves nothing
-by itself.
+Failures that the machine's symmetries map to each other share one plan. The first of them holds it; every other one
+holds a renaming of devices that maps the first one's machine to its own (`renamed_plan`). `plan_without` looks a
+renaming up and plans nothing. Renaming keeps trees, shares, rate and certificate: ranks and shards are renumbered in
+the order of the other machine, and with node i called m(i) a symmetry g becomes m g m^-1. It proves nothing by itself.
 
-The file is that of the plan for the whole machine, format ``topoplan.plan/2``, with one more key, ``failures``; the
-machine of each failure follows from the failure. Reading checks types only; `verify_survival` rebuilds every plan
-by its renaming and checks it on the damaged machine.
+The file is the plan file of the whole machine, format ``topoplan.plan/2``, with one more key, ``failures``; the machine
+of each failure follows from the failure. Reading checks types only; `verify_survival` rebuilds every plan by its
+renaming and checks it on the damaged machine.
 """
 
 from __future__ import annotations
@@ -24,29 +23,25 @@ from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
 from topoplan.plans.certificates.exchange import path_ends
 from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
-from topoplan.plans.plan import ALL_TO_ALL, PLAN_FORMAT_2, Plan, Plans, SizeRange, plan_text
+from topoplan.plans.plan import (
+    ALL_TO_ALL,
+    PLAN_FORMAT_2,
+    Plan,
+    PlanCollection,
+    SizeRange,
+    plan_text,
+    without_topology,
+)
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of
 from topoplan.plans.verify import Verification, verify
 
 
 def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Plan:
-    """A plan on a machine that differs from its own in the names of devices alone.
+    """Return a plan on a machine that differs from its own in the names of devices alone.
 
-    Parameters
-    ----------
-    plan : Plan
-    names : mapping of str to str
-        The name there of every device that the plan names.
-    topology : Topology
-        The machine there.
+    ``names`` has the new name of every device that the plan names; PlanError if one is missing.
 
-    Raises
-    ------
-    PlanError
-        A device has no name there.
-
-    Examples
-    --------
+    GPUs 0 to 3 and 4 to 7 of a DGX-1V are isomorphic.
     The two halves of a DGX-1V, GPUs 0 to 3 and 4 to 7, have the same wires.
 
     >>> import topoplan
@@ -101,7 +96,7 @@ def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Pl
 
 
 def _conjugate(generator: Sequence[int], image: Sequence[int]) -> tuple[int, ...]:
-    """What a permutation becomes when node i is called ``image[i]``."""
+    """Return a permutation after node i is renamed to ``image[i]``."""
     moved = [0] * len(image)
     for place, target in enumerate(generator):
         moved[image[place]] = image[target]
@@ -109,7 +104,7 @@ def _conjugate(generator: Sequence[int], image: Sequence[int]) -> tuple[int, ...
 
 
 def _in_plan_order(collective: str, shards: list[Shard]) -> tuple[Shard, ...]:
-    """Shards as plans have them: in the order of their owners, or of the ends of their paths."""
+    """Return shards in the order of plans: by their owners, or by the ends of their paths."""
     if collective == ALL_TO_ALL:
         return tuple(sorted(shards, key=lambda shard: path_ends(shard)[::-1]))
     if collective in ("allgather", "reduce_scatter"):
@@ -118,33 +113,28 @@ def _in_plan_order(collective: str, shards: list[Shard]) -> tuple[Shard, ...]:
 
 
 FAILURE_KINDS = ("gpu", "link", "device")
-"""What can fail."""
+"""Kinds of failures."""
 
 LOSABLE_KINDS = ("nvswitch", "pcie", "nic", "switch", "helper")
-"""Kinds of devices whose loss may leave a machine; without a CPU there is none."""
+"""Kinds of devices whose loss a machine may survive; it never survives that of a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineFailure:
-    """One thing that a machine loses.
+    """One loss of a machine.
 
-    Parameters
-    ----------
-    kind : str
-        gpu, link or device.
-    name : str
-        The device, a NIC by its own name where it stands as two sides; of a link its two ends, ``gpu0-gpu3``.
+    ``kind`` is gpu, link or device; ``name`` that of the device, of a NIC without its side, or of a link's two ends,
+    ``gpu0-gpu3``.
     """
 
     kind: str
     name: str
 
     def __str__(self) -> str:
-        """In words."""
         return f"link {self.name}" if self.kind == "link" else self.name
 
     def left_of(self, topology: Topology) -> Topology:
-        """The machine without it; UsageError where it is not there, or nothing is left."""
+        """Return the machine without it; UsageError if it does not exist, or no GPU remains."""
         if self.kind == "link":
             return variants.without_links(topology, [self.name])
         if self.kind == "device":
@@ -155,10 +145,8 @@ class MachineFailure:
 
 
 def single_failures(fabric: Fabric) -> tuple[MachineFailure, ...]:
-    """Every GPU, link and switch, NIC or helper whose loss a plan on a fabric may feel, in the machine's order.
+    """Return the GPUs, links and switches, NICs or helpers whose loss may affect a plan, in the machine's order.
 
-    Examples
-    --------
     >>> import topoplan
     >>> found = single_failures(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
     >>> len(found), str(found[0]), str(found[-1])
@@ -178,19 +166,10 @@ def single_failures(fabric: Fabric) -> tuple[MachineFailure, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FailureOutcome:
-    """What is left after a failure: a plan of its own, the renamed plan of an earlier failure, or none.
+    """A failure with a plan of its own, the renamed plan of an earlier failure, or none.
 
-    Parameters
-    ----------
-    failure : Failure
-    plan : Plan or None
-        Of its own.
-    like : int or None
-        Number of the earlier outcome whose plan is this one's too, renamed.
-    renaming : tuple of (str, str)
-        With ``like``: devices of the whole machine that are renamed, and what to; others keep their names.
-    reason : str
-        Why there is no plan at all; else empty.
+    ``like`` is the number of the earlier outcome whose plan this one renames, ``renaming`` the devices of the whole
+    machine that are renamed, with their new names; other devices keep theirs. ``reason`` says why no plan exists.
     """
 
     failure: MachineFailure
@@ -201,17 +180,17 @@ class FailureOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class SurvivalPlans(Plans):
+class SurvivalPlans(PlanCollection):
     """The plan of a whole machine, and of the machine after each single failure.
 
     Parameters
     ----------
     whole : Plan
-        What runs while nothing is broken, and what commands that take one plan run.
-    outcomes : tuple of Outcome
+        The plan without a failure, which commands that take one plan run.
+    outcomes : tuple of FailureOutcome
         One for each of `single_failures`, in that order.
     seconds : float or None
-        Time it took to plan; not in the file.
+        Planning time; not in the file.
 
     Examples
     --------
@@ -228,44 +207,21 @@ class SurvivalPlans(Plans):
     seconds: float | None = field(default=None, compare=False)
 
     @property
-    def collective(self) -> str:
-        """What all the plans do."""
-        return self.whole.collective
-
-    @property
-    def ranks(self) -> tuple[str, ...]:
-        """Device of each rank while nothing is broken."""
-        return self.whole.ranks
-
-    @property
-    def root(self) -> int | None:
-        """Root rank of a broadcast or reduce while nothing is broken."""
-        return self.whole.root
-
-    @property
-    def topology(self) -> Topology:
-        """The whole machine."""
-        return self.whole.topology
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the planner could not reach or prove for the whole machine."""
-        return self.whole.notes
-
-    @property
     def ranges(self) -> tuple[SizeRange, ...]:
-        """One range, of all sizes, with the plan of the whole machine."""
         return self.whole.ranges
 
     @property
     def own(self) -> tuple[Plan, ...]:
-        """The plans that the file holds for failures; every other one is a renamed one of these."""
+        """The plans that the file holds for failures; every other plan is a renamed one of these."""
         return tuple(one.plan for one in self.outcomes if one.plan is not None)
 
     def plan_without(
         self, *, gpus: Sequence[int] = (), links: Iterable[str] = (), devices: Iterable[str] = ()
     ) -> Plan:
-        """The plan after one failure, from the book alone: nothing is planned.
+        """Return the plan after one failure, from the book alone: nothing is planned.
+
+        The surviving ranks keep their order (`surviving_ranks` has their old numbers). The trees are unchanged if the
+        plan of the whole machine does not use the lost part.
 
         Parameters
         ----------
@@ -274,18 +230,12 @@ class SurvivalPlans(Plans):
         links, devices : iterable of str
             As `topoplan.without_links` and `topoplan.without_devices` take them.
 
-        Returns
-        -------
-        Plan
-            The ranks that are left keep their order (`surviving_ranks` has their old numbers). Where the plan of the
-            whole machine uses nothing of what is lost, the same trees.
-
         Raises
         ------
         UsageError
-            Nothing of the sort is there, several things are lost at once, or one that the book has no plan for.
+            The part does not exist, several are lost at once, or the book has no plan for the loss.
         InfeasibleError
-            After this failure there is no plan; the message says why.
+            No plan exists after this failure; the message says why.
         """
         whole = self.whole.topology
         lost = [MachineFailure("gpu", whole.gpus[gpu]) for gpu in (whole.select(gpus) if gpus else ())]
@@ -308,20 +258,15 @@ class SurvivalPlans(Plans):
         raise UsageError(f"the book has no plan without {lost[0]}; topoplan.replan makes one")
 
     def plan_of(self, number: int) -> Plan:
-        """The plan of an outcome, renamed where it is another one's.
+        """Return the plan of an outcome, renamed if it is that of another one.
 
-        Raises
-        ------
-        InfeasibleError
-            There is none.
-        PlanError
-            The renaming does not fit.
+        InfeasibleError if it has none; PlanError if the renaming does not fit.
         """
         outcome = self.outcomes[number]
         if outcome.plan is not None:
             return outcome.plan
         if outcome.like is None:
-            raise InfeasibleError(f"without {outcome.failure} there is no plan: {outcome.reason}")
+            raise InfeasibleError(f"no plan exists without {outcome.failure}: {outcome.reason}")
         names = {device.name: device.name for device in self.whole.topology.devices}
         names.update(outcome.renaming)
         plan = self.outcomes[outcome.like].plan
@@ -329,7 +274,7 @@ class SurvivalPlans(Plans):
         return renamed_plan(plan, names, outcome.failure.left_of(self.whole.topology))
 
     def _number_of(self, lost: MachineFailure) -> int | None:
-        """The outcome of a failure, by whatever name it goes; None where there is none."""
+        """Return the number of a failure's outcome, by any of its names; None if the book does not have it."""
         whole = self.whole.topology
         meant = partial(variants.find_links, whole) if lost.kind == "link" else None
         name = lost.name if lost.kind == "link" else variants.nic_name(lost.name)
@@ -342,12 +287,11 @@ class SurvivalPlans(Plans):
         return None
 
     def to_json(self) -> str:
-        """The file; the same bytes for the same plans, always."""
         rows = []
         for outcome in self.outcomes:
             row = _outcome_row(outcome)
             if outcome.plan is not None:
-                text = plan_text(_without_topology(outcome.plan))
+                text = plan_text(without_topology(outcome.plan))
                 rows.append(f'{compact(row)[:-1]}, "plan": {text}}}')
             else:
                 rows.append(compact(row))
@@ -355,9 +299,9 @@ class SurvivalPlans(Plans):
         return f'{head[:-1]},\n "failures": [\n  ' + ",\n  ".join(rows) + "\n ]}\n"
 
     def to_object(self) -> dict[str, object]:
-        """The file as a JSON object."""
+        """Return the file as a JSON object."""
         rows = [
-            {**_outcome_row(one), **({} if one.plan is None else {"plan": _without_topology(one.plan)})}
+            {**_outcome_row(one), **({} if one.plan is None else {"plan": without_topology(one.plan)})}
             for one in self.outcomes
         ]
         return {**self.whole.to_object(), "format": PLAN_FORMAT_2, "failures": rows}
@@ -369,7 +313,7 @@ class SurvivalPlans(Plans):
         Raises
         ------
         PlanError
-            The text is no such file; names the key, and the failure where there is one.
+            The text is not such a file; names the key and the failure.
         """
         return SurvivalPlans.from_object(parse_object(text))
 
@@ -377,7 +321,7 @@ class SurvivalPlans(Plans):
     def from_object(value: dict[str, object]) -> SurvivalPlans:
         """Read such an object; errors as `from_json`."""
         if "failures" not in value:
-            raise PlanError("the file has no key failures; topoplan plan --survive 1 -o makes one that has")
+            raise PlanError("the file has no key failures; topoplan plan --survive 1 -o writes one")
         whole = Plan.from_object({key: field for key, field in value.items() if key != "failures"})
         outcomes: list[FailureOutcome] = []
         for number, item in enumerate(read_list(value["failures"], "failures")):
@@ -390,7 +334,7 @@ class SurvivalPlans(Plans):
 
 
 def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
-    """Old numbers of the ranks that are left, in the order of their new ones.
+    """Return the old numbers of the surviving ranks, in the order of their new ones.
 
     Examples
     --------
@@ -403,12 +347,8 @@ def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
     return tuple(number[name] for name in after.ranks)
 
 
-def _without_topology(plan: Plan) -> dict[str, object]:
-    return {key: value for key, value in plan.to_object().items() if key != "topology"}
-
-
 def _outcome_row(outcome: FailureOutcome) -> dict[str, object]:
-    """The row of an outcome, but for its own plan."""
+    """Return the row of an outcome without its own plan."""
     row: dict[str, object] = {outcome.failure.kind: outcome.failure.name}
     if outcome.like is not None:
         row["as"] = outcome.like
@@ -437,41 +377,44 @@ def _read_outcome(item: object, whole: Topology, earlier: Sequence[FailureOutcom
         return FailureOutcome(failure, plan=Plan.from_object(read_object(row["plan"], "plan"), left))
     like = read_whole(row["as"], "as")
     if not 0 <= like < len(earlier) or earlier[like].plan is None:
-        raise PlanError(f"as is {like}, which is no earlier failure with a plan of its own"[:200])
+        raise PlanError(f"as is {like}, which is not an earlier failure with a plan of its own"[:200])
     moves = read_object(row.get("rename", {}), "rename")
     renaming = tuple((name, read_text(there, "rename")) for name, there in moves.items())
     known = {device.name for device in whole.devices}
     if {name for name, _ in renaming} - known or sorted(dict(renaming).values()) != sorted(dict(renaming)):
-        raise PlanError("rename permutes no devices of the machine among themselves")
+        raise PlanError("rename must permute devices of the machine among themselves")
     return FailureOutcome(failure, like=like, renaming=renaming)
 
 
 def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
-    """Recompute what the plan of the whole machine and that of every failure claims, without the solver.
+    """Recompute the claims of the plan of the whole machine and of every failure, without the solver.
 
     Returns
     -------
     tuple of Verification
-        Of the whole machine's plan, then of each failure that leaves one.
+        The report of the whole machine's plan, then of each failure that has a plan.
 
     Raises
     ------
     PlanError
-        The first thing that is wrong, with its failure: a plan that is wrong on the machine without what is lost, a
-        failure that is missing, or one that leaves a plan though the file says none.
+        The first fault, with its failure: a plan that is wrong on the damaged machine, a missing failure, or one that
+        leaves a plan although the file denies it.
     """
     reports = [verify(book.whole)]
     wanted = single_failures(Fabric(book.whole.topology, book.whole.channels))
-    told = [outcome.failure for outcome in book.outcomes]
-    for number, (failure, asked) in enumerate(zip(told, wanted, strict=False)):
+    stated = [outcome.failure for outcome in book.outcomes]
+    for number, (failure, asked) in enumerate(zip(stated, wanted, strict=False)):
         if failure != asked:
             raise PlanError(f"failure {number} is that of {failure}; it must be {asked}")
-    if len(told) != len(wanted):
-        raise PlanError(f"the file has {len(told)} failures; the machine has {len(wanted)} over these links")
+    if len(stated) != len(wanted):
+        raise PlanError(
+            f"the file has {len(stated)} failures; the machine has {len(wanted)} over these links"
+        )
     for number, outcome in enumerate(book.outcomes):
         try:
             if outcome.plan is None and outcome.like is None:
-                _check_infeasible(book.whole, outcome.failure)
+                if infeasibility_reason(book.whole, outcome.failure) is None:
+                    raise PlanError("the file says that no plan exists, but links still join the GPUs")
                 continue
             plan = book.plan_of(number)
             if plan.collective != book.whole.collective:
@@ -485,14 +428,8 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
     return tuple(reports)
 
 
-def _check_infeasible(whole: Plan, failure: MachineFailure) -> None:
-    """Hold a failure of which the file says so to leave no plan."""
-    if infeasibility_reason(whole, failure) is None:
-        raise PlanError("the file says that there is no plan, and links still join the GPUs")
-
-
 def infeasibility_reason(whole: Plan, failure: MachineFailure, channels: str = "auto") -> str | None:
-    """Why a failure leaves no plan over a choice of channels; None where it leaves one."""
+    """Return why a failure leaves no plan over a choice of channels; None if it leaves one."""
     if failure.kind == "gpu" and len(whole.ranks) == 1:
         return "no GPU is left"
     root = None if whole.root is None else whole.ranks[whole.root]

@@ -2,9 +2,9 @@
 
 Recomputed are the trees, the postcondition (every rank ends with each contribution exactly once), the link loads,
 the rate, and the bound that the certificate proves. Contributions are counted: rank r starts with one of its own,
-which is what its buffer holds even if a collective has no use for it; a reduce edge adds the child's counts to the
-parent's, a broadcast edge replaces the child's by the parent's, and a gather adds what its root had chosen, before
-any of the exchange, to every rank of its tree. Entries count as the elements that they represent.
+which its buffer holds even if the collective does not use it; a reduce edge adds the child's counts to the parent's, a
+broadcast edge replaces the child's by the parent's, and a gather adds its root's state from before the exchange to
+every rank of its tree. Entries count as the elements that they represent.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loa
 from topoplan.plans.permutation_groups import keeps_wires, orbits
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
 from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, owner_of
-from topoplan.plans.structure import rounds
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
-"""Counts of contributions stop growing here: wrapped around, a wrong count could look right."""
+"""Counts of contributions are capped here: wrapped around, a wrong count could look right."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a check recomputed.
+    """The recomputed facts of a plan.
 
     Parameters
     ----------
     rate, bound : float
-        GB/s of algorithm bandwidth, recomputed; infinite for a single rank.
+        GB/s of algorithm bandwidth; infinite for a single rank.
     exact_rate, exact_bound : Fraction or None
-        The same as rational numbers.
+        The same as rational numbers; None for a single rank.
     optimal : bool
         Rate and bound are equal as rational numbers.
     trees, height : int
     bottleneck : tuple of (str, str)
-        Links that are full when the plan runs at its rate.
+        Links that are full at the plan's rate.
     loads : dict of (src, dst) to float
         Bytes across each used link for each byte of the buffer, of all channels between two devices together.
     """
@@ -67,14 +66,10 @@ class Verification:
 def verify(plan: Plan) -> Verification:
     """Recompute everything that a plan claims.
 
-    Returns
-    -------
-    Verification
-
     Raises
     ------
     PlanError
-        The first thing that is wrong, with shard, stage and rank.
+        The first fault, with shard, stage and rank.
 
     Examples
     --------
@@ -127,17 +122,9 @@ def verify(plan: Plan) -> Verification:
 
 
 def verify_all(plans: Plans) -> tuple[Verification, ...]:
-    """Verify a plan, or the plan of every range.
+    """Verify a plan, or the plan of every range; return a report for each.
 
-    Returns
-    -------
-    tuple of Verification
-        One for each range; one for a single plan.
-
-    Raises
-    ------
-    PlanError
-        The first thing that is wrong, with range, shard, stage and rank.
+    PlanError for the first fault, with range, shard, stage and rank.
     """
     reports = []
     for one in plans.ranges:
@@ -157,7 +144,7 @@ def _check_header(plan: Plan) -> Fabric:
             f"{', '.join(plan.topology.gpus) or 'none'}"
         )
     if plan.collective in ROOTED and (plan.root is None or not 0 <= plan.root < len(plan.ranks)):
-        raise PlanError(f"root {plan.root} is no rank of this {plan.collective}")
+        raise PlanError(f"root {plan.root} is not a rank of this {plan.collective}")
     if plan.collective not in ROOTED and plan.root is not None:
         raise PlanError(f"{plan.collective} has no root, but the plan names rank {plan.root}")
     fabric = Fabric(plan.topology, plan.channels)
@@ -167,14 +154,13 @@ def _check_header(plan: Plan) -> Fabric:
 
 
 def _check_symmetries(plan: Plan, shards: ImageShards, fabric: Fabric) -> None:
-    """A symmetry must map the wires onto themselves: then an image of a correct tree is one, and loads are even.
+    """Check that a symmetry maps the wires onto themselves: then images of correct trees are correct, and loads even.
 
     Equal links are those of one channel. Their bandwidths may differ: the rate is taken link by link, from the loads.
-
     The root of a broadcast or reduce must stay, and images stand in the order of their owners.
     """
     if shards.nodes != fabric.nodes or shards.ranks != fabric.size:
-        raise PlanError("the symmetries do not speak of the devices of this plan")
+        raise PlanError("the symmetries must permute the devices of this plan")
     for number, generator in enumerate(shards.generators):
         if not keeps_wires(fabric, generator):
             raise PlanError(f"symmetry {number} does not map the machine's links onto equal links")
@@ -226,7 +212,7 @@ def _check_shares(plan: Plan) -> None:
 
 
 def _shared_by_symmetry(plan: Plan, owned: list[Fraction]) -> list[Fraction]:
-    """What every rank owns, given what the owners of the templates own with all their images."""
+    """Return every rank's share, given the shares of the templates' owners with all their images."""
     if not isinstance(plan.shards, ImageShards):
         return owned
     orbit = orbits(len(plan.shards.nodes), [np.array(generator) for generator in plan.shards.generators])[
@@ -244,7 +230,7 @@ def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) 
     for position, stage in enumerate(shard.stages):
         if stage.op not in OPERATIONS:
             raise PlanError(
-                f"op {stage.op!r} is none of {', '.join(OPERATIONS)}", shard=number, stage=position
+                f"op {stage.op!r} must be one of {', '.join(OPERATIONS)}", shard=number, stage=position
             )
         if sparse and stage.kind == "exchange":
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
@@ -258,22 +244,10 @@ def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) 
 
 
 def contributions(stages: tuple[Stage, ...], start: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count whose data every rank holds after the stages.
+    """Count the contributions that every rank holds after the stages.
 
-    Parameters
-    ----------
-    start : (V, N) int64
-        ``start[r, s]`` is how often vertex r, a rank or a helper, holds the contribution of rank s at first.
-
-    Returns
-    -------
-    (V, N) int64
-        Counts above `MANY` are `MANY`.
-
-    Raises
-    ------
-    PlanError
-        A helper sends before it has anything to send.
+    ``start``, (V, N), and the result count how often vertex r, a rank or a helper, holds the contribution of rank s;
+    counts above `MANY` are `MANY`. PlanError if a helper sends before it holds anything.
     """
     held = start.copy()
     chosen: NDArray[np.int64] | None = None
@@ -332,7 +306,7 @@ def _check_postcondition(plan: Plan, shard: Shard, number: int, vertices: int) -
 
 
 def _check_exchange(plan: Plan) -> None:
-    """Every rank's block for every rank must get there: all of it, by paths in the order of destination and source."""
+    """Check that every rank's block for every rank is sent in full, by paths in the order of destination and source."""
     if isinstance(plan.shards, ImageShards):
         raise PlanError("the shards of an alltoall follow their destinations and sources, not symmetries")
     if isinstance(plan.certificate, Channels):
@@ -367,9 +341,9 @@ def _check_exchange(plan: Plan) -> None:
 
 
 def _check_channels(plan: Plan, fabric: Fabric) -> None:
-    """Hold every shard of a split plan to one channel, and divide the owners' blocks between them alike.
+    """Check that every shard of a split plan keeps to one channel, and owners' blocks are divided equally.
 
-    The bounds of the channels add up only so: that of one channel supposes equal blocks.
+    Only then do the bounds of the channels add up: that of one channel assumes equal blocks.
     """
     if STAGED in plan.channels and staged(plan.topology) != plan.topology:
         raise PlanError(
@@ -389,7 +363,7 @@ def _check_channels(plan: Plan, fabric: Fabric) -> None:
                 if share != shares[0]:
                     raise PlanError(
                         f"{float(share):.6g} of the buffer runs over {channel} from this owner and "
-                        f"{float(shares[0]):.6g} from rank 0: the bound holds only where all are divided alike",
+                        f"{float(shares[0]):.6g} from rank 0: the bound holds only if all are divided equally",
                         rank=rank,
                     )
 
@@ -414,19 +388,21 @@ def _only_channel(shard: Shard, number: int, fabric: Fabric) -> str:
 
 
 def _check_exchanges(plan: Plan) -> None:
-    """Hold exchanges of elements to what gives all ranks the same bits: all add up what the same ranks have sent."""
+    """Check the condition for equal bits on all ranks: in an exchange all add up elements of the same ranks."""
     if not plan.exchanges:
         return
     if plan.collective != "allreduce":
         raise PlanError(f"elements are exchanged in an allreduce only, not in a {plan.collective}")
-    rounds(plan)  # refuses shards that cannot run side by side
+    from topoplan.plans.structure import rounds
+
+    rounds(plan)  # rejects shards that cannot run in parallel
     for number, shard in enumerate(plan.shards):
         for position, roots, reached in exchanged(shard):
             for rank, senders in sorted(reached.items()):
                 if senders != roots:
                     raise PlanError(
-                        f"adds up what {len(senders)} of {len(roots)} ranks of an exchange have sent, so its sum has "
-                        "other bits; everybody in an exchange sends to everybody",
+                        f"adds up elements of {len(senders)} of {len(roots)} ranks of an exchange, so its sum has "
+                        "other bits; every rank of an exchange must send to all",
                         shard=number,
                         stage=position,
                         rank=rank,
@@ -434,7 +410,7 @@ def _check_exchanges(plan: Plan) -> None:
 
 
 def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int]]]]:
-    """The exchanges of a shard: the first stage, the senders, and for each rank those whose elements it has then."""
+    """Yield a shard's exchanges: the first stage, the senders, and for each rank the senders whose elements it has."""
     position = 0
     for kind, run in groupby(shard.stages, key=lambda stage: stage.kind):
         stages = list(run)
@@ -449,7 +425,7 @@ def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int
 
 
 def _check_sparse(plan: Plan, fabric: Fabric) -> None:
-    """Hold a sparse plan to what can run, and its certificate to speak of plans as it is."""
+    """Check that a sparse plan can run, and meets the assumptions of its certificate."""
     certificate = plan.certificate
     if not plan.sparse:
         if isinstance(certificate, SparseCertificate):
@@ -457,7 +433,9 @@ def _check_sparse(plan: Plan, fabric: Fabric) -> None:
         return
     if plan.collective != "allreduce":
         raise PlanError(f"entries can be summed by an allreduce only, not by {plan.collective}")
-    rounds(plan)  # refuses shards that cannot run side by side
+    from topoplan.plans.structure import rounds
+
+    rounds(plan)  # rejects shards that cannot run in parallel
     if not isinstance(certificate, SparseCertificate):
         raise PlanError(
             "the certificate bounds plans that move elements; entries, inside server or between servers bound this one"

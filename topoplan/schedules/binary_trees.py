@@ -11,22 +11,23 @@ NCCL has such a pair over the servers in each channel (``src/graph/trees.cc``). 
 `topoplan.schedules.nccl_server_channels`: its first GPU has the server above and the first child below, its second
 GPU the second child, NCCL's balanced tree (``src/graph/connect.cc``). On one server a channel is a chain, at most 16
 of them. A server sends 1 byte over its NICs for each byte of the buffer with two servers, 3/2 with three, 2 with
-more. An NVLS tree has a star in place of the chain, over a switch that copies and adds.
+more. An NVLS tree has a star instead of the chain, over a switch that copies and adds.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, Order, chain_rate
@@ -34,7 +35,7 @@ from topoplan.schedules.nccl_search import chain_choice, chains_from, plan_order
 from topoplan.schedules.nccl_server_channels import ServerChannels
 from topoplan.schedules.ring import ring
 from topoplan.schedules.ring_forest import shortest_route
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 
 Parents = dict[int, int]
 """Parent of every rank but the root."""
@@ -48,26 +49,21 @@ def double_binary_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The double binary tree schedule of a collective.
+    """Return the double binary tree schedule of a collective.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast or reduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
     channels : str
         auto, nvlink or pcie, as for `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        Another collective, GPU out of range, a root outside the allocation, or a root for allreduce.
-    InfeasibleError
-        The channels do not connect the allocation.
+    UsageError, InfeasibleError
+        As `topoplan.plan`; another collective.
 
     Examples
     --------
@@ -85,30 +81,22 @@ def double_binary_tree(
         )
     fabric = asked.connected(channels)
     if fabric.size == 1:
-        return trivial_plan(fabric, collective, root=rank, method="double binary tree").timed(
-            time.perf_counter() - started
-        )
+        made = trivial_plan(fabric, collective, root=rank, method="double binary tree")
+        return made.timed(time.perf_counter() - started)
     trees = two_trees(range(fabric.size)) if rank is None else rooted_trees(fabric.size, rank)
     direct = {(arc.tail, arc.head) for arc in fabric.arcs}
     relayed = sum((parent, child) not in direct for tree in trees for child, parent in tree.items())
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=[
-            Shard(Fraction(1, 2), tuple(_stage(op, tree, fabric) for op in stage_order(collective)))
-            for tree in trees
-        ],
-        certificate=best_bound(fabric, collective, rank),
-        schedule="double binary tree",
-        method="double binary tree",
-        notes=(f"{relayed} tree edges have no direct route and are relayed",) if relayed else (),
-    )
+    shards = [
+        Shard(Fraction(1, 2), tuple(_stage(op, tree, fabric) for op in stage_order(collective)))
+        for tree in trees
+    ]
+    notes = (f"{relayed} tree edges have no direct route and are relayed",) if relayed else ()
+    made = bounded_plan(fabric, collective, shards, "double binary tree", root=rank, notes=notes)
     return made.timed(time.perf_counter() - started)
 
 
 def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
-    """Two binary trees over the same ranks such that no rank is an inner node of both.
+    """Return two binary trees over the same ranks such that no rank is an inner node of both.
 
     Examples
     --------
@@ -125,7 +113,7 @@ def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
 
 
 def rooted_trees(size: int, root: int) -> tuple[Parents, Parents]:
-    """Two trees over ranks 0 to ``size - 1`` from one root: `two_trees` over the others, hung below it."""
+    """Return two trees over ranks 0 to ``size - 1`` from one root: `two_trees` over the other ranks, below it."""
     others = [(root + i) % size for i in range(1, size)]
     first, second = two_trees(others)
     tops = [next(rank for rank in others if rank not in tree) for tree in (first, second)]
@@ -133,7 +121,7 @@ def rooted_trees(size: int, root: int) -> tuple[Parents, Parents]:
 
 
 def in_order_tree(count: int) -> Parents:
-    """The binary tree whose in-order numbering is 0 to ``count - 1``, with leaves at even numbers.
+    """Return the binary tree whose in-order numbering is 0 to ``count - 1``, with leaves at even numbers.
 
     Its height is floor(log2(count)).
 
@@ -171,10 +159,11 @@ def _stage(op: str, tree: Parents, fabric: Fabric) -> Stage:
 
 
 TREE, NVLS, NVLS_TREE = "nccl tree", "nvls", "nvls tree"
-"""What their plans say of the schedule."""
+"""Schedule and method of the plans."""
 
 
-def nccl_tree(
+def _nccl_plan(
+    kind: str,
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
@@ -182,26 +171,11 @@ def nccl_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """NCCL's tree of an allreduce, the only collective that it has it for.
+    """Return a plan of NCCL's trees or NVLS, without what a GPU reads back of its own contribution.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    collective : str
-        allreduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : None
-        An allreduce has none.
-    channels : str
-        As for `topoplan.plan`.
-
-    Raises
-    ------
-    UsageError
-        Another collective, GPU out of range, or a root.
-    InfeasibleError
-        The channels do not connect the allocation.
+    With loads and stores through the switch NVLS does read that back, at N / (N + 1) of the rate. InfeasibleError if
+    the GPUs are on several servers (`nvls`) or on one (`nvls_tree`), or if no switch that copies and adds joins those
+    of a server.
 
     Examples
     --------
@@ -211,111 +185,75 @@ def nccl_tree(
     >>> plan = nccl_tree(topoplan.nvswitch_cluster(3, gpus=4, nvlink=900, nic=50))
     >>> round(plan.rate, 3), plan.trees
     (133.333, 8)
-    """
-    started = time.perf_counter()
-    asked, fabric = _asked(topology, collective, gpus, root, channels, ("allreduce",), "NCCL's tree")
-    if fabric.size == 1:
-        return trivial_plan(fabric, asked.collective, root=None, method=TREE)
-    laid = ServerChannels(fabric)
-    shards = tuple(_trees(laid)) if laid.count else tuple(_chains(laid))
-    return _built(fabric, asked.collective, shards, TREE).timed(time.perf_counter() - started)
-
-
-def nvls(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """NVLS on one server: every GPU has a part of the buffer, which the switch adds for it and copies to all.
-
-    Parameters are those of `nccl_tree`, and allgather and reduce_scatter are done too. What a GPU reads back of its own
-    contribution is left out, as in every plan: N / (N + 1) of the rate is what loads and stores through the switch do.
-
-    Raises
-    ------
-    UsageError
-        Another collective, GPU out of range, or a root.
-    InfeasibleError
-        The GPUs are on several servers, or no switch that copies and adds joins them.
-
-    Examples
-    --------
-    >>> from dataclasses import replace
-    >>> import topoplan
-    >>> box = topoplan.load("dgx-h100")
-    >>> able = [replace(one, multicast=True, reduce=True) if one.kind == "nvswitch" else one for one in box.devices]
-    >>> nvls(replace(box, devices=tuple(able))).rate
+    >>> from topoplan.machine.variants import with_in_network
+    >>> nvls(with_in_network("dgx-h100", "nvswitch")).rate
     450.0
-    """
-    started = time.perf_counter()
-    known = ("allreduce", "allgather", "reduce_scatter")
-    asked, fabric = _asked(topology, collective, gpus, root, channels, known, "NVLS")
-    if fabric.size == 1:
-        return trivial_plan(fabric, asked.collective, root=None, method=NVLS)
-    laid = ServerChannels(fabric)
-    if laid.count:
-        raise InfeasibleError(
-            f"NVLS joins the GPUs of one server, and these are on {len(laid.members)}; use nvls-tree"
-        )
-    planes = _planes(laid, 0)
-    shards = tuple(
-        Shard(
-            Fraction(1, fabric.size * len(planes)),
-            tuple(
-                Stage(op, owner, tuple(_star(laid, op, owner, range(fabric.size), plane)))
-                for op in stage_order(asked.collective)
-            ),
-        )
-        for owner in range(fabric.size)
-        for plane in planes
-    )
-    return _built(fabric, asked.collective, shards, NVLS).timed(time.perf_counter() - started)
-
-
-def nvls_tree(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """NVLS inside servers and a double binary tree between them; parameters are those of `nccl_tree`.
-
-    Raises
-    ------
-    UsageError
-        Another collective, GPU out of range, or a root.
-    InfeasibleError
-        The GPUs are on one server, or those of some server are not joined by a switch that copies and adds.
-
-    Examples
-    --------
-    >>> import topoplan
     >>> nvls_tree(topoplan.nvswitch_cluster(2))
     Traceback (most recent call last):
     topoplan.errors.InfeasibleError: no switch that copies and adds joins the GPUs of s0; use nccl-tree
     """
     started = time.perf_counter()
-    asked, fabric = _asked(topology, collective, gpus, root, channels, ("allreduce",), "an NVLS tree")
+    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
+    what, known, shards_of = _NCCL_KINDS[kind]
+    if asked.collective not in known:
+        raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
+    fabric = asked.connected(channels)
     if fabric.size == 1:
-        return trivial_plan(fabric, asked.collective, root=None, method=NVLS_TREE)
-    laid = ServerChannels(fabric)
+        return trivial_plan(fabric, asked.collective, root=None, method=kind)
+    shards = tuple(shards_of(ServerChannels(fabric), asked.collective))
+    return bounded_plan(fabric, asked.collective, shards, kind).timed(time.perf_counter() - started)
+
+
+nccl_tree = partial(_nccl_plan, TREE)
+"""NCCL's tree of an allreduce, its only collective with a tree."""
+
+nvls = partial(_nccl_plan, NVLS)
+"""NVLS on one server: the switch adds a part of the buffer for every GPU and copies it to all."""
+
+nvls_tree = partial(_nccl_plan, NVLS_TREE)
+"""NVLS inside servers with a double binary tree between them."""
+
+
+def _tree_shards(laid: ServerChannels, _: str) -> Iterator[Shard]:
+    return _trees(laid) if laid.count else _chains(laid)
+
+
+def _nvls_shards(laid: ServerChannels, collective: str) -> Iterator[Shard]:
+    if laid.count:
+        raise InfeasibleError(
+            f"NVLS joins the GPUs of one server, and these are on {len(laid.members)}; use nvls-tree"
+        )
+    planes, ranks = _planes(laid, 0), laid.members[0]
+    for owner in ranks:
+        for plane in planes:
+            stages = (
+                Stage(
+                    op, owner, tuple(laid.through(op, owner, rank, plane) for rank in ranks if rank != owner)
+                )
+                for op in stage_order(collective)
+            )
+            yield Shard(Fraction(1, len(ranks) * len(planes)), tuple(stages))
+
+
+def _nvls_tree_shards(laid: ServerChannels, _: str) -> Iterator[Shard]:
     if not laid.count:
         raise InfeasibleError("an NVLS tree joins servers, and these GPUs are on one; use nvls")
-    shards = tuple(_trees(laid, [_planes(laid, server) for server in range(len(laid.members))]))
-    return _built(fabric, asked.collective, shards, NVLS_TREE).timed(time.perf_counter() - started)
+    return _trees(laid, [_planes(laid, server) for server in range(len(laid.members))])
+
+
+_NCCL_KINDS: dict[str, tuple[str, tuple[str, ...], Callable[[ServerChannels, str], Iterator[Shard]]]] = {
+    TREE: ("NCCL's tree", ("allreduce",), _tree_shards),
+    NVLS: ("NVLS", ("allreduce", "allgather", "reduce_scatter"), _nvls_shards),
+    NVLS_TREE: ("an NVLS tree", ("allreduce",), _nvls_tree_shards),
+}
 
 
 Above = dict[int, tuple[int, bool]]
-"""Of every server but the root the server above, and whether it is the second child there."""
+"""For every server but the root the server above, and whether it is the second child there."""
 
 
 def server_trees(count: int) -> tuple[Above, Above]:
-    """Both of NCCL's binary trees over so many servers.
+    """Return NCCL's two binary trees over servers.
 
     Examples
     --------
@@ -333,42 +271,15 @@ def server_trees(count: int) -> tuple[Above, Above]:
     return first, second
 
 
-def _asked(
-    topology: TopologyLike,
-    collective: str,
-    gpus: Sequence[int] | None,
-    root: int | None,
-    channels: str,
-    known: Sequence[str],
-    what: str,
-) -> tuple[Allocation, Fabric]:
-    asked = Allocation.of(topology, collective, gpus=gpus, root=root)
-    if asked.collective not in known:
-        raise UsageError(f"{what} does not do {asked.collective}; use {' or '.join(known)}, or the ring")
-    return asked, asked.connected(channels)
-
-
-def _built(fabric: Fabric, collective: str, shards: Sequence[Shard], name: str) -> Plan:
-    return build_plan(
-        fabric,
-        collective,
-        root=None,
-        shards=shards,
-        certificate=best_bound(fabric, collective, None),
-        schedule=name,
-        method=name,
-    )
-
-
 def _chains(laid: ServerChannels) -> Iterator[Shard]:
-    """The chains of one server, as many as make them fastest: the fewest of those."""
+    """Yield the chains of one server: the fewest that reach the highest rate."""
     machine, paths = laid.parts[0]
     try:
         found = plan_orders(ring(machine))
     except InfeasibleError:
         found = None
     known = list(found.shares) if found else [machine.gpus]
-    # Where every order has a hop without a way of NCCL's, the GPUs follow one another by number, and hops are relayed.
+    # If every order has a hop without a path of NCCL's, the GPUs follow one another by number, and hops are relayed.
     chosen = chain_choice(machine, paths, known, MOST_CHANNELS)
     rates = [chain_rate(paths, Counter(chosen[:count])) for count in range(1, len(chosen) + 1)]
     counts = Counter(chosen[: rates.index(max(rates)) + 1] if rates else (machine.gpus,))
@@ -387,7 +298,7 @@ def _chains(laid: ServerChannels) -> Iterator[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A server in a channel: the rank that hangs below the server above, that of the second child, and the edges."""
+    """A server in a channel: its ranks below the server above and above the second child, and its edges."""
 
     first: int
     second: int
@@ -396,7 +307,7 @@ class _Inside:
 
 
 def _trees(laid: ServerChannels, planes: Sequence[Sequence[str]] = ()) -> Iterator[Shard]:
-    """Both trees of every channel; with planes of switches, stars over them in place of chains."""
+    """Yield both trees of every channel; with planes of switches, stars over them replace the chains."""
     share = Fraction(1, 2 * laid.count)
     chains = [] if planes else [_server_chains(laid, server) for server in range(len(laid.members))]
     for channel in range(laid.count):
@@ -420,14 +331,9 @@ def _trees(laid: ServerChannels, planes: Sequence[Sequence[str]] = ()) -> Iterat
 
 
 def _edges(
-    laid: ServerChannels,
-    op: str,
-    inside: Sequence[_Inside],
-    tree: Above,
-    share: Fraction,
-    channel: int,
+    laid: ServerChannels, op: str, inside: Sequence[_Inside], tree: Above, share: Fraction, channel: int
 ) -> Iterator[Edge]:
-    """Edges of a tree: of every server that to the server above, then its own."""
+    """Yield edges of a tree: for every server that to the server above, then its own."""
     for server, one in enumerate(inside):
         if server in tree:
             above, last = tree[server]
@@ -439,7 +345,7 @@ def _edges(
 
 
 def _server_chains(laid: ServerChannels, server: int) -> list[tuple[int, ...]]:
-    """For every channel the ranks of a server, in the order of its chain."""
+    """Return for every channel the ranks of a server, in the order of its chain."""
     starts = [laid.start(server, channel) for channel in range(laid.count)]
     if server not in laid.parts:
         return [(start,) for start in starts]
@@ -451,7 +357,7 @@ def _server_chains(laid: ServerChannels, server: int) -> list[tuple[int, ...]]:
 
 
 def _planes(laid: ServerChannels, server: int) -> tuple[str, ...]:
-    """Switches that copy and add and have a link from and to every rank of a server."""
+    """Return the switches that copy and add and have a link from and to every rank of a server."""
     fabric, ranks = laid.servers.fabric, laid.members[server]
     index = fabric.link_index
     found = tuple(
@@ -467,7 +373,3 @@ def _planes(laid: ServerChannels, server: int) -> tuple[str, ...]:
             f"no switch that copies and adds joins the GPUs{f' of {where}' if where else ''}; use nccl-tree"
         )
     return found
-
-
-def _star(laid: ServerChannels, op: str, owner: int, ranks: Sequence[int], plane: str) -> Iterator[Edge]:
-    return (laid.through(op, owner, rank, plane) for rank in ranks if rank != owner)

@@ -1,10 +1,10 @@
-"""Directed Hamiltonian cycles of a small graph, and the largest set that shares no lane: rings over direct links.
+"""Find Hamiltonian cycles of a small directed graph, and a largest set without a shared lane: rings over direct links.
 
-All cycles are listed, or a varied sample where there are too many: both walk depth first and give a path up as soon as
+All cycles are listed, or a varied sample if there are too many: both walk depth first and give a path up as soon as
 some vertex can no longer be entered or left. Then as many as possible of them are packed by branch and bound. A ring
 leaves every set of vertices at least once, so a cycle is dropped as soon as it would leave some set too few lanes for
-the rings that are still to come. The next branch is at the vertex with the least to spare: either some ring uses its
-scarcest lane, or none does. Listing and packing stop at stated limits, and the result says whether they had to.
+the remaining rings. The next branch is at the vertex with the least slack: either some ring uses its scarcest lane, or
+none does. Listing and packing stop at fixed limits, and the result says whether they had to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 STEP_LIMIT = 200_000
-"""Most paths looked at."""
+"""Most paths visited by a walk."""
 
 CYCLE_LIMIT = 10_000
 """Most cycles listed."""
@@ -25,18 +25,12 @@ _SAMPLE = 64
 
 
 def all_cycles(
-    lanes: Sequence[Sequence[int]], *, step_limit: int = STEP_LIMIT, cycle_limit: int = CYCLE_LIMIT
+    lanes: Sequence[Sequence[int]], *, cycle_limit: int | None = None
 ) -> tuple[list[tuple[int, ...]], bool]:
-    """Hamiltonian cycles in ascending order, and whether they are all.
+    """Return Hamiltonian cycles in ascending order, at most ``cycle_limit``, and whether they are all.
 
-    Parameters
-    ----------
-    lanes : N x N int
-        There is an arc from u to v where ``lanes[u][v]`` is above zero.
-    step_limit, cycle_limit : int
-        Most paths looked at, most cycles listed.
+    ``lanes[u][v]`` above zero is an arc from u to v. None stands for `CYCLE_LIMIT`.
 
-    Examples
     --------
     >>> all_cycles([[int(u != v) for v in range(4)] for u in range(4)])[0][:2]
     [(0, 1, 2, 3), (0, 1, 3, 2)]
@@ -44,13 +38,14 @@ def all_cycles(
     size = len(lanes)
     following = [[v for v in range(size) if lanes[u][v]] for u in range(size)]
     cycles: list[tuple[int, ...]] = []
-    walk = _Walk(lanes, step_limit)
+    walk = _Walk(lanes)
+    most = CYCLE_LIMIT if cycle_limit is None else cycle_limit
 
     def extend(path: list[int], rest: int) -> bool:
         if not rest:
             if lanes[path[-1]][0]:
                 cycles.append(tuple(path))
-            return len(cycles) < cycle_limit
+            return len(cycles) < most
         if not walk.can_finish(path[-1], rest):
             return not walk.exhausted
         for v in following[path[-1]]:
@@ -66,27 +61,12 @@ def all_cycles(
     return cycles, complete
 
 
-def varied_cycles(lanes: Sequence[Sequence[int]], *, step_limit: int = STEP_LIMIT) -> list[tuple[int, ...]]:
-    """A sample of cycles, each over the lanes least used so far, with their reverses where these exist.
-
-    Parameters
-    ----------
-    lanes : N x N int
-        Parallel lanes from u to v.
-    step_limit : int
-        Most paths looked at, over all cycles together.
-
-    Examples
-    --------
-    Three GPUs in a triangle have one cycle and its reverse.
-
-    >>> sorted(set(varied_cycles([[0, 1, 1], [1, 0, 1], [1, 1, 0]])))
-    [(0, 1, 2), (0, 2, 1)]
-    """
+def varied_cycles(lanes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return a sample of cycles, each over the lanes least used so far, with their reverses if these exist."""
     size = len(lanes)
     used = [[0] * size for _ in range(size)]
     cycles: list[tuple[int, ...]] = []
-    walk = _Walk(lanes, step_limit)
+    walk = _Walk(lanes)
 
     def extend(path: list[int], rest: int) -> bool:
         u = path[-1]
@@ -119,20 +99,20 @@ def varied_cycles(lanes: Sequence[Sequence[int]], *, step_limit: int = STEP_LIMI
 
 
 class _Walk:
-    """Counts partial cycles up to a limit, and sees when one cannot be closed."""
+    """Counts partial cycles up to a limit, and detects paths that cannot be closed."""
 
-    def __init__(self, lanes: Sequence[Sequence[int]], limit: int) -> None:
+    def __init__(self, lanes: Sequence[Sequence[int]]) -> None:
         size = len(lanes)
         self.leaving = [sum(1 << v for v in range(size) if lanes[u][v]) for u in range(size)]
         self._entering = [sum(1 << u for u in range(size) if lanes[u][v]) for v in range(size)]
-        self._left = limit
+        self._left = STEP_LIMIT
 
     @property
     def exhausted(self) -> bool:
         return self._left <= 0
 
     def can_finish(self, end: int, rest: int) -> bool:
-        """False when some vertex of ``rest`` can no longer be entered or left, or the limit is reached."""
+        """Return False if some vertex of ``rest`` can no longer be entered or left, or the limit is reached."""
         self._left -= 1
         before, after = rest | 1 << end, rest | 1
         inside = rest
@@ -153,57 +133,28 @@ _LARGEST_CUT_TABLE = 9
 
 @dataclass(frozen=True, slots=True)
 class RingSearch:
-    """Link-disjoint directed rings, and whether it is proved that there are no more.
-
-    Parameters
-    ----------
-    rings : tuple of tuples of int
-        Each the order of all vertices along one ring, from vertex 0.
-    exhaustive : bool
-        True when the search covered everything; False when it stopped at a limit.
-    """
+    """Link-disjoint directed rings, each an order of all vertices from vertex 0; `exhaustive` if no more exist."""
 
     rings: tuple[tuple[int, ...], ...]
     exhaustive: bool
 
 
 def ring_limit(lanes: Sequence[Sequence[int]]) -> int:
-    """Most rings that the lanes in and out of each vertex allow."""
+    """Return the most rings that the lanes in and out of each vertex allow."""
     table = np.array(lanes, dtype=np.int64)
     return int(min(table.sum(axis=0).min(), table.sum(axis=1).min()))
 
 
-def disjoint_rings(
-    lanes: Sequence[Sequence[int]],
-    *,
-    step_limit: int = STEP_LIMIT,
-    cycle_limit: int = CYCLE_LIMIT,
-    node_limit: int = NODE_LIMIT,
-) -> RingSearch:
-    """As many directed Hamiltonian cycles as fit when every lane carries at most one of them.
+def disjoint_rings(lanes: Sequence[Sequence[int]]) -> RingSearch:
+    """Return as many directed Hamiltonian cycles as fit if every lane carries at most one of them.
 
-    Two vertices have the ring there and back for each pair of lanes.
-
-    Parameters
-    ----------
-    lanes : N x N int
-        ``lanes[u][v]`` parallel lanes from u to v; N at least 2.
-    step_limit, cycle_limit, node_limit : int
-        Where the search gives up its claim to be exhaustive.
-
-    Returns
-    -------
-    RingSearch
-        The same for the same lanes, always.
-
-    Notes
-    -----
-    The number of cycles is exponential in N at worst; DGX-1V has 60, a full mesh of 8 has 5040. Beyond the
-    limits the packing is over a varied sample of cycles.
+    ``lanes[u][v]`` are parallel lanes from u to v. Two vertices have the ring there and back for each pair of lanes.
+    The number of cycles is exponential in N at worst; DGX-1V has 60, a full mesh of 8 has 5040. Beyond the limits the
+    packing is over a varied sample of cycles.
 
     Examples
     --------
-    A full mesh of 4 has 12 lanes, but its arcs are no union of 3 Hamiltonian cycles (Tillson 1980).
+    A full mesh of 4 has 12 lanes, but its arcs are not a union of 3 Hamiltonian cycles (Tillson 1980).
 
     >>> disjoint_rings([[int(u != v) for v in range(4)] for u in range(4)])
     RingSearch(rings=((0, 1, 2, 3), (0, 3, 2, 1)), exhaustive=True)
@@ -211,26 +162,24 @@ def disjoint_rings(
     most = ring_limit(lanes)
     if len(lanes) == 2:
         return RingSearch(((0, 1),) * most, True)
-    cycles, complete = all_cycles(lanes, step_limit=step_limit, cycle_limit=cycle_limit)
+    cycles, complete = all_cycles(lanes)
     if not complete:
-        cycles = sorted({*cycles[:1], *varied_cycles(lanes, step_limit=step_limit)})
-    packing = _Packing(lanes, cycles, node_limit)
+        cycles = sorted({*cycles[:1], *varied_cycles(lanes)})
+    packing = _Packing(lanes, cycles)
     best: tuple[int, ...] = ()
     while len(best) < most:
         found = packing.find(len(best) + 1)
         if found is None:
             break
         best = found
-    proved = len(best) == most or (complete and packing.nodes < node_limit)
+    proved = len(best) == most or (complete and packing.nodes < NODE_LIMIT)
     return RingSearch(tuple(cycles[number] for number in sorted(best)), proved)
 
 
 class _Packing:
-    """Branch and bound over a list of cycles: choose some such that no lane is used by two."""
+    """Branch and bound over a list of cycles: choose some that share no lane."""
 
-    def __init__(
-        self, lanes: Sequence[Sequence[int]], cycles: Sequence[tuple[int, ...]], node_limit: int
-    ) -> None:
+    def __init__(self, lanes: Sequence[Sequence[int]], cycles: Sequence[tuple[int, ...]]) -> None:
         size = len(lanes)
         arcs = [(u, v) for u in range(size) for v in range(size) if lanes[u][v]]
         index = {arc: number for number, arc in enumerate(arcs)}
@@ -242,7 +191,7 @@ class _Packing:
         ends = [[arc[0] == vertex for arc in arcs] for vertex in range(size)]
         ends += [[arc[1] == vertex for arc in arcs] for vertex in range(size)]
         self._ports: NDArray[np.int64] = np.array(ends, dtype=np.int64).T
-        # Every vertex set that holds vertex 0 and leaves out some other.
+        # Every vertex set that holds vertex 0 and leaves out another vertex.
         sets = range(1, (1 << size) - 1, 2) if size <= _LARGEST_CUT_TABLE else ()
         self._out: NDArray[np.int64] = np.array(
             [[side >> u & 1 and not side >> v & 1 for side in sets] for u, v in arcs], dtype=np.int64
@@ -251,17 +200,16 @@ class _Packing:
             [[side >> v & 1 and not side >> u & 1 for side in sets] for u, v in arcs], dtype=np.int64
         ).reshape(len(arcs), len(sets))
         self._crossings = self._use @ self._out
-        self._node_limit = node_limit
         self.nodes = 0
 
     def find(self, count: int) -> tuple[int, ...] | None:
-        """Numbers of ``count`` cycles that fit together; None where none do or the limit is reached."""
+        """Return the numbers of ``count`` cycles that fit together; None if none do or the limit is reached."""
         return self._extend(np.arange(len(self._use)), self._room, count)
 
     def _extend(
         self, cycles: NDArray[np.int64], room: NDArray[np.int64], count: int
     ) -> tuple[int, ...] | None:
-        if self.nodes >= self._node_limit:
+        if self.nodes >= NODE_LIMIT:
             return None
         self.nodes += 1
         to_spare = np.minimum(room @ self._out, room @ self._into) - (count - 1)

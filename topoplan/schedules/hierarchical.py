@@ -6,12 +6,12 @@ after another: ``mesh`` in one hop from all others, ``ring`` step by step with h
 has ``mesh`` in every dimension (Wang et al., NeurIPS 2018); HiPS takes a kind for each (Geng et al., 2018).
 
 Rails broadcast in three hops: scatter in the root's server, across over all NICs, gather in each server. Relayed
-rails take one more across: each server passes its part on to the rest, so the root's NICs send everything once.
+rails take one more across: each server forwards its part to the others, so the root's NICs send everything once.
 Reduce runs backwards.
 
 Three phases (Blink 3.4): a part has one local root in each server, which collects it over a tree, exchanges it in
-one hop, and hands it down. Trees, roots and shares come from one program (`topoplan.solve.packing.composition`),
-pipelined by chunks.
+one hop, and broadcasts the total. Trees, roots and shares come from one program
+(`topoplan.solve.packing.composition`), pipelined by chunks.
 """
 
 from __future__ import annotations
@@ -19,96 +19,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import product
-from math import prod
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.solve.packing.composition import THREE_PHASE
 from topoplan.solve.planner import plan
 
 LEVELS = ("mesh", "ring", "ps")
 
 Digits = tuple[int, ...]
-
-
-def bml(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """BML: every dimension in one hop, a part of the buffer beginning at each; parameters as for `hierarchical`.
-
-    Examples
-    --------
-    On a BCube of 16 hosts with two ports of 10 GB/s: twice a ring's rate.
-
-    >>> bml("bcube:4,2@10").rate
-    10.666666666666666
-    """
-    return hierarchical(topology, collective, gpus=gpus, root=root, channels=channels, name="bml")
-
-
-def hips_ring(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """HiPS with a ring in every dimension; parameters as for `hierarchical`.
-
-    Examples
-    --------
-    >>> round(hips_ring("torus:4,4@10").rate, 3)
-    21.333
-    """
-    return hierarchical(
-        topology, collective, gpus=gpus, root=root, channels=channels, levels=("ring",), name="hips-ring"
-    )
-
-
-def two_level(
-    topology: TopologyLike,
-    collective: str = "allreduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """Two levels of parameter servers: a GPU of each server adds up there, and shards go between those GPUs.
-
-    As MXNet's distributed store on one GPU of each machine (arXiv 1512.01274). Parameters as for `hierarchical`.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> pair = topoplan.cluster([topoplan.Server("dgx-a100", count=2)], nics=8, nic_gbps=200, nic_access="direct")
-    >>> made = two_level(pair)
-    >>> made.trees, made.height, made.rate
-    (2, 2, 50.0)
-    """
-    return hierarchical(
-        topology,
-        collective,
-        gpus=gpus,
-        root=root,
-        channels=channels,
-        levels=("mesh", "ps"),
-        rotated=False,
-        name="two-level",
-    )
 
 
 def hierarchical(
@@ -119,34 +47,30 @@ def hierarchical(
     root: int | None = None,
     channels: str = "auto",
     levels: Sequence[str] = ("mesh",),
-    sides: Sequence[int] | None = None,
     rotated: bool = True,
     name: str = "hips",
 ) -> Plan:
-    """A schedule that goes dimension by dimension.
+    """Return a schedule that goes dimension by dimension.
 
-    Parameters
-    ----------
-    topology, gpus, root, channels
-        As for `topoplan.one_hop`.
-    collective : str
-        allreduce, broadcast, reduce; allgather and reduce_scatter too where no level is ``ps``.
-    levels : sequence of str
-        The kind of each dimension, the highest digit first; one stands for all.
-    sides : sequence of int or None
-        Ranks in each dimension. None: servers and the GPUs of each where there are several of several, else the fewest
-        dimensions, two at least, in which ranks that a level joins have a route of their own.
-    rotated : bool
-        Whether parts of the buffer begin at each dimension; else all begin at the last.
-    name : str
-        What the plan calls its schedule.
+    ``levels`` gives the kind of each dimension, the highest digit first, or one kind for all; allgather and
+    reduce-scatter have no level ``ps``. Dimensions are servers and the GPUs of each, if there are several of several,
+    else the fewest dimensions, two at least, in which ranks that a level joins have a route of their own. If
+    ``rotated``, parts of the buffer begin at each dimension, else all begin at the last. ``name`` is the schedule of
+    the plan.
 
-    Raises
-    ------
-    UsageError
-        Levels or sides that do not fit, or as `topoplan.one_hop`.
-    InfeasibleError
-        The ranks are no such grid, or as `topoplan.one_hop`.
+    UsageError if levels do not fit the dimensions; InfeasibleError if the ranks are not such a grid.
+
+    Examples
+    --------
+    On a BCube of 16 hosts with two ports of 10 GB/s, twice a ring's rate:
+
+    >>> bml("bcube:4,2@10").rate, round(hips_ring("torus:4,4@10").rate, 3)
+    (10.666666666666666, 21.333)
+    >>> import topoplan
+    >>> pair = topoplan.cluster([topoplan.Server("dgx-a100", count=2)], nics=8, nic_gbps=200, nic_access="direct")
+    >>> made = two_level(pair)
+    >>> made.trees, made.height, made.rate
+    (2, 2, 50.0)
     """
     started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
@@ -159,9 +83,7 @@ def hierarchical(
     if "ps" in levels and collective in ("allgather", "reduce_scatter"):
         raise UsageError(f"in {collective} every rank is a root, and a level of ps has one; use mesh or ring")
     routes = LeastLoaded(fabric)
-    grid = _Grid(_sides(fabric, routes, levels) if sides is None else tuple(sides), levels)
-    if prod(grid.sides) != fabric.size:
-        raise UsageError(f"sides {grid.sides} hold {prod(grid.sides)} ranks, and there are {fabric.size}")
+    grid = _Grid(_sides(fabric, routes, levels), levels)
     grid.check(fabric, routes)
     starts = range(len(grid.sides)) if rotated else (len(grid.sides) - 1,)
     ways = (1, -1) if "ring" in grid.kinds else (1,)
@@ -175,20 +97,24 @@ def hierarchical(
             edges = tuple(routes.edge(op, (parent,), child, share) for child, parent in parents)
             stages.append(Stage(op, grid.number(centre), edges))
         shards.append(Shard(share, tuple(stages)))
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=shards,
-        certificate=best_bound(fabric, collective, rank),
-        schedule=name,
-        method=name,
-    )
+    made = bounded_plan(fabric, collective, shards, name, root=rank)
     return made.timed(time.perf_counter() - started)
 
 
+bml = partial(hierarchical, name="bml")
+"""BML: every dimension in one hop, a part of the buffer beginning at each."""
+
+hips_ring = partial(hierarchical, levels=("ring",), name="hips-ring")
+"""HiPS with a ring in every dimension."""
+
+two_level = partial(hierarchical, levels=("mesh", "ps"), rotated=False, name="two-level")
+"""Two levels of parameter servers: a GPU of each server adds up there, and shards go between those GPUs.
+
+As MXNet's distributed store on one GPU of each machine (arXiv 1512.01274)."""
+
+
 class _Grid:
-    """Ranks by their digits, the highest first, and how a level sets one."""
+    """Ranks by their digits, the highest first, and the kinds of levels that set them."""
 
     def __init__(self, sides: Digits, levels: Sequence[str]) -> None:
         if len(levels) not in (1, len(sides)):
@@ -213,12 +139,12 @@ class _Grid:
         return product(*map(range, self.sides))
 
     def roots(self) -> list[Digits]:
-        """Those that collect a piece."""
+        """Return the points that collect a piece."""
         alone = [place for place, kind in enumerate(self.kinds) if kind == "ps"]
         return [point for point in self.points() if not any(point[place] for place in alone)]
 
     def parents(self, centre: Digits, start: int, way: int) -> list[tuple[int, int]]:
-        """Each rank but the centre with the next on its way there; those nearer to the centre first."""
+        """Return each rank but the centre with the next on its way there, nearer ranks first."""
         others = [point for point in self.points() if point != centre]
         others.sort(key=lambda point: (self._steps(point, centre, way), point))
         return [(self.number(point), self._next(point, centre, start, way)) for point in others]
@@ -238,13 +164,13 @@ class _Grid:
         return self.number((*point[:place], digit, *point[place + 1 :]))
 
     def check(self, fabric: Fabric, routes: LeastLoaded) -> None:
-        """Refuse a grid in which a level would pass through a third rank."""
+        """Raise InfeasibleError if a level would pass through a third rank."""
         for a, b in self.pairs():
             if not routes.joined(a, b):
                 raise InfeasibleError(f"{fabric.ranks[a]} reaches {fabric.ranks[b]} only through another GPU")
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Ranks between which a level moves data."""
+        """Yield the pairs of ranks between which a level moves data."""
         for point in self.points():
             for place, (side, kind) in enumerate(zip(self.sides, self.kinds, strict=True)):
                 others = (1, side - 1) if kind == "ring" else range(1, side)
@@ -254,7 +180,7 @@ class _Grid:
 
 
 def _sides(fabric: Fabric, routes: LeastLoaded, levels: Sequence[str]) -> Digits:
-    """The dimensions of a machine that nobody names."""
+    """Return the dimensions of a machine."""
     servers = FabricServers(fabric)
     counts = {len(members) for members in servers.members}
     if len(servers.names) > 1 and counts != {1} and len(counts) == 1:
@@ -265,11 +191,11 @@ def _sides(fabric: Fabric, routes: LeastLoaded, levels: Sequence[str]) -> Digits
             continue
         if all(routes.joined(a, b) for a, b in _Grid(sides, levels).pairs()):
             return sides
-    raise InfeasibleError(f"the {fabric.size} GPUs are no grid whose dimensions have routes of their own")
+    raise InfeasibleError(f"the {fabric.size} GPUs are not a grid whose dimensions have routes of their own")
 
 
 def _factorings(size: int) -> Iterator[Digits]:
-    """All ways to write a number as a product of numbers above one, in every order."""
+    """Yield all ways to write a number as a product of numbers above one, in every order."""
     yield (size,)
     for first in range(2, size // 2 + 1):
         if size % first == 0:
@@ -279,7 +205,8 @@ def _factorings(size: int) -> Iterator[Digits]:
 RAILS, RELAYED_RAILS = "rails", "relayed rails"
 
 
-def rails(
+def _rails(
+    kind: str,
     topology: TopologyLike,
     collective: str = "broadcast",
     *,
@@ -287,74 +214,21 @@ def rails(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The broadcast or reduce along rails: one tree for each place in a server, of height three.
-
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-        A cluster: its devices say to which server they belong.
-    collective : str
-        broadcast or reduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None. Servers may have different numbers of them: rails are as many as the least.
-    root : int or None
-        GPU number of the root; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
-
-    Raises
-    ------
-    UsageError
-        Another collective, all GPUs on one server, or a GPU out of range.
-    InfeasibleError
-        The channels do not connect the allocation, or a hop would pass another GPU.
+    """Return the broadcast or reduce along rails, as many as the smallest server has GPUs.
 
     Examples
     --------
     Four DGX-A100 with a NIC of 25 GB/s for each GPU: three of four eighths leave each, at 25 / (3 / 8) GB/s.
 
     >>> import topoplan
-    >>> four = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=4)], nic_gbps=200, nics=8,
-    ...                         nic_access="direct")
-    >>> plan = rails(four)
+    >>> servers = [topoplan.Server(topoplan.load("dgx-a100"), count=4)]
+    >>> plan = rails(topoplan.cluster(servers, nic_gbps=200, nics=8, nic_access="direct"))
     >>> plan.trees, plan.height, round(plan.rate, 2)
     (8, 3, 66.67)
-    """
-    return _rails(RAILS, topology, collective, gpus=gpus, root=root, channels=channels)
-
-
-def relayed_rails(
-    topology: TopologyLike,
-    collective: str = "broadcast",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-) -> Plan:
-    """The broadcast or reduce along rails on which every other server passes on a part: trees of height four.
-
-    Parameters and errors are those of `rails`.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> four = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=4)], nic_gbps=200, nics=8)
-    >>> plan = relayed_rails(four)
+    >>> plan = relayed_rails(topoplan.cluster(servers, nic_gbps=200, nics=8))
     >>> plan.trees, plan.height, round(plan.rate, 2)
     (24, 4, 171.43)
     """
-    return _rails(RELAYED_RAILS, topology, collective, gpus=gpus, root=root, channels=channels)
-
-
-def _rails(
-    kind: str,
-    topology: TopologyLike,
-    collective: str,
-    *,
-    gpus: Sequence[int] | None,
-    root: int | None,
-    channels: str,
-) -> Plan:
     started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
     if asked.root is None:
@@ -378,16 +252,14 @@ def _rails(
         for relay in relays
         for place in range(count)
     ]
-    made = build_plan(
-        fabric,
-        op,
-        root=asked.root,
-        shards=shards,
-        certificate=best_bound(fabric, op, asked.root),
-        schedule=kind,
-        method=kind,
-    )
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, op, shards, kind, root=asked.root).timed(time.perf_counter() - started)
+
+
+rails = partial(_rails, RAILS)
+"""Rails: one tree for each place in a server, of height three."""
+
+relayed_rails = partial(_rails, RELAYED_RAILS)
+"""Rails on which every other server forwards a part: trees of height four."""
 
 
 def _shard(
@@ -400,30 +272,30 @@ def _shard(
     share: Fraction,
     routes: LeastLoaded,
 ) -> Shard:
-    """The tree of one rail, or of the part that a server passes on; the root's server stands first."""
+    """Return the tree of one rail, or of the part that a server relays; the root's server comes first."""
     hub = members[0][place]
     edges: list[Edge] = []
 
-    def hang(parent: int, child: int) -> None:
+    def attach(parent: int, child: int) -> None:
         tail, head = (parent, child) if op == "broadcast" else (child, parent)
         if not routes.joined(tail, head):
             raise InfeasibleError(
-                f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; there are no rails"
+                f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; rails need direct routes"
             )
         edges.append(routes.edge(op, (parent,), child, share))
 
     if hub != root:
-        hang(root, hub)
-    passing = members[relay][place]
-    if passing != hub:
-        hang(hub, passing)
+        attach(root, hub)
+    relaying = members[relay][place]
+    if relaying != hub:
+        attach(hub, relaying)
     for number, ranks in enumerate(members):
         if number not in (0, relay):
-            hang(passing, ranks[place])
+            attach(relaying, ranks[place])
     for ranks in members:
         for rank in ranks:
             if rank not in (ranks[place], root):
-                hang(ranks[place], rank)
+                attach(ranks[place], rank)
     return Shard(share, (Stage(op, root, tuple(edges)),))
 
 
@@ -435,29 +307,24 @@ def three_phase(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The three-phase schedule of a collective on several servers; the same as ``plan(…, method="three-phase")``.
+    """Return the three-phase schedule of a collective on several servers, as ``plan(…, method="three-phase")``.
 
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
-        A cluster: its devices say to which server they belong.
+        A cluster: its devices state their servers.
     collective : str
-        allreduce; or broadcast, reduce, allgather, reduce_scatter, which are one direction of it. There the root need
-        not be a local root: a gateway in its server sends to the centre of the exchange, or is the centre.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None. One server may have more of them than another.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
+        allreduce; or broadcast, reduce, allgather, reduce_scatter, which are one direction of it. In these the root
+        need not be a local root: a gateway in its server sends to the centre of the exchange, or is the centre.
+    gpus, root, channels
+        As for `topoplan.plan`. Servers may have different numbers of GPUs.
 
     Raises
     ------
     UsageError
-        All GPUs are on one server; unknown collective, GPU out of range, a root outside the allocation, or one where
-        the collective has none.
+        As `topoplan.plan`; all GPUs are on one server.
     InfeasibleError
-        The GPUs of a server are not connected inside it, or the servers not in one hop.
+        The GPUs of a server are not connected inside it, or the servers are not one hop apart.
 
     References
     ----------

@@ -1,20 +1,20 @@
-"""Plan the schedules with the fewest start-ups: one hop, the lowest tree, one-shot; for small messages.
+"""Plan the schedules with the lowest latency, for small messages: one hop, the lowest tree, one-shot.
 
 - One hop: one star for each rank with 1/N of the buffer (allreduce, allgather, reduce-scatter), or the root's star.
-  Behind one switch with equal ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2). Two ranks
-  with no route but through a third have no such schedule.
+  Behind one switch with equal ports the stars of all ranks also reach the optimum (Blink 3.5, for DGX-2). It needs a
+  route without a third rank between any two.
 - Lowest tree: the buffer in one piece along a breadth-first tree of shortest paths; an allreduce takes the root with
-  the shortest way up and down, then the highest rate; a rank hangs below the parent with the least full link.
-- One-shot: every rank sends all it has to all others, and each adds everything up in the order of the senders, so
-  all have the same bits. An exchange is a gather from every rank (`topoplan.plans.shards.Stage`). Between servers it
-  is the middle of three phases: servers add up inside, the owners of a part exchange sums, and each hands the total
-  out inside.
+  the shortest way up and down, then the highest rate; a rank's parent is the one with the least full link.
+- One-shot: every rank sends its whole buffer to all others, and each adds everything up in the order of the senders,
+  so all have the same bits. An exchange is a gather from every rank (`topoplan.plans.shards.Stage`). Between servers it
+  is the middle of three phases: servers add up inside, the owners of a part exchange sums, and each broadcasts the
+  total inside.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -22,13 +22,13 @@ from itertools import accumulate, pairwise
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.schedules.sparse_plan import exchanging_servers
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 
 
 def lowest_tree(
@@ -39,26 +39,19 @@ def lowest_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The schedule of a collective with the fewest edges one after another, in one piece for each owner.
+    """Return the schedule of a collective with the fewest sequential edges, in one piece for each owner.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
-    InfeasibleError
-        The channels do not connect the allocation.
+    UsageError, InfeasibleError
+        As `topoplan.plan`.
 
     Examples
     --------
@@ -80,27 +73,15 @@ def lowest_tree(
         shards = [_shard(fabric, steps, owner, routes, share) for owner in range(fabric.size)]
     else:
         shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=shards,
-        certificate=best_bound(fabric, collective, rank),
-        schedule="lowest tree" if len(shards) == 1 else "lowest trees",
-        method="lowest tree",
-    )
+    name = "lowest tree" if len(shards) == 1 else "lowest trees"
+    made = bounded_plan(fabric, collective, shards, name, root=rank, method="lowest tree")
     return made.timed(time.perf_counter() - started)
 
 
 def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
-    """The whole buffer over the trees of the best root: lowest, then fastest, then first."""
-
+    """Return the whole buffer over the trees of the best root: lowest, then fastest, then first."""
     steps = _steps(fabric, collective)
-
-    def depth(root: int) -> int:
-        return sum(max(_depths(onward, root)) for onward in steps.values())
-
-    depths = {root: depth(root) for root in roots}
+    depths = {root: sum(max(_depths(onward, root)) for onward in steps.values()) for root in roots}
     lowest = min(depths.values())
     routes = LeastLoaded(fabric)
     shards = [
@@ -129,7 +110,7 @@ def _shard(fabric: Fabric, steps: Steps, root: int, routes: LeastLoaded, share: 
 
 
 def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, share: Fraction) -> Stage:
-    """A tree of shortest paths; ranks with the fewest possible parents choose first."""
+    """Return a tree of shortest paths; ranks with the fewest possible parents choose first."""
     depth = _depths(onward, root)
     level: dict[int, list[int]] = {}
     for parent, children in enumerate(onward):
@@ -143,7 +124,7 @@ def _stage(op: str, onward: list[list[int]], root: int, routes: LeastLoaded, sha
 
 
 def _depths(onward: list[list[int]], root: int) -> list[int]:
-    """Fewest edges between the root and every rank, in the direction of the data."""
+    """Return the fewest edges between the root and every rank, in the direction of the data."""
     depth = {root: 0}
     frontier = [root]
     for rank in frontier:
@@ -162,24 +143,19 @@ def one_hop(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The one-hop schedule of a collective.
+    """Return the one-hop schedule of a collective.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter; or alltoall, whose blocks are sent directly.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
     UsageError
-        Unknown collective, GPU out of range, a root outside the allocation, or one where the collective has none.
+        As `topoplan.plan`.
     InfeasibleError
         The channels do not connect the allocation, or some rank reaches another only through a third.
 
@@ -215,16 +191,7 @@ def one_hop(
             edges = tuple(routes.edge(op, (centre,), other, share) for other in others)
             stages.append(Stage(op, centre, edges))
         shards.append(Shard(share, tuple(stages)))
-    made = build_plan(
-        fabric,
-        collective,
-        root=rank,
-        shards=shards,
-        certificate=best_bound(fabric, collective, rank),
-        schedule="one-hop",
-        method="one-hop",
-    )
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, "one-hop", root=rank).timed(time.perf_counter() - started)
 
 
 def mesh(
@@ -235,9 +202,7 @@ def mesh(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """One hop under the name that it has where servers of gradients are the workers themselves, with its connections.
-
-    Every rank owns a part, which all others send to it and get back from it: HiPS's mesh. Arguments as `one_hop`.
+    """Return one hop as HiPS's mesh, with the connections of workers that are the servers of gradients themselves.
 
     Examples
     --------
@@ -253,15 +218,10 @@ def mesh(
 
 
 def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -> Plan | None:
-    """The all-to-all of libraries that send every block at once to its rank.
+    """Return the all-to-all of libraries that send every block directly to its rank.
 
-    Over NVLink, or where that does not join all pairs over PCIe, since a plan runs over one of them; None where neither
-    does.
-
-    Parameters
-    ----------
-    topology, gpus
-        As for `one_hop`.
+    It runs over NVLink, or over PCIe if NVLink does not join all pairs, since a plan runs over one of them; None if
+    neither does.
 
     Examples
     --------
@@ -280,7 +240,7 @@ def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -
 
 
 def _direct_sends(routes: LeastLoaded, destination: int, fabric: Fabric) -> list[Shard]:
-    """What a rank gets in an all-to-all: each block at once from the rank that has it."""
+    """Return the shards of a rank in an all-to-all: each block directly from its source."""
     share = Fraction(1, fabric.size)
     shards = []
     for source in range(fabric.size):
@@ -296,7 +256,7 @@ def _check_joined(routes: LeastLoaded, tail: int, head: int, fabric: Fabric) -> 
     if not routes.joined(tail, head):
         raise InfeasibleError(
             f"{fabric.ranks[tail]} reaches {fabric.ranks[head]} only through another GPU; "
-            "there is no one-hop schedule, so plan trees instead"
+            "a one-hop schedule needs direct routes, so plan trees instead"
         )
 
 
@@ -312,30 +272,25 @@ def one_shot(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The allreduce in which every rank sends all it has to all others, over the lowest tree of each.
+    """Return the allreduce in which every rank sends its buffer to all others, over the lowest tree of each.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
     root : None
         An allreduce has none.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        Another collective, a root, or a GPU out of range.
-    InfeasibleError
-        The channels do not connect the allocation.
+    UsageError, InfeasibleError
+        As `topoplan.plan`; another collective.
 
     Examples
     --------
-    A DGX-2 adds up in one hop what fits through its ports fifteen times:
+    A DGX-2 adds up in one hop, with fifteen times the traffic through its ports:
 
     >>> import topoplan
     >>> plan = one_shot(topoplan.load("dgx-2"))
@@ -351,7 +306,8 @@ def one_shot(
     if fabric.size == 1:
         return trivial_plan(fabric, asked.collective, root=None, method=ONE_SHOT)
     gathered = lowest_tree(topology, "allgather", gpus=gpus, channels="+".join(fabric.channels))
-    return _plan(fabric, exchange_of(gathered), ONE_SHOT).timed(time.perf_counter() - started)
+    made = bounded_plan(fabric, asked.collective, exchange_of(gathered), ONE_SHOT)
+    return made.timed(time.perf_counter() - started)
 
 
 def one_shot_servers(
@@ -362,35 +318,18 @@ def one_shot_servers(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The allreduce in three phases, of which the one between servers is one-shot.
-
-    Parameters are those of `one_shot`.
-
-    Raises
-    ------
-    UsageError
-        Another collective, a root, a GPU out of range, or all GPUs on one server.
-    InfeasibleError
-        Servers of one GPU each, GPUs of a server that are not connected inside it, or servers not in one hop.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=200, nics=8)
-    >>> plan = one_shot_servers(pair)
-    >>> plan.depth, [stage.op for stage in plan.shards[0].stages]
-    (3, ['reduce', 'reduce', 'gather', 'gather', 'broadcast', 'broadcast'])
-    """
+    """Return the allreduce in three phases, with a one-shot exchange between servers."""
     started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus, root=root)
     _check(asked.collective)
     fabric = asked.connected(channels)
     shards = exchanging_servers(fabric, None)
-    return _plan(fabric, shards, ONE_SHOT_SERVERS).timed(time.perf_counter() - started)
+    made = bounded_plan(fabric, asked.collective, shards, ONE_SHOT_SERVERS)
+    return made.timed(time.perf_counter() - started)
 
 
 def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
-    """The exchange that goes along the trees of an allgather: what was one rank's block is all that it has.
+    """Return the exchange along the trees of an allgather, with a rank's whole buffer in place of its block.
 
     Each owner divides its block between trees in its own way; a shard here is a part that none of them divides.
 
@@ -420,22 +359,11 @@ def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
 
 
 def one_shot_along(gathered: Plan) -> Plan:
-    """The one-shot allreduce along the trees of an allgather on the same machine."""
-    return _plan(Fabric(gathered.topology, gathered.channels), exchange_of(gathered), ONE_SHOT)
+    """Return the one-shot allreduce along the trees of an allgather on the same machine."""
+    fabric = Fabric(gathered.topology, gathered.channels)
+    return bounded_plan(fabric, "allreduce", exchange_of(gathered), ONE_SHOT)
 
 
 def _check(collective: str) -> None:
     if collective != "allreduce":
         raise UsageError(f"one-shot is an allreduce, not {collective}; choose another schedule")
-
-
-def _plan(fabric: Fabric, shards: Iterable[Shard], schedule: str) -> Plan:
-    return build_plan(
-        fabric,
-        "allreduce",
-        root=None,
-        shards=tuple(shards),
-        certificate=best_bound(fabric, "allreduce", None),
-        schedule=schedule,
-        method=schedule,
-    )

@@ -8,9 +8,9 @@ of channels follow from these paths.
 
 A ring of N GPUs sends 2 (N - 1) / N bytes over every hop for each byte of its part in an AllReduce, a chain (NCCL's
 tree inside a server) one up and one down. A share of p / q becomes p channels of q, or the result of largest
-remainders; without shares the number of channels is the fastest one. Ties go to channels that carry no more than
-they can (a ring one link, a chain what `topoplan.schedules.nccl_search` expects), then to the fastest on the links
-left. NCCL uses as many rings as chains.
+remainders; without shares the fastest number of channels is taken. Ties go to channels within their capacity (a ring's
+one link, a chain's expectation of `topoplan.schedules.nccl_search`), then to the fastest on the remaining links. NCCL
+uses as many rings as chains.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ from topoplan.schedules.routes import DirectRoutes, Links
 from topoplan.units import exact
 
 PATH_KINDS = ("NVL", "NVB", "PIX", "PXB", "PHB", "SYS")
-"""Nearest first; the names that a graph file uses."""
+"""Nearest first, by their names in a graph file."""
 
 
 @dataclass(frozen=True, slots=True)
 class NcclHop:
-    """The way from one GPU to another.
+    """The path from one GPU to another.
 
-    Parameters
-    ----------
-    kind : str
-        One of `PATH_KINDS`.
-    part : mapping of Link to Fraction
-        What part of the data crosses each link: more than one way only where NVLink is striped over several switches.
+    ``part`` is the fraction of the data on each link: below 1 only if NVLink is striped over several switches.
     """
 
     kind: str
@@ -48,12 +43,7 @@ class NcclHop:
 
 
 class NcclPaths:
-    """The ways between the GPUs of one server.
-
-    Parameters
-    ----------
-    machine : Topology
-        Its GPUs are those of the communicator.
+    """The paths between the GPUs of one server; the machine's GPUs are those of the communicator.
 
     Examples
     --------
@@ -75,19 +65,13 @@ class NcclPaths:
         self._known: dict[tuple[str, str], NcclHop] = {}
 
     def hop(self, tail: str, head: str) -> NcclHop:
-        """The way from one GPU to another.
-
-        Raises
-        ------
-        InfeasibleError
-            Neither NVLink nor PCIe joins them.
-        """
+        """Return the path from one GPU to another; raise InfeasibleError if neither NVLink nor PCIe joins them."""
         if (tail, head) not in self._known:
             self._known[tail, head] = self._find(self._rank[tail], self._rank[head])
         return self._known[tail, head]
 
     def wire(self, tail: str, head: str) -> Fraction:
-        """GB/s of a single wire on the way, where it is narrowest."""
+        """Return GB/s of a single wire on the path, at its narrowest link."""
         return min(exact(link.bandwidth) / link.count for link in self.hop(tail, head).part)
 
     def _find(self, tail: int, head: int) -> NcclHop:
@@ -101,18 +85,18 @@ class NcclPaths:
         if links is None:
             names = self._machine.gpus
             raise InfeasibleError(
-                f"neither NVLink nor PCIe leads from {names[tail]} to {names[head]}, so that NCCL would need a "
+                f"neither NVLink nor PCIe leads from {names[tail]} to {names[head]}, so NCCL would need a "
                 "network; choose GPUs that are joined"
             )
         return NcclHop(self._pcie_kind(links), {self._pcie.links[number]: Fraction(1) for number in links})
 
     def _striped(self, tail: int, head: int) -> dict[Link, Fraction]:
-        """Parts over the shortest ways without a GPU in between; empty where there is none."""
+        """Return parts over the shortest paths without a GPU in between; empty if there are none."""
         stripes = self._nvlink_routes.stripes(tail, head, self._nvlink.capacity)
         return {self._nvlink.links[number]: part for number, part in stripes.items()}
 
     def _through_gpu(self, tail: int, head: int) -> dict[Link, Fraction]:
-        """Two direct NVLinks with one GPU in between; empty where there are none."""
+        """Return two direct NVLinks with one GPU in between; empty if there are none."""
         index, ranks, capacity = self._nvlink.link_index, self._nvlink.ranks, self._nvlink.capacity
         best: tuple[tuple[Fraction, Fraction], Links] = ((Fraction(0), Fraction(0)), ())
         for number, link in enumerate(self._nvlink.links):
@@ -136,18 +120,18 @@ Hops = Sequence[tuple[str, str]]
 
 
 def ring_hops(order: Order) -> list[tuple[str, str]]:
-    """From each GPU to the next, and from the last to the first."""
+    """Return the hops from each GPU to the next, and from the last to the first."""
     return list(zip(order, order[1:] + order[:1], strict=True))
 
 
 def chain_hops(order: Order) -> list[tuple[str, str]]:
-    """From each GPU to the next, and back."""
+    """Return the hops from each GPU to the next, and back."""
     down = list(pairwise(order))
     return down + [(head, tail) for tail, head in down]
 
 
 def channel_load(paths: NcclPaths, hops: Hops) -> dict[Link, Fraction]:
-    """How often one channel crosses each link."""
+    """Return the crossings of each link by one channel."""
     load: dict[Link, Fraction] = {}
     for tail, head in hops:
         for link, part in paths.hop(tail, head).part.items():
@@ -156,26 +140,15 @@ def channel_load(paths: NcclPaths, hops: Hops) -> dict[Link, Fraction]:
 
 
 def ring_bandwidth(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fraction:
-    """GB/s that all rings together send over a hop: the bus bandwidth.
+    """Return GB/s that all rings together send over a hop: the bus bandwidth.
 
-    Parameters
-    ----------
-    paths : NcclPaths
-    weights : mapping of orders of GPUs to number
-        Parts of the buffer in proportion: numbers of channels, or shares.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> box = topoplan.load("dgx-2")
-    >>> ring_bandwidth(NcclPaths(box), {box.gpus: 6})
-    Fraction(150, 1)
+    ``weights`` are parts of the buffer in proportion: numbers of channels, or shares.
     """
     return _least(paths, {order: ring_hops(order) for order in weights}, weights)
 
 
 def chain_rate(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fraction:
-    """GB/s of algorithm bandwidth of an AllReduce over all chains together; parameters as `ring_bandwidth`.
+    """Return GB/s of algorithm bandwidth of an AllReduce over all chains together; see `ring_bandwidth`.
 
     Examples
     --------
@@ -189,7 +162,7 @@ def chain_rate(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fra
 
 
 def collective_rate(bandwidth: Fraction, collective: str, size: int) -> Fraction:
-    """GB/s of algorithm bandwidth of a collective over rings with this bus bandwidth on so many GPUs.
+    """Return GB/s of algorithm bandwidth of a collective over rings with this bus bandwidth on ``size`` GPUs.
 
     Examples
     --------
@@ -205,13 +178,13 @@ def collective_rate(bandwidth: Fraction, collective: str, size: int) -> Fraction
 
 
 def worst_kind(paths: NcclPaths, orders: Iterable[Order], *, closed: bool) -> str:
-    """The farthest kind of way on any hop."""
+    """Return the farthest kind of path on any hop."""
     hops = (hop for order in orders for hop in (ring_hops(order) if closed else chain_hops(order)))
     return max((paths.hop(*hop).kind for hop in hops), key=PATH_KINDS.index)
 
 
 def _least(paths: NcclPaths, hops: Mapping[Order, Hops], weights: Mapping[Order, int | Fraction]) -> Fraction:
-    """GB/s of all parts together, as the most loaded link allows."""
+    """Return GB/s of all parts together, as the most loaded link allows."""
     total: dict[Link, Fraction] = {}
     for order, weight in weights.items():
         for link, times in channel_load(paths, hops[order]).items():
@@ -227,21 +200,15 @@ WantedShares = Mapping[Order, Fraction]
 """Share of the buffer of each order of GPUs."""
 
 ChannelOrders = WantedShares | Sequence[Order]
-"""Shares, or orders of which the first k are taken for k channels."""
+"""Shares, or orders whose first k serve for k channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """Equally many rings and chains, and what they give.
+    """Equally many rings and chains, as numbers of channels by order, and their rates.
 
-    Parameters
-    ----------
-    rings, chains : mapping of orders of GPUs to int
-        Number of channels of each.
-    bandwidth : Fraction
-        GB/s of bus bandwidth of all rings together.
-    chain_rate : Fraction
-        GB/s of algorithm bandwidth of an AllReduce over all chains together.
+    `bandwidth` is GB/s of bus bandwidth of all rings, `chain_rate` GB/s of algorithm bandwidth of an AllReduce over all
+    chains.
     """
 
     rings: Mapping[Order, int]
@@ -256,7 +223,7 @@ class Graphs:
 
 
 def apportioned(shares: WantedShares, count: int) -> dict[Order, int]:
-    """So many channels in proportion to shares, by largest remainders; an order that gets none is left out.
+    """Divide channels in proportion to shares, by largest remainders; an order without any is left out.
 
     Examples
     --------
@@ -271,7 +238,7 @@ def apportioned(shares: WantedShares, count: int) -> dict[Order, int]:
 
 
 def nearest_counts(shares: WantedShares) -> tuple[int, ...]:
-    """Numbers of channels that come nearest to shares: no share is farther off than need be.
+    """Return the numbers of channels that come nearest to shares, in the largest error.
 
     Examples
     --------
@@ -296,19 +263,11 @@ def equal_channels(
     chain_limit: Fraction,
     counts: Sequence[int] = range(1, MOST_CHANNELS + 1),
 ) -> Graphs:
-    """The number of channels, and who gets how many.
+    """Return the best number of channels, and the channels of each order.
 
-    Parameters
-    ----------
-    paths : NcclPaths
-    rings, chains : sequence of shares, or of sequences of orders
-        Alternatives, of which the fastest is taken for each number of channels.
-    leading : str
-        What must be fastest: ``ring``, ``tree``, or ``allreduce``, the faster of both.
-    chain_limit : Fraction
-        GB/s of AllReduce that one channel does on a chain at the most.
-    counts : sequence of int
-        Numbers of channels to choose from.
+    ``rings`` and ``chains`` are alternatives, of which the fastest is taken for each number of channels. ``leading`` is
+    the objective: ``ring``, ``tree``, or ``allreduce``, the faster of both. ``chain_limit`` is GB/s of AllReduce of one
+    channel on a chain, at most.
 
     Examples
     --------
@@ -336,7 +295,7 @@ def equal_channels(
 def _graphs(
     paths: NcclPaths, rings: Sequence[ChannelOrders], chains: Sequence[ChannelOrders], count: int
 ) -> Graphs:
-    """The fastest alternatives for so many channels."""
+    """Return the fastest alternatives for ``count`` channels."""
     ring_numbers = [_numbers(choice, count) for choice in rings]
     chain_numbers = [_numbers(choice, count) for choice in chains]
     bandwidth = [ring_bandwidth(paths, numbers) for numbers in ring_numbers]

@@ -7,7 +7,7 @@ rings cut at every place; up to `LARGEST_LISTED` GPUs all orders. Orders are tak
 adds least to the most loaded link: that proves nothing, and its rate is computed from the links afterwards.
 
 NCCL multiplies channels by ``speedintra``, takes N / (2 (N - 1)) of it for rings, a half less 8 % for chains, and at
-most `CHAIN_LIMIT` for each channel (``src/graph/tuning.cc``, 2.18 to 2.30). It weighs that against NVLS at its own,
+most `CHAIN_LIMIT` for each channel (``src/graph/tuning.cc``, 2.18 to 2.30). It compares that with NVLS at its own,
 lower rates of NVLink, so the speeds of a graph file are counted at NCCL's rates. Deliberately absent: latencies, and
 RCCL's figures.
 """
@@ -48,18 +48,18 @@ from topoplan.schedules.ring import ring
 from topoplan.units import exact, nearest_float
 
 LARGEST_LISTED = 7
-"""Most GPUs of which all orders are listed: 720 rings, 2520 chains."""
+"""Most GPUs whose orders are all listed: 720 rings, 2520 chains."""
 
 _DIGITS = 9
-"""Loads are compared after rounding, so that the last bits of a sum decide nothing."""
+"""Digits of loads before comparison, so that the last bits of a sum decide nothing."""
 
 
 def ring_choice(paths: NcclPaths, gpus: Order, known: Sequence[Order], most: int) -> tuple[Order, ...]:
-    """So many rings, of which the first k are a choice of k rings for every k.
+    """Return ``most`` rings, of which the first k are a choice of k rings for every k.
 
     Examples
     --------
-    Hops of Blink's GPUs 1, 4, 5, 7 that have no NVLink pass through GPU 5; two rings share the load:
+    Hops of Blink's GPUs 1, 4, 5, 7 without an NVLink pass through GPU 5; two rings share the load:
 
     >>> import topoplan
     >>> part = topoplan.load("dgx-1v").subset([1, 4, 5, 7])
@@ -74,7 +74,7 @@ def ring_choice(paths: NcclPaths, gpus: Order, known: Sequence[Order], most: int
 
 
 def chain_choice(machine: Topology, paths: NcclPaths, rings: Sequence[Order], most: int) -> tuple[Order, ...]:
-    """So many joined chains, of which the first k are a choice of k chains for every k.
+    """Return ``most`` joined chains, of which the first k are a choice of k chains for every k.
 
     Examples
     --------
@@ -96,10 +96,10 @@ def chain_choice(machine: Topology, paths: NcclPaths, rings: Sequence[Order], mo
 
 
 def chains_from(machine: Topology, paths: NcclPaths, starts: Sequence[str]) -> tuple[Order, ...]:
-    """A chain for every start, one after another the one that adds least to the most loaded link.
+    """Return a chain for every start, each time the one that adds least to the most loaded link.
 
-    Over direct links every Hamiltonian path is tried, and every order where the GPUs are few; through switches and PCIe
-    the GPUs follow one another by number, and so they do where no other order is joined.
+    Over direct links every Hamiltonian path is tried, and every order of few GPUs; through switches and PCIe the GPUs
+    follow one another by number, as they do if no other order is joined.
 
     Examples
     --------
@@ -138,7 +138,7 @@ def _even_choice(
     *,
     starts: Sequence[str] = (),
 ) -> tuple[Order, ...]:
-    """So many of the candidates; where starts are given, one that begins there for each."""
+    """Choose ``most`` of the candidates; if starts are given, one that begins there for each."""
     distinct = list(dict.fromkeys(candidates))
     begins = np.array([order[0] for order in distinct])
     loads = [channel_load(paths, hops(order)) for order in distinct]
@@ -162,7 +162,7 @@ def _even_choice(
 
 
 def _direct_paths(machine: Topology) -> list[Order]:
-    """Hamiltonian paths over direct NVLinks of both directions, each from its end that comes first."""
+    """Return Hamiltonian paths over direct NVLinks of both directions, each from its lower end."""
     gpus = machine.gpus
     joined = {(link.src, link.dst) for link in machine.links if link.channel == "nvlink"}
     lanes = [[1] * (len(gpus) + 1) for _ in range(len(gpus) + 1)]
@@ -178,7 +178,7 @@ def _direct_paths(machine: Topology) -> list[Order]:
 
 
 def _cuts(rings: Sequence[Order]) -> list[Order]:
-    """Every ring, cut open at every place."""
+    """Cut every ring open at every place."""
     return [ring[place:] + ring[:place] for ring in rings for place in range(len(ring))]
 
 
@@ -187,14 +187,9 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PlanOrders:
-    """What a plan runs.
+    """The orders of GPUs that a plan runs, with their shares of the buffer.
 
-    Parameters
-    ----------
-    closed : bool
-        Rings, or else chains.
-    shares : dict of tuple of str to Fraction
-        Share of the buffer of each order of GPUs: of a ring from the lowest rank on, of a chain from its root on.
+    They are rings if `closed`, from the lowest rank on, else chains from their root on.
     """
 
     closed: bool
@@ -202,20 +197,7 @@ class PlanOrders:
 
 
 def plan_orders(plan: Plan) -> PlanOrders | None:
-    """The rings or the chains of a plan; None where it has other trees.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> found = plan_orders(topoplan.ring(machine, "broadcast", gpus=[0, 1, 2]))
-    >>> for order, share in found.shares.items():
-    ...     print(*order, share)
-    gpu0 gpu1 gpu2 1/2
-    gpu0 gpu2 gpu1 1/2
-    >>> plan_orders(topoplan.plan(machine)) is None
-    True
-    """
+    """Return the rings or the chains of a plan; None if it has other trees."""
     rings: dict[Path, Fraction] = {}
     chains: dict[Path, Fraction] = {}
     if plan.sparse or plan.exchanges:
@@ -224,7 +206,11 @@ def plan_orders(plan: Plan) -> PlanOrders | None:
         paths = [_path(stage, len(plan.ranks)) for stage in shard.stages]
         if None in paths or not 1 <= len(paths) <= 2:
             return None
-        around = [_along_data(stage, path) for stage, path in zip(shard.stages, paths, strict=True) if path]
+        around = [
+            path if stage.op == "broadcast" else (path[0], *path[:0:-1])
+            for stage, path in zip(shard.stages, paths, strict=True)
+            if path
+        ]
         if around[0] == around[-1]:
             start = around[0].index(min(around[0]))
             ring = around[0][start:] + around[0][:start]
@@ -239,7 +225,7 @@ def plan_orders(plan: Plan) -> PlanOrders | None:
 
 
 def _path(stage: Stage, size: int) -> Path | None:
-    """Ranks from the root on, where every one has at most one child and all are there."""
+    """Return the ranks from the root on if every one has at most one child and all are reached."""
     child = {edge.parent: edge.child for edge in stage.edges}
     if len(child) != len(stage.edges) or len(child) != size - 1:
         return None
@@ -249,13 +235,8 @@ def _path(stage: Stage, size: int) -> Path | None:
     return tuple(path) if len(path) == size else None
 
 
-def _along_data(stage: Stage, path: Path) -> Path:
-    """Around the ring from the root on, the way data runs: in a reduce stage that is against the path."""
-    return path if stage.op == "broadcast" else (path[0], *path[:0:-1])
-
-
 def ring_sets(machine: Topology, paths: NcclPaths, most: int) -> list[ChannelOrders]:
-    """Rings over direct links or PCIe, rings whose hops pass other GPUs, where there are such, and a mix of all."""
+    """Return rings over direct links or PCIe, rings whose hops pass other GPUs, if they exist, and a mix of all."""
     sets: list[WantedShares] = []
     for kind in ("auto", "relay"):
         try:
@@ -271,32 +252,25 @@ def ring_sets(machine: Topology, paths: NcclPaths, most: int) -> list[ChannelOrd
 
 
 CHAIN_SHARE = Fraction(23, 25)
-"""Part of what a chain could do that NCCL expects of it."""
+"""Fraction of a chain's capacity that NCCL expects."""
 
 CHAIN_LIMIT = {60: 26.5, 80: 24.0, 90: 38.7, 100: 70.0}
-"""GB/s up and down together that one channel does on a chain, from this compute capability on."""
+"""GB/s of one channel on a chain, up and down together, from this compute capability on."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountedMachine:
-    """A machine with NCCL's rates.
-
-    Parameters
-    ----------
-    machine : Topology
-    wires : tuple of (Fraction, Fraction)
-        GB/s of an NVLink as the machine states it and as NCCL counts it, where the two differ.
-    """
+    """A machine with NCCL's rates; `wires` are GB/s of an NVLink as stated and as NCCL counts it, if they differ."""
 
     machine: Topology
     wires: tuple[tuple[Fraction, Fraction], ...]
 
 
 def counted_machine(machine: Topology) -> CountedMachine:
-    """The machine with its NVLinks no faster than NCCL counts them.
+    """Return the machine with its NVLinks at most as fast as NCCL counts them.
 
-    All of one kind of GPU are scaled alike, so that a slow link stays slow; where the model does not tell the rate, the
-    machine's own is kept. PCIe has the same rates in NCCL.
+    All links of one kind of GPU are scaled by one factor, so that a slow link stays slow; if the model does not tell
+    the rate, the machine's own is kept. PCIe has the same rates in NCCL.
 
     Examples
     --------
@@ -333,7 +307,7 @@ def _wire(identity: GpuIdentity) -> Fraction | None:
 
 
 def chain_limit(machine: Topology) -> Fraction:
-    """GB/s of AllReduce that NCCL expects of a chain in one channel at the most.
+    """Return GB/s of AllReduce that NCCL expects of a chain in one channel, at most.
 
     Examples
     --------
@@ -349,12 +323,7 @@ def chain_limit(machine: Topology) -> Fraction:
 
 
 def best_graphs(machine: Topology, paths: NcclPaths) -> Graphs:
-    """The best rings and the best chains for all GPUs of a server.
-
-    Raises
-    ------
-    InfeasibleError
-        The GPUs are not joined.
+    """Return the best rings and the best chains for all GPUs of a server; raise InfeasibleError if they are not joined.
 
     Examples
     --------
@@ -370,7 +339,7 @@ def best_graphs(machine: Topology, paths: NcclPaths) -> Graphs:
 
 
 def plan_graphs(machine: Topology, paths: NcclPaths, orders: PlanOrders) -> Graphs:
-    """The rings or chains of a plan in as many channels as come nearest to its shares, beside the best of the other."""
+    """Return the rings or chains of a plan in the numbers of channels nearest to its shares, and the other's best."""
     choices: tuple[list[ChannelOrders], list[ChannelOrders]]
     if orders.closed:
         choices = [orders.shares], [chain_choice(machine, paths, list(orders.shares), MOST_CHANNELS)]
@@ -386,22 +355,15 @@ def plan_graphs(machine: Topology, paths: NcclPaths, orders: PlanOrders) -> Grap
 
 
 def _carried(machine: Topology) -> Fraction:
-    """What a chain can carry in one channel such that NCCL expects no less of it."""
+    """Return the capacity of a chain in one channel below which NCCL expects less of it."""
     return chain_limit(machine) / CHAIN_SHARE
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBandwidth:
-    """What NCCL counts and expects, in GB/s.
+    """The rates that NCCL counts, as in `CountedMachine` and `Graphs`, and expects, in GB/s.
 
-    Parameters
-    ----------
-    wires : tuple of (Fraction, Fraction)
-        As in `CountedMachine`.
-    bandwidth, chain_rate : Fraction
-        As in `Graphs`, at NCCL's rates.
-    rings, chains : Fraction
-        Of AllReduce on a large buffer, as NCCL expects; it runs what it expects more of.
+    `rings` and `chains` are of AllReduce on a large buffer; NCCL runs the faster one.
     """
 
     wires: tuple[tuple[Fraction, Fraction], ...]
@@ -412,7 +374,7 @@ class ExpectedBandwidth:
 
 
 def expected(machine: Topology, graphs: Graphs) -> ExpectedBandwidth:
-    """What NCCL will count for rings and chains.
+    """Return the rates that NCCL will count and expect for rings and chains.
 
     Examples
     --------
@@ -438,7 +400,7 @@ def expected(machine: Topology, graphs: Graphs) -> ExpectedBandwidth:
 
 
 def estimate_notes(own: ExpectedBandwidth, *, amd: bool) -> tuple[str, ...]:
-    """What is counted at other rates than the machine's, and what NCCL will run; RCCL decides by its own figures."""
+    """Return notes on rates that differ from the machine's, and on NCCL's choice; RCCL decides by its own figures."""
     kind, wire = ("RCCL", "XGMI link") if amd else ("NCCL", "NVLink")
     notes = [
         f"{kind} counts {float(counted):g} GB/s for an {wire}, where the machine states {float(stated):g}, and so do "

@@ -1,12 +1,12 @@
 """Find the NIC of each of NCCL's channels, the GPU at which it enters a server, and the paths between servers.
 
 A channel takes one NIC of every server, number c modulo their count, and begins in each at a GPU nearest to that
-NIC, so all NICs carry equally many channels. A GPU that does not reach the NIC of its channel sends through one of
-its own if that is no detour, else through the GPU at which the channel enters (NCCL's PXN).
+NIC, so all NICs carry the same number of channels. A GPU that does not reach the NIC of its channel sends through
+one of its own if that is not a detour, else through the GPU at which the channel enters (NCCL's PXN).
 
-Between two servers channel c leaves over NIC c of one and enters over NIC c of the other, each with an even part.
-The shortest paths between two NICs count, and data is striped over them at every switch by the width of the links
-onward.
+Between two servers channel c leaves over NIC c of one and enters over NIC c of the other, each with an equal part of
+the data. All shortest paths between two NICs count, and data is striped over them at every switch by the width of the
+next links.
 """
 
 from __future__ import annotations
@@ -32,19 +32,14 @@ _Find = Callable[[int, int], Links]
 
 @dataclass(frozen=True, slots=True)
 class ChannelPort:
-    """A NIC of a server: its links into the network and back, and the ranks that are nearest to it."""
+    """A NIC of a server: its links into the network and back, and the nearest ranks."""
 
     links: frozenset[int]
     ranks: tuple[int, ...]
 
 
 class ServerChannels:
-    """The channels of a fabric, and the ways that their hops take.
-
-    Parameters
-    ----------
-    fabric : Fabric
-        On one server there is nothing to enter, and `count` is 0.
+    """The channels of a fabric, and the routes of their hops; on one server ``count`` is 0.
 
     Examples
     --------
@@ -63,17 +58,17 @@ class ServerChannels:
         self.members: list[tuple[int, ...]] = [tuple(ranks.tolist()) for ranks in self.servers.members]
         """Ranks of every server."""
         self.parts = _parts(fabric, self.servers)
-        """Every server with several ranks, without what lies outside it, and NCCL's ways in it."""
+        """Every server with several ranks as a machine of its own, and NCCL's paths in it."""
         self.ports = _ports(fabric, self.servers) if len(self.members) > 1 else []
         """NICs of every server, in the order of its links into the network."""
         self.count = max(
             (max(len(ports), len(self.members[s])) for s, ports in enumerate(self.ports)), default=0
         )
-        """Number of channels: one for each NIC, or for each GPU where several share a NIC."""
+        """Number of channels: one for each NIC, or for each GPU if several share a NIC."""
         self._widths = cache(self._channel_widths)
 
     def start(self, server: int, channel: int) -> int:
-        """The rank at which a channel enters a server."""
+        """Return the rank at which a channel enters a server."""
         ports = self.ports[server]
         if not ports:
             return self.members[server][channel % len(self.members[server])]
@@ -81,35 +76,35 @@ class ServerChannels:
         return near[(channel // len(ports) + channel % len(ports) * len(near) // len(ports)) % len(near)]
 
     def inside(self, op: str, parent: int, child: int, share: Fraction) -> Edge:
-        """An edge within a server, on the way that NCCL takes between its two GPUs."""
+        """Return an edge within a server, on NCCL's path between its two GPUs."""
         return self._edge(op, parent, child, share, lambda tail, head: self._inner(tail, head, share))
 
-    def between(self, op: str, parent: int, child: int, share: Fraction, channel: int, door: int) -> Edge:
-        """An edge from a server to another, whose child is where the channel enters the other.
+    def between(self, op: str, parent: int, child: int, share: Fraction, channel: int, entry: int) -> Edge:
+        """Return an edge from one server to the rank at which the channel enters another.
 
-        Parameters
-        ----------
-        door : int
-            Where the channel enters the parent's server; the parent or the rank through which it sends.
+        ``entry`` is the rank at which the channel enters the parent's server: the parent, or the rank through which it
+        sends.
         """
 
         def find(tail: int, head: int) -> Links:
-            own = self._kept(tail, head, channel)
-            if own is not None or door == parent:
+            own = self._over_channel(tail, head, channel)
+            if own is not None or entry == parent:
                 return own or self._free(tail, head) or shortest_route(self._fabric, tail, head)
-            ends = (door, head) if tail == parent else (tail, door)
-            outer = self._kept(*ends, channel) or self._free(*ends) or shortest_route(self._fabric, *ends)
+            ends = (entry, head) if tail == parent else (tail, entry)
+            outer = (
+                self._over_channel(*ends, channel) or self._free(*ends) or shortest_route(self._fabric, *ends)
+            )
             free = self._free(tail, head)
             if free is not None and len(free) <= len(outer):
                 return free
             if tail == parent:
-                return self._inner(tail, door, share) + outer
-            return outer + self._inner(door, head, share)
+                return self._inner(tail, entry, share) + outer
+            return outer + self._inner(entry, head, share)
 
         return self._edge(op, parent, child, share, find)
 
     def through(self, op: str, parent: int, child: int, switch: str) -> Edge:
-        """An edge over a switch to which both ranks have a link."""
+        """Return an edge over a switch to which both ranks have a link."""
         ranks = self._fabric.ranks
         route = (ranks[parent], switch, ranks[child])
         links = tuple(self._fabric.link_index[pair] for pair in pairwise(route))
@@ -127,7 +122,7 @@ class ServerChannels:
         )
 
     def _inner(self, tail: int, head: int, share: Fraction) -> Links:
-        """Of the links that NCCL stripes a hop over one after another, each time the one that is least full."""
+        """Return, of the links that NCCL stripes a hop over in turn, each time the least loaded one."""
         fabric, ranks = self._fabric, self._fabric.ranks
         paths = self.parts[int(self.servers.of_rank[tail])][1]
         try:
@@ -145,8 +140,8 @@ class ServerChannels:
             device = fabric.links[number].dst
         return tuple(found)
 
-    def _kept(self, tail: int, head: int, channel: int) -> Links | None:
-        """The shortest route over the channel's own NICs on both servers; None where there is none."""
+    def _over_channel(self, tail: int, head: int, channel: int) -> Links | None:
+        """Return the shortest route over the channel's own NICs on both servers; None if no such route exists."""
         servers = (int(self.servers.of_rank[tail]), int(self.servers.of_rank[head]))
         width = self._widths(*servers, channel)
         links = self._routes.shortest(tail, head, width)
@@ -164,7 +159,7 @@ class ServerChannels:
         )
 
     def _free(self, tail: int, head: int) -> Links | None:
-        """The shortest route over any NICs, of equals the one that is least full."""
+        """Return the shortest route over any NICs, the least loaded among equals."""
         return self._routes.shortest(tail, head, self._room)
 
 
@@ -177,7 +172,7 @@ def _parts(fabric: Fabric, servers: FabricServers) -> Mapping[int, tuple[Topolog
 
 
 def _ports(fabric: Fabric, servers: FabricServers) -> list[list[ChannelPort]]:
-    """NICs of every server, in the order of its links into the network."""
+    """Return the NICs of every server, in the order of its links into the network."""
     entering: dict[str, list[int]] = {}
     for number, link in enumerate(fabric.links):
         entering.setdefault(link.dst, []).append(number)
@@ -208,7 +203,7 @@ def _nearest(
     entering: Mapping[str, list[int]],
     rank_of: Mapping[str, int],
 ) -> tuple[int, ...]:
-    """Ranks from which fewest links of one server lead to a device; the device itself where it is a rank."""
+    """Return the ranks from which the fewest links of one server lead to a device; a rank is nearest to itself."""
     level, seen = [device], {device}
     while level:
         near = sorted(rank_of[name] for name in level if name in rank_of)
@@ -227,29 +222,23 @@ def _nearest(
 
 
 Loads = Mapping[int, Fraction]
-"""Of a link, by its number, how often a byte crosses it."""
+"""Crossings of a byte, by number of the link."""
 
 Path = tuple[int, ...]
 
 NOWHERE = Fraction(1 << 20)
-"""The distance of servers that nothing joins: more links than there are."""
+"""The distance of unconnected servers: more links than a machine has."""
 
 
 class NcclServerRoutes:
-    """The ways between the servers of a cluster.
-
-    Parameters
-    ----------
-    topology : Topology
-    fabric : Fabric
-        Its usable links.
+    """The paths between the servers of a cluster; ``fabric`` holds its usable links.
 
     Examples
     --------
     >>> import topoplan
     >>> machine = topoplan.nvswitch_cluster(3, gpus=2, rails=1)
-    >>> ways = NcclServerRoutes(machine, Fabric(machine, ("nvlink", "network")))
-    >>> ways.plugs(1), ways.distance(0, 1)
+    >>> routes = NcclServerRoutes(machine, Fabric(machine, ("nvlink", "network")))
+    >>> routes.plugs(1), routes.distance(0, 1)
     ((('rail0',), ('rail0',)), Fraction(4, 1))
     """
 
@@ -263,11 +252,11 @@ class NcclServerRoutes:
         self.home = {device.name: device.server for device in topology.devices}
         self._between: dict[tuple[int, int], Loads | None] = {}
         self._ways: dict[tuple[str, str], tuple[int, Loads] | None] = {}
-        self._doors: dict[tuple[int, int, bool], tuple[Path, ...]] = {}
+        self._port_paths: dict[tuple[int, int, bool], tuple[Path, ...]] = {}
         self._distance: dict[str, dict[str, int]] = {}
 
     def between(self, first: int, second: int) -> Loads | None:
-        """What a byte from one server to another puts on each link, over all channels that join them."""
+        """Return the load of a byte from one server to another on each link, over all channels that join them."""
         if (first, second) not in self._between:
             ways = [self._way(first, second, channel) for channel in range(self.channels.count)]
             joined = [way for way in ways if way]
@@ -279,13 +268,13 @@ class NcclServerRoutes:
         return self._between[first, second]
 
     def distance(self, first: int, second: int) -> Fraction:
-        """Links from one server to another, on the first channel that joins them; many where none does."""
+        """Return the links from one server to another on the first channel that joins them, else `NOWHERE`."""
         ways = (self._way(first, second, channel) for channel in range(self.channels.count))
         way = next((way for way in ways if way), None)
         return NOWHERE if way is None else sum(way.values(), Fraction(0))
 
     def switch_ways(self) -> dict[str, tuple[str, ...]]:
-        """Of every switch of the network those on the way to it from one in the middle; empty where it is no tree."""
+        """Map every switch of the network to its path from one in the middle; empty if the network is not a tree."""
         near: dict[str, set[str]] = {}
         for number in sorted(self.between_switches):
             link = self.links[number]
@@ -303,14 +292,14 @@ class NcclServerRoutes:
                     frontier.append(other)
             return found
 
-        # The farthest switch from any one is an end of a longest way, and the middle of that is the middle of all.
+        # The farthest switch from any one is an end of a longest path, whose middle is the middle of the tree.
         far = max(ways(min(near)).items(), key=lambda item: (len(item[1]), item[0]))[0]
         longest = max(ways(far).values(), key=lambda way: (len(way), way))
         found = ways(longest[len(longest) // 2])
         return found if len(found) == len(near) else {}
 
     def plugs(self, server: int) -> tuple[tuple[str, ...], ...]:
-        """The devices outside a server that each of its channels leads to."""
+        """Return the devices outside a server that each of its channels leads to."""
         return tuple(
             tuple(self.links[way[-1]].dst for way in self._ends(server, channel, leaves=True))
             for channel in range(self.channels.count)
@@ -318,7 +307,7 @@ class NcclServerRoutes:
 
     @cached_property
     def between_switches(self) -> frozenset[int]:
-        """Links that join two devices outside of all servers."""
+        """Links that join two devices outside all servers."""
         return frozenset(
             number
             for number, link in enumerate(self.links)
@@ -326,16 +315,18 @@ class NcclServerRoutes:
         )
 
     @cached_property
-    def _outside(self) -> dict[str, list[tuple[int, str, str]]]:
-        """Of every device outside the servers the links that enter it from others: number, source, itself."""
-        found: dict[str, list[tuple[int, str, str]]] = {}
+    def _network(self) -> tuple[dict[str, list[tuple[int, str]]], dict[str, list[tuple[int, str]]]]:
+        """Links out of and into every device outside the servers, each with its number and other end."""
+        leaving: dict[str, list[tuple[int, str]]] = {}
+        entering: dict[str, list[tuple[int, str]]] = {}
         for number in sorted(self.between_switches):
             link = self.links[number]
-            found.setdefault(link.dst, []).append((number, link.src, link.dst))
-        return found
+            leaving.setdefault(link.src, []).append((number, link.dst))
+            entering.setdefault(link.dst, []).append((number, link.src))
+        return leaving, entering
 
     def _way(self, first: int, second: int, channel: int) -> Loads | None:
-        """Loads of one channel between two servers: of the shortest ways all, by the width of their NICs."""
+        """Return the loads of one channel between two servers: all shortest paths, by the width of their NICs."""
         found: list[tuple[int, Path, Loads]] = []
         for leave in self._ends(first, channel, leaves=True):
             for enter in self._ends(second, channel, leaves=False):
@@ -359,9 +350,9 @@ class NcclServerRoutes:
         )
 
     def _ends(self, server: int, channel: int, *, leaves: bool) -> tuple[Path, ...]:
-        """Links from where a channel begins in a server to each one that leaves over its NIC, or the same way back."""
+        """Return the links from a channel's start in a server to each link out over its NIC, or the same back."""
         key = (server, channel, leaves)
-        if key not in self._doors:
+        if key not in self._port_paths:
             ports = self.channels.ports[server]
             if not ports:
                 return ()
@@ -376,12 +367,12 @@ class NcclServerRoutes:
                     own = self.number[link]
                     if walk is not None:
                         found.append((*walk, own) if leaves else (own, *walk))
-            self._doors[key] = tuple(found)
-        return self._doors[key]
+            self._port_paths[key] = tuple(found)
+        return self._port_paths[key]
 
     @cached_property
     def _inner(self) -> tuple[dict[str, list[Link]], dict[str, list[Link]]]:
-        """Usable links inside servers, by where they begin and by where they end."""
+        """Usable links inside servers, by source and by destination."""
         leaving: dict[str, list[Link]] = {}
         entering: dict[str, list[Link]] = {}
         for link in self.fabric.links:
@@ -391,7 +382,7 @@ class NcclServerRoutes:
         return leaving, entering
 
     def _walk(self, rank: str, device: str, *, leaves: bool) -> Path | None:
-        """The first shortest way inside a server from a rank to a device, or for ``leaves=False`` back to the rank."""
+        """Return the first shortest path in a server from a rank to a device; for ``leaves=False`` back to the rank."""
         table = self._inner[0 if leaves else 1]
         came: dict[str, Link | None] = {rank: None}
         frontier = [rank]
@@ -413,7 +404,7 @@ class NcclServerRoutes:
         return tuple(path[::-1] if leaves else path)
 
     def _middle(self, source: str, target: str) -> tuple[int, Loads] | None:
-        """Number of links between two switches, and what each link of the shortest ways carries of a byte."""
+        """Return the number of links between two switches, and a byte's load on each link of the shortest paths."""
         if self.home[source] or self.home[target]:
             return None
         if (source, target) not in self._ways:
@@ -421,11 +412,12 @@ class NcclServerRoutes:
         return self._ways[source, target]
 
     def _striped(self, source: str, target: str) -> tuple[int, Loads] | None:
+        leaving, entering = self._network
         if target not in self._distance:
             behind = {target: 0}
             frontier = [target]
             for node in frontier:
-                for _, other, _ in self._outside.get(node, ()):
+                for _, other in entering.get(node, ()):
                     if other not in behind:
                         behind[other] = behind[node] + 1
                         frontier.append(other)
@@ -438,7 +430,7 @@ class NcclServerRoutes:
         for depth in range(behind[source], 0, -1):
             onward: dict[str, list[tuple[int, str]]] = {}
             for node in there:
-                for number, dst in self._leaving.get(node, ()):
+                for number, dst in leaving.get(node, ()):
                     if behind.get(dst) == depth - 1:
                         onward.setdefault(node, []).append((number, dst))
             arrived: dict[str, Fraction] = {}
@@ -450,16 +442,9 @@ class NcclServerRoutes:
             there = arrived
         return behind[source], loads
 
-    @cached_property
-    def _leaving(self) -> dict[str, list[tuple[int, str]]]:
-        found: dict[str, list[tuple[int, str]]] = {}
-        for number in sorted(self.between_switches):
-            found.setdefault(self.links[number].src, []).append((number, self.links[number].dst))
-        return found
-
 
 def summed(parts: Iterable[tuple[Loads, Fraction]]) -> dict[int, Fraction]:
-    """Loads added up, each so many times."""
+    """Add up loads, each times its factor."""
     total: dict[int, Fraction] = {}
     for loads, times in parts:
         for number, part in loads.items():

@@ -1,8 +1,8 @@
-"""How long NCCL expects a collective to take by each algorithm and protocol, which is how it chooses among them.
+"""Model the time that NCCL expects of a collective by each algorithm and protocol, by which it chooses among them.
 
 Its model (``src/graph/tuning.cc``, 2.27 to 2.30) is a latency and a bandwidth for each: a base for the launch, and a
-hop's latency for every step that follows another; what the channels carry together, less what protocol and algorithm
-lose, and at most so much for each channel:
+hop's latency for every sequential step; the bandwidth of all channels together, less the losses of protocol and
+algorithm, and at most a fixed amount for each channel:
 
     ring       N - 1 steps (2 (N - 1) for allreduce), of which those between servers cost a network's hop
     tree       up and down a chain in the server and log2(n) servers
@@ -10,9 +10,9 @@ lose, and at most so much for each channel:
     NVLS tree  the same in servers, and a tree between them
     PAT        log2(n) steps and a linear part; of allgather and reduce_scatter with one rank on each server
 
-LL sends 4 bytes of flags with 4 of data, LL128 8 with 120. What the channels carry is that of the rings, chains and
-switches of a machine at NCCL's rates of NVLink (`topoplan.schedules.nccl_search`); NCCL's search for them has speeds
-in steps and may find less. Deliberately absent: CollNet (SHARP), several operations in one launch, and figures of RCCL.
+LL sends 4 bytes of flags with 4 of data, LL128 8 with 120. The bandwidth of all channels is that of the rings, chains
+and switches of a machine at NCCL's rates of NVLink (`topoplan.schedules.nccl_search`); NCCL's search for them has
+speeds in steps and may find less. Deliberately absent: CollNet (SHARP), several operations in one launch, RCCL.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from topoplan.units import bus_factor, nearest_float
 
 LL, LL128, SIMPLE = PROTOCOLS = ("ll", "ll128", "simple")
 RING, TREE, NVLS, NVLS_TREE, PAT = ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
-"""In the words of NCCL's tuner plugin; of equally fast ones the first is taken."""
+"""In the words of NCCL's tuner plugin; among equally fast ones the first is taken."""
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "broadcast", "reduce")
-"""Those that NCCL chooses an algorithm for."""
+"""Collectives that NCCL chooses an algorithm for."""
 
 _DOES: Mapping[str, tuple[str, ...]] = {
     RING: COLLECTIVES,
@@ -85,10 +85,10 @@ _GENERATIONS = (0, 80, 90, 100)
 """Compute capability from which each row of the tables below holds: Volta and older, Ampere, Hopper, Blackwell."""
 
 HOPPER = 2
-"""The first row whose switches add."""
+"""The first generation whose switches add."""
 
 _LL_MOST = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
-"""GB/s that LL does: on one server by generation, else in the row of the CPU: Intel's the first, AMD's the second."""
+"""GB/s of LL at most: on one server by generation, else in the row of the CPU: Intel's the first, AMD's the second."""
 
 _RING_LL128 = (20.0, 20.0, 36.7, 40.0)
 _TREE_LL128 = ((20.0,) * 3, (20.0,) * 3, (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
@@ -97,14 +97,14 @@ _NVLS_TREE_MOST = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (0.0, 57.7, 45.5), (0
 """GB/s of one channel at most, by generation, on one server, two, and more."""
 
 _NVLS_PART = (0.0, 0.0, 0.85, 0.74)
-"""Part of what the switch could do."""
+"""Fraction of the switch's rate that is expected, by generation."""
 
 _TREE_PART = {
     LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1 1",
     LL128: "1 1 1 1 1 .9 .8 .8 .8 .7 .6 .6 .6 .6 .6 .6 .8 .9 .9 .9 .9 1 1 1",
     SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9 .9",
 }
-"""What is left of a tree's bandwidth, from 64 bytes on by powers of two."""
+"""Fraction of a tree's bandwidth that is expected, from 64 bytes on by powers of two."""
 
 _TREE_PARTS = {protocol: tuple(map(float, parts.split())) for protocol, parts in _TREE_PART.items()}
 _THREADS = {LL: 512, LL128: 640, SIMPLE: 512}
@@ -114,21 +114,19 @@ _PAT_PART = 0.75
 
 @dataclass(frozen=True, slots=True)
 class NcclSetting:
-    """What NCCL counts of a communicator.
+    """The properties of a communicator on which NCCL's choice depends.
 
-    Parameters
+    Attributes
     ----------
-    ranks, servers : int
     generation : int
         Row of the tables.
     wire : str
         nvlink or pcie, inside servers.
-    amd_cpu : bool
     channels : int
-        Of a graph of rings or trees; NCCL runs twice as many.
+        Channels of a graph of rings or trees; NCCL runs twice as many.
     rings, trees, multicast : float
-        GB/s that all of them carry: rings in bus bandwidth, trees in an allreduce's algorithm bandwidth, a switch that
-        adds in what each GPU sends; 0 where there are none.
+        GB/s of all channels: rings in bus bandwidth, trees in an allreduce's algorithm bandwidth, an adding switch in
+        the rate that each GPU sends; 0 if there are none.
     """
 
     ranks: int
@@ -149,19 +147,7 @@ class NcclSetting:
 
 @dataclass(frozen=True, slots=True)
 class NcclExpectation:
-    """What NCCL expects of one algorithm and protocol.
-
-    Parameters
-    ----------
-    algorithm, protocol : str
-        Of `ALGORITHMS` and `PROTOCOLS`.
-    latency : float
-        Seconds.
-    bandwidth : float
-        GB/s of algorithm bandwidth.
-    setting : Setting
-    collective : str
-    """
+    """Latency in seconds, and algorithm bandwidth in GB/s, that NCCL expects of one algorithm and protocol."""
 
     algorithm: str
     protocol: str
@@ -171,7 +157,7 @@ class NcclExpectation:
     collective: str
 
     def seconds(self, nbytes: int) -> float:
-        """Of a buffer of so many bytes."""
+        """Return the expected seconds for a buffer."""
         bandwidth, latency, here = self.bandwidth, self.latency, self.setting
         step = (max(nbytes, 1) >> 6).bit_length() - 1
         if self.algorithm == TREE and 0 <= step < len(_TREE_PARTS[self.protocol]) - 1:
@@ -182,13 +168,12 @@ class NcclExpectation:
         return latency + nbytes / (bandwidth * 1e9)
 
     def channels(self, nbytes: int) -> int:
-        """As `channel_count`."""
         most = 2 * self.setting.channels
         return channel_count(self.algorithm, self.protocol, nbytes, ranks=self.setting.ranks, most=most)
 
 
 def least_bytes(algorithm: str, protocol: str, ranks: int) -> int:
-    """Bytes of a buffer below which NCCL takes another channel away; 0 for algorithms that always run all."""
+    """Return the bytes of a buffer below which NCCL removes another channel; 0 for algorithms that always run all."""
     if algorithm in (NVLS, NVLS_TREE):
         return 0
     least = _THREADS[protocol] * _BYTES_A_THREAD[protocol]
@@ -196,7 +181,7 @@ def least_bytes(algorithm: str, protocol: str, ranks: int) -> int:
 
 
 def channel_count(algorithm: str, protocol: str, nbytes: int, *, ranks: int, most: int) -> int:
-    """How many channels NCCL runs, of so many that it has: fewer where each would get little.
+    """Return the number of channels that NCCL runs of its ``most``: fewer if each would get little.
 
     Examples
     --------
@@ -208,21 +193,9 @@ def channel_count(algorithm: str, protocol: str, nbytes: int, *, ranks: int, mos
 
 
 def setting_of(topology: Topology) -> NcclSetting:
-    """What NCCL counts of all GPUs of a machine.
+    """Return the properties of a communicator of all GPUs of a machine.
 
-    Raises
-    ------
-    UsageError
-        A single GPU, or GPUs of AMD, of which RCCL has figures of its own.
-    InfeasibleError
-        The GPUs are not joined.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> here = setting_of(topoplan.load("dgx-a100"))
-    >>> here.ranks, here.servers, here.channels, here.rings
-    (8, 1, 12, 240.0)
+    UsageError for a single GPU, and for AMD's GPUs; InfeasibleError if the GPUs are not connected.
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if len(gpus) < 2:
@@ -252,7 +225,7 @@ def setting_of(topology: Topology) -> NcclSetting:
 
 
 def _multicast(machine: Topology, fabric: Fabric) -> float:
-    """What a switch that adds carries, as the rate of an allreduce through it; 0 where there is none."""
+    """Return the rate of an allreduce through an adding switch; 0 without one."""
     make = nvls if len(FabricServers(fabric).names) == 1 else nvls_tree
     try:
         return make(machine).rate
@@ -261,12 +234,7 @@ def _multicast(machine: Topology, fabric: Fabric) -> float:
 
 
 def expectations(here: NcclSetting, collective: str) -> tuple[NcclExpectation, ...]:
-    """What NCCL expects of everything that it has for a collective.
-
-    Raises
-    ------
-    UsageError
-        NCCL chooses no algorithm for it.
+    """Return the expectations of all algorithms and protocols that NCCL has for a collective.
 
     Examples
     --------
@@ -292,18 +260,12 @@ def expectations(here: NcclSetting, collective: str) -> tuple[NcclExpectation, .
 
 
 def has(algorithm: str, collective: str) -> bool:
-    """Whether NCCL has an algorithm for a collective.
-
-    Examples
-    --------
-    >>> has("tree", "allreduce"), has("tree", "broadcast")
-    (True, False)
-    """
+    """Return whether NCCL has an algorithm for a collective."""
     return collective in _DOES[algorithm]
 
 
 def _bandwidth(here: NcclSetting, collective: str, algorithm: str, protocol: str) -> float:
-    """GB/s of algorithm bandwidth; 0 for what NCCL does not have here."""
+    """Return GB/s of algorithm bandwidth; 0 for a combination that NCCL does not have here."""
     halves = collective in ("allgather", "reduce_scatter")
     row, scale, count = here.generation, here.scale, here.channels
     if not has(algorithm, collective) or (protocol == LL128 and here.wire != "nvlink"):
@@ -338,7 +300,7 @@ def _bandwidth(here: NcclSetting, collective: str, algorithm: str, protocol: str
 
 
 def _latency(here: NcclSetting, collective: str, algorithm: str, protocol: str) -> float:
-    """Microseconds."""
+    """Return the latency in microseconds."""
     place = PROTOCOLS.index(protocol)
     base, inside = _BASE[algorithm][place], _HOP[here.wire][algorithm][place]
     each = here.ranks // here.servers

@@ -1,4 +1,4 @@
-"""Plan a parameter server: every server owns a part of the buffer, adds up what is pushed, and hands the sum back.
+"""Plan a parameter server: every server owns a part of the buffer, adds up the pushed parts, and returns the sum.
 
 One star for each server, up and down (Li et al., OSDI 2014). Servers are ranks or helpers (devices that add and
 copy). With ports of B behind one switch and N ranks, one helper reaches B / N, S helpers B min(1, S / N), and all
@@ -6,11 +6,11 @@ ranks as servers B N / (2 (N - 1)), as a ring or one hop. With R replicas a serv
 step: S helpers then reach B S / (N + R). A plan without a lost server has the same sums, bit for bit: a star adds up
 in rank order.
 
-Parts are equal, or those of keys on a hash ring, where the server with most keys sets the pace. Consistent hashing
+Parts are equal, or those of keys on a hash ring, on which the server with most keys is the slowest. Consistent hashing
 (Karger et al., STOC 1997): a server has several points on the circle, a key belongs to the first point at or after
 its hash, and its replicas are the next distinct servers, so the first of them owns the key once the owner is gone.
 Hashes are 64 bits of blake2b, the same on every machine. Rings are immutable: joining and leaving make new ones.
-`topoplan.plan` finds what spare machines could do at best.
+`topoplan.plan` finds the optimum on spare machines.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hashlib import blake2b
 
 from topoplan.errors import UsageError
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard, Stage
 from topoplan.schedules.routes import LeastLoaded
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.solve.packing.inner_vertices import with_inner_vertices
 
 MOST_POINTS = 1 << 16
@@ -38,33 +38,23 @@ MOST_POINTS = 1 << 16
 
 
 def position(text: str) -> int:
-    """Where a text is on the circle: the first 64 bits of its blake2b hash, most significant byte first."""
+    """Return the place of a text on the circle: the first 64 bits, big-endian, of its blake2b hash."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
 class HashRing:
-    """Servers on a circle of hashes.
+    """Servers on a circle of hashes: the more points each has, the more even their loads.
 
-    Parameters
-    ----------
-    servers : tuple of str
-        Their names, each once, at least one.
-    points : int
-        Points of each server: the more, the more even their loads.
-
-    Raises
-    ------
-    UsageError
-        No server, one that is named twice, or a number of points that is no whole number from 1 to `MOST_POINTS`.
+    Servers have different names; points are from 1 to `MOST_POINTS`. UsageError otherwise.
 
     Examples
     --------
     >>> ring = HashRing(("a", "b", "c"))
     >>> ring.holders("weight", replicas=1)
     ('a', 'c')
-    >>> ring.leave("a").owner("weight")
-    'c'
+    >>> HashRing(("b", "c")).holders("weight")
+    ('c',)
     """
 
     servers: tuple[str, ...]
@@ -73,7 +63,9 @@ class HashRing:
     def __post_init__(self) -> None:
         if not self.servers or len(set(self.servers)) < len(self.servers):
             raise UsageError(
-                f"a ring of keys needs servers with names of their own, not {list(self.servers)!r}"[:200]
+                f"servers must have different names on a ring of keys, got {list(self.servers)!r}; name each once"[
+                    :200
+                ]
             )
         whole = isinstance(self.points, int) and not isinstance(self.points, bool)
         if not whole or not 1 <= self.points <= MOST_POINTS:
@@ -89,18 +81,8 @@ class HashRing:
         )
         return [where for where, _ in placed], [server for _, server in placed]
 
-    def owner(self, key: str) -> str:
-        """The server that a key belongs to."""
-        return self.holders(key)[0]
-
     def holders(self, key: str, *, replicas: int = 0) -> tuple[str, ...]:
-        """The owner of a key, then so many other servers that hold a copy, in the order in which they would own it.
-
-        Raises
-        ------
-        UsageError
-            Fewer than no replicas, or as many as there are servers.
-        """
+        """Return the owner of a key, then the servers of its replicas in the order in which they would own it."""
         check_replicas(replicas, len(self.servers))
         places, servers = self._circle
         found: dict[str, None] = {}
@@ -110,29 +92,13 @@ class HashRing:
             place += 1
         return tuple(found)
 
-    def join(self, server: str) -> HashRing:
-        """The ring with one more server: keys move to it alone."""
-        return HashRing((*self.servers, server), self.points)
-
-    def leave(self, server: str) -> HashRing:
-        """The ring without a server: its keys move to their first replicas, and no others move.
-
-        Raises
-        ------
-        UsageError
-            It is not there, or is the only one.
-        """
-        if server not in self.servers:
-            raise UsageError(f"server {server!r} is not on the ring; it has {', '.join(self.servers)}"[:200])
-        return HashRing(tuple(one for one in self.servers if one != server), self.points)
-
     def loads(self, keys: Iterable[str], *, replicas: int = 0) -> Counter[tuple[str, ...]]:
-        """How many of the keys have which holders, the owner first."""
+        """Count the keys by their holders, the owner first."""
         return Counter(self.holders(key, replicas=replicas) for key in keys)
 
 
 def check_replicas(replicas: int, servers: int) -> None:
-    """Refuse a number of replicas for which there are no servers."""
+    """Raise UsageError unless every replica has a server of its own."""
     whole = isinstance(replicas, int) and not isinstance(replicas, bool)
     if not whole or not 0 <= replicas < servers:
         raise UsageError(
@@ -146,7 +112,7 @@ NAME = "parameter server"
 PLACEMENTS = ("equal", "hashed")
 
 KEYS = 20_000
-"""Keys of equal size that stand for the buffer where they are placed by their hashes."""
+"""Keys of equal size that represent the buffer if parts are placed by hashes."""
 
 
 def parameter_server(
@@ -161,33 +127,15 @@ def parameter_server(
     points: int = 128,
     replicas: int = 0,
 ) -> Plan:
-    """The schedule of parameter servers.
+    """Return the plan of an allreduce over parameter servers.
 
-    Parameters
-    ----------
-    topology, gpus, root, channels
-        As for `topoplan.one_hop`.
-    collective : str
-        allreduce.
-    servers : sequence of str or None
-        Devices that own parts, ranks or helpers. None: all helpers of the machine, or where there is none all ranks.
-    placement : str
-        ``equal`` parts, or ``hashed``.
-    points : int
-        Of each server on the ring of hashes.
-    replicas : int
-        Other servers, all of them helpers, to which a server sends each of its sums.
-
-    Raises
-    ------
-    UsageError
-        A collective that parameter servers do not do, a device that is no rank or helper or stands twice, an unknown
-        placement, replicas for which there are no helpers; or as `topoplan.one_hop`.
-    InfeasibleError
-        A rank reaches a server only through another rank, or as `topoplan.one_hop`.
+    ``servers`` are ranks or helpers; None takes all helpers of the machine, else all ranks. Parts are ``equal``, or
+    ``hashed`` on a ring with so many ``points`` for each server. ``replicas`` are other servers, all of them helpers,
+    to which a server sends each of its sums.
 
     Examples
     --------
+    Every GPU of a DGX-2 as a server, and one server for all:
     Every GPU of a DGX-2 a server; one of them the server of all:
 
     >>> parameter_server("dgx-2").rate, parameter_server("dgx-2", servers=["gpu0"]).rate
@@ -206,7 +154,7 @@ def parameter_server(
     wrong = next((one for one in owners if one not in fabric.vertices or owners.count(one) > 1), None)
     if wrong is not None or not owners:
         raise UsageError(
-            f"server {wrong!r} is no rank or helper here, or stands twice; use {', '.join(fabric.vertices)}"
+            f"server {wrong!r} is not a rank or helper here, or stands twice; use {', '.join(fabric.vertices)}"
         )
     check_replicas(replicas, len(owners))
     if replicas and not set(owners) <= set(fabric.helpers):
@@ -223,27 +171,18 @@ def parameter_server(
             for op, ends in zip(stage_order(collective), (others, others + copies), strict=True)
         )
         shards.append(Shard(share, stages))
-    made = build_plan(
-        fabric,
-        collective,
-        root=None,
-        shards=shards,
-        certificate=best_bound(fabric, collective, None),
-        schedule=NAME,
-        method=NAME,
-    )
-    return made.timed(time.perf_counter() - started)
+    return bounded_plan(fabric, collective, shards, NAME).timed(time.perf_counter() - started)
 
 
 def _parts(
     owners: Sequence[str], placement: str, points: int, replicas: int
 ) -> dict[tuple[str, ...], Fraction]:
-    """Shares of the buffer by owner and replicas; none for holders that no key falls to."""
+    """Return shares of the buffer by owner and replicas; none for holders without a key."""
     if placement == "equal":
         share, count = Fraction(1, len(owners)), replicas + 1
         around = [*owners, *owners]
         return {tuple(around[first : first + count]): share for first in range(len(owners))}
     loads = HashRing(tuple(owners), points).loads(map(str, range(KEYS)), replicas=replicas)
-    # in the order of the owners: parts of one lie beside each other
+    # In the order of the owners: parts of one are contiguous.
     order = sorted(loads, key=lambda holders: [owners.index(name) for name in holders])
     return {holders: Fraction(loads[holders], KEYS) for holders in order}

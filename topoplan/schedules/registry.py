@@ -1,10 +1,10 @@
-"""The schedules beside packed trees: what each is called, what makes it, and what it needs of a machine.
+"""The schedules beside packed trees: their names, the functions that make them, and their needs of a machine.
 
-A new schedule is a file with a function such as `topoplan.one_hop`, and a line in the list below: then ``topoplan plan
---schedule`` makes it, ``--sizes`` times it beside the others, and ``compare`` shows it if the line names a column.
+A new schedule is a function such as `topoplan.one_hop`, and a line in the list below: then ``topoplan plan --schedule``
+makes it, ``--sizes`` times it beside the others, and ``compare`` shows it if the line names a column.
 
-Other packages offer theirs as entry points of the group `GROUP`, each a function as above or a `Schedule`:
-``--schedule`` makes them by name, and verifies what it gets.
+Other packages register schedules as entry points of the group `GROUP`, each a function as above or a `Schedule`:
+``--schedule`` makes them by name, and verifies the result.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from topoplan.errors import InfeasibleError, PlanError, UsageError
@@ -57,10 +58,10 @@ from topoplan.schedules.ring import ring
 from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
 
 GROUP = "topoplan.schedules"
-"""Group of entry points of functions that are a `Make` each, or of a `Schedule`, by name."""
+"""Group of entry points; each loads a `Make` function or a `Schedule`."""
 
 MOST_RANKS = 64
-"""Ranks beyond which regular schedules are not timed: a ring has N trees of N - 1 edges there."""
+"""Ranks up to which regular schedules are timed: a ring has N trees of N - 1 edges there."""
 
 ONE_FABRIC = ("nvlink", "pcie", "nvlink+network", "pcie+network")
 """Channels of plans that do not divide the buffer between two kinds of wire."""
@@ -78,30 +79,25 @@ class Make(Protocol):
         root: int | None = ...,
         channels: str = ...,
     ) -> Plan:
-        """The plan; InfeasibleError where the allocation has no such schedule."""
+        """Return the plan; raise InfeasibleError if the allocation has no such schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule and what it needs of a machine.
+    """A schedule and its needs of a machine.
 
     Parameters
     ----------
     name : str
         As ``--schedule`` takes it.
-    make : Make
-        Arguments as those of `topoplan.plan`. Where a machine turns out not to have it, InfeasibleError says why.
     words : str
-        What it is called in messages, as in "no …: GPU 0 has no wire to GPU 5"; the name if empty.
+        Its name in messages, as in "no …: GPU 0 has no wire to GPU 5"; ``name`` if empty.
     method : str
-        What the plans that it makes say of it, by which `topoplan.model.schedule_selection` finds it again; ``words``
-        if empty.
-    collectives : tuple of str
-        Those that it is defined for.
+        The method of its plans, by which `topoplan.model.schedule_selection` finds it again; ``words`` if empty.
     over : tuple of str
-        Channels that it needs, such as ``nvlink`` or ``nvlink+network``; any if empty.
+        Required channels, such as ``nvlink`` or ``nvlink+network``; any if empty.
     servers : int
-        Servers that the ranks must be on, at least.
+        Fewest servers of the ranks.
     most_ranks : int or None
         Ranks up to which ``--sizes`` tries it.
     column : str
@@ -109,7 +105,7 @@ class Schedule:
     timed : bool
         Whether ``--sizes`` tries it; a rival that is only compared is not chosen.
     beside : callable or None
-        Makes it from packed trees of the same request, whose proof it then takes over, and a progress callback.
+        Makes it from packed trees of the same request, whose certificate it takes over, and a progress callback.
     """
 
     name: str
@@ -131,7 +127,7 @@ class Schedule:
             object.__setattr__(self, "method", self.words)
 
     def fits(self, trees: Certified) -> bool:
-        """Whether the machine of packed trees has what it needs, for their collective and over their channels."""
+        """Return whether the machine of packed trees supports it, for their collective and over their channels."""
         if trees.collective not in self.collectives:
             return False
         if self.over and "+".join(trees.channels) not in self.over:
@@ -148,21 +144,18 @@ def _three_phase(trees: Plan, progress: Callable[[str], None] | None) -> Plan:
     )
 
 
-def _rings(kind: str = "") -> Make:
-    """Rings of one kind; by default over the channel that was asked for, or what the ring chooses."""
-
-    def make(
-        topology: TopologyLike,
-        collective: str = "allreduce",
-        *,
-        gpus: Sequence[int] | None = None,
-        root: int | None = None,
-        channels: str = "auto",
-    ) -> Plan:
-        own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
-        return ring(topology, collective, gpus=gpus, root=root, kind=own)
-
-    return make
+def _ring(
+    kind: str,
+    topology: TopologyLike,
+    collective: str = "allreduce",
+    *,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """Return rings of one kind; for "" over the requested channel, or the ring's own choice."""
+    own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
+    return ring(topology, collective, gpus=gpus, root=root, kind=own)
 
 
 def nccl_ring(
@@ -173,16 +166,14 @@ def nccl_ring(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """NCCL's rings since 2.8: over direct links, or passing through other GPUs where that is faster.
-
-    Parameters and errors are those of `topoplan.ring`.
+    """Return NCCL's rings since 2.8: over direct links, or through other GPUs if that is faster.
 
     Examples
     --------
     >>> round(nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).rate, 3), nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).schedule
     (33.333, 'relay ring')
     """
-    direct = _rings()(topology, collective, gpus=gpus, root=root, channels=channels)
+    direct = _ring("", topology, collective, gpus=gpus, root=root, channels=channels)
     try:
         relayed = ring(topology, collective, gpus=gpus, root=root, kind="relay")
     except InfeasibleError:
@@ -211,18 +202,18 @@ _KNOWN = (
         column="binary",
     ),
     Schedule("lowest-tree", lowest_tree, words="lowest tree"),
-    Schedule("ring", _rings(), column="ring"),
+    Schedule("ring", partial(_ring, ""), column="ring"),
     Schedule(
-        "relay-ring", _rings("relay"), words="relay rings", method="ring", over=("nvlink",), column="relay"
+        "relay-ring",
+        partial(_ring, "relay"),
+        words="relay rings",
+        method="ring",
+        over=("nvlink",),
+        column="relay",
     ),
     Schedule("nccl-ring", nccl_ring, words="NCCL's ring", method="ring", timed=False),
     Schedule(
-        "nccl-tree",
-        nccl_tree,
-        words="NCCL's tree",
-        method=TREE,
-        collectives=("allreduce",),
-        timed=False,
+        "nccl-tree", nccl_tree, words="NCCL's tree", method=TREE, collectives=("allreduce",), timed=False
     ),
     Schedule(
         "nvls",
@@ -284,35 +275,23 @@ _KNOWN = (
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
-"""Every schedule by its name; of equally fast ones ``--sizes`` takes the first."""
+"""Every schedule by its name; among equally fast ones ``--sizes`` takes the first."""
 
 
 def find_schedule(name: str) -> Schedule:
-    """The schedule of this name, ours or that of an installed package.
-
-    Raises
-    ------
-    UsageError
-        There is none, and the message lists those that are known; a package offers one of our names, or cannot be
-        loaded.
+    """Return the schedule of this name, ours or that of an installed package; raise UsageError without one.
 
     Examples
     --------
     >>> find_schedule("double-tree").make("dgx-2").rate
     75.0
-    >>> find_schedule("tree")
-    Traceback (most recent call last):
-    topoplan.errors.UsageError: schedule 'tree' is unknown; did you mean trees? known ones are trees, three-phase, \
-one-hop, mesh, double-tree, lowest-tree, ring, relay-ring, nccl-ring, nccl-tree, nvls, nvls-tree, one-shot, \
-one-shot-three-phase, rails, relayed-rails, bml, hips-ring, \
-parameter-server, two-level
     """
     others = installed_plugins(GROUP)
     if name in others:
         if name in (TREES, *SCHEDULES):
             raise UsageError(
                 f"schedule {name} is topoplan's own, and the package {others[name].package} offers another of that "
-                "name; take the package out, or ask its makers for another name"
+                "name; uninstall the package, or ask its authors for another name"
             )
         return _of_package(others[name])
     if name not in SCHEDULES:
@@ -324,14 +303,14 @@ parameter-server, two-level
 
 
 def _of_package(offer: Plugin) -> Schedule:
-    """A schedule of an installed package, whose plans are verified and whose faults are named as its own."""
+    """Return a schedule of an installed package; its plans are verified, and its faults are attributed to it."""
     found = offer.load()
     known = found if isinstance(found, Schedule) else None
     make = known.make if known else found
     where = f"schedule {offer.name}, of the package {offer.package},"
     if not callable(make):
         raise UsageError(
-            f"{where} is a {type(found).__name__}, not a function that makes a plan; its makers can mend that"
+            f"{where} is a {type(found).__name__}, not a function that makes a plan; report this to its authors"
         )
 
     def checked(
@@ -346,7 +325,7 @@ def _of_package(offer: Plugin) -> Schedule:
         try:
             made = make(topology, collective, gpus=gpus, root=root, channels=channels)
             if not isinstance(made, Plan):
-                raise PlanError(f"it is a {type(made).__name__}, no Plan")
+                raise PlanError(f"it is a {type(made).__name__}, not a Plan")
             if (made.collective, made.ranks, made.root) != (
                 asked.collective,
                 asked.topology.gpus,
@@ -360,10 +339,10 @@ def _of_package(offer: Plugin) -> Schedule:
         except (InfeasibleError, UsageError):
             raise
         except PlanError as error:
-            raise UsageError(f"{where} made a wrong plan: {error}; its makers can mend that") from error
+            raise UsageError(f"{where} made a wrong plan: {error}; report this to its authors") from error
         except Exception as error:
             raise UsageError(
-                f"{where} failed: {type(error).__name__}: {error}; its makers can mend that"
+                f"{where} failed: {type(error).__name__}: {error}; report this to its authors"
             ) from error
         return made
 
@@ -381,19 +360,10 @@ def make_schedule(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The plan of a schedule by its name, over the channels that were asked for.
+    """Return the plan of a schedule by its name, over the requested channels.
 
-    Raises
-    ------
-    UsageError
-        The schedule is unknown, or does not run over these channels; or as the function that makes it.
-    InfeasibleError
-        The allocation has no such schedule; says why.
-
-    Examples
-    --------
-    >>> make_schedule("ring", "dgx-1v", gpus=[1, 4, 5, 7], channels="pcie").schedule
-    'pcie ring'
+    UsageError if the schedule is unknown or runs over other channels; InfeasibleError says why the allocation has no
+    such schedule.
     """
     schedule = find_schedule(name)
     try:
@@ -411,5 +381,5 @@ def make_schedule(
 
 
 def cause(error: Exception) -> str:
-    """An error's message without its remedy, which is for those who called the function that raised it."""
+    """Return an error's message without its remedy, which is for the caller of the function that raised it."""
     return str(error).partition(";")[0]

@@ -8,7 +8,7 @@ link crossings, then the lowest order. Beyond, the depth-first order of the mach
 a tree of switches it crosses every link at most once in each direction, which is optimal. A hop never passes another
 rank; if both orders need that, the orders of `hamiltonian_cycles` are taken. Across servers ring c enters server s
 at door c + a(s) and leaves at door c + a(s + 1), modulo the doors, with a = 0, 1, 0, 1, …, and 2 at last if the
-number of servers is odd. Doors are the GPUs with a way out of their server past no other GPU, so all rings together
+number of servers is odd. Doors are the GPUs with a route out of their server past no other GPU, so all rings together
 use every NIC once in each direction.
 """
 
@@ -28,30 +28,30 @@ from numpy.typing import NDArray
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Topology, TopologyLike
-from topoplan.plans.build import Allocation, build_plan, trivial_plan
+from topoplan.plans.build import Allocation, trivial_plan
 from topoplan.plans.plan import Plan
 from topoplan.schedules.hamiltonian_cycles import NODE_LIMIT, STEP_LIMIT, disjoint_rings, ring_limit
 from topoplan.schedules.ring_forest import LogicalRing, relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes, Links
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.units import counted
 
 LARGEST_EXACT = 8
 """Most ranks for which every order is tried."""
 
 LARGEST_SEARCHED = 64
-"""Most ranks for which an order is searched where neither of the two simple ones has all its routes."""
+"""Most ranks for which an order is searched if neither of the two simple ones has all its routes."""
 
 
 def order_is_exact(fabric: Fabric) -> bool:
-    """True when `single_ring` tries every order."""
+    """Return whether `single_ring` tries every order."""
     return fabric.size <= LARGEST_EXACT
 
 
 def single_ring(fabric: Fabric) -> LogicalRing | None:
-    """One ring over shortest routes (widest among equally short ones), in the order that loads links least.
+    """Return one ring over shortest routes (the widest among equals), in the order that loads links least.
 
-    None where every order has a hop without a route.
+    None if every order has a hop without a route.
 
     Examples
     --------
@@ -66,41 +66,42 @@ def single_ring(fabric: Fabric) -> LogicalRing | None:
     if order is None:
         return None
     hops = tuple(_found(routes.shortest(*pair, fabric.capacity)) for pair in _pairs(order))
-    return LogicalRing(_weight(hops, list(fabric.capacity)), order, hops)
+    return _claimed(order, hops, list(fabric.capacity))
 
 
 def switched_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
-    """Rings that together fill the ports of switches: one order, and one ring for each plane of switches.
+    """Return rings that together fill the ports of switches: one order, and one ring for each plane of switches.
 
-    A single switch gives one ring at the full port rate. Where ranks are wired to several switches, rings
-    are peeled off, each over the routes with most capacity left, until a hop has none. Empty where every
-    order has a hop without a route.
+    A single switch gives one ring at the full port rate. If ranks are wired to several switches, rings are peeled off,
+    each over the routes with most remaining capacity, until a hop has none. Empty if every order has a hop without a
+    route.
     """
     order = _best_order(fabric, routes)
     if order is None:
         return ()
-    # Longer ways count too where the short ones are full.
+    # Longer routes count too if the short ones are full.
     find = routes.widest if fabric.size <= LARGEST_SEARCHED else routes.shortest
     left = list(fabric.capacity)
     rings: list[LogicalRing] = []
     while True:
         hops = tuple(_found(find(*pair, left)) for pair in _pairs(order))
-        weight = _weight(hops, left)
-        if weight == 0:
+        ring = _claimed(order, hops, left)
+        if ring is None:
             return tuple(rings)
-        rings.append(LogicalRing(weight, order, hops))
-        for hop in hops:
-            for number in hop:
-                left[number] -= weight
+        rings.append(ring)
 
 
 def _pairs(order: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(order, order[1:] + order[:1], strict=True))
 
 
-def _weight(hops: tuple[Links, ...], left: list[Fraction]) -> Fraction:
+def _claimed(order: tuple[int, ...], hops: tuple[Links, ...], left: list[Fraction]) -> LogicalRing | None:
+    """Return a ring with all the weight that its links have left, and subtract it there; None if they have none."""
     crossed = Counter(number for hop in hops for number in hop)
-    return min(left[number] / times for number, times in crossed.items())
+    weight = min(left[number] / times for number, times in crossed.items())
+    for number, times in crossed.items():
+        left[number] -= weight * times
+    return LogicalRing(weight, order, hops) if weight else None
 
 
 def _found(links: Links | None) -> Links:
@@ -122,7 +123,7 @@ def _joined(order: tuple[int, ...], routes: DirectRoutes) -> bool:
 
 
 def _loads(fabric: Fabric, routes: DirectRoutes, orders: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(orders, links): how often a ring in each order crosses each link."""
+    """(orders, links): crossings of each link by a ring in each order."""
     pairs = np.stack((orders, np.roll(orders, -1, axis=1)), axis=2).reshape(-1, 2)
     hops, hop_of_place = np.unique(pairs, axis=0, return_inverse=True)
     crossing = np.zeros((len(hops), len(fabric.links)), dtype=np.int64)
@@ -146,7 +147,7 @@ def _candidate_orders(fabric: Fabric, routes: DirectRoutes) -> list[tuple[int, .
 
 
 def _depth_first_order(fabric: Fabric) -> tuple[int, ...]:
-    """Ranks as a depth-first walk from rank 0 meets them, links between sockets last."""
+    """Return ranks in the order of a depth-first walk from rank 0, links between sockets last."""
     onward: dict[int, list[tuple[bool, int]]] = {}
     for link, (src, dst) in zip(fabric.links, fabric.ends, strict=True):
         onward.setdefault(src, []).append((link.channel == "sys", dst))
@@ -167,9 +168,9 @@ Joined = Callable[[int, int], bool]
 
 
 def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
-    """As many such rings as the capacity of the links allows, one for each GPU with a way out of its server at most.
+    """Return as many rings across servers as capacity allows, at most one for each GPU with a route out of its server.
 
-    Empty where all ranks are in one server, or no such ring has a route for every hop.
+    Empty if all ranks are in one server, or no such ring has a route for every hop.
 
     Examples
     --------
@@ -193,7 +194,7 @@ def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...
 
     @cache
     def inside(tail: int, head: int) -> bool:
-        """True where a rank reaches another of its server without the network."""
+        """Return whether a rank reaches another of its server without the network."""
         links = routes.shortest(tail, head, off_network)
         return links is not None and all(off_network[link] for link in links)
 
@@ -207,21 +208,16 @@ def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...
     for first in range(max(len(ranks) for ranks in doors)):
         order = _order(servers, doors, first, inside)
         hops = None if order is None else _hops(order, routes, left)
-        if order is None or hops is None:
-            continue
-        crossed = Counter(link for hop in hops for link in hop)
-        weight = min(left[link] / times for link, times in crossed.items())
-        if weight > 0:
-            rings.append(LogicalRing(weight, order, hops))
-            for link, times in crossed.items():
-                left[link] -= weight * times
+        ring = None if order is None or hops is None else _claimed(order, hops, left)
+        if ring is not None:
+            rings.append(ring)
     return tuple(rings)
 
 
 def _order(
     servers: list[list[int]], doors: list[list[int]], first: int, inside: Joined
 ) -> tuple[int, ...] | None:
-    """All ranks, entering and leaving every server at two of its doors: ranks with a way out of it."""
+    """Order all ranks such that each server is entered and left at two of its doors: ranks with a route out of it."""
     shifts = [number % 2 for number in range(len(servers))]
     if len(servers) % 2:
         shifts[-1] = 2
@@ -229,7 +225,7 @@ def _order(
     for ranks, ports, enters, leaves in zip(servers, doors, shifts, shifts[1:] + shifts[:1], strict=True):
         start, end = ((first + shift) % len(ports) for shift in (enters, leaves))
         if start == end:
-            # two doors and an odd number of servers
+            # Two doors and an odd number of servers.
             end = (start + 1) % len(ports)
         walk = _walk(ranks, ports[start], ports[end], inside)
         if walk is None:
@@ -239,7 +235,7 @@ def _order(
 
 
 def _walk(ranks: list[int], start: int, end: int, inside: Joined) -> list[int] | None:
-    """All ranks of a server from ``start`` to ``end``, in the order of their numbers where routes allow it."""
+    """Return all ranks of a server from ``start`` to ``end``, in the order of their numbers if routes allow it."""
     if len(ranks) == 1:
         return [start]
     if start == end:
@@ -248,7 +244,7 @@ def _walk(ranks: list[int], start: int, end: int, inside: Joined) -> list[int] |
     turned = [rank for rank in ranks[place:] + ranks[:place] if rank not in (start, end)]
     steps = 0
     path = [start]
-    # Depth first: of every rank on the path, those that are still to be tried after it.
+    # Depth first: for every rank on the path, the next candidates.
     pending = [iter(turned if turned else [end])]
     while pending:
         steps += 1
@@ -267,9 +263,9 @@ def _walk(ranks: list[int], start: int, end: int, inside: Joined) -> list[int] |
 
 
 def _hops(order: tuple[int, ...], routes: DirectRoutes, left: list[Fraction]) -> tuple[Links, ...] | None:
-    """For every hop the shortest route with most capacity left."""
+    """Return for every hop the shortest route with most remaining capacity; None if a hop has no route."""
     hops = []
-    for tail, head in zip(order, order[1:] + order[:1], strict=True):
+    for tail, head in _pairs(order):
         links = routes.shortest(tail, head, left)
         if links is None:
             return None
@@ -288,42 +284,36 @@ def ring(
     root: int | None = None,
     kind: str = "auto",
 ) -> Plan:
-    """The ring schedule of a collective.
+    """Return the ring schedule of a collective.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, root
+        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast, reduce, allgather or reduce_scatter.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
     kind : str
-        ``nvlink``: as many link-disjoint directed rings over direct NVLinks as exist, by exact search; a
-        ring takes one wire of each link it crosses. Where wires differ in speed, the speed at which rings x
-        speed is largest is chosen, and a wire of twice that speed has room for two rings. Two GPUs have one
-        ring, there and back, per wire. Behind an NVSwitch one logical ring at the full port rate is the
-        equivalent (one per plane of switches).
+        ``nvlink``: as many link-disjoint directed rings over direct NVLinks as exist, by exact search; a ring takes one
+        wire of each link it crosses. If wires differ in speed, the speed at which rings x speed is largest is chosen,
+        and a wire of twice that speed has room for two rings. Two GPUs have one ring, there and back, per wire. Behind
+        an NVSwitch one logical ring at the full port rate is the equivalent (one per plane of switches).
         ``pcie``: one ring over PCIe in the order that loads shared links least.
         ``relay``: the best mix of rings over NVLink whose hops may pass through other GPUs.
-        ``auto``: nvlink where there is such a ring, else pcie. Across servers the faster of one order of all ranks
-        and of rings that enter every server once over NICs of their own (`topoplan.schedules.ring`).
+        ``auto``: nvlink if such a ring exists, else pcie. Across servers the faster of one order of all ranks and of
+        rings that enter every server once over NICs of their own (`topoplan.schedules.ring`).
 
     Returns
     -------
     Plan
-        ``schedule`` is "nvlink ring", "pcie ring", "relay ring", or across servers "network ring". Rate and bound
-        speak of that channel only.
-        Notes say how many rings there are and whether the search was exhaustive.
+        ``schedule`` is "nvlink ring", "pcie ring", "relay ring", or across servers "network ring". Rate and bound hold
+        for that channel only. Notes give the number of rings and whether the search was exhaustive.
 
     Raises
     ------
     UsageError
-        Unknown collective or kind, GPU out of range, a root outside the allocation, or a root where the
-        collective has none.
+        As `topoplan.plan`; an unknown kind.
     InfeasibleError
-        There is no such ring.
+        No such ring exists.
 
     Examples
     --------
@@ -349,13 +339,13 @@ def ring(
     else:
         find = {"auto": _automatic, "nvlink": _over_nvlink, "pcie": _over_pcie, "relay": _relayed}[kind]
         found = find(asked.topology)
-        made = build_plan(
+        shards = ring_forest(found.rings, found.fabric, collective=collective, root=asked.root)
+        made = bounded_plan(
             found.fabric,
             collective,
+            shards,
+            found.schedule,
             root=asked.root,
-            shards=ring_forest(found.rings, found.fabric, collective=collective, root=asked.root),
-            certificate=best_bound(found.fabric, collective, asked.root),
-            schedule=found.schedule,
             method="ring",
             notes=found.notes,
         )
@@ -364,7 +354,7 @@ def ring(
 
 @dataclass(frozen=True, slots=True)
 class _FoundRings:
-    """Rings, where they run, and what there is to say about them."""
+    """Rings on a fabric, and notes on them."""
 
     fabric: Fabric
     schedule: str
@@ -375,7 +365,7 @@ class _FoundRings:
 def _automatic(allocation: Topology) -> _FoundRings:
     fabric = usable_fabric(allocation)
     if fabric.union:
-        fabric = _connected(allocation, "pcie", "a ring over both is not looked for")
+        fabric = _connected(allocation, "pcie", "rings do not run over both; try kind nvlink")
     if fabric.channels == ("pcie",):
         return _on_pcie(fabric, "NVLink does not connect the allocation, so the ring runs over PCIe")
     rings, note = _nvlink_rings(fabric)
@@ -428,7 +418,7 @@ def _on_pcie(fabric: Fabric, *notes: str) -> _FoundRings:
 
 
 def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
-    """The rings, and what to say of them or of their absence."""
+    """Return the rings, and a note on them or on their absence."""
     if not fabric.direct:
         routes = DirectRoutes(fabric)
         rings, across = switched_rings(fabric, routes), server_rings(fabric, routes)
@@ -453,10 +443,7 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
         return (), f"no NVLink ring {'exists' if exhaustive else 'was found'} ({proof})"
     index = {ends: position for position, ends in enumerate(fabric.ends)}
     rings = tuple(
-        LogicalRing(
-            speed, order, tuple((index[hop],) for hop in zip(order, order[1:] + order[:1], strict=True))
-        )
-        for order in orders
+        LogicalRing(speed, order, tuple((index[hop],) for hop in _pairs(order))) for order in orders
     )
     number = counted(len(rings), "link-disjoint NVLink ring")
     return rings, f"{number} of {float(speed):g} GB/s; {proof}"
@@ -467,7 +454,7 @@ def _total(rings: tuple[LogicalRing, ...]) -> Fraction:
 
 
 def _fastest_rings(fabric: Fabric) -> tuple[tuple[tuple[int, ...], ...], Fraction, bool]:
-    """Orders of the disjoint rings of largest total speed, the speed of each in GB/s, and whether it is proved."""
+    """Return orders of the disjoint rings of largest total speed, each ring's GB/s, and whether it is proved."""
     wires = [c / link.count for c, link in zip(fabric.capacity, fabric.links, strict=True)]
     best: tuple[tuple[int, ...], ...] = ()
     speed, exhaustive = Fraction(0), True

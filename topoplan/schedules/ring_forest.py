@@ -2,7 +2,7 @@
 
 With N ranks a chain follows the ring over N - 1 of its N hops. AllReduce has a shard for each ring and rank: reduced
 along the chain that ends at the rank, broadcast along the one that starts there, so every hop carries 2 (N - 1) / N
-bytes for each byte of the buffer. A thousand ranks would have millions of edges: large rings are written as a few
+bytes for each byte of the buffer. A thousand ranks would have millions of edges: large rings are stored as a few
 chains and the symmetries of the machine (from server to server, from NIC to NIC) that map every hop of a ring to a
 hop.
 
@@ -60,20 +60,11 @@ def ring_shards(
     root: int | None,
     wanted: Collection[tuple[int, int]] | None = None,
 ) -> tuple[Shard, ...]:
-    """The forest of a collective over rings that share the buffer in proportion to their weights.
+    """Return the forest of a collective over rings that share the buffer in proportion to their weights.
 
-    Parameters
-    ----------
-    root : int or None
-        Root rank of a broadcast or reduce.
-    wanted : collection of (int, int) or None
-        Of the other collectives, the shards that are wanted, as number of the ring and owner; None takes all.
-
-    Returns
-    -------
-    tuple of Shard
-        AllReduce: rings x N. Broadcast, reduce: one per ring. Allgather, reduce-scatter: one per ring for
-        each owner, in the order of owners.
+    AllReduce has rings x N shards, broadcast and reduce one per ring, allgather and reduce-scatter one per ring for
+    each owner, in the order of owners. Of the unrooted ones ``wanted`` selects shards by number of the ring and owner;
+    None takes all.
     """
     total = sum((ring.weight for ring in rings), Fraction(0))
     chains = [(_Chains(ring, fabric), ring.weight / total) for ring in rings]
@@ -125,31 +116,21 @@ class _Chains:
 
 
 MOST_EDGES = 20_000
-"""Tree edges up to which all chains are written out."""
+"""Tree edges up to which all chains are listed."""
 
 TOO_MANY_EDGES = 4_000_000
-"""Tree edges from which rings without symmetry are refused: their plan would take gigabytes."""
+"""Tree edges above which rings without symmetry are refused: their plan would take gigabytes."""
 
 MOST_TRIED = 12
-"""Turns that are tried, and rings that the first one is tried to be taken to."""
+"""Rotations that are tried, and rings that are tried as images of the first one."""
 
 
 def ring_forest(
     rings: Sequence[LogicalRing], fabric: Fabric, *, collective: str, root: int | None
 ) -> Sequence[Shard]:
-    """As `ring_shards`, compact where the rings are large and the machine has symmetries that keep them.
+    """Return `ring_shards`, compact if the rings are large and the machine has symmetries that keep them.
 
-    Raises
-    ------
-    InfeasibleError
-        It has none, and the chains are too many to be written out.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> plan = topoplan.ring(topoplan.nvswitch_cluster(16))
-    >>> len(plan.shards), [count for _, count in plan.shard_counts]
-    (1024, [64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64])
+    InfeasibleError if it has none, and the chains are too many to be listed.
     """
     size = fabric.size
     edges = len(rings) * (2 if collective == "allreduce" else 1) * size * (size - 1)
@@ -159,8 +140,8 @@ def ring_forest(
     if not moves:
         if edges > TOO_MANY_EDGES:
             raise InfeasibleError(
-                f"{len(rings)} rings of {size} GPUs have {edges} edges, and no symmetry of the machine stands for some "
-                "of them; name fewer GPUs"
+                f"{len(rings)} rings of {size} GPUs have {edges} edges, and no symmetry of the machine maps them to "
+                "each other; name fewer GPUs"
             )
         return ring_shards(rings, fabric, collective=collective, root=root)
     chains = len(rings) * size
@@ -177,17 +158,12 @@ def ring_forest(
 class _Move:
     """A symmetry of the machine that keeps a set of rings.
 
-    Of rings 0 1 2 3 and 3 2 1 0 the turn of ranks 0 > 1 > 2 > 3 > 0 takes
+    ``chains``, of shape (rings x N,), maps the chain from place i of ring r, number r N + i. For rings 0 1 2 3 and
+    3 2 1 0 the rotation of ranks 0 > 1 > 2 > 3 > 0 takes
 
         chain     0 1 2 3   4 5 6 7
         out of    0 1 2 3   3 2 1 0    (rank)
         to chain  1 2 3 0   7 4 5 6    out of ranks 1 2 3 0 and 0 3 2 1
-
-    Parameters
-    ----------
-    nodes : tuple of int
-    chains : (rings x N,) int64
-        The chain from place i of ring r, number r N + i, goes to this one.
     """
 
     nodes: tuple[int, ...]
@@ -195,14 +171,14 @@ class _Move:
 
 
 def _moves(rings: Sequence[LogicalRing], fabric: Fabric) -> list[_Move]:
-    """The shortest turn of the rings, and a symmetry that takes the first ring to another one; what there is."""
+    """Return the shortest rotation of the rings, and a symmetry that takes the first ring to another, if they exist."""
     size = fabric.size
     order = np.array(rings[0].order)
-    turns = [np.roll(order, -turn) for turn in range(1, size // 2 + 1) if size % turn == 0]
     others = [np.array(ring.order) for ring in rings[1:] if ring.order != rings[0].order]
     labels = labelled_graph_of(fabric).link_labels
     kinds = [labels[list(hop)].tolist() for hop in rings[0].hops]
-    likely = [turned for turned in turns if _kinds_after(kinds, order, turned) == kinds]
+    turns = [turn for turn in range(1, size // 2 + 1) if size % turn == 0]
+    likely = [np.roll(order, -turn) for turn in turns if kinds[turn:] + kinds[:turn] == kinds]
     extender = PermutationExtender(labelled_graph_of(fabric)) if likely or others else None
     found = []
     for images in (likely[:MOST_TRIED], others[:MOST_TRIED]):
@@ -215,16 +191,10 @@ def _moves(rings: Sequence[LogicalRing], fabric: Fabric) -> list[_Move]:
     return found
 
 
-def _kinds_after(kinds: list[list[int]], order: Integers, turned: Integers) -> list[list[int]]:
-    """Kinds of the links of every hop, as they stand after a turn."""
-    start = int(np.flatnonzero(order == turned[0])[0])
-    return kinds[start:] + kinds[:start]
-
-
 def _move(
     rings: Sequence[LogicalRing], order: Integers, image: Integers, extender: PermutationExtender
 ) -> _Move | None:
-    """The symmetry that takes one order of the ranks to another, if there is one and it keeps all rings."""
+    """Return the symmetry that takes one order of the ranks to another and keeps all rings, if it exists."""
     ranks = np.empty_like(order)
     ranks[order] = image
     symmetry = extender.extend(ranks)
@@ -246,7 +216,7 @@ def _move(
 
 
 def _runs_along(ring: LogicalRing, hops: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
-    """True where a ring has these hops, each given by its tail and links, in this order."""
+    """Return whether a ring has these hops, each given by its tail and links, in this order."""
     place = ring.order.index(hops[0][0])
     own = list(zip(ring.order, ring.hops, strict=True))
     return own[place:] + own[:place] == hops
@@ -256,7 +226,7 @@ LARGEST_EXACT = 9
 """Most ranks for which the shortest tour is found exactly."""
 
 COLUMN_LIMIT = 300
-"""Most tours generated before the mix is taken as it is; a tenth of it where local search finds them."""
+"""Most tours generated; a tenth of it if local search finds them."""
 
 _LOCAL_STARTS = 4
 
@@ -268,22 +238,9 @@ Tour = tuple[tuple[int, ...], tuple[Path, ...]]
 
 
 def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
-    """Links from one rank to another: through switches only where that is possible, else through other ranks.
+    """Return the links from one rank to another: through switches only if possible, else through other ranks.
 
-    Fewest links first, then the lowest link indices.
-
-    Raises
-    ------
-    InfeasibleError
-        No path leads there; carries the cut.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> [fabric.links[number].dst for number in shortest_route(fabric, 0, 5)]
-    ['gpu1', 'gpu5']
+    The route has fewest links, then the lowest link indices. InfeasibleError, with the cut, if none exists.
     """
     for arc in fabric.arcs:
         if (arc.tail, arc.head) == (tail, head):
@@ -299,20 +256,9 @@ def shortest_route(fabric: Fabric, tail: int, head: int) -> Path:
 
 
 def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tuple[LogicalRing, ...], bool]:
-    """The best mix of relaying rings, and whether it is proved that no mix is better.
+    """Return the best mix of relaying rings, with exact weights, and whether it is proved that no mix is better.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        All ranks connected, at least two.
-    seeds : sequence of LogicalRing
-        Rings to start from; the mix is never worse than they are together.
-
-    Returns
-    -------
-    rings : tuple of LogicalRing
-        Weights in GB/s, exact.
-    proved : bool
+    The ranks are connected, two at least. The mix is never worse than the ``seeds`` together.
 
     Examples
     --------
@@ -325,7 +271,9 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
     (['25'], (0, 2, 1), True)
     """
     capacity, scale = whole_capacities(fabric)
-    limit = _cut_limit(fabric, scale)
+    # A tour leaves and enters every set of ranks at least once, so the smallest cut limits the mix.
+    cuts = [best_bound(fabric, one, 0).bound(fabric, one, 0) for one in ("broadcast", "reduce")]
+    limit = scale * min(cuts)
     exact = fabric.size <= LARGEST_EXACT
     most = len(seeds) + (COLUMN_LIMIT if exact else COLUMN_LIMIT // 10)
     heaviest = max(capacity)
@@ -347,14 +295,6 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
         program.add([_crossings(fabric, tour[1])], [1])
     mix = _fewer_tours(fabric, capacity, [hops for _, hops in tours], program.solution(), program.value)
     return tuple(LogicalRing(weight / scale, *tours[number]) for number, weight in mix.items()), proved
-
-
-def _cut_limit(fabric: Fabric, scale: int) -> Fraction:
-    """Capacity of the smallest cut between ranks: a tour leaves and enters every set of ranks at least once."""
-    return scale * min(
-        best_bound(fabric, collective, 0).bound(fabric, collective, 0)
-        for collective in ("broadcast", "reduce")
-    )
 
 
 def _crossings(fabric: Fabric, hops: Sequence[Path]) -> list[int]:
@@ -389,7 +329,7 @@ def _fewer_tours(
 
 
 def _shortest_tour(fabric: Fabric, length: Sequence[int]) -> tuple[int, Tour]:
-    """Length, order and hops of the shortest closed tour found under the lengths of links."""
+    """Return length, order and hops of the shortest closed tour found under the lengths of links."""
     paths = [_shortest_paths(fabric, length, rank) for rank in range(fabric.size)]
     distance = [[row[head][0] for head in range(fabric.size)] for row in paths]
     order = _held_karp(distance) if fabric.size <= LARGEST_EXACT else _local_search(distance)
@@ -399,7 +339,7 @@ def _shortest_tour(fabric: Fabric, length: Sequence[int]) -> tuple[int, Tour]:
 
 
 def _shortest_paths(fabric: Fabric, length: Sequence[int], start: int) -> dict[int, tuple[int, Path]]:
-    """Distance and links of a shortest path to every state of the graph of routes.
+    """Return distance and links of a shortest path to every state of the graph of routes.
 
     Least length first, then fewest links, then lowest indices.
     """
@@ -417,7 +357,7 @@ def _shortest_paths(fabric: Fabric, length: Sequence[int], start: int) -> dict[i
 
 
 def _held_karp(distance: list[list[int]]) -> tuple[int, ...]:
-    """The shortest closed tour from vertex 0, exactly: N² 2^N steps."""
+    """Return the shortest closed tour from vertex 0, exactly, in N² 2^N steps."""
     size = len(distance)
     best: dict[tuple[int, int], tuple[int, int]] = {(1 << v, v): (distance[0][v], 0) for v in range(1, size)}
     everything = (1 << size) - 2
@@ -438,7 +378,7 @@ def _held_karp(distance: list[list[int]]) -> tuple[int, ...]:
 
 
 def _local_search(distance: list[list[int]]) -> tuple[int, ...]:
-    """A short closed tour: nearest neighbour from a few starts, then moves of segments of up to three."""
+    """Return a short closed tour: nearest neighbour from a few starts, then moves of segments of up to three."""
     size = len(distance)
     found = []
     for start in range(min(size, _LOCAL_STARTS)):
@@ -456,7 +396,7 @@ def _local_search(distance: list[list[int]]) -> tuple[int, ...]:
 
 
 def _move_segment(distance: list[list[int]], tour: list[int]) -> bool:
-    """Move one segment to a better place, in place; False when no move shortens the tour."""
+    """Move one segment to a better place, in place; return False if no move shortens the tour."""
     size = len(tour)
     for span in (1, 2, 3):
         for start in range(size):

@@ -1,4 +1,4 @@
-"""Find routes between ranks on demand: the widest by what links have left, or the least loaded so far.
+"""Find routes between ranks on demand: the widest by remaining capacity, or the least loaded so far.
 
 A route passes no third rank. Two GPUs may have as many routes as pairs of NICs, or more than can be listed, so
 routes are not listed: the links of the shortest ones are kept layer by layer, and the widest is found on them from
@@ -6,7 +6,7 @@ the far end. A large cluster has a million pairs of ranks, and a ring needs a ro
 
 `LeastLoaded` routes tree edges one after another. Two ranks may have several routes (planes of switches, parallel
 rails), and a rank several possible parents. An edge takes the route whose fullest link stays emptiest, in bytes for
-each byte of the buffer over GB/s; of equals the one with the fewest links, then the first.
+each byte of the buffer over GB/s; among equals the one with the fewest links, then the first.
 """
 
 from __future__ import annotations
@@ -30,20 +30,7 @@ Source and destination are states of the fabric's graph of routes."""
 
 
 class DirectRoutes:
-    """The routes of a fabric.
-
-    Parameters
-    ----------
-    fabric : Fabric
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
-    >>> routes = DirectRoutes(fabric)
-    >>> routes.shortest(0, 5, fabric.capacity), routes.widest(0, 5, fabric.capacity)
-    ((0, 11), (0, 11))
-    """
+    """The routes of a fabric."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
@@ -52,22 +39,19 @@ class DirectRoutes:
         self._known: dict[tuple[int, int], tuple[Layer, ...]] = {}
 
     def joined(self, tail: int, head: int) -> bool:
-        """True where a route leads from one rank to the other."""
+        """Return whether a route leads from one rank to the other."""
         return bool(self.layers(tail, head))
 
     def layers(self, tail: int, head: int) -> tuple[Layer, ...]:
-        """The links of all routes of fewest links, in the order in which they are crossed; () without a route."""
+        """Return the links of all routes of fewest links, in the order of crossing; () without a route."""
         if (tail, head) not in self._known:
             self._known[tail, head] = self._search(tail, head)
         return self._known[tail, head]
 
     def shortest(self, tail: int, head: int, width: Sequence[Fraction]) -> Links | None:
-        """Of the routes of fewest links the one whose narrowest link is widest, of equals the first by its links.
+        """Return the route of fewest links with the widest narrowest link, the first by its links among equals.
 
-        Parameters
-        ----------
-        width : sequence of Fraction, one per link
-            What the links have left, or any other measure.
+        ``width`` gives the remaining capacity of each link, or any other measure.
         """
         layers = self.layers(tail, head)
         if not layers:
@@ -86,9 +70,9 @@ class DirectRoutes:
         return tuple(path)
 
     def stripes(self, tail: int, head: int, width: Sequence[Fraction]) -> dict[int, Fraction]:
-        """What part of the data each link carries that is striped over all routes of fewest links; {} without one.
+        """Return each link's part of data striped over all routes of fewest links; {} without a route.
 
-        Each node divides what it has in proportion to how wide the routes onward are, given a width of every link.
+        Each node divides its data in proportion to the widths of the onward routes, given a width of every link.
         """
         layers = self.layers(tail, head)
         onward = _onward(layers, width)
@@ -111,10 +95,10 @@ class DirectRoutes:
         return part
 
     def widest(self, tail: int, head: int, width: Sequence[Fraction] | Sequence[int]) -> Links | None:
-        """Of all routes the one whose narrowest link is widest, of equals that of fewest links, then the first.
+        """Return the route with the widest narrowest link, among equals that of fewest links, then the first.
 
-        Two searches from the head: one for the width, as Dijkstra's with the narrowest link in place of the sum, and
-        one for the fewest links over what is as wide.
+        Two searches start at the head: one for the width, as Dijkstra's with the narrowest link in place of the sum,
+        and one for the fewest links over links at least as wide.
         """
         reach: dict[int, Fraction | int] = {}
         count = 0
@@ -152,7 +136,7 @@ class DirectRoutes:
         return tuple(path)
 
     def _passes(self, node: int, tail: int, head: int) -> bool:
-        """True where a route that is followed back from the head may go on from a node."""
+        """Return whether a route that is followed back from the head may continue from a node."""
         return node == head or (node != tail and node >= self._fabric.size)
 
     def _search(self, tail: int, head: int) -> tuple[Layer, ...]:
@@ -162,7 +146,7 @@ class DirectRoutes:
         nodes = {tail}
         for depth in range(1, length + 1):
             rest = length - depth
-            # Near the head only what is as near as it must be; before that, any switch.
+            # Near the head only nodes at the exact distance; before that, any switch.
             layer = tuple(
                 (number, node, dst)
                 for node in sorted(nodes)
@@ -177,7 +161,7 @@ class DirectRoutes:
         return tuple(layers)
 
     def _met(self, tail: int, head: int) -> tuple[dict[int, int], int]:
-        """How many links before the head nodes near it are, and how many a shortest route has; 0 without a route.
+        """Return the links from nodes near the head to it, and the length of a shortest route; 0 without a route.
 
         Searches from both ends meet, the narrower one taking the next step: a network switch has many neighbours.
         """
@@ -202,7 +186,7 @@ class DirectRoutes:
 
 
 def _onward(layers: Sequence[Layer], width: Sequence[Fraction]) -> list[dict[int, Fraction]]:
-    """For every layer, how wide the widest way to the head is from each node where the layer begins."""
+    """Return for every layer the width of the widest route to the head from each node where the layer begins."""
     onward: list[dict[int, Fraction]] = []
     for layer in reversed(layers):
         reach: dict[int, Fraction] = {}
@@ -215,11 +199,7 @@ def _onward(layers: Sequence[Layer], width: Sequence[Fraction]) -> list[dict[int
 
 
 class LeastLoaded:
-    """Chooses routes on a fabric and remembers what they carry.
-
-    Parameters
-    ----------
-    fabric : Fabric
+    """Chooses routes on a fabric and remembers their loads.
 
     Examples
     --------
@@ -245,23 +225,20 @@ class LeastLoaded:
         self._slowness = [int(whole / capacity) for capacity in fabric.capacity]
 
     def emptied(self) -> LeastLoaded:
-        """Another one on the same fabric, that carries nothing yet."""
+        """Return another one on the same fabric without loads."""
         other = copy(self)
         other._load = [Fraction(0)] * len(self._load)
         other._share, other._room = Fraction(0), []
         return other
 
     def joined(self, tail: int, head: int) -> bool:
-        """True where a route leads from one rank to the other without passing a third."""
+        """Return whether a route leads from one rank to the other without passing a third."""
         return (tail, head) in self._arcs
 
     def edge(self, op: str, parents: Iterable[int], child: int, share: Fraction) -> Edge:
-        """The edge of a reduce or broadcast tree that hangs a child below one of the parents.
+        """Return the edge of a reduce or broadcast tree to a child from one of the parents.
 
-        Raises
-        ------
-        InfeasibleError
-            None of them is `joined` with the child in the direction of the data.
+        InfeasibleError if none of them is `joined` with the child in the direction of the data.
         """
         parents = tuple(parents)
         down = op == "broadcast"
@@ -288,9 +265,9 @@ class LeastLoaded:
         return Edge(best.head, child, best.route[::-1], best.channel)
 
     def _room_for(self, share: Fraction) -> list[int]:
-        """How little every link would be filled by another share; kept for the next edge, which often has as much.
+        """Return the free capacity of every link under another share, cached for the next edge.
 
-        Negative whole numbers in the order of capacity over load, which compare faster than fractions.
+        Values are negative whole numbers in the order of capacity over load, which compare faster than fractions.
         """
         if share != self._share or not self._room:
             self._share = share

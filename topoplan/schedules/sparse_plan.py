@@ -1,13 +1,13 @@
-"""Plan the sparse allreduce of an allocation: three phases over several servers, trees on entries elsewhere.
+"""Plan the sparse allreduce of an allocation: three phases over several servers, else trees on entries.
 
-Over servers (HiTopKComm): the owner of a part in each server collects its sum, selects the largest entries, keeps
-the rest as residual and exchanges the selection with the owners in other servers; then it hands the total out
+Over servers (HiTopKComm), the owner of a part in each server collects its sum, selects the largest entries, keeps
+the rest as residual and exchanges the selection with the owners in other servers; then it broadcasts the total
 inside. Phases run one after another. Trees and owners are those of the dense three phases with a network twice as
 fast as the servers.
 
-Elsewhere every tree of an allreduce plan carries the largest entries of its shard: a rank adds up what arrives,
+On one server every tree of an allreduce plan carries the largest entries of its shard: a rank adds up all arrivals,
 keeps one message's worth, and sends it on. One low tree is gTop-k; one star for each rank balances load as Ok-Topk
-does, with fixed borders between the parts. An entry that a rank drops stays in its residual.
+does, with fixed borders between the parts. A dropped entry stays in the rank's residual.
 
 References: Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys
 2021, section 3.2 (HiTopKComm). Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification
@@ -49,54 +49,30 @@ MOST_EDGES = 1 << 20
 """Most edges of all exchanges: their number grows with the square of the servers."""
 
 _AHEAD = 2
-"""How much faster than the servers the network is to be, for the choice of trees and owners."""
+"""Speed of the network, in multiples of the servers', for the choice of trees and owners."""
 
 
 def sparse_servers(
     topology: Topology, *, entries: Fraction, gpus: Sequence[int] | None = None, channels: str = "auto"
 ) -> Plan:
-    """The three-phase sparse allreduce of a cluster.
+    """Return the three-phase sparse allreduce of a cluster.
 
-    Parameters
-    ----------
-    topology : Topology
-        A cluster: its devices say to which server they belong.
-    entries : Fraction
-        Bytes of entries for each byte of the buffer (`topoplan.units.entry_share`).
-    gpus : sequence of int or None
-        The allocation; all GPUs for None. One server may have more of them than another.
-    channels : str
-        As for `topoplan.plan`.
-
-    Raises
-    ------
-    UsageError
-        All GPUs are on one server, a GPU is out of range, or ``entries`` not above zero.
-    InfeasibleError
-        As `exchanging_servers`.
-
-    Examples
-    --------
-    Two DGX-1V with one NIC of 96 Gb/s each, where the dense allreduce reaches 12 GB/s:
-
-    >>> import topoplan
-    >>> from topoplan.units import entry_share
-    >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=2)], nic_gbps=96, nics=1)
-    >>> made = sparse_servers(pair, entries=entry_share(0.01))
-    >>> round(made.rate, 1), round(made.bound, 1), [stage.op for stage in made.shards[0].stages]
-    (85.7, 85.7, ['reduce', 'reduce', 'gather', 'gather', 'broadcast', 'broadcast'])
+    ``entries`` is bytes of entries for each byte of the buffer (`topoplan.units.entry_share`). Servers may have
+    different numbers of GPUs of the allocation.
     """
     if entries <= 0:
         raise UsageError(f"{entries} bytes of entries for a byte of the buffer must be above zero")
     fabric = Allocation.of(topology, gpus=gpus).connected(channels)
     shards = exchanging_servers(fabric, entries)
-    servers = FabricServers(fabric)
+    proofs: list[tuple[SparseCertificate, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
+    for cut in _cuts(fabric, FabricServers(fabric), entries):
+        proofs.append((cut, cut.bound(fabric, "allreduce", None)))
     made = build_plan(
         fabric,
         "allreduce",
         root=None,
         shards=shards,
-        certificate=_proof(fabric, servers, entries),
+        certificate=min(proofs, key=lambda each: each[1])[0],
         schedule=SPARSE_SERVERS,
         method="three-phase",
     )
@@ -107,15 +83,10 @@ def sparse_servers(
 
 
 def exchanging_servers(fabric: Fabric, entries: Fraction | None) -> list[Shard]:
-    """The shards of three phases whose owners exchange what they have, elements where ``entries`` is None.
+    """Return the shards of three phases whose owners exchange entries, or elements if ``entries`` is None.
 
-    Raises
-    ------
-    UsageError
-        All GPUs are on one server.
-    InfeasibleError
-        Each GPU is on a server of its own, those of a server are not connected inside it, the servers are not in one
-        hop, or the exchange is too large.
+    UsageError if all GPUs are on one server; InfeasibleError if each GPU is on a server of its own, if the GPUs of a
+    server are not connected inside it, if the servers are not one hop apart, or if the exchange is too large.
     """
     servers = FabricServers(fabric)
     servers.check()
@@ -130,7 +101,7 @@ def exchanging_servers(fabric: Fabric, entries: Fraction | None) -> list[Shard]:
         raise InfeasibleError(
             f"{len(parts)} parts exchanged between {count} servers are more than {MOST_EDGES} routes; plan for fewer"
         )
-    # ways of a network twice as wide may crowd on one NIC, which slows elements down and entries hardly
+    # Routes of a network twice as wide may share one NIC, which slows elements down and entries hardly.
     exchange = _Exchange(fabric, entries, {} if entries is None else routes)
     return [
         Shard(share, (*up, *exchange.stages([stage.root for stage in up], share), *down))
@@ -142,7 +113,7 @@ def exchanging_servers(fabric: Fabric, entries: Fraction | None) -> list[Shard]:
 def _parts(
     topology: Topology, channels: tuple[str, ...]
 ) -> tuple[tuple[tuple[tuple[Stage, ...], tuple[Stage, ...], Fraction], ...], dict[tuple[int, int], Edge]]:
-    """Trees inside servers with their shares, and ways between ranks of different servers; for any entries."""
+    """Return trees inside servers with their shares, and routes between ranks of different servers; for any entries."""
     fabric = Fabric(topology, channels)
     servers = FabricServers(fabric)
     parts: dict[tuple[tuple[Stage, ...], tuple[Stage, ...]], Fraction] = {}
@@ -152,12 +123,12 @@ def _parts(
         parts[inside] = parts.get(inside, Fraction(0)) + shard.share
         routes.update(((edge.parent, edge.child), edge) for edge in _between(shard, servers))
     listed = [(up, down, share) for (up, down), share in parts.items()]
-    # parts of the same owners lie side by side
+    # Parts of the same owners are contiguous.
     return tuple(sorted(listed, key=lambda part: [stage.root for stage in part[0]])), routes
 
 
 def _with_wide_network(fabric: Fabric, servers: FabricServers) -> Fabric:
-    """The fabric with a network that is `_AHEAD` of the servers, and of which each link has its part as before."""
+    """Return the fabric with a network at `_AHEAD` times the servers' speed, divided between links as before."""
     count = len(servers.names)
     leaving = {name: Fraction(0) for name in servers.names}
     for (src, dst), capacity in zip(servers.ends, fabric.capacity, strict=True):
@@ -165,7 +136,7 @@ def _with_wide_network(fabric: Fabric, servers: FabricServers) -> Fabric:
             leaving[src] += capacity
     inside = max(nearest_float(bound) for _, bound in _server_proofs(fabric.topology, fabric.channels))
     needed = _AHEAD * inside * 2 * (count - 1) / count
-    # a round number: shares are made of it
+    # A round number: shares are made of it.
     times = float(f"{needed / nearest_float(min(leaving.values())):.1g}")
     links = tuple(
         replace(link, bandwidth=float(f"{link.bandwidth * times:.6g}")) if link.channel == "network" else link
@@ -175,7 +146,7 @@ def _with_wide_network(fabric: Fabric, servers: FabricServers) -> Fabric:
 
 
 def _inside(shard: Shard, servers: FabricServers) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-    """The trees of one shard inside servers: a reduce to the owner of each, and a broadcast from it."""
+    """Return the trees of one shard inside servers: a reduce to the owner of each, and a broadcast from it."""
     up, down = shard.stages
     reduces, broadcasts = [], []
     for members in servers.members:
@@ -192,7 +163,7 @@ def _inside(shard: Shard, servers: FabricServers) -> tuple[tuple[Stage, ...], tu
 
 
 def _between(shard: Shard, servers: FabricServers) -> Iterator[Edge]:
-    """The ways between servers that a shard takes, each from the rank that sends."""
+    """Yield the edges between servers that a shard takes, each from the sending rank."""
     up, down = shard.stages
     for edge in up.edges:
         if not servers.same[edge.parent, edge.child]:
@@ -203,7 +174,7 @@ def _between(shard: Shard, servers: FabricServers) -> Iterator[Edge]:
 
 
 class _Exchange:
-    """Stars between owners: over the ways that the dense plan takes, or else over the least loaded ones."""
+    """Stars between owners: over the routes of the dense plan, or else over the least loaded ones."""
 
     def __init__(self, fabric: Fabric, entries: Fraction | None, routes: dict[tuple[int, int], Edge]) -> None:
         self.entries = entries
@@ -212,7 +183,7 @@ class _Exchange:
         self._free = LeastLoaded(fabric)
 
     def stages(self, owners: Sequence[int], share: Fraction) -> tuple[Stage, ...]:
-        """A gather from each of the owners to all others."""
+        """Return a gather from each of the owners to all others."""
         stages = []
         for owner in owners:
             edges = tuple(self._edge(owner, other, share) for other in owners if other != owner)
@@ -232,16 +203,8 @@ class _Exchange:
         return self._free.edge("broadcast", (owner,), other, weight)
 
 
-def _proof(fabric: Fabric, servers: FabricServers, entries: Fraction) -> SparseCertificate:
-    """The lowest bound on sparse three phases that is quickly had."""
-    proofs: list[tuple[SparseCertificate, Fraction]] = [*_server_proofs(fabric.topology, fabric.channels)]
-    for cut in _cuts(fabric, servers, entries):
-        proofs.append((cut, cut.bound(fabric, "allreduce", None)))
-    return min(proofs, key=lambda each: each[1])[0]
-
-
 def _cuts(fabric: Fabric, servers: FabricServers, entries: Fraction) -> Iterator[BetweenServersBound]:
-    """Each server and all others; and what hangs on one switch of the network."""
+    """Yield cuts around each server, around all others, and around the servers of each network switch."""
     home = {device.name: device.server for device in fabric.topology.devices}
     groups = [{name} for name in servers.names]
     for switch in (name for name in fabric.nodes if home[name] == ""):
@@ -259,7 +222,7 @@ def _cuts(fabric: Fabric, servers: FabricServers, entries: Fraction) -> Iterator
 def _server_proofs(
     topology: Topology, channels: tuple[str, ...]
 ) -> tuple[tuple[InsideServerBound, Fraction], ...]:
-    """For servers that differ, a bound of the allreduce inside, and what it proves in GB/s."""
+    """Return for servers that differ a bound of the allreduce inside, with its value in GB/s."""
     fabric = Fabric(topology, channels)
     known: set[tuple[object, ...]] = set()
     proofs = []
@@ -276,7 +239,7 @@ def _server_proofs(
 
 
 def _shape(topology: Topology, server: str) -> tuple[object, ...]:
-    """The links of a server, named as in any other that is built alike."""
+    """Return the links of a server under names that are the same in isomorphic servers."""
     prefix = f"{server}."
     return tuple(
         (link.src.removeprefix(prefix), link.dst.removeprefix(prefix), link.channel, link.bandwidth)
@@ -297,17 +260,14 @@ def sparse_plan(
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
-    density : float
-        Share of the elements that is chosen, above 0 and at most 1.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    channels : str
+    topology, gpus, channels
         As for `topoplan.plan`.
+    density : float
+        Fraction of the elements that is chosen, above 0 and at most 1.
     entry_bits : float
-        Of an entry as it travels: 64 for a float32 with its index, about 33.5 + log2(1 / density) with packed indices.
+        Size of an encoded entry: 64 for a float32 with its index, about 33.5 + log2(1 / density) with packed indices.
     element_bits : int
-        Of an element.
+        Size of an element.
 
     Returns
     -------
@@ -331,35 +291,21 @@ def sparse_plan(
     started = time.perf_counter()
     topology = as_topology(topology)
     share = entry_share(density, entry_bits=entry_bits, element_bits=element_bits)
-    if _over_servers(topology, gpus, channels):
+    over_servers = False
+    if channels in CHANNEL_CHOICES:  # neither divided between channels inside a server, nor unknown
+        fabric = Allocation.of(topology, gpus=gpus).connected(channels)
+        over_servers = 1 < len(FabricServers(fabric).names) < fabric.size
+    if over_servers:
         made = sparse_servers(topology, entries=share, gpus=gpus, channels=channels)
     else:
         made = sparse_trees(plan(topology, "allreduce", gpus=gpus, channels=channels), entries=share)
     return made.timed(time.perf_counter() - started)
 
 
-def _over_servers(topology: Topology, gpus: Sequence[int] | None, channels: str) -> bool:
-    """Whether the allocation has several servers and one of them several GPUs, on the links that a plan would use."""
-    if channels not in CHANNEL_CHOICES:
-        return False  # divided between channels inside a server, or unknown
-    fabric = Allocation.of(topology, gpus=gpus).connected(channels)
-    return 1 < len(FabricServers(fabric).names) < fabric.size
-
-
 def sparse_trees(plan: Plan, *, entries: Fraction) -> Plan:
-    """The trees of an allreduce on entries.
+    """Return the trees of an allreduce of elements over one fabric, on entries.
 
-    Parameters
-    ----------
-    plan : Plan
-        An allreduce of elements over one fabric.
-    entries : Fraction
-        Bytes of entries for each byte of the buffer (`topoplan.units.entry_share`).
-
-    Raises
-    ------
-    UsageError
-        The plan is no such allreduce, or ``entries`` not above zero.
+    ``entries`` is bytes of entries for each byte of the buffer (`topoplan.units.entry_share`).
 
     Examples
     --------

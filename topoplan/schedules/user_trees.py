@@ -1,9 +1,9 @@
 """Plan user-defined trees: check them, route them, and divide the buffer among them at the highest rate.
 
 A tree is given by its edges from parent to child, as a nested list of ranks, or as an order of the ranks: a chain
-from its root, or a ring, which is as many chains as there are ranks (`topoplan.schedules.ring_forest`). Missing
-routes are the least loaded so far and then the shortest (`topoplan.schedules.routes`), through other ranks only if
-there is no other route. Missing shares x are those of the highest rate R for these trees and routes,
+from its root, or a ring, which is as many chains as it has ranks (`topoplan.schedules.ring_forest`). Missing routes
+are the least loaded so far and then the shortest (`topoplan.schedules.routes`), through other ranks only if no other
+route exists. Missing shares x are those of the highest rate R for these trees and routes,
 
     maximise R   subject to   sum of x(T) R load(T, e) <= c(e) for every link e,   sum of x(T) = 1,
 
@@ -25,21 +25,21 @@ from math import lcm
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan, stage_order, trivial_plan
+from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import ROOTED, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
 from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_route
 from topoplan.schedules.routes import LeastLoaded
-from topoplan.solve.cuts_and_partitions import best_bound, whole_capacities
+from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
 USER_TREES = "own trees"
 """Schedule and method of such plans."""
 
 SHAPES = ("edges", "tree", "chain", "ring")
-"""What a tree may be given by: one of these keys."""
+"""Keys by which a tree may be given."""
 
 FORMS = (
     "give edges [[parent, child], …], a nested list [root, [child, grandchild], child], or an order of ranks as "
@@ -47,7 +47,7 @@ FORMS = (
 )
 
 MOST_NAMED = 8
-"""Devices up to which an error names all."""
+"""Devices up to which an error names each of them."""
 
 Share = Fraction | int | float | str
 
@@ -59,15 +59,8 @@ _SHARE = re.compile(r"\s*[0-9]{1,300}(?:/[0-9]{1,300}|\.[0-9]{1,300})?\s*")
 class _Given:
     """A tree as it was given, with its ranks checked.
 
-    Parameters
-    ----------
-    order : tuple of int
-        Of a ring, else empty.
-    edges : tuple of (int, int, tuple of str)
-        Parent, child, and the devices from one to the other, or none where they are to be found.
-    root : int
-        -1 for a ring.
-    share : Fraction or None
+    An edge is parent, child, and the devices of its route, empty if it is to be found. ``order`` is of a ring, else
+    empty; ``root`` of a ring is -1. ``share`` None is to be chosen.
     """
 
     order: tuple[int, ...]
@@ -78,7 +71,7 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """A tree on the wires: the shards that it is when it has the whole buffer, or its owner's whole part."""
+    """A routed tree: its shards if it has the whole buffer, or its owner's whole part."""
 
     shards: tuple[Shard, ...]
     share: Fraction | None
@@ -94,33 +87,31 @@ def plan_from_trees(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """The plan that runs a collective over one's own trees.
+    """Return the plan that runs a collective over user-defined trees.
 
     Parameters
     ----------
-    topology : Topology, or what `topoplan.load` takes
+    topology, gpus, channels
+        As for `topoplan.plan`.
     collective : str
         allreduce (up and down each tree), broadcast, reduce, allgather or reduce_scatter, whose trees have their owners
         as roots.
     trees : sequence
-        Of each tree its edges, ``[(parent, child), …]``; a nested list, ``[root, [child, grandchild], child]``; an
+        For each tree its edges, ``[(parent, child), …]``; a nested list, ``[root, [child, grandchild], child]``; an
         order of ranks from the root on, ``[0, 1, 2]``, which is a chain; or one of these under its name:
         ``{"edges": …}``, ``{"tree": …}``, ``{"chain": …}``, ``{"ring": …}``, where ``"share"`` may stand too. Ranks
         are numbers from 0 in the order of the GPUs, or names of devices. An edge may have its route,
         ``(parent, child, devices)``.
     shares : sequence of Fraction, int, float, text such as "1/3", or None, optional
-        Of each tree, a part of the whole buffer; None for those that are to be chosen.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
+        For each tree, a fraction of the whole buffer; None for a share that is to be chosen.
     root : int or None
         GPU number of the root of a broadcast or reduce; the root of the trees for None.
-    channels : str
-        As for `topoplan.plan`.
 
     Raises
     ------
     UsageError
-        A tree is none, or not of all ranks; an unknown rank or device; shares that do not add up; as `topoplan.plan`.
+        An invalid tree, or one that does not span all ranks; an unknown rank or device; shares that do not add up; as
+        `topoplan.plan`.
     InfeasibleError
         The channels do not connect the allocation, or no path leads along an edge.
 
@@ -166,16 +157,7 @@ def plan_from_trees(
     ]
     if asked.collective in ("allgather", "reduce_scatter"):
         shards.sort(key=lambda shard: shard.stages[0].root)
-    made = build_plan(
-        fabric,
-        asked.collective,
-        root=asked.root,
-        shards=shards,
-        certificate=best_bound(fabric, asked.collective, asked.root),
-        schedule=USER_TREES,
-        method=USER_TREES,
-        notes=notes,
-    )
+    made = bounded_plan(fabric, asked.collective, shards, USER_TREES, root=asked.root, notes=notes)
     verify(made)
     return made.timed(time.perf_counter() - started)
 
@@ -187,7 +169,7 @@ def _listed(trees: object) -> list[object]:
 
 
 def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
-    """Read and check one tree."""
+    """Parse and check one tree."""
     where = f"tree {number}"
     share = None
     if isinstance(tree, Mapping):
@@ -204,10 +186,13 @@ def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
     else:
         shape, body = _shape(tree), tree
     if not isinstance(body, list | tuple) or not body:
-        raise UsageError(f"{where}: {_short(body)} is no tree; {FORMS}")
+        raise UsageError(f"{where}: {_short(body)} is not a tree; {FORMS}")
     if shape in ("chain", "ring"):
         order = tuple(_rank(item, names, where) for item in body)
-        _check_order(order, names, where, shape)
+        twice = [rank for place, rank in enumerate(order) if rank in order[:place]]
+        if twice:
+            raise UsageError(f"{where}: rank {twice[0]} stands twice in the {shape}; every rank stands once")
+        _check_spans(set(order), names, where)
         if shape == "ring":
             return _Given(order, (), -1, share)
         edges = [(parent, child, ()) for parent, child in pairwise(order)]
@@ -219,7 +204,7 @@ def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
 
 
 def _shape(tree: object) -> str:
-    """What a tree without a name for it is: pairs are edges, ranks alone an order, and both mixed a nested list."""
+    """Return the key of a tree given without one: pairs are edges, ranks alone a chain, and both a nested list."""
     if not isinstance(tree, list | tuple):
         return "edges"
     lists = [isinstance(item, list | tuple) for item in tree]
@@ -231,46 +216,41 @@ def _rank(item: object, names: Sequence[str], where: str) -> int:
         return names.index(item)
     if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < len(names):
         return item
-    told = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]}"
-    raise UsageError(f"{where}: {_short(item)} is no rank; ranks are 0 to {len(names) - 1}, which are {told}")
+    known = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]}"
+    raise UsageError(
+        f"{where}: {_short(item)} is not a rank; ranks are 0 to {len(names) - 1}, which are {known}"
+    )
 
 
 def _edge(item: object, names: Sequence[str], where: str) -> tuple[int, int, tuple[str, ...]]:
     if not isinstance(item, list | tuple) or len(item) not in (2, 3):
         raise UsageError(
-            f"{where}: {_short(item)} is no edge; give [parent, child] or [parent, child, [devices]]"
+            f"{where}: {_short(item)} is not an edge; give [parent, child] or [parent, child, [devices]]"
         )
     parent, child = (_rank(end, names, where) for end in item[:2])
     if parent == child:
         raise UsageError(f"{where}: an edge joins rank {parent} with itself")
     route = item[2] if len(item) == 3 else ()
     if not isinstance(route, list | tuple) or not all(isinstance(name, str) for name in route):
-        raise UsageError(f"{where}: the route {_short(route)} is no list of names of devices")
+        raise UsageError(f"{where}: the route {_short(route)} is not a list of names of devices")
     return parent, child, tuple(route)
 
 
 def _nested_edges(
     body: Sequence[object], names: Sequence[str], where: str
 ) -> list[tuple[int, int, tuple[str, ...]]]:
-    """The edges of ``[root, child, [child, grandchild], …]``."""
+    """Return the edges of ``[root, child, [child, grandchild], …]``."""
     edges: list[tuple[int, int, tuple[str, ...]]] = []
     waiting: list[tuple[int, object]] = [(-1, body)]
     for above, item in waiting:
         branch = list(item) if isinstance(item, list | tuple) else [item]
         if not branch:
-            raise UsageError(f"{where}: an empty list is no branch; a branch begins with its rank")
+            raise UsageError(f"{where}: an empty list is not a branch; a branch begins with its rank")
         rank = _rank(branch[0], names, where)
         if above >= 0:
             edges.append((above, rank, ()))
         waiting += [(rank, child) for child in branch[1:]]
     return edges
-
-
-def _check_order(order: tuple[int, ...], names: Sequence[str], where: str, shape: str) -> None:
-    twice = [rank for place, rank in enumerate(order) if rank in order[:place]]
-    if twice:
-        raise UsageError(f"{where}: rank {twice[0]} stands twice in the {shape}; every rank stands once")
-    _check_spans(set(order), names, where)
 
 
 def _check_spans(reached: set[int], names: Sequence[str], where: str) -> None:
@@ -283,7 +263,7 @@ def _check_spans(reached: set[int], names: Sequence[str], where: str) -> None:
 
 
 def _root_of(edges: Sequence[tuple[int, int, tuple[str, ...]]], names: Sequence[str], where: str) -> int:
-    """The root of a spanning tree; UsageError where the edges are none."""
+    """Return the root of a spanning tree; raise UsageError if the edges are not one."""
     parent: dict[int, int] = {}
     for above, below, _ in edges:
         if below in parent:
@@ -312,21 +292,22 @@ def _root_of(edges: Sequence[tuple[int, int, tuple[str, ...]]], names: Sequence[
             frontier.append(below)
     stray = sorted(touched - reached)
     if stray:
-        raise UsageError(f"{where}: rank {stray[0]} hangs in a cycle that the root {roots[0]} does not reach")
+        raise UsageError(
+            f"{where}: rank {stray[0]} is in a cycle that the root {roots[0]} does not reach; edges are [parent, child]"
+        )
     _check_spans(reached, names, where)
     return roots[0]
 
 
 def _share(value: object, where: str) -> Fraction:
-    """A share above zero, at most 1, exact: decimals are what they say."""
+    """Return a share above zero, at most 1, exact: decimals are what they say."""
     try:
-        if isinstance(value, bool) or not isinstance(value, Fraction | int | float | str):
-            raise ValueError
-        if isinstance(value, str) and not _SHARE.fullmatch(value):
+        number = isinstance(value, Fraction | int | float) and not isinstance(value, bool)
+        if not number and not (isinstance(value, str) and _SHARE.fullmatch(value)):
             raise ValueError
         share = Fraction(str(value))
     except (ValueError, ZeroDivisionError):
-        raise UsageError(f'{where}: the share {_short(value)} is no number such as 0.5 or "1/3"') from None
+        raise UsageError(f'{where}: the share {_short(value)} is not a number such as 0.5 or "1/3"') from None
     if not 0 < share <= 1:
         raise UsageError(
             f"{where}: the share {_short(value)} is not above 0 and at most 1; leave out trees of no share"
@@ -341,7 +322,7 @@ def _with_shares(given: list[_Given], shares: Sequence[Share | None] | None) -> 
         raise UsageError("shares are given beside the trees and inside them; give them in one place")
     if len(shares) != len(given):
         raise UsageError(
-            f"{len(shares)} shares do not fit {len(given)} trees; give one each, None for those to choose"
+            f"{len(shares)} shares do not fit {len(given)} trees; give one each, None for a share to choose"
         )
     return [
         replace(tree, share=None if share is None else _share(share, f"tree {number}"))
@@ -350,7 +331,7 @@ def _with_shares(given: list[_Given], shares: Sequence[Share | None] | None) -> 
 
 
 def _common_root(given: Sequence[_Given], asked: Allocation, root: int | None) -> int:
-    """The root rank of a broadcast or reduce."""
+    """Return the root rank of a broadcast or reduce."""
     rooted = [(number, tree.root) for number, tree in enumerate(given) if tree.root >= 0]
     wanted = (
         None
@@ -370,7 +351,7 @@ def _common_root(given: Sequence[_Given], asked: Allocation, root: int | None) -
 
 
 def _routed(given: Sequence[_Given], fabric: Fabric, asked: Allocation) -> tuple[list[_Routed], list[str]]:
-    """Every tree on the wires, and what there is to say about its routes."""
+    """Route every tree, and return notes on the routes through other ranks."""
     routes = LeastLoaded(fabric)
     share = Fraction(1, len(given))
     relayed: dict[str, None] = {}
@@ -412,7 +393,7 @@ def _wired(
     number: int,
     relayed: dict[str, None],
 ) -> Edge:
-    """One edge with its route, in the direction from parent to child."""
+    """Return one edge with its route, in the direction from parent to child."""
     parent, child, route = edge
     ends = (parent, child) if op == "broadcast" else (child, parent)
     if not route and routes.joined(*ends):
@@ -427,8 +408,8 @@ def _wired(
         for src, dst in pairwise(forward):
             if (src, dst) not in fabric.link_index:
                 raise UsageError(
-                    f"tree {number}: the route {'-'.join(route)} crosses {src}->{dst}, where there is no link over "
-                    f"{'+'.join(fabric.channels)}"[:300]
+                    f"tree {number}: the route {'-'.join(route)} crosses {src}->{dst}, but no link over "
+                    f"{'+'.join(fabric.channels)} joins them"[:300]
                 )
         foreign = fabric.transit.foreign(forward)
         if foreign is not None:
@@ -449,7 +430,7 @@ def _wired(
 
 
 def _parts(routed: Sequence[_Routed], collective: str, size: int) -> list[dict[int, Fraction]]:
-    """What part of each owner's need a whole tree covers: 1 of the only one, 1/N of each for a ring of all owners."""
+    """Return the part of each owner's need that a whole tree covers: 1 of the only one, 1/N of each for a ring."""
     if collective not in ("allgather", "reduce_scatter"):
         return [{0: Fraction(1)} for _ in routed]
     found: list[dict[int, Fraction]] = []
@@ -470,7 +451,7 @@ def _parts(routed: Sequence[_Routed], collective: str, size: int) -> list[dict[i
 def _shares(
     routed: Sequence[_Routed], parts: Sequence[Mapping[int, Fraction]], fabric: Fabric
 ) -> list[Fraction]:
-    """The share of every tree: as given, and else those of the highest rate."""
+    """Return the share of every tree: as given, else those of the highest rate."""
     owners = sorted({owner for covered in parts for owner in covered})
     need = {owner: Fraction(1, len(owners)) for owner in owners}
     for tree, covered in zip(routed, parts, strict=True):
@@ -483,7 +464,7 @@ def _shares(
             whole = Fraction(1, len(owners))
             of = "" if len(owners) == 1 else f" of the trees of rank {owner}"
             raise UsageError(
-                f"the shares{of} add up to {whole - need[owner]}, not to {whole}; leave out those that may be chosen"
+                f"the shares{of} add up to {whole - need[owner]}, not to {whole}; leave out shares to have them chosen"
             )
     if free:
         chosen = _best_shares(routed, parts, need, free, fabric)
@@ -498,7 +479,7 @@ def _best_shares(
     free: Sequence[int],
     fabric: Fabric,
 ) -> dict[int, Fraction]:
-    """Shares of the free trees for which the rate is highest; a column for the rate, then one for each of them."""
+    """Return shares of the free trees at the highest rate; column 0 is the rate, the others are the trees."""
     capacity, _ = whole_capacities(fabric)
     loads = [link_loads(tree.shards, fabric) for tree in routed]
     fixed = [

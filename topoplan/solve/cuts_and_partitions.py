@@ -12,12 +12,12 @@
   add, the lengths of ports do not hold.
 
 Equivalent parts (servers behind a network, leaves behind a spine): if a set U of devices and its images under the
-fabric's symmetries part all ranks into k groups, every tree enters k - 1 of them (a reduce as well as a broadcast,
+fabric's symmetries divide all ranks into k groups, every tree enters k - 1 of them (a reduce as well as a broadcast,
 whatever its root), so rate <= k B-(U) / (2 (k - 1)), with B-(U) the capacity into U. As dual lengths: 1 on those
 links.
 
-`quick_bound` serves machines of many inequivalent ranks, on which flows take too long: it looks only at the cuts
-around single ranks, servers and pods (`nested_blocks`), and at the links into all k blocks of a level together.
+`quick_bound` serves machines of many inequivalent ranks, on which flows take too long: it considers only the cuts
+around single ranks, servers and pods (`nested_blocks`), and the links into all k blocks of a level together.
 """
 
 from __future__ import annotations
@@ -33,32 +33,23 @@ import numpy as np
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import labelled_graph_of
+from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric, Partition, Trivial
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Shard
 from topoplan.solve.maximum_flow import FlowNetwork, Quotient, equivalent_ranks
 from topoplan.solve.symmetry.nested_blocks import nested_blocks
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 IMAGES = 16
-"""Elements for each rank that symmetries may have which only take a cut to its images: none is listed."""
+"""Elements for each rank in a symmetry group that only maps a cut to its images, so that none is listed."""
 
 
 @lru_cache(maxsize=16)
 def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneFabric:
-    """The certificate of the lowest bound that flows alone can prove for a collective.
+    """Return the certificate of the lowest bound that flows alone can prove for a collective on connected ranks.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        All ranks connected.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-
-    Returns
-    -------
-    OneFabric
-        Its value is `Certificate.bound`. Tight for broadcast, reduce, allgather and reduce-scatter wherever links
-        are symmetric, and for allreduce on direct symmetric links.
+    It is tight for broadcast, reduce, allgather and reduce-scatter if links are symmetric, and for allreduce on direct
+    symmetric links.
 
     Examples
     --------
@@ -85,8 +76,11 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
     if fabric.direct and fabric.symmetric:
         parts = weakest_partition(fabric, capacity)
         return Partition(tuple(_names(fabric, part) for part in parts))
+    # Every byte crosses the smallest cuts out of rank 0's side and into it.
+    ways = (True,) if fabric.symmetric else (True, False)
+    cuts = [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]
     candidates: list[tuple[Fraction, OneFabric]] = [
-        (cut.bound(fabric, collective, root), cut) for cut in _rank_cuts(fabric)
+        (cut.bound(fabric, collective, root), cut) for cut in cuts
     ]
     ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
     candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
@@ -94,8 +88,31 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
+def bounded_plan(
+    fabric: Fabric,
+    collective: str,
+    shards: Sequence[Shard],
+    schedule: str,
+    *,
+    root: int | None = None,
+    method: str = "",
+    notes: Sequence[str] = (),
+) -> Plan:
+    """Return the plan of a forest under its `best_bound`; the method is named after the schedule by default."""
+    return build_plan(
+        fabric,
+        collective,
+        root=root,
+        shards=shards,
+        certificate=best_bound(fabric, collective, root),
+        schedule=schedule,
+        method=method or schedule,
+        notes=notes,
+    )
+
+
 def whole_capacities(fabric: Fabric) -> tuple[list[int], int]:
-    """Capacities as whole numbers, and the number of them that make one GB/s."""
+    """Return capacities as whole numbers, and the number of them that make one GB/s."""
     scale = lcm(*(c.denominator for c in fabric.capacity))
     return [c.numerator * (scale // c.denominator) for c in fabric.capacity], scale
 
@@ -110,7 +127,7 @@ def _names(fabric: Fabric, nodes: set[int]) -> tuple[str, ...]:
 
 
 def smallest_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
-    """Nodes on the root's side of the smallest cut that parts it from a rank, under any capacities of the links.
+    """Return the nodes on the root's side of the smallest cut between it and a rank, under the given capacities.
 
     ``forward`` counts what leaves the root's side, as for a broadcast; otherwise what enters it.
     """
@@ -126,7 +143,7 @@ def smallest_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward:
 
 
 def _rooted_cut(fabric: Fabric, capacity: Sequence[int], root: int, *, forward: bool) -> set[int]:
-    """As `smallest_cut` for the fabric's own capacities: one flow for each class of ranks that look alike."""
+    """Return `smallest_cut` for the fabric's own capacities, with one flow for each class of equivalent ranks."""
     cuts = []
     for rank in equivalent_ranks(fabric, [root]):
         quotient = Quotient(fabric, capacity, fixed=[root, rank], forward=forward)
@@ -154,7 +171,7 @@ def _gather_cut(fabric: Fabric, forward: bool) -> Cut:
 
 
 def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
-    """Seconds that N bytes per GB/s take across a cut: |S ∩ ranks| / B+(S)."""
+    """Return |S ∩ ranks| / B+(S): the seconds that N bytes per GB/s take across a cut."""
     inside = sum(node < fabric.size for node in side)
     crossing = sum(
         (
@@ -168,9 +185,9 @@ def _gather_time(fabric: Fabric, side: set[int], forward: bool) -> Fraction:
 
 
 def weakest_partition(fabric: Fabric, capacity: Sequence[int]) -> list[set[int]]:
-    """The partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under any symmetric capacities.
+    """Return the partition of smallest cut(P) / (|P| - 1) on direct symmetric links, under symmetric capacities.
 
-    Dinkelbach's method, from the partition into single ranks on.
+    Dinkelbach's method, which starts with the partition into single ranks.
     """
     weight = {(s, d): c for (s, d), c in zip(fabric.ends, capacity, strict=True) if s < d}
     parts = [{rank} for rank in range(fabric.size)]
@@ -188,10 +205,10 @@ def _strength(weight: dict[tuple[int, int], int], parts: list[set[int]]) -> Frac
 
 
 def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fraction) -> list[set[int]]:
-    """The partition that minimises cut(P) - price x |P|, by greedy Dilworth truncation.
+    """Return the partition that minimises cut(P) - price x |P|, by greedy Dilworth truncation.
 
-    x(v) = min over S with v in S ⊆ {0..v} of cut(S) / 2 - price - x(S - v), each a minimum cut; tight sets that
-    meet are joined, and in the end they are the partition. All numbers are scaled by 2 x the price's denominator.
+    x(v) = min over S with v in S ⊆ {0..v} of cut(S) / 2 - price - x(S - v), each a minimum cut; intersecting
+    tight sets are joined, and in the end they are the partition. All numbers are scaled by 2 x the price's denominator.
 
     Three ranks, wires 0-1 of 4 and 1-2 of 1, price 2 (so twice cut(S) / 2 - price is cut(S) - 4):
     rank 0: S = {0}                                 4 - 4            x(0) =  0    parts {0}
@@ -204,7 +221,7 @@ def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fr
     potential: list[int] = []
     parts: list[set[int]] = []
     for v in range(size):
-        # S = {v} + those on v's side. Vertex u < v pays its links to later vertices minus what it was given.
+        # S = {v} + the vertices on v's side. Vertex u < v pays its links to later vertices minus its potential.
         sink = v + 1
         arcs = [(a, b, unit * c) for (a, b), c in weight.items() if a <= v and b <= v]
         arcs += [(b, a, c) for a, b, c in arcs]
@@ -229,7 +246,7 @@ def _cheapest_partition(size: int, weight: dict[tuple[int, int], int], price: Fr
 
 
 def _port_lengths(fabric: Fabric, leaving: bool) -> tuple[Fraction, Lengths]:
-    """Length 1 on all links that leave ranks (or enter them): N - 1 such links per tree, two trees per byte."""
+    """Return length 1 on all links that leave (or enter) ranks: N - 1 such links per tree, two trees per byte."""
     ports = [
         (link, capacity)
         for link, (s, d), capacity in zip(fabric.links, fabric.ends, fabric.capacity, strict=True)
@@ -240,7 +257,7 @@ def _port_lengths(fabric: Fabric, leaving: bool) -> tuple[Fraction, Lengths]:
 
 
 def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, OneFabric]]:
-    """Lengths on the links into all parts that look like the one behind the tightest cut, and on those out of them."""
+    """Return lengths on the links into, and out of, all parts equivalent to the one behind the tightest cut."""
     found: list[tuple[Fraction, OneFabric]] = []
     for entering in (True,) if fabric.symmetric else (True, False):
         side = set(_gather_cut(fabric, forward=entering).side)
@@ -252,7 +269,7 @@ def _server_lengths(fabric: Fabric) -> list[tuple[Fraction, OneFabric]]:
 
 
 def exchange_bounds(fabric: Fabric) -> list[OneFabric]:
-    """What is tried for an all-to-all: cuts around the narrowest ranks and all servers, and length 1 on all links."""
+    """Return bounds to try for an all-to-all: cuts around narrowest ranks and all servers, length 1 on all links."""
     out, into = [Fraction(0)] * fabric.size, [Fraction(0)] * fabric.size
     for (src, dst), capacity in zip(fabric.ends, fabric.capacity, strict=True):
         if src < fabric.size:
@@ -271,7 +288,7 @@ def exchange_bounds(fabric: Fabric) -> list[OneFabric]:
 
 
 def _provable(lengths: Lengths, fabric: Fabric) -> bool:
-    """False where a helper, or a switch that copies or adds, makes lengths prove nothing."""
+    """Return whether lengths prove a bound: beside helpers, or switches that copy or add, they may not."""
     if not fabric.in_network and not fabric.helpers:
         return True
     try:
@@ -281,28 +298,10 @@ def _provable(lengths: Lengths, fabric: Fabric) -> bool:
     return True
 
 
-def _rank_cuts(fabric: Fabric) -> list[Cut]:
-    """The smallest cut out of rank 0's side, and the smallest into it: every byte crosses both."""
-    capacity, _ = whole_capacities(fabric)
-    ways = (True,) if fabric.symmetric else (True, False)
-    return [Cut(_names(fabric, _rooted_cut(fabric, capacity, 0, forward=way))) for way in ways]
-
-
 def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tuple[Fraction, Lengths] | None:
-    """What a set of nodes and its images prove of an allreduce, or None where they do not part the ranks.
+    """Return the bound, in GB/s, that a set of nodes and its images prove for an allreduce, and its certificate.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    part : iterable of int
-        Nodes; the ranks among them are one group.
-    entering : bool
-        Count links into the groups, or those that leave them.
-
-    Returns
-    -------
-    (Fraction, Lengths) or None
-        GB/s, and the certificate.
+    None if the images do not divide the ranks into groups. ``entering`` counts links into the groups, else out of them.
 
     Examples
     --------
@@ -332,7 +331,9 @@ def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tupl
 
 
 def _images_of_nodes(fabric: Fabric, part: list[int]) -> list[tuple[int, ...]]:
-    """The images of a set of nodes under the symmetries that are found, the set itself first."""
+    """Return the images of a set of nodes under the symmetries that are found, the set itself first."""
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
     largest = IMAGES * fabric.size
     generators = [np.asarray(each) for each in find_symmetry(fabric, largest=largest)]
     first = tuple(part)
@@ -348,19 +349,13 @@ def _images_of_nodes(fabric: Fabric, part: list[int]) -> list[tuple[int, ...]]:
 
 
 MOST_FLOWS = 64
-"""Ranks of which no two look alike, up to which flows are made for all of them."""
+"""Inequivalent ranks up to which flows are computed for all of them."""
 
 
 def quick_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneFabric:
-    """The certificate of the lowest bound that blocks prove; of few ranks, or where none does, that flows prove too.
+    """Return the certificate of the lowest bound that blocks prove, for at least two connected ranks.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        At least two connected ranks.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
+    Up to `MOST_FLOWS` ranks, or if blocks prove none, flows are tried too.
 
     Examples
     --------
@@ -376,7 +371,7 @@ def quick_bound(fabric: Fabric, collective: str, root: int | None = None) -> One
         try:
             found.append((candidate.bound(fabric, collective, root), candidate))
         except PlanError:
-            # Lengths prove nothing past a switch that copies or adds, nor a cut without a rank on either side.
+            # Lengths prove nothing beside a switch that copies or adds, nor does a cut without a rank on either side.
             continue
     if fabric.size <= MOST_FLOWS or not found:
         flows = best_bound(fabric, collective, root)
@@ -400,15 +395,16 @@ def _block_candidates(fabric: Fabric, collective: str, root: int | None) -> Iter
                 block: capacity / (fabric.size - ranks_in[block]) for block, capacity in crossing.items()
             }
             tightest = min(rates, key=rates.__getitem__)
-            yield _block_cut(
-                fabric, {node for node, block in enumerate(blocks) if block == tightest}, holds=root
-            )
+            part = {node for node, block in enumerate(blocks) if block == tightest}
+            # Named by the side of the root; without a root, by the rest.
+            names = (name for node, name in enumerate(fabric.nodes) if (node in part) == (root in part))
+            yield Cut(tuple(names))
             if collective == "allreduce":
                 yield Lengths(tuple(crossed))
 
 
 def _tightened_blocks(fabric: Fabric, blocks: list[int], entering: bool) -> list[int]:
-    """The blocks without the devices at their borders through which more comes from outside than goes on inside.
+    """Return the blocks without border devices that have more capacity to the outside than to the inside.
 
     A NIC with a wide cable and a narrow slot is left out of its server: the cut then runs through the slot.
     """
@@ -430,8 +426,3 @@ def _tightened_blocks(fabric: Fabric, blocks: list[int], entering: bool) -> list
             return blocks
         for node in loose:
             blocks[node] = -1
-
-
-def _block_cut(fabric: Fabric, part: set[int], *, holds: int | None) -> Cut:
-    """The cut between a part and the rest, named by the side of the root; without one, by the rest."""
-    return Cut(tuple(name for node, name in enumerate(fabric.nodes) if (node in part) == (holds in part)))

@@ -1,9 +1,9 @@
-"""Plan for a degraded machine: for every single failure at once, or for one damage that has happened.
+"""Plan for a degraded machine: for every single failure at once, or for faults that have happened.
 
 Failures are images of each other if an automorphism of the machine's wiring takes the losses of one to those of the
 other. Only the links that the plan after the failure may use count, so failures are first divided by their
 remaining channels: a failure that cuts NVLink apart is compared on PCIe. One failure of each class is planned (an
-optimum does not depend on names), and the automorphism is the renaming of the others.
+optimum does not depend on names), and the automorphism renames its plan for the others.
 
 The generators of a large group may be found in part only; classes are then smaller, and the plans as good.
 """
@@ -41,18 +41,18 @@ MATCHING_WORK = 4_000_000
 """Work limit of the search for automorphisms: links of the machine times refinements, a few seconds."""
 
 LostParts = tuple[frozenset[int], frozenset[tuple[int, int]]]
-"""Nodes and links of a wiring that a failure takes out."""
+"""Nodes and links of a labelled graph that a failure takes out."""
 
 
 class Replanned(NamedTuple):
-    """A plan for what is left, and who runs it.
+    """A plan for the degraded machine, and its ranks.
 
     Parameters
     ----------
     plan : Plan
-        Its ranks are those that are left, in the old order, numbered anew.
+        Its ranks are the survivors in their original order, renumbered.
     survivors : tuple of int
-        Old number of each new rank.
+        Original rank of each new rank.
     """
 
     plan: Plan
@@ -70,7 +70,7 @@ def replan(
     root: int | None = None,
     order: str = "first",
 ) -> Replanned:
-    """The best plan for what is left of a plan's machine, with its proof.
+    """Return the best plan for the degraded machine of a plan, with its bound.
 
     Parameters
     ----------
@@ -80,23 +80,18 @@ def replan(
     without_links, without_devices, slow_links
         As `topoplan.without_links`, `topoplan.without_devices` and `topoplan.slow_links` take them.
     channels : str or None
-        As of `topoplan.plan`; None stays with those of the plan where they join what is left, and else takes ``auto``.
+        As of `topoplan.plan`; None keeps those of the plan if they join the survivors, and else takes ``auto``.
     root : int or None
-        Old number of the root of a broadcast or reduce; None keeps the root.
+        Original rank of the root of a broadcast or reduce; None keeps the root.
     order : str
-        As of `topoplan.plan`: by default the first optimum that is found, since a job is waiting.
-
-    Returns
-    -------
-    Replanned
-        The plan, and the old rank of each new one.
+        As of `topoplan.plan`; the default is the first optimum found, since a job is waiting.
 
     Raises
     ------
     UsageError
-        What is lost is not there, or is the root, or the plan moves entries, or has a demand.
+        A lost part is unknown or the root, or the plan moves entries or has a demand.
     InfeasibleError
-        Nothing joins what is left; carries the cut.
+        No channels join the survivors; carries the cut.
 
     Examples
     --------
@@ -112,7 +107,7 @@ def replan(
     kind = plan.certificate.kind
     if isinstance(plan.certificate, SparseCertificate) or kind == "demand":
         raise UsageError(
-            f"a plan with a certificate of kind {kind} is not replanned; plan the machine that is left"
+            f"a plan with a certificate of kind {kind} is not replanned; plan the degraded machine anew"
         )
     whole = plan.topology
     left = variants.slow_links(whole, slow_links or {})
@@ -130,7 +125,7 @@ def replan(
 
 
 def _first_that_joins(left: Topology, collective: str, root: int | None, choices: Sequence[str]) -> str:
-    """The first choice of channels over which a plan exists; the last one where there is none."""
+    """Return the first choice of channels over which a plan exists, else the last one."""
     for choice in choices[:-1]:
         try:
             for channels in CHANNEL_SPLITS.get(choice, (choice,)):
@@ -151,7 +146,7 @@ def plan_survival(
     order: str = "height",
     progress: Callable[[str], None] | None = None,
 ) -> SurvivalPlans:
-    """The best plan for a machine, and for what is left of it after every single failure.
+    """Return the best plan for a machine, and for the degraded machine after every single failure.
 
     A failure is the loss of a GPU of the allocation, of the links between two devices, or of a switch, NIC or helper,
     as far as the plan's channels use them.
@@ -160,10 +155,6 @@ def plan_survival(
     ----------
     topology, collective, gpus, root, channels, order, progress
         As of `topoplan.plan`. After failures that leave no plan over these channels, ``auto`` is taken.
-
-    Returns
-    -------
-    SurvivalPlans
 
     Raises
     ------
@@ -222,7 +213,7 @@ def plan_survival(
 
 
 def _root_after(whole: Plan, failure: MachineFailure) -> int | None:
-    """The number of the root's GPU among those that are left."""
+    """Return the root's rank among the survivors."""
     if whole.root is None:
         return None
     return failure.left_of(whole.topology).gpus.index(whole.ranks[whole.root])
@@ -231,16 +222,16 @@ def _root_after(whole: Plan, failure: MachineFailure) -> int | None:
 def _failure_images(
     whole: Plan, channels: tuple[str, ...], failures: Sequence[MachineFailure]
 ) -> list[tuple[int, tuple[tuple[str, str], ...]]]:
-    """For every failure the first one that an automorphism takes to it, and which devices that one renames."""
+    """Return for every failure the first one that an automorphism takes to it, and the devices that it renames."""
     fabric = Fabric(whole.topology, channels)
     wiring = _with_sides(machine_labelled_graph(whole.topology, channels), fabric.nodes)
     colours = colours_with_fixed(wiring, () if whole.root is None else (whole.root,))
     refinements = MATCHING_WORK // max(1, len(wiring.tails))
     generators = [one.nodes for one in stabiliser_chain(wiring, colours, refinements=refinements).generators]
     lost = [_lost_parts(whole, failure, fabric.nodes, wiring) for failure in failures]
-    alike: dict[LostParts, list[int]] = {}
+    with_losses: dict[LostParts, list[int]] = {}
     for number, one in enumerate(lost):
-        alike.setdefault(one, []).append(number)
+        with_losses.setdefault(one, []).append(number)
     found: dict[int, tuple[int, tuple[tuple[str, str], ...]]] = {}
     for first, start in enumerate(lost):
         if first in found:
@@ -259,13 +250,13 @@ def _failure_images(
                 for name, target in zip(fabric.nodes, image.tolist(), strict=True)
                 if name != fabric.nodes[target]
             )
-            for number in alike.get(one, ()):
+            for number in with_losses.get(one, ()):
                 found[number] = first, renaming
     return [found[number] for number in range(len(failures))]
 
 
 def _with_sides(wiring: LabelledGraph, nodes: Sequence[str]) -> LabelledGraph:
-    """The wiring with the two sides of each NIC tied together, so that no automorphism takes them to two NICs."""
+    """Tie the two sides of each NIC together, so that no automorphism takes them to two NICs."""
     place = {name: number for number, name in enumerate(nodes)}
     sent, received = variants.SIDES
     ties = [
@@ -286,7 +277,7 @@ def _with_sides(wiring: LabelledGraph, nodes: Sequence[str]) -> LabelledGraph:
 def _lost_parts(
     whole: Plan, failure: MachineFailure, nodes: Sequence[str], wiring: LabelledGraph
 ) -> LostParts:
-    """What a failure takes out of a wiring; nothing where it is of other links."""
+    """Return what a failure takes out of a labelled graph; nothing if it is of other links."""
     if failure.kind != "link":
         names = set(variants.find_devices(whole.topology, failure.name))
         return frozenset(number for number, name in enumerate(nodes) if name in names), frozenset()

@@ -1,7 +1,7 @@
 """Search for cheap spanning arborescences of limited height, for more ranks than the exact tables can take.
 
 The problem is NP-hard from height 2 on. From a few starts each tree is improved by moves (`tree_local_search`),
-perturbed and improved again; the cheapest one met is the answer. A tree is found wherever one exists. If the
+perturbed and improved again; the cheapest one met is the answer. A tree is found whenever one exists. If the
 unlimited optimum is low enough, it is the answer. A larger limit may by chance give a slightly dearer tree.
 
 Starts: by hops (every rank below the cheapest rank nearer to the root); by paths (cheapest paths of limited length;
@@ -10,13 +10,13 @@ Young 1995 balance spanning with shortest-path trees); in two parts (a tree of o
 others below).
 
 Against the exact tables (2458 trees of 8 ranks, heights 2 to 5; random, sparse and metric costs, DGX-1V over NVLink
-and PCIe) the mean ratio is 1.001 and the worst 1.39; 98.2 % are optimal, 96.6 % without shaking, 99.4 % with effort
-32.
+and PCIe) the mean ratio is 1.001 and the worst 1.39; 98.2 % are optimal, 96.6 % without perturbation, 99.4 % with
+effort 32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -38,14 +38,11 @@ from topoplan.solve.tree_local_search import (
 )
 
 STARTING_TURNS = 2
-"""Times that the ranks of an upper part are chosen."""
-
-TreeFinder = Callable[[Costs, int, int], NDArray[np.int64]]
-"""Parents of a tree, from costs, root and height."""
+"""Choices of the ranks of an upper part."""
 
 
 def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(roots, N) int64: fewest arcs from each root to every rank; N where no path leads.
+    """(roots, N) int64: fewest arcs from each root to every rank; N if no path exists.
 
     Examples
     --------
@@ -67,13 +64,9 @@ def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDA
 
 
 def trees_by_hops(cost: Costs, distance: NDArray[np.int64]) -> Trees:
-    """Every rank below the cheapest of those nearer to the root: as low as a tree can be.
+    """Put every rank below the cheapest of the ranks nearer to the root: as low as a tree can be.
 
-    Parameters
-    ----------
-    cost : (N, N) float64
-    distance : (trees, N) int64
-        Hops from each tree's root, which reach every rank.
+    ``distance``, of shape (trees, N), is hops from each tree's root, which reach every rank.
     """
     nearer = distance[:, :, None] < distance[:, None, :]
     parent = np.where(nearer, cost, np.inf).argmin(axis=1)
@@ -81,16 +74,13 @@ def trees_by_hops(cost: Costs, distance: NDArray[np.int64]) -> Trees:
 
 
 def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
-    """Cheapest paths of at most ``height`` arcs to the ranks, nearest first, each as far as it lowers a rank.
+    """Return parents by cheapest paths of at most ``height`` arcs, nearest ranks first; the root is its own parent.
 
-    Returns
-    -------
-    list of N int
-        Parents; the root's is itself.
+    A path is followed as far as it lowers a rank.
 
     Examples
     --------
-    A detour of two arcs is taken for rank 1, but not where it makes the path to rank 2 too long.
+    A detour of two arcs is taken for rank 1, but not if it makes the path to rank 2 too long.
 
     >>> cost = np.array([[99.0, 9, 99, 1], [99, 99, 1, 99], [99, 99, 99, 99], [99, 1, 99, 99]])
     >>> tree_by_paths(cost, 0, 3), tree_by_paths(cost, 0, 2)
@@ -101,7 +91,7 @@ def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
     length[root] = 0
     arcs = np.zeros(size, dtype=np.int64)
     before = np.full(size, root)
-    # For every number of arcs, the rank before the last on the cheapest path of at most so many.
+    # For every number of arcs, the last but one rank of the cheapest path with at most that many.
     tables = [before.tolist()]
     for step in range(1, height + 1):
         through = length[:, None] + cost
@@ -118,12 +108,12 @@ def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
         path = [v]
         for table in tables[int(arcs[v]) : 0 : -1]:
             path.append(table[path[-1]])
-        forest.hang(path[::-1])
+        forest.attach(path[::-1])
     return forest.parent
 
 
 def leaves_moved(cost: Costs, parent: Trees, height: int) -> Trees:
-    """The trees with every leaf below the cheapest rank that is no leaf and not too deep.
+    """Move every leaf below the cheapest rank that is not a leaf and not too deep.
 
     Examples
     --------
@@ -138,13 +128,9 @@ def leaves_moved(cost: Costs, parent: Trees, height: int) -> Trees:
 
 
 def spliced_tree(parent: Sequence[int], low: Sequence[int], height: int) -> list[int]:
-    """A tree that follows ``parent`` as far as the height allows, and the paths of ``low`` beyond.
+    """Return a tree that follows ``parent`` as far as the height allows, and the paths of ``low`` beyond.
 
-    Parameters
-    ----------
-    parent, low : sequences of int
-        Two trees from one root, whose parent is itself; ``low`` is at most ``height`` edges high.
-    height : int
+    Both are trees from one root, which is its own parent; ``low`` is at most ``height`` edges high.
 
     Examples
     --------
@@ -163,62 +149,49 @@ def spliced_tree(parent: Sequence[int], low: Sequence[int], height: int) -> list
         v = pending.pop()
         pending += children[v][::-1]
         if forest.depth[parent[v]] < height:
-            forest.hang([parent[v], v])
+            forest.attach([parent[v], v])
         else:
             path = [v]
             while path[-1] != root:
                 path.append(low[path[-1]])
-            forest.hang(path[::-1])
+            forest.attach(path[::-1])
     return forest.parent
 
 
 class _Forest:
-    """A tree in the making, with an upper limit on the depth of every rank in it."""
+    """A tree under construction, with an upper limit on the depth of every rank in it."""
 
     def __init__(self, size: int, root: int) -> None:
         self.parent = [root] * size
         self.depth = [size] * size
         self.depth[root] = 0
 
-    def hang(self, path: Sequence[int]) -> None:
-        """Follow a path from a rank of the tree wherever that makes a rank less deep."""
+    def attach(self, path: Sequence[int]) -> None:
+        """Follow a path from a rank of the tree, and move each rank that it makes less deep."""
         for up, v in pairwise(path):
             if self.depth[up] + 1 < self.depth[v]:
                 self.depth[v] = self.depth[up] + 1
                 self.parent[v] = up
 
 
-def two_part_tree(
-    cost: Costs, root: int, height: int, ways: Sequence[int], finder: TreeFinder
-) -> NDArray[np.int64]:
-    """A tree of ``height - 1`` over a few ranks, and every other rank below the cheapest of these.
+def two_part_tree(cost: Costs, root: int, height: int, ways: Sequence[int]) -> NDArray[np.int64]:
+    """Return a tree of ``height - 1``, 2 or more, over a few ranks, and every other rank below the cheapest of these.
 
-    Which ranks are few is a matter of facility location: at first the fee of a rank is the cost of a given way to it,
-    later that of the cheapest arc to it from the last upper part.
+    The few ranks are chosen by facility location: at first the fee of a rank is the cost of a given path to it, later
+    the cost of the cheapest arc to it from the last upper part.
 
-    Parameters
-    ----------
-    cost : (N, N) float64
-    root, height : int
-        Height 3 or more.
-    ways : sequence of N int
-        Parents of a tree of at most ``height - 1`` edges; the root's is itself. Arcs that do not exist are never
-        followed, but every rank must be one arc from a rank that the others lead to.
-    finder : callable
-        Finds the upper tree.
-
-    Returns
-    -------
-    (N,) int64
+    ``ways`` are the parents of a tree of at most ``height - 1`` edges; the root is its own parent. Missing arcs are
+    never followed, but every rank must be one arc from a rank that the others lead to.
     """
     way = np.array([ways])
     fees = path_lengths(cost, way)
     best, least = way[0], np.inf
     for _ in range(STARTING_TURNS):
         opened = opened_ranks(cost, np.array([root]), fees)
-        # The ranks on the ways to them belong to the upper part too.
+        # The ranks on the paths to them belong to the upper part too.
         upper = np.flatnonzero(ancestry_of(way).above[0][:, opened[0]].any(axis=1))
-        found = finder(cost[np.ix_(upper, upper)], int(np.searchsorted(upper, root)), height - 1)
+        part, top = cost[np.ix_(upper, upper)], np.searchsorted(upper, [root])
+        found = _search(part, top, hop_counts(part, top), height - 1, 0)[0]
         inner = np.zeros((1, len(cost)), dtype=bool)
         inner[0, upper] = True
         tree = cheapest_open(cost, inner)
@@ -246,105 +219,58 @@ def path_lengths(cost: Costs, parent: Trees) -> Costs:
 
 
 SEARCH_EFFORT = 4
-"""Times that a tree is shaken unless the caller says otherwise."""
+"""Perturbations of a tree unless the caller sets another number."""
 
 SMALL_SEARCH = 128
-"""Most ranks for which trees start from the unlimited optimum and are shaken."""
+"""Most ranks for which trees start from the unlimited optimum and are perturbed."""
 
-_MOVES_PER_SHAKE = 2
+_MOVES_PER_PERTURBATION = 2
 _BATCH = 1 << 19
 
 
-def low_arborescence(
-    cost: NDArray[np.int64],
-    root: int,
-    height: int,
-    *,
-    effort: int = SEARCH_EFFORT,
-    stream: RandomStream | None = None,
-) -> list[int] | None:
-    """A cheap spanning arborescence of limited height.
+def low_arborescences(
+    cost: NDArray[np.int64], roots: Sequence[int], height: int, *, effort: int = SEARCH_EFFORT
+) -> list[list[int] | None]:
+    """Return parents of a cheap spanning arborescence from each root, -1 for the root; None if no tree is so low.
 
-    Parameters
-    ----------
-    cost : (N, N) int64
-        ``cost[u, v]`` of the arc from u to v, zero or more; `UNREACHABLE` where there is none. The diagonal is
-        ignored. Trees cost less than 2^39.
-    root : int
-    height : int
-        Most edges on a path from the root, 1 or more.
-    effort : int
-        Times that the tree is shaken, 0 or more; the answer gets no dearer with more.
-    stream : Stream or None
-        Decides between equals and where the search goes: another state of the stream, perhaps another tree of the
-        same cost. None is a fixed choice.
+    ``cost[u, v]`` of the arc from u to v is 0 or more, `UNREACHABLE` if it is missing; the diagonal is ignored. Trees
+    cost less than 2^39. Paths from the root have at most ``height`` edges, 1 or more. Trees are perturbed ``effort``
+    times, 0 or more; the answer gets no dearer with more.
 
-    Returns
-    -------
-    list of N int, or None
-        Parents; the root's is -1. None where no tree is so low.
+    The roots are searched together. A root named several times is tried several times, and may give different trees.
 
     Examples
     --------
     >>> cost = np.array([[0, 5, 9, 9], [9, 0, 1, 1], [9, 1, 0, 1], [9, 1, 1, 0]])
-    >>> low_arborescence(cost, 0, 1), low_arborescence(cost, 0, 2)
-    ([-1, 0, 0, 0], [-1, 0, 1, 1])
-    """
-    return low_arborescences(cost, [root], height, effort=effort, stream=stream)[0]
-
-
-def low_arborescences(
-    cost: NDArray[np.int64],
-    roots: Sequence[int],
-    height: int,
-    *,
-    effort: int = SEARCH_EFFORT,
-    stream: RandomStream | None = None,
-) -> list[list[int] | None]:
-    """A cheap spanning arborescence of limited height from each of several roots, searched for together.
-
-    Parameters and what is returned for each root: see `low_arborescence`. A root named several times is tried several
-    times, which takes less time than one after the other, and may give different trees.
+    >>> low_arborescences(cost, [0], 1), low_arborescences(cost, [0], 2)
+    ([[-1, 0, 0, 0]], [[-1, 0, 1, 1]])
     """
     size = len(cost)
-    order = np.arange(size) if stream is None else np.argsort(stream.whole(size, 1 << 62), kind="stable")
-    costs = cost[np.ix_(order, order)].astype(np.float64)
+    costs = np.array(cost, dtype=np.float64, order="C")
     np.fill_diagonal(costs, float(UNREACHABLE))
-    place = np.argsort(order)[np.array(roots, dtype=np.int64)]
+    place = np.array(roots, dtype=np.int64)
     distance = hop_counts(costs, place)
     found: list[list[int] | None] = [None] * len(roots)
     possible = np.flatnonzero(distance.max(axis=1) <= height)
     step = max(1, _BATCH // size**2)
     for start in range(0, len(possible), step):
         which = possible[start : start + step]
-        trees = _search(costs, place[which], distance[which], height, effort, stream or RandomStream(2))
+        trees = _search(costs, place[which], distance[which], height, effort)
         for number, tree in zip(which.tolist(), trees, strict=True):
-            parent = np.full(size, -1)
-            parent[order] = np.where(tree == np.arange(size), -1, order[tree])
-            found[number] = parent.tolist()
+            found[number] = np.where(tree == np.arange(size), -1, tree).tolist()
     return found
 
 
 def lowest_heights(cost: NDArray[np.int64], roots: Sequence[int]) -> NDArray[np.int64]:
-    """(roots,) int64: the lowest height that a tree from each root can have; N where there is none.
-
-    Examples
-    --------
-    >>> lowest_heights(np.array([[0, 1, UNREACHABLE], [1, 0, 1], [UNREACHABLE, 1, 0]]), [0, 1]).tolist()
-    [2, 1]
-    """
+    """(roots,) int64: the lowest height that a tree from each root can have; N if none exists."""
     found: NDArray[np.int64] = hop_counts(cost, np.array(roots, dtype=np.int64)).max(axis=1)
     return found
 
 
 def _search(
-    cost: Costs,
-    roots: NDArray[np.int64],
-    distance: NDArray[np.int64],
-    height: int,
-    effort: int,
-    stream: RandomStream,
+    cost: Costs, roots: NDArray[np.int64], distance: NDArray[np.int64], height: int, effort: int
 ) -> Trees:
+    stream = RandomStream(2)
     size = len(cost)
     if height == 1:
         return np.repeat(roots[:, None], size, axis=1)
@@ -353,7 +279,7 @@ def _search(
     best = starts[0].copy()
     least = arc_costs(cost, best).sum(axis=1)
     if size > SMALL_SEARCH:
-        # Moves are dear here: only the best start is worth them.
+        # Moves are expensive here: only the best start is worth them.
         for trees in starts:
             _keep_cheaper(cost, best, least, leaves_moved(cost, trees, height))
         starts = [best]
@@ -364,14 +290,14 @@ def _search(
     best, least = best[which], least[which]
     for _ in range(effort if size <= SMALL_SEARCH else 0):
         trees = best
-        for _ in range(_MOVES_PER_SHAKE):
+        for _ in range(_MOVES_PER_PERTURBATION):
             trees = perturbed(cost, trees, height, stream)
         _keep_cheaper(cost, best, least, improve_by_moves(cost, trees, height))
     return best
 
 
 def _keep_cheaper(cost: Costs, best: Trees, least: Costs, trees: Trees) -> None:
-    """Replace, in place, trees by others that are no dearer."""
+    """Replace, in place, trees by others that are not dearer."""
     totals = arc_costs(cost, trees).sum(axis=1)
     better = totals <= least
     best[better] = trees[better]
@@ -379,7 +305,7 @@ def _keep_cheaper(cost: Costs, best: Trees, least: Costs, trees: Trees) -> None:
 
 
 def _starts(cost: Costs, roots: NDArray[np.int64], distance: NDArray[np.int64], height: int) -> list[Trees]:
-    """Trees to start from, each list entry with one of every root."""
+    """Return lists of trees to start from, each with one tree of every root."""
     if height == 2:
         return [two_level_trees(cost, roots)]
     size = len(cost)
@@ -403,14 +329,7 @@ def _starts(cost: Costs, roots: NDArray[np.int64], distance: NDArray[np.int64], 
             ways.append([[root] * size for root in roots.tolist()])
         for tried in ways:
             upper = [
-                two_part_tree(cost, r, height, way, _finder)
-                for r, way in zip(roots.tolist(), tried, strict=True)
+                two_part_tree(cost, r, height, way) for r, way in zip(roots.tolist(), tried, strict=True)
             ]
             starts.append(np.array(upper))
     return starts
-
-
-def _finder(cost: Costs, root: int, height: int) -> NDArray[np.int64]:
-    roots = np.array([root])
-    trees = _search(cost, roots, hop_counts(cost, roots), height, 0, RandomStream(2))
-    return np.asarray(trees[0])

@@ -4,8 +4,8 @@ In an equitable partition every device of a class has the same capacity to and f
 flow may be averaged over each class without loss (linear programs shrink by colour refinement: Grohe, Kersting,
 Mladenov, Selman 2014): flow and cut of the machine are those of the small graph whose vertices are the classes and
 whose capacities are those between classes together. The sink, and the root of a broadcast, are classes of their
-own. A cut found here is a cut of the machine, whatever the argument; that it is the smallest shows where a packing
-meets it.
+own. A cut found here is a cut of the machine, whatever the argument; a packing that meets it proves that it is the
+smallest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from topoplan.plans.permutation_groups import equitable_partition
 class FlowNetwork:
     """A directed graph with capacities, solved by shortest augmenting paths in phases.
 
-    Parameters
-    ----------
-    size : int
-        Number of vertices.
-    arcs : iterable of (tail, head, capacity)
-        Whole-number capacities of any size; zero and parallel arcs are allowed.
+    Arcs are (tail, head, capacity) with whole capacities of any size; zero and parallel arcs are allowed.
 
     Examples
     --------
@@ -52,7 +47,7 @@ class FlowNetwork:
         self._level: list[int] = []
 
     def maximum(self, source: int, sink: int) -> int:
-        """Value of a maximum flow; forgets any earlier flow."""
+        """Return the value of a maximum flow; forget any earlier flow."""
         self._residual = list(self._full)
         total = 0
         while self._find_levels(source, sink):
@@ -62,7 +57,7 @@ class FlowNetwork:
         return total
 
     def source_side(self) -> set[int]:
-        """Vertices on the source's side of a minimum cut, after `maximum`: the smallest such set."""
+        """Return the vertices on the source's side of a minimum cut, after `maximum`: the smallest such set."""
         return {v for v in range(self._size) if self._level[v] >= 0}
 
     def _find_levels(self, source: int, sink: int) -> bool:
@@ -79,7 +74,7 @@ class FlowNetwork:
         return level[sink] >= 0
 
     def _augment(self, source: int, sink: int, position: list[int]) -> int:
-        """Push along one path of the level graph; 0 when there is none left."""
+        """Push along one path of the level graph; return the flow, 0 if no path remains."""
         path: list[int] = []
         v = source
         while v != sink:
@@ -105,32 +100,11 @@ class FlowNetwork:
 
 
 class Quotient:
-    """Classes of devices that look alike from some fixed ones, and the capacities between them.
+    """Classes of devices that are equivalent beside some fixed ones, and the capacities between them.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    capacity : sequence of int, one per link
-        Whole numbers of any unit; equal on links that look alike.
-    fixed : sequence of int
-        Nodes that are classes of their own.
-    forward : bool
-        Links in their own direction, or reversed.
-
-    Attributes
-    ----------
-    class_of : list of int
-        Class of every node, from 0.
-    ranks_in : list of int
-        Number of ranks in every class.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
-    >>> quotient = Quotient(fabric, [150] * 32, fixed=[0], forward=True)
-    >>> quotient.size, quotient.ranks_in
-    (3, [1, 15, 0])
+    ``capacity`` has a whole number for each link, in any unit, the same on equivalent links. Each ``fixed`` node is a
+    class of its own. ``forward`` takes links in their own direction, else reversed. `class_of` maps nodes to classes,
+    from 0, and `ranks_in` counts the ranks in every class.
     """
 
     def __init__(
@@ -149,13 +123,13 @@ class Quotient:
         self._arcs = [(a, b, c) for (a, b), c in sorted(between.items()) if a != b]
 
     def smallest_cut(self, source: int, sink: int) -> tuple[int, set[int]]:
-        """Maximum flow between two fixed nodes, and the nodes on the source's side of the smallest cut."""
+        """Return the maximum flow between two fixed nodes, and the nodes on the source's side of the smallest cut."""
         network = FlowNetwork(self.size, self._arcs)
         value = network.maximum(self.class_of[source], self.class_of[sink])
         return value, self._nodes(network.source_side())
 
     def gather_cut(self, sink: int, *, ranks: int, time: Fraction) -> set[int] | None:
-        """Nodes of a cut S around the sink's outside that takes longer than ``time``, if there is one.
+        """Return the nodes of a cut S that leaves out the sink and takes longer than ``time``; None if none exists.
 
         A cut with |S ∩ ranks| > time x capacity shows as a flow below ``ranks`` from a source with one unit per rank.
         """
@@ -171,14 +145,7 @@ class Quotient:
 
 
 def equivalent_ranks(fabric: Fabric, fixed: Sequence[int] = ()) -> list[int]:
-    """The first rank of every class of ranks that look alike from the fixed nodes, those left out.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> equivalent_ranks(Fabric(topoplan.load("dgx-2"), ("nvlink",)), [3])
-    [0]
-    """
+    """Return the first rank of every class of ranks that are equivalent beside the fixed nodes, without these."""
     labels = equitable_partition(fabric, fixed)[: fabric.size]
     firsts = np.unique(labels, return_index=True)[1].tolist()
     return sorted(rank for rank in firsts if rank not in set(fixed))

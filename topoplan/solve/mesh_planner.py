@@ -3,9 +3,9 @@
 Stars in every group come first: if links that they fill, taken as lengths, prove their rate, that is the answer
 (`proved_stars`), for hundreds of GPUs in seconds.
 
-Otherwise the trees of a group are priced on its own GPUs, under the lengths that all groups give the links
-together; every group moves its weight times the common rate (`MeshPacking`). Trees of any height give the optimum,
-whose dual lengths are the proof; then the lowest height is looked for that reaches it.
+Otherwise the trees of a group are priced on its own GPUs, under the lengths that all groups together give the links;
+every group moves its weight times the common rate (`MeshPacking`). Trees of any height give the optimum, and their
+dual lengths are its certificate. The lowest height that reaches the optimum is then searched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import lcm, prod
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import CHANNEL_CHOICES, Fabric
 from topoplan.machine.topology import TopologyLike
-from topoplan.plans.build import Allocation, build_plan
+from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Lengths
 from topoplan.plans.mesh_plans import (
     MeshGroup,
@@ -31,27 +31,23 @@ from topoplan.plans.mesh_plans import (
     joint_rate,
 )
 from topoplan.plans.plan import Plan
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.exact import at_lowest_height
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn
 from topoplan.solve.planner import one_hop_forest
 from topoplan.units import nearest_float
 
-# Length of an empty link, and what a full one has more of: less than one link together on any route of 256.
+# Length of an empty link, and the extra length of a full one: less than one link in sum on any route of 256.
 LENGTH_SCALE = 1 << 16
 FILLED_LENGTH = 1 << 8
 
 
 @dataclass(frozen=True, slots=True)
 class MeshColumn(TreeColumn):
-    """A tree of one of the groups; ``root`` is the place of its root among those of all groups.
+    """A tree of one of the groups; ``root`` is the place of its root among the roots of all groups.
 
-    Parameters
-    ----------
-    group : int
-    tree : TreeColumn
-        As the group's own program has it.
+    ``tree`` is the column of the group's own program.
     """
 
     group: int
@@ -66,14 +62,10 @@ class DirectedPacking(Packing):
 
 @dataclass(frozen=True)
 class MeshPacking(Packing):
-    """The packing problem of several groups at once; ``fabric`` is that of all their GPUs.
+    """The packing problem of several groups at once; ``fabric`` holds all their GPUs.
 
-    Parameters
-    ----------
-    groups : tuple of Packing
-        Of each group alone, without symmetries; with rows for wires only where the whole has them (`DirectedPacking`).
-    weights : tuple of Fraction
-        Of each group.
+    Each group is a packing problem alone, without symmetries; wires have one row only if they have one in the whole
+    (`DirectedPacking`). ``weights`` are of the groups.
     """
 
     groups: tuple[Packing, ...] = ()
@@ -91,12 +83,11 @@ class MeshPacking(Packing):
 
     @property
     def shared(self) -> bool:
-        """True: all groups move at a common rate."""
         return True
 
     @cached_property
     def owners(self) -> int:
-        """What makes whole numbers of `owner_parts`."""
+        """Common denominator of the `owner_parts`."""
         return lcm(
             *(
                 (weight / group.owners).denominator
@@ -106,7 +97,7 @@ class MeshPacking(Packing):
 
     @cached_property
     def owner_parts(self) -> Sequence[int]:
-        """How much of the common rate a group, or each of its owners, asks for."""
+        """Multiple of the common rate that a group, or each of its owners, asks for."""
         return [
             int(weight / group.owners * self.owners)
             for group, weight in zip(self.groups, self.weights, strict=True)
@@ -115,11 +106,9 @@ class MeshPacking(Packing):
 
     @property
     def owner_rows(self) -> int:
-        """One for each group, or for each of its owners."""
         return len(self.owner_parts)
 
     def owner_row(self, column: TreeColumn) -> int:
-        """The row of a column's group or owner."""
         assert isinstance(column, MeshColumn)
         return self._first_rows[column.group] + self.groups[column.group].owner_row(column.tree)
 
@@ -130,7 +119,7 @@ class MeshPacking(Packing):
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """Of every group, the row of the whole that each of its rows is."""
+        """For every group, the row of the whole that each of its own rows is."""
         row_of_link = self.orbits.row_of_link.tolist()
         found = []
         for group in self.groups:
@@ -141,7 +130,7 @@ class MeshPacking(Packing):
         return found
 
     def column(self, number: int, place: int, tree: TreeColumn) -> MeshColumn:
-        """A tree of a group as a column of the whole."""
+        """Return a tree of a group as a column of the whole."""
         usage = [0] * len(self.limits)
         for row, times in zip(self.rows[number], tree.usage, strict=True):
             usage[row] = times
@@ -156,7 +145,6 @@ class MeshPricing(Pricing):
 
     @property
     def efforts(self) -> tuple[int, ...]:
-        """See `Pricing.efforts`: of the group that needs most."""
         return max((Pricing(group, self.height).efforts for group in self._mesh.groups), key=len)
 
     @property
@@ -165,7 +153,6 @@ class MeshPricing(Pricing):
         return self.packing
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
-        """See `Pricing.cheapest`."""
         mesh = self._mesh
         found: dict[int, TreeColumn] = {}
         for number, group in enumerate(mesh.groups):
@@ -191,26 +178,22 @@ def plan_mesh(
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
-        The machine.
+    topology : Topology, or what `topoplan.load` takes
     mesh : mapping of str to int
         Names and extents of the axes, the last one fastest: rank 5 of ``{"dp": 2, "tp": 4}`` is at dp 1, tp 1.
     collective : str
         As for `topoplan.plan`; the root of a broadcast or reduce is the first of each group.
     axes : mapping of str to weight, or sequence of str, optional
-        Those whose groups run at once, and how fast in proportion; all of them alike by default.
+        Axes whose groups run at once, and their speeds in proportion; all of them, at equal speed, by default.
     gpus : sequence of int, optional
         The GPUs of the ranks, in ascending order; all by default.
     channels : str
-        As for `topoplan.plan`, the same for all groups; none that split the buffer.
-
-    Returns
-    -------
-    MeshPlans
+        As for `topoplan.plan`, the same for all groups; the buffer cannot be split over channels.
 
     Raises
     ------
     UsageError
-        Axes that are none, or of one rank; extents that do not make the number of GPUs; a weight that is not above 0.
+        Unknown axes, or axes of one rank; extents that do not make the number of GPUs; a weight that is not above 0.
     InfeasibleError
         No choice of links joins all groups; carries the cut of one.
 
@@ -226,8 +209,10 @@ def plan_mesh(
     weights = mesh_weights(extents, axes)
     asked = Allocation.of(topology, collective, gpus=gpus)
     if prod(extent for _, extent in extents) != len(asked.gpus):
-        told = " x ".join(f"{name} {extent}" for name, extent in extents)
-        raise UsageError(f"a mesh of {told} does not have as many ranks as there are GPUs, {len(asked.gpus)}")
+        given = " x ".join(f"{name} {extent}" for name, extent in extents)
+        raise UsageError(
+            f"a mesh of {given} does not have as many ranks as there are GPUs, {len(asked.gpus)}"
+        )
     if channels not in CHANNEL_CHOICES:
         raise UsageError(
             f"channels {channels!r} of a mesh are unknown; use one of {', '.join(CHANNEL_CHOICES)}"
@@ -239,14 +224,10 @@ def plan_mesh(
     ]
     choice = _choice(parts, channels)
     whole = Fabric(asked.topology, choice)
-    _refuse_helpers(whole)
-    kind = Packing if Packing(whole, asked.collective, None).folded else DirectedPacking
-    packing = MeshPacking(
+    packing = _mesh_packing(
         whole,
-        asked.collective,
-        None,
-        groups=tuple(kind(Fabric(part.topology, choice), part.collective, part.root) for part in parts),
-        weights=tuple(weight for axis, weight in weights for _ in groups_along(extents, axis)),
+        [(Fabric(part.topology, choice), part.collective, part.root) for part in parts],
+        [weight for axis, weight in weights for _ in groups_along(extents, axis)],
     )
     found, certificate = proved_stars(packing) or _generated(packing, progress)
     groups = tuple(
@@ -267,28 +248,21 @@ def plan_mesh(
 
 
 def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Lengths] | None:
-    """Equal stars on the shortest routes of every group, where lengths of the links that they fill prove their rate.
+    """Return equal stars on the shortest routes of every group if the links that they fill prove their rate.
 
-    Every group takes, of routes alike in length, those that the groups before it have filled least: its own rail, where
-    there is one for each. The proof is length 1 on the full links between two kinds of devices (a server's NICs and the
-    network, say): the other links on the way may be full too, and still not all that leads to the NICs.
+    The result is the weights at rate 1 and the certificate. It is None if no certificate is found, with a root, with
+    helpers, on switches that copy or add, and if two ranks of a group have no route.
 
-    Parameters
-    ----------
-    packing : MeshPacking
-
-    Returns
-    -------
-    (dict of TreeColumn to Fraction, Lengths) or None
-        The weights at rate 1, and the proof; None where there is none, with a root, with helpers, on switches that copy
-        or add, and where two ranks of a group have no route.
+    Among routes of equal length every group takes the routes that earlier groups have filled least: its own rail, if
+    it has one. The certificate is length 1 on the full links between two kinds of devices (a server's NICs and the
+    network, say): the other links on the way may be full too, without being all that lead to the NICs.
     """
-    if (
-        packing.fabric.in_network
-        or packing.fabric.helpers
-        or any(group.root is not None or not _all_pairs(group.fabric) for group in packing.groups)
-    ):
+    if packing.fabric.in_network or packing.fabric.helpers:
         return None
+    for group in packing.groups:
+        pairs = {(arc.tail, arc.head) for arc in group.fabric.arcs} if group.root is None else ()
+        if len(pairs) < group.fabric.size * (group.fabric.size - 1):
+            return None
     weights: dict[TreeColumn, Fraction] = {}
     loads = [Fraction(0)] * len(packing.limits)
     for number, (group, weight) in enumerate(zip(packing.groups, packing.weights, strict=True)):
@@ -316,32 +290,13 @@ def proved_stars(packing: MeshPacking) -> tuple[dict[TreeColumn, Fraction], Leng
     return None
 
 
-def _all_pairs(fabric: Fabric) -> bool:
-    return len({(arc.tail, arc.head) for arc in fabric.arcs}) == fabric.size * (fabric.size - 1)
-
-
 def rate_together(
     whole: Fabric, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
 ) -> Fraction:
-    """The largest rate that groups reach at once, each times its weight, over the links of a whole that holds them all.
+    """Return the largest rate, in GB/s for weight 1, that groups reach at once over the links of one fabric.
 
-    Parameters
-    ----------
-    whole : Fabric
-    groups : sequence of (Fabric, str, int or None)
-        Of each its ranks and links, its collective and its root rank.
-    weights : sequence of Fraction
-        Above zero.
-
-    Returns
-    -------
-    Fraction
-        GB/s for weight 1, exact: by the trees that are found, and no trees do more.
-
-    Raises
-    ------
-    UsageError
-        The machine has helpers.
+    Each group is its ranks and links, its collective and its root rank, and moves its weight times the rate. The rate
+    is exact: the trees that are found reach it, and no trees exceed it. Helpers raise UsageError.
 
     Examples
     --------
@@ -354,64 +309,57 @@ def rate_together(
     >>> float(rate_together(whole, pairs[:1], one)), float(rate_together(whole, pairs, one * 2))
     (10.0, 5.0)
     """
-    _refuse_helpers(whole)
-    kind = (
-        Packing
-        if all(Packing(whole, collective, None).folded for _, collective, _ in groups)
-        else DirectedPacking
-    )
-    packing = MeshPacking(
+    packing = _mesh_packing(whole, groups, weights)
+    free = ColumnGeneration(MeshPricing(packing))
+    free.run(None)
+    return free.value / packing.scale
+
+
+def _mesh_packing(
+    whole: Fabric, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
+) -> MeshPacking:
+    if whole.helpers:
+        raise UsageError(
+            f"the trees of a mesh join ranks alone, and {whole.helpers[0]} is not a rank; leave the helpers out of "
+            "the machine"
+        )
+    folded = all(Packing(whole, collective, None).folded for _, collective, _ in groups)
+    kind = Packing if folded else DirectedPacking
+    return MeshPacking(
         whole,
         groups[0][1],
         None,
         groups=tuple(kind(fabric, collective, root) for fabric, collective, root in groups),
         weights=tuple(weights),
     )
-    free = ColumnGeneration(MeshPricing(packing))
-    free.run(None)
-    return free.value / packing.scale
-
-
-def _refuse_helpers(whole: Fabric) -> None:
-    if whole.helpers:
-        raise UsageError(
-            f"the trees of a mesh join ranks alone, and {whole.helpers[0]} is none; leave the helpers out of the "
-            "machine"
-        )
 
 
 def _generated(
     packing: MeshPacking, progress: ProgressCallback | None
 ) -> tuple[dict[TreeColumn, Fraction], Lengths]:
-    """The optimum by column generation: trees of the lowest height that reaches it, and its dual lengths."""
+    """Return the optimum by column generation: trees of the lowest height that reaches it, and its dual lengths."""
     free = ColumnGeneration(MeshPricing(packing), progress=progress)
     free.run(None)
     return at_lowest_height(free, free.value, progress).weights(), packing.certificate(free.duals())
 
 
 def _plan_of(packing: MeshPacking, number: int, found: Mapping[TreeColumn, Fraction]) -> Plan:
-    """The plan of one group, with its own bound."""
+    """Return the plan of one group, with its own bound."""
     group = packing.groups[number]
     own = {
         column.tree: weight
         for column, weight in found.items()
         if isinstance(column, MeshColumn) and column.group == number
     }
-    return build_plan(
-        group.fabric,
-        group.collective,
-        root=group.root,
-        shards=group.shards(own),
-        certificate=best_bound(group.fabric, group.collective, group.root),
-        schedule="trees",
-        method="mesh",
+    return bounded_plan(
+        group.fabric, group.collective, group.shards(own), "trees", root=group.root, method="mesh"
     )
 
 
 def mesh_weights(
     extents: Sequence[tuple[str, int]], axes: Mapping[str, Fraction | int] | Sequence[str] | None
 ) -> tuple[tuple[str, Fraction], ...]:
-    """The axes that run, in the order of the mesh, and their weights; UsageError as `plan_mesh`."""
+    """Return the axes that run, in the order of the mesh, with their weights; raise UsageError as `plan_mesh`."""
     for name, extent in extents:
         if extent < 1:
             raise UsageError(f"axis {name} has extent {extent}; extents are 1 or more")
@@ -422,7 +370,7 @@ def mesh_weights(
         given = dict(axes) if isinstance(axes, Mapping) else dict.fromkeys(axes, 1)
     for name, weight in given.items():
         if name not in dict(extents):
-            raise UsageError(f"axis {name!r} is none of the mesh; use one of {', '.join(dict(extents))}")
+            raise UsageError(f"axis {name!r} is not in the mesh; use one of {', '.join(dict(extents))}")
         if name not in wide:
             raise UsageError(f"along axis {name} every group has one rank, and nothing moves; leave it out")
         if not weight > 0:
@@ -433,7 +381,7 @@ def mesh_weights(
 
 
 def _choice(parts: Sequence[Allocation], channels: str) -> tuple[str, ...]:
-    """The first choice of links that joins the ranks of every group."""
+    """Return the first choice of links that joins the ranks of every group."""
     for choice in CHANNEL_CHOICES[channels]:
         fabrics = [Fabric(part.topology, choice) for part in parts]
         if not any(

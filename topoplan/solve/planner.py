@@ -1,15 +1,15 @@
 """Plan a collective (`topoplan.plan`): choose the links, pack the trees, prove the rate.
 
-Exact method: on one switch with equal ports the one-hop forest is tried first, since it meets the bound at the
+With the exact method, one switch with equal ports gets the one-hop forest first, since it meets the bound at the
 lowest height. Up to nine ranks column generation proves the lowest height too; beyond, if switches copy or add, or
 if two ranks have many routes, trees are packed on the orbits of the fabric's symmetries. Over many servers a
 broadcast is tried in three phases first, as is any collective on servers that are not stars: they are quick and
 often optimal.
 
 If bandwidths were measured and no two ranks are equivalent, the machine with the slowest link of each kind is
-planned first: it has its symmetries back, and a forest for it runs at least as fast on the machine as measured. Two
-links are of one kind if channel and kinds of device at both ends agree, and no gap of bandwidths parts them. The
-loss is bounded, and is about as much as the slowest links lie below the mean. Rate and bound are always recomputed
+planned first: it has its symmetries back, and a forest for it runs at least as fast on the measured machine. Two
+links are of one kind if channel and kinds of device at both ends agree and no gap of bandwidths separates them. The
+loss is bounded, and is about how far the slowest links lie below the mean. Rate and bound are always recomputed
 from the finished plan.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import TYPE_CHECKING
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import CHANNEL_CHOICES, CHANNEL_SPLITS, UNIONS, Fabric
@@ -31,46 +32,30 @@ from topoplan.plans.certificates.certificate import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
-from topoplan.solve.cuts_and_partitions import best_bound, quick_bound
+from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, quick_bound
 from topoplan.solve.maximum_flow import equivalent_ranks
-from topoplan.solve.packing.all_to_all import Matrix, check_demand, plan_all_to_all
-from topoplan.solve.packing.composition import THREE_PHASE, composed_optimum, plan_three_phase
-from topoplan.solve.packing.exact import ORDERS, pack_exact, pack_low
+from topoplan.solve.packing.exact import ORDERS, ExactPacking, pack_exact, pack_low
 from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
 from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
-from topoplan.solve.packing.multiplicative_weights import pack_mwu
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
 
+if TYPE_CHECKING:
+    from topoplan.plans.certificates.exchange import DemandMatrix
+    from topoplan.solve.packing.all_to_all import Matrix
+
 BANDWIDTH_GAP = 1.25
-"""How many times as wide the next wider link must be to be of another kind."""
+"""The next wider link is of another kind from this ratio of bandwidths on."""
 
 MOST_RANK_CLASSES = 32
-"""Ranks of which no two look alike, up to which every link is a row of the program at once."""
+"""Classes of equivalent ranks up to which every link is a row of the program."""
 
 
 def floored_by_kind(fabric: Fabric) -> Fabric | None:
-    """The fabric with every link as slow as the slowest of its kind, and no latencies; None where nothing is gained.
+    """Return the fabric with each link at the slowest bandwidth of its kind; None if that gains nothing.
 
-    Parameters
-    ----------
-    fabric : Fabric
-
-    Returns
-    -------
-    Fabric or None
-        Of the same devices and links. None for up to `MOST_RANK_CLASSES` classes of ranks that look alike, and where
-        the kinds leave as many.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> machine = topoplan.nvswitch_cluster(5)
-    >>> wires = {f"s{n // 8}.gpu{n % 8}-s{n // 8}.nvswitch0": 290 + n / 10 for n in range(40)}
-    >>> worn = Fabric(topoplan.slow_links(machine, wires), ("nvlink", "network"))
-    >>> floored = floored_by_kind(worn)
-    >>> sorted({link.bandwidth for link in floored.links})
-    [25.0, 290.0]
+    Links lose their latencies. The floor gains nothing up to `MOST_RANK_CLASSES` classes of equivalent ranks, nor if
+    the kinds leave more of them.
     """
     if fabric.size <= MOST_RANK_CLASSES or len(equivalent_ranks(fabric)) <= MOST_RANK_CLASSES:
         return None
@@ -84,7 +69,7 @@ def floored_by_kind(fabric: Fabric) -> Fabric | None:
 
 
 def _slowest_of_kind(fabric: Fabric) -> dict[Link, float]:
-    """Bandwidth of the slowest link of the same kind, for every link of the fabric."""
+    """Map every link of the fabric to the bandwidth, in GB/s, of the slowest link of its kind."""
     kind = {device.name: device.kind for device in fabric.topology.devices}
     of_kind: dict[tuple[str, str, str], list[Link]] = {}
     for link in fabric.links:
@@ -100,19 +85,19 @@ def _slowest_of_kind(fabric: Fabric) -> dict[Link, float]:
     return slowest
 
 
-METHODS = ("exact", "mwu", THREE_PHASE)
+METHODS = ("exact", "mwu", "three-phase")
 
 MOST_STARS = 64
-"""Ranks on one switch up to which stars are written out; larger ones are packed on orbits, and so compactly."""
+"""Ranks on one switch up to which stars are listed; larger ones are packed on orbits, and so compactly."""
 
 MOST_PEELED = 32
-"""Ranks up to which peeling is tried where few trees come first."""
+"""Ranks up to which peeling is tried when few trees come first."""
 
 MOST_FREE = 64
-"""Ranks up to which trees of any kind are packed over servers at once; for more, composed ones may come first."""
+"""Ranks up to which trees of any kind are packed over servers; above, composed ones may come first."""
 
 TOLERANCE = 0.005
-"""How far below the bound a plan on the slowest links of each kind may stay and still be the answer."""
+"""Most that a plan on the slowest links of each kind may stay below the bound and still be the answer."""
 
 
 def plan(
@@ -134,7 +119,7 @@ def plan(
     in_network: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Plan a collective: a forest with shares, its rate, and a bound that proves how good it is.
+    """Plan a collective: return a forest with shares, its rate, and a bound that proves how good it is.
 
     Parameters
     ----------
@@ -150,7 +135,7 @@ def plan(
         ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
         several servers, the best composition of trees inside them (see `topoplan.three_phase`).
     channels : str
-        ``auto`` (NVLink where it connects the allocation, else NVLink islands with the PCIe between them, else PCIe),
+        ``auto`` (NVLink if it connects the allocation, else NVLink islands with the PCIe between them, else PCIe),
         ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides the buffer between a forest over each, ``all`` packs one forest
         over both, and ``all-staged`` one whose hops over PCIe pass a CPU's memory (see
         `topoplan.model.channel_split`).
@@ -160,23 +145,23 @@ def plan(
     height : int or None
         For ``exact``, most edges between the root of a tree and its leaves, at whatever rate; None for no limit.
     epsilon, threshold : float
-        For ``mwu``: how far below the bound the packing may stay, and how far below the bound the minimised trees may
-        stay, or failing that below the packing's rate.
+        For ``mwu``: most that the packing may stay below the bound, and most that the minimised trees may stay below
+        the bound, or failing that below the packing's rate; as fractions.
     nbytes : int or None
         For ``nvlink+pcie``, the size of the buffer, on which the shares depend, and for ``all`` and ``all-staged``,
         whether NVLink alone is faster; None for the limit of large ones.
     time_limit : float or None
         For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
-        for no limit. It is looked at between the rounds of the search, and the first round is always made.
+        for no limit. It is checked between the rounds of the search, and the first round is always made.
     demand : sequence of sequences of int, or None
-        For ``alltoall``, the bytes that row sends to column; None where all pairs exchange alike.
+        For ``alltoall``, the bytes that row sends to column; None if all pairs exchange the same.
     tolerance : float
-        For ``exact`` on more than 32 ranks of which no two look alike, since their bandwidths were measured: how far
-        below the bound a plan on the slowest link of each kind may stay and still be the answer, as a part of the
-        bound. Such a plan takes seconds for a thousand GPUs, and says its gap.
+        For ``exact`` on more than 32 classes of equivalent ranks, since their bandwidths were measured: how far
+        below the bound a plan on the slowest link of each kind may stay and still be the answer, as a fraction of the
+        bound. Such a plan takes seconds for a thousand GPUs, and reports its gap.
     in_network : str or None
         Which switches copy and add: ``none``, ``nvswitch``, ``switch`` or ``all`` (see
-        `topoplan.machine.variants.with_in_network`); None for what the machine says of them.
+        `topoplan.machine.variants.with_in_network`); None for what the machine's description says.
     progress : callable or None
         Called with a line of text now and then while a large plan is made.
 
@@ -187,9 +172,8 @@ def plan(
     Raises
     ------
     UsageError
-        Unknown collective, method, channel or order; a GPU or root that is not there; a time limit that is none; a
-        height that no trees have; an option that an all-to-all does not have, a demand that is none; switches that are
-        to copy and add and are not there.
+        Unknown collective, method, channel or order; an absent GPU or root; an invalid time limit or demand; a height
+        that no trees have; an option that an all-to-all does not have; absent switches that are to copy and add.
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
@@ -228,7 +212,11 @@ def plan(
         _check_paths(method, channels, order, height)
     elif demand is not None:
         raise UsageError(f"a demand belongs to alltoall, not to {collective}; leave it out")
-    wanted = None if demand is None else check_demand(demand, len(asked.gpus))
+    wanted: DemandMatrix | None = None
+    if demand is not None:
+        from topoplan.solve.packing.all_to_all import check_demand
+
+        wanted = check_demand(demand, len(asked.gpus))
     sized = (*CHANNEL_SPLITS, *UNIONS)
     if nbytes is not None and channels not in sized:
         raise UsageError(
@@ -236,7 +224,6 @@ def plan(
         )
     if nbytes is not None and nbytes < 0:
         raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
-    # The same request, over channels to be named.
     over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
     over = partial(over, height=height, epsilon=epsilon, threshold=threshold)
     over = partial(over, tolerance=tolerance, progress=progress)
@@ -255,12 +242,16 @@ def plan(
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
     elif collective == ALL_TO_ALL:
+        from topoplan.solve.packing.all_to_all import plan_all_to_all
+
         made = plan_all_to_all(fabric, demand=wanted, deadline=deadline, progress=progress)
     elif method == "mwu":
         made = _plan_mwu(fabric.forwarding_only(), collective, asked.root, epsilon, threshold)
         if fabric.in_network or fabric.helpers:
             made = _certified_in_network(made, fabric)
-    elif method == THREE_PHASE:
+    elif method == "three-phase":
+        from topoplan.solve.packing.composition import plan_three_phase
+
         made = plan_three_phase(fabric, collective, root=asked.root, progress=progress)
     else:
         made = _plan_exact(fabric, collective, asked.root, order, deadline, progress, tolerance)
@@ -281,13 +272,7 @@ def lower_trees(
     deadline: Deadline | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The best trees of at most a height on the links of a plan, under its bound.
-
-    Raises
-    ------
-    UsageError
-        No trees of this height serve all ranks, or switches copy or add.
-    """
+    """Return the best trees of at most ``height`` edges on the links of a plan, under its bound."""
     fabric = Fabric(made.topology, made.channels)
     if fabric.in_network or fabric.helpers:
         raise UsageError(
@@ -302,10 +287,14 @@ def lower_trees(
         time_limit=deadline,
         progress=progress,
     )
+    return _packed_plan(fabric, made.collective, made.root, packed)
+
+
+def _packed_plan(fabric: Fabric, collective: str, root: int | None, packed: ExactPacking) -> Plan:
     return build_plan(
         fabric,
-        made.collective,
-        root=made.root,
+        collective,
+        root=root,
         shards=packed.shards,
         certificate=packed.certificate,
         schedule="trees",
@@ -315,7 +304,7 @@ def lower_trees(
 
 
 def _check_height(height: int, method: str, order: str) -> None:
-    """Refuse a height that is none, or beside what decides heights otherwise."""
+    """Raise UsageError unless the height is at least 1 and no other option decides heights."""
     if height < 1:
         raise UsageError(f"a height of {height} has no edge; give 1 or more")
     for name, value, only in (("method", method, "exact"), ("order", order, "height")):
@@ -326,7 +315,7 @@ def _check_height(height: int, method: str, order: str) -> None:
 
 
 def _check_paths(method: str, channels: str, order: str, height: int | None) -> None:
-    """Refuse what only trees to all ranks have."""
+    """Raise UsageError for options that only trees to all ranks have."""
     limits = (("method", method, "exact"), ("order", order, "height"), ("height", height, None))
     for name, value, only in limits:
         if value != only:
@@ -340,26 +329,25 @@ def _check_paths(method: str, channels: str, order: str, height: int | None) -> 
 
 
 def _stated_order(method: str, order: str) -> str:
-    """The order that a plan tells of: methods that have none tell the default, as the first low packing does."""
+    """Return the order that a plan states: methods without one state the default, as the first low packing does."""
     return order if method == "exact" and order != "first" else "height"
 
 
 def _recertified(made: Plan, fabric: Fabric) -> Plan:
-    """The same forest, under the bound where helpers, or switches, copy and add too."""
-    return build_plan(
+    """Return the same forest under the bound in which helpers, or switches, copy and add too."""
+    return bounded_plan(
         fabric,
         made.collective,
+        made.shards,
+        made.schedule,
         root=made.root,
-        shards=made.shards,
-        certificate=best_bound(fabric, made.collective, made.root),
-        schedule=made.schedule,
         method=made.method,
         notes=made.notes,
     )
 
 
 def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
-    """The same forest, and its bound, on switches that copy or add."""
+    """Return the same forest and its bound on switches that copy or add."""
     certified = _recertified(made, fabric)
     if certified.gap == 0:
         return certified
@@ -381,8 +369,8 @@ def _plan_exact(
     inner = has_inner_vertices(fabric)
     if inner and fabric.helpers:
         known: Plan | None = None
-        if not fabric.in_network and not fabric.forwarding_only().unreachable(collective, root):
-            alone = fabric.forwarding_only()
+        alone = fabric.forwarding_only()
+        if not fabric.in_network and not alone.unreachable(collective, root):
             known = _recertified(
                 _plan_exact(alone, collective, root, order, deadline, progress, tolerance), fabric
             )
@@ -394,11 +382,10 @@ def _plan_exact(
     slowest = floored_by_kind(fabric)
     floored: Plan | None = None
     if slowest is not None:
-        alike = _plan_exact(slowest, collective, root, order, deadline, progress, tolerance)
-        floored = _floored_plan(
-            fabric, alike, tolerance, ends=deadline.limit is None and fabric.size > MOST_FREE
-        )
-        if floored.gap <= tolerance or (deadline.limit is None and fabric.size > MOST_FREE):
+        final = deadline.limit is None and fabric.size > MOST_FREE
+        symmetric = _plan_exact(slowest, collective, root, order, deadline, progress, tolerance)
+        floored = _floored_plan(fabric, symmetric, tolerance, final=final)
+        if floored.gap <= tolerance or final:
             return floored
     packing = Packing(fabric, collective, root)
     one_hop: Plan | None = None
@@ -408,20 +395,13 @@ def _plan_exact(
         if one_hop.gap == 0 and order != "trees":
             return one_hop
     if fabric.size > MOST_FREE and (root is not None or not FabricServers(fabric).stars):
+        from topoplan.solve.packing.composition import composed_optimum
+
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
     packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
-    made = build_plan(
-        fabric,
-        collective,
-        root=root,
-        shards=packed.shards,
-        certificate=packed.certificate,
-        schedule="trees",
-        method="exact",
-        notes=packed.notes,
-    )
+    made = _packed_plan(fabric, collective, root, packed)
     if inner and made.gap > 0 and not deadline.cut:
         made = plan_over_inner_vertices(
             fabric, collective, root=root, known=made, deadline=deadline, progress=progress
@@ -438,26 +418,28 @@ def _plan_exact(
     return made
 
 
-def _floored_plan(fabric: Fabric, alike: Plan, tolerance: float, *, ends: bool) -> Plan:
-    """The plan for the slowest links of each kind on the links as they are, and how far it is from the bound there."""
+def _floored_plan(fabric: Fabric, symmetric: Plan, tolerance: float, *, final: bool) -> Plan:
+    """Return the plan for the slowest links of each kind on the actual links, with its gap to the bound there."""
     made = build_plan(
         fabric,
-        alike.collective,
-        root=alike.root,
-        shards=alike.shards,
-        certificate=quick_bound(fabric, alike.collective, alike.root),
-        schedule=alike.schedule,
+        symmetric.collective,
+        root=symmetric.root,
+        shards=symmetric.shards,
+        certificate=quick_bound(fabric, symmetric.collective, symmetric.root),
+        schedule=symmetric.schedule,
         method="exact",
-        notes=alike.notes,
+        notes=symmetric.notes,
     )
-    told = f"packed on the slowest bandwidth of each kind of link, {made.gap:.3%} below the bound"
+    note = f"packed on the slowest bandwidth of each kind of link, {made.gap:.3%} below the bound"
     if made.gap > tolerance:
-        told += f", more than the {tolerance:.3%} that are allowed"
-        told += "; --time-limit S searches on from there" if ends else ""
-    return replace(made, notes=(*alike.notes, told))
+        note += f", more than the {tolerance:.3%} that are allowed"
+        note += "; --time-limit S searches on from there" if final else ""
+    return replace(made, notes=(*symmetric.notes, note))
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
+    from topoplan.solve.packing.multiplicative_weights import pack_mwu
+
     packing = Packing(fabric, collective, root)
     packed = pack_mwu(packing, epsilon=epsilon)
     bound = packed.certificate.bound(fabric, collective, root)
@@ -506,7 +488,7 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def on_one_switch(fabric: Fabric) -> bool:
-    """True where every pair of ranks has exactly one route, of two links, and all meet at one switch."""
+    """Return whether all ranks meet at one switch, with exactly one route, of two links, for every pair."""
     if len(fabric.nodes) != fabric.size + 1 or fabric.size < 3:
         return False
     pairs = fabric.size * (fabric.size - 1)
@@ -514,14 +496,10 @@ def on_one_switch(fabric: Fabric) -> bool:
 
 
 def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> dict[TreeColumn, Fraction]:
-    """Equal weights for the stars, or for the two-level trees of a broadcast or reduce.
+    """Return equal weights for the stars, or for the two-level trees of a broadcast or reduce.
 
-    Parameters
-    ----------
-    packing : Packing
-        On a fabric that is `on_one_switch`, or any without a root.
-    lengths : sequence of int, optional
-        Of the rows, by which routes are shortest; all alike by default.
+    The fabric is `on_one_switch`, or any without a root. ``lengths`` of the rows decide which routes are shortest; None
+    stands for equal lengths.
 
     Examples
     --------
@@ -535,9 +513,8 @@ def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> di
     size = packing.fabric.size
     ranks = range(size)
     if packing.root is None:
-        roots = (
-            list(ranks) if size > 2 or packing.owner_rows else [0]
-        )  # both stars of two ranks have the same links
+        # Both stars of two ranks have the same links.
+        roots = list(ranks) if size > 2 or packing.owner_rows else [0]
         parents = [{child: root for child in ranks if child != root} for root in roots]
     else:
         roots = [packing.root] * (size - 1)

@@ -5,8 +5,8 @@ one rank of each orbit gives the distances and routes of all: those of rank g(r)
 rank r. Without symmetries that is one search from every rank.
 
 All searches relax all links together (Bellman 1958) until nothing changes, which takes as many steps as the longest
-route has links: few, since other ranks pass nothing on. Among equally long routes the one of fewest links is taken,
-then the one whose last device is nearest, then the one whose last device comes first: what Dijkstra's search finds.
+route has links: few, since other ranks do not forward. Among equally long routes the one of fewest links is taken,
+then the one whose last device is nearest, then the one whose last device comes first, as in Dijkstra's search.
 """
 
 from __future__ import annotations
@@ -27,22 +27,16 @@ from topoplan.plans.permutation_groups import LARGEST_TABLE, components, group_e
 from topoplan.units import format_size
 
 BYTES_PER_PAIR = 60
-"""Memory that packing takes for every pair of ranks: no less than was measured with 8192."""
+"""Memory that packing takes for every pair of ranks: at least the amount that was measured with 8192."""
 
 
 @dataclass(frozen=True)
 class FabricOrbits:
     """A fabric's ranks and links up to the symmetries of a group.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    generators : tuple of tuple of int
-        Automorphisms, as permutations of `Fabric.nodes`; none for no symmetry.
-    folded : bool
-        Both directions of a wire count as one orbit: for trees that are used upwards and downwards alike.
-    ends_of_routes : int or None
-        So many ranks, the first, are passed by no route; None for all of them.
+    ``generators`` are automorphisms, as permutations of `Fabric.nodes`; none for no symmetry. ``folded`` counts both
+    directions of a wire as one orbit, for trees that are used both ways. No route passes the first ``ends_of_routes``
+    ranks; None stands for all ranks.
     """
 
     fabric: Fabric
@@ -97,12 +91,11 @@ class FabricOrbits:
 
     @cached_property
     def tails(self) -> NDArray[np.int64]:
-        """(arcs,) int64: the state from which every arc of the fabric's graph of routes leads."""
+        """(arcs,) int64: the source state of every arc of the fabric's graph of routes."""
         return np.array([src for src, _ in self.fabric.route_graph.ends], dtype=np.int64)
 
     @cached_property
     def search(self) -> ShortestRoutes:
-        """Finds routes over the links."""
         closed = self.fabric.size if self.ends_of_routes is None else self.ends_of_routes
         graph = self.fabric.route_graph
         ends = np.array(graph.ends, dtype=np.int64).reshape(-1, 2)
@@ -115,7 +108,7 @@ class FabricOrbits:
 
     @cached_property
     def mover(self) -> NDArray[np.int64]:
-        """(N,) int64: an element that takes the first rank of an orbit to this rank."""
+        """(N,) int64: an element that takes the first rank of its orbit to this rank."""
         mover = np.full(self.fabric.size, -1, dtype=np.int64)
         for first in self.first_ranks:
             images = self.elements[:, first]
@@ -127,7 +120,7 @@ class FabricOrbits:
     def seen_from_first(self) -> NDArray[np.int64]:
         """(N, N) int64: entry [u, v] is the rank that looks from the first rank of u's orbit as v does from u.
 
-        The first of the tables that grow with the square of the ranks: memory is estimated before it is made.
+        This is the first table that grows with the square of the ranks: memory is estimated before it is made.
         """
         size = self.fabric.size
         needed, allowed = BYTES_PER_PAIR * size * size, physical_memory() // 2
@@ -145,7 +138,7 @@ class FabricOrbits:
     def spread(self, distance: NDArray[np.int64]) -> NDArray[np.int64]:
         """(N, N) int64: distances between all ranks from those of the first ranks, (first ranks, N) with -1 for none.
 
-        `UNREACHABLE` where there is no way, and on the diagonal.
+        Entries are `UNREACHABLE` if no route exists, and on the diagonal.
         """
         table = np.where(distance < 0, UNREACHABLE, distance)
         table[np.arange(len(table)), self.first_ranks] = UNREACHABLE
@@ -159,51 +152,40 @@ class RankRoutes(Protocol):
     def usage(
         self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
     ) -> NDArray[np.int64]:
-        """(trees, rows) int64: how often the routes from tails to heads cross each orbit of links, in every tree.
+        """(trees, rows) int64: crossings of each orbit of links by the routes from tails to heads, in every tree.
 
-        ``tree`` tells of each route the number of its tree, below ``trees``.
+        ``tree`` gives for each route the number of its tree, below ``trees``.
         """
         ...
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
-        """Links of the route between two ranks, as numbers of the fabric's links."""
+        """Return the links of the route between two ranks, as numbers of the fabric's links."""
         ...
 
 
 @dataclass(frozen=True)
 class RouteTable:
-    """Routes between all ranks that are shortest under one length for every orbit of links.
-
-    Parameters
-    ----------
-    orbits : Orbits
-    lengths : tuple of int, one per row
-        Zero or more.
-    """
+    """Routes between all ranks that are shortest under one length, 0 or more, for every orbit of links."""
 
     orbits: FabricOrbits
     lengths: tuple[int, ...]
 
     @cached_property
     def _routes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """From each first rank: distance to every state (-1 where there is no way), and the arc that leads there."""
+        """From each first rank: distance to every state (-1 if unreachable), and the last arc of the route there."""
         groups = self.orbits
         lengths = np.array(self.lengths, dtype=np.int64)[groups.row_of_link[groups.link_of_arc]]
         return groups.search(lengths, np.array(groups.first_ranks))
 
     @cached_property
     def cost(self) -> NDArray[np.int64]:
-        """(N, N) int64: distance from rank to rank; `UNREACHABLE` where there is no way."""
+        """(N, N) int64: distance from rank to rank; `UNREACHABLE` if no route exists."""
         groups = self.orbits
         return groups.spread(self._routes[0][:, : groups.fabric.size])
 
     def usage(
         self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
     ) -> NDArray[np.int64]:
-        """(trees, rows) int64: how often the routes from tails to heads cross each orbit of links, in every tree.
-
-        ``tree`` tells of each route the number of its tree, below ``trees``.
-        """
         groups = self.orbits
         place = np.searchsorted(groups.first_ranks, groups.rank_orbit[tails])
         rows = len(self.lengths)
@@ -215,7 +197,6 @@ class RouteTable:
         return counted.reshape(trees, rows)
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
-        """Links of the route between two ranks, as numbers of the fabric's links."""
         groups = self.orbits
         if not groups.generators:
             return tuple(self._links(tail, head))
@@ -231,11 +212,11 @@ class RouteTable:
 
     @cached_property
     def _last_links(self) -> dict[int, list[int]]:
-        """From each first rank, the arc that leads to every state."""
+        """From each first rank, the last arc of the route to every state."""
         return dict(zip(self.orbits.first_ranks, self._routes[1].tolist(), strict=True))
 
     def _links(self, first: int, rank: int) -> Sequence[int]:
-        """Links of the route from a first rank to a rank."""
+        """Return the links of the route from a first rank to a rank."""
         via, graph = self._last_links[first], self.orbits.fabric.route_graph
         path: list[int] = []
         state = rank
@@ -247,9 +228,9 @@ class RouteTable:
     def _steps(
         self, place: NDArray[np.int64], states: NDArray[np.int64]
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
-        """Walk many routes back at once: at each step those that go on, and their arcs.
+        """Walk many routes back at once: yield at each step the unfinished ones and their arcs.
 
-        ``place`` tells each route's first rank, by position, and ``states`` its end.
+        ``place`` is each route's first rank, by position, and ``states`` its end.
         """
         via, tails = self._routes[1], self.orbits.tails
         routes = np.arange(len(states))
@@ -274,16 +255,12 @@ _HOPS = 16
 class ShortestRoutes:
     """Searches for routes over one set of links.
 
-    Parameters
-    ----------
-    ends : (links, 2) int64
-        Source and destination of every link; no two links join the same nodes.
-    ranks, nodes : int
-        Nodes below ``ranks`` are ranks; a route passes only through the others.
+    ``ends``, of shape (links, 2), are source and destination of every link; no two links join the same nodes. Nodes
+    below ``ranks`` are ranks; a route passes only through other nodes.
 
     Examples
     --------
-    Ranks 0 and 1, and a switch; the direct link is longer than the way round.
+    Ranks 0 and 1, and a switch; the direct link is longer than the route over the switch.
 
     >>> search = ShortestRoutes(np.array([[0, 1], [0, 2], [2, 1]]), ranks=2, nodes=3)
     >>> found = search(np.array([5, 2, 2]), np.array([0]))
@@ -302,21 +279,10 @@ class ShortestRoutes:
     def __call__(
         self, lengths: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Distances from some ranks to all nodes, and the last links of the routes there.
+        """Return distances from some ranks to all nodes, and the last links of the routes there.
 
-        Parameters
-        ----------
-        lengths : (links,) int64
-            Zero or more, up to `LONGEST`.
-        starts : (starts,) int64
-            Ranks to search from.
-
-        Returns
-        -------
-        distance : (starts, nodes) int64
-            -1 where no route leads.
-        via : (starts, nodes) int32
-            Number of the link that ends the route to each node; -1 where there is none.
+        ``lengths`` are from 0 to `LONGEST`; ``starts`` are ranks. Both results have shape (starts, nodes), with -1 if
+        no route leads to the node.
         """
         if not self._forwards.any():
             return self._links(lengths, starts)
@@ -345,7 +311,7 @@ class ShortestRoutes:
     def _links(
         self, lengths: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """As a call, where nothing passes on what it gets: every route is one link."""
+        """Search a graph in which no node forwards, so that every route is one link."""
         distance = np.full((len(starts), self._nodes), -1, dtype=np.int64)
         via = distance.astype(np.int32)
         place, link = np.nonzero(self._tails == starts[:, None])

@@ -1,6 +1,6 @@
 """Control a search: its time limit, and random numbers that are the same on every machine.
 
-`Deadline` is the only part of planning that reads a clock, and only if a limit was given. Searches look at it
+`Deadline` is the only part of planning that reads a clock, and only if a limit was given. Searches check it
 between rounds, after the first one, so a forest always exists; bounds by flows and other work before the first
 round are not limited. `RandomStream` draws whole numbers that are the same in every version of numpy (NEP 19).
 """
@@ -18,13 +18,7 @@ from topoplan.machine.notes import Note
 
 
 class RandomStream:
-    """Whole numbers from a bit generator whose raw output numpy promises never to change (NEP 19).
-
-    Examples
-    --------
-    >>> RandomStream(0).whole(4, 1000).tolist() == RandomStream(0).whole(4, 1000).tolist()
-    True
-    """
+    """Whole numbers from a bit generator whose raw output numpy promises never to change (NEP 19)."""
 
     def __init__(self, seed: int) -> None:
         self._bits = np.random.PCG64(seed)
@@ -35,26 +29,13 @@ class RandomStream:
 
 
 SEARCH_UNFINISHED = "lower or fewer trees of this rate were not looked for to the end"
-"""What a search left undone that had reached the optimal rate in time."""
+"""Work that a search left unfinished after it had reached the optimal rate in time."""
 
 
 class Deadline:
-    """The end of a time limit that starts now.
+    """The end of a time limit that starts now; with None it never comes.
 
-    Parameters
-    ----------
-    limit : float or None
-        Seconds; None for no limit.
-
-    Attributes
-    ----------
-    cut : bool
-        Whether a search has asked and found it over.
-
-    Raises
-    ------
-    UsageError
-        Not a number of zero or more.
+    `cut` remembers that a search has found it over. UsageError unless the limit is a number of 0 or more.
 
     Examples
     --------
@@ -77,12 +58,12 @@ class Deadline:
         return None if self.limit is None else max(0.0, self._started + self.limit - time.monotonic())
 
     def over(self) -> bool:
-        """Whether no time is left: the search that asks ends then, and `cut` remembers it."""
+        """Return whether no time is left: the search that asks ends then, and `cut` remembers it."""
         self.cut = self.cut or self.left == 0
         return self.cut
 
     def note(self, what: str) -> Note:
-        """What a plan says of a search that was cut short, a note of kind "stopped".
+        """Return the note of kind "stopped" of a plan whose search was cut short.
 
         Examples
         --------
@@ -93,16 +74,10 @@ class Deadline:
 
 
 def deadline_of(limit: float | Deadline | None) -> Deadline:
-    """A deadline as it is, or a new one some seconds from now."""
+    """Return a deadline as it is, or a new one ``limit`` seconds from now."""
     return limit if isinstance(limit, Deadline) else Deadline(limit)
 
 
 def time_limit_note(rate: float, bound: float) -> str:
-    """What the end of a search left undone.
-
-    Examples
-    --------
-    >>> time_limit_note(75.0, 100.0)
-    'the rate is 25.00% below the bound, and more time may raise it'
-    """
+    """Return the note on a rate below the bound at the end of a search."""
     return f"the rate is {1 - rate / bound:.2%} below the bound, and more time may raise it"

@@ -1,9 +1,9 @@
 """Improve trees of limited height by local search: moves of subtrees, and choice of the ranks that feed others.
 
-A move hangs rank v, with its subtree, under rank u. If the subtree fits under the limit, every rank that is cheaper
-below v than at its place, and fits there, joins v: a rank is opened at a dear place because others pay for it. If
-it does not fit, the children of v that would hang too deep leave for their cheapest other place: a rank is closed.
-All N^2 moves of many trees are weighed at once by two matrix products for each tree.
+A move makes rank v, with its subtree, a child of rank u. If the subtree fits under the limit, every rank that is
+cheaper below v than at its place, and fits there, joins v: a rank is opened at a dear place because others pay for it.
+If it does not fit, the children of v that would be too deep move to their cheapest other place: a rank is closed.
+All N^2 moves of many trees are evaluated at once by two matrix products for each tree.
 
 Height 2 is uncapacitated facility location: feeding v from the root costs a fee and opens v. Ranks are opened
 greedily (Minoux 1978: old savings serve as bounds), then opened, closed or swapped (Resende and Werneck 2007) while
@@ -29,22 +29,7 @@ MATMUL_BLOCK = 64
 
 
 def blocked_product(left: NDArray[np.float64], right: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``left @ right`` for stacks of matrices of whole numbers whose sums stay below 2^53.
-
-    Parameters
-    ----------
-    left : (stack, n, k) float64
-    right : (stack, k, m) float64
-
-    Returns
-    -------
-    (stack, n, m) float64
-
-    Examples
-    --------
-    >>> blocked_product(np.full((1, 70, 80), 3.0), np.full((1, 80, 2), 2.0)).sum()
-    np.float64(67200.0)
-    """
+    """Return ``left @ right`` for stacks of matrices of whole numbers whose sums stay below 2^53."""
     (_, n, k), m = left.shape, right.shape[2]
     if n * k * m <= MATMUL_BLOCK**3:
         return np.asarray(left @ right)
@@ -61,29 +46,25 @@ def blocked_product(left: NDArray[np.float64], right: NDArray[np.float64]) -> ND
 
 
 Costs = NDArray[np.float64]
-"""(N, N): whole numbers, ``cost[u, v]`` of the arc from u to v, very large where there is none and on the diagonal."""
+"""(N, N): whole numbers, ``cost[u, v]`` of the arc from u to v, very large if it is missing and on the diagonal."""
 
 Trees = NDArray[np.int64]
 """(trees, N): the parent of every rank; the root's is itself."""
 
 MOVE_WORK = 1 << 31
-"""Numbers multiplied for one tree after which its search ends where it is."""
+"""Multiplications for one tree after which its search ends."""
 
 _MOVE_NOISE = 1 << 16
 _TILT = 4
-"""How dear a random move may be, in mean arcs of the tree."""
+"""Cost of a random move, at most, in mean arcs of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeAncestry:
-    """Where the ranks of several trees hang.
+    """Ancestors and depths of the ranks of several trees.
 
-    Parameters
-    ----------
-    above : (trees, N, N) bool
-        ``above[t, a, v]`` where a is v or lies on v's path to the root.
-    depth, below : (trees, N) int64
-        Edges to the root, and to the deepest leaf below.
+    ``above[t, a, v]`` holds if a is v or lies on v's path to the root. ``depth`` and ``below``, of shape (trees, N),
+    are edges to the root and to the deepest leaf below.
     """
 
     above: NDArray[np.bool_]
@@ -92,7 +73,7 @@ class TreeAncestry:
 
 
 def ancestry_of(parent: Trees) -> TreeAncestry:
-    """Ancestors and depths of every rank.
+    """Return ancestors and depths of every rank.
 
     Examples
     --------
@@ -122,20 +103,9 @@ def arc_costs(cost: Costs, parent: Trees) -> Costs:
 
 
 def improve_by_moves(cost: Costs, parent: Trees, height: int) -> Trees:
-    """Improve trees until no move helps, or `MOVE_WORK` is done.
+    """Return trees of at most ``height`` edges, none dearer than before, that no move improves.
 
-    Parameters
-    ----------
-    cost : (N, N) float64
-        See `Costs`; any sum of N of them is below 2^53.
-    parent : (trees, N) int64
-        Trees of at most this height.
-    height : int
-
-    Returns
-    -------
-    (trees, N) int64
-        Trees of at most this height, none dearer than it was.
+    See `Costs`; any sum of N of them is below 2^53. A search may end earlier, after `MOVE_WORK`.
 
     Examples
     --------
@@ -156,28 +126,28 @@ def improve_by_moves(cost: Costs, parent: Trees, height: int) -> Trees:
 
 
 def perturbed(cost: Costs, parent: Trees, height: int, stream: RandomStream) -> Trees:
-    """Each tree after one random move, one that is not much dearer where there are such."""
+    """Return each tree after one random move, if possible one that is not much dearer."""
     return _after_best_moves(cost, parent, height, stream)[0]
 
 
 def _after_best_moves(
     cost: Costs, parent: Trees, height: int, stream: RandomStream | None
 ) -> tuple[Trees, NDArray[np.bool_]]:
-    """The trees after the best move of each, or with a stream after a random one; True where there was one."""
+    """Return the trees after the best move of each, or with a stream after a random one, and whether each has moved."""
     count, size = parent.shape
     trees, ranks = np.arange(count), np.arange(size)
     shape = ancestry_of(parent)
     current = arc_costs(cost, parent)
     outside = ~shape.above
-    # How many edges may hang below a child of each rank.
+    # Most edges below a child of each rank.
     room = height - 1 - shape.depth
     fits = shape.below[:, :, None] <= room[:, None, :]
     fits_deeper = shape.below[:, :, None] < room[:, None, :]
-    # What w saves below v, for those w that may then hang below u's child v.
+    # Savings of w below v, for each w that may then be below u's child v.
     saves = np.maximum(current[:, None, :] - cost, 0)
     joins = outside & fits_deeper
     saved = blocked_product(saves, joins.astype(np.float64))
-    # Where w hangs cheapest if its parent is closed, and how much dearer that is.
+    # The cheapest other parent of w if its own is closed, and the extra cost.
     free = np.take_along_axis(outside, parent[:, :, None], axis=1) & fits
     elsewhere = np.where(free, cost.T, np.inf)
     other = elsewhere.argmin(axis=2)
@@ -205,27 +175,18 @@ def _after_best_moves(
 
 
 GREEDY_FROM = 48
-"""Ranks from which opening goes by old values; below, all trees open their best rank at once."""
+"""Ranks from which ranks are opened by old values; below, all trees open their best rank at once."""
 
 SWAP_WORK = 1 << 29
-"""Numbers multiplied for one tree after which its search ends where it is."""
+"""Multiplications for one tree after which its search ends."""
 
 _UNREACHABLE_COST = float(UNREACHABLE)
 
 
 def two_level_trees(cost: Costs, roots: NDArray[np.int64]) -> Trees:
-    """A cheap tree of height at most 2 for every root.
+    """Return a cheap tree of height at most 2 for every root, of shape (trees, N).
 
-    Parameters
-    ----------
-    cost : (N, N) float64
-        See `topoplan.solve.tree_local_search.Costs`; `UNREACHABLE` where there is no arc.
-    roots : (trees,) int64
-
-    Returns
-    -------
-    (trees, N) int64
-        Arcs that do not exist are used only from roots that have no tree of height 2.
+    See `Costs`, with `UNREACHABLE` for a missing arc. Missing arcs are used only from roots without a tree of height 2.
 
     Examples
     --------
@@ -238,19 +199,10 @@ def two_level_trees(cost: Costs, roots: NDArray[np.int64]) -> Trees:
 
 
 def opened_ranks(cost: Costs, roots: NDArray[np.int64], fees: Costs) -> NDArray[np.bool_]:
-    """Which ranks to feed at a fee, so that fees and the cheapest arcs from fed ranks to the others cost little.
+    """Choose the ranks to feed at a fee, so that fees and the cheapest arcs from fed ranks to the others cost little.
 
-    Parameters
-    ----------
-    cost : (N, N) float64
-    roots : (trees,) int64
-        Fed at no fee.
-    fees : (trees, N) float64
-        Fee of every other rank; a rank of `UNREACHABLE` fee is never opened.
-
-    Returns
-    -------
-    (trees, N) bool
+    Roots are fed without a fee; a rank with the fee `UNREACHABLE` is never opened. ``fees`` and the result have shape
+    (trees, N).
     """
     size = len(cost)
     serve = cost.copy()
@@ -299,12 +251,12 @@ def _open_greedily(serve: Costs, fee: Costs, opened: NDArray[np.bool_], served: 
 def _open_close_or_swap(
     serve: Costs, fee: Costs, opened: NDArray[np.bool_], roots: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Open, close or swap where it saves most in every tree, in place; True where something was done.
+    """Open, close or swap where it saves most in every tree, in place; return whether each tree has changed.
 
     The root 0 serves the others at 9 each; 1 (open, fee 5) and 2 (fee 2) serve each other and rank 3 at 1 each.
     Now 1 serves itself at 0, 2 and 3 at 1: the ``nearest``. Without it each pays 9: a ``spread`` of 9, 8 and 8.
     Opening 2 saves 1 at 2 itself, less the fee: -1. Closing 1 gives its fee back, less all spreads: 5 - 25 = -20.
-    Both at once: those of 1 hang on 2 where that is nearer than 9, so only 1 itself pays ``more``, namely 1:
+    Both at once: children of 1 move to 2 if that is nearer than 9, so only 1 itself pays ``more``, namely 1:
     -1 + (5 - 1) = 3, which is the difference of the fees.
     """
     count, size = opened.shape
@@ -318,9 +270,9 @@ def _open_close_or_swap(
     away = serve - nearest
     opening = np.maximum(-away, 0).sum(axis=2) - fee
     opening[opened] = -np.inf
-    # The last row stands for opening nothing, the last column for closing nothing.
+    # The last row opens nothing, the last column closes nothing.
     opening = np.concatenate([opening, np.zeros((count, 1))], axis=1)
-    # What w pays more if its rank closes while v opens, beyond what v saves it.
+    # Extra cost of w if its rank closes while v opens, beyond its saving by v.
     more = np.concatenate([np.minimum(np.maximum(away, 0), spread), spread], axis=1)
     owner = (first[:, :, None] == np.arange(len(places))).astype(np.float64)
     refund = np.where(opened, fee, -np.inf)

@@ -28,18 +28,12 @@ class Bound:
 
     Parameters
     ----------
-    collective : str
-    ranks : tuple of str
-    root : int or None
-        Root rank of a broadcast or reduce.
     topology : Topology
         The machine as a plan may use it.
-    channels : tuple of str
-        Channels that the bound speaks of.
     rate : float
         GB/s of algorithm bandwidth that no plan exceeds; infinite for a single rank.
     certificate : Certificate
-        What a third party needs to recompute it (`topoplan.plans.certificates`).
+        All that a third party needs to recompute it (`topoplan.plans.certificates`).
     """
 
     collective: str
@@ -59,7 +53,7 @@ def bound(
     root: int | None = None,
     channels: str = "auto",
 ) -> Bound:
-    """The bound that cuts and simple lengths prove, by flows on classes of devices that look alike.
+    """Return the bound that cuts and simple lengths prove, by flows on classes of equivalent devices.
 
     Parameters
     ----------
@@ -74,7 +68,7 @@ def bound(
     Notes
     -----
     It is the optimum for broadcast and reduce, for allgather and reduce-scatter on links of equal widths both ways,
-    and for allreduce on direct links. Elsewhere a plan may prove a lower bound by its dual lengths.
+    and for allreduce on direct links. For others a plan may prove a lower bound by its dual lengths.
 
     Examples
     --------
@@ -107,10 +101,10 @@ def bound(
 
 
 def in_network_bound(proved: Plan | Bound) -> float | None:
-    """The bound in GB/s if switches copied and added wherever they could; None where that is no more than is proved.
+    """Return the bound in GB/s if all able switches copied and added; None if it does not exceed the proved bound.
 
-    A bound holds for switches that do what the machine says of them, which is to forward unless it is asked for more.
-    NVSwitches of Hopper and later could do more (`topoplan.machine.hardware.with_capable`), and NCCL's NVLS uses it.
+    A bound holds for switches as the machine describes them, which forward unless more is requested. NVSwitches of
+    Hopper and later could do more (`topoplan.machine.hardware.with_capable`), and NCCL's NVLS uses it.
 
     Examples
     --------

@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
 from collectives.backends.stepped_program import chunks_together, moves_of, places_of
-from collectives.peers.control_plane import Signature
 from collectives.tables.cupy_arrays import CupyArrays
 from collectives.tables.kernels.kernel_launch import Chunks, DeviceWork, KernelWork, work_of
 from collectives.tables.transfer_table import Given, TransferTable
 
 Layout = tuple[TransferTable, int, tuple[tuple[Given, tuple[int, int]], ...]]
-"""What a program depends on: the table, the bytes of an element, and which elements each rank gives and gets."""
+"""Key of a program: the table, the bytes of an element, and the elements that each rank puts in and gets."""
 
 KEPT = 16
 """Programs whose tables stay in the GPU's memory."""
@@ -40,27 +39,15 @@ class _GpuProgram:
     graphs: dict[str, Any]
 
 
-class LoopbackGpu:
+class LoopbackGpu(AllRanks):
     """`Backend` of all ranks in this process, their arrays on one GPU.
 
-    Parameters
-    ----------
-    cupy : module
-    size : int
-        Number of ranks.
-    device : int, optional
-        Number of the GPU in CUDA; by default the one that is current.
-    step_bytes : int
-        Bytes that a launch moves at least, where the buffer has them: more cost fewer launches, fewer stay in the
-        GPU's cache from one step to the next.
-    graphs : bool
-        Replay repeated collectives as CUDA graphs.
+    `device` is CUDA's number of the GPU, by default the current one. `step_bytes` is the least that a launch moves, if
+    the buffer has as much: larger steps cost fewer launches, smaller ones keep more in the GPU's cache from step to
+    step. `graphs`: replay repeated collectives as CUDA graphs.
     """
 
     name = "loopback-gpu"
-    one_rank = False
-    direct = True
-    averages = False
     chunk_bytes: int | None = None
 
     def __init__(
@@ -81,28 +68,19 @@ class LoopbackGpu:
         self._programs: OrderedDict[Layout, _GpuProgram] = OrderedDict()
 
     def run(self, call: Call[Any]) -> None:
-        """See `Backend.run`."""
         if not len(call.table):
             return
         with self.arrays.here() as stream:
             program = self._program(call)
             addresses = [array.data.ptr for one in call.memory for array in (one.source, one.result)]
             scratch = 0 if program.scratch is None else program.scratch.data.ptr
-            table = np.array([*addresses, scratch], dtype=np.int64)  # stays until it was read, at the end
+            table = np.array([*addresses, scratch], dtype=np.int64)  # must live until it was read, at the end
             program.work.bases.set(table)
             kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
             self._launch(program, kernel, f"{call.op} {call.dtype}", stream)
             stream.synchronize()
 
-    def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`: there is nobody else to tell."""
-
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        return value
-
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """See `Splits.split`."""
         return [
             LoopbackGpu(
                 self._cupy,
@@ -115,7 +93,6 @@ class LoopbackGpu:
         ]
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._programs.clear()
 
     def _program(self, call: Call[Any]) -> _GpuProgram:
@@ -134,7 +111,7 @@ class LoopbackGpu:
         return self._programs[layout]
 
     def _launch(self, program: _GpuProgram, kernel: Any, name: str, stream: Any) -> None:
-        """All steps: one by one the first time, which also compiles and loads the kernel, then as a graph."""
+        """Launch all steps: one by one the first time, which also compiles and loads the kernel, then as a graph."""
         runs = program.runs.get(name, 0)
         program.runs[name] = runs + 1
         steps = len(program.work.work.steps)
@@ -143,7 +120,7 @@ class LoopbackGpu:
                 self.arrays.kernels.launch(kernel, program.work, number)
             return
         if name not in program.graphs:
-            # On a stream of its own: a caller's thread may copy on ours meanwhile.
+            # on a separate stream: a caller's thread may copy on ours meanwhile
             with self._cupy.cuda.Stream(non_blocking=True) as recorder:
                 recorder.begin_capture()
                 try:
@@ -158,23 +135,10 @@ class LoopbackGpu:
 def program_of(
     table: TransferTable, memory: Sequence[RankArrays[Any]], itemsize: int, *, step_bytes: int
 ) -> tuple[KernelWork, int]:
-    """One launch for each step of a table, and the bytes of scratch that it needs.
+    """Return one launch for each step of a table, and the bytes of scratch that it needs; the arrays are not read.
 
-    Buffers are numbered as in `Places`: what rank r has given is 2 r, its result 2 r + 1, and scratch the last.
-
-    Parameters
-    ----------
-    table : TransferTable
-    memory : sequence of RankArrays
-        Of all ranks; the arrays themselves are not looked at.
-    itemsize : int
-        Bytes of an element.
-    step_bytes : int
-        See `chunks_together`.
-
-    Examples
-    --------
-    A broadcast over a ring of four ranks: three hops, and one more step for each further chunk.
+    Buffers are numbered as in `Places`: the input of rank r is 2 r, its result 2 r + 1, and scratch the last. A
+    broadcast over a ring of four ranks has three hops, and one more step for each further chunk:
 
     >>> import topoplan
     >>> from collectives import lower

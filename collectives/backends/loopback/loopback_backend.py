@@ -24,20 +24,19 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import Backend, Call, RankArrays
-from collectives.peers.control_plane import Signature
+from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
 from collectives.tables.numpy_arrays import NumpyArrays, reduction
 from collectives.tables.transfer_table import TransferTable, streams
 from topoplan.errors import UsageError
 
 LONGEST_PIECE = 256 << 10
-"""Bytes. Shorter ones spend more time in the interpreter, of which there is one for all threads."""
+"""In bytes. Shorter pieces spend more time in the interpreter, of which all threads share one."""
 
 Memory = Sequence[RankArrays[NDArray[Any]]]
 
 
 class LoopbackStep(NamedTuple):
-    """One transfer: ``target = own + arriving``, or ``target = arriving`` where ``own`` is None; all are slots."""
+    """One transfer: ``target = own + arriving``, or ``target = arriving`` if `own` is None; all are slots."""
 
     own: int | None
     arriving: int
@@ -46,16 +45,9 @@ class LoopbackStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardProgram:
-    """The transfers of one shard.
+    """The transfers of one shard, which has at least one element.
 
-    Parameters
-    ----------
-    shard : int
-    start, stop : int
-        Its elements, at least one.
-    slots : tuple of (rank, bool)
-        A rank's input (True), or what it has put together (False).
-    steps : tuple of Step
+    A slot is a rank and whether it is the rank's input (True), or its partial result (False).
     """
 
     shard: int
@@ -67,16 +59,14 @@ class ShardProgram:
 
 @lru_cache(maxsize=64)
 def shard_programs(table: TransferTable) -> tuple[ShardProgram, ...]:
-    """The programs of all shards that are not empty and move at all; kept for the last 64 tables.
+    """Return the programs of all shards with elements and transfers; kept for the last 64 tables.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "reduce", gpus=[4, 7])
     >>> program = shard_programs(lower(plan, 160, chunk_elements=64))[0]
     >>> program.slots, program.steps
-    (((0, True), (1, True), (0, False)), (Step(own=0, arriving=1, target=2),))
+    (((0, True), (1, True), (0, False)), (LoopbackStep(own=0, arriving=1, target=2),))
     """
     slots: dict[int, dict[tuple[int, bool], int]] = {}
     steps: dict[int, list[LoopbackStep]] = {}
@@ -98,7 +88,7 @@ def shard_programs(table: TransferTable) -> tuple[ShardProgram, ...]:
 
 
 def with_helpers(call: Call[NDArray[Any]]) -> Memory:
-    """The memory of a call, and for every helper of its table one that neither gives nor gets: it works in scratch."""
+    """Return the memory of a call, and empty memory for every helper rank of its table, which works in scratch."""
     size = call.table.ranks
     nothing = call.memory[0].source[:0]
     return (
@@ -111,7 +101,7 @@ def with_helpers(call: Call[NDArray[Any]]) -> Memory:
 
 
 class LoopbackPiece(NamedTuple):
-    """Elements ``start`` to ``stop`` of the shard of a program."""
+    """Elements `start` to `stop` of the shard of a program."""
 
     program: ShardProgram
     start: int
@@ -119,10 +109,8 @@ class LoopbackPiece(NamedTuple):
 
 
 def cut(programs: Iterable[ShardProgram], *, chunk_elements: int, itemsize: int) -> list[LoopbackPiece]:
-    """All pieces of a buffer, in the order of its elements.
+    """Return all pieces of a buffer, in the order of its elements.
 
-    Examples
-    --------
     >>> pieces = cut([ShardProgram(0, 5, 12, (), ())], chunk_elements=3, itemsize=8)
     >>> [(piece.start, piece.stop) for piece in pieces]
     [(5, 8), (8, 11), (11, 12)]
@@ -142,16 +130,9 @@ class PieceRunner:
         self._scratch: dict[int, NDArray[Any]] = {}
 
     def run(self, pieces: Iterable[LoopbackPiece], memory: Memory, combine: np.ufunc) -> None:
-        """Run all steps of every piece.
+        """Run all steps of any pieces of a buffer: no step outside a piece touches its elements.
 
-        Parameters
-        ----------
-        pieces : iterable of Piece
-            Any of a buffer: no step outside a piece touches its elements.
-        memory : sequence of RankArrays
-            One for each rank.
-        combine : numpy ufunc
-            Joins what a rank has with what arrives.
+        `memory` has one entry for each rank; `combine` joins a rank's value with an arriving one.
         """
         with np.errstate(all="ignore"):
             for program, start, stop in pieces:
@@ -163,7 +144,7 @@ class PieceRunner:
                         combine(parts[own], parts[arriving], out=parts[target])
 
     def _part(self, one: RankArrays[NDArray[Any]], fresh: bool, start: int, stop: int) -> NDArray[Any]:
-        """What a rank has of a piece: of its input, of its result, or in scratch memory."""
+        """Return a rank's part of a piece: of its input, of its result, or in scratch memory."""
         if fresh:
             return one.source[one.put_in(start, stop)]
         if one.holds(start, stop):
@@ -177,26 +158,19 @@ class PieceRunner:
 Task = TypeVar("Task")
 
 MOST_THREADS = 8
-"""Threads by default, where there are as many cores: fewer fill the memory of most hosts."""
+"""The default number of threads, given as many cores: fewer saturate the memory of most hosts."""
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class TaskThreads:
-    """Threads that are started when they are first needed and kept until `close`.
+    """Threads that are started when they are first needed and kept until `close`; `threads` includes the caller's.
 
-    Parameters
-    ----------
-    threads : int
-        All of them, the caller's included.
-
-    Examples
-    --------
     >>> workers, done = TaskThreads(2), []
     >>> workers.share([3, 4, 5], lambda worker, task: done.append(task))
     >>> sorted(done)
@@ -210,16 +184,9 @@ class TaskThreads:
         self._process = 0
 
     def share(self, tasks: Iterable[Task], work: Callable[[int, Task], None], *, threads: int = 0) -> None:
-        """Call ``work(worker, task)`` for every task.
+        """Call ``work(worker, task)`` for every task, begun in this order, on at most `threads` threads; 0 for all.
 
-        Parameters
-        ----------
-        tasks : iterable
-            Begun in this order.
-        work : callable
-            Is told which worker calls it, 0 to ``threads - 1``; calls of one worker do not overlap.
-        threads : int
-            At most so many take part; 0 for all.
+        Workers count from 0 to ``threads - 1``; calls of one worker do not overlap.
         """
         waiting = deque(tasks)
         helpers = min(threads or self.threads, self.threads, len(waiting)) - 1
@@ -244,14 +211,14 @@ class TaskThreads:
         try:
             serve(0)
         finally:
-            # Also where the caller is interrupted: nobody may still write when this returns.
+            # also on an interrupt: no thread may still write when this returns
             errors = [future.exception() for future in futures if not future.cancel()]
         for error in errors:
             if error is not None:
                 raise error
 
     def _started(self) -> ThreadPoolExecutor:
-        """The threads; after a fork the child has none of its parent's and starts its own."""
+        """Return the threads; after a fork the child starts its own."""
         if self._pool is None or self._process != os.getpid():
             self._process = os.getpid()
             self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="loopback")
@@ -265,40 +232,26 @@ class TaskThreads:
 
 
 BYTES_PER_THREAD = 32 << 20
-"""Bytes to be moved for each thread that takes part: for fewer, waking it costs more than it gains."""
+"""Traffic for each thread that takes part: for less, waking it costs more than it gains."""
 
 TASKS_PER_THREAD = 8
-"""Into how many parts each thread's work is cut, so that a thread that was held up leaves the rest to others."""
+"""Parts of each thread's work, so that a delayed thread leaves the rest to others."""
 
 
-class Loopback:
+class Loopback(AllRanks):
     """`Backend` of all ranks in this process.
 
-    Ranks that get no result for an element keep what passes through them in scratch memory: one piece, at most
-    `pieces.LONGEST_PIECE`, for each rank and thread.
-
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    threads : int, optional
-        At most so many work, the caller's included; by default one for each core, up to 8.
-
-    Raises
-    ------
-    UsageError
-        ``threads`` is less than one.
+    At most `threads` work, the caller's included; by default one for each core, up to `MOST_THREADS`. Ranks that get no
+    result for an element keep forwarded values in scratch memory: one piece, at most `LONGEST_PIECE`, for each rank and
+    thread.
     """
 
     name = "loopback"
-    one_rank = False
-    direct = True
-    averages = False
     chunk_bytes: int | None = 256 << 10
 
     def __init__(self, size: int, *, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
-            raise UsageError(f"{threads} threads move nothing; give at least 1, or leave threads out")
+            raise UsageError(f"threads must be at least 1, got {threads}; leave threads out for the default")
         self.size = size
         self.ranks = tuple(range(size))
         self.arrays = NumpyArrays()
@@ -306,7 +259,6 @@ class Loopback:
         self._runners = [PieceRunner() for _ in range(self._workers.threads)]
 
     def run(self, call: Call[NDArray[Any]]) -> None:
-        """See `Backend.run`."""
         programs = shard_programs(call.table)
         operator = np.add if call.op is None else reduction(call.op, call.memory[0].result.dtype)
         memory = with_helpers(call)
@@ -324,68 +276,9 @@ class Loopback:
 
         self._workers.share(tasks, work, threads=threads)
 
-    def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`: there is nobody else to tell."""
-
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        return value
-
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """See `Splits.split`."""
         return [Loopback(len(group), threads=self._workers.threads) for group in groups]
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._workers.close()
         self._runners = [PieceRunner() for _ in self._runners]
-
-
-def execute(
-    table: TransferTable,
-    inputs: Sequence[NDArray[Any]],
-    buffers: Sequence[NDArray[Any]],
-    *,
-    combine: np.ufunc = np.add,
-) -> None:
-    """Run the rows of a table one after another.
-
-    Parameters
-    ----------
-    table : TransferTable
-    inputs : sequence of (count,) arrays, one per rank
-        What each rank starts with; only read.
-    buffers : sequence of (count,) arrays, one per rank
-        Written where rows lead; the rest (`TransferTable.kept`) is left as it was. May be ``inputs``.
-    combine : numpy ufunc
-        Joins what a rank has with what arrives.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from collectives import lower
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
-    >>> memory = [np.full(5, 10**rank) for rank in range(8)]
-    >>> execute(lower(plan, 5, chunk_elements=16), memory, memory)
-    >>> memory[3].tolist()
-    [11111111, 11111111, 11111111, 11111111, 11111111]
-    """
-    rows = zip(
-        table.source.tolist(),
-        table.destination.tolist(),
-        table.start.tolist(),
-        table.stop.tolist(),
-        table.add.tolist(),
-        table.source_fresh.tolist(),
-        table.destination_fresh.tolist(),
-        strict=True,
-    )
-    with np.errstate(all="ignore"):
-        for source, destination, start, stop, add, source_fresh, destination_fresh in rows:
-            arriving = (inputs if source_fresh else buffers)[source][start:stop]
-            target = buffers[destination][start:stop]
-            if add:
-                own = inputs[destination][start:stop] if destination_fresh else target
-                combine(own, arriving, out=target)
-            else:
-                target[...] = arriving

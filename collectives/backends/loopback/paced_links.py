@@ -37,14 +37,9 @@ from topoplan.plans.shards import Stage
 class Crossings:
     """Crossings of all streams.
 
-    Parameters
-    ----------
-    link : tuple of int
-        The link of every crossing, as an index into the fabric.
-    members : tuple of tuple of int
-        The streams of every crossing: it begins with a chunk when all of them have brought it there.
-    paths : tuple of tuple of int
-        The crossings of every stream, in the order of its data.
+    - `link` of every crossing, as an index into the fabric.
+    - `members`: the streams of every crossing: it begins with a chunk when all of them have brought it there.
+    - `paths`: the crossings of every stream, in the order of its data.
     """
 
     link: tuple[int, ...]
@@ -54,18 +49,12 @@ class Crossings:
 
 @dataclass(frozen=True, slots=True)
 class LinkPaces:
-    """How fast everything goes.
+    """The speeds of links and streams.
 
-    Parameters
-    ----------
-    link : sequence of float
-        Seconds for each element on every link of the fabric.
-    latency : sequence of float
-        Seconds before every chunk of a stream.
-    start : sequence of float
-        Seconds from the call before which a stream sends nothing.
-    window : sequence of (int or None)
-        Chunks by which a stream may be ahead of all that its destination passes on; None where there is no limit.
+    - `link`: seconds for each element on every link of the fabric.
+    - `latency`: seconds before every chunk of a stream.
+    - `start`: seconds from the call before which a stream sends nothing.
+    - `window`: chunks by which a stream may be ahead of all that its destination forwards; None for no limit.
     """
 
     link: Sequence[float]
@@ -78,14 +67,7 @@ class LinkPaces:
 class PacedLinks:
     """Streams and links of one table.
 
-    Parameters
-    ----------
-    parts : tuple of Stream
-    routes : Crossings
-    bandwidth : tuple of float
-        Of every link of the fabric, in GB/s.
-    latency, start : tuple of float
-        As in `LinkPaces`.
+    `bandwidth` of every link of the fabric is in GB/s; `latency` and `start` are as in `LinkPaces`.
     """
 
     parts: tuple[EdgeStream, ...]
@@ -95,20 +77,18 @@ class PacedLinks:
     start: tuple[float, ...]
 
     def paces(self, itemsize: int, scale: float, window: Sequence[int | None]) -> LinkPaces:
-        """With every bandwidth times a scale; ``window`` as in `LinkPaces`."""
+        """Return the speeds with every bandwidth times a scale; `window` as in `LinkPaces`."""
         link = [itemsize / (bandwidth * scale * 1e9) for bandwidth in self.bandwidth]
         return LinkPaces(link, self.latency, self.start, window)
 
 
 @lru_cache(maxsize=16)
 def paced_links_of(key: PlanKey, table: TransferTable) -> PacedLinks:
-    """The wires of a plan for a table of it; kept for the last 16 tables.
+    """Return the links of a plan for a table of it; kept for the last 16 tables.
 
     Latency and start are those of `topoplan.simulate`: the links' start-ups, and for PCIe beside NVLink the time in
     which peer access is switched.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 7])
@@ -138,23 +118,8 @@ Route = tuple[int, tuple[int, ...], tuple[str, ...]]
 
 
 def crossings(plan: Plan, fabric: Fabric, parts: tuple[EdgeStream, ...]) -> Crossings:
-    """The crossings of a table's streams.
+    """Return the crossings of a table's streams on the fabric of its plan.
 
-    Parameters
-    ----------
-    plan : Plan
-    fabric : Fabric
-        That of the plan.
-    parts : tuple of Stream
-        Of a table of the plan.
-
-    Raises
-    ------
-    PlanError
-        A route crosses a link that the machine does not have.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> from collectives.tables.transfer_table import streams
@@ -171,7 +136,7 @@ def crossings(plan: Plan, fabric: Fabric, parts: tuple[EdgeStream, ...]) -> Cros
     paths: list[list[int]] = [[] for _ in parts]
 
     def cross(routes: list[Route], at: int, merging: frozenset[str]) -> list[tuple[int, ...]]:
-        """Note the crossings from step ``at`` on, the furthest first; the streams of every copy that leaves."""
+        """Add the crossings from step `at` on, the furthest first; return the streams of every copy that leaves."""
         groups: list[tuple[int, ...]] = []
         following: dict[int, list[Route]] = {}
         for route in routes:
@@ -206,7 +171,7 @@ def crossings(plan: Plan, fabric: Fabric, parts: tuple[EdgeStream, ...]) -> Cros
 def _families(
     stage: Stage, fabric: Fabric, number: dict[tuple[int, int, int, int], int], shard: int, position: int
 ) -> list[list[Route]]:
-    """The routes of a stage, those of one parent together."""
+    """Return the routes of a stage, grouped by parent."""
     families: dict[int, list[Route]] = {}
     for edge in stage.edges:
         upwards = stage.op == "reduce"
@@ -218,30 +183,28 @@ def _families(
 
 
 BURST = 20e-3
-"""Seconds of bandwidth that a link may make good when the process was late: it may have to wait for a core."""
+"""Seconds of bandwidth that a link may make up when the process was late: it may have to wait for a core."""
 
 _ARRIVE, _LEAVE, _SERVE = range(3)
 
 
 class Clock(Protocol):
-    """Paces links: tells the time and waits, in seconds from any beginning."""
+    """A time source and timer, in seconds from any beginning."""
 
     def now(self) -> float:
-        """The time."""
+        """Return the time."""
 
     def wait_until(self, moment: float) -> None:
         """Return at this moment or somewhat later, at once if it is over."""
 
 
 class WallClock:
-    """Real time, which runs evenly whatever happens to the date."""
+    """The system's monotonic clock."""
 
     def now(self) -> float:
-        """See `Clock.now`."""
         return time.monotonic()
 
     def wait_until(self, moment: float) -> None:
-        """See `Clock.wait_until`."""
         left = moment - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -250,15 +213,7 @@ class WallClock:
 class LinkPlayer:
     """Plays the chunks of some streams on links.
 
-    Parameters
-    ----------
-    parts : tuple of Stream
-    routes : Crossings
-        Of these streams.
-    paces : Paces
-    chunk_elements : int
-    move : callable
-        ``move(stream, start, stop)`` does the transfer of these elements; it is called when their time is over.
+    ``move(stream, start, stop)`` does the transfer of these elements; it is called when their time is over.
     """
 
     def __init__(
@@ -280,7 +235,7 @@ class LinkPlayer:
         most = max((part.chunks for part in parts), default=1)
         self._step = [most / part.chunks for part in parts]
         self._turn = [(part.destination - part.source) % ranks for part in parts]
-        # Of every stream: chunks that have arrived, and chunks that have been joined.
+        # chunks of every stream that have arrived, and that have been joined
         self._arrived = [0] * len(parts)
         self._joined = [0] * len(parts)
         self._sending = [False] * len(parts)
@@ -291,7 +246,7 @@ class LinkPlayer:
         self._events: list[tuple[float, int, int]] = []
 
     def play(self, clock: Clock) -> float:
-        """Play everything; the seconds that it took."""
+        """Play everything; return the seconds that it took."""
         began = clock.now()
         for part in self._parts:
             self._send(part.number, 0.0)
@@ -327,7 +282,7 @@ class LinkPlayer:
         heapq.heappush(self._events, (begins, _ARRIVE, stream))
 
     def _arrive(self, stream: int, now: float) -> None:
-        """A chunk stands in front of its next link; with all others that cross it together, it waits there."""
+        """Queue a chunk at its next link, when all others that cross it together are there."""
         at = self._routes.paths[stream][self._leg[stream]]
         self._leg[stream] += 1
         self._gathered[at] += 1
@@ -356,7 +311,7 @@ class LinkPlayer:
                 heapq.heappush(self._events, (arrives, _ARRIVE, stream))
 
     def _leave(self, at: int, now: float) -> None:
-        """A chunk has crossed a link; where it was the last one, it has arrived."""
+        """End the crossing of a chunk; after its last link it has arrived."""
         link = self._routes.link[at]
         self._busy[link] = False
         heapq.heappush(self._events, (now, _SERVE, link))
@@ -390,11 +345,11 @@ class LinkPlayer:
 def _dependencies(
     parts: Sequence[EdgeStream], window: Sequence[int | None]
 ) -> tuple[list[list[tuple[int, int]]], list[list[int]], list[list[int]]]:
-    """What the streams wait for, which send when one of them has joined a chunk, and which join then.
+    """Return the streams that each stream waits for, and for each stream the ones that send, and join, after its joins.
 
-    Chunk c of a stream may be sent when every (other, behind) of the first list has joined chunk c - behind: what is
-    written last at its source; with a window, what its destination passes on. Data may be on its way before that of
-    other streams is joined that stands before it.
+    Chunk c of a stream may be sent when every (other, behind) of the first list has joined chunk c - behind: the last
+    writer at its source; with a window, the streams that its destination forwards. Data may be under way before that of
+    earlier streams is joined.
     """
     needs: list[list[tuple[int, int]]] = [[] for _ in parts]
     senders: list[list[int]] = [[] for _ in parts]

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.backend import Backend, Call, RankArrays
+from collectives.backends.backend import AllRanks, Backend, Call, RankArrays
 from collectives.backends.loopback.loopback_backend import with_helpers
 from collectives.backends.loopback.paced_links import Clock, LinkPlayer, WallClock, paced_links_of
-from collectives.peers.control_plane import Signature
 from collectives.tables.lowering import PlanKey, lower_to
 from collectives.tables.numpy_arrays import NumpyArrays, reduction
 from collectives.tables.transfer_table import EdgeStream, TransferTable, streams
@@ -32,37 +31,21 @@ from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan
 
 AHEAD = 8
-"""Chunks, beyond the stream's own window, by which data may be ahead of a rank that only passes it on."""
+"""Chunks, beyond the stream's own window, by which data may be ahead of a rank that only forwards it."""
 
 MOST_CHUNKS = 1024
-"""Chunks of the largest shard; where the smallest one has a tenth of them, its pipeline is still short."""
+"""Chunks of the largest shard; if the smallest one has a tenth of them, its pipeline is still short."""
 
 SECONDS_PER_TRANSFER = 60e-6
-"""Seconds for each chunk transfer that have to be there; it takes about a third of that on one core."""
+"""The least seconds for each chunk transfer; it takes about a third of that on one core."""
 
 
-class PacedLoopback:
+class PacedLoopback(AllRanks):
     """`Backend` of all ranks in this process, on links that are as fast as those of the plan's machine.
 
-    Results are those of `Loopback`, bit for bit. It keeps up where all links together carry less than the memory of
-    one core, some GB/s.
+    Results are those of `Loopback`, bit for bit. It keeps up if all links together carry less than the memory of one
+    core, some GB/s. `scale` applies to every bandwidth: 1e-3 makes a link of 25 GB/s one of 25 MB/s.
 
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    scale : float
-        Of every bandwidth: 1e-3 makes a link of 25 GB/s one of 25 MB/s.
-    clock : Clock, optional
-        Real time by default.
-
-    Raises
-    ------
-    UsageError
-        The scale is not above zero.
-
-    Examples
-    --------
     >>> import numpy as np, topoplan
     >>> from collectives import Communicator
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 5, 7])
@@ -73,14 +56,11 @@ class PacedLoopback:
     """
 
     name = "paced loopback"
-    one_rank = False
-    direct = True
-    averages = False
     chunk_bytes: int | None = 1 << 30
 
     def __init__(self, size: int, *, scale: float = 1.0, clock: Clock | None = None) -> None:
         if not (scale > 0 and math.isfinite(scale)):
-            raise UsageError(f"links at {scale} of their bandwidth carry nothing; give a scale above zero")
+            raise UsageError(f"scale must be above 0 and finite, got {scale}")
         self.size = size
         self.ranks = tuple(range(size))
         self.arrays = NumpyArrays()
@@ -88,7 +68,6 @@ class PacedLoopback:
         self._clock = WallClock() if clock is None else clock
 
     def run(self, call: Call[NDArray[Any]]) -> None:
-        """See `Backend.run`."""
         if not len(call.table):
             return
         key = PlanKey(call.signature.plan, call.plan)
@@ -108,36 +87,18 @@ class PacedLoopback:
         )
         player.play(self._clock)
 
-    def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`: there is nobody else to tell."""
-
-    def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
-        return value
-
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """See `Splits.split`."""
         return [PacedLoopback(len(group), scale=self.scale, clock=self._clock) for group in groups]
 
-    def close(self) -> None:
-        """See `Backend.close`."""
+    def close(self) -> None: ...
 
 
 class ChunkMover:
     """Moves single chunks between the memories of all ranks, in any order that the table allows.
 
-    Where a rank gets no result for a chunk, what passes through it is kept in scratch memory from the first transfer
-    that writes it to the last one that needs it; then the next such chunk takes the place.
-
-    Parameters
-    ----------
-    parts : tuple of Stream
-        All streams of the table.
-    memory : sequence of RankArrays
-        One for each rank.
-    combine : numpy ufunc
-        Joins what a rank has with what arrives.
-    chunk_elements : int
+    If a rank gets no result for a chunk, its value is kept in scratch memory from the first transfer that writes it to
+    the last one that needs it; then the next such chunk takes the place. `memory` has one entry for each rank, and
+    `combine` joins a rank's value with an arriving one.
     """
 
     def __init__(
@@ -161,11 +122,11 @@ class ChunkMover:
         self._free: list[NDArray[Any]] = []
 
     def passing(self, part: EdgeStream) -> bool:
-        """Whether what a stream brings is kept in scratch memory."""
+        """Return whether the data of a stream is kept in scratch memory."""
         return not self._memory[part.destination].holds(part.start, part.stop)
 
     def move(self, part: EdgeStream, start: int, stop: int) -> None:
-        """Do the transfer of elements ``start`` to ``stop``, one chunk of a stream."""
+        """Do the transfer of elements `start` to `stop`, one chunk of a stream."""
         arriving = self._elements(part.source, part.source_fresh, start, stop, part.shard)
         target = self._elements(part.destination, False, start, stop, part.shard)
         if part.add:
@@ -204,17 +165,7 @@ class ChunkMover:
 
 
 def recut(key: PlanKey, table: TransferTable, *, itemsize: int, scale: float) -> TransferTable:
-    """The same collective in chunks with which it runs well paced: its table, or a finer one.
-
-    Parameters
-    ----------
-    key : PlanKey
-    table : TransferTable
-        Of this plan, with at least one row.
-    itemsize : int
-    scale : float
-        Of every bandwidth.
-    """
+    """Return a table of the same collective with chunks that suit paced links: the given one, or a finer one."""
     latency = max(paced_links_of(key, table).latency)
     elements = chunk_elements(key.plan, table, itemsize=itemsize, scale=scale, latency=latency)
     if elements == table.chunk_elements:
@@ -223,21 +174,10 @@ def recut(key: PlanKey, table: TransferTable, *, itemsize: int, scale: float) ->
 
 
 def chunk_elements(plan: Plan, table: TransferTable, *, itemsize: int, scale: float, latency: float) -> int:
-    """Elements of the longest chunk when a collective runs paced; never more than in its table.
+    """Return the elements of the longest chunk of a paced collective; never more than in its table.
 
-    Parameters
-    ----------
-    plan : Plan
-    table : TransferTable
-        Of the plan, with at least one row.
-    itemsize : int
-    scale : float
-        Of every bandwidth.
-    latency : float
-        Seconds before a chunk on the slowest route to start.
+    `latency` is in seconds, before a chunk on the slowest route starts.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
     >>> from collectives import lower

@@ -3,12 +3,11 @@
 Ranks of one host read each other's values from shared memory and join them with their own in one pass; ranks of
 different hosts exchange messages. The plan decides the pairs, its table the order of additions.
 
-After a peer was lost ``MPI_Finalize`` would hang. The surviving ranks of a host then wait for each other for a few
-seconds at most, so that a launcher that ends all of them with the first does not cut off their reports, and leave
-without it, with exit status 1. If the lost peer still exists, stopped or stuck, the lowest of them asks MPI to
-abort the whole job. Ranks that recovered without the lost peer leave without ``MPI_Finalize`` too, with the exit
-status of their program: the argument of `sys.exit`, or 1 after an exception. A rank that is out is ended if it is
-stopped.
+After the loss of a peer ``MPI_Finalize`` would hang. The surviving ranks of a host then wait for each other for a few
+seconds at most, so that a launcher that ends all of them with the first does not cut off their reports, and exit
+without it, with exit status 1. If the lost peer still exists, stopped or stuck, the lowest of them asks MPI to abort
+the whole job. Ranks that recovered without the lost peer exit without ``MPI_Finalize`` too, with the exit status of
+their program: the argument of `sys.exit`, or 1 after an exception. A stopped rank that was excluded is killed.
 """
 
 from __future__ import annotations
@@ -52,28 +51,18 @@ from topoplan.errors import UsageError
 LAST_REPORT_SECONDS = 5.0
 """Seconds that a process waits at its end for the others of its host."""
 
-STRANGERS = 0.5
-"""Seconds that it gives those of other hosts."""
+REMOTE_SECONDS = 0.5
+"""Seconds that it waits for ranks of other hosts."""
 
-LAST_WORDS = 0.3
-"""Seconds in which a launcher passes on what the processes have printed; what it has not by then is lost when MPI ends
-the job."""
+FLUSH_SECONDS = 0.3
+"""Seconds in which a launcher passes on the output of the processes; the rest is lost when MPI aborts the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AbandonedCommunicator:
-    """A communicator whose ranks went on without it.
+    """A communicator whose survivors have another one.
 
-    Parameters
-    ----------
-    placement : Placement
-        Of all its ranks.
-    survivors : Survivors
-        Who knows which of them are out by now.
-    numbers : tuple of int
-        What it calls them.
-    lost : bool
-        Whether one has failed.
+    `numbers` are the original ranks of `placement`'s ranks, as `survivors` counts them. `lost`: a rank has failed.
     """
 
     placement: HostPlacement
@@ -83,12 +72,12 @@ class _AbandonedCommunicator:
 
     @property
     def broken(self) -> bool:
-        """Whether MPI would wait for ranks that do not come."""
+        """Return whether MPI would wait for ranks that do not come."""
         states = [process_state(pid) if pid else "X" for pid in self.placement.pids]
         return self.lost or any(state in "ZXTt" for state in states)
 
     def end_stopped(self) -> None:
-        """End ranks of this machine that are out and stopped, for which the launcher would wait for ever."""
+        """Kill stopped ranks of this machine that were excluded: the launcher would wait for them without end."""
         for number, pid in zip(self.numbers, self.placement.pids, strict=True):
             if pid and number not in self.survivors.members and process_state(pid) in "Tt":
                 with contextlib.suppress(OSError):
@@ -98,20 +87,20 @@ class _AbandonedCommunicator:
 _open: dict[int, tuple[ControlPage, HostPlacement]] = {}
 _left: dict[int, _AbandonedCommunicator] = {}
 _announce_shutdown: Callable[[], None] | None = None
-"""What is to be done before a rank may leave that still used MPI."""
-_asked: object = None
-"""What `sys.exit` was called with since ranks went on; nothing else tells with which status a process will end."""
+"""Exchanges shutdown notices before a rank may exit that still used MPI."""
+_exit_argument: object = None
+"""The last argument of `sys.exit` since a recovery: nothing else tells with which status a process will end."""
 
 
 def watch_exit(control: ControlPage, placement: HostPlacement) -> None:
-    """Have the end of this process looked after, as long as the communicator is open or has failed."""
+    """Handle the end of this process as long as the communicator is open or has failed."""
     if not _open and not _left:
         atexit.register(_leave)
     _open[id(control)] = (control, placement)
 
 
 def forget(control: ControlPage) -> None:
-    """The communicator was closed in order."""
+    """Drop a communicator that was closed normally."""
     _open.pop(id(control), None)
     if not _open and not _left:
         atexit.unregister(_leave)
@@ -122,19 +111,12 @@ def note_recovery(
     placement: HostPlacement,
     survivors: MembershipProtocol,
     numbers: tuple[int, ...],
-    farewell: Callable[[], None] | None = None,
+    announce_shutdown: Callable[[], None] | None = None,
 ) -> None:
-    """The ranks that are left have another back end: this process may end well all the same.
+    """Note that the survivors have another back end, so that this process may exit with its own status.
 
-    Parameters
-    ----------
-    control, placement
-        Of the one that they had.
-    survivors : Survivors
-    numbers : tuple of int
-        What it calls the ranks of that one.
-    farewell : callable, optional
-        Where the new one uses MPI too: waits for the other ranks at the end.
+    `numbers` are the original ranks of the communicator's ranks. `announce_shutdown` exchanges notices over the new
+    back end, if that uses MPI too.
     """
     global _announce_shutdown
     if not _left:
@@ -144,26 +126,26 @@ def note_recovery(
     _left[id(control)] = _AbandonedCommunicator(
         placement, survivors, numbers, failure is not None and failure.lost
     )
-    _announce_shutdown = farewell
+    _announce_shutdown = announce_shutdown
 
 
 def _note_status() -> None:
-    """Let `sys.exit` tell what it is called with."""
+    """Record the argument of `sys.exit`."""
     leave = sys.exit
 
-    def exit_and_tell(status: object = None, /) -> NoReturn:
-        global _asked
-        _asked = status
+    def exit_and_record(status: object = None, /) -> NoReturn:
+        global _exit_argument
+        _exit_argument = status
         leave(status)  # type: ignore[arg-type]
 
-    sys.exit = exit_and_tell
+    sys.exit = exit_and_record
 
 
 def _status() -> int:
-    """The exit status with which this process is about to end."""
+    """Return the exit status with which this process is about to end."""
     if getattr(sys, "last_value", None) is not None:
         return 1
-    return _asked & 0xFF if isinstance(_asked, int) else int(_asked is not None)
+    return _exit_argument & 0xFF if isinstance(_exit_argument, int) else int(_exit_argument is not None)
 
 
 def _leave() -> None:
@@ -174,7 +156,7 @@ def _leave() -> None:
             lost.append((control, placement, failure.peer))
     broken = any(one.broken for one in _left.values())
     if lost or broken:
-        # What was registered before this has not run yet, and would not run any more.
+        # earlier registered functions have not run yet, and would be skipped
         atexit.unregister(_leave)
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -199,15 +181,15 @@ def _leave_without_finalize(control: ControlPage, placement: HostPlacement, peer
     while time.monotonic() < deadline and _busy(control, placement, peer):
         time.sleep(0.002)
     if placement.strangers:
-        time.sleep(STRANGERS)
+        time.sleep(REMOTE_SECONDS)
     if _may_live(placement, peer) and others[0] == placement.rank:
-        time.sleep(LAST_WORDS)
+        time.sleep(FLUSH_SECONDS)
         MPI.COMM_WORLD.Abort(1)
     os._exit(1)
 
 
 def _busy(control: ControlPage, placement: HostPlacement, peer: int) -> bool:
-    """Whether another rank of this host still has something to do."""
+    """Return whether another rank of this host still has work to do."""
     return any(
         rank != peer and not control.word(place, LEAVING) and _may_live(placement, rank)
         for place, rank in enumerate(placement.members)
@@ -215,7 +197,7 @@ def _busy(control: ControlPage, placement: HostPlacement, peer: int) -> bool:
 
 
 def _may_live(placement: HostPlacement, rank: int) -> bool:
-    """Whether a rank's process exists, or cannot be seen from here."""
+    """Return whether a rank's process exists, or cannot be seen from here."""
     pid = placement.pids[rank]
     return not pid or process_state(pid) not in "ZX"
 
@@ -227,28 +209,17 @@ _UNFINISHED: set[MpiBackend] = set()
 class MpiBackend(SharedBackend):
     """`Backend` of one rank among the processes of an MPI communicator; all of them must make one.
 
-    Rank i of the plan is rank i of the communicator. Every failure is a `BackendError` on all ranks that still
-    live: at once where a process dies, after the timeout where it stalls. Where a rank was lost, MPI cannot be shut
-    down in order: the process then ends with exit status 1, or where it went on without that rank, with its own (see
-    `abort_at_exit`). Launchers end all processes when one dies, unless told otherwise: see `mpiexec_command`.
+    - `comm`: MPI.COMM_WORLD by default; a private copy is used. Rank i of the plan is rank i of it.
+    - `timeout`: seconds that a rank waits for another one in each step.
+    - `shared`: ranks of one host share memory; otherwise all exchange messages.
+    - `hosts`: a number for each rank: ranks with the same number share memory. By default ranks on the same machine do.
 
-    Parameters
-    ----------
-    comm : mpi4py communicator, optional
-        MPI.COMM_WORLD by default; a private copy is used.
-    timeout : float
-        Seconds that a rank waits for another one, in each step.
-    shared : bool
-        Whether ranks of one host share memory; if not, all exchange messages.
-    hosts : sequence of int, optional
-        For each rank a number: ranks with the same number share memory, the others exchange messages. By default
-        ranks that run on the same machine share memory.
+    Every failure is a `BackendError` on all surviving ranks: at once if a process dies, after the timeout if it stalls.
+    After the loss of a rank MPI cannot be shut down normally: the process exits with status 1, or after a recovery with
+    its own. Launchers end all processes when one dies, unless configured otherwise: see `mpiexec_command`.
 
-    Raises
-    ------
-    UsageError
-        mpi4py or an MPI library is missing (says what to install), MPI was started for one thread only, or
-        ``hosts`` does not fit.
+    Raises `UsageError` if mpi4py or an MPI library is missing, MPI was started for one thread only, or `hosts` does not
+    fit.
     """
 
     name = "mpi"
@@ -275,7 +246,7 @@ class MpiBackend(SharedBackend):
         fence = memory_fence(members)
         members.Free()
         if len(placement.leaders) > 1:
-            compile_links_ahead()  # ranks that are left may need them soon
+            compile_links_ahead()  # survivors may need them soon
         self._begin_over(comm, placement, segment, fence=fence, timeout=timeout)
         local = address_among(comm.allgather, comm.rank)
         self.survivors = MembershipProtocol.of(comm.allgather, comm.rank, local) if local else None
@@ -290,7 +261,7 @@ class MpiBackend(SharedBackend):
         fence: Callable[[], None] | None,
         timeout: float,
     ) -> None:
-        """Work with ranks that have met, over a communicator of their own."""
+        """Work with ranks that share a segment, over a communicator of their own."""
         self._comm = comm
         self._hosts = MpiHosts(comm, placement)
         self._begin(placement, segment, fence=fence, timeout=timeout, others=self._hosts)
@@ -301,7 +272,6 @@ class MpiBackend(SharedBackend):
         watch_exit(self._control, self._placement)
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """See `Splits.split`."""
         (rank,) = self.ranks
         members = group_of(groups, rank)
         part = self._comm.Split(members[0], key=members.index(rank))
@@ -312,22 +282,24 @@ class MpiBackend(SharedBackend):
             part.Free()
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`.
+        """Recover over shared memory if the survivors are on one host.
 
-        On one host the ranks that are left share memory, as before. On several MPI carries their messages where it has
-        a communicator for them (`MpiShrinking`), else connections of the tcp back end do.
+        On several hosts MPI carries their messages if it has a communicator for them (`MpiShrinking`); otherwise
+        connections of the tcp back end do.
         """
         survivors = self.survivors
         assert survivors is not None, "looked at before"
         self._leave()
         hosts, pids, own = self._placement.hosts, self._placement.pids, self.ranks[0]
-        ranks, one_host = _meeting_ranks(gather, own, hosts[own])
+        ranks, one_host = _gathered_ranks(gather, own, hosts[own])
         kept = [one for one in ranks if one is not None]
         comm = None if one_host or len(kept) < size else self._shrinking.shrunk(gather, kept)
         if comm is not None:
             comm.Set_errhandler(load_mpi().ERRORS_RETURN)
-            left = HostPlacement(rank, tuple(hosts[one] for one in kept), tuple(pids[one] for one in kept))
-            placement, segment = share_memory_again(gather, left)
+            survivors_placement = HostPlacement(
+                rank, tuple(hosts[one] for one in kept), tuple(pids[one] for one in kept)
+            )
+            placement, segment = share_memory_again(gather, survivors_placement)
             made = MpiBackend.__new__(MpiBackend)
             made._begin_over(comm, placement, segment, fence=fence_without_mpi(), timeout=self._timeout)
             made.survivors, made._numbers, made._in_order = survivors, survivors.members, False
@@ -336,7 +308,7 @@ class MpiBackend(SharedBackend):
                 self._placement,
                 survivors,
                 self._numbers,
-                partial(made._hosts.farewell, self._timeout),
+                partial(made._hosts.announce_shutdown, self._timeout),
             )
             return made
         note_recovery(self._control, self._placement, survivors, self._numbers)
@@ -345,7 +317,6 @@ class MpiBackend(SharedBackend):
         )
 
     def close(self) -> None:
-        """See `Backend.close`."""
         if self._closed:
             return
         super().close()
@@ -357,7 +328,6 @@ class MpiBackend(SharedBackend):
             forget(self._control)
 
     def _messages(self, program: SharedProgram, work: RunMemory) -> MessageTransport | None:
-        """See `SharedBackend`: messages of MPI, where there are other hosts."""
         if self._alone:
             return None
         self._last = MpiMessages(self._comm, program, work.memory(SCRATCH), self._world.watch)
@@ -367,42 +337,33 @@ class MpiBackend(SharedBackend):
 def join_mpi(
     gather: Gather, *, rank: int, size: int, survivors: MembershipProtocol, timeout: float
 ) -> Backend[Any]:
-    """The back end of a rank that joins those of MPI, which goes on without it (see `open_among`)."""
-    _, one_host = _meeting_ranks(gather)
+    """Return the back end of a rank that joins survivors of an MPI job, without MPI (see `open_joining_backend`)."""
+    _, one_host = _gathered_ranks(gather)
     return _without_mpi(gather, one_host, rank=rank, size=size, timeout=timeout, survivors=survivors)
 
 
-def _meeting_ranks(
+def _gathered_ranks(
     gather: Gather, rank: int | None = None, host: int | None = None
 ) -> tuple[list[int | None], bool]:
-    """The old ranks of those that meet, None of who comes from outside MPI; and whether all share memory.
+    """Return the old ranks of the ranks that gather, None for joining ones; and whether all share memory.
 
-    Parameters
-    ----------
-    rank, host : int, optional
-        This one's, and its host's number (`HostPlacement`); of one from outside none.
+    `rank` and `host`, the host's number (`HostPlacement`), are None on a joining rank.
     """
-    told = [json.loads(text) for text in gather(json.dumps([rank, host, host_identity()]))]
-    numbers = {number for _, number, _ in told if number is not None}
-    return [one for one, *_ in told], len(numbers) == len({name for *_, name in told}) == 1
+    reports = [json.loads(text) for text in gather(json.dumps([rank, host, host_identity()]))]
+    numbers = {number for _, number, _ in reports if number is not None}
+    return [one for one, *_ in reports], len(numbers) == len({name for *_, name in reports}) == 1
 
 
 def _without_mpi(
     gather: Gather, one_host: bool, *, rank: int, size: int, timeout: float, survivors: MembershipProtocol
 ) -> Backend[Any]:
-    """A back end among ranks of which MPI does not carry messages."""
+    """Return a back end among ranks whose messages MPI does not carry."""
     made: Callable[..., Backend[Any]] = SharedBackend if one_host else TcpBackend.among
     return made(gather, rank=rank, size=size, timeout=timeout, survivors=survivors)
 
 
 def load_mpi() -> Any:
-    """The module mpi4py.MPI.
-
-    Raises
-    ------
-    UsageError
-        mpi4py or an MPI library is missing; says what to install.
-    """
+    """Return the module mpi4py.MPI; raise `UsageError` with what to install if it is missing."""
     try:
         from mpi4py import MPI
     except ImportError as error:

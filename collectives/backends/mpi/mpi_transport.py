@@ -44,59 +44,49 @@ from collectives.peers.shared_memory import (
 from collectives.peers.shared_memory_control_plane import Notes, Until
 from topoplan.errors import UsageError
 
-TURNED_ON = "OMPI_MCA_mpi_ft_enable"
-"""The variable by which Open MPI's launcher tells its processes to tolerate faults. Its library has the functions in
-any case, and they hang without it; MPICH 5.0 has them as well, and they do not return when a rank has died."""
+FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+"""The variable by which Open MPI's launcher makes its processes tolerate faults. Its library has the functions in any
+case, and they hang without it; MPICH 5.0 has them as well, and they do not return when a rank has died."""
 
 ULFM_SECONDS = 2.0
-"""Seconds in which MPI has to hear of a death, some 20 ms, and again in which it has to make the communicator, 1 ms."""
+"""Seconds for MPI to detect a death (about 20 ms), and again to make the communicator (1 ms)."""
 
 NO_MESSAGE = 0
-"""A tag that no message has: to look for one that is there would not let MPI work."""
+"""A tag without messages: a probe for a present message would not let MPI make progress."""
 
 
 class MpiShrinking:
-    """A communicator that can lose ranks.
-
-    Parameters
-    ----------
-    comm : mpi4py communicator
-        With errors returned.
-    """
+    """A communicator, with errors returned, that can lose ranks."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._usable = os.environ.get(TURNED_ON, "").lower() in ("1", "true", "yes", "enabled", "t", "y")
+        setting = os.environ.get(FAULT_TOLERANCE, "").lower()
+        self._usable = setting in ("1", "true", "yes", "enabled", "t", "y")
         self._usable &= hasattr(comm, "Shrink") and hasattr(comm, "Get_failed")
 
     def shrunk(self, gather: Gather, kept: Collection[int]) -> Any:
-        """A communicator of the ranks that are left, in their order; None on all of them where MPI has none.
+        """Return a communicator of the survivors, in their order; None on all of them if MPI has none.
 
-        Parameters
-        ----------
-        gather : callable
-            Over the ranks that are left, which all call this.
-        kept : collection of int
-            They, as the communicator counts them.
+        All survivors call this with a gather among them, and `kept`, their ranks in the communicator.
         """
-        gone = set(range(self._comm.size)) - set(kept)
-        if not all(gather("knows" if self._usable and self._knows(gone) else "")):
+        failed = set(range(self._comm.size)) - set(kept)
+        if not all(gather("knows" if self._usable and self._knows(failed) else "")):
             return None
         made = self._shrink()
         fits = made is not None and made.size == len(kept)
         return made if all(gather("fits" if fits else "")) else None
 
-    def _knows(self, gone: set[int]) -> bool:
-        """Whether MPI knows within `ULFM_SECONDS` that these ranks have died, and of no others."""
+    def _knows(self, failed: set[int]) -> bool:
+        """Return whether MPI reports within `ULFM_SECONDS` that exactly these ranks have died."""
         deadline = time.monotonic() + ULFM_SECONDS
-        while (dead := set(failed_ranks(self._comm))) < gone and time.monotonic() < deadline:
+        while (dead := set(failed_ranks(self._comm))) < failed and time.monotonic() < deadline:
             with suppress(Exception):
-                self._comm.Iprobe(tag=NO_MESSAGE)  # lets MPI hear of it
+                self._comm.Iprobe(tag=NO_MESSAGE)  # lets MPI make progress
             time.sleep(0.001)
-        return dead == gone
+        return dead == failed
 
     def _shrink(self) -> Any:
-        """The communicator that MPI makes; None where it has none in time, and then never again."""
+        """Return MPI's communicator; None if it is not made in time, and then never again."""
         made: list[Any] = []
 
         def shrink() -> None:
@@ -111,7 +101,7 @@ class MpiShrinking:
 
 
 def failed_ranks(comm: Any) -> list[int]:
-    """The ranks of a communicator of whose death MPI has told; none where it tells of none."""
+    """Return the ranks of a communicator that MPI reports dead; none if it reports none."""
     from mpi4py import MPI
 
     try:
@@ -122,27 +112,15 @@ def failed_ranks(comm: Any) -> list[int]:
 
 
 MPICH_NAMES = "/dev/shm/mpich_shm_"
-"""How the names of MPICH's own shared memory begin."""
+"""Prefix of the names of MPICH's own shared memory."""
 
 
 def share_memory(comm: Any, *, shared: bool, hosts: Sequence[int] | None) -> tuple[HostPlacement, Segment]:
-    """Find out who shares memory, and share it; all ranks must call it.
+    """Share memory among the ranks of each host; all ranks must call it.
 
-    Ranks whose memory or processes cannot be seen from each other, such as in separate containers, exchange
-    messages like ranks on different hosts.
-
-    Parameters
-    ----------
-    comm : mpi4py communicator
-    shared : bool
-        Whether to share memory at all.
-    hosts : sequence of int, optional
-        For each rank a number; those with the same number share memory. By default those of one machine.
-
-    Raises
-    ------
-    UsageError
-        ``hosts`` does not name each rank once, or puts ranks together that do not share a machine.
+    Ranks whose memory or processes cannot be seen from each other, such as in separate containers, exchange messages
+    like ranks on different hosts. `hosts` has a number for each rank; ranks with the same number share memory. By
+    default those of one machine do; a number for ranks of different machines, or another count, raises `UsageError`.
     """
     from mpi4py import MPI
 
@@ -166,14 +144,9 @@ def share_memory(comm: Any, *, shared: bool, hosts: Sequence[int] | None) -> tup
 
 
 def share_memory_again(gather: Gather, placement: HostPlacement) -> tuple[HostPlacement, Segment]:
-    """Share new memory with the ranks that are left, without MPI; all of them must call it.
+    """Share new memory among the survivors, without MPI; all of them must call it.
 
-    Parameters
-    ----------
-    gather : callable
-        Over them; fails where one of them dies meanwhile.
-    placement : Placement
-        As it was among all ranks, of those that are left.
+    `gather` is over them, and fails if one of them dies meanwhile. `placement` is theirs.
     """
     descriptor = _share(gather, placement)
     if descriptor is None:
@@ -200,21 +173,21 @@ def _check_hosts(hosts: Sequence[int], machines: Sequence[int]) -> None:
         if machines[rank] != machines[first]:
             raise UsageError(
                 f"ranks {first} and {rank} have the same host number {host} but run on different machines; "
-                "leave hosts away, or give numbers that divide each machine"
+                "leave hosts out, or give numbers that divide each machine"
             )
 
 
 def _share(gather: Gather, placement: HostPlacement) -> int | None:
-    """A file descriptor of the memory of this rank's host; None on all ranks if one of them cannot have it."""
+    """Return a file descriptor of the memory of this rank's host; None on all ranks if one of them cannot map it."""
     leads = placement.rank == placement.leader
     descriptor = create_memory() if can_share() and leads else None
     with ExitStack() as unless_kept:
         if descriptor is not None:
             unless_kept.callback(os.close, descriptor)
-        told = gather("" if descriptor is None else f"{os.getpid()} {descriptor}")[placement.leader]
-        if told and not leads:
+        place = gather("" if descriptor is None else f"{os.getpid()} {descriptor}")[placement.leader]
+        if place and not leads:
             with suppress(OSError):
-                descriptor = open_memory(*map(int, told.split()))
+                descriptor = open_memory(*map(int, place.split()))
                 unless_kept.callback(os.close, descriptor)
         if all(gather("" if descriptor is None else "has it")):
             unless_kept.pop_all()
@@ -223,9 +196,9 @@ def _share(gather: Gather, placement: HostPlacement) -> int | None:
 
 
 def _forget_names() -> None:
-    """Take away the name of MPICH's own shared memory once all ranks have it.
+    """Unlink the name of MPICH's own shared memory once all ranks have it.
 
-    MPICH does so when it shuts down, which processes that are killed do not.
+    MPICH does so at its shutdown, which killed processes skip.
     """
     maps = Path("/proc/self/maps")
     if not maps.exists():
@@ -237,23 +210,9 @@ def _forget_names() -> None:
 
 
 def memory_fence(comm: Any) -> Callable[[], None] | None:
-    """A full memory barrier; None where the processor needs none.
-
-    Parameters
-    ----------
-    comm : mpi4py communicator
-        Of the ranks of one host; all of them must call it.
-    """
-    return None if platform.machine() in ORDERED else window_fence(comm)
-
-
-def fence_without_mpi() -> Callable[[], None] | None:
-    """As `memory_fence`, for ranks that must not wait for each other in MPI."""
-    return None if platform.machine() in ORDERED else lock_fence()
-
-
-def window_fence(comm: Any) -> Callable[[], None]:
-    """A full memory barrier through a shared window of MPI, on any machine."""
+    """Return a full memory barrier, None if the processor needs none; all ranks of one host call it."""
+    if platform.machine() in ORDERED:
+        return None
     from mpi4py import MPI
 
     window = MPI.Win.Allocate_shared(8, 1, comm=comm)
@@ -262,19 +221,19 @@ def window_fence(comm: Any) -> Callable[[], None]:
     return synchronise
 
 
+def fence_without_mpi() -> Callable[[], None] | None:
+    """Return `memory_fence` for ranks that must not wait for each other in MPI."""
+    return None if platform.machine() in ORDERED else lock_fence()
+
+
 NOTE, NOTICE, TEXT, SHUTDOWN_NOTICE, FIRST_STREAM = range(NO_MESSAGE + 1, NO_MESSAGE + 6)
-"""Tags: of notes, of failures, of texts, of the last word, and from here on of streams."""
+"""Tags: of notes, of failures, of texts, of shutdown notices, and from here on of streams."""
 
 
 class MpiHosts:
-    """`OtherHosts` whose ranks are those of an MPI communicator.
+    """`HostExchange` between the ranks of an MPI communicator.
 
-    A receive for failures is always open, so that nobody needs to be waiting for them.
-
-    Parameters
-    ----------
-    comm : mpi4py communicator
-    placement : Placement
+    A receive for failures is always open, so that no rank needs to be waiting for them.
     """
 
     def __init__(self, comm: Any, placement: HostPlacement) -> None:
@@ -285,7 +244,7 @@ class MpiHosts:
         self._placement = placement
         self._strangers = placement.strangers
         self._sends: list[Any] = []
-        # kept here, since MPI writes to their memory even after a failed round was given up
+        # kept, since MPI writes to their memory even after a failed round was abandoned
         self._receives: list[tuple[int, bytearray, Any]] = []
         self._memory = bytearray(RankFailure.LENGTH)
         self._notice: Any = None
@@ -293,7 +252,6 @@ class MpiHosts:
             self._notice = comm.Irecv([self._memory, MPI.BYTE], MPI.ANY_SOURCE, NOTICE)
 
     def received(self) -> RankFailure | None:
-        """See `Hearsay.received`; MPI itself tells of ranks that have died where it is fault tolerant."""
         try:
             if self._notice is not None and self._notice.Test():
                 self._notice = None
@@ -302,18 +260,16 @@ class MpiHosts:
             dead = failed_ranks(self._comm)
             if not dead:
                 raise
-            text = "the peer died: MPI says that its process has failed"
+            text = "the peer died: MPI reports that its process has failed"
             return RankFailure(self._placement.rank, dead[0], 0, text, True, time.monotonic_ns())
         return None
 
     def spread(self, failure: RankFailure) -> None:
-        """See `Hearsay.spread`."""
         packed = failure.pack()
         for rank in self._strangers:
             self._sends.append((packed, self._comm.Isend(packed, rank, NOTICE)))
 
     def exchange_notes(self, own: list[bytes], until: Until) -> Notes:
-        """See `OtherHosts.exchange_notes`."""
         from mpi4py import MPI
 
         self._receives = []
@@ -332,10 +288,9 @@ class MpiHosts:
         return notes
 
     def gather(self, data: bytes, until: Until) -> list[bytes]:
-        """See `OtherHosts.gather`; with a tag of its own: notes that come next must not be taken for it."""
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         sends = [(rank, self._comm.isend(data, rank, TEXT)) for rank in others]
-        heard: dict[int, bytes] = {self._comm.rank: data}
+        received: dict[int, bytes] = {self._comm.rank: data}
         for rank in others:
             arrived: list[Any] = []
 
@@ -346,27 +301,26 @@ class MpiHosts:
                 return bool(arrived)
 
             until(look, rank)
-            heard[rank] = arrived[0].recv()
+            received[rank] = arrived[0].recv()
         for rank, send in sends:
             until(send.Test, rank)
-        return [heard[rank] for rank in range(self._comm.size)]
+        return [received[rank] for rank in range(self._comm.size)]
 
     def close(self) -> None:
-        """See `OtherHosts.close`."""
         if self._notice is not None:
             with suppress(*self.broken):
                 self._notice.Cancel()
                 self._notice.Wait()
             self._notice = None
 
-    def farewell(self, patience: float) -> None:
-        """Wait until every other rank says this too or has died: the end of a process is a failure to MPI."""
+    def announce_shutdown(self, timeout: float) -> None:
+        """Exchange shutdown notices with every rank that lives: MPI takes the end of a process for a failure."""
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        said = [self._comm.Isend(b"", rank, SHUTDOWN_NOTICE) for rank in others]
-        said += [self._comm.Irecv(bytearray(), rank, SHUTDOWN_NOTICE) for rank in others]
-        deadline = time.monotonic() + patience
-        while said and time.monotonic() < deadline:
-            said = [one for one in said if not self._over(one)]
+        requests = [self._comm.Isend(b"", rank, SHUTDOWN_NOTICE) for rank in others]
+        requests += [self._comm.Irecv(bytearray(), rank, SHUTDOWN_NOTICE) for rank in others]
+        deadline = time.monotonic() + timeout
+        while requests and time.monotonic() < deadline:
+            requests = [one for one in requests if not self._over(one)]
             time.sleep(0.001)
 
     def _over(self, request: Any) -> bool:
@@ -380,16 +334,7 @@ class MpiHosts:
 
 
 class MpiMessages:
-    """`Messages` of one run of a program.
-
-    Parameters
-    ----------
-    comm : mpi4py communicator
-    program : Program
-    scratch : array
-        Where messages arrive.
-    watch : Watch
-    """
+    """`MessageTransport` of one run of a program; `scratch` is the memory for arrivals."""
 
     def __init__(self, comm: Any, program: SharedProgram, scratch: NDArray[Any], watch: PeerWatchdog) -> None:
         self._comm = comm
@@ -409,7 +354,7 @@ class MpiMessages:
         self._receives[number] = self._begin(self._comm.Irecv, memory, message)
 
     def _begin(self, begin: Callable[..., Any], memory: NDArray[Any], message: HostMessage) -> Any:
-        """The request of a message."""
+        """Return the request of a message."""
         from mpi4py import MPI
 
         try:
@@ -418,29 +363,24 @@ class MpiMessages:
             self._watch.unreachable(message.peer, message.row, error)
 
     def send(self, number: int, data: NDArray[Any]) -> None:
-        """See `Messages.send`."""
         message = self._leaving[number]
         self._sends.append(self._begin(self._comm.Isend, data, message))
 
     def left(self, number: int) -> None:
-        """See `Messages.left`."""
         request = self._sends[number]
         message = self._leaving[number]
         self._watch.until(request.Test, message.peer, message.row)
 
     def arrived(self, number: int) -> None:
-        """See `Messages.arrived`."""
         request = self._receives.pop(number)
         message = self._arriving[number]
         self._watch.until(request.Test, message.peer, message.row)
 
     def used(self, number: int) -> None:
-        """See `Messages.used`."""
         following = self._arriving[number].following
         if following >= 0:
             self._open(following)
 
     def finish(self) -> None:
-        """See `Messages.finish`."""
         for number in range(len(self._sends)):
             self.left(number)

@@ -19,19 +19,11 @@ from collectives.peers.control_plane import ControlPlane
 from topoplan.errors import TopoplanError
 
 FIRST_SECONDS, LONGEST_SECONDS = 0.02, 0.2
-"""Time for a step to end before the ranks meet; twice as much each time, up to the longest."""
+"""Time for a step to end before the ranks gather; doubled each time, up to the longest."""
 
 
 class AgreedStepFailed(Exception):
-    """A step has failed on some rank; raised on all of them alike.
-
-    Attributes
-    ----------
-    rank : int
-        The lowest on which it has.
-    reason : str
-        What that one has met, in one line.
-    """
+    """A step has failed on some rank; raised on all ranks with the lowest such `rank` and its `reason`, one line."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
@@ -40,21 +32,10 @@ class AgreedStepFailed(Exception):
 
 
 class AgreedSteps:
-    """Takes steps with all ranks of a world.
+    """Take steps with all ranks of a job, each within `timeout` seconds.
 
-    Parameters
-    ----------
-    world : World
-    timeout : float
-        Seconds for a step.
-    enter : callable
-        Called first in the thread of each step, as to make a GPU current there.
-    leaving : bool
-        The ranks leave the job.
-
-    Attributes
-    ----------
-    timeout : float
+    `enter` is called first in the thread of each step, as to make a GPU current there. `leaving`: the ranks leave the
+    job.
     """
 
     def __init__(
@@ -65,30 +46,16 @@ class AgreedSteps:
         enter: Callable[[], object] = lambda: None,
         leaving: bool = False,
     ) -> None:
-        self._say = world.farewell if leaving else world.texts
+        self._gather = world.shutdown_notice if leaving else world.texts
         self.timeout = timeout
         self._enter = enter
         self._thread: threading.Thread | None = None
 
     def take(self, work: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks.
+        """Do `work` on all ranks, and return its results in order of rank.
 
-        Parameters
-        ----------
-        work : callable
-            Gives what JSON can hold. Where another rank fails it may still run when this returns.
-
-        Returns
-        -------
-        list
-            What it has given on each rank, in order of rank.
-
-        Raises
-        ------
-        AgreedStepFailed
-            It has raised something, or not ended in time, on some rank.
-        BackendError
-            The job has failed.
+        The results must be representable in JSON. If another rank fails, `work` may still run when this returns. Raises
+        `AgreedStepFailed` if it raised, or did not end in time, on some rank; `BackendError` if the job has failed.
         """
         ended: dict[str, Any] = {}
 
@@ -96,26 +63,26 @@ class AgreedSteps:
             try:
                 self._enter()
                 ended["given"] = work()
-            except Exception as error:  # of any kind: the thread has nobody else to tell
+            except Exception as error:  # of any kind: nothing else reports it from this thread
                 ended["failed"] = describe_failure(error)
 
-        self._thread = thread = threading.Thread(target=run, name="joint step", daemon=True)
+        self._thread = thread = threading.Thread(target=run, name="agreed step", daemon=True)
         thread.start()
         deadline, pause = time.monotonic() + self.timeout, FIRST_SECONDS
         while True:
             thread.join(pause)
             pause = min(2 * pause, LONGEST_SECONDS)
-            told = {} if thread.is_alive() else ended
-            if not told and time.monotonic() > deadline:
-                told = {
+            outcome = {} if thread.is_alive() else ended
+            if not outcome and time.monotonic() > deadline:
+                outcome = {
                     "failed": f"waited {self.timeout:g} s for NCCL or the driver; NCCL_DEBUG=INFO tells more"
                 }
-            said = [json.loads(text) for text in self._say(json.dumps(told), timeout=self.timeout)]
-            for rank, one in enumerate(said):
+            outcomes = [json.loads(text) for text in self._gather(json.dumps(outcome), timeout=self.timeout)]
+            for rank, one in enumerate(outcomes):
                 if "failed" in one:
                     raise AgreedStepFailed(rank, one["failed"])
-            if all(said):
-                return [one["given"] for one in said]
+            if all(outcomes):
+                return [one["given"] for one in outcomes]
 
     def idle(self, seconds: float) -> bool:
         """Wait for what the last step still runs on this rank after a failure; return whether it has ended."""
@@ -125,7 +92,7 @@ class AgreedSteps:
 
 
 def describe_failure(error: BaseException) -> str:
-    """What a rank has met, in one line."""
+    """Return a rank's failure in one line."""
     if isinstance(error, TopoplanError):
         return str(error)
     if isinstance(error, NcclFailed):

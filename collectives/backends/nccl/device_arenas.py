@@ -51,80 +51,67 @@ from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size
 
 UNIT = 512
-"""Bytes of which arrays of a region take whole ones."""
+"""Arrays in an arena take whole multiples of so many bytes."""
 
 ALREADY_ENABLED = 704
 """CUDA's cudaErrorPeerAccessAlreadyEnabled."""
 
 SPARE = 256 << 20
-"""Bytes of a GPU that a region leaves to others."""
+"""Bytes of a GPU that an arena leaves to other uses."""
 
 QUEUES, QUEUES_BY_DEFAULT = "CUDA_DEVICE_MAX_CONNECTIONS", 8
-"""How many streams of a process a GPU runs side by side; ranks that share one use `STREAMS` each."""
+"""The variable for how many streams of a process a GPU runs side by side; ranks that share a GPU use `STREAMS` each."""
 
 STREAMS = 4
-"""Streams of a rank: one of its arrays, and three of its messages (`lanes`)."""
+"""Streams of a rank: one of its arrays, and three of its messages (`gpu_streams`)."""
 
 MPS_ENABLED = 133
-"""CUDA's attribute CU_DEVICE_ATTRIBUTE_MPS_ENABLED: the multi-process service lets kernels of several processes run at
-once."""
+"""CUDA's attribute CU_DEVICE_ATTRIBUTE_MPS_ENABLED: kernels of several processes run at once."""
 
 TRIAL_SECONDS = 10.0
-"""Time for a peer's stores to be seen, before a region is refused."""
+"""Time for a peer's stores to be seen before arenas are refused."""
 
 TRIAL_THREADS, TRIAL_BYTES, HEARD = 32, 16, 1
-"""Threads of the kernel that tries the peers, bytes of a rank in an arena, and what the kernel says of a peer whose
-stores have come; as in ``try_peers.cu``."""
+"""Threads of the kernel that tries the peers, bytes of a rank in an arena, and the kernel's code for a peer whose
+stores have arrived; as in ``try_peers.cu``.
+"""
 
 NOT_READY = 600
-"""CUDA's cudaErrorNotReady, which is no error."""
+"""CUDA's cudaErrorNotReady, which is not an error."""
 
 PROCESS = secrets.token_hex(8)
-"""Of this process: numbers of processes are alike in several containers of a host."""
+"""Id of this process: process numbers are the same in several containers of a host."""
 
 _abandoned: list[object] = []
-"""What may still be used by other ranks, or by NCCL, until this process ends."""
+"""Mappings that other ranks or NCCL may still use until this process ends."""
 
 
 class ArenaMapping(Protocol):
-    """How the arenas of a domain are reached."""
+    """A way to map the arenas of a domain."""
 
     kind: str
 
     def open(self) -> tuple[tuple[int, ...], int, str]:
-        """Addresses of all ranks' arenas, the multicast address or 0, and why it is no better; all ranks call it.
+        """Return the addresses of all ranks' arenas, the multicast address or 0, and why it is not better.
 
-        Raises
-        ------
-        AgreedStepFailed
-            It cannot be had.
+        All ranks call it. Raises `AgreedStepFailed` if the mapping is not available.
         """
 
     def close(self, steps: AgreedSteps) -> None:
-        """Give everything back, all ranks at this time; else it is left alone until the process ends."""
+        """Release everything; all ranks call it at this time, or the mapping is kept until the process ends."""
 
 
 @dataclass(slots=True, eq=False)
 class DeviceArenas:
     """Arenas of equal length, one of each rank.
 
-    Parameters
-    ----------
-    rank, size : int
-    nbytes : int
-        Of each arena, zero at first.
-    addresses : tuple of int
-        Where kernels of this rank find each rank's arena; 0 in another domain.
-    domains : tuple of int
-        Of each rank, from 0 on in order of their lowest ranks.
-    multicast : int
-        Where kernels find all arenas of this domain at once, for multimem instructions; 0 where they do not.
-    sharing : int
-        Ranks on one GPU at most, which must have their blocks there at once.
-    kind : str
-        "windows", "windows and multicast", "ipc" or "peer access".
-    why : str
-        Why it is no better kind, the same on all ranks; empty where there is none.
+    - `nbytes` of each arena, zeroed at first.
+    - `addresses`: each rank's arena as kernels of this rank address it; 0 in another domain.
+    - `domains`: the domain of each rank, counted from 0 in order of their lowest ranks.
+    - `multicast`: address of all arenas of this domain at once, for multimem instructions; 0 if there is none.
+    - `sharing`: the most ranks on one GPU, which must have their blocks there at once.
+    - `kind`: "windows", "windows and multicast", "ipc" or "peer access".
+    - `why`: why the kind is not better, the same on all ranks; empty if it is the best.
     """
 
     rank: int
@@ -146,7 +133,7 @@ class DeviceArenas:
         self._free = RangeAllocator(self.nbytes, unit=UNIT)
 
     def array(self, nbytes: int) -> Any:
-        """A new array of bytes in this rank's arena, contents undefined; None where there is no more room."""
+        """Return a new array of bytes in this rank's arena, contents undefined; None if no range is free."""
         start = self._free.take(nbytes)
         if start is None:
             return None
@@ -158,22 +145,15 @@ class DeviceArenas:
         return self._cupy.ndarray((nbytes,), dtype="uint8", memptr=cuda.MemoryPointer(memory, 0))
 
     def offset(self, address: int) -> int:
-        """Where an address lies in this rank's arena; -1 if it does not."""
+        """Return the offset of an address in this rank's arena; -1 if it lies elsewhere."""
         offset = address - self.addresses[self.rank]
         return offset if 0 <= offset < self.nbytes else -1
 
     def close(self, steps: AgreedSteps | None, *, lent: int, used: bool = False) -> None:
-        """Give the memory back.
+        """Release the memory, with all ranks at this time (`steps`).
 
-        Parameters
-        ----------
-        steps : AgreedSteps or None
-            Of all ranks, which close it at this time. Without it some may still use the memory: it is kept until the
-            process ends.
-        lent : int
-            Arrays that nobody needs any more; where there are others, memory is kept on all ranks.
-        used : bool
-            So it is where this rank may use it still.
+        Without `steps`, if a rank has more than `lent` arrays out, or if one may still use the memory (`used`), all
+        ranks keep it until the process ends.
         """
         mapped, self._mapped = self._mapped, None
         if mapped is None:
@@ -191,12 +171,12 @@ class DeviceArenas:
 
 
 class _ArenaPart:
-    """What an array in a region holds on to."""
+    """Owner of an array in an arena: its finalizer returns the range."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What every rank tells of itself."""
+    """Properties of a rank's host, process and GPU that all ranks see."""
 
     host: str
     process: str
@@ -211,15 +191,10 @@ class _RankReport:
 
 
 def count_ranks_per_gpu(cupy: ModuleType, world: ControlPlane, device: int, *, timeout: float) -> int:
-    """Return how many ranks of a job share a GPU, at most; all ranks call it.
+    """Return the largest number of ranks of a job on one GPU; all ranks call it.
 
-    GPUs are counted by host and PCI bus id. What a process calls its GPU, and how many it sees, differ between ranks
-    that a launcher gives one GPU each.
-
-    Raises
-    ------
-    BackendError
-        A rank does not come.
+    GPUs are counted by host and PCI bus id: device numbers, and how many GPUs a process sees, differ between ranks that
+    a launcher gives one GPU each.
     """
     own = json.dumps([_host(), cupy.cuda.runtime.deviceGetPCIBusId(device)])
     return max(Counter(world.texts(own, timeout=timeout)).values())
@@ -236,22 +211,7 @@ def open_device_arenas(
     device: int,
     nbytes: int,
 ) -> DeviceArenas | str:
-    """A region of all ranks, or why there is none, in one line; the same on all of them, and all must call this.
-
-    Parameters
-    ----------
-    cupy : module
-        The rank's GPU is current.
-    library : Library
-    connections : Connections
-    steps : AgreedSteps
-    rank, size, device, nbytes : int
-
-    Raises
-    ------
-    BackendError
-        A rank is gone.
-    """
+    """Return arenas of all ranks on the current GPU, or in one line why not; all ranks call it, with one result."""
     runtime = cupy.cuda.runtime
     windows = library.windows
     link = connections.have(1)[0]
@@ -293,7 +253,7 @@ def open_device_arenas(
         ways.append((_CudaArenas(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
         for way, reached, given_up in ways:
             try:
-                addresses, multicast, less = way.open()
+                addresses, multicast, no_multicast = way.open()
                 _PeerTrial(cupy, rank, addresses, given_up).take(steps)
             except AgreedStepFailed as failed:
                 given_up.set()
@@ -301,7 +261,7 @@ def open_device_arenas(
                 version = f" ({ranks[failed.rank].nccl})" if isinstance(way, _WindowArenas) else ""
                 why = f"{why}; and {failed}" if why else f"no windows: {failed}{version}"
                 continue
-            sharing, words = max(gpus.values()), "; ".join(text for text in (why, less) if text)
+            sharing, words = max(gpus.values()), "; ".join(text for text in (why, no_multicast) if text)
             return DeviceArenas(
                 rank, size, nbytes, addresses, reached, multicast, sharing, way.kind, words, cupy, device, way
             )
@@ -311,11 +271,9 @@ def open_device_arenas(
 
 
 def _refusal(ranks: Sequence[_RankReport], gpus: Counter[tuple[str, str]], nbytes: int) -> str:
-    """Why no kind of region is possible, in one line; empty if one may be."""
+    """Return in one line why no kind of arena is possible; empty if one may be."""
     if TRIAL_BYTES * len(ranks) > nbytes:
-        return (
-            f"a region of {format_size(nbytes)} is too small for {len(ranks)} ranks; give more region_bytes"
-        )
+        return f"region_bytes must be larger for {len(ranks)} ranks, got {format_size(nbytes)}"
     for number, one in enumerate(ranks):
         wanted = gpus[one.host, one.gpu] * nbytes + SPARE
         if one.free < wanted:
@@ -348,7 +306,7 @@ def _serves_processes(runtime: Any, device: int) -> bool:
 
 
 def _no_windows(ranks: Sequence[_RankReport]) -> str:
-    """Why NCCL has no windows on some rank; empty where all may have them."""
+    """Return why NCCL has no windows on some rank; empty if all may have them."""
     old = next((number for number, one in enumerate(ranks) if not one.windows), None)
     if old is None:
         return ""
@@ -356,7 +314,7 @@ def _no_windows(ranks: Sequence[_RankReport]) -> str:
 
 
 def _leave(way: ArenaMapping, steps: AgreedSteps) -> None:
-    """Give back what an attempt that failed has made, unless a call of it is still under way on some rank."""
+    """Release what a failed attempt has made, unless a call of it is still under way on some rank."""
     ended, closed = steps.idle(ABORT_SECONDS), False
     try:
         closed = all(steps.take(lambda: ended))
@@ -370,16 +328,9 @@ def _leave(way: ArenaMapping, steps: AgreedSteps) -> None:
 
 
 class _PeerTrial:
-    """Tries by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
+    """Try by a kernel that stores and flags arrive between all GPUs that reach each other, as the engine needs.
 
-    Parameters
-    ----------
-    cupy : module
-    rank : int
-    addresses : sequence of int
-        As `ArenaMapping.open` gives them.
-    given_up : threading.Event
-        Set when another rank has failed.
+    `given_up` is set when another rank has failed.
     """
 
     def __init__(self, cupy: Any, rank: int, addresses: Sequence[int], given_up: threading.Event) -> None:
@@ -392,12 +343,9 @@ class _PeerTrial:
         self._memory: Any = None
 
     def take(self, steps: AgreedSteps) -> None:
-        """Try it, all ranks at this time.
+        """Run the trial on all ranks.
 
-        Raises
-        ------
-        AgreedStepFailed
-            The kernel of some rank does not hear of a peer, or not what that has stored.
+        Raises `AgreedStepFailed` if a rank's kernel does not see a peer's flag, or not the data that it follows.
         """
         flags = steps.take(self._prepare)
         seconds = min(TRIAL_SECONDS, steps.timeout / 2)
@@ -405,7 +353,7 @@ class _PeerTrial:
         steps.take(self._clear)
 
     def _prepare(self) -> int:
-        """Load the kernel, and run it once without ranks: that must not come while another one waits."""
+        """Load the kernel and run it once on no ranks: loading must not happen while another rank's kernel waits."""
         cuda = self._cupy.cuda
         self._memory = cuda.alloc_pinned_memory(8 * (1 + 3 * self._ranks))
         self._page[:] = 0
@@ -433,21 +381,20 @@ class _PeerTrial:
         while (status := runtime.streamQuery(self._stream.ptr)) == NOT_READY:
             if time.monotonic() > end or self._given_up.is_set():
                 page[0] = 1
-            # a kernel that does not end may still use the memory, which is given back when this thread has ended
+            # a kernel that does not end may still use the memory, which is released when this thread has ended
             time.sleep(1e-2 if page[0] else 1e-4)
         runtime.check_status(status)
         for peer, (address, found) in enumerate(zip(self._addresses, heard.tolist(), strict=True)):
             if address and found != HEARD:
-                what = "hears nothing of" if not found else "sees a flag without the data before it of"
-                raise UsageError(f"its GPU {what} that of rank {peer}, whose stores it should see")
+                what = "no flag" if not found else "a flag without the data before it"
+                raise UsageError(
+                    f"its GPU sees {what} from the GPU of rank {peer}, whose stores it should see"
+                )
 
     def _clear(self) -> None:
         runtime = self._cupy.cuda.runtime
         runtime.memset(self._addresses[self._rank], 0, TRIAL_BYTES * self._ranks)
         runtime.deviceSynchronize()
-
-
-# ---- windows
 
 
 class _WindowArenas:
@@ -551,7 +498,7 @@ class _WindowArenas:
         return self._window.made()
 
     def _settle(self) -> None:
-        """Wait until NCCL has done what was begun, as long as the step may take."""
+        """Wait until NCCL has finished what was begun, at most as long as a step may take."""
         assert self._link is not None, "the step before"
         end = time.monotonic() + self._steps.timeout
         while not self._link.ready():
@@ -564,7 +511,7 @@ class _WindowArenas:
         return [self._window.address(place) for place in range(len(self._members))]
 
     def _multicast(self) -> tuple[int, str]:
-        """Return the multicast address or 0, and why NCCL refuses one: then the windows stay without."""
+        """Return the multicast address or 0, and NCCL's reason for refusing one, which the windows do without."""
         assert self._window is not None, "made by all"
         try:
             return self._window.multicast(), ""
@@ -572,11 +519,8 @@ class _WindowArenas:
             return 0, describe_failure(error)
 
 
-# ---- CUDA's own means
-
-
 class _CudaArenas:
-    """Addresses within a process, and handles between the processes of a host."""
+    """Addresses within a process, and IPC handles between the processes of a host."""
 
     def __init__(
         self,
@@ -609,19 +553,19 @@ class _CudaArenas:
             for address in self._opened:
                 runtime.ipcCloseMemHandle(address)
         with suppress(AgreedStepFailed, TopoplanError):
-            steps.take(lambda: None)  # nobody has it open any more
+            steps.take(lambda: None)  # no rank has it mapped any more
             memory, self._memory = self._memory, 0
             with suppress(runtime.CUDARuntimeError):
                 runtime.free(memory)
 
     def _here(self, peer: int) -> bool:
-        """Whether a rank is one of this process."""
+        """Return whether a rank is in this process."""
         return self._ranks[peer].process == self._ranks[self._rank].process
 
     def _look(self) -> None:
         device = self._ranks[self._rank].device
         for peer, one in enumerate(self._ranks):
-            # what another process calls its GPU says nothing here
+            # device numbers of other processes do not apply here
             if not self._near[peer] or not self._here(peer) or one.device == device:
                 continue
             if not self._runtime.deviceCanAccessPeer(device, one.device):
@@ -650,7 +594,7 @@ class _CudaArenas:
         return seen
 
     def _enable(self, other: int) -> None:
-        """Let kernels of the current GPU reach another one's memory."""
+        """Let kernels of the current GPU access another one's memory."""
         try:
             self._runtime.deviceEnablePeerAccess(other)
         except self._runtime.CUDARuntimeError as error:
@@ -659,7 +603,7 @@ class _CudaArenas:
 
 
 def _queues(text: str) -> int:
-    """What the variable means to CUDA, for which what is no number above zero means nothing."""
+    """Return the streams that CUDA reads from the variable: its default unless the text is a number above 0."""
     return int(text) if text.isdigit() and int(text) else QUEUES_BY_DEFAULT
 
 
@@ -668,7 +612,7 @@ def _process() -> str:
 
 
 def _host() -> str:
-    """What the processes of a host have in common, also those in containers."""
+    """Return an id of this host that containers on it share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

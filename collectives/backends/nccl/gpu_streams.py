@@ -5,8 +5,8 @@ replayed graph shows its progress too. All streams start behind one event and en
 needs.
 
 A run can be replayed as a CUDA graph if all ranks replay the same capture, and a graph holds addresses. Each rank
-therefore offers its options for the arrays of this call (`GraphReplays`), all ranks see all offers, and decide alike:
-replay if all have the same graph; capture if all have run with these addresses before; else run step by step.
+therefore offers its options for the arrays of this call (`GraphReplays`), all ranks see all offers, and decide the
+same: replay if all have the same graph; capture if all have run with these addresses before; else run step by step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collectives.backends.stepped_program import ProgramStep, SteppedProgram
 from collectives.tables.kernels.kernel_launch import DeviceWork, Kernels, work_of
 
 REMEMBERED = 8
-"""Sets of addresses that a rank remembers for a program."""
+"""Sets of addresses kept for a program."""
 
 NEW, SEEN, FIRST_GRAPH = 0, 1, 2
 """Offers: never run, run before, and from here on the numbers of graphs."""
@@ -36,14 +36,8 @@ NEW, SEEN, FIRST_GRAPH = 0, 1, 2
 class BoundProgram:
     """A program whose tables lie on the GPU.
 
-    Parameters
-    ----------
-    program : Program
-    works : tuple of DeviceWork
-        For each lane.
-    scratch : CuPy array or None
-    steps : CuPy array
-        The numbers 0, 1, 2, … as int32, to mark progress with.
+    `works` has one entry for each stream. `scratch` is a CuPy array or None. `steps` holds 0, 1, 2, … as int32, to mark
+    progress with.
     """
 
     program: SteppedProgram
@@ -53,11 +47,11 @@ class BoundProgram:
 
 
 def bind_program(program: SteppedProgram, kernels: Kernels, cupy: ModuleType, itemsize: int) -> BoundProgram:
-    """Put a program's tables into the memory of the current GPU."""
-    longest = max((len(lane.steps) for lane in program.lanes), default=0)
+    """Copy a program's tables to the memory of the current GPU."""
+    longest = max((len(stream.steps) for stream in program.streams), default=0)
     return BoundProgram(
         program,
-        tuple(kernels.upload(work_of(lane.joins, itemsize), 3) for lane in program.lanes),
+        tuple(kernels.upload(work_of(stream.joins, itemsize), 3) for stream in program.streams),
         cupy.empty(program.scratch, dtype=np.uint8) if program.scratch else None,
         cupy.asarray(np.arange(longest + 1, dtype=np.int32)),
     )
@@ -73,37 +67,31 @@ class _Streams:
 class NcclStreams:
     """The streams of a rank, and what runs in them.
 
-    Parameters
-    ----------
-    cupy : module
-    kernels : Kernels
-        Of the GPU that is current now and in every call.
-    most : int
-        Lanes whose progress can be marked.
+    `kernels` of the GPU that is current now and in every call. The progress of `most` streams can be marked.
     """
 
     def __init__(self, cupy: ModuleType, kernels: Kernels, *, most: int) -> None:
         self._cupy: Any = cupy
         self._kernels = kernels
-        self._lanes: list[_Streams] = []
+        self._streams: list[_Streams] = []
         self._memory: Any = cupy.cuda.alloc_pinned_memory(4 * most)
         self.marks: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32, count=most)
 
     @property
     def origin(self) -> Any:
-        """The stream behind which everything starts, and which goes on when all has ended."""
+        """Return the stream before which everything starts, and which continues when all has ended."""
         self._have(1)
-        return self._lanes[0].moving
+        return self._streams[0].moving
 
-    def send_addresses(self, placed: BoundProgram, addresses: NDArray[np.int64]) -> None:
-        """Tell the kernels where the buffers lie."""
+    def send_addresses(self, bound: BoundProgram, addresses: NDArray[np.int64]) -> None:
+        """Copy the addresses of the buffers to the kernels' tables."""
         with self.origin:
-            for work in placed.works:
+            for work in bound.works:
                 work.bases.set(addresses)
 
     def run(
         self,
-        placed: BoundProgram,
+        bound: BoundProgram,
         connections: NcclCommunicators,
         kernel: Any,
         addresses: NDArray[np.int64],
@@ -111,54 +99,49 @@ class NcclStreams:
     ) -> None:
         """Queue all steps; also into a graph, if `origin` is capturing.
 
-        Parameters
-        ----------
-        placed : BoundProgram
-        connections : Connections
-        kernel : callable
-        addresses : (3,) array
-            Where the buffers lie.
-        check : callable
-            Called before each step; what it raises ends the collective.
+        `addresses` has the buffers' three addresses. `check` is called before each step, and may raise to end the
+        collective.
         """
-        lanes = placed.program.lanes
-        links = connections.have(len(lanes))
-        self._have(len(lanes))
+        programs = bound.program.streams
+        links = connections.have(len(programs))
+        self._have(len(programs))
         origin = self.origin
         begun = self._event(origin)
-        streams = [
-            stream for one in self._lanes[: len(lanes)] for stream in (one.moving, one.joining, one.marking)
+        others = [
+            stream
+            for one in self._streams[: len(programs)]
+            for stream in (one.moving, one.joining, one.marking)
         ][1:]
-        for stream in streams:
+        for stream in others:
             stream.wait_event(begun)
         turns = sorted(
             (step.number, number, place)
-            for number, lane in enumerate(lanes)
-            for place, step in enumerate(lane.steps)
+            for number, program in enumerate(programs)
+            for place, step in enumerate(program.steps)
         )
         joined: dict[tuple[int, int], Any] = {}
         where = [int(address) for address in addresses]
         for _, number, place in turns:
             check()
-            step, lane = lanes[number].steps[place], self._lanes[number]
+            step, streams = programs[number].steps[place], self._streams[number]
             if step.joined is not None:
-                lane.moving.wait_event(joined[number, step.joined])
+                streams.moving.wait_event(joined[number, step.joined])
             with connections.group():
-                self._move(step, links[number], lane.moving, where)
+                self._move(step, links[number], streams.moving, where)
             connections.settle(links[number], check)
-            moved = self._event(lane.moving)
-            self._mark(placed, number, place + 1, lane.marking, moved)
+            moved = self._event(streams.moving)
+            self._mark(bound, number, place + 1, streams.marking, moved)
             if step.join is not None:
-                lane.joining.wait_event(moved)
-                with lane.joining:
-                    self._kernels.launch(kernel, placed.works[number], step.join)
-                joined[number, place] = self._event(lane.joining)
-        for stream in streams:
+                streams.joining.wait_event(moved)
+                with streams.joining:
+                    self._kernels.launch(kernel, bound.works[number], step.join)
+                joined[number, place] = self._event(streams.joining)
+        for stream in others:
             origin.wait_event(self._event(stream))
 
     def _have(self, count: int) -> None:
-        while len(self._lanes) < count:
-            self._lanes.append(_Streams(*(self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))))
+        while len(self._streams) < count:
+            self._streams.append(_Streams(*(self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))))
 
     def _event(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -171,10 +154,10 @@ class NcclStreams:
         for one in step.receives:
             link.receive(where[one.buffer] + one.offset, one.nbytes, one.peer, stream.ptr)
 
-    def _mark(self, placed: BoundProgram, lane: int, value: int, stream: Any, moved: Any) -> None:
+    def _mark(self, bound: BoundProgram, number: int, value: int, stream: Any, moved: Any) -> None:
         stream.wait_event(moved)
         runtime = self._cupy.cuda.runtime
-        target, source = self._memory.ptr + 4 * lane, placed.steps.data.ptr + 4 * value
+        target, source = self._memory.ptr + 4 * number, bound.steps.data.ptr + 4 * value
         runtime.memcpyAsync(target, source, 4, runtime.memcpyDeviceToHost, stream.ptr)
 
 
@@ -185,10 +168,8 @@ class _RecordedRun:
 
 
 class GraphReplays:
-    """What one rank remembers of one program; a key is whatever a graph depends on.
+    """The runs and graphs of one program on one rank; a key is whatever a graph depends on.
 
-    Examples
-    --------
     >>> replays = GraphReplays()
     >>> replays.offer("x"), replays.ran("x"), replays.offer("x"), replays.captured("x", 7, "graph"), replays.offer("x")
     (0, None, 1, None, 9)
@@ -198,15 +179,15 @@ class GraphReplays:
         self._runs: OrderedDict[object, _RecordedRun] = OrderedDict()
 
     def offer(self, key: object) -> int:
-        """What this rank could do."""
+        """Return this rank's offer: `NEW`, `SEEN` or the number of a graph."""
         return self._runs[key].offer if key in self._runs else NEW
 
     def graph(self, key: object) -> Any:
-        """The graph of the last capture."""
+        """Return the graph of the last capture."""
         return self._runs[key].graph
 
     def ran(self, key: object) -> None:
-        """It was run step by step."""
+        """Record a run step by step."""
         if key not in self._runs:
             self._runs[key] = _RecordedRun(SEEN)
         self._runs.move_to_end(key)
@@ -214,20 +195,18 @@ class GraphReplays:
             self._runs.popitem(last=False)
 
     def drop_graphs(self) -> None:
-        """Let go of all graphs, for which NCCL waits before it frees a communicator."""
+        """Drop all graphs, for which NCCL waits before it frees a communicator."""
         for key, run in self._runs.items():
             self._runs[key] = _RecordedRun(min(run.offer, SEEN))
 
     def captured(self, key: object, number: int, graph: Any) -> None:
-        """It was captured, as graph number so and so of the job."""
+        """Record a graph by its number in the job."""
         self._runs[key] = _RecordedRun(FIRST_GRAPH + number, graph)
 
 
 def replay_decision(offers: Sequence[int]) -> str:
-    """What all ranks do: "run", "capture" or "replay".
+    """Return what all ranks do: "run", "capture" or "replay".
 
-    Examples
-    --------
     >>> replay_decision([5, 5, 5]), replay_decision([5, 1, 6]), replay_decision([5, 0, 5])
     ('replay', 'capture', 'run')
     """

@@ -37,13 +37,13 @@ from collectives.tables.transfer_table import TransferTable, place_in
 from topoplan.plans.shards import ALIGNMENT
 
 FLAG_BYTES = 128
-"""From flag to flag: each has a line of the cache to itself."""
+"""Distance of flags: each has a cache line to itself."""
 
 PIECES, LEAST_CHUNK = 8, 8 << 10
-"""A part of a shard has this many chunks, for a pipeline, but shorter ones than so many bytes leave threads idle."""
+"""Chunks of a part of a shard, for the pipeline, and the least bytes of one: shorter chunks leave threads idle."""
 
 MOST_ENDS = 256
-"""Ends of a step; as in ``forest.cu``."""
+"""The most ends of a step; as in ``forest.cu``."""
 
 DIRECT, STAGED = 0, -1
 """In place of a number of slots: data goes to the result, or has come into this rank's room as a message."""
@@ -68,22 +68,12 @@ END = np.dtype(
         for name in ("peer", "home", "slots", "count", "stride", "data", "credit", "sent", "row")
     ]
 )
-"""Rows of the tables; what they mean stands in ``forest.cu``."""
+"""Rows of the tables; ``forest.cu`` explains them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelMessage:
-    """Elements that a rank sends or receives between two kernels.
-
-    Parameters
-    ----------
-    sends : bool
-    peer : int
-    buffer : int
-        `GIVEN`, `RESULT` or `KEPT`.
-    first, count : int
-        Elements of the buffer.
-    """
+    """Elements that a rank sends or receives between two kernels; `buffer` is `GIVEN`, `RESULT` or `KEPT`."""
 
     sends: bool
     peer: int
@@ -94,15 +84,9 @@ class KernelMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPhase:
-    """What a rank does in one kernel, and the messages behind it.
+    """A rank's work in one kernel, and the messages behind it.
 
-    Parameters
-    ----------
-    blocks : (B + 1,) int64
-        No kernel if there is no block.
-    steps : (S,) array of `STEP`
-    ends : (E,) array of `END`
-    messages : tuple of Message
+    `blocks` has B + 1 entries, for B blocks; no kernel runs if B is 0. `steps` has rows of `STEP`, `ends` of `END`.
     """
 
     blocks: NDArray[np.int64]
@@ -113,46 +97,23 @@ class KernelPhase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelTables:
-    """What a rank does in a collective.
-
-    Parameters
-    ----------
-    phases : tuple of Phase
-    room : int
-        Elements of the room for sums that are needed again, and for messages.
-    """
+    """A rank's work in a collective; `room` counts the elements for sums that are needed again, and for messages."""
 
     phases: tuple[KernelPhase, ...]
     room: int
 
 
 class KernelPlan:
-    """A plan with its place in the arenas, which it has for as long as these live.
+    """A plan with its place in the arenas for as long as these live; the same on all ranks.
 
-    It is the same on all ranks.
+    - `base`: where its place begins in every arena, a multiple of `FLAG_BYTES`.
+    - `stride`: bytes of a slot, a multiple of `FLAG_BYTES`, and at least `ALIGNMENT` elements of 16 bytes.
+    - `blocks`: the most blocks of the kernel.
+    - `room`: bytes that the arenas have left. A plan takes as many parts as fit, at least one.
+    - `domains` of each rank; empty if all are in one.
+    - `adds`, `copies`: whether switches that can are to add, and to copy.
 
-    Parameters
-    ----------
-    key : PlanKey
-    base : int
-        Where its place begins in every arena, a multiple of `FLAG_BYTES`.
-    stride : int
-        Bytes of a slot, a multiple of `FLAG_BYTES`, and of `ALIGNMENT` elements of 16 bytes at least.
-    blocks : int
-        Of the kernel, at most.
-    room : int
-        Bytes that the arenas have left. A plan takes as few parts as fit, one at least.
-    domains : tuple of int
-        Of each rank; empty where all are in one.
-    adds, copies : bool
-        Whether switches that can are to add, and to copy.
-
-    Attributes
-    ----------
-    nbytes : int
-        That it takes in every arena. They must be zero where it has never run.
-    stars : int
-        What switches add or copy.
+    `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
     """
 
     def __init__(
@@ -177,7 +138,7 @@ class KernelPlan:
         self._lay(key, base, min(_parts(key, found, blocks), max(1, room // max(self.nbytes, 1))))
 
     def _lay(self, key: PlanKey, base: int, parts: int) -> None:
-        """Give flags and slots of so many parts their places in the arenas."""
+        """Assign flags and slots of so many parts their places in the arenas."""
         found, stride = self.steps, self.stride
         self.parts = parts
         self.data, self.credit, self.slots = np.zeros((3, len(found.slots), parts), dtype=np.int64)
@@ -203,35 +164,27 @@ class KernelPlan:
 
     @property
     def most_ends(self) -> int:
-        """The most ends of a step, of which the kernel takes `MOST_ENDS`."""
+        """Return the most ends of a step, of which the kernel takes `MOST_ENDS`."""
         return max((len(step.arrivals) + len(step.departures) for step in self.steps.steps), default=0)
 
     @property
     def numbers(self) -> int:
-        """How many numbers each rank keeps, zero at first: the chunks that each of its ends has seen."""
+        """Return how many counters each rank keeps, zeroed at first: the chunks that each of its ends has seen."""
         return 2 * self.data.size
 
     def tables(
         self, table: TransferTable, memory: RankArrays[Any], itemsize: int, *, direct: bool = False
     ) -> KernelTables:
-        """The tables of one rank.
+        """Return the tables of one rank; the arrays of `memory` themselves are not read.
 
-        Parameters
-        ----------
-        table : TransferTable
-            The plan, lowered; its chunks are the longest that there may be.
-        memory : RankArrays
-            The arrays themselves are not looked at.
-        itemsize : int
-            Bytes of an element.
-        direct : bool
-            Whether the results of all ranks begin at the same place of their arenas.
+        The chunks of `table` are the longest that are possible. `direct`: the results of all ranks begin at the same
+        offset of their arenas.
         """
         return _KernelTablesBuilder(self, table, memory, itemsize, direct=direct and self.whole).build()
 
 
 def _parts(key: PlanKey, found: ForestSteps, blocks: int) -> int:
-    """Into how many parts steps are cut: a rank's longest one is shared by as many blocks as it is worth."""
+    """Return into how many parts steps are cut: a rank's longest one shares blocks by its part of the work."""
     work: dict[tuple[int, int], list[float]] = {}
     for step in found.steps:
         ends = len(step.arrivals) + len(step.departures)
@@ -243,11 +196,11 @@ def _parts(key: PlanKey, found: ForestSteps, blocks: int) -> int:
 
 
 Buffer = tuple[int, int]
-"""A buffer of a rank, and which element of the collective it begins with."""
+"""A buffer of a rank, and the element of the collective that it begins with."""
 
 
 class _KernelTablesBuilder:
-    """The tables of one rank in the making."""
+    """Builds the tables of one rank."""
 
     def __init__(
         self, plan: KernelPlan, table: TransferTable, memory: RankArrays[Any], itemsize: int, *, direct: bool
@@ -259,7 +212,7 @@ class _KernelTablesBuilder:
         self._bounds: list[int] = table.bounds.tolist()
         self._longest = min(table.chunk_elements, plan.stride // itemsize // ALIGNMENT * ALIGNMENT)
         self._shortest = LEAST_CHUNK // itemsize
-        # the rows of chunk 0, from which empty shards are left out
+        # the rows of chunk 0, without empty shards
         _, firsts = np.unique(self._found.row, return_index=True)
         rows = np.cumsum(np.diff(table.bounds)[self._found.shard[firsts]] > 0) - 1
         self._row = rows[self._found.row]
@@ -294,7 +247,7 @@ class _KernelTablesBuilder:
         return KernelTables(tuple(phases), self._length)
 
     def _step(self, step: ForestStep) -> tuple[tuple[Any, ...], list[int], list[int]]:
-        """What all parts of a step have in common, and its ends in the kernel."""
+        """Return what all parts of a step have in common, and its ends in the kernel."""
         found, crosses = self._found, self._found.crosses
         start, stop = self._bounds[step.shard : step.shard + 2]
         result = (RESULT, self._memory.block[0]) if self._memory.holds(start, stop) else None
@@ -307,7 +260,7 @@ class _KernelTablesBuilder:
         }[step.own]
         kept = NO_BUFFER
         if step.own == NOWHERE and crosses[arrivals[0]]:
-            # it only passes on what a message has brought
+            # the step only forwards a message
             own = (
                 result if final and result is not None else self._placed("message", arrivals[0], start, stop)
             )
@@ -338,7 +291,7 @@ class _KernelTablesBuilder:
         return (own, kept, divides, direct, step.gathers, step.spreads), arrivals, departures
 
     def _is_direct(self, step: ForestStep) -> bool:
-        """Whether what arrives at a step is its rank's result already."""
+        """Return whether the arrivals of a step are its rank's result already."""
         return (
             self._direct
             and step.own == NOWHERE
@@ -349,7 +302,7 @@ class _KernelTablesBuilder:
         )
 
     def _placed(self, what: str, number: int, start: int, stop: int) -> Buffer:
-        """Where in the room the elements of a shard lie."""
+        """Return where in the room the elements of a shard lie."""
         if (what, number) not in self._room:
             self._room[what, number] = (KEPT, start - self._length)
             self._length += -(-(stop - start) // ALIGNMENT) * ALIGNMENT
@@ -387,7 +340,7 @@ class _KernelTablesBuilder:
 def _dealt_to_blocks(
     pieces: list[tuple[ForestStep, int]], rows: NDArray[np.void], blocks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-    """Deal steps out to blocks, most work first to the block that has least; who goes on from a sum stays with it."""
+    """Deal steps to blocks, the most work first to the least loaded block; steps that continue a sum stay with it."""
     chains: dict[tuple[int, int], list[int]] = {}
     head: dict[int, int] = {}
     for number, (step, part) in enumerate(pieces):

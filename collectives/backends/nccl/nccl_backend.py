@@ -63,83 +63,53 @@ REGION_BYTES = 256 << 20
 """The default for the memory of a GPU that the other GPUs write to."""
 
 DRAIN_SECONDS = 1.0
-"""Time for the GPU to end what was queued, once the communicators are aborted."""
+"""Time for the GPU to finish queued work after the communicators are aborted."""
 
 NOTICE_SECONDS = 1.0
-"""Time for a rank that gave up to tell why."""
+"""Time for a rank that gave up to report why."""
 
 CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
-"""What ranks offer that capture a collective in a graph, or have their arrays on the host."""
+"""Offers of ranks that capture a collective in a graph, or have their arrays on the host."""
 
 CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""What Open MPI and MPICH set for the processes that they start."""
+"""Variables that Open MPI and MPICH set for the processes that they start."""
 
 _in_graphs: list[WindowEngine] = []
-"""Those whose kernels are in a graph of the caller's, where they read that they have to end: kept with the process."""
+"""Engines whose kernels are in a caller's graph and read the stop word there: kept until the process ends."""
 
 Layout = tuple[Any, int, Given, tuple[int, int]]
-"""What a program depends on: the table, the bytes of an element, and which elements the rank gives and gets."""
+"""Key of a program: the table, the bytes of an element, and the elements that the rank puts in and gets."""
 
 
 class NcclBackend(OneRank):
-    """`Backend` of one rank.
+    """Run collectives on one GPU of one rank over NCCL.
 
-    Parameters
-    ----------
-    cupy : module
-    world : World
-        How the ranks speak of other things than data; closed with the back end.
-    device : int, optional
-        Number of the GPU in CUDA; by default the one that is current.
-    timeout : float
-        Seconds to wait for all ranks to come, and for the next step of a collective.
-    step_bytes : int
-        Bytes that a rank sends in a step at least, where the buffer has them.
-    lanes : str
-        "steps": one communicator, all trees in common steps. "trees": each tree has a communicator and streams of its
-        own; that sets ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` where it is not set, since communicators that run side by side
-        can else block each other.
-    overlap : bool
-        Join what has arrived while the next step moves; else before.
-    graphs : bool
-        Replay a collective as a CUDA graph from the third time that all ranks call it with the same arrays; with
-        "trees" never, since graphs of several communicators can block each other.
-    ranks_per_gpu : int, optional
-        More than 1 lets NCCL (2.30 or newer) put several ranks on one GPU, by setting
-        ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` where they are not set. It must be made before
-        NCCL is used in the process. By default the ranks count it: by host and PCI bus id.
-    bindings : str
-        Through which package NCCL is called: "nccl4py", "cupy", or "auto" for the first that is there.
-    engine : str
-        "windows": one kernel for each collective, which writes to the other GPUs' memory. "messages": NCCL's sends and
-        receives, and kernels that join. "auto": windows where all ranks have them and a plan fits.
-    region_bytes : int
-        Of each GPU's memory for windows: half of it for slots and flags, the other half for arrays of `empty`.
-    exact : bool
-        Sums have the plan's bits. Else a switch adds floating-point numbers where it can, in an order of its own.
-    arrays : CupyArrays, optional
-        Of another back end of this rank, on the same GPU; by default new ones.
-    survivors : Survivors, optional
-        Of ranks that are left of another job, which go on here; by default new ones, where ranks meet at a rendezvous.
-        This closes them.
-    parent : Parent, optional
-        The communicator of those ranks, of which this one's may be made.
+    - `device` is CUDA's number of the GPU, by default the current one.
+    - `timeout` is in seconds: for the rendezvous, and for the next step of a collective.
+    - `step_bytes`: the least that a rank sends in a step, if the buffer has as much.
+    - `lanes`: "steps" runs all trees in common steps on one communicator. "trees" gives each tree a communicator and
+      streams, and sets ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless it is set: communicators that run side by side can block
+      each other otherwise.
+    - `overlap`: join what has arrived while the next step moves.
+    - `graphs`: replay a collective as a CUDA graph from the third call with the same arrays on all ranks; never with
+      "trees", since graphs of several communicators can block each other.
+    - `ranks_per_gpu` above 1 lets NCCL (2.30 or newer) put several ranks on one GPU: it sets
+      ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` unless they are set, which must happen before the
+      process uses NCCL. By default the ranks count it by host and PCI bus id.
+    - `bindings`: "nccl4py", "cupy", or "auto" for the first that is installed.
+    - `engine`: "windows" runs one kernel for each collective, which writes to the other GPUs' memory. "messages" uses
+      NCCL's sends and receives, and kernels that join. "auto" takes windows if all ranks have them and the plan fits.
+    - `region_bytes`: memory of each GPU for windows, half of it for slots and flags, half for arrays of `empty`.
+    - `exact`: sums have the plan's bits. Without it a switch may add floating-point numbers in its own order.
+    - `arrays`, `survivors`, `parent`: taken over from an earlier back end of this rank. This one closes `survivors`.
 
-    Attributes
-    ----------
-    about_engine : str
-        Which engine it is, and why no better one; the same on all ranks.
-    survivors : Survivors or None
-        None also where this rank's GPU has failed: the others go on without it.
+    `about_engine` names the engine and why no better one is used; it is the same on all ranks. `survivors` becomes None
+    when this rank's GPU has failed: the others recover without it.
 
-    Raises
-    ------
-    UsageError
-        NCCL is missing, an argument is out of range, or windows are demanded and cannot be had.
-    BackendError
-        The ranks do not find each other.
+    Raises `UsageError` if NCCL is missing, an argument is out of range, or windows are demanded and not available;
+    `BackendError` if the ranks do not find each other.
     """
 
     name = "nccl"
@@ -170,7 +140,7 @@ class NcclBackend(OneRank):
     ) -> None:
         if region_bytes < 2 * UNIT or region_bytes % UNIT:
             raise UsageError(
-                f"a region of {region_bytes} bytes: give a multiple of {UNIT}, {2 * UNIT} at least"
+                f"region_bytes must be a multiple of {UNIT}, {2 * UNIT} at least, got {region_bytes}"
             )
         if engine not in ENGINES:
             raise UsageError(
@@ -181,8 +151,8 @@ class NcclBackend(OneRank):
         given = 1 if ranks_per_gpu is None else ranks_per_gpu
         if step_bytes < 1 or given < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
             raise UsageError(
-                f"steps of {step_bytes} bytes, {given} ranks per GPU, a timeout of {timeout} s: "
-                f"give numbers above zero, of seconds {LONGEST_TIMEOUT} at most"
+                f"step_bytes, ranks_per_gpu and timeout must be above 0, and timeout at most {LONGEST_TIMEOUT} s, "
+                f"got {step_bytes}, {given} and {timeout}"
             )
         if arrays is not None:
             device = arrays.device
@@ -215,19 +185,19 @@ class NcclBackend(OneRank):
             "exact": exact,
         }
         self._graphs = graphs and lanes == "steps"
-        self._alike: dict[str, Any] = {
+        self._shared_settings: dict[str, Any] = {
             **self._settings,
             "graphs": graphs,
             "ranks_per_gpu": ranks_per_gpu,
             "bindings": bindings,
             "region_bytes": region_bytes,
         }
-        self._then: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], None]] = []
         self._programs: OrderedDict[Layout, tuple[BoundProgram, GraphReplays]] = OrderedDict()
         self._captures = 0
         self._closed = False
         with self.arrays.here():
-            self._lanes = NcclStreams(cupy, self.arrays.kernels, most=MOST_STREAMS)
+            self._streams = NcclStreams(cupy, self.arrays.kernels, most=MOST_STREAMS)
         self._connections = NcclCommunicators(
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
@@ -251,27 +221,12 @@ class NcclBackend(OneRank):
         environment: Mapping[str, str] = os.environ,
         **options: int | str | bool,
     ) -> NcclBackend:
-        """The back end of a process that a launcher started.
+        """Return the back end of a process that a launcher started.
 
-        Its place is found as for the other back ends (`read_rank_environment`); under mpiexec without these variables
-        the ranks are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of the host,
-        modulo the GPUs that the process sees. It becomes current in the thread that calls this, so that arrays are made
-        there.
-
-        Parameters
-        ----------
-        timeout : float
-        environment : mapping
-            Variables and values.
-        **options
-            Further ones of `NcclBackend`.
-
-        Raises
-        ------
-        UsageError
-            A library or a GPU is missing; names the variables that are missing, or the one whose value is no number.
-        BackendError
-            The ranks do not find each other.
+        Rank and size are found as for the other back ends (`read_rank_environment`); under mpiexec without these
+        variables the ranks are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of
+        the host, modulo the GPUs that the process sees. It becomes current in the calling thread, so that arrays are
+        made there.
         """
         cupy = load_cupy(cls.name)
         world, local = _control_plane(environment, timeout)
@@ -285,8 +240,7 @@ class NcclBackend(OneRank):
 
     @property
     def about(self) -> dict[str, Any]:
-        """See `GoesOn.about`."""
-        return self._alike
+        return self._shared_settings
 
     @classmethod
     def among(
@@ -300,27 +254,11 @@ class NcclBackend(OneRank):
         timeout: float,
         **options: Any,
     ) -> NcclBackend:
-        """The back end of a group of ranks that tell each other texts; the first of them hosts where they meet.
+        """Return the back end of a group of ranks that gather texts; the first one hosts the rendezvous.
 
-        Parameters
-        ----------
-        gather : callable
-            An allgather of texts among all ranks that make such a group at this time.
-        members : sequence of int
-            The ranks of this one's group, by their place in what is gathered; they are counted anew in this order.
-        cupy : module
-        rank : int
-            This rank among those that gather.
-        local : str
-            The address of this machine at which the others reach it.
-        timeout : float
-        **options
-            Further ones of `NcclBackend`.
-
-        Raises
-        ------
-        UsageError, BackendError
-            As where a back end is made.
+        `gather` is an allgather of texts among all ranks that make such a group at this time. `members` are this
+        group's ranks by their position in what is gathered; rank i of the new back end is the i-th of them. `local` is
+        the address at which the others reach this machine.
         """
         address, place = rendezvous_within(gather, members, rank=rank, local=local)
         world: TcpControlPlane | None = None
@@ -333,14 +271,13 @@ class NcclBackend(OneRank):
                     one.close()
             raise
         if place is not None:
-            made._then.append(place.close)
+            made._on_close.append(place.close)
         return made
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """See `Splits.split`; with the settings of this one."""
         if not isinstance(self._world, TcpControlPlane):
             raise UsageError(
-                "ranks that meet over MPI are not split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
+                "ranks whose rendezvous is MPI cannot be split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
             )
         made = NcclBackend.among(
             self.gather_texts,
@@ -350,15 +287,14 @@ class NcclBackend(OneRank):
             local=self._world.control.local,
             timeout=self._timeout,
             device=self.arrays.device,
-            **self._alike,
+            **self._shared_settings,
         )
         return [made]
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`; with the settings of this one, and behind all that callers have told the GPU."""
         survivors = self.survivors
         assert survivors is not None, "looked at before"
-        # where ranks have come and none has gone, all that know the memory give it up at this time
+        # if ranks have joined and none has failed, all ranks that map the memory release it now
         self._leave(together=size >= self.size)
         try:
             return NcclBackend.among(
@@ -371,7 +307,7 @@ class NcclBackend(OneRank):
                 arrays=self.arrays,
                 survivors=survivors,
                 parent=self._connections.parent,
-                **self._alike,
+                **self._shared_settings,
             )
         except Exception as error:
             self._stay_out_if_failed()
@@ -380,56 +316,50 @@ class NcclBackend(OneRank):
             raise BackendError(describe_failure(error), rank=rank) from error
 
     def run(self, call: Call[Any]) -> None:
-        """See `Backend.run`."""
         user, name = self._users_stream(), f"topoplan {call.signature.collective}"
-        with self._telling(), self.arrays.here() as stream, self._named(name):
+        with self._reporting_failures(), self.arrays.here() as stream, self._named(name):
             if _captures(user):
                 self._capture_for(call, user, stream)
             else:
                 self._run(call, stream)
 
     def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
-        with self._telling():
+        with self._reporting_failures():
             self._agree(signature, 0)
 
     def agree_on_host(self, signature: Signature) -> None:
-        """Compare with all ranks a collective that something else carries, since its arrays are on the host."""
-        with self._telling():
+        """Compare with all ranks a collective of host arrays, which another back end carries."""
+        with self._reporting_failures():
             self._agree(signature, ON_HOST)
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """See `GivesMemory.empty`: of the region, where there is one."""
         memory = self.memory(math.prod(shape) * self.arrays.itemsize(like))
         return self.arrays.empty(shape, like) if memory is None else memory.view(like.dtype).reshape(shape)
 
     def memory(self, nbytes: int) -> Any | None:
-        """A CuPy array of bytes in the region, contents undefined; None where it has no more room."""
+        """Return a CuPy array of bytes in the arena, contents undefined; None if the arena has no free range."""
         return None if self._engine is None else self._engine.region.array(nbytes)
 
     def writes(self, array: Any) -> bool:
-        """See `GivesMemory.writes`: to those of `empty`, and to all while the caller captures a graph."""
         inside = self.holds(array.data.ptr, array.nbytes)
         return inside or (self._engine is not None and self.captures)
 
     @property
     def captures(self) -> bool:
-        """See `Captures.captures`."""
         return _captures(self._users_stream())
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Whether memory is of `memory`, where results may be written at once."""
+        """Return whether memory lies in the arena, so that results can be written there directly."""
         return self._engine is not None and self._engine.place_of_result(address, nbytes) > 0
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._leave(together=True, ends=True)
-        self._connections.let_go()
+        self._connections.abort_parent()
         if self.survivors is not None:
             self.survivors.close()
 
     def _leave(self, *, together: bool, ends: bool = False) -> None:
-        """Leave the other ranks; where it ``ends`` for all of them, no communicator stays."""
+        """Leave the other ranks; with `ends` the job ends on all ranks, and no communicator is kept."""
         if self._closed:
             return
         self._closed = True
@@ -437,18 +367,18 @@ class NcclBackend(OneRank):
         if self._guard.error is None:
             self._leave_engine(together=together)
             if ends:
-                self._connections.give_up()
+                self._connections.destroy_all()
             else:
                 self._connections.abort(idle=True)
             self._drop_graphs()
-            self._connections.left(DESTROY_SECONDS)
+            self._connections.wait_ended(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
-        for close in self._then:
+        for close in self._on_close:
             close()
 
     def _survivors(self) -> MembershipProtocol | None:
-        """How ranks that are left find each other, where there is an address at which this one is reached."""
+        """Return the survivors' rendezvous, if this rank has an address for one."""
         world = self._world
         if not isinstance(world, TcpControlPlane):
             return None
@@ -457,11 +387,11 @@ class NcclBackend(OneRank):
         )
 
     def _stay_out_if_failed(self) -> None:
-        """Let the others go on without this rank where its GPU has failed, which no later call of CUDA's mends."""
+        """Leave recovery to the other ranks if this rank's GPU has failed, which no later CUDA call repairs."""
         runtime, survivors = self._cupy.cuda.runtime, self.survivors
         try:
             with self._gpu():
-                self._under_way(runtime.streamQuery(self._lanes.origin.ptr))
+                self._under_way(runtime.streamQuery(self._streams.origin.ptr))
         except runtime.CUDARuntimeError:
             self.survivors = None
             if survivors is not None:
@@ -470,17 +400,17 @@ class NcclBackend(OneRank):
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)
         engine = self._engine
-        placed = None if engine is None else engine.place(call)
-        if engine is not None and placed is not None:
+        bound = None if engine is None else engine.place(call)
+        if engine is not None and bound is not None:
             place = engine.place_of_result(result, one.result.nbytes)
-            whole = call.plan.collective in WHOLE and not placed.small
+            whole = call.plan.collective in WHOLE and not bound.small
             direct = engine.place(call, direct=True) if place and whole else None
             self._check_engine(engine)
             offers = self._agree(call.signature, place)
             if direct is not None and min(offers) == max(offers):
-                placed = direct
+                bound = direct
             if len(call.table):
-                self._run_kernel(engine, placed, source, result, self._ready(stream))
+                self._run_kernel(engine, bound, source, result, self._ready(stream))
         elif self._engine is not None and self._settings["engine"] == "windows":
             raise UsageError(
                 f"this plan is too large for a region of {format_size(self._engine.region.nbytes)} or for a kernel; "
@@ -489,7 +419,7 @@ class NcclBackend(OneRank):
         else:
             self._run_messages(call, source, result, stream)
             if call.op == "avg" and call.dtype in AVERAGED and one.result.size:
-                with self._lanes.origin:
+                with self._streams.origin:
                     self.arrays.kernels.divide(one.result, call.dtype, self.size)
                 self._wait()
 
@@ -498,35 +428,37 @@ class NcclBackend(OneRank):
         engine = self._engine
         if engine is None or not engine.alone:
             raise UsageError(
-                "a collective can be captured in a graph with the windows engine on one server; this communicator "
+                "capturing a collective in a graph needs the windows engine on one server; this communicator "
                 f"has {self.about_engine}"
             )
-        placed = engine.kept(call)
+        bound = engine.kept(call)
         self._check_engine(engine)
-        offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if placed is None else CAPTURES)
+        offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if bound is None else CAPTURES)
         averaged = call.op == "avg" and call.dtype not in AVERAGED
-        if placed is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
+        if bound is None or NOT_READY_TO_CAPTURE in offers or call.op is None or averaged:
             raise UsageError(
-                "only an allreduce, reduce or reduce_scatter can be captured in a graph, and no average of integers or "
-                "16-bit floats; run it before on arrays of this type and length"
+                "a graph can capture an allreduce, reduce or reduce_scatter that ran before on arrays of this type and "
+                "length, except an average of integers or 16-bit floats; run it once before the capture"
             )
-        origin = self._lanes.origin
+        origin = self._streams.origin
         origin.wait_event(self._ready(stream))
-        engine.queue(placed, *_addresses(call), captured=call.memory)
+        engine.queue(bound, *_addresses(call), captured=call.memory)
         user.wait_event(self._ready(origin))
 
     def _users_stream(self) -> Any:
-        """Where the caller queues what it tells the GPU."""
+        """Return the stream on which the caller queues work."""
         with self._gpu():
             return self._cupy.cuda.get_current_stream()
 
     def _open_engine(self, region_bytes: int) -> str:
-        """Make the engine, if it can be had and is wanted; all ranks call this, and hear the same."""
+        """Open the windows engine if it is wanted and available, and return `about_engine`; all ranks call this."""
         wanted = str(self._settings["engine"])
-        said = self._world.texts(f"{wanted!r} and {region_bytes} bytes for it", timeout=self._timeout)
-        for peer, theirs in enumerate(said):
-            if theirs != said[0]:
-                raise UsageError(f"rank {peer} has the engine {theirs}, and rank 0 {said[0]}; make it alike")
+        texts = self._world.texts(f"{wanted!r} and {region_bytes} bytes for it", timeout=self._timeout)
+        for peer, theirs in enumerate(texts):
+            if theirs != texts[0]:
+                raise UsageError(
+                    f"engine must be the same on all ranks, got {theirs} on rank {peer} and {texts[0]} on rank 0"
+                )
         if wanted == "messages" or self.size == 1:
             return "messages"
         processors = self._cupy.cuda.Device(self.arrays.device).attributes["MultiProcessorCount"]
@@ -548,7 +480,7 @@ class NcclBackend(OneRank):
                 return f"messages: {found}"
             most = min(BLOCKS, processors // found.sharing)
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
-            kernels, origin = self.arrays.kernels, self._lanes.origin
+            kernels, origin = self.arrays.kernels, self._streams.origin
             self._engine = WindowEngine(
                 self._cupy,
                 kernels,
@@ -566,7 +498,7 @@ class NcclBackend(OneRank):
         return f"windows over {found.kind}{between}" + (f" ({found.why})" if found.why else "")
 
     def _leave_engine(self, *, together: bool) -> None:
-        """End the kernel, which nothing of NCCL can, and give up the memory that it works in."""
+        """End the kernel, which nothing of NCCL can, and release its memory."""
         if self._engine is None:
             return
         self._engine.stop()
@@ -575,31 +507,31 @@ class NcclBackend(OneRank):
         if together and ended:
             steps = AgreedSteps(self._world, timeout=self._timeout, enter=self._enter, leaving=True)
         with self._gpu():
-            # the engine itself has one array of it
+            # the engine itself holds one array of the region
             self._engine.region.close(steps, lent=1, used=self._engine.in_graphs)
         if self._engine.in_graphs:
             _in_graphs.append(self._engine)
 
     def _ready(self, stream: Any) -> Any:
-        """An event behind what was queued so far, tables of programs too."""
+        """Return an event behind all queued work, including copies of a program's tables."""
         ready = self._cupy.cuda.Event(disable_timing=True)
         ready.record(stream)
         return ready
 
     def _run_kernel(
-        self, engine: WindowEngine, placed: BoundKernelPlan, source: int, result: int, ready: Any
+        self, engine: WindowEngine, bound: BoundKernelPlan, source: int, result: int, ready: Any
     ) -> None:
-        origin = self._lanes.origin
-        engine.begins(placed)
+        origin = self._streams.origin
+        engine.begins(bound)
         with self._guard.watch(engine.progress, engine.waiting):
             origin.wait_event(ready)
-            engine.queue(placed, source, result, self._move)
+            engine.queue(bound, source, result, self._move)
             self._wait()
         self._check_engine(engine)
 
     def _check_engine(self, engine: WindowEngine) -> None:
-        """Raise what a kernel has met, now or in a graph of the caller's."""
-        if not (engine.late or engine.told):
+        """Raise the failure of a kernel, of this call or of a caller's graph."""
+        if not (engine.late or engine.peer_gave_up):
             return
         peer, row = engine.waiting()
         if engine.late:
@@ -607,51 +539,51 @@ class NcclBackend(OneRank):
             raise BackendError(what, rank=self.rank, peer=peer, step=row)
         end = time.monotonic() + NOTICE_SECONDS
         while self._world.trouble() is None and time.monotonic() < end:
-            time.sleep(1e-3)  # it is about to tell why
+            time.sleep(1e-3)  # its report is on the way
         raise self._world.trouble() or BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer)
 
     def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
-        """Queue messages behind a kernel (`engine.Move`)."""
-        (link, *_), stream = self._connections.have(1), self._lanes.origin.ptr
+        """Queue messages behind a kernel (`window_engine.Move`)."""
+        (link, *_), stream = self._connections.have(1), self._streams.origin.ptr
         with self._connections.group():
             for sends, peer, address, nbytes in messages:
                 (link.send if sends else link.receive)(address, nbytes, peer, stream)
         self._connections.settle(link, self._guard.check)
 
     def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
-        placed, replays = self._placed(call)
-        scratch = 0 if placed.scratch is None else placed.scratch.data.ptr
+        bound, replays = self._bound_program(call)
+        scratch = 0 if bound.scratch is None else bound.scratch.data.ptr
         addresses = np.array([source, result, scratch], dtype=np.int64)
         key = (call.op, call.dtype, *addresses.tolist())
         what = replay_decision(self._agree(call.signature, replays.offer(key) if self._graphs else 0))
         if not len(call.table):
             return
-        program = placed.program
-        self._connections.have(len(program.lanes))
+        program = bound.program
+        self._connections.have(len(program.streams))
         kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
-        marks = self._lanes.marks
-        marks[: len(program.lanes)] = 0
-        origin, ready = self._lanes.origin, self._ready(stream)
+        marks = self._streams.marks
+        marks[: len(program.streams)] = 0
+        origin, ready = self._streams.origin, self._ready(stream)
         with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
             origin.wait_event(ready)
-            self._lanes.send_addresses(placed, addresses)
+            self._streams.send_addresses(bound, addresses)
             if what == "capture":
-                self._capture(placed, replays, key, kernel, addresses)
+                self._capture(bound, replays, key, kernel, addresses)
             if what == "run":
                 replays.ran(key)
-                self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+                self._streams.run(bound, self._connections, kernel, addresses, self._guard.check)
             else:
                 replays.graph(key).launch(origin)
             self._wait()
 
     def _capture(
-        self, placed: BoundProgram, replays: GraphReplays, key: object, kernel: Any, addresses: Any
+        self, bound: BoundProgram, replays: GraphReplays, key: object, kernel: Any, addresses: Any
     ) -> None:
-        origin = self._lanes.origin
+        origin = self._streams.origin
         self._captures += 1
         origin.begin_capture()
         try:
-            self._lanes.run(placed, self._connections, kernel, addresses, self._guard.check)
+            self._streams.run(bound, self._connections, kernel, addresses, self._guard.check)
         except BaseException:
             # the stream must not stay in its capture, and nothing may hold what was captured
             with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
@@ -662,7 +594,7 @@ class NcclBackend(OneRank):
     def _wait(self) -> None:
         """Wait for the GPU: at first without sleeping, since most collectives are short."""
         ended = self._cupy.cuda.Event(disable_timing=True)
-        ended.record(self._lanes.origin)
+        ended.record(self._streams.origin)
         runtime = self._cupy.cuda.runtime
         pause = 0.0
         while self._under_way(runtime.eventQuery(ended.ptr)):
@@ -672,29 +604,29 @@ class NcclBackend(OneRank):
         self._guard.check()
 
     def _under_way(self, status: int) -> bool:
-        """Whether the GPU is not there yet; raises what it has failed with, where CuPy's ``done`` says no for ever."""
+        """Return whether the GPU still works; raise its failure, of which CuPy's ``done`` does not tell."""
         if status != NOT_READY:
             self._cupy.cuda.runtime.check_status(status)
         return status == NOT_READY
 
     def _agree(self, signature: Signature, offer: int) -> list[int]:
-        """Compare with all ranks what they mean to run; what each of them offers for it."""
+        """Compare the collective with all ranks, and return the offer of each."""
         offers = []
-        said = self._world.compare(signature, self._about(offer), timeout=self._timeout)
-        for peer, text in enumerate(said):
+        texts = self._world.compare(signature, self._about(offer), timeout=self._timeout)
+        for peer, text in enumerate(texts):
             other = json.loads(text)
             offers.append(int(other.pop("offer")))
             if other != self._settings:
                 raise BackendError(
-                    f"the peer's nccl back end has settings {other} instead of {self._settings}; "
-                    "make it alike on all ranks",
+                    f"settings of the nccl back end must be the same on all ranks, got {other} of the peer and "
+                    f"{self._settings} here",
                     rank=self.rank,
                     peer=peer,
                 )
             if (ON_HOST in (offers[0], offers[-1])) and offers[0] != offers[-1]:
                 raise RefusedError(
-                    f"one of rank {peer} and rank 0 has its arrays on the host and the other on a GPU; move them to "
-                    "the same kind",
+                    f"arrays must be on the host or on GPUs on all ranks, and rank {peer} and rank 0 differ; move them "
+                    "to the same kind",
                     rank=self.rank,
                     peer=peer,
                     next_call=signature.call + 1,
@@ -706,7 +638,7 @@ class NcclBackend(OneRank):
     def _about(self, offer: int) -> str:
         return json.dumps({**self._settings, "offer": offer})
 
-    def _placed(self, call: Call[Any]) -> tuple[BoundProgram, GraphReplays]:
+    def _bound_program(self, call: Call[Any]) -> tuple[BoundProgram, GraphReplays]:
         one = call.memory[0]
         layout = (call.table, call.itemsize, one.given, one.block)
         if layout not in self._programs:
@@ -728,8 +660,8 @@ class NcclBackend(OneRank):
         return self._programs[layout]
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell all ranks of what this one meets inside, and end."""
+    def _reporting_failures(self) -> Iterator[None]:
+        """Report failures inside to all ranks, and end."""
         try:
             self._guard.check()
             yield
@@ -744,7 +676,7 @@ class NcclBackend(OneRank):
             raise failure from error
 
     def _failure(self, error: BaseException) -> BackendError:
-        """What a rank has met, as the other ranks are told."""
+        """Return the failure of this rank as it is reported to the others."""
         if self._guard.error is not None:
             return self._guard.error
         failure = (
@@ -757,7 +689,7 @@ class NcclBackend(OneRank):
         return failure
 
     def _end(self, failure: BackendError) -> None:
-        """Abort the communicators, and give the GPU time to end what was queued: its memory is about to be given up."""
+        """Abort the communicators, and let the GPU finish queued work before its memory is released."""
         self._guard.stop(failure)
         engine = self._engine
         self._leave_engine(together=False)
@@ -765,38 +697,33 @@ class NcclBackend(OneRank):
             with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
                 failure.add_note(engine.state())
         self._drop_graphs()
-        self._connections.left(ABORT_SECONDS)
+        self._connections.wait_ended(ABORT_SECONDS)
         if not self._drain() and self._connections.parent is not None:
-            # where a kernel has not seen that it was to end, as one in a graph, only an abort still ends it
-            self._connections.let_go()
+            # only an abort ends a kernel that has not read the stop word, as one in a graph
+            self._connections.abort_parent()
             self._drain()
 
     def _drain(self) -> bool:
-        """Wait until the GPU has ended what was queued, but not for long; whether it has."""
+        """Wait at most `DRAIN_SECONDS` for the GPU to finish queued work; return whether it has."""
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
         with contextlib.suppress(runtime.CUDARuntimeError), self._gpu():
-            while self._under_way(runtime.streamQuery(self._lanes.origin.ptr)):
+            while self._under_way(runtime.streamQuery(self._streams.origin.ptr)):
                 if time.monotonic() > end:
                     return False
                 time.sleep(1e-3)
         return True
 
     def _drop_graphs(self) -> None:
-        """NCCL frees a communicator when no graph holds messages of it any more, and waits for that without end."""
+        """Drop all graphs: NCCL waits without end for them before it frees a communicator."""
         for _, replays in self._programs.values():
             replays.drop_graphs()
 
 
 def use_local_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Make the GPU of a process that joins a job current, number ``LOCAL_RANK`` if that is set, and return its number.
+    """Make GPU number ``LOCAL_RANK`` current in a process that joins a job, and return its number.
 
     None if ``LOCAL_RANK`` is not set; the current GPU is used then.
-
-    Raises
-    ------
-    UsageError
-        ``LOCAL_RANK`` is not a number, or its GPU does not take this process.
     """
     if not environment.get("LOCAL_RANK"):
         return None
@@ -804,13 +731,7 @@ def use_local_gpu(cupy: ModuleType, environment: Mapping[str, str] = os.environ)
 
 
 def _use_gpu(cupy: ModuleType, local: int, device: int | None = None) -> int:
-    """Make a GPU current in this thread and return its number, by default that of this number on the host.
-
-    Raises
-    ------
-    UsageError
-        There is no such GPU, or it does not take this process.
-    """
+    """Make a GPU current in this thread and return its number, by default `local` modulo the visible GPUs."""
     named = "the GPUs" if device is None else f"GPU {device}"
     try:
         if device is None:
@@ -826,14 +747,14 @@ def _use_gpu(cupy: ModuleType, local: int, device: int | None = None) -> int:
 
 
 def no_windows(why: str) -> UsageError:
-    """What is raised where windows are demanded and cannot be had; the bare reason is its cause."""
+    """Return the error for demanded windows that are not available; the bare reason is its cause."""
     error = UsageError(f'the windows engine cannot be had: {why}; use engine="messages"')
     error.__cause__ = UsageError(why)
     return error
 
 
 def _addresses(call: Call[Any]) -> tuple[int, int]:
-    """Where a rank's input and result lie; 0 for those without elements."""
+    """Return where a rank's input and result lie; 0 for arrays without elements."""
     one = call.memory[0]
     return int(one.source.data.ptr) if one.source.size else 0, int(
         one.result.data.ptr
@@ -841,12 +762,12 @@ def _addresses(call: Call[Any]) -> tuple[int, int]:
 
 
 def _captures(stream: Any) -> bool:
-    """Whether work on a stream goes into a graph; CUDA's default streams are not asked, where it never does."""
+    """Return whether work on a stream goes into a graph, which CUDA's default streams never do."""
     return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
 
 
 def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
-    """What gives a stretch of time a name in NVIDIA's profilers, where the nvtx package is installed."""
+    """Return nvtx's `annotate`, which names ranges in NVIDIA's profilers; a no-op without the nvtx package."""
     try:
         annotate: Callable[[str], contextlib.AbstractContextManager[Any]] = import_module("nvtx").annotate
     except ImportError:
@@ -855,12 +776,12 @@ def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
 
 
 def _control_plane(environment: Mapping[str, str], timeout: float) -> tuple[ControlPlane, int]:
-    """The world of this process, and its number on the host."""
+    """Return the control plane of this process, and its local rank."""
     if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
         try:
             from mpi4py import MPI
         except ImportError:
-            raise UsageError('ranks of mpiexec meet through mpi4py: pip install "topoplan[mpi]"') from None
+            raise UsageError('ranks of mpiexec need mpi4py: pip install "topoplan[mpi]"') from None
         from collectives.peers.control_plane import MpiControlPlane
 
         neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)

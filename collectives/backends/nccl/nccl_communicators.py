@@ -42,34 +42,28 @@ BLOCKED_CALL_SECONDS = 1.0
 """Seconds that aborting waits for a running call."""
 
 ABORT_SECONDS, DESTROY_SECONDS = 2.0, 5.0
-"""Time for NCCL to let go of its communicators, before a rank goes on without them."""
+"""Time for NCCL to abort or destroy its communicators before a rank continues."""
 
 LOOK_SECONDS = 0.01
 
 WATCH_SECONDS = 0.02
-"""Between two looks at a running collective."""
+"""Seconds between two looks at a running collective."""
 
 SHUTDOWN_NOTICE_SECONDS = 5.0
 """Time for the thread to end."""
 
 SHARED_MEMORY, ENOUGH_SHARED = "/dev/shm", 512 << 20
-"""The folder in which NCCL makes segments for ranks of a host, and bytes there that suffice for eight ranks."""
+"""The folder of NCCL's segments for ranks of a host, and bytes there that suffice for eight ranks."""
 
 Place = Callable[[], tuple[int | None, int | None]]
-"""The peer and the row of the table that a rank waits for."""
+"""Return the peer and the row of the table that a rank waits for."""
 
 SPINS = 200
-"""How often `NcclCommunicators.settle` looks before it sleeps in between."""
+"""Looks of `NcclCommunicators.settle` before it sleeps in between."""
 
 
 def prepare_library(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str) -> NcclLibrary:
-    """NCCL, with the variables set that it reads when it is first used; what is set already stays.
-
-    Raises
-    ------
-    UsageError
-        As `find_library`.
-    """
+    """Load NCCL after setting the variables that it reads at its first use; values that are set already stay."""
     if trees:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if ranks_per_gpu > 1:
@@ -79,7 +73,7 @@ def prepare_library(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindin
 
 
 def short_of_shared_memory() -> str:
-    """Return what a failure of NCCL's start has to say of ``/dev/shm``: empty where enough of it is free.
+    """Return a remark on ``/dev/shm`` for a failure of NCCL's start; empty if enough of it is free.
 
     Containers have 64 MB there by default, and NCCL's error does not name it.
     """
@@ -98,17 +92,9 @@ def short_of_shared_memory() -> str:
 
 @dataclass(slots=True, eq=False)
 class ParentCommunicator:
-    """A communicator on which nothing is under way any more, for the ranks of it that are left.
+    """An idle communicator that its survivors may shrink.
 
-    Parameters
-    ----------
-    link : Link
-    name : str
-        The same on all of its ranks, and on no other communicator.
-    rank, size : int
-        Of this rank in it, and of all.
-    used : bool
-        Whether it has been shrunk, or is aborted.
+    `name` is the same on all of its ranks, and unique among communicators. `used`: it has been shrunk or aborted.
     """
 
     link: NcclCommunicator
@@ -120,7 +106,7 @@ class ParentCommunicator:
     _aborted: bool = False
 
     def abort(self) -> None:
-        """Abort it, from any thread; a second time is fine, and waits for the first."""
+        """Abort it, from any thread; a second call waits for the first."""
         with self._aborting, suppress(NcclFailed):
             first, self._aborted, self.used = not self._aborted, True, True
             if first:
@@ -128,28 +114,11 @@ class ParentCommunicator:
 
 
 class NcclCommunicators:
-    """Communicators among the same ranks, as many as lanes.
+    """Communicators among the same ranks, as many as streams.
 
-    Parameters
-    ----------
-    library : Library
-    cupy : module
-    world : World
-    device : int
-        Number of this rank's GPU.
-    timeout : float
-        Seconds to wait for the other ranks.
-    parent : Parent, optional
-        Of which the first communicator may be made; it is aborted when that is there, or when this one is.
-
-    Attributes
-    ----------
-    keeps : bool
-        Whether the first communicator shall stay where the others are aborted, if it can: for `parent`.
-    parent : Parent or None
-        What has stayed so, of this back end or of the one before.
-    shrunk : bool
-        Whether the first communicator was made of another one.
+    `timeout` is in seconds, for the other ranks. The first communicator may be made from `parent`, which is aborted
+    when that is ready, or when this one is. `keeps`: the first communicator is to stay, if NCCL can, when the others
+    are aborted; it is `parent` then. `shrunk`: the first communicator was made from another one.
     """
 
     def __init__(
@@ -176,45 +145,27 @@ class NcclCommunicators:
         self._gone = threading.Event()
 
     def have(self, count: int) -> list[NcclCommunicator]:
-        """This many communicators or more; all ranks make the same ones at the same time.
-
-        Raises
-        ------
-        BackendError
-            A rank does not come, or NCCL refuses.
-        """
+        """Return at least `count` communicators; all ranks make the same ones at the same time."""
         while len(self._made) < count:
             self._connect()
         return self._made
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """The messages inside belong together.
-
-        Raises
-        ------
-        NcclFailed
-            The communicators are being aborted, or NCCL refuses.
-        """
+        """Group the messages inside; raise `NcclFailed` if the communicators are being aborted, or NCCL refuses."""
         with self.call(), self._library.group():
             yield
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """What is called inside has the communicators for itself; raises as `group`."""
+        """Lock the communicators for the calls inside; raises as `group`."""
         with self._calls:
             self._check()
             yield
 
     def settle(self, link: NcclCommunicator, check: Callable[[], None]) -> None:
-        """Wait until what was begun on a communicator is queued on its stream, so that the stream can be given more.
-
-        Parameters
-        ----------
-        link : Link
-        check : callable
-            Called again and again; what it raises ends the waiting.
-        """
+        """Wait until what was begun on a communicator is queued on its stream; `check` is called meanwhile, and may
+        raise."""
         spins = 0
         while not self._library.waits:
             with self._calls:
@@ -224,13 +175,13 @@ class NcclCommunicators:
             try:
                 check()
             except BaseException:
-                self._calm(link)
+                self._wait_briefly(link)
                 raise
             spins += 1
             time.sleep(0 if spins < SPINS else 1e-4)
 
-    def _calm(self, link: NcclCommunicator) -> None:
-        """Give NCCL's own thread time to have queued what was begun: a capture must not end before."""
+    def _wait_briefly(self, link: NcclCommunicator) -> None:
+        """Give NCCL's own thread time to queue what was begun: a capture must not end before."""
         end = time.monotonic() + BLOCKED_CALL_SECONDS
         with suppress(NcclFailed):
             while time.monotonic() < end:
@@ -240,39 +191,36 @@ class NcclCommunicators:
                 time.sleep(1e-3)
 
     def error(self) -> str | None:
-        """What NCCL itself has met in the background; it is not asked while a call runs."""
+        """Return NCCL's own error in the background; it is not asked while a call runs."""
         if not self._calls.acquire(blocking=False):
             return None
         try:
             if not self._ended:
                 for link in self._made:
                     link.ready()
-        except Exception as error:  # of any kind: the guard, who asks, must live on
+        except Exception as error:  # of any kind: the guard's thread must live on
             return str(error) or type(error).__name__
         finally:
             self._calls.release()
         return None
 
     def abort(self, *, idle: bool = False) -> None:
-        """Begin to let go of everything that waits for other ranks; from any thread, it does not wait itself.
+        """Begin to abort, from any thread, without waiting; `idle` says that nothing is under way."""
+        self._leave(lambda link: None if self._keep_as_parent(link, idle) else self._drop(link))
 
-        Where it is ``idle`` nothing is under way.
-        """
-        self._leave(lambda link: None if self._keep(link, idle) else self._drop(link))
-
-    def let_go(self) -> None:
-        """Abort what has stayed; it does not wait for long."""
+    def abort_parent(self) -> None:
+        """Abort the parent; wait `ABORT_SECONDS` at most."""
         parent, self.parent = self.parent, None
         if parent is not None:
             parent.used = True
             self._apart(parent.abort).join(ABORT_SECONDS)
 
-    def give_up(self) -> None:
+    def destroy_all(self) -> None:
         """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""
         self._leave(lambda link: link.destroy())
 
-    def left(self, seconds: float) -> bool:
-        """Wait so long for what `abort` or `give_up` has begun; whether it has ended."""
+    def wait_ended(self, seconds: float) -> bool:
+        """Wait up to `seconds` for what `abort` or `destroy_all` has begun; return whether it has ended."""
         return not self._ended or self._gone.wait(seconds)
 
     def _leave(self, how: Callable[[NcclCommunicator], object]) -> None:
@@ -282,35 +230,35 @@ class NcclCommunicators:
 
         def leave() -> None:
             if self._calls.acquire(timeout=BLOCKED_CALL_SECONDS):
-                self._calls.release()  # whoever comes now finds that it has ended
+                self._calls.release()  # later calls see that it has ended
             # side by side: kernels of one communicator may wait for another's
             for thread in [self._apart(partial(how, link)) for link in self._made]:
                 thread.join()
             self._gone.set()
 
-        threading.Thread(target=leave, name="nccl farewell", daemon=True).start()
+        threading.Thread(target=leave, name="nccl shutdown", daemon=True).start()
 
     def _apart(self, leave: Callable[[], object]) -> threading.Thread:
-        """Leave a communicator in a thread of its own."""
+        """Run `leave` in a thread of its own."""
 
         def run() -> None:
-            # why the communicators end is told already, and one that cannot be freed is all that remains of it
+            # the reason is reported already; a communicator that cannot be freed has no further effect
             with suppress(Exception):
                 use_device(self._cupy, self._device)
                 leave()
 
-        thread = threading.Thread(target=run, name="nccl farewell", daemon=True)
+        thread = threading.Thread(target=run, name="nccl shutdown", daemon=True)
         thread.start()
         return thread
 
     def _drop(self, link: NcclCommunicator) -> None:
-        """Abort a communicator, and before it the one of which it is made, with which NCCL would else go on."""
+        """Abort a communicator, and before it the one it is being made from, with which NCCL would continue."""
         if self.parent is not None and link is self._made[0]:
             self.parent.abort()
         link.abort()
 
-    def _keep(self, link: NcclCommunicator, idle: bool) -> bool:
-        """Let a communicator stay, with nothing under way on it, if that is wanted and can be."""
+    def _keep_as_parent(self, link: NcclCommunicator, idle: bool) -> bool:
+        """Keep an idle communicator as `parent` if that is wanted and possible; return whether it stays."""
         if not self.keeps or link is not self._made[0]:
             return False
         shrinking = self._library.shrinking
@@ -332,14 +280,9 @@ class NcclCommunicators:
         return True
 
     def join(self, begin: Callable[[], NcclCommunicator]) -> NcclCommunicator:
-        """One more communicator, with all who begin the same; waits for them until it is aborted.
+        """Make one more communicator with all ranks that begin the same; wait for them until it is aborted.
 
-        The rank's GPU becomes current in the thread that calls this.
-
-        Raises
-        ------
-        NcclFailed
-            NCCL refuses.
+        The rank's GPU becomes current in the calling thread. Raises `NcclFailed` if NCCL refuses.
         """
         use_device(self._cupy, self._device)
         link = begin()
@@ -358,14 +301,14 @@ class NcclCommunicators:
             raise NcclFailed("the communicators were aborted")
 
     def _connect(self) -> None:
-        """Make one more; in a thread, since NCCL may wait for all ranks without end and cannot be called back."""
-        begin = self._beginning()
+        """Make one more communicator in a thread, since NCCL may wait for all ranks without end."""
+        begin = self._next_communicator()
         failure: list[BaseException] = []
 
         def join() -> None:
             try:
                 self.join(begin)
-            except Exception as error:  # of any kind: this thread has nobody else to tell
+            except Exception as error:  # of any kind: nothing else reports it from this thread
                 failure.append(error)
 
         thread = threading.Thread(target=join, name="nccl connect", daemon=True)
@@ -375,7 +318,7 @@ class NcclCommunicators:
             thread.join(LOOK_SECONDS)
             trouble = self._world.trouble()
             if trouble is None and time.monotonic() > deadline:
-                trouble = self._told(
+                trouble = self._reported(
                     f"found no other ranks for {self._timeout:g} s; NCCL_DEBUG=INFO tells more"
                     f"{short_of_shared_memory()}"
                 )
@@ -383,13 +326,13 @@ class NcclCommunicators:
                 raise trouble
         if failure:
             words = f"{type(failure[0]).__name__}: " if not isinstance(failure[0], NcclFailed) else ""
-            raise self._told(
+            raise self._reported(
                 f"refuses: {words}{failure[0]}; NCCL_DEBUG=WARN tells why{short_of_shared_memory()}"
             )
-        self.let_go()
+        self.abort_parent()
 
-    def _beginning(self) -> Callable[[], NcclCommunicator]:
-        """How one more communicator begins, alike on all ranks: of the one that has stayed on all, or by a new id."""
+    def _next_communicator(self) -> Callable[[], NcclCommunicator]:
+        """Return how the next communicator begins, the same on all ranks: by a shrink of the parent, or by a new id."""
         world, parent, shrinking = self._world, self.parent, self._library.shrinking
         stays = parent is not None and not parent.used
         mine = {
@@ -397,47 +340,37 @@ class NcclCommunicators:
             "id": "" if world.rank or stays else self._library.unique_id().hex(),
             "parent": [parent.name, parent.rank] if parent is not None and stays else None,
         }
-        said = world.gather(json.dumps(mine).encode(), timeout=self._timeout)
-        self._name = self._name or hashlib.sha256(b"".join(said)).hexdigest()[:16]
-        told = [json.loads(one) for one in said]
-        if parent is not None and shrinking is not None and all(one["parent"] for one in told):
-            names, places = zip(*(one["parent"] for one in told), strict=True)
+        texts = world.gather(json.dumps(mine).encode(), timeout=self._timeout)
+        self._name = self._name or hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+        offers = [json.loads(one) for one in texts]
+        if parent is not None and shrinking is not None and all(one["parent"] for one in offers):
+            names, places = zip(*(one["parent"] for one in offers), strict=True)
             without = sorted({*range(parent.size)} - {*places})
             if len({*names}) == 1 and without and list(places) == sorted(places):
                 parent.used = self.shrunk = True
                 return lambda: shrinking.shrink(parent.link, without)
-        unique_id = bytes.fromhex(told[0]["id"])
+        unique_id = bytes.fromhex(offers[0]["id"])
         if not unique_id:
             made = b"" if world.rank else self._library.unique_id()
             unique_id = world.gather(made, timeout=self._timeout)[0]
         return lambda: self._library.connect(world.size, world.rank, unique_id)
 
     def _ready(self, link: NcclCommunicator) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Return whether the communicator is ready or aborted."""
         with self._calls:
             return self._ended or link.ready()
 
-    def _told(self, what: str) -> BackendError:
-        """A failure of NCCL that all ranks are told of."""
+    def _reported(self, what: str) -> BackendError:
+        """Return a failure of NCCL after reporting it to all ranks."""
         error = BackendError(f"NCCL {what} ({describe_library(self._library)})", rank=self._world.rank)
         self._world.tell(error)
         return self._world.trouble() or error
 
 
 class CollectiveGuard:
-    """Watches one collective at a time.
+    """Watch one collective at a time, and abort the communicators if no step ends within `timeout` seconds.
 
-    Parameters
-    ----------
-    world : World
-    connections : Connections
-    timeout : float
-        Seconds without an ended step.
-
-    Attributes
-    ----------
-    error : BackendError or None
-        Why the communicators were aborted.
+    `error` is the reason of the abort, or None.
     """
 
     def __init__(self, world: ControlPlane, connections: NcclCommunicators, *, timeout: float) -> None:
@@ -455,14 +388,7 @@ class CollectiveGuard:
 
     @contextmanager
     def watch(self, progress: Callable[[], int], place: Place) -> Iterator[None]:
-        """Watch what runs inside.
-
-        Parameters
-        ----------
-        progress : callable
-            A number that changes whenever a step has ended.
-        place : callable
-        """
+        """Watch what runs inside; `progress` returns a number that changes whenever a step has ended."""
 
         def waiting() -> Waiting:
             return Waiting(*place(), time.monotonic() - self._since)
@@ -493,7 +419,7 @@ class CollectiveGuard:
             self._connections.abort()
 
     def close(self) -> None:
-        """End the thread; closing twice is fine."""
+        """End the thread; a second call does nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -510,7 +436,7 @@ class CollectiveGuard:
             self._attend(progress)
 
     def _attend(self, progress: Callable[[], int]) -> None:
-        """Look after one collective until it has ended or been stopped."""
+        """Watch one collective until it has ended or been stopped."""
         last = progress()
         while self.error is None:
             with self._changed:
@@ -524,7 +450,7 @@ class CollectiveGuard:
             elif error is None and time.monotonic() - self._since > self._timeout:
                 self._world.stalled(self._timeout)
                 error = self._world.trouble()
-                # somebody still moves: look again a quarter of the timeout later
+                # another rank still moves: look again a quarter of the timeout later
                 self._since = max(self._since, time.monotonic() - 0.75 * self._timeout)
             if error is not None:
                 self.stop(error)
@@ -532,7 +458,7 @@ class CollectiveGuard:
             self._changed.wait_for(lambda: self._progress is not progress or self._closed)
 
     def _own_error(self) -> BackendError | None:
-        """What NCCL itself has met."""
+        """Return and report NCCL's own error."""
         met = self._connections.error()
         if met is None:
             return None

@@ -26,28 +26,29 @@ ID_BYTES = 128
 """Bytes of NCCL's unique id."""
 
 SHARED_GPU = 23003
-"""The first release that puts several ranks on one GPU, as NCCL writes it: 2.30.3."""
+"""The first release that puts several ranks on one GPU, in NCCL's notation: 2.30.3."""
 
 OLDEST = 22300
 """The first release with the call by which nccl4py makes communicators: 2.23."""
 
 WINDOWS = 22907
-"""The first release whose windows tell addresses: 2.29.7.
+"""The first release whose windows have addresses: 2.29.7.
 
-`ncclCommQueryProperties` would say whether they can be had, but every NCCL older than the bindings refuses it: the call
-passes a struct of the bindings' own version. So a window is registered, and its handle looked at.
+`ncclCommQueryProperties` would say whether they are available, but every NCCL older than the bindings refuses it: the
+call passes a struct of the bindings' own version. So a window is registered, and its handle checked.
 """
 
 SHRINKS, REVOKES = 22703, 22807
-"""The first releases that make a communicator of a part of another's ranks, and that end what is under way on one
-without freeing it: 2.27.3 and 2.28.7."""
+"""The first releases with communicators of a subset of another's ranks (2.27.3), and with a call that ends all
+operations of a communicator without freeing it (2.28.7).
+"""
 
 NAMES = ("auto", "nccl4py", "cupy")
-"""What `find_library` takes; "auto" is nccl4py where it can be used, else CuPy."""
+"""Names for `find_library`; "auto" is nccl4py if it can be used, else CuPy."""
 
 
 class NcclFailed(Exception):
-    """NCCL refuses, or reports an error of its own; the message is one line."""
+    """NCCL refuses, or reports an error; the message is one line."""
 
 
 class NcclCommunicator(Protocol):
@@ -60,117 +61,25 @@ class NcclCommunicator(Protocol):
         """Receive into memory of the GPU."""
 
     def ready(self) -> bool:
-        """Whether what the last call began has ended.
-
-        Raises
-        ------
-        NcclFailed
-            NCCL has met an error, now or in the background.
-        """
+        """Return whether the last call's operation has ended; raise `NcclFailed` on NCCL's error, now or before."""
 
     def abort(self) -> None:
-        """Let go of everything that waits for other ranks; waits for captured graphs to be dropped."""
+        """End all waits for other ranks; waits for captured graphs to be dropped."""
 
     def destroy(self) -> None:
         """Free it; waits for what other ranks still do, and for captured graphs to be dropped."""
 
 
-class NcclWindow(Protocol):
-    """Memory of one rank that the other ranks of a communicator address, and that it addresses of them.
-
-    All addresses are those of kernels, and hold until the window is closed or the communicator is gone. The own one is
-    another than the memory was registered with: a kernel uses one of both.
-    """
-
-    def made(self) -> bool:
-        """Whether there is one, once the communicator is ready: where NCCL has none it says nothing."""
-
-    def address(self, peer: int) -> int:
-        """Where the memory of a rank of the communicator begins; 0 where this GPU does not reach it."""
-
-    def multicast(self) -> int:
-        """Where all of them begin at once, for multimem instructions; 0 where there is no such address.
-
-        All ranks call it at the same time: the first one binds the memory of all.
-        """
-
-    def close(self) -> None:
-        """Unmap it here; no kernel may use it any more, on any rank where it has a multicast address."""
-
-
-class NcclWindows(Protocol):
-    """Windows and the memory for them; all calls are for the GPU that is current."""
-
-    def team(self, link: NcclCommunicator) -> int:
-        """Return how many ranks of a ready communicator reach each other's memory, this one among them.
-
-        0 where NCCL does not know.
-        """
-
-    def allocate(self, nbytes: int) -> int:
-        """The address of new memory; contents undefined."""
-
-    def free(self, address: int) -> None:
-        """Give memory back that `allocate` made."""
-
-    def register(self, link: NcclCommunicator, address: int, nbytes: int) -> NcclWindow:
-        """Begin to make memory a window; all ranks of the communicator do, and it is there when that is ready.
-
-        Raises
-        ------
-        NcclFailed
-            As all calls here.
-        """
-
-
-class NcclShrinking(Protocol):
-    """Communicators of a part of another's ranks; raises `NcclFailed`.
-
-    Attributes
-    ----------
-    revokes : bool
-        Whether there is `revoke`, since 2.28.7.
-    """
-
-    revokes: bool
-
-    def revoke(self, link: NcclCommunicator) -> None:
-        """Begin to end everything that waits for other ranks; when the communicator is ready it can only be shrunk."""
-
-    def shrink(self, link: NcclCommunicator, without: Sequence[int]) -> NcclCommunicator:
-        """Begin a communicator of all ranks of another one but some, counted anew in their order.
-
-        All that stay call it, once. It shares nothing with the other one, on which everything that is under way ends.
-        That one is to be aborted when the new one is ready; or before the new one, to give this up.
-
-        Parameters
-        ----------
-        link : Link
-            Ready, and without an error.
-        without : sequence of int
-            One rank or more, this one not among them.
-        """
-
-
 class NcclLibrary(Protocol):
     """NCCL in this process.
 
-    Attributes
-    ----------
-    name : str
-        "nccl4py" or "cupy".
-    version : int
-        As NCCL writes it: 23203 is 2.32.3.
-    path : str
-        Of the libnccl that is loaded; empty where the system does not tell.
-    bindings : int
-        The NCCL whose header the bindings were generated from; 0 with CuPy's, which do not tell.
-    waits : bool
-        Whether a call can wait inside NCCL for other ranks.
-    windows : Windows or None
-        None with CuPy's bindings, and where NCCL is older than 2.29.7.
-    shrinking : Shrinking or None
-        None with CuPy's bindings, where NCCL is older than 2.27.3, and where its calls wait.
+    - `name` is "nccl4py" or "cupy".
+    - `version` in NCCL's notation: 23203 is 2.32.3.
+    - `path` of the loaded libnccl; empty if the system does not tell.
+    - `bindings`: version of the header that the bindings were generated from; 0 for CuPy's, which do not tell.
+    - `waits`: a call can wait inside NCCL for other ranks.
+    - `windows` is None with CuPy's bindings, and before NCCL 2.29.7.
+    - `shrinking` is None with CuPy's bindings, before NCCL 2.27.3, and if calls wait.
     """
 
     name: str
@@ -182,34 +91,22 @@ class NcclLibrary(Protocol):
     shrinking: NcclShrinking | None
 
     def unique_id(self) -> bytes:
-        """A new id of `ID_BYTES` bytes, which one rank makes for all."""
+        """Return a new id of `ID_BYTES` bytes, which one rank makes for all."""
 
     def connect(self, size: int, rank: int, unique_id: bytes) -> NcclCommunicator:
-        """Join a communicator on the GPU that is current; use it when it is `ready`."""
+        """Join a communicator on the current GPU; use it when it is `ready`."""
 
     def group(self) -> AbstractContextManager[None]:
-        """The calls inside belong together: none waits for another."""
+        """Group the calls inside: none waits for another."""
 
 
 def find_library(cupy: ModuleType, *, ranks_per_gpu: int = 1, name: str = "auto") -> NcclLibrary:
-    """NCCL, loaded.
+    """Load NCCL by the bindings `name`, one of `NAMES`.
 
-    Parameters
-    ----------
-    cupy : module
-    ranks_per_gpu : int
-    name : str
-        One of `NAMES`.
-
-    Raises
-    ------
-    UsageError
-        There is none, or it is too old for what is asked; says what to install.
+    Raises `UsageError`, with what to install, if there is none, or it is too old for `ranks_per_gpu`.
     """
     if name not in NAMES:
-        raise UsageError(
-            f"there are no bindings {name!r} of NCCL; use {', '.join(NAMES[:-1])} or {NAMES[-1]}"
-        )
+        raise UsageError(f"bindings of NCCL {name!r} are unknown; use {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     found: NcclLibrary | None = None if name == "cupy" else _nccl4py()
     if found is None and name == "nccl4py":
         raise UsageError(
@@ -248,7 +145,7 @@ def _release(version: int) -> str:
 
 
 def loaded_path() -> str:
-    """Which libnccl this process has loaded; empty where there is none, or the system does not tell."""
+    """Return the libnccl that this process has loaded; empty if there is none, or the system does not tell."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as lines:
             words = [line.split(maxsplit=5) for line in lines if "libnccl.so" in line]
@@ -257,24 +154,19 @@ def loaded_path() -> str:
     return words[0][5].strip() if words and len(words[0]) > 5 else ""
 
 
-# ---- nccl4py
-
-
 class _Nccl4py:
     name = "nccl4py"
 
     def __init__(self, core: Any, bindings: Any, info: Any, made_for: Any) -> None:
-        # the variable overrules what a communicator is made with
+        # the variable overrules the configuration of a communicator
         self.waits = os.environ.get("NCCL_COMM_BLOCKING") == "1"
         self.version, self.bindings = _number(info.version), _number(made_for)
         self.path = str(info.path or "")
         self._core, self._bindings = core, bindings
-        self.windows: NcclWindows | None = (
-            _Nccl4pyWindows(core, bindings) if self.version >= WINDOWS else None
-        )
+        self.windows: NcclWindows | None = NcclWindows(core, bindings) if self.version >= WINDOWS else None
         self.shrinking: NcclShrinking | None = None
         if self.version >= SHRINKS and not self.waits:  # else it would wait for a rank that dies meanwhile
-            self.shrinking = _Nccl4pyShrinking(core, bindings, revokes=self.version >= REVOKES)
+            self.shrinking = NcclShrinking(core, bindings, revokes=self.version >= REVOKES)
 
     def unique_id(self) -> bytes:
         with _failures(self._core, self._bindings):
@@ -301,8 +193,8 @@ class _Nccl4pyCommunicator:
         self._core, self._bindings = core, bindings
         self._made = made
         self._parent = parent
-        """Of which NCCL makes this one, until it has."""
-        # messages and windows of bare addresses, which the layer above would wrap in array objects one by one
+        """The communicator that NCCL makes this one from, until it has."""
+        # the bindings take bare addresses, which the layer above would wrap in array objects one by one
         self.handle = bindings.Comm(made.ptr)
 
     def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
@@ -313,7 +205,7 @@ class _Nccl4pyCommunicator:
 
     def ready(self) -> bool:
         if self._parent is not None:
-            # NCCL writes where the new one is when it is made, and until then only the old one tells how that goes
+            # NCCL writes the new handle when it is made, and until then only the parent reports the progress
             if not self._parent.ready():
                 return False
             self.handle, self._parent = self._bindings.Comm(self._made.ptr), None
@@ -336,7 +228,7 @@ class _Nccl4pyCommunicator:
         self._made.revoke()
 
     def shrink(self, without: Sequence[int]) -> _Nccl4pyCommunicator:
-        # without the flag it may share what ends with this one, and waits for what is under way
+        # without the flag it may share resources that end with this one, and waits for operations under way
         made = self._made.shrink(sorted(without), flag=self._core.CommShrinkFlag.ABORT)
         return _Nccl4pyCommunicator(self._core, self._bindings, made, self)
 
@@ -345,60 +237,87 @@ class _Nccl4pyCommunicator:
             self._made.destroy()
 
 
-class _Nccl4pyShrinking:
+class NcclShrinking:
+    """Communicators of a subset of another's ranks; calls raise `NcclFailed`. `revokes`: has `revoke` (2.28.7)."""
+
     def __init__(self, core: Any, bindings: Any, *, revokes: bool) -> None:
         self._core, self._bindings = core, bindings
         self.revokes = revokes
 
     def revoke(self, link: NcclCommunicator) -> None:
+        """Begin to end all waits for other ranks; a communicator that is ready again can only be shrunk."""
         with _failures(self._core, self._bindings):
             cast(_Nccl4pyCommunicator, link).revoke()
 
     def shrink(self, link: NcclCommunicator, without: Sequence[int]) -> NcclCommunicator:
+        """Begin a communicator of all ranks of `link` but the non-empty set `without`, counted anew in their order.
+
+        All survivors call it, once, on a ready communicator without an error. The new one shares nothing with `link`,
+        whose operations end. `link` is to be aborted when the new one is ready; or before the new one, to give this up.
+        """
         with _failures(self._core, self._bindings):
             return cast(_Nccl4pyCommunicator, link).shrink(without)
 
 
-class _Nccl4pyWindows:
+class NcclWindows:
+    """Windows and the memory for them; all calls are for the current GPU, and raise `NcclFailed`."""
+
     def __init__(self, core: Any, bindings: Any) -> None:
         self._core, self._bindings = core, bindings
 
     def team(self, link: NcclCommunicator) -> int:
+        """Return how many ranks of a ready communicator reach each other's memory; 0 if NCCL does not know."""
         with _failures(self._core, self._bindings):
             return int(self._bindings.team_lsa(cast(_Nccl4pyCommunicator, link).handle).n_ranks)
 
     def allocate(self, nbytes: int) -> int:
+        """Return the address of new memory; contents undefined."""
         with _failures(self._core, self._bindings):
             return int(self._bindings.mem_alloc(nbytes))
 
     def free(self, address: int) -> None:
+        """Release memory of `allocate`."""
         with _failures(self._core, self._bindings):
             self._bindings.mem_free(address)
 
     def register(self, link: NcclCommunicator, address: int, nbytes: int) -> NcclWindow:
+        """Begin to make memory a window; all ranks of the communicator do, and it exists when that is ready."""
         comm, flags = cast(_Nccl4pyCommunicator, link).handle, int(self._core.WindowFlag.DEFAULT)
         with _failures(self._core, self._bindings):
             made = self._bindings.comm_window_register(comm, address, nbytes, flags)
-        return _Nccl4pyWindow(self._core, self._bindings, comm, made)
+        return NcclWindow(self._core, self._bindings, comm, made)
 
 
-class _Nccl4pyWindow:
+class NcclWindow:
+    """Memory of one rank that the ranks of a communicator map into each other's GPUs.
+
+    All addresses are those of kernels, and hold until the window is closed or the communicator is gone. The rank's own
+    address differs from the one that was registered: a kernel uses one of both.
+    """
+
     def __init__(self, core: Any, bindings: Any, comm: Any, made: Any) -> None:
         self._core, self._bindings = core, bindings
         self._comm, self._made = comm, made
 
     def made(self) -> bool:
+        """Return whether the window exists, once the communicator is ready: NCCL reports no failure to make one."""
         return bool(self._made.handle)
 
     def address(self, peer: int) -> int:
+        """Return the address of a rank's memory; 0 if this GPU does not reach it."""
         with _failures(self._core, self._bindings):
             return int(self._bindings.get_peer_device_pointer(self._made, 0, peer))
 
     def multicast(self) -> int:
+        """Return the address of all ranks' memory at once, for multimem instructions; 0 if there is none.
+
+        All ranks call it at the same time: the first call binds the memory of all.
+        """
         with _failures(self._core, self._bindings):
             return int(self._bindings.get_lsa_multimem_device_pointer(self._made, 0))
 
     def close(self) -> None:
+        """Unmap it here; no kernel may use it any more, with a multicast address on any rank."""
         with _failures(self._core, self._bindings):
             self._bindings.comm_window_deregister(self._comm, self._made)
 
@@ -414,7 +333,7 @@ def _failures(core: Any, bindings: Any) -> Iterator[None]:
 def _nccl4py() -> NcclLibrary | None:
     try:
         core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
-    except ImportError:  # also where it lacks the bindings of CUDA that it needs
+    except ImportError:  # also if the bindings of CUDA that it needs are missing
         return None
     versions = core.get_version()
     if versions.libnccl is None:
@@ -426,9 +345,6 @@ def _nccl4py() -> NcclLibrary | None:
 def _number(release: Any) -> int:
     """Return a release as NCCL writes it."""
     return 10000 * int(release.major) + 100 * int(release.minor) + int(release.micro)
-
-
-# ---- CuPy
 
 
 class _Cupy:
@@ -470,7 +386,7 @@ class _Cupy:
     def _failures(self) -> Iterator[None]:
         try:
             yield
-        # CuPy cannot name all of NCCL's states: those that it does not know are a KeyError
+        # CuPy raises KeyError for those of NCCL's states that it cannot name
         except (self._nccl.NcclError, KeyError) as error:
             raise NcclFailed(_one_line(error)) from error
 
@@ -501,7 +417,7 @@ class _CupyCommunicator:
 
 def _cupy(cupy: ModuleType) -> NcclLibrary:
     with warnings.catch_warnings():
-        # what CuPy says of a missing library in eight lines is said here in one
+        # CuPy warns of a missing library in eight lines, and the error below in one
         warnings.simplefilter("ignore")
         nccl = import_module(f"{cupy.__name__}.cuda.nccl")
     if not nccl.available:

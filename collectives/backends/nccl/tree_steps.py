@@ -25,41 +25,31 @@ from collectives.tables.lowering import PlanKey, pattern_of
 from topoplan.plans.plan import Plan
 
 GIVEN, RESULT, KEPT, NOWHERE = 0, 1, 2, -1
-"""Buffers of a rank, as the kernel numbers them: what it gives, its result, and room for sums that it needs again."""
+"""Buffers of a rank, as the kernel numbers them: its input, its result, and room for sums that it needs again."""
 
 SPARE_SLOTS = 2
 """Slots of an edge besides one for each level that its data skips."""
 
 DEPTH = 4
-"""Sums that wait for another one in a small collective; as in ``forest.cu``."""
+"""The most sums that are set aside in a small collective; as in ``forest.cu``."""
 
 TAKE, JOIN_ONE, JOIN_BOTH = range(3)
-"""What a small collective does next with a rank's contribution: go on from it, with the sum so far set aside; join it
-to the sum; or join the sum to the one that was set aside last."""
+"""Actions on a rank's contribution in a small collective: set the sum aside and begin a new one with it; add it to the
+sum; or add the sum to the one that was set aside last.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class ForestStep:
     """A step of a rank; edges by their number in `ForestSteps`.
 
-    Parameters
-    ----------
-    rank, shard : int
-    own : int
-        Buffer of the first operand, or `NOWHERE`: what arrives first.
-    phase, level : int
-        The kernel that runs it, and how many steps of that one must be ahead of it.
-    arrivals, departures : list of int
-    stage : int
-        In which it adds, else `NOWHERE`.
-    behind : Step or None
-        Whose sum it goes on from.
-    keeps : bool
-        Another step goes on from its sum.
-    last : bool
-        Of its rank and shard, relays aside.
-    gathers, spreads : bool
-        The switch adds what arrives, and copies what departs.
+    - `own`: buffer of the first operand, or `NOWHERE` for the first arrival.
+    - `phase`, `level`: the kernel that runs it, and how many steps of that one must precede it.
+    - `stage` in which it adds, else `NOWHERE`.
+    - `behind`: the step whose sum it continues, or None.
+    - `keeps`: another step continues its sum.
+    - `last` of its rank and shard, relays aside.
+    - `gathers`, `spreads`: the switch adds its arrivals, and copies its departures.
     """
 
     rank: int
@@ -79,23 +69,15 @@ class ForestStep:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForestSteps:
-    """What all ranks do in a plan.
+    """The steps of all ranks in a plan, and its E edges.
 
-    Parameters
-    ----------
-    steps : tuple of Step
-    source, destination, shard : (E,) array
-        Of the edges: those of the plan's pattern, and of ranks to themselves where a switch adds.
-    row : (E,) array
-        Which edge of the pattern it is.
-    slots : (E,) array
-        How many an edge inside a domain has.
-    crosses : (E,) array of bool
-        Whether it leads to another domain.
-    star : (E,) array
-        Which star of a switch it belongs to, whose edges have their slots at one place in all arenas; else -1.
-    senders, receivers : tuple of Step
-        The steps of each edge.
+    - `source`, `destination`, `shard` of the edges: those of the plan's pattern, and of ranks to themselves if a switch
+      adds.
+    - `row` of each edge in the pattern.
+    - `slots` of each edge inside a domain.
+    - `crosses`: the edge leads to another domain.
+    - `star` of a switch that the edge belongs to, whose edges have their slots at one place in all arenas; else -1.
+    - `senders`, `receivers`: the steps of each edge.
     """
 
     steps: tuple[ForestStep, ...]
@@ -114,18 +96,11 @@ class ForestSteps:
 def steps_of(
     key: PlanKey, domains: tuple[int, ...] = (), *, adds: bool = False, copies: bool = False
 ) -> ForestSteps:
-    """The steps of a plan's ranks; those of the last 64 plans are kept.
+    """Return the steps of a plan's ranks; the results for the last 64 plans are kept.
 
-    Parameters
-    ----------
-    key : PlanKey
-    domains : tuple of int
-        Of each rank; empty where all are in one.
-    adds, copies : bool
-        Whether switches that can are to add, and to copy.
+    `domains` has one number for each rank; empty if all are in one. `adds`, `copies`: whether switches that can are to
+    add, and to copy.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
     >>> steps = steps_of(PlanKey(plan.digest, plan)).steps
@@ -190,7 +165,7 @@ class _ForestStepsBuilder:
         return step
 
     def _edge(self, source: int, destination: int, shard: int, stage: int, add: bool, row: int) -> None:
-        """One more edge, in an order in which data can run over them."""
+        """Add an edge; edges come in an order in which data can move over them."""
         edge = len(self._edges)
         self._edges.append((source, destination, shard, stage, row))
         sends = self._latest.get((source, shard)) or self._new(source, shard, GIVEN)
@@ -213,7 +188,7 @@ class _ForestStepsBuilder:
         self._receivers.append(takes)
 
     def _relay(self) -> None:
-        """Let senders keep what is taken in a later phase, where another step sends it."""
+        """Let senders keep data that is taken in a later phase, in which a relay sends it."""
         relays: dict[tuple[int, int], ForestStep] = {}
         for edge, (sends, takes) in enumerate(zip(self._senders, self._receivers, strict=True)):
             if sends.phase == takes.phase or self._domains[sends.rank] != self._domains[takes.rank]:
@@ -230,7 +205,7 @@ class _ForestStepsBuilder:
             self._senders[edge] = relay
 
     def _found_stars(self) -> NDArray[np.int64]:
-        """The star of each edge, without those whose root also writes to others."""
+        """Return the star of each edge; a star whose root writes to further ranks is not one."""
         edges: dict[tuple[int, int], list[int]] = {}
         for edge, (_, _, shard, stage, _) in enumerate(self._edges):
             if (shard, stage) in self._stars:
@@ -248,7 +223,7 @@ class _ForestStepsBuilder:
         return star
 
     def _skipped_levels(self) -> list[int]:
-        """Set the levels of all steps; how many each edge skips."""
+        """Set the levels of all steps, and return how many each edge skips."""
         for sends, takes in zip(self._senders, self._receivers, strict=True):
             if takes.behind is not None and takes.behind.phase == takes.phase:
                 takes.level = max(takes.level, takes.behind.level + 1)
@@ -261,7 +236,7 @@ class _ForestStepsBuilder:
 
 
 def _stars(plan: Plan, domains: tuple[int, ...], wanted: dict[str, bool]) -> Collection[tuple[int, int]]:
-    """Shards and stages that a switch adds or copies for: one parent with all others of its domain."""
+    """Return the shards and stages that a switch adds or copies for: one parent with all others of its domain."""
     if not any(wanted.values()):
         return ()
     able = {
@@ -285,13 +260,11 @@ def _stars(plan: Plan, domains: tuple[int, ...], wanted: dict[str, bool]) -> Col
 
 @lru_cache(maxsize=64)
 def order_of(key: PlanKey) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """For each shard of an allreduce in which order contributions are joined: ranks, and what is done with each.
+    """Return for each shard of an allreduce the order of ranks in which contributions are joined, with an action for
+    each.
 
-    None for other collectives, and where more sums than `DEPTH` would have to wait.
-
-    Examples
-    --------
-    Of gpu1, gpu4, gpu5, gpu7 the second adds to its own what the third has with the first, and then the fourth:
+    None for other collectives, and if more than `DEPTH` sums are set aside. Of gpu1, gpu4, gpu5, gpu7 the second adds
+    to its own the sum of the third and the first, and then the fourth:
 
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
@@ -313,7 +286,7 @@ def order_of(key: PlanKey) -> tuple[tuple[tuple[int, int], ...], ...] | None:
 
 
 def _join(steps: ForestSteps, step: ForestStep, order: list[tuple[int, int]]) -> None:
-    """Write down in which order the sum of a step comes about."""
+    """Append the order in which the sum of a step comes about."""
     if step.behind is not None:
         _join(steps, step.behind, order)
     elif step.own == GIVEN:

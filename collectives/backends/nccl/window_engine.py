@@ -34,10 +34,10 @@ from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
 
 THREADS, SMALL_THREADS = 512, 256
-"""Threads of a block, and where a collective is small; as in ``forest.cu``."""
+"""Threads of a block, and of one of a small collective; as in ``forest.cu``."""
 
 BLOCKS = 24
-"""Blocks of the kernel at most: they cost the SMs that other kernels would have."""
+"""The most blocks of the kernel: they occupy SMs that other kernels would use."""
 
 SLOT_BYTES = 128 << 10
 """The default for bytes of a slot."""
@@ -46,9 +46,9 @@ SMALL_BLOCKS = 8
 """Blocks of the kernel for small collectives."""
 
 SMALL_BYTES = 16 << 10
-"""The default for how long small collectives are."""
+"""The default for the longest small collective."""
 
-MOST_PATIENCE = 1 << 62
+LONGEST_WAIT = 1 << 62
 """Nanoseconds that a kernel waits at most."""
 
 KEPT = 16
@@ -57,34 +57,25 @@ KEPT = 16
 STOP, FAILED, FIRST_BLOCK = range(3)
 """Words of the page that host and kernel share; as in ``forest.cu``."""
 
-LATE, TOLD = 1, 3
-"""What the kernel says has failed: a peer did not come in time; a rank of another domain gave up."""
+LATE, PEER_GAVE_UP = 1, 3
+"""The kernel's codes for failures: a peer did not come in time; a rank of another domain gave up."""
 
 COMPLETE = 0xFFFFFFFF
-"""In the word of a block: it has ended; as in ``forest.cu``."""
+"""Progress word of a block that has ended; as in ``forest.cu``."""
 
 Layout = tuple[TransferTable, str, str | None, Given, tuple[int, int], bool]
-"""What a program depends on: table, dtype, operation, which elements the rank gives and gets, and whether others write
-to its result."""
+"""Key of a program: table, dtype, operation, input and result elements, and whether other ranks write to its result."""
 
 Move = Callable[[Sequence[tuple[bool, int, int, int]]], None]
-"""Queues messages that belong together: whether it sends, the peer, an address and bytes."""
+"""Queue a group of messages: whether it sends, the peer, an address and bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class KernelLaunch:
     """A kernel of a program, and the messages behind it.
 
-    Parameters
-    ----------
-    job : CuPy array or None
-        What the kernel is told; None where there is none.
-    grid : int
-    messages : tuple of Message
-    counts : int
-        Address of the numbers that count the chunks of earlier collectives.
-    phase : Phase or None
-        Its tables, for reports of failures; None where there are none.
+    `job` holds the kernel's arguments, a CuPy array, and `phase` its tables, for reports of failures; both are None if
+    no kernel runs. `counts` is the address of the numbers that count the chunks of earlier collectives.
     """
 
     job: Any
@@ -98,17 +89,8 @@ class KernelLaunch:
 class BoundKernelPlan:
     """A program whose tables lie on the GPU.
 
-    Parameters
-    ----------
-    kernel : callable
-    launches : tuple of Launch
-    threads, itemsize : int
-    room : CuPy array or None
-        For sums that are needed again, and for messages.
-    small : bool
-        Whether everything is sent to everybody.
-    kept : list
-        CuPy arrays that the jobs lead to.
+    `room` is a CuPy array for residual sums and messages, or None. `small`: every rank sends its input to all others.
+    `kept` holds the CuPy arrays that the jobs point to.
     """
 
     kernel: Any
@@ -121,35 +103,19 @@ class BoundKernelPlan:
 
 
 class WindowEngine:
-    """Runs collectives among the ranks of a region; all of them have the same settings.
+    """Run collectives among the ranks of arenas; all ranks have the same settings.
 
-    Parameters
-    ----------
-    cupy : module
-    kernels : Kernels
-        Of the GPU that is current now and in every call.
-    region : Region
-    stream : cupy.cuda.Stream
-        Where kernels run.
-    timeout : float
-        Seconds; after twice as many without a chunk the kernel ends by itself, if the host has not stopped it before.
-    blocks : int
-        Of the kernel, at most.
-    slot_bytes : int
-        The longest chunk; a multiple of 256.
-    small_bytes : int
-        Up to here ranks send all they have to all others, instead of along trees; a multiple of 16.
-    room_bytes : int, optional
-        Of each arena for slots and flags, the same on all ranks; all of it by default.
-    exact : bool
-        Sums have the plan's bits; else the switch may add, where there is one that can, in any order.
+    - `kernels` of the GPU that is current now and in every call.
+    - `stream` on which kernels run.
+    - `timeout` in seconds; after twice as long without a chunk the kernel ends by itself, unless the host stopped it
+      before.
+    - `blocks`: the most blocks of the kernel.
+    - `slot_bytes`: the longest chunk; a multiple of 256.
+    - `small_bytes`: up to this size ranks send their input to all others, instead of along trees; a multiple of 16.
+    - `room_bytes` of each arena for slots and flags, the same on all ranks; the whole arena by default.
+    - `exact`: sums have the plan's bits. Without it a switch that can add does so, in any order.
 
-    Attributes
-    ----------
-    region : Region
-    blocks : int
-    alone : bool
-        There is one domain.
+    `alone`: all ranks are in one domain.
     """
 
     def __init__(
@@ -198,40 +164,36 @@ class WindowEngine:
             self._arenas = cupy.asarray(np.array(region.addresses, dtype=np.int64))
 
     def place(self, call: Call[Any], *, direct: bool = False) -> BoundKernelPlan | None:
-        """The program of a call; None where the plan is too large for region or kernel, on all ranks alike.
+        """Return the program of a call; None, on all ranks, if the plan is too large for the arena or the kernel.
 
-        Parameters
-        ----------
-        call : Call
-        direct : bool
-            Whether the results of all ranks begin at the same place of their arenas.
+        `direct`: the results of all ranks begin at the same offset of their arenas.
         """
         one = call.memory[0]
         layout = (call.table, call.dtype, call.op, one.given, one.block, direct)
         if layout not in self._programs:
-            with self._stream:  # tables are there before the kernel
-                placed = self._small(call) or self._large(call, direct)
-            if placed is None:
+            with self._stream:  # the tables are copied before the kernel starts
+                bound = self._small(call) or self._large(call, direct)
+            if bound is None:
                 return None
-            self._programs[layout] = placed
+            self._programs[layout] = bound
             while len(self._programs) > KEPT:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(layout)
         return self._programs[layout]
 
     def place_of_result(self, address: int, nbytes: int) -> int:
-        """A number, the same on ranks whose results lie at the same place of their arenas; 0 where they do not."""
+        """Return the offset of a result in the arena, comparable among ranks; 0 if it lies outside."""
         offset = self.region.offset(address)
         return offset if self._end <= offset <= self.region.nbytes - nbytes else 0
 
     def kept(self, call: Call[Any]) -> BoundKernelPlan | None:
-        """The program of a call like one before, in whose results others do not write."""
+        """Return the program of a call like an earlier one, if it exists, whose results other ranks do not write."""
         one = call.memory[0]
         return self._programs.get((call.table, call.dtype, call.op, one.given, one.block, False))
 
     def queue(
         self,
-        placed: BoundKernelPlan,
+        bound: BoundKernelPlan,
         source: int,
         result: int,
         move: Move | None = None,
@@ -240,40 +202,35 @@ class WindowEngine:
     ) -> None:
         """Queue a program on arrays at these addresses.
 
-        Parameters
-        ----------
-        placed : Placed
-        source, result : int
-        move : callable, optional
-            Where there are several domains: queues their messages.
-        captured : object
-            What a graph works on into which the program is captured: it is kept as long as the engine lives.
+        `move` queues the messages between domains. `captured` is what a graph works on into which the program is
+        captured: it is kept as long as the engine lives.
         """
         if captured is not None:
-            self._captured.append((placed, captured))
-        room = 0 if placed.room is None else placed.room.data.ptr
-        places = (source, result) if placed.small else (source, result, room)
+            self._captured.append((bound, captured))
+        room = 0 if bound.room is None else bound.room.data.ptr
+        places = (source, result) if bound.small else (source, result, room)
         with self._stream:
-            for one in placed.launches:
+            for one in bound.launches:
                 if one.job is not None:
-                    placed.kernel((one.grid,), (placed.threads,), (one.job, *map(np.int64, places)))
+                    bound.kernel((one.grid,), (bound.threads,), (one.job, *map(np.int64, places)))
                 if one.messages:
                     assert move is not None, "there are several domains"
-                    move(self._addressed(one.messages, (source, result, room), placed.itemsize))
+                    move(self._addressed(one.messages, (source, result, room), bound.itemsize))
 
-    def begins(self, placed: BoundKernelPlan) -> None:
-        """Forget what the blocks of an earlier kernel waited for; none may run."""
-        self._running = placed
+    def begins(self, bound: BoundKernelPlan) -> None:
+        """Reset progress and waits of the blocks; no kernel may run."""
+        self._running = bound
         self._page[FIRST_BLOCK:] = 0
 
     def progress(self) -> int:
-        """A number that changes whenever a chunk is done."""
+        """Return a number that changes whenever a chunk is done."""
         return int(self._page[FIRST_BLOCK::2].sum())
 
     def waiting(self) -> tuple[int | None, int | None]:
-        """The peer and the row for which the block furthest behind waits: peers so named lead to the one at fault.
+        """Return the peer and the row for which the block furthest behind waits: following such peers leads to the
+        failed rank.
 
-        Between two kernels it is the peer whose message has not come, where there is one only.
+        Between two kernels it is the peer whose message has not come, if there is only one.
         """
         running = self._running
         words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
@@ -290,11 +247,11 @@ class WindowEngine:
         return None, None
 
     def state(self) -> str:
-        """Return what the page and the flags hold, a line for each block and each flag that is waited for.
+        """Return the contents of the page and the flags, a line for each block and each flag that it waits for.
 
         It explains a collective that did not end. The kernel must have ended, since this copies from the GPU.
         """
-        names = {LATE: "late", TOLD: "a rank of another domain gave up"}
+        names = {LATE: "late", PEER_GAVE_UP: "a rank of another domain gave up"}
         failed = int(self._page[FAILED])
         lines = [
             f"page: stop {int(self._page[STOP])}, failed {failed} ({names.get(failed, 'see forest.cu')})"
@@ -347,28 +304,28 @@ class WindowEngine:
         return int(word[0])
 
     def stop(self) -> None:
-        """Tell the kernel to end, and all later ones; from any thread."""
+        """Make the kernel end, and all later ones; from any thread."""
         self._page[STOP] = 1
 
     @property
     def late(self) -> bool:
-        """Whether the kernel has ended because it has waited too long."""
+        """Return whether the kernel has ended because it has waited too long."""
         return bool(self._page[FAILED] == LATE)
 
     @property
     def in_graphs(self) -> bool:
-        """Whether there are graphs that may be launched at any time."""
+        """Return whether graphs may launch kernels at any time."""
         return bool(self._captured)
 
     @property
-    def told(self) -> bool:
+    def peer_gave_up(self) -> bool:
         """Whether the kernel has ended because a rank of another domain gave up."""
-        return bool(self._page[FAILED] == TOLD)
+        return bool(self._page[FAILED] == PEER_GAVE_UP)
 
     def _addressed(
         self, messages: Sequence[KernelMessage], places: tuple[int, int, int], itemsize: int
     ) -> list[tuple[bool, int, int, int]]:
-        """Messages with their addresses, and behind them for each peer the word for failures."""
+        """Return messages with their addresses, and behind them for each peer the word for failures."""
         moved = [
             (one.sends, one.peer, places[one.buffer] + one.first * itemsize, one.count * itemsize)
             for one in messages
@@ -379,7 +336,8 @@ class WindowEngine:
         return moved
 
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
-        """Everything to everybody; None where that is no way."""
+        """Return the program that sends every input to all ranks; None for a large collective, or one without
+        an order."""
         if call.table.count * call.itemsize > self._small_bytes:
             return None
         orders = order_of(PlanKey(call.plan.digest, call.plan))
@@ -395,7 +353,7 @@ class WindowEngine:
         return BoundKernelPlan(kernel, (launch,), SMALL_THREADS, call.itemsize, None, True, [tables])
 
     def _large(self, call: Call[Any], direct: bool) -> BoundKernelPlan | None:
-        """Along the trees; None where the plan finds no room."""
+        """Return the program along the trees; None if the plan does not fit."""
         switched = bool(self.region.multicast)
         able = switched and any(device.reduce for device in call.plan.topology.devices)
         adds = able and switch_adds(call.op, call.dtype, exact=self._exact)
@@ -415,7 +373,7 @@ class WindowEngine:
         return BoundKernelPlan(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept)
 
     def _plan(self, call: Call[Any], *, adds: bool, copies: bool) -> tuple[KernelPlan, Any] | None:
-        """A plan with its place in the arenas, and where this rank counts its chunks."""
+        """Return a plan with its place in the arenas, and the counters of this rank's chunks."""
         digest = call.plan.digest
         if (digest, adds) not in self._plans:
             plan = KernelPlan(
@@ -423,7 +381,7 @@ class WindowEngine:
                 base=self._base,
                 stride=self._slot_bytes,
                 blocks=self.blocks,
-                room=(self._end - self._base) // 2,  # others may come
+                room=(self._end - self._base) // 2,  # leave half for further plans
                 domains=self.region.domains,
                 adds=adds,
                 copies=copies,
@@ -439,7 +397,7 @@ class WindowEngine:
     def _launch(
         self, number: int, phase: KernelPhase, counts: Any, kept: list[Any], *, looks: bool
     ) -> KernelLaunch:
-        """A kernel and what follows; one without steps too, where it has to look whether those that sent gave up."""
+        """Return a kernel and its messages; with `looks` one without steps too, which reads whether senders gave up."""
         blocks = phase.blocks
         if not len(phase.steps):
             if not looks:
@@ -451,23 +409,23 @@ class WindowEngine:
         return KernelLaunch(job, len(blocks) - 1, phase.messages, counts.data.ptr, phase)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
-        """Put tables into the GPU's memory; where each lies."""
+        """Copy tables to the GPU; return the array and the address of each."""
         flat = [np.ascontiguousarray(part).view(np.uint8).reshape(-1) for part in parts]
         made = self._cupy.asarray(np.concatenate(flat))
         places = made.data.ptr + np.cumsum([0, *(len(part) for part in flat[:-1])])
         return made, [int(place) for place in places]
 
     def _job(self, numbers: list[int]) -> Any:
-        """What a kernel is told: what all have in common, and these numbers."""
+        """Return the arguments of a kernel: the common ones, and these numbers."""
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
             *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
-            *(self.region.rank, self.region.size, int(min(2e9 * self._timeout, MOST_PATIENCE))),
+            *(self.region.rank, self.region.size, int(min(2e9 * self._timeout, LONGEST_WAIT))),
         ]
         return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
 
     def _ready(self, call: Call[Any], kind: str) -> Any:
-        """Return the kernel of a call, loaded."""
+        """Return the loaded kernel of a call."""
         averages = call.dtype in AVERAGED
         return self.loaded(forest_kernel(call.op, call.dtype, call.itemsize, averages=averages, kind=kind))
 

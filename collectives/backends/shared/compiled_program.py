@@ -1,10 +1,10 @@
 """Run a rank's program as machine code: one call for a collective, with the agreement before it.
 
-A rank waits for words in the pages of the others (`control_page`). It yields its processor for a short while,
-unless a busy neighbour takes it for long, and then sleeps (futex) until a rank that has made progress finds a
-sleeper. A rank that posts and then looks for sleepers, and one that announces its sleep and then looks once more,
-need a full fence in between; nothing else does. Every wait ends after a while, so that Python can check whether the
-others live; a rank that waits on then sleeps at once.
+A rank waits for words in the pages of its peers (`control_page`). It yields its processor for a short while, unless a
+busy neighbour takes it for long, and then sleeps (futex) until a rank that has made progress finds a sleeper. A rank
+that posts and then looks for sleepers, and one that announces its sleep and then looks once more, need a full fence in
+between; nothing else does. Every wait ends after a while, so that Python can check whether the peers live; a rank that
+continues to wait then sleeps at once.
 
 Joins are numpy's own loops (`numpy_arrays.loop_of`), block by block, so that a sum of many values is read and written
 once. An operation that needs Python ends the call, which continues there when it is called again.
@@ -70,70 +70,62 @@ from collectives.tables.compiled import (
     stream_line,
 )
 
-TAKEN_NUMBERS = 3091148347
-"""A checksum over the numbers that are imported here: what is kept of machine code changes with this file alone."""
+TAKEN_NUMBERS = 1554891756
+"""A checksum of the numbers imported here: cached machine code depends on this file alone."""
 
 ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
-"""What a call ends with: the program has ended; it waits; the notes are not all the same; Python has work to do; the
-memory of a rank cannot be read; or a rank has failed whose memory this one has worked on."""
+"""Results of a call: the program has ended; it waits; the notes differ; Python has an operation to do; the memory of a
+rank cannot be read; or a rank has failed whose memory this one has worked on."""
 
 YIELDING = 200_000
-"""Nanoseconds for which a rank that waits gives its processor away before it sleeps."""
+"""Nanoseconds for which a waiting rank yields its processor before it sleeps."""
 
 EATEN = 500_000
-"""Nanoseconds after which a processor that was given away was taken by a neighbour, who needs it too."""
+"""Nanoseconds after which a neighbour is taken to need the yielded processor too."""
 
 RESPITE = 32
-"""Times as long nothing is given away then."""
+"""Times as long nothing is yielded then."""
 
 LONGEST_RESPITE = 320_000_000
 """Nanoseconds of that at most: a job may have been stopped for hours."""
 
+# the frame
 (
-    POSITION,
-    WAIT,
-    DONE_ASIDE,
-    MEETING,
-    SHOWN_BYTES,
-    BASE,
-    END,
-    ARRAYS_END,
-    FETCHED_END,
-    ARRAYS,
-    FETCHES,
+    POSITION,  # the next operation; -2 before the agreement, -1 in it
+    WAIT,  # of that operation
+    DONE_ASIDE,  # Python has done the operation
+    AGREEMENT,  # number
+    SHOWN_BYTES,  # of the input, in the agreement
+    BASE,  # of the rank's counter
+    END,  # of the program
+    ARRAYS_END,  # of the one for arrays in arenas
+    FETCHED_END,  # of the one for inputs in other processes
+    ARRAYS,  # this rank's arrays lie in its arena
+    FETCHES,  # this rank's input may be read
     BLOCK_BYTES,
-    ITEM,
-    JOIN,
+    ITEM,  # bytes of an element
+    JOIN,  # addresses of the loops that join and divide, and of the divisor, or 0
     JOIN_DATA,
     DIVISION,
     DIVISION_DATA,
     DIVISOR,
-    FUTEX,
-    PATIENCE,
-    RESTED,
+    FUTEX,  # number of the system call, or 0
+    LONGEST_WAIT,  # nanoseconds of a wait after which the call ends
+    RESTED,  # when the processor may be yielded again
     RANKS,
-    READING,
-    UNREAD,
-    IN_PLACE,
-    TIMES,
-    MEMORIES,
+    READING,  # number of the system call that reads the memory of other processes
+    UNREAD,  # 1 + place of the rank whose memory could not be read
+    IN_PLACE,  # all arrays are their own results
+    TIMES,  # address of `TIMED` words for the agreement and each operation, or 0
+    MEMORIES,  # up to `FIRST_ARRAY`
 ) = range(27)
-"""What a frame holds: where the call stands (an operation, -2 before the meeting and -1 in it; a wait; whether Python
-has done the operation), the number of the meeting and the bytes that are shown there, what its counter stood at, where
-the program ends, and the ones for arrays and for inputs of other processes, whether this rank's arrays lie in its arena
-and whether its input may be read, bytes of a block and of an element, the addresses of the loops that join and divide
-and of the divisor (0 where there is none), the number of the system call futex (0 where there is none), the nanoseconds
-of a wait after which the call ends, when a processor may be given away again, how many ranks there are, the number of
-the system call that reads the memory of others, whose could not be read (its place plus 1), whether all arrays are
-their own results, the address of `TIMED` words for the meeting and each operation (0 where nobody asks), and the
-memories up to `FIRST_ARRAY`."""
 
 TIMED = 3
-"""When a rank comes to an operation, when it has all that it waits for, and when it is done, in nanoseconds."""
+"""When a rank comes to an operation, when its waits are over, and when it is done, in nanoseconds."""
 
 CLOCK, ARGUMENTS, VECTORS, FRAME = 33, 37, 44, 48
-"""And room for times, for what loops of numpy are called with, for what is read from where, and, from `FRAME` on, two
-memories for each rank, the address of its arena and the number of its process."""
+"""The frame's times, arguments of numpy's loops, and vectors of reads; from `FRAME` on two memories for each rank, the
+address of its arena and the number of its process."""
 
 _syscall = from_system("syscall", arguments=7)
 _sched_yield = from_system("sched_yield", arguments=0)
@@ -154,42 +146,29 @@ def run(
     own: Word,
     ranks: Word,
 ) -> Word:
-    """Go on with a program.
+    """Continue a program; return ``ENDED`` or another result.
 
-    Parameters
-    ----------
-    operations, waits, inputs : arrays of int64
-        Of a `Program`.
-    frame : (FRAME + 4 ranks,) int64
-        Where it stands, and what it works on.
-    control : int
-        Address of the pages of all ranks of this host.
-    own, ranks : int
-        Which page is this rank's, and how many there are.
-
-    Returns
-    -------
-    int
-        ``ENDED`` or one of the other ends.
+    `operations`, `waits` and `inputs` are those of a `SharedProgram`. `control` is the address of the pages of all
+    ranks of this host; `own` is the place of this rank's page among `ranks`.
     """
     if frame[POSITION] == -2:
         _note_time(frame, -1, 0)
         _show(frame, control, own, ranks)
         frame[POSITION] = -1
     if frame[POSITION] == -1:
-        if not _wait(frame, control, own, ranks, -1, frame[MEETING]):
+        if not _wait(frame, control, own, ranks, -1, frame[AGREEMENT]):
             return WAITING
-        notes = NOTE + frame[MEETING] % 2 * LENGTH
+        notes = NOTE + frame[AGREEMENT] % 2 * LENGTH
         for place in range(ranks):
             if _memcmp(control + place * PAGE + notes, control + own * PAGE + notes, LENGTH) & 0xFFFFFFFF:
                 return OTHERS_DIFFER
         _note_time(frame, -1, 2)
         frame[POSITION] = 0
-        parity = frame[MEETING] % 2
-        if frame[ARRAYS] and _all_tell(control, ranks, GIVEN + parity, TAKEN + parity):
+        parity = frame[AGREEMENT] % 2
+        if frame[ARRAYS] and _all_set(control, ranks, GIVEN + parity, TAKEN + parity):
             _take_arrays(frame, control, ranks)
             frame[POSITION], frame[END] = frame[END], frame[ARRAYS_END]
-        elif frame[FETCHES] and _all_tell(control, ranks, LYING + parity, LYING + parity):
+        elif frame[FETCHES] and _all_set(control, ranks, LYING + parity, LYING + parity):
             for place in range(ranks):
                 frame[FRAME + place] = load_word(control + place * PAGE + 8 * (LYING + parity))
             frame[POSITION], frame[END] = frame[ARRAYS_END], frame[FETCHED_END]
@@ -221,7 +200,7 @@ def run(
 
 @compiled
 def _note_time(frame: Numbers, number: Word, which: Word) -> None:
-    """Write down when something happens to an operation first, where somebody asks."""
+    """Note the time when something happens to an operation first, if times are noted."""
     place = frame[TIMES] + 8 * (TIMED * (number + 1) + which)
     if frame[TIMES] and load_word(place) == 0:
         store_word(place, _now(frame))
@@ -229,7 +208,7 @@ def _note_time(frame: Numbers, number: Word, which: Word) -> None:
 
 @compiled
 def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word) -> bool:
-    """Do the operations that are done together with the first of them, unless Python must."""
+    """Do the operations of the group that begins with `first`; return False if Python must."""
     last = first + operations[first, TOGETHER]
     for number in range(first, last):
         kind = operations[number, KIND]
@@ -290,7 +269,7 @@ def _do(
 
 @compiled
 def _fetch(frame: Numbers, target: Word, place: Word, offset: Word, length: Word) -> None:
-    """Read from the memory of another process, or note whose could not be read."""
+    """Read from the memory of another process, or note that its memory could not be read."""
     frame[VECTORS : VECTORS + 4] = target, length, frame[FRAME + place] + offset, length
     vectors = frame.ctypes.data + 8 * VECTORS
     process = frame[FRAME + 3 * frame[RANKS] + place]
@@ -300,7 +279,7 @@ def _fetch(frame: Numbers, target: Word, place: Word, offset: Word, length: Word
 
 @compiled
 def _copy_past(target: Word, source: Word, length: Word) -> None:
-    """Copy what nobody reads soon; lines that are not in a cache would be read before they are written."""
+    """Copy past the caches what is not read soon; other stores would first read lines that are not cached."""
     start = min(-target % 64, length)
     _memcpy(target, source, start)
     stop = start + (length - start) // 64 * 64
@@ -312,15 +291,15 @@ def _copy_past(target: Word, source: Word, length: Word) -> None:
 
 @compiled
 def _address(frame: Numbers, memory: Word, offset: Word, start: Word) -> Word:
-    """Where a block is that begins so many bytes further on."""
+    """Return the address of a block that begins `start` bytes further on."""
     if memory >= FIRST_ARRAY:
         return frame[FRAME + memory - FIRST_ARRAY] + offset + start
     return frame[MEMORIES + memory] + offset + (0 if memory == BLOCK else start)
 
 
 @compiled
-def _all_tell(control: Word, ranks: Word, one: Word, other: Word) -> bool:
-    """Whether two words of all ranks are not 0."""
+def _all_set(control: Word, ranks: Word, one: Word, other: Word) -> bool:
+    """Return whether two words of all ranks are not 0."""
     for place in range(ranks):
         page = control + place * PAGE
         if load_word(page + 8 * one) == 0 or load_word(page + 8 * other) == 0:
@@ -330,7 +309,7 @@ def _all_tell(control: Word, ranks: Word, one: Word, other: Word) -> bool:
 
 @compiled
 def _any_failed(control: Word, ranks: Word) -> bool:
-    """Whether a rank has failed."""
+    """Return whether a rank has failed."""
     failed = 0
     for place in range(ranks):
         failed |= load_word(control + place * PAGE + 8 * FAILED)
@@ -339,12 +318,12 @@ def _any_failed(control: Word, ranks: Word) -> bool:
 
 @compiled
 def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> None:
-    """Find out where these arrays are in this process."""
+    """Find the addresses of all ranks' arrays in this process."""
     frame[IN_PLACE] = 1
     for place in range(ranks):
         arena = frame[FRAME + 2 * ranks + place]
         for which in range(2):
-            word = (GIVEN, TAKEN)[which] + frame[MEETING] % 2
+            word = (GIVEN, TAKEN)[which] + frame[AGREEMENT] % 2
             frame[FRAME + which * ranks + place] = arena + load_word(control + place * PAGE + 8 * word) - 1
         if frame[FRAME + place] != frame[FRAME + ranks + place]:
             frame[IN_PLACE] = 0
@@ -352,8 +331,8 @@ def _take_arrays(frame: Numbers, control: Word, ranks: Word) -> None:
 
 @compiled
 def _show(frame: Numbers, control: Word, own: Word, ranks: Word) -> None:
-    """Show this rank's note, and what belongs to it, and wake all where it is the last one."""
-    number = frame[MEETING]
+    """Publish this rank's note and small input; the last rank wakes all others."""
+    number = frame[AGREEMENT]
     if frame[SHOWN_BYTES] > 0:
         place = control + ranks * PAGE + (2 * own + number % 2) * SHOWABLE
         _memcpy(place, frame[MEMORIES + SOURCE], frame[SHOWN_BYTES])
@@ -365,7 +344,7 @@ def _show(frame: Numbers, control: Word, own: Word, ranks: Word) -> None:
 
 @compiled
 def _post(frame: Numbers, control: Word, own: Word, ranks: Word, count: Word) -> None:
-    """Announce an operation, and wake who sleeps for it."""
+    """Publish the progress counter, and wake ranks that sleep for it."""
     store_word(control + own * PAGE + 8 * DONE, count)
     full_fence()
     _wake(frame, control, own, ranks, own + 1, count)
@@ -383,31 +362,31 @@ def _wake(frame: Numbers, control: Word, own: Word, ranks: Word, what: Word, cou
 
 @compiled
 def _reached(control: Word, ranks: Word, place: Word, least: Word) -> bool:
-    """Whether a rank has done so many operations; for place -1, whether all have shown the note of this number."""
+    """Return whether a rank has done so many operations; for place -1, whether all have published this note."""
     if place >= 0:
         done: bool = load_word(control + place * PAGE + 8 * DONE) >= least
         return done
     arrived = 0
     while arrived < ranks and load_word(control + arrived * PAGE + 8 * NOTES) >= least:
         arrived += 1
-    everybody: bool = arrived == ranks
-    return everybody
+    all_arrived: bool = arrived == ranks
+    return all_arrived
 
 
 @compiled
 def _now(frame: Numbers) -> Word:
-    """Nanoseconds of the steady clock."""
+    """Return the steady clock in nanoseconds."""
     _clock_gettime(1, frame.ctypes.data + 8 * CLOCK)
     return frame[CLOCK] * 1_000_000_000 + frame[CLOCK + 1]
 
 
 @compiled
 def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, least: Word) -> bool:
-    """Wait, for `PATIENCE` at most, until something is `_reached`; whether it is."""
+    """Wait, at most `LONGEST_WAIT`, until something is `_reached`; return whether it is."""
     if _reached(control, ranks, place, least):
         return True
     began = now = _now(frame)
-    yielding = min(YIELDING, frame[PATIENCE])
+    yielding = min(YIELDING, frame[LONGEST_WAIT])
     while now >= frame[RESTED] and now - began < yielding:
         before = now
         _sched_yield()
@@ -418,20 +397,20 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
             return True
     page = control + own * PAGE
     there = False
-    while not there and now - began < frame[PATIENCE] and load_word(page + 8 * LOOK) == 0:
+    while not there and now - began < frame[LONGEST_WAIT] and load_word(page + 8 * LOOK) == 0:
         store_word(page + 8 * UNTIL, least)
         store_word(page + 8 * ASLEEP, place + 1 if place >= 0 else place)
         full_fence()
-        bell = load_word(page + 8 * WAKE_COUNT)
+        wakes = load_word(page + 8 * WAKE_COUNT)
         there = _reached(control, ranks, place, least)
         if not there:
-            frame[CLOCK + 2], frame[CLOCK + 3] = 0, frame[PATIENCE]
+            frame[CLOCK + 2], frame[CLOCK + 3] = 0, frame[LONGEST_WAIT]
             if frame[FUTEX]:
                 _syscall(
                     frame[FUTEX],
                     page + 8 * WAKE_COUNT,
                     0,
-                    bell & 0xFFFFFFFF,
+                    wakes & 0xFFFFFFFF,
                     frame.ctypes.data + 8 * CLOCK + 16,
                     0,
                     0,
@@ -442,13 +421,13 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
         store_word(page + 8 * ASLEEP, 0)
         now = _now(frame)
     if not there:
-        frame[RESTED] = now + 2 * frame[PATIENCE]
+        frame[RESTED] = now + 2 * frame[LONGEST_WAIT]
     return there
 
 
 @compiled
 def alarm(futex: Word, control: Word, ranks: Word) -> None:
-    """Let every rank that waits, or is about to, return and look after the others."""
+    """Make every rank that waits, or is about to, return and check its peers."""
     for place in range(ranks):
         page = control + place * PAGE
         store_word(page + 8 * LOOK, 1)
@@ -459,7 +438,7 @@ def alarm(futex: Word, control: Word, ranks: Word) -> None:
 
 
 def compile_ahead() -> None:
-    """Compile `run` and `alarm`, or load them, before anybody waits for this rank."""
+    """Compile `run` and `alarm`, or load them, before any peer waits for this rank."""
     nothing = np.zeros((0, 1), dtype=np.int64)
     with compiled_by_one(run):
         run(nothing, nothing, nothing, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)

@@ -17,35 +17,9 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import AVERAGED, Call, TraceEvent
 from collectives.backends.shared import compiled_program as machine
+from collectives.backends.shared import shared_program as operation
 from collectives.backends.shared.compiled_program import run
-from collectives.backends.shared.shared_program import (
-    ASIDE,
-    BLOCK,
-    BYTES,
-    COPY,
-    COPY_PAST,
-    DIVIDE,
-    FETCH,
-    FIRST_ARRAY,
-    FIRST_INPUT,
-    FIRST_WAIT,
-    JOIN,
-    JOIN_ONE,
-    KIND,
-    LAST_INPUT,
-    LAST_WAIT,
-    MEMORY,
-    MESSAGE,
-    OFFSET,
-    RESULT,
-    ROW,
-    SCRATCH,
-    SHARED,
-    SHOWN,
-    SOURCE,
-    TOGETHER,
-    SharedProgram,
-)
+from collectives.backends.shared.shared_program import SharedProgram
 from collectives.peers.control_page import (
     DONE,
     LOOK,
@@ -60,27 +34,27 @@ from collectives.tables.numpy_arrays import loop_of, reduction
 
 
 def _system_call(**numbers: int) -> int:
-    """The number of a system call of Linux on this kind of machine; 0 where it is not known."""
+    """Return the number of a Linux system call on this kind of machine; 0 if it is not known."""
     return numbers.get(platform.machine(), 0) if platform.system() == "Linux" else 0
 
 
 FUTEX = _system_call(x86_64=202, aarch64=98)
-"""The number of the system call by which threads sleep; 0 where ranks give their processor away instead."""
+"""The system call by which threads sleep; 0 if ranks yield their processors instead."""
 
 PROCESS_VM_READV = _system_call(x86_64=310, aarch64=270)
-"""The number of the system call by which a process reads the memory of another one; 0 where there is none."""
+"""The system call by which a process reads the memory of another one; 0 if there is none."""
 
-PATIENCE = 20_000_000
-"""Nanoseconds of waiting between two looks at the other ranks."""
+CHECK_NANOSECONDS = 20_000_000
+"""Nanoseconds of waiting between two checks of the peers."""
 
-WATCHED_PATIENCE = 100_000_000
-"""The same where the system tells at once that one of them has died."""
+WATCHED_CHECK_NANOSECONDS = 100_000_000
+"""The same if the system reports the death of a peer at once."""
 
 BRIEF = 1_000
-"""Nanoseconds of waiting that a timeline leaves out."""
+"""Nanoseconds of waiting that a trace leaves out."""
 
 MESSAGE_LOOK = 100_000
-"""The same where messages between hosts move only while somebody looks after them, at first."""
+"""The same, at first, if messages between hosts progress only in calls of this process."""
 
 
 class MessageTransport(Protocol):
@@ -93,7 +67,7 @@ class MessageTransport(Protocol):
         """Wait until a message's memory may be overwritten."""
 
     def arrived(self, number: int) -> None:
-        """Wait until a message is there."""
+        """Wait until a message has arrived."""
 
     def used(self, number: int) -> None:
         """Let the next message arrive in the place of this one."""
@@ -106,22 +80,11 @@ class MessageTransport(Protocol):
 class Arithmetic:
     """How elements are joined and divided.
 
-    Parameters
-    ----------
-    as_elements : callable
-        An array of bytes as one of elements.
-    dtype : numpy dtype or None
-        Of the elements; None where they are tensors of a type that numpy lacks.
-    itemsize : int
-        Bytes of an element.
-    combine : callable
-        Joins two arrays into a third: a ufunc of numpy, or what does the same for tensors.
-    divisor : int
-        By which sums are divided.
-    loops : (int, int, int, int, int)
-        Addresses of the loops that join and divide, each with what numpy keeps with it, and of the divisor; or 0.
-    by : array, optional
-        The divisor as an element.
+    - `as_elements` views an array of bytes as one of elements.
+    - `dtype` is None for tensors of a type that numpy lacks. `itemsize` is in bytes.
+    - `combine` joins two arrays into a third: a numpy ufunc, or its equal for tensors.
+    - `divisor` of sums; `by` is the divisor as an element.
+    - `loops`: addresses of the loops that join and divide, each with numpy's data, and of the divisor; or 0.
     """
 
     as_elements: Callable[[NDArray[np.uint8]], Any]
@@ -133,17 +96,17 @@ class Arithmetic:
     by: NDArray[Any] | None = None
 
     def aligned(self, *addresses: int) -> bool:
-        """Whether the machine can read and write elements there at once."""
+        """Return whether the machine can access elements at these addresses directly."""
         return self.dtype is None or not any(address % self.dtype.alignment for address in addresses)
 
     def quick(self, op: str | None) -> bool:
-        """Whether machine code does all of a collective, where elements are aligned."""
+        """Return whether machine code does all of a collective on aligned elements."""
         return op is None or (self.loops[0] != 0 and (self.divisor == 1 or self.loops[2] != 0))
 
     @staticmethod
     @lru_cache(maxsize=64)
     def of(dtype: np.dtype[Any], function: np.ufunc, divisor: int) -> Arithmetic:
-        """Of a type of numpy's."""
+        """Return that of a numpy type."""
         by = np.array([divisor], dtype=dtype) if divisor > 1 else None
         divide = (0, 0, 0) if by is None else (*loop_of(np.divide, dtype), by.ctypes.data)
         loops = (*loop_of(function, dtype), *divide)
@@ -152,16 +115,7 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class RankBuffers:
-    """What one rank puts into a collective, and where its result goes.
-
-    Parameters
-    ----------
-    source, result : arrays
-        Of one contiguous dimension.
-    source_at, result_at : int
-        Their addresses.
-    arithmetic : Arithmetic
-    """
+    """The input and result of one rank, contiguous arrays of one dimension, with their addresses."""
 
     source: Any
     result: Any
@@ -171,18 +125,14 @@ class RankBuffers:
 
     @property
     def aligned(self) -> bool:
-        """Whether the machine can read and write their elements at once."""
+        """Return whether the machine can access their elements directly."""
         return self.arithmetic.aligned(self.source_at, self.result_at)
 
 
 def rank_buffers_of(call: Call[Any], ranks: int = 1) -> RankBuffers:
-    """Input and result of the one rank of a call, tensors as numpy's arrays, but those of bfloat16, which numpy lacks.
+    """Return input and result of the one rank of a call, as numpy arrays unless numpy lacks their type (bfloat16).
 
-    Parameters
-    ----------
-    call : Call
-    ranks : int
-        By which averages are divided, where numpy divides them alike wherever they are; 1 where another one does it.
+    Averages are divided by `ranks`, if numpy divides them equally everywhere; 1 leaves the division to another party.
     """
     (memory,) = call.memory
     source, result = memory.source, memory.result
@@ -204,7 +154,7 @@ def rank_buffers_of(call: Call[Any], ranks: int = 1) -> RankBuffers:
 
 
 def _bfloat16(room: NDArray[np.uint8]) -> Any:
-    """Bytes as a tensor."""
+    """Return bytes as a tensor."""
     import torch
 
     return torch.from_numpy(room).view(torch.bfloat16)
@@ -212,49 +162,38 @@ def _bfloat16(room: NDArray[np.uint8]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """What one run of a program works on.
+    """The memory of one run of a program: arrays, and the areas for shared memory, scratch and the shown inputs."""
 
-    Parameters
-    ----------
-    lines : Lines
-    rooms : three of Room
-        Shared memory, scratch, and what all ranks have shown.
-    """
-
-    lines: RankBuffers
-    rooms: tuple[AddressedMemory, AddressedMemory, AddressedMemory]
+    buffers: RankBuffers
+    areas: tuple[AddressedMemory, AddressedMemory, AddressedMemory]
 
     def memory(self, number: int) -> Any:
-        """A memory of the program, as elements."""
-        if number in (SOURCE, RESULT):
-            return self.lines.source if number == SOURCE else self.lines.result
-        room = self.rooms[{SHARED: 0, SCRATCH: 1, BLOCK: 1, SHOWN: 2}[number]]
-        return self.lines.arithmetic.as_elements(room.data)
+        """Return a memory of the program, as elements."""
+        if number in (operation.SOURCE, operation.RESULT):
+            return self.buffers.source if number == operation.SOURCE else self.buffers.result
+        room = self.areas[
+            {operation.SHARED: 0, operation.SCRATCH: 1, operation.BLOCK: 1, operation.SHOWN: 2}[number]
+        ]
+        return self.buffers.arithmetic.as_elements(room.data)
 
     def memories(self) -> tuple[int, ...]:
-        """As `memories_of` gives them."""
-        return memories_of(self.lines.source_at, self.lines.result_at, self.rooms)
+        """Return `memories_of` this."""
+        return memories_of(self.buffers.source_at, self.buffers.result_at, self.areas)
 
 
 def memories_of(
-    source: int, result: int, rooms: tuple[AddressedMemory, AddressedMemory, AddressedMemory]
+    source: int, result: int, areas: tuple[AddressedMemory, AddressedMemory, AddressedMemory]
 ) -> tuple[int, ...]:
-    """Addresses of the memories up to `FIRST_ARRAY`, in their order."""
-    shared, scratch, shown = rooms
+    """Return the addresses of the memories up to `FIRST_ARRAY`, in their order."""
+    shared, scratch, shown = areas
     return source, shared.address, scratch.address, result, shown.address, scratch.address
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedProgram:
-    """A program with all that it needs to know of arrays but where they are.
+    """A program with everything but the addresses of arrays; `head` has the first words of a frame.
 
-    Parameters
-    ----------
-    program : Program
-    arithmetic : Arithmetic
-        Holds what the frame has addresses of.
-    head : (FUTEX,) int64
-        What a frame begins with.
+    `arithmetic` owns the objects at the frame's addresses.
     """
 
     program: SharedProgram
@@ -263,7 +202,7 @@ class PreparedProgram:
 
     @classmethod
     def of(cls, program: SharedProgram, arithmetic: Arithmetic, *, aligned: bool) -> PreparedProgram:
-        """For arrays whose elements do, or do not, lie as the machine needs them."""
+        """Prepare a program for arrays whose elements are `aligned` or not."""
         loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
         begun = (0, 0, 0, 0, program.shown_bytes, 0, *program.ends, 0, 0, program.block_bytes)
         return cls(program, arithmetic, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
@@ -273,30 +212,23 @@ class PreparedProgram:
         frame: NDArray[np.int64],
         memories: tuple[int, ...],
         *,
-        meeting: int = 0,
+        agreement: int = 0,
         base: int = 0,
         arrays: bool = False,
         fetches: bool = False,
     ) -> None:
-        """Put into a frame what a run begins with."""
+        """Initialise a frame for a run."""
         frame[: machine.FUTEX] = self.head
-        frame[machine.POSITION] = -2 if meeting else 0
-        frame[machine.MEETING] = meeting
+        frame[machine.POSITION] = -2 if agreement else 0
+        frame[machine.AGREEMENT] = agreement
         frame[machine.BASE] = base
         frame[machine.ARRAYS : machine.FETCHES + 1] = arrays, fetches
         frame[machine.UNREAD : machine.IN_PLACE + 1] = 0
-        frame[machine.MEMORIES : machine.MEMORIES + FIRST_ARRAY] = memories
+        frame[machine.MEMORIES : machine.MEMORIES + operation.FIRST_ARRAY] = memories
 
 
 class ProgramRunner:
-    """Runs the programs of one rank, one after another.
-
-    Parameters
-    ----------
-    control : Control
-    watch : Watch
-    placement : Placement
-    """
+    """Runs the programs of one rank, one after another."""
 
     def __init__(self, control: ControlPage, watch: PeerWatchdog, placement: HostPlacement) -> None:
         self._control = control
@@ -310,7 +242,7 @@ class ProgramRunner:
         self._calls = 0
         self.steps: list[TraceEvent] | None = None
         control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)
-        self._patience = WATCHED_PATIENCE if watch.see_deaths() else PATIENCE
+        self._longest_wait = WATCHED_CHECK_NANOSECONDS if watch.see_deaths() else CHECK_NANOSECONDS
 
     def execute(
         self,
@@ -318,7 +250,7 @@ class ProgramRunner:
         memories: tuple[int, ...],
         *,
         work: RunMemory | None = None,
-        meeting: int = 0,
+        agreement: int = 0,
         differ: Callable[[], None] | None = None,
         messages: MessageTransport | None = None,
         arenas: list[AddressedMemory] | None = None,
@@ -326,35 +258,21 @@ class ProgramRunner:
     ) -> None:
         """Run a program to its end.
 
-        Parameters
-        ----------
-        ready : Ready
-        memories : tuple of int
-            As `memories_of` gives them.
-        work : Work, optional
-            The same for Python, where not all is done by machine code.
-        meeting : int
-            Number of the note that all must have shown before, and that this rank has put in its place; 0 for none.
-        differ : callable, optional
-            Raises where the notes of that meeting do not agree.
-        messages : Messages, optional
-            Where the program has some.
-        arenas : list of Room, optional
-            Those of all ranks, where this rank's arrays lie in its own: there is a program for when those of all do.
-        fetches : bool
-            Whether this rank has told where its input lies: there is a program for when all have.
+        `work` has the memories for operations that Python does. `agreement` is the number of the agreement, whose note
+        this rank has put in its place, or 0 for none; `differ` raises if the notes differ. `arenas` of all ranks: this
+        rank's arrays lie in its own, and the program for arenas runs if those of all do. `fetches`: this rank has
+        published the address of its input, and the program that reads inputs runs if all have.
 
-        Raises
-        ------
-        BackendError
-            Another rank died, stalled, closed its communicator, or noticed a failure.
+        Raises `BackendError` if a peer died, stalled, closed its communicator, or reported a failure.
         """
         self._calls += 1
         frame, program = self._frame, ready.program
-        # ranks have come to as many meetings, also where some have refused a collective and run no program
-        base = (meeting or self._calls) << 32
-        ready.begin(frame, memories, meeting=meeting, base=base, arrays=arenas is not None, fetches=fetches)
-        frame[machine.PATIENCE] = self._patience if messages is None else MESSAGE_LOOK
+        # ranks have begun as many agreements, even if some have refused a collective and run no program
+        base = (agreement or self._calls) << 32
+        ready.begin(
+            frame, memories, agreement=agreement, base=base, arrays=arenas is not None, fetches=fetches
+        )
+        frame[machine.LONGEST_WAIT] = self._longest_wait if messages is None else MESSAGE_LOOK
         if arenas is not None:
             first = machine.FRAME + 2 * len(self._members)
             frame[first : first + len(arenas)] = [room.address for room in arenas]
@@ -379,8 +297,8 @@ class ProgramRunner:
                 if waiting != (place := (position, int(frame[machine.WAIT]))):
                     begun, waiting = now, place
                 if messages is not None:
-                    frame[machine.PATIENCE] = min(MESSAGE_LOOK + (now - begun) * 1e7, 1_000_000)
-                self._look(program, position, base, meeting, begun)
+                    frame[machine.LONGEST_WAIT] = min(MESSAGE_LOOK + (now - begun) * 1e7, 1_000_000)
+                self._look(program, position, base, agreement, begun)
                 continue
             if waiting is not None:
                 waiting = None
@@ -393,25 +311,25 @@ class ProgramRunner:
                 self._watch.check()
             if status == machine.NOT_READ:  # its process has ended, or is about to
                 peer = self._members[frame[machine.UNREAD] - 1]
-                self._watch.unreadable(peer, int(program.operations[position, ROW]))
+                self._watch.unreadable(peer, int(program.operations[position, operation.ROW]))
             if status == machine.OTHERS_DIFFER:
-                assert differ is not None, "who meets compares"
+                assert differ is not None, "agreements compare"
                 differ()
                 raise AssertionError("notes that differ mean different calls")
-            assert work is not None, "what machine code does not do"
+            assert work is not None, "machine code does not do all"
             _aside(program, position, work, messages)
             frame[machine.DONE_ASIDE] = 1
 
-    def _look(self, program: SharedProgram, position: int, base: int, meeting: int, begun: float) -> None:
-        """See that who is waited for can still come; raises as `PeerWatchdog.word`."""
+    def _look(self, program: SharedProgram, position: int, base: int, agreement: int, begun: float) -> None:
+        """Check that the awaited peer can still make progress; raises as `PeerWatchdog.word`."""
         words = self._control.words
         self._control.announce(LOOK, 0)
         if position < 0:
-            name, least, row = NOTES, meeting, 0
+            name, least, row = NOTES, agreement, 0
             missing = (p for p in range(len(self._members)) if words[p * WORDS + NOTES] < least)
             place = next(missing, self._own)
         else:
-            number = program.operations[position, FIRST_WAIT] + self._frame[machine.WAIT]
+            number = program.operations[position, operation.FIRST_WAIT] + self._frame[machine.WAIT]
             place, done, row = program.waits[number].tolist()
             name, least = DONE, base + done
         index = place * WORDS + name
@@ -419,44 +337,45 @@ class ProgramRunner:
 
 
 DOING = {
-    COPY: "copy",
-    COPY_PAST: "copy",
-    JOIN: "add",
-    JOIN_ONE: "add",
-    DIVIDE: "divide",
-    FETCH: "read and add",
-    ASIDE: "send",
+    operation.COPY: "copy",
+    operation.COPY_PAST: "copy",
+    operation.JOIN: "add",
+    operation.JOIN_ONE: "add",
+    operation.DIVIDE: "divide",
+    operation.FETCH: "read and add",
+    operation.ASIDE: "send",
 }
-"""What the timeline calls operations of a kind."""
+"""Names of operations in a trace."""
 
 
 def trace_events_of(
     program: SharedProgram, times: NDArray[np.int64], members: tuple[int, ...], place: int
 ) -> list[TraceEvent]:
-    """What the rank at a place did, and what it waited for longer than `BRIEF`, by the times of its operations."""
+    """Return the operations of the rank at a place, and its waits longer than `BRIEF`, from their times."""
     steps, row = [], f"rank {members[place]}"
     if times[0, 0]:
         steps.append(TraceEvent(row, "meet", int(times[0, 0]), int(times[0, 2])))
     for number in np.flatnonzero(times[1:, 2]).tolist():
         came, ready, done = times[number + 1].tolist()
-        operation = program.operations[number]
+        one = program.operations[number]
         if ready - came > BRIEF:
-            places = program.waits[operation[FIRST_WAIT] : operation[LAST_WAIT], 0].tolist()
-            ranks = ", ".join(str(members[one]) for one in sorted(set(places)))
+            places = program.waits[one[operation.FIRST_WAIT] : one[operation.LAST_WAIT], 0].tolist()
+            ranks = ", ".join(str(members[other]) for other in sorted(set(places)))
             steps.append(TraceEvent(row, f"wait for {ranks}", came, ready))
-        if operation[BYTES]:
-            steps.append(TraceEvent(row, f"{DOING[int(operation[KIND])]} {operation[BYTES]} B", ready, done))
+        if one[operation.BYTES]:
+            work = f"{DOING[int(one[operation.KIND])]} {one[operation.BYTES]} B"
+            steps.append(TraceEvent(row, work, ready, done))
     return steps
 
 
 def execute_alone(
     ready: PreparedProgram, memories: tuple[int, ...], frame: NDArray[np.int64], work: RunMemory | None = None
 ) -> None:
-    """Run a program that waits for nobody; a frame of `run.FRAME` words is used again and again."""
+    """Run a program without waits; `frame` of `compiled_program.FRAME` words can be reused."""
     program = ready.program
     ready.begin(frame, memories)
     while run(program.operations, program.waits, program.inputs, frame, 0, 0, 1) != machine.ENDED:
-        assert work is not None, "what machine code does not do"
+        assert work is not None, "machine code does not do all"
         _aside(program, int(frame[machine.POSITION]), work, None)
         frame[machine.DONE_ASIDE] = 1
 
@@ -467,20 +386,22 @@ def _aside(
     work: RunMemory,
     messages: MessageTransport | None,
 ) -> None:
-    """Do in Python what is done together from an operation on."""
-    together = program.operations[position : position + program.operations[position, TOGETHER]].tolist()
+    """Do in Python the group of operations that begins at `position`."""
+    together = program.operations[
+        position : position + program.operations[position, operation.TOGETHER]
+    ].tolist()
     head = together[0]
-    message, nbytes, arithmetic = head[MESSAGE], head[BYTES], work.lines.arithmetic
+    message, nbytes, arithmetic = head[operation.MESSAGE], head[operation.BYTES], work.buffers.arithmetic
 
     def part(memory: int, offset: int, start: int, stop: int) -> Any:
-        first = (offset + (0 if memory == BLOCK else start)) // arithmetic.itemsize
+        first = (offset + (0 if memory == operation.BLOCK else start)) // arithmetic.itemsize
         return work.memory(memory)[first : first + (stop - start) // arithmetic.itemsize]
 
     if messages is not None:
         for number in program.unsent.get(position, ()):
             messages.left(number)
-        if head[MEMORY] < 0:
-            origins = program.inputs[head[FIRST_INPUT] : head[LAST_INPUT]].tolist()
+        if head[operation.MEMORY] < 0:
+            origins = program.inputs[head[operation.FIRST_INPUT] : head[operation.LAST_INPUT]].tolist()
             messages.send(
                 message, part(origins[0][0], origins[0][1], 0, nbytes)
             ) if message >= 0 else messages.finish()
@@ -492,10 +413,10 @@ def _aside(
         for start in range(0, nbytes, block or 1):
             stop = min(start + block, nbytes)
             for line in together:
-                target = part(line[MEMORY], line[OFFSET], start, stop)
-                origins = program.inputs[line[FIRST_INPUT] : line[LAST_INPUT]].tolist()
+                target = part(line[operation.MEMORY], line[operation.OFFSET], start, stop)
+                origins = program.inputs[line[operation.FIRST_INPUT] : line[operation.LAST_INPUT]].tolist()
                 inputs = [part(origin[0], origin[1], start, stop) for origin in origins]
-                if line[KIND] == DIVIDE:
+                if line[operation.KIND] == operation.DIVIDE:
                     if arithmetic.divisor != 1:
                         np.divide(target, arithmetic.divisor, out=target)
                 elif len(inputs) == 1:

@@ -2,7 +2,7 @@
 
 Each value is made once, in memory that all ranks see, and read from there. The processes need an allgather of short
 texts once, to find each other: torch's process groups and stores have one, and so do launchers. For ranks on several
-hosts `collectives.backends.mpi` adds the messages between these.
+hosts `collectives.backends.mpi` adds the messages between hosts.
 """
 
 from __future__ import annotations
@@ -67,35 +67,22 @@ from collectives.tables.transfer_table import result_blocks
 from topoplan.errors import BackendError, RefusedError, UsageError
 
 SLOW_BLOCK_BYTES = 256 << 10
-"""Bytes that are added up at once where that is done in Python."""
+"""Bytes of a block that Python adds up."""
 
 CACHED_CHUNK = 256 << 10
-"""Chunk size where all ranks share memory: what they pass on then is read while it is in a cache."""
+"""Chunk size of ranks that all share memory: forwarded values are then read while they are in a cache."""
 
 
 class SharedBackend(OneRank):
-    """`Backend` of one rank among processes of one host; all of them must make one.
+    """`Backend` of one rank among processes of one host; all of them make one.
 
-    Every failure is a `BackendError` on all ranks that still live: at once where a process dies, after the timeout
-    where it stalls. The memory has no name and is gone with the last process.
+    `gather` is an allgather of short texts among the ranks, which is needed only here; ranks that do not share memory
+    raise `UsageError`. A rank waits `timeout` seconds for another one in each step. `arrays` is numpy's by default;
+    torch's for tensors on the CPU. `survivors` is the membership of an earlier back end, whose ranks recover here; it
+    is closed with this one.
 
-    Parameters
-    ----------
-    gather : callable
-        An allgather of short texts among the ranks; not called again once they have met.
-    rank, size : int
-        This rank, and how many there are.
-    timeout : float
-        Seconds that a rank waits for another one, in each step.
-    arrays : ArrayLibrary, optional
-        numpy by default; torch's for tensors on the CPU.
-    survivors : Survivors, optional
-        Of ranks that are left of another job, which go on here; by default new ones. This closes them.
-
-    Raises
-    ------
-    UsageError
-        The ranks do not see each other's memory.
+    Every failure is a `BackendError` on all surviving ranks: at once if a process dies, after the timeout if it stalls.
+    The memory has no name and is freed with the last process.
     """
 
     _world: SharedMemoryControlPlane
@@ -104,11 +91,9 @@ class SharedBackend(OneRank):
     one_rank = True
     direct = True
     averages = True
-    goes_on = True
-    """Whether ranks that are left may go on; a back end within another job leaves that to it."""
     survivors: MembershipProtocol | None
-    then: list[Callable[[], None]]
-    """Called when it is closed, also where its ranks have gone on."""
+    on_close: list[Callable[[], None]]
+    """Called by `close`, also after a recovery."""
 
     def __init__(
         self,
@@ -124,7 +109,7 @@ class SharedBackend(OneRank):
         fence = None if platform.machine() in ORDERED else lock_fence()
         placement, segment = meet(gather, rank=rank, size=size)
         self._begin(placement, segment, fence=fence, timeout=timeout, arrays=arrays)
-        self.survivors = survivors or (MembershipProtocol.of(gather, rank) if self.goes_on else None)
+        self.survivors = survivors or MembershipProtocol.of(gather, rank)
 
     def _begin(
         self,
@@ -136,7 +121,7 @@ class SharedBackend(OneRank):
         arrays: ArrayLibrary[Any] | None = None,
         others: HostExchange | None = None,
     ) -> None:
-        """Work with ranks that have met."""
+        """Work with ranks that share a segment."""
         self.size = len(placement.hosts)
         self.ranks: tuple[int, ...] = (placement.rank,)
         self.arrays: ArrayLibrary[Any] = PooledArrays() if arrays is None else arrays
@@ -151,23 +136,15 @@ class SharedBackend(OneRank):
         self._scratch = ScratchMemory()
         self._runner = ProgramRunner(self._control, self._world.watch, placement)
         self.survivors = None
-        self.then = []
+        self.on_close = []
         self._closed = False
-        self._intruded = ""
+        self._foreign_failure = ""
 
     @classmethod
     def from_environment(
         cls, *, timeout: float = 30.0, environment: Mapping[str, str] = os.environ
     ) -> SharedBackend:
-        """The back end of a process that a launcher started (`collectives.peers.environment`).
-
-        Raises
-        ------
-        UsageError
-            Variables are missing, or the ranks do not see each other's memory.
-        BackendError
-            The ranks do not find each other.
-        """
+        """Return the back end of a process that a launcher started (`collectives.peers.environment`)."""
         place = read_rank_environment(environment, SharedBackend.name)
         return SharedBackend.met_at(place.rendezvous, place.rank, place.size, timeout=timeout)
 
@@ -175,29 +152,17 @@ class SharedBackend(OneRank):
     def met_at(
         cls, rendezvous: str, rank: int, size: int, *, timeout: float, meeting_timeout: float | None = None
     ) -> SharedBackend:
-        """The back end of ranks that meet at a rendezvous, which they then need no more.
-
-        Parameters
-        ----------
-        rendezvous, rank, size, timeout, meeting_timeout
-            As `TcpBackend` takes them.
-
-        Raises
-        ------
-        UsageError, BackendError
-            As `from_environment`.
-        """
+        """Return the back end of ranks that find each other at a rendezvous, with the parameters of `TcpBackend`."""
         limit = timeout if meeting_timeout is None else meeting_timeout
         world = TcpControlPlane(rendezvous, rank, size, timeout=limit)
         try:
             made = cls(lambda text: world.texts(text, timeout=limit), rank=rank, size=size, timeout=timeout)
-            made.then.append(world.hold_address(made._end_with))
+            made.on_close.append(world.hold_address(made._end_with))
             return made
         finally:
             world.close()
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        """See `Splits.split`."""
         (rank,) = self.ranks
         members = group_of(groups, rank)
         address, place = rendezvous_within(self.gather_texts, members, rank=rank, local="127.0.0.1")
@@ -209,11 +174,9 @@ class SharedBackend(OneRank):
 
     @property
     def about(self) -> dict[str, Any]:
-        """See `GoesOn.about`."""
         return {"arrays": self.arrays.name}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`; they share new memory."""
         self._leave()
         made = SharedBackend(
             gather,
@@ -223,11 +186,10 @@ class SharedBackend(OneRank):
             arrays=self.arrays,
             survivors=self.survivors,
         )
-        made.then = self.then
+        made.on_close = self.on_close
         return made
 
     def run(self, call: Call[Any]) -> None:
-        """See `Backend.run`."""
         self._check_open()
         try:
             self._run(call)
@@ -236,20 +198,19 @@ class SharedBackend(OneRank):
             raise
 
     def _end_with(self, reason: str) -> None:
-        """End the job on all ranks, those too that do not wait for anything; from any thread."""
-        self._intruded = reason
+        """End the job on all ranks, including ranks that do not wait for anything; from any thread."""
+        self._foreign_failure = reason
         self._world.tell(BackendError(reason, rank=self.ranks[0]))
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._leave()
         if self.survivors is not None:
             self.survivors.close()
-        while self.then:
-            self.then.pop(0)()
+        while self.on_close:
+            self.on_close.pop(0)()
 
     def _leave(self) -> None:
-        """Leave the other ranks, and the memory that is shared with them."""
+        """Leave the other ranks, and their shared memory."""
         if not self._closed:
             self._closed = True
             self._world.close()
@@ -257,23 +218,22 @@ class SharedBackend(OneRank):
             self._segment.close()
 
     def _check_open(self) -> None:
-        if self._intruded:
-            raise BackendError(self._intruded, rank=self.ranks[0])
+        if self._foreign_failure:
+            raise BackendError(self._foreign_failure, rank=self.ranks[0])
         if self._closed:
             raise BackendError(f"the {self.name} back end has ended; make a new one", rank=self.ranks[0])
 
-    def _telling(self) -> AbstractContextManager[None]:
+    def _reporting_failures(self) -> AbstractContextManager[None]:
         self._check_open()
         return self._world.watch.telling()
 
     def _stops(self, error: BaseException) -> None:
-        """What a collective raises ends this back end, and the others are told, unless all have refused it."""
+        """End this back end with a collective's failure and report it, unless all ranks have refused the collective."""
         if not isinstance(error, RefusedError):
             self._world.watch.stops(error)
             self._arenas.retire()
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """See `GivesMemory.empty`: memory that all ranks of this host see, where the system gives it."""
         memory = self._arenas.array(math.prod(shape) * self.arrays.itemsize(like)) if self._alone else None
         if memory is None:
             return self.arrays.empty(shape, like)
@@ -284,16 +244,14 @@ class SharedBackend(OneRank):
         return torch.from_numpy(memory).view(like.dtype).view(shape)
 
     def writes(self, array: Any) -> bool:
-        """See `GivesMemory.writes`: to all arrays."""
         return self.direct
 
     def repeated(self, call: Call[Any]) -> PreparedRun | None:
-        """See `Repeats.repeated`."""
         (memory,) = call.memory
-        lines = rank_buffers_of(call, self.size)
-        if not (self._alone and lines.aligned and lines.arithmetic.quick(call.op)):
+        buffers = rank_buffers_of(call, self.size)
+        if not (self._alone and buffers.aligned and buffers.arithmetic.quick(call.op)):
             return None
-        kind, pack = self._prepared(call, memory, lines), call.signature.packing()
+        kind, pack = self._prepared(call, memory, buffers), call.signature.packing()
 
         def run(number: int, source: int, result: int) -> None:
             self._check_open()
@@ -306,20 +264,18 @@ class SharedBackend(OneRank):
         return run
 
     def trace(self, steps: list[TraceEvent] | None) -> None:
-        """See `Traces.trace`: the operations of this rank's program."""
         self._runner.steps = steps
 
     def _run(self, call: Call[Any]) -> None:
         (memory,) = call.memory
-        about, lines = call.signature, rank_buffers_of(call, self.size)
+        about, buffers = call.signature, rank_buffers_of(call, self.size)
         if self._alone:
-            kind = self._prepared(call, memory, lines)
-            self._run_here(kind, about.pack(), about.call, lines.source_at, lines.result_at, lines)
+            kind = self._prepared(call, memory, buffers)
+            self._run_here(kind, about.pack(), about.call, buffers.source_at, buffers.result_at, buffers)
             return
         if call.table.helped:
             raise UsageError(
-                "over several hosts the mpi back end has nobody who adds up for helpers; use tcp, which has "
-                "a process for each"
+                "the mpi back end has no helper ranks over several hosts; use tcp, which has a process for each"
             )
         self._world.agree(about, timeout=self._timeout)
         program = program_of(
@@ -329,29 +285,29 @@ class SharedBackend(OneRank):
             blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
         )
-        ready = PreparedProgram.of(program, lines.arithmetic, aligned=lines.aligned)
-        work = RunMemory(lines, self._rooms(ready, 0))
+        ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
+        work = RunMemory(buffers, self._areas(ready, 0))
         self._runner.execute(ready, work.memories(), work=work, messages=self._messages(program, work))
 
-    def _prepared(self, call: Call[Any], memory: RankArrays[Any], lines: RankBuffers) -> _Prepared:
-        """What collectives like this one run, of ranks that all see the same memory."""
+    def _prepared(self, call: Call[Any], memory: RankArrays[Any], buffers: RankBuffers) -> _Prepared:
+        """Return the program of collectives like this one, for ranks that all see the same memory."""
         about = call.signature
         nbytes = (memory.given[1] - memory.given[0]) * call.itemsize
-        quick = lines.arithmetic.quick(call.op)
-        road = access_method_of(nbytes)
-        direct, fetches = quick and road != EACH, quick and call.op is not None and nbytes >= FETCHED_BYTES
+        quick = buffers.arithmetic.quick(call.op)
+        method = access_method_of(nbytes)
+        direct, fetches = quick and method != EACH, quick and call.op is not None and nbytes >= FETCHED_BYTES
         program = host_program_of(
             call.table,
             self.ranks[0],
             given=memory.given,
             blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
-            block_bytes=BLOCK_BYTES if quick and lines.aligned else SLOW_BLOCK_BYTES,
-            roads=(road, *((ARRAYS,) if direct else ()), *((FETCHED,) if fetches else ())),
+            block_bytes=BLOCK_BYTES if quick and buffers.aligned else SLOW_BLOCK_BYTES,
+            methods=(method, *((ARRAYS,) if direct else ()), *((FETCHED,) if fetches else ())),
         )
-        ready = PreparedProgram.of(program, lines.arithmetic, aligned=lines.aligned)
+        ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
         empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
-        return _Prepared(about, ready, lines.aligned, empty if direct else None, nbytes if fetches else 0)
+        return _Prepared(about, ready, buffers.aligned, empty if direct else None, nbytes if fetches else 0)
 
     def _run_here(
         self,
@@ -360,46 +316,46 @@ class SharedBackend(OneRank):
         number: int,
         source: int,
         result: int,
-        lines: RankBuffers | None = None,
+        buffers: RankBuffers | None = None,
     ) -> None:
         """Run a collective of that kind, with the note of this call, on arrays at these addresses."""
-        meeting = self._world.begin(note)
-        rooms = self._rooms(kind.ready, meeting)
+        agreement = self._world.begin(note)
+        areas = self._areas(kind.ready, agreement)
         self._runner.execute(
             kind.ready,
-            memories_of(source, result, rooms),
-            work=None if lines is None else RunMemory(lines, rooms),
-            meeting=meeting,
+            memories_of(source, result, areas),
+            work=None if buffers is None else RunMemory(buffers, areas),
+            agreement=agreement,
             differ=self._world.differ,
-            fetches=kind.fetched > 0 and self._show_input(kind, source, meeting),
-            arenas=None if kind.empty is None else self._show_arrays(kind, source, result, meeting),
+            fetches=kind.fetched > 0 and self._show_input(kind, source, agreement),
+            arenas=None if kind.empty is None else self._show_arrays(kind, source, result, agreement),
         )
 
     def _messages(self, program: SharedProgram, work: RunMemory) -> MessageTransport | None:
-        """What moves the messages of other hosts: there are none."""
+        """Return the messages to other hosts, of which there are none."""
         return None
 
-    def _rooms(
-        self, ready: PreparedProgram, meeting: int
+    def _areas(
+        self, ready: PreparedProgram, agreement: int
     ) -> tuple[AddressedMemory, AddressedMemory, AddressedMemory]:
-        """What a program works on beside arrays."""
+        """Return a program's memories beside arrays."""
         program, itemsize = ready.program, ready.arithmetic.itemsize
         return (
             self._segment.slots(program.shared_elements * itemsize),
             self._scratch.of(program.scratch_elements * itemsize),
-            self._control.shown(meeting),
+            self._control.shown(agreement),
         )
 
-    def _show_input(self, kind: _Prepared, source: int, meeting: int) -> bool:
-        """Tell the others where this rank's input lies, if they can read it and this rank theirs; whether it is so."""
+    def _show_input(self, kind: _Prepared, source: int, agreement: int) -> bool:
+        """Publish the address of this rank's input, if its peers can read it and it can read theirs; return whether."""
         readable = PROCESS_VM_READV != 0 and kind.aligned and self._reading.may(source, kind.fetched)
-        self._control.announce(LYING + meeting % 2, source if readable else 0)
+        self._control.announce(LYING + agreement % 2, source if readable else 0)
         return readable
 
     def _show_arrays(
-        self, kind: _Prepared, source: int, result: int, meeting: int
+        self, kind: _Prepared, source: int, result: int, agreement: int
     ) -> list[AddressedMemory] | None:
-        """Tell the others where this rank's arrays lie, if they see that and this rank sees theirs; the arenas then."""
+        """Publish the places of this rank's arrays, if all ranks see each other's arenas; return the arenas then."""
         assert kind.empty is not None, "a kind for which arrays are looked at"
         places = [
             -1 if empty else self._arenas.offset(address) + 1
@@ -407,25 +363,18 @@ class SharedBackend(OneRank):
         ]
         arenas = self._arenas.all() if all(places) and kind.aligned else []
         for name, place in zip((GIVEN, TAKEN), places, strict=True):
-            self._control.announce(name + meeting % 2, place if arenas else 0)
+            self._control.announce(name + agreement % 2, place if arenas else 0)
         return arenas or None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """What collectives of one kind run, of ranks that all see the same memory.
+    """The program of collectives of one kind, for ranks that all see the same memory.
 
-    Parameters
-    ----------
-    about : Signature
-        Of one of them.
-    ready : Ready
-    aligned : bool
-        Whether elements lie as the machine needs them.
-    empty : (bool, bool) or None
-        Whether input and result are empty, where other ranks may read and write them; else None.
-    fetched : int
-        Bytes of the input, where other ranks may read it from this process; else 0.
+    - `about`: signature of one of them.
+    - `aligned`: the machine can access the elements directly.
+    - `empty`: input and result are empty, if other ranks may access them; else None.
+    - `fetched`: bytes of the input, if other ranks may read it from this process; else 0.
     """
 
     about: Signature

@@ -27,44 +27,47 @@ from collectives.backends.shared.values import (
 from collectives.peers.control_page import HostPlacement
 from collectives.tables.transfer_table import Given, TransferTable, place_in, stream_of, streams
 
-ProgramNumbers = NDArray[np.int64]
+Numbers = NDArray[np.int64]
 
 SOURCE, SHARED, SCRATCH, RESULT, SHOWN, BLOCK, FIRST_ARRAY = range(7)
-"""The memories of a rank: what it puts in; what its host shares; where messages arrive; its result; what all ranks of
-the host have shown when they met; room for sums of a block, in which nothing is further on in the next block; and from
-here on what every rank of the host puts in, then the result of each, where these lie in memory that all see."""
+"""The memories of a rank: its input; the memory that its host shares; memory for arriving messages; its result; the
+inputs that all ranks of the host have shown in the agreement; memory for sums of a block, which every block reuses; and
+from here on the input of every rank of the host, then the result of each, in arenas."""
 
-COPY, JOIN, JOIN_ONE, DIVIDE, ASIDE, COPY_PAST, FETCH, UNLESS_FAILED = range(8)
-"""What an operation does: copy its one input; join all of them, first and second, then that and the third; join single
-elements (numpy rounds complex products of one element in its place in another way); divide what it has in its place
-where there is a divisor; what only Python can do; copy its input past the caches; read what another rank puts in
-from the memory of its process; or go on only where no rank has failed, whose memory may have changed since."""
+# kinds of operations
+(
+    COPY,  # its one input
+    JOIN,  # all inputs, first and second, then that and the third
+    JOIN_ONE,  # single elements (numpy rounds complex products of one element in place differently)
+    DIVIDE,  # in place, if there is a divisor
+    ASIDE,  # in Python
+    COPY_PAST,  # past the caches
+    FETCH,  # read the input of another rank from its process
+    UNLESS_FAILED,  # continue only if no rank has failed, whose memory may have changed since
+) = range(8)
 
 FETCHED_BLOCK = 64 << 10
-"""Bytes of a block where inputs are read from other processes."""
+"""Bytes of a block if inputs are read from other processes."""
 
+# columns of operations
 COLUMNS = (
-    ROW,
+    ROW,  # of the table
     KIND,
-    TOGETHER,
-    FIRST_WAIT,
-    LAST_WAIT,
+    TOGETHER,  # operations from here on that are done together, block by block
+    FIRST_WAIT,  # of the group
+    LAST_WAIT,  # exclusive
     FIRST_INPUT,
-    LAST_INPUT,
-    MEMORY,
-    OFFSET,
+    LAST_INPUT,  # exclusive
+    MEMORY,  # target, -1 for sending
+    OFFSET,  # in bytes
     BYTES,
-    MESSAGE,
-    POST,
+    MESSAGE,  # number of the message that it sends or waits for, or -1
+    POST,  # progress to publish after it, or 0
 ) = range(12)
-"""The columns of operations: row of the table; kind; how many operations from here on are done together, block by
-block; the waits, which the first of them has, and the inputs that belong to it, from one and up to another; memory,
-byte and length in bytes of what it writes, memory -1 for sending; number of the message that it sends or whose arrival
-it waits for, -1 for none; and what the rank has done with it, as others wait for it, 0 for nothing to tell."""
 
 PLACE, LEAST, WAITING_ROW = range(3)
-"""The columns of waits: whose operations (place among the ranks of the host), what they must have posted, and for which
-row."""
+"""The columns of waits: the place of the awaited rank among those of the host, the progress that it must have
+published, and the row that needs it."""
 
 Place = tuple[int, int]
 """A memory, and an element of it."""
@@ -76,18 +79,11 @@ Waits = tuple[tuple[int, int, int], ...]
 class HostMessage:
     """A row that crosses hosts, as one of its ends sees it.
 
-    Parameters
-    ----------
-    row, peer : int
-    stream : int
-        Place of its stream among all those between the two ranks in this direction: the streams of one place are
-        one after another in the same order at both ends.
-    scratch : slice
-        Elements of the scratch memory where it arrives; empty for messages that leave.
-    following : int
-        Number of the message that may arrive there next; -1 if none.
-    first : bool
-        Whether it may arrive there from the start.
+    - `stream`: place of its stream among all those between the two ranks in this direction: the streams of one place
+      are one after another in the same order at both ends.
+    - `scratch`: elements of the scratch memory for its arrival; empty for messages that leave.
+    - `following`: number of the message that may arrive there next; -1 if none.
+    - `first`: it may arrive there from the start.
     """
 
     row: int
@@ -100,31 +96,21 @@ class HostMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedProgram:
-    """All operations of a rank in one collective, in order; the last of them hand over its result.
+    """All operations of a rank in one collective, in order; the last of them copy its result.
 
-    Parameters
-    ----------
-    operations : (O, `COLUMNS`) int64
-    waits : (W, 3) int64
-    inputs : (I, 2) int64
-        Memory and byte.
-    block_bytes : int
-        Of what is done together; as much as a multiple of every element, and what fits into `BLOCK`'s rooms.
-    unsent : mapping of int to tuple of int
-        For operations the messages of this rank that must have left before.
-    ends : (int, int, int)
-        Where it ends; and, of those that may stand behind it and be run in its stead, where the one ends for arrays
-        that all ranks see, and the one for inputs that all ranks may read.
-    leaving, arriving : tuple of Message
-    shown_bytes : int
-        How much of what it puts in a rank shows when all meet.
-    shared_elements, scratch_elements : int
-        Elements of the memory that the host shares, and of this rank's memory for arriving messages or for sums.
+    - `operations`: (O, `COLUMNS`). `waits`: (W, 3). `inputs`: (I, 2), memory and byte.
+    - `block_bytes` of a group's blocks: a multiple of every element, and at most the size of `BLOCK`'s areas.
+    - `unsent`: for an operation the messages of this rank that must have left before.
+    - `ends`: the end of the program, and of the alternatives behind it, for arrays in arenas and for inputs that all
+      ranks may read.
+    - `shown_bytes`: how much of its input a rank shows in the agreement.
+    - `shared_elements`, `scratch_elements` of the memory that the host shares, and of this rank's memory for arriving
+      messages or sums.
     """
 
-    operations: ProgramNumbers
-    waits: ProgramNumbers
-    inputs: ProgramNumbers
+    operations: Numbers
+    waits: Numbers
+    inputs: Numbers
     block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
     ends: tuple[int, int, int]
@@ -136,13 +122,7 @@ class SharedProgram:
 
 
 class ProgramBuilder:
-    """A program while it is written down.
-
-    Parameters
-    ----------
-    itemsize : int
-        Bytes of an element.
-    """
+    """Collects the operations of a program, of elements of `itemsize` bytes."""
 
     def __init__(self, itemsize: int) -> None:
         self._itemsize = itemsize
@@ -151,7 +131,6 @@ class ProgramBuilder:
         self._inputs: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
-        """Operations so far."""
         return len(self._operations)
 
     def add(
@@ -166,7 +145,7 @@ class ProgramBuilder:
         message: int = -1,
         post: int = 0,
     ) -> None:
-        """Add an operation; inputs and target are a memory and the element of it where they begin."""
+        """Add an operation; inputs and target are a memory and their first element in it."""
         self.together([(kind, inputs, target)], row, elements, waits=waits, message=message, post=post)
 
     def together(
@@ -189,8 +168,8 @@ class ProgramBuilder:
             row_of_all = (row, kind, len(lines) - number, *bounds, memory, start * size)
             self._operations.append((*row_of_all, elements * size, message, post))
 
-    def arrays(self) -> tuple[ProgramNumbers, ProgramNumbers, ProgramNumbers]:
-        """Operations, waits and inputs of a `SharedProgram`."""
+    def arrays(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Return operations, waits and inputs of a `SharedProgram`."""
         columns = ((self._operations, len(COLUMNS)), (self._waits, 3), (self._inputs, 2))
         first, second, third = (
             np.array(lines, dtype=np.int64).reshape(-1, width) for lines, width in columns
@@ -198,10 +177,9 @@ class ProgramBuilder:
         return first, second, third
 
 
-Numbers = NDArray[np.int64]
 NOWHERE: Place = (-1, 0)
 BLOCK_BYTES = 16 << 10
-"""Bytes that are copied before they are divided: what stays in the nearest cache."""
+"""Bytes that are copied before they are divided: they stay in the first-level cache."""
 
 ALIGNMENT = 64
 """Slots begin at multiples of so many bytes, a cache line."""
@@ -216,22 +194,10 @@ def program_of(
     blocks: tuple[tuple[int, int], ...],
     itemsize: int,
 ) -> SharedProgram:
-    """The program of a rank; the last 64 are kept.
+    """Return the program of a rank; the last 64 results are kept.
 
-    Parameters
-    ----------
-    table : TransferTable
-    placement : Placement
-    given : Given
-        The elements that this rank puts in.
-    blocks : tuple of (int, int)
-        For each rank the elements of its result.
-    itemsize : int
-        Bytes of an element.
-
-    Notes
-    -----
-    O(R log R) in numpy for R rows, and a Python loop over this rank's operations.
+    `given` are the elements of this rank's input, `blocks` those of each rank's result. The time is O(R log R) in numpy
+    for R rows, and a Python loop over this rank's operations.
     """
     rank = placement.rank
     held = instances(table, placement.hosts)
@@ -253,15 +219,14 @@ def program_of(
 
     starts, stops = table.start.tolist(), table.stop.tolist()
 
-    def lies(instance: int, row: int) -> Place:
-        """Where an instance is, for the elements of a row."""
+    def place_of(instance: int, row: int) -> Place:
         number = int(slots.number[instance])
         return SHARED, starts[row] if number < 0 else room + number * slot
 
-    def put_in(row: int) -> Place:
+    def input_of(row: int) -> Place:
         return SOURCE, place_in(given, starts[row])
 
-    writing = ProgramBuilder(itemsize)
+    builder = ProgramBuilder(itemsize)
     joined: defaultdict[int, list[int]] = defaultdict(list)
     for row in np.flatnonzero(held.made & (table.destination == rank)).tolist():
         joined[int(order.join_key[row])].append(row)
@@ -269,26 +234,27 @@ def program_of(
         row, kind = int(order.rows[key // 3]), key % 3
         elements = stops[row] - starts[row]
         read = int(held.reads[row])
-        inputs, target, message = [put_in(row)], NOWHERE, -1
+        inputs, target, message = [input_of(row)], NOWHERE, -1
         if kind == 0:
-            target = lies(read, row)
+            target = place_of(read, row)
         elif kind == 1:
             message = messages[row]
             if not held.is_input[read]:
-                inputs = [lies(read, row)]
+                inputs = [place_of(read, row)]
         else:
-            target = lies(int(held.writes[row]), row)
+            target = place_of(int(held.writes[row]), row)
             if held.shared[row]:
-                inputs = [lies(int(held.reads[other]), row) for other in joined[key]]
+                inputs = [place_of(int(held.reads[other]), row) for other in joined[key]]
             else:
                 message = messages_in[row]
                 inputs = [(SCRATCH, arriving[message].scratch.start)]
             own = int(held.own[joined[key][0]])
             if own >= 0:
-                inputs.insert(0, put_in(row) if held.is_input[own] else lies(own, row))
+                inputs.insert(0, input_of(row) if held.is_input[own] else place_of(own, row))
         aside = message >= 0 or number in unsent
-        writing.add(
-            ASIDE if aside else join_of(elements) if len(inputs) > 1 else COPY,
+        joins = JOIN_ONE if elements == 1 else JOIN
+        builder.add(
+            ASIDE if aside else joins if len(inputs) > 1 else COPY,
             row,
             elements,
             inputs,
@@ -298,18 +264,18 @@ def program_of(
             post=number + 1,
         )
     if departures.size:
-        writing.add(ASIDE, 0, 0, [], NOWHERE)
+        builder.add(ASIDE, 0, 0, [], NOWHERE)
     ending = np.flatnonzero(held.final & kept & (table.destination == rank))
     for wait in _complete(held, order, ending, placement):
-        writing.add(COPY, wait[WAITING_ROW], 0, [(SOURCE, 0)], (SOURCE, 0), waits=(wait,))
+        builder.add(COPY, wait[WAITING_ROW], 0, [(SOURCE, 0)], (SOURCE, 0), waits=(wait,))
     parts = [
-        (lies(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - starts[row])
+        (place_of(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - starts[row])
         for row in ending.tolist()
     ]
     for origin, goal, elements in merged_parts(parts):
         lines = [(COPY, [(SHARED, origin)], (RESULT, goal)), (DIVIDE, [], (RESULT, goal))]
-        writing.together(lines, 0, elements)
-    operations, of_operations, inputs_of_all = writing.arrays()
+        builder.together(lines, 0, elements)
+    operations, of_operations, inputs_of_all = builder.arrays()
     return SharedProgram(
         operations=operations,
         waits=of_operations,
@@ -325,20 +291,15 @@ def program_of(
     )
 
 
-def join_of(elements: int) -> int:
-    """The kind of an operation that joins so many elements of a row."""
-    return JOIN_ONE if elements == 1 else JOIN
-
-
 def aligned_elements(elements: int, itemsize: int) -> int:
-    """So many elements, or a few more, up to the next multiple of `ALIGNMENT`."""
+    """Round a number of elements up to the next multiple of `ALIGNMENT` bytes."""
     return -(-elements * itemsize // ALIGNMENT) * ALIGNMENT // itemsize
 
 
 def _complete(
     held: ValueInstances, order: OperationOrder, ending: Numbers, placement: HostPlacement
 ) -> Waits:
-    """For each other rank the last of its operations that a result needs, as waits."""
+    """Return waits for the last operation of each other rank that a result needs."""
     ready = order.ready(held)
     found = {}
     for row in ending[np.argsort(ready[held.writes[ending]])].tolist():
@@ -349,10 +310,8 @@ def _complete(
 
 
 def merged_parts(parts: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Parts of a result (origin, goal, elements) in order of the goal, neighbours as one: what a copy can do at once.
+    """Return the parts of a result (origin, goal, elements) in order of the goal, adjacent parts merged to one copy.
 
-    Examples
-    --------
     >>> merged_parts([(8, 4, 4), (4, 0, 4), (0, 8, 4)])
     [(4, 0, 8), (0, 8, 4)]
     """
@@ -372,7 +331,7 @@ def _waits(
     slots: ValueSlots,
     placement: HostPlacement,
 ) -> defaultdict[int, Waits]:
-    """The waits of each operation of a rank."""
+    """Return the waits of each operation of a rank."""
     rank = placement.rank
     ready = order.ready(held)
     reading = np.flatnonzero(held.shared & held.made & (table.destination == rank))
@@ -398,7 +357,7 @@ def _waits(
 def _unsent(
     held: ValueInstances, order: OperationOrder, slots: ValueSlots, departures: Numbers
 ) -> defaultdict[int, tuple[int, ...]]:
-    """For each operation of a rank the messages that must have left before it overwrites them."""
+    """Return for each operation of a rank the messages that must have left before it overwrites them."""
     found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     following = slots.next_user[held.reads[departures]]
     overwritten = ~held.is_input[held.reads[departures]] & (following >= 0)
@@ -409,19 +368,19 @@ def _unsent(
 
 
 def _leaving_rows(table: TransferTable, held: ValueInstances, order: OperationOrder, rank: int) -> Numbers:
-    """The rows that a rank sends to other hosts, in the order of its program."""
+    """Return the rows that a rank sends to other hosts, in the order of its program."""
     rows = np.flatnonzero(~held.shared & (table.source == rank))
     return rows[np.argsort(order.send_key[rows])]
 
 
 def _arriving_rows(table: TransferTable, held: ValueInstances, order: OperationOrder, rank: int) -> Numbers:
-    """The rows that come to a rank from other hosts, in the order of its program."""
+    """Return the rows that a rank receives from other hosts, in the order of its program."""
     rows = np.flatnonzero(~held.shared & (table.destination == rank))
     return rows[np.argsort(order.join_key[rows])]
 
 
 def _leaving_messages(table: TransferTable, rows: Numbers) -> tuple[HostMessage, ...]:
-    """The messages that carry these rows away."""
+    """Return the messages that carry these rows away."""
     stream = stream_of(table)[rows].tolist()
     places = _stream_places(table)
     peers = table.destination[rows].tolist()
@@ -434,9 +393,9 @@ def _leaving_messages(table: TransferTable, rows: Numbers) -> tuple[HostMessage,
 def _arriving_messages(
     table: TransferTable, rows: Numbers, *, slot: int
 ) -> tuple[tuple[HostMessage, ...], int]:
-    """The messages that bring these rows, and the elements of scratch memory that they need.
+    """Return the messages that bring these rows, and the elements of scratch memory that they need.
 
-    Every stream has as many places as it may run ahead (`Stream.window`), each of ``slot`` elements.
+    Every stream has as many places as it may run ahead (`EdgeStream.window`), each of `slot` elements.
     """
     parts = streams(table)
     stream = stream_of(table)[rows].tolist()
@@ -469,7 +428,7 @@ def _arriving_messages(
 
 
 def _stream_places(table: TransferTable) -> dict[int, int]:
-    """For each stream its place among those with the same source and destination."""
+    """Return for each stream its place among those with the same source and destination."""
     seen: dict[tuple[int, int], int] = {}
     places = {}
     for part in streams(table):

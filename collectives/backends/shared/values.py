@@ -1,19 +1,19 @@
 """Find the values that ranks hold during a collective, the order in which they are made, and their slots.
 
 A *value* is the content that one rank holds of one shard between two visible changes: its input, a sum, a copy.
-Additions without a reader in between make one value. Chunks of a shard behave alike, so values belong to streams;
-`instances` spreads them over the chunks. A copy between ranks of one host moves nothing: its readers read the
-original. Only a copy that a rank sends to another host, from which MPI reads it, or adds to is made.
+Additions without a reader in between make one value. Chunks of a shard are equal in this, so values belong to streams;
+`instances` spreads them over the chunks. A copy between ranks of one host moves nothing: its readers read the original.
+Only a copy that a rank sends to another host, from which MPI reads it, or adds to is made.
 
-Rows stand in the order of their pipeline step. A row between hosts is two operations, sending and receiving; an
-input that others read is put into shared memory just before its first reader. All additions of a rank to one value
-without a part from another host are one operation, at the place of the last row. Operations wait only for smaller
-keys, so the ranks cannot deadlock, whatever the slots.
+Rows stand in the order of their pipeline step. A row between hosts is two operations, sending and receiving; an input
+that others read is put into shared memory just before its first reader. All additions of a rank to one value without a
+part from another host are one operation, at the place of the last row. Operations wait only for smaller keys, so the
+ranks cannot deadlock, whatever the slots.
 
-Results lie element for element in room for one whole buffer; each rank copies them from there. Behind it each rank
-has a ring of slots of one chunk each; a slot is used again when all readers of its last value have read it. Rings
-are as short as the common order allows, plus `AHEAD` slots: few slots mean that values are read while they are in
-the cache.
+Results lie element for element in memory for one whole buffer; each rank copies them from there. Behind it each rank
+has a ring of slots of one chunk each; a slot is used again when all readers of its last value have read it. Rings are
+as short as the common order allows, plus `AHEAD` slots: few slots mean that values are read while they are in the
+cache.
 """
 
 from __future__ import annotations
@@ -31,33 +31,16 @@ from collectives.tables.transfer_table import EdgeStream, TransferTable, stream_
 Numbers = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RankValue:
-    """What a rank holds of a shard for a while.
+    """The content that a rank holds of a shard for a while.
 
-    Parameters
-    ----------
-    rank, shard : int
-    before : int
-        Number of the value that the first addition starts from; -1 for inputs and copies.
-    writers : tuple of int
-        Streams that make it, in order: one copy or some additions; none for an input.
-    readers : tuple of int
-        Streams that carry it to other ranks.
-    after : int
-        Number of the value that takes its place; -1 if it is the last of its rank and shard.
+    - `before`: number of the value that the first addition starts from; -1 for inputs and copies.
+    - `writers`: streams that make it, in order: one copy or some additions; none for an input.
+    - `readers`: streams that carry it to other ranks.
+    - `after`: number of the value that replaces it; -1 if it is the last of its rank and shard.
     """
 
-    rank: int
-    shard: int
-    before: int
-    writers: tuple[int, ...]
-    readers: tuple[int, ...]
-    after: int
-
-
-@dataclass(slots=True)
-class _Growing:
     rank: int
     shard: int
     before: int
@@ -67,25 +50,23 @@ class _Growing:
 
 
 def values(table: TransferTable) -> tuple[RankValue, ...]:
-    """The values of a collective.
+    """Return the values of a collective.
 
-    Examples
-    --------
     Broadcast along a chain of two: the root's input, and the copy that the other rank keeps.
 
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
     >>> [(value.rank, value.writers, value.readers) for value in values(lower(plan, 160, chunk_elements=64))]
-    [(0, (), (0,)), (1, (0,), ())]
+    [(0, [], [0]), (1, [0], [])]
     """
-    found: list[_Growing] = []
+    found: list[RankValue] = []
     current: dict[tuple[int, int], int] = {}
 
     def held(rank: int, shard: int) -> int:
         if (rank, shard) not in current:
             current[rank, shard] = len(found)
-            found.append(_Growing(rank, shard, -1, [], []))
+            found.append(RankValue(rank, shard, -1, [], []))
         return current[rank, shard]
 
     for stream in streams(table):
@@ -96,38 +77,23 @@ def values(table: TransferTable) -> tuple[RankValue, ...]:
             found[previous].writers.append(stream.number)
             continue
         current[place] = len(found)
-        found.append(_Growing(*place, previous if stream.add else -1, [stream.number], []))
+        found.append(RankValue(*place, previous if stream.add else -1, [stream.number], []))
         if previous >= 0:
             found[previous].after = current[place]
-    return tuple(
-        RankValue(one.rank, one.shard, one.before, tuple(one.writers), tuple(one.readers), one.after)
-        for one in found
-    )
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueInstances:
     """One instance of a value for each chunk of its shard; I instances, R rows.
 
-    Parameters
-    ----------
-    rank : (I,) int64
-        Who holds it.
-    is_input : (I,) bool
-        Whether it is what the rank has put in.
-    shared : (R,) bool
-        Whether source and destination of a row are on one host.
-    made : (R,) bool
-        Whether the row does anything; else the ranks of the host see what it would copy.
-    reads, writes : (R,) int64
-        The instance that a row carries away, and the one that it makes or adds to; where it makes none, the one
-        that it would copy.
-    own : (R,) int64
-        The instance that an addition starts from; -1 where the row copies.
-    first, last : (R,) bool
-        Whether the row begins the instance, and whether it completes it.
-    final : (R,) bool
-        Whether the row completes what its destination ends with.
+    - `rank`: (I,), the rank that holds it. `is_input`: (I,), it is the rank's input.
+    - `shared`: (R,), source and destination of the row are on one host.
+    - `made`: (R,), the row does anything; else the ranks of the host see what it would copy.
+    - `reads`, `writes`: (R,), the instance that a row carries away, and the one that it makes, adds to, or would copy.
+    - `own`: (R,), the instance that an addition starts from; -1 if the row copies.
+    - `first`, `last`: (R,), the row begins the instance, and completes it.
+    - `final`: (R,), the row completes the last value of its destination.
     """
 
     rank: Numbers
@@ -143,16 +109,8 @@ class ValueInstances:
 
 
 def instances(table: TransferTable, hosts: Sequence[int]) -> ValueInstances:
-    """The instances of a table.
+    """Return the instances of a table; `hosts` has the number of each rank's host.
 
-    Parameters
-    ----------
-    table : TransferTable
-    hosts : sequence of int
-        For each rank the number of its host.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", gpus=[4, 7])
@@ -175,8 +133,8 @@ def instances(table: TransferTable, hosts: Sequence[int]) -> ValueInstances:
     read_by_stream = np.full(len(parts), -1)
     written_by_stream = np.full(len(parts), -1)
     for number, value in enumerate(known):
-        read_by_stream[list(value.readers)] = origin[number]
-        written_by_stream[list(value.writers)] = number
+        read_by_stream[value.readers] = origin[number]
+        written_by_stream[value.writers] = number
     first_of_value = _column([value.writers[0] if value.writers else -1 for value in known])
     last_of_value = _column([value.writers[-1] if value.writers else -1 for value in known])
     written = written_by_stream[stream]
@@ -201,7 +159,7 @@ def instances(table: TransferTable, hosts: Sequence[int]) -> ValueInstances:
 
 
 def _origins(known: tuple[RankValue, ...], parts: tuple[EdgeStream, ...], hosts: Sequence[int]) -> list[int]:
-    """For each value the one that its readers read: itself, or what it is a copy of."""
+    """Return for each value the one that its readers read: itself, or the original of a copy."""
     origin = list(range(len(known)))
     source = {stream: number for number, value in enumerate(known) for stream in value.readers}
     # what a value is copied from was made by an earlier stream
@@ -224,8 +182,6 @@ def _column(entries: list[int]) -> Numbers:
     return np.array(entries, dtype=np.int64)
 
 
-OrderNumbers = NDArray[np.int64]
-
 NEVER = np.iinfo(np.int64).max
 """Key of an operation that does not exist."""
 
@@ -237,33 +193,26 @@ SPREAD = 2
 class OperationOrder:
     """Keys and positions of the operations of the ranks on one host; R rows, I instances.
 
-    Parameters
-    ----------
-    publish_key : (I,) int64
-        Key of the operation that puts an input into shared memory; `NEVER` where nobody needs it there.
-    send_key, join_key : (R,) int64
-        Key of the sending of a row, and of its joining at the destination, which rows of one operation share;
-        meaningless where there is none.
-    publish_position : (I,) int64
-    join_position : (R,) int64
-        How many operations its rank has done when this one is done; 0 where it is not done on this host.
-    own_keys : (own operations,) int64
-        Keys of this rank's operations, ascending: 3 s is a publication for row ``rows[s]``, 3 s + 1 its sending and
-        3 s + 2 its joining, or that of all rows that share it.
-    rows : (R,) int64
-        The rows in order.
+    - `publish_key`: (I,), of the operation that puts an input into shared memory; `NEVER` if no rank needs it there.
+    - `send_key`, `join_key`: (R,), of the sending of a row, and of its joining at the destination, which rows of one
+      operation share; meaningless if there is none.
+    - `publish_position`, `join_position`: (I,) and (R,), how many operations the rank has done when this one is done; 0
+      on other hosts.
+    - `own_keys`: keys of this rank's operations, ascending: 3 s is a publication for row ``rows[s]``, 3 s + 1 its
+      sending and 3 s + 2 its joining, or that of all rows that share it.
+    - `rows`: (R,), the rows in order.
     """
 
-    publish_key: OrderNumbers
-    send_key: OrderNumbers
-    join_key: OrderNumbers
-    publish_position: OrderNumbers
-    join_position: OrderNumbers
-    own_keys: OrderNumbers
-    rows: OrderNumbers
+    publish_key: Numbers
+    send_key: Numbers
+    join_key: Numbers
+    publish_position: Numbers
+    join_position: Numbers
+    own_keys: Numbers
+    rows: Numbers
 
-    def ready(self, held: ValueInstances) -> OrderNumbers:
-        """How many operations its rank has done when an instance is complete; (I,) int64, 0 on other hosts."""
+    def ready(self, held: ValueInstances) -> Numbers:
+        """Return how many operations its rank has done when an instance is complete; (I,), 0 on other hosts."""
         position = self.publish_position.copy()
         done = held.last & held.made
         position[held.writes[done]] = self.join_position[done]
@@ -271,7 +220,7 @@ class OperationOrder:
 
 
 def order_of(table: TransferTable, held: ValueInstances, placement: HostPlacement) -> OperationOrder:
-    """The order of a table's operations."""
+    """Return the order of a table's operations."""
     hosts = np.array(placement.hosts)
     mine = hosts[placement.rank]
     sequence = np.empty(len(table), dtype=np.int64)
@@ -282,9 +231,9 @@ def order_of(table: TransferTable, held: ValueInstances, placement: HostPlacemen
     from_input = held.shared & held.is_input[held.reads]
     np.minimum.at(publish_key, held.reads[from_input], 3 * sequence[from_input])
 
-    from_afar = np.zeros(len(held.rank), dtype=np.bool_)
-    from_afar[held.writes[~held.shared]] = True
-    together = held.made & ~from_afar[held.writes]
+    received = np.zeros(len(held.rank), dtype=np.bool_)
+    received[held.writes[~held.shared]] = True
+    together = held.made & ~received[held.writes]
     last_key = np.zeros(len(held.rank), dtype=np.int64)
     np.maximum.at(last_key, held.writes[together], join_key[together])
     ends = held.made & (~together | (join_key == last_key[held.writes]))
@@ -317,8 +266,8 @@ def order_of(table: TransferTable, held: ValueInstances, placement: HostPlacemen
     )
 
 
-def _pipeline_steps(table: TransferTable) -> OrderNumbers:
-    """The step of every row; a step takes one new chunk, of the shards in turn in proportion to their lengths."""
+def _pipeline_steps(table: TransferTable) -> Numbers:
+    """Return the step of every row; a step takes one new chunk, of the shards in proportion to their lengths."""
     if not len(table):
         return np.zeros(0, dtype=np.int64)
     chunks = -(-np.diff(table.bounds) // table.chunk_elements)
@@ -328,35 +277,27 @@ def _pipeline_steps(table: TransferTable) -> OrderNumbers:
     turn[np.lexsort((shard, (2 * chunk + 1) / (2 * chunks[shard])))] = np.arange(len(shard))
     first = np.cumsum(chunks) - chunks
     level = np.array([part.level for part in streams(table)], dtype=np.int64)
-    steps: OrderNumbers = turn[first[table.shard] + table.chunk] + SPREAD * level[stream_of(table)]
+    steps: Numbers = turn[first[table.shard] + table.chunk] + SPREAD * level[stream_of(table)]
     return steps
 
 
-SlotNumbers = NDArray[np.int64]
-
 AHEAD = 4
-"""Slots of a ring beyond those that it cannot do without."""
+"""Slots of a ring beyond the necessary ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ValueSlots:
-    """Where the instances of a host lie; I instances.
+    """The slots of a host's instances; I instances.
 
-    Parameters
-    ----------
-    number : (I,) int64
-        The slot among all slots of the host; -1 for results in their place, and for what is not in shared memory.
-    begin : (I,) int64
-        Key of the operation that first writes it.
-    next_user : (I,) int64
-        The instance that has the slot afterwards; -1 if none.
-    count : int
-        Slots of all ranks of the host.
+    - `number`: (I,), among all slots of the host; -1 for results in place, and for instances outside shared memory.
+    - `begin`: (I,), key of the operation that first writes it.
+    - `next_user`: (I,), the instance that has the slot afterwards; -1 if none.
+    - `count`: slots of all ranks of the host.
     """
 
-    number: SlotNumbers
-    begin: SlotNumbers
-    next_user: SlotNumbers
+    number: Numbers
+    begin: Numbers
+    next_user: Numbers
     count: int
 
 
@@ -370,15 +311,8 @@ def slots_of(
 ) -> ValueSlots:
     """Divide slots among instances.
 
-    Parameters
-    ----------
-    table, held, order, placement
-    kept : (R,) bool
-        Whether the rows' elements are part of the result at their destination.
-
-    Notes
-    -----
-    Where several ranks of a host are given the same result by other hosts, the first one's copy lies in place.
+    `kept`: (R,), the row's elements are part of the result at its destination. If several ranks of a host get the same
+    result from other hosts, the first one's copy lies in place.
     """
     begin = order.publish_key.copy()
     starting = held.first & held.made
@@ -414,7 +348,7 @@ def slots_of(
 def _in_place(
     table: TransferTable, held: ValueInstances, placement: HostPlacement, kept: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which instances are results that lie in their place: one for each chunk of a shard, on this host; (I,) bool."""
+    """Return which instances are results in place: one for each chunk of a shard, on this host; (I,)."""
     here = np.isin(table.destination, placement.members)
     rows = np.flatnonzero(held.final & kept & here)
     longest = int(table.chunk.max(initial=0)) + 1

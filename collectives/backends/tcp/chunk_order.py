@@ -26,25 +26,19 @@ from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT
 
 FLIGHT_BYTES = 4 << 20
-"""What may be under way, or wait at its destination, of a held stream: what the queues in a network hold."""
+"""Bytes of a held stream that may be under way, or wait at the destination: the capacity of a network's queues."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOrder:
-    """What precedes the chunks of one stream at its two ends.
+    """The work that precedes the chunks of one stream at its two ends.
 
-    Parameters
-    ----------
-    stream : Stream
-    written : int or None
-        The stream that must have been joined at the source.
-    before : tuple of (stream number, lag)
-        Chunk c may be joined once those streams have done chunk c - lag at the destination.
-    held : bool
-        Whether a chunk may arrive before it can be joined.
-    slots : int
-        Where the destination gets no result in this shard and this is the first stream that writes there: partial sums
-        that it keeps at most, else 0.
+    - `written`: the stream that must have been joined at the source, or None.
+    - `before`: stream numbers and lags: chunk c may be joined once those streams have done chunk c - lag at the
+      destination.
+    - `held`: a chunk may arrive before it can be joined.
+    - `slots`: the most partial sums of the destination, if it gets no result in this shard and this is the first stream
+      that writes there; else 0.
     """
 
     stream: EdgeStream
@@ -56,17 +50,10 @@ class StreamOrder:
 
 @lru_cache(maxsize=64)
 def orders(table: TransferTable, collective: str, root: int | None) -> tuple[StreamOrder, ...]:
-    """The order of every stream of a table; the last 64 are kept.
+    """Return the order of every stream of a table; the last 64 results are kept.
 
-    Parameters
-    ----------
-    table : TransferTable
-    collective, root
-        They tell which ranks get which elements as their result.
-
-    Examples
-    --------
-    Of two children that add at one parent, the second may come too early:
+    `collective` and `root` tell which ranks get which elements as their result. Of two children that add at one parent,
+    the second may come too early:
 
     >>> import topoplan
     >>> from collectives import lower
@@ -87,7 +74,7 @@ def orders(table: TransferTable, collective: str, root: int | None) -> tuple[Str
 def _orders_of_shard(
     parts: Sequence[EdgeStream], table: TransferTable, collective: str, root: int | None
 ) -> list[StreamOrder]:
-    """Streams of one shard, in the order of the table."""
+    """Return the orders of one shard's streams, which come in the order of the table."""
     sent = {part.number: 1 << 2 * place for place, part in enumerate(parts)}
     joined = {number: 2 * bit for number, bit in sent.items()}
     when_sent: dict[int, int] = {}
@@ -125,7 +112,7 @@ def _orders_of_shard(
 
 
 def _others_at(first: EdgeStream, parts: Sequence[EdgeStream]) -> list[EdgeStream]:
-    """The other streams that write the partial sums at the destination of the first one, or read them."""
+    """Return the other streams that write or read the partial sums at the destination of the first one."""
     rank = first.destination
     return [
         part
@@ -138,7 +125,7 @@ def _others_at(first: EdgeStream, parts: Sequence[EdgeStream]) -> list[EdgeStrea
 def _slots(
     first: EdgeStream, parts: Sequence[EdgeStream], table: TransferTable, collective: str, root: int | None
 ) -> int:
-    """Partial sums to keep at the destination: two, and one for every level that they wait there."""
+    """Return how many partial sums the destination keeps: two, and one for every level that they wait there."""
     block = (0, 0)
     if first.destination < table.ranks:  # helpers get no result
         block = result_block(collective, root, first.destination, table.ranks, table.count)
@@ -149,27 +136,19 @@ def _slots(
 
 
 LARGEST = 200_000
-"""Tree edges of a plan that is still looked at edge by edge."""
+"""The most tree edges of a plan for `footprint`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What running a plan takes, whatever the buffer's length.
+    """The resources of a running plan, independent of the buffer's length.
 
-    Parameters
-    ----------
-    streams : int
-        Tree edges.
-    queues : int
-        Directed pairs of ranks, by channel, between which they run.
-    steps : int
-        Steps that one chunk takes; the next one follows a step later.
-    fan_in : int
-        The most streams that one rank joins, over all trees.
-    scratch : tuple of int
-        Chunks of scratch memory on each rank, at most.
-    held : tuple of int
-        Streams of which chunks may have to wait on each rank.
+    - `streams`: tree edges.
+    - `queues`: directed pairs of ranks, by channel.
+    - `steps` of one chunk; the next chunk follows a step later.
+    - `fan_in`: the most streams that one rank joins, over all trees.
+    - `scratch`: the most chunks of scratch memory on each rank.
+    - `held`: streams of each rank whose chunks may have to wait.
     """
 
     streams: int
@@ -180,7 +159,7 @@ class Footprint:
     held: tuple[int, ...]
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object of everything above."""
+        """Return the fields as a JSON object."""
         return {
             "streams": self.streams,
             "queues": self.queues,
@@ -192,15 +171,9 @@ class Footprint:
 
 
 def footprint(plan: Plan) -> Footprint:
-    """How a plan runs.
+    """Return the resources of a plan; raise `UsageError` for more than `LARGEST` edges, helper ranks or exchange
+    rounds.
 
-    Raises
-    ------
-    UsageError
-        The plan has more than `LARGEST` edges, or ranks exchange what they have.
-
-    Examples
-    --------
     Every GPU of a DGX-2 adds up its sixteenth of the buffer, which the 15 others send it at once:
 
     >>> import topoplan
@@ -211,18 +184,16 @@ def footprint(plan: Plan) -> Footprint:
     edges = sum(count * len(stage.edges) for shard, count in plan.shard_counts for stage in shard.stages)
     if edges > LARGEST:
         raise UsageError(
-            f"the plan has {edges} tree edges, and up to {LARGEST} are explained one by one; "
+            f"the plan must have at most {LARGEST} tree edges to be explained, got {edges}; "
             "explain a smaller allocation"
         )
     if plan.helpers:
         raise UsageError(
-            f"{plan.helpers[0]} adds and copies in this plan and is no rank, and explanations are of ranks; leave "
-            "the helpers out of the machine"
+            f"plans with helper ranks cannot be explained, and {plan.helpers[0]} is one; leave the helpers out of the "
+            "machine"
         )
     if plan.exchanges:
-        raise UsageError(
-            "this plan's ranks exchange what they have in rounds of their own; explain one of its trees or rings"
-        )
+        raise UsageError("plans of exchange rounds cannot be explained; explain a plan of trees or rings")
     denominator = max((shard.share.denominator for shard in plan.shards), default=1)
     # long enough that no shard is empty, and each is one chunk
     count = ALIGNMENT * max(len(plan.ranks), plan.blocks) * denominator

@@ -29,26 +29,8 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import Call
 from collectives.backends.shared.program_runner import RankBuffers, rank_buffers_of
-from collectives.backends.tcp import compiled_exchange
+from collectives.backends.tcp import compiled_exchange as machine
 from collectives.backends.tcp.chunk_order import orders
-from collectives.backends.tcp.compiled_exchange import (
-    BY_PYTHON,
-    COME,
-    DONE,
-    FRAME,
-    GIVEN,
-    GOT,
-    PEER_ENDED,
-    RANK,
-    RANKS,
-    ROUND,
-    SHOWN,
-    SOURCE,
-    STRANGE,
-    TOLD,
-    WAITING,
-    meet,
-)
 from collectives.backends.tcp.link_addresses import Queue
 from collectives.peers.control_page import SHOWABLE, AddressedMemory, ScratchMemory
 from collectives.peers.control_plane import LENGTH, Waiting
@@ -64,22 +46,12 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TcpProgram:
-    """What one rank sends and receives in a collective, as `compiled_exchange.flow` takes it.
+    """One rank's streams and links in a collective, as `compiled_exchange.exchange` takes them.
 
-    Parameters
-    ----------
-    rank : int
-    parts : tuple of Stream
-        Those that begin or end at the rank, sorted by link.
-    links : tuple of (source, destination, channel)
-    streams, befores, lanes : arrays
-        The last without connections.
-    partial_elements : int
-        Elements of all partial sums that the rank keeps.
-    keeps, buffers : int
-        Places in which arrived chunks are noted, and buffers for them.
-    buffer_bytes : int
-        Bytes of each.
+    - `parts`: the streams that begin or end at the rank, sorted by link.
+    - `links`: source, destination and channel. `link_rows`: their rows, without connections.
+    - `partial_elements` of all partial sums that the rank keeps.
+    - `keeps`, `buffers`: places of the rings of arrived chunks, and buffers for them, each of `buffer_bytes`.
     """
 
     rank: int
@@ -87,7 +59,7 @@ class TcpProgram:
     links: tuple[Queue, ...]
     streams: Numbers
     befores: Numbers
-    lanes: Numbers
+    link_rows: Numbers
     partial_elements: int
     keeps: int
     buffers: int
@@ -95,28 +67,21 @@ class TcpProgram:
 
     @property
     def leaving(self) -> list[Queue]:
-        """The links that the rank opens."""
+        """Return the links that the rank opens."""
         return [link for link in self.links if link[0] == self.rank]
 
     @classmethod
     def of(
-        cls, call: Call[Any], rank: int, lane_of: Callable[[EdgeStream], Queue], flight_bytes: int
+        cls, call: Call[Any], rank: int, link_of: Callable[[EdgeStream], Queue], flight_bytes: int
     ) -> TcpProgram:
-        """The program of calls like one.
+        """Return the program of calls like one, whose arrays are not read.
 
-        Parameters
-        ----------
-        call : Call
-            With the arrays of one rank, at which nothing looks.
-        rank : int
-        lane_of : callable
-            The link that carries a stream (see `collectives.backends.tcp.link_addresses`).
-        flight_bytes : int
-            Window of a held stream, at least `EdgeStream.window` chunks.
+        `link_of` returns the link that carries a stream (`connection_of`). `flight_bytes` is the window of a held
+        stream, at least `EdgeStream.window` chunks.
         """
         about, (memory,) = call.signature, call.memory
         carried = sorted(
-            (lane_of(one.stream), one.stream.number, one)
+            (link_of(one.stream), one.stream.number, one)
             for one in orders(call.table, about.collective, about.root)
             if rank in (one.stream.source, one.stream.destination)
         )
@@ -132,7 +97,7 @@ class TcpProgram:
                 slots, slot = min(one.slots, one.stream.chunks), longest[one.stream.number]
                 partial[one.stream.shard] = (elements, slots, slot)
                 elements += slots * slot
-        streams = np.zeros((len(mine), len(compiled_exchange.STREAM_COLUMNS)), dtype=np.int64)
+        streams = np.zeros((len(mine), len(machine.STREAM_COLUMNS)), dtype=np.int64)
         befores: list[tuple[int, int]] = []
         keeps = buffers = first_chunk = 0
         for place, one in enumerate(mine):
@@ -165,23 +130,29 @@ class TcpProgram:
             )
             first_chunk += part.chunks
             keeps += kept
-            # of a stream that is not held a chunk waits nowhere but in the hand of its link
+            # a chunk of a stream that is not held waits only at its link
             buffers += window if arrives else 0
         links = tuple(sorted({link for link, _, _ in carried}))
-        lanes = np.zeros((len(links), compiled_exchange.LANE), dtype=np.int64)
+        link_rows = np.zeros((len(links), machine.LINK_WORDS), dtype=np.int64)
         for place, link in enumerate(links):
-            numbers = [number for number, (lane, _, _) in enumerate(carried) if lane == link]
+            numbers = [number for number, (other, _, _) in enumerate(carried) if other == link]
             left = sum(mine[number].stream.chunks for number in numbers)
-            lanes[place, : compiled_exchange.PACE] = -1, link[0] == rank, numbers[0], numbers[-1] + 1, left
+            link_rows[place, : machine.PACE] = (
+                -1,
+                link[0] == rank,
+                numbers[0],
+                numbers[-1] + 1,
+                left,
+            )
             buffers += link[1] == rank
-        lanes[:, compiled_exchange.STREAM] = -1
+        link_rows[:, machine.STREAM] = -1
         return cls(
             rank,
             tuple(one.stream for one in mine),
             links,
             streams,
             np.array(befores, dtype=np.int64).reshape(-1, 2),
-            lanes,
+            link_rows,
             elements,
             keeps,
             buffers,
@@ -190,74 +161,63 @@ class TcpProgram:
 
 
 class TcpCollective:
-    """Collectives of one kind on one rank, one after another; each begins with `begin` and is over with `end`.
+    """Collectives of one kind on one rank, one after another, each from `begin` to `end`.
 
-    Only the thread of the collective calls what moves chunks; others may ask what it waits for meanwhile.
-
-    Parameters
-    ----------
-    program : TcpProgram
-    table : TransferTable
-        The one that it was made from.
-    scratch : Scratch
-        Memory that nothing else uses from the beginning of a collective to its end.
-    bell : int
-        Descriptor that is ready to be read when there is something else to look at.
-
-    Attributes
-    ----------
-    status : int
-        How the last call of `compiled_exchange.flow` ended.
+    Only the thread of the collective moves chunks; other threads may ask what it waits for. `scratch` is memory that
+    nothing else uses from `begin` to `end`. `wakeup` is a descriptor that becomes readable when Python has to look at
+    something. `status` is the last result of `compiled_exchange.exchange`.
     """
 
-    def __init__(self, program: TcpProgram, table: TransferTable, scratch: ScratchMemory, bell: int) -> None:
+    def __init__(
+        self, program: TcpProgram, table: TransferTable, scratch: ScratchMemory, wakeup: int
+    ) -> None:
         self.program = program
-        self.status = WAITING
+        self.status = machine.WAITING
         self._table = table
         self._scratch = scratch
-        self._chunks = int(program.streams[:, compiled_exchange.CHUNKS].sum())
-        self._lanes = program.lanes.copy()
+        self._chunks = int(program.streams[:, machine.CHUNKS].sum())
+        self._link_rows = program.link_rows.copy()
         self._state = np.zeros((len(program.streams), 3), dtype=np.int64)
         self._kept = np.zeros(program.keeps, dtype=np.int64)
         self._all_free = np.arange(program.buffers, dtype=np.int64)
         self._free = self._all_free.copy()
-        self._polled = np.zeros((len(program.lanes) + 1, 4), dtype=np.int16)
-        self._polled.view(np.int32)[0, 0] = bell
-        self._polled[0, 2] = compiled_exchange.READ
-        self._frame = np.zeros(compiled_exchange.FLOW_FRAME, dtype=np.int64)
+        self._polled = np.zeros((len(program.link_rows) + 1, 4), dtype=np.int16)
+        self._polled.view(np.int32)[0, 0] = wakeup
+        self._polled[0, 2] = machine.READ
+        self._frame = np.zeros(machine.EXCHANGE_FRAME, dtype=np.int64)
         self._times = np.zeros((0, 2), dtype=np.int64)
         self.end()
 
     def reset(self) -> None:
-        """Stand where a collective begins."""
-        self._lanes[:] = self.program.lanes
+        """Return to the state before `begin`."""
+        self._link_rows[:] = self.program.link_rows
         self._state[:] = 0
         self._free[:] = self._all_free
 
     def end(self) -> None:
-        """Let go of the arrays."""
-        self._lines: RankBuffers | None = None
+        """Drop the arrays."""
+        self._buffers: RankBuffers | None = None
 
     def begin(self, call: Call[Any], *, traced: bool = False) -> None:
-        """Begin a collective after `reset`, with the arrays of the rank; traced, `arrivals` can be asked for."""
+        """Begin a collective after `reset`, with the arrays of the rank; `traced` enables `arrivals`."""
         program = self.program
         partial = program.partial_elements * call.itemsize
         partial += -partial % CACHE_LINE
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
-        self._lines = lines = rank_buffers_of(call)
+        self._buffers = buffers = rank_buffers_of(call)
         self._times = np.zeros((self._chunks if traced else 0, 2), dtype=np.int64)
-        self._frame[compiled_exchange.LEFT : compiled_exchange.TOUCHED + 1] = (
+        self._frame[machine.LEFT : machine.TOUCHED + 1] = (
             self._chunks,
             call.signature.call % CALLS,
             call.itemsize,
-            lines.source_at,
-            lines.result_at,
+            buffers.source_at,
+            buffers.result_at,
             room.address,
             room.address + partial,
             program.buffer_bytes,
             program.buffers,
             0,
-            *(lines.arithmetic.loops[:2] if lines.aligned else (0, 0)),
+            *(buffers.arithmetic.loops[:2] if buffers.aligned else (0, 0)),
             0,
             0,
             time.monotonic_ns(),
@@ -266,29 +226,23 @@ class TcpCollective:
     def connect(self, descriptor: Callable[[Queue], int], paces: Mapping[Queue, float]) -> None:
         """Use the links that are open by now; to be called again until all are.
 
-        Parameters
-        ----------
-        descriptor : callable
-            That of the connection of a link, -1 where there is none yet.
-        paces : dict of link to float
-            Bytes per second, where the system does not see to it.
+        `descriptor` returns that of a link's connection, -1 if it is not open. `paces` are in bytes per second, for
+        links that the system does not pace.
         """
         for place, link in enumerate(self.program.links):
-            if self._lanes[place, compiled_exchange.DESCRIPTOR] < 0:
-                self._lanes[place, compiled_exchange.DESCRIPTOR] = descriptor(link)
-                self._lanes[place, compiled_exchange.PACE] = (
-                    max(1, round(paces[link])) if link in paces else 0
-                )
+            if self._link_rows[place, machine.DESCRIPTOR] < 0:
+                self._link_rows[place, machine.DESCRIPTOR] = descriptor(link)
+                self._link_rows[place, machine.PACE] = max(1, round(paces[link])) if link in paces else 0
 
     def go_on(self) -> None:
-        """Move the chunks of what was begun until all is done, or there is something to look at: see `status`."""
+        """Move chunks until all is done, or Python has to look at something: see `status`."""
         program = self.program
         while True:
             self.status = int(
-                compiled_exchange.flow(
+                machine.exchange(
                     program.streams,
                     program.befores,
-                    self._lanes,
+                    self._link_rows,
                     self._state,
                     self._kept,
                     self._free,
@@ -297,22 +251,22 @@ class TcpCollective:
                     self._times,
                 )
             )
-            if self.status != BY_PYTHON:
+            if self.status != machine.BY_PYTHON:
                 return
             self._join()
 
     @property
     def finished(self) -> bool:
-        """Whether this rank has sent and joined everything."""
-        return bool(self._frame[compiled_exchange.LEFT] == 0)
+        """Return whether this rank has sent and joined everything."""
+        return bool(self._frame[machine.LEFT] == 0)
 
     def arrivals(self) -> Iterator[tuple[Queue, EdgeStream, int, int, int]]:
-        """The chunks that came: link, stream, chunk, and when each began to come and was there, in nanoseconds."""
-        for lane, link in zip(self._lanes, self.program.links, strict=True):
-            for place in range(lane[compiled_exchange.FIRST_STREAM], lane[compiled_exchange.LAST_STREAM]):
+        """Yield the chunks that came: link, stream, chunk, and nanoseconds of its begin and end."""
+        for row, link in zip(self._link_rows, self.program.links, strict=True):
+            for place in range(row[machine.FIRST_STREAM], row[machine.LAST_STREAM]):
                 if link[1] == self.program.rank:
                     first, stream = (
-                        self.program.streams[place, compiled_exchange.FIRST_CHUNK],
+                        self.program.streams[place, machine.FIRST_CHUNK],
                         self.program.parts[place],
                     )
                     for chunk, (start, end) in enumerate(self._times[first:][: stream.chunks].tolist()):
@@ -320,31 +274,31 @@ class TcpCollective:
 
     @property
     def touched(self) -> float:
-        """When something moved last, on the steady clock."""
-        return float(self._frame[compiled_exchange.TOUCHED]) / 1e9
+        """Return the time of the last progress, on the steady clock."""
+        return float(self._frame[machine.TOUCHED]) / 1e9
 
     def trouble(self) -> tuple[int, str]:
-        """The peer with which a call failed, and how."""
-        link = self.program.links[self._frame[compiled_exchange.TROUBLE]]
+        """Return the peer with which a call failed, and how."""
+        link = self.program.links[self._frame[machine.TROUBLE]]
         leaves = link[0] == self.program.rank
         peer = link[1] if leaves else link[0]
-        if self.status == STRANGE:
-            call, number, chunk, nbytes = self._lanes[
-                self._frame[compiled_exchange.TROUBLE], compiled_exchange.HEADER : compiled_exchange.CREDIT
+        if self.status == machine.STRANGE:
+            call, number, chunk, nbytes = self._link_rows[
+                self._frame[machine.TROUBLE], machine.HEADER : machine.CREDIT
             ]
             return peer, (
                 f"rank {peer} sent chunk {chunk} of stream {number} of collective {call} with {nbytes} bytes, "
                 "which is not expected now"
             )
-        if self.status == PEER_ENDED:
+        if self.status == machine.PEER_ENDED:
             return peer, f"rank {peer} closed its connection"
-        error = os.strerror(int(self._frame.view(np.int32)[2 * compiled_exchange.ERROR :][:2].sum()))
+        error = os.strerror(int(self._frame.view(np.int32)[2 * machine.ERROR :][:2].sum()))
         if leaves:
             return peer, f"cannot send to rank {peer}: {error}"
         return peer, f"the connection from rank {peer} broke: {error}"
 
     def waiting(self) -> Waiting:
-        """What this rank waits for: the first chunk that has not come, else the first that has not left."""
+        """Return what this rank waits for: the first chunk that has not come, else the first that has not left."""
         found = self._first_missing(None)
         idle = time.monotonic() - self.touched
         if found is None:
@@ -354,19 +308,19 @@ class TcpCollective:
         return Waiting(peer, row_of(self._table, stream.number, chunk), idle)
 
     def stops_at(self, peer: int | None) -> int | None:
-        """The row at which this rank stops because of another, else the one that it waits for anyway.
+        """Return the row at which this rank waits for a peer, else the one that it waits for anyway.
 
-        It is that of the first chunk that has not come from the other, else of the first that has not left for it.
+        It is that of the first chunk that has not come from the peer, else of the first that has not left for it.
         """
         found = None if peer is None else self._first_missing(peer)
         return self.waiting().step if found is None else row_of(self._table, found[0].number, found[1])
 
     def _first_missing(self, peer: int | None) -> tuple[EdgeStream, int] | None:
-        """The first chunk that has not come from a rank, or any, else the first that has not left."""
+        """Return the first chunk that has not come from a rank, or any, else the first that has not left."""
         rows = []
         for place, stream in enumerate(self.program.parts):
             leaves = stream.source == self.program.rank
-            chunk = int(self._state[place, DONE if leaves else COME])
+            chunk = int(self._state[place, machine.DONE if leaves else machine.COME])
             if chunk < stream.chunks and peer in (None, stream.source, stream.destination):
                 rows.append((leaves, chunk, stream.number, stream))
         if not rows:
@@ -375,92 +329,76 @@ class TcpCollective:
         return stream, chunk
 
     def _join(self) -> None:
-        """Add a chunk that has arrived, as only Python can."""
-        place, lines = int(self._frame[compiled_exchange.ASIDE]), self._lines
-        assert lines is not None, "between begin and end"
-        row, room, itemsize = self.program.streams[place], self._scratch.of(0), lines.arithmetic.itemsize
-        as_elements = lines.arithmetic.as_elements
-        number = int(self._state[place, DONE])
+        """Add an arrived chunk with an operation that only Python has."""
+        place, buffers = int(self._frame[machine.ASIDE]), self._buffers
+        assert buffers is not None, "between begin and end"
+        row, room, itemsize = self.program.streams[place], self._scratch.of(0), buffers.arithmetic.itemsize
+        as_elements = buffers.arithmetic.as_elements
+        number = int(self._state[place, machine.DONE])
         first = number * self._table.chunk_elements
-        elements = min(self._table.chunk_elements, int(row[compiled_exchange.LENGTH_OF]) - first)
-        buffer = self._kept[row[compiled_exchange.KEPT] + number % row[compiled_exchange.KEEPS]]
-        begin = self._frame[compiled_exchange.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
+        elements = min(self._table.chunk_elements, int(row[machine.LENGTH_OF]) - first)
+        buffer = self._kept[row[machine.KEPT] + number % row[machine.KEEPS]]
+        begin = self._frame[machine.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
         arrived = as_elements(room.data[begin:][: elements * itemsize])
-        own = lines.source[row[compiled_exchange.FIRST] + first :][:elements]
-        if row[compiled_exchange.SLOTS]:
+        own = buffers.source[row[machine.FIRST] + first :][:elements]
+        if row[machine.SLOTS]:
             sums = as_elements(room.data[: self.program.partial_elements * itemsize])
-            target = sums[
-                row[compiled_exchange.PLACE]
-                + number % row[compiled_exchange.SLOTS] * row[compiled_exchange.SLOT] :
-            ][:elements]
+            target = sums[row[machine.PLACE] + number % row[machine.SLOTS] * row[machine.SLOT] :][:elements]
         else:
-            target = lines.result[row[compiled_exchange.PLACE] + first :][:elements]
+            target = buffers.result[row[machine.PLACE] + first :][:elements]
         with np.errstate(all="ignore"):
-            lines.arithmetic.combine(own if row[compiled_exchange.OWN] else target, arrived, out=target)
-        self._frame[compiled_exchange.DONE_ASIDE] = 1
+            buffers.arithmetic.combine(own if row[machine.OWN] else target, arrived, out=target)
+        self._frame[machine.DONE_ASIDE] = 1
 
 
 def _longest(stream: EdgeStream, table: TransferTable) -> int:
-    """Elements of the longest chunk of a stream."""
+    """Return the elements of the longest chunk of a stream."""
     return min(table.chunk_elements, stream.stop - stream.start)
 
 
 COMBINED_BYTES = 64 << 10
-"""Bytes that all ranks may put in altogether to have it told in a meeting."""
+"""The most bytes of all ranks' inputs together that a barrier carries."""
 
 MOST_RANKS = 64
-"""So many ranks at most tell each other what they put in."""
+"""The most ranks that exchange their inputs in a barrier."""
 
 
 class WakingCondition(threading.Condition):
-    """A condition that also wakes who sleeps in a meeting, when all are told of a change.
+    """A condition whose `notify_all` also wakes a rank that sleeps in compiled code.
 
-    Attributes
-    ----------
-    descriptor : int
-        What the system sees as ready to be read while the bell has rung.
+    `descriptor` becomes readable then, until `clear`.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
         super().__init__(lock)
-        self.descriptor, self._rope = os.pipe()
+        self.descriptor, self._write_end = os.pipe()
         os.set_blocking(self.descriptor, False)
-        os.set_blocking(self._rope, False)
+        os.set_blocking(self._write_end, False)
 
     def notify_all(self) -> None:
-        """See `threading.Condition`."""
         super().notify_all()
         with contextlib.suppress(OSError):
-            os.write(self._rope, b".")
+            os.write(self._write_end, b".")
 
-    def hush(self) -> None:
-        """Take back what has rung so far; look afterwards what it was."""
+    def clear(self) -> None:
+        """Reset the descriptor; look at the changes afterwards."""
         with contextlib.suppress(OSError):
             os.read(self.descriptor, 1 << 16)
 
     def close(self) -> None:
-        """Free the descriptors; ringing goes unheard from then on."""
+        """Close the descriptors; notifications wake only waiting threads from then on."""
         with self:
-            ends, self.descriptor, self._rope = (self.descriptor, self._rope), -1, -1
+            ends, self.descriptor, self._write_end = (self.descriptor, self._write_end), -1, -1
             for end in ends:
                 if end >= 0:
                     os.close(end)
 
 
 class DisseminationBarrier:
-    """Where the ranks of a job meet, again and again.
+    """The barrier of a job's ranks before each collective.
 
-    Parameters
-    ----------
-    rank, size : int
-    links : sequence of (socket, socket)
-        For each distance of `barrier_distances` the connection to the rank so many places behind and from that before.
-    bell : Bell
-
-    Attributes
-    ----------
-    touched : float
-        When something came or left last, on the steady clock.
+    `links` has for each distance of `barrier_distances` the connections to the rank so many places behind and from the
+    one before. `touched` is the time of the last progress on the steady clock. `shown` holds the inputs of all ranks.
     """
 
     def __init__(
@@ -468,65 +406,57 @@ class DisseminationBarrier:
         rank: int,
         size: int,
         links: Sequence[tuple[socket.socket, socket.socket]],
-        bell: WakingCondition,
+        wakeup: WakingCondition,
     ) -> None:
         self._rounds = np.array(
-            [[tells.fileno(), hears.fileno()] for tells, hears in links], dtype=np.int64
+            [[sending.fileno(), receiving.fileno()] for sending, receiving in links], dtype=np.int64
         ).reshape(-1, 2)
         self._polled = np.zeros((3, 4), dtype=np.int16)
-        self._polled.view(np.int32)[2, 0] = bell.descriptor
-        self._told = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
-        self._heard = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
+        self._polled.view(np.int32)[2, 0] = wakeup.descriptor
+        self._outbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
+        self._inbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self.shown = AddressedMemory.of(np.empty(size * 2 * SHOWABLE if size <= MOST_RANKS else 0, np.uint8))
-        self._frame = np.zeros(FRAME, dtype=np.int64)
-        self._frame[RANK : RANKS + 1] = rank, size
-        self._frame[TOLD : SHOWN + 1] = self._told.address, self._heard.address, self.shown.address
+        self._frame = np.zeros(machine.FRAME, dtype=np.int64)
+        self._frame[machine.RANK : machine.RANKS + 1] = rank, size
+        self._frame[machine.OUTBOX : machine.SHOWN + 1] = (
+            self._outbox.address,
+            self._inbox.address,
+            self.shown.address,
+        )
         self._rank, self._size = rank, size
         self._place = (0, 0, 0)
         self.touched = 0.0
 
     def begin(self, note: bytes, source: int = 0, nbytes: int = 0) -> int:
-        """Begin to meet, with a note that must be the same on all ranks; returns as `go_on`.
+        """Begin with a note of `LENGTH` bytes that must be the same on all ranks; returns as `go_on`.
 
-        Parameters
-        ----------
-        note : bytes
-            Of `LENGTH`.
-        source, nbytes : int
-            Address and bytes of what is told with it; as long on all ranks.
+        `source` is the address of the input that goes along, of `nbytes` on every rank.
         """
-        self._told.data[:LENGTH] = np.frombuffer(note, np.uint8)
+        self._outbox.data[:LENGTH] = np.frombuffer(note, np.uint8)
         frame = self._frame
-        frame[ROUND : GOT + 1] = 0
-        frame[GIVEN : SOURCE + 1] = nbytes, source
+        frame[machine.ROUND : machine.GOT + 1] = 0
+        frame[machine.GIVEN : machine.SOURCE + 1] = nbytes, source
         return self.go_on()
 
     def go_on(self) -> int:
-        """Go on until all have met, or there is something to look at: what `meet` returns."""
-        status = int(meet(self._rounds, self._frame, self._polled))
-        if status == WAITING:
-            place = tuple(self._frame[ROUND : GOT + 1].tolist())
+        """Continue until all ranks have arrived, or Python has to look at something; return the result of `barrier`."""
+        status = int(machine.barrier(self._rounds, self._frame, self._polled))
+        if status == machine.WAITING:
+            place = tuple(self._frame[machine.ROUND : machine.GOT + 1].tolist())
             if place != self._place:
                 self._place, self.touched = place, time.monotonic()
         return status
 
     @property
     def peer(self) -> int:
-        """The rank that this one hears from in the round that it is in."""
-        number = min(int(self._frame[ROUND]), len(self._rounds) - 1)
+        """Return the rank from which this one receives in the current round."""
+        number = min(int(self._frame[machine.ROUND]), len(self._rounds) - 1)
         return int((self._rank - (1 << number)) % self._size)
-
-    @property
-    def heard(self) -> bytes:
-        """The note that has come last."""
-        return bytes(self._heard.data[:LENGTH])
 
 
 def barrier_distances(size: int) -> list[int]:
-    """How far from each other ranks meet, round by round.
+    """Return the distances of peers in the barrier, round by round.
 
-    Examples
-    --------
     >>> barrier_distances(1), barrier_distances(2), barrier_distances(5)
     ([], [1], [1, 2, 4])
     """

@@ -3,7 +3,7 @@
 Chunks go one way, each behind a header (collective, stream, chunk, length). Credits go the other way: the number of
 joined chunks of a held stream. The source opens a link when a transfer table first has chunks for it; the
 destination listens all the time, so both need not act together. A connection introduces itself with the job's token
-and its queue; any other is closed and forgotten.
+and its queue; any other is closed.
 
 There is one connection per directed link, without Nagle delay, with reno instead of a congestion control that
 models the path (bbr takes a shaped link for a slower one), and little unsent data in the system, so that the next
@@ -35,7 +35,7 @@ UNSENT_BYTES = 128 << 10
 """Bytes that wait in the system before they are under way."""
 
 PACING = 47
-"""Linux's SO_MAX_PACING_RATE, which Python does not name."""
+"""Linux's SO_MAX_PACING_RATE, for which Python has no name."""
 
 _ACKNOWLEDGED, _BUSY = struct.Struct("@Q"), struct.Struct("@QQ")
 _ACKNOWLEDGED_AT, _BUSY_AT, _INFO_BYTES = 120, 168, 184
@@ -45,13 +45,7 @@ _ACKNOWLEDGED_AT, _BUSY_AT, _INFO_BYTES = 120, 168, 184
 def connect(
     destination: tuple[str, int], *, leaves: str | None = None, timeout: float = 30.0
 ) -> socket.socket:
-    """A connection for the chunks of a link, from one of this machine's addresses if one is named.
-
-    Raises
-    ------
-    OSError
-        Nobody is reached there.
-    """
+    """Return a connection for the chunks of a link, from this machine's address `leaves` if given; raise OSError."""
     source = None if leaves is None else (leaves, 0)
     made = socket.create_connection(destination, timeout, source)
     made.settimeout(None)
@@ -60,7 +54,7 @@ def connect(
 
 
 def tune(connection: socket.socket) -> None:
-    """Settings for either end; what a system does not know is left as it is."""
+    """Set the options of either end; options that a system lacks are left out."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, AttributeError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -69,10 +63,8 @@ def tune(connection: socket.socket) -> None:
 
 
 def set_pace(connection: socket.socket, rate: float | None) -> bool:
-    """Limit a connection to so many bytes per second (None: no limit); False where the system cannot.
+    """Limit a connection to `rate` bytes per second (None: no limit); return False if the system cannot.
 
-    Examples
-    --------
     >>> with socket.socket() as connection:
     ...     set_pace(connection, 1e6) == (sys.platform == "linux")
     True
@@ -88,59 +80,40 @@ def set_pace(connection: socket.socket, rate: float | None) -> bool:
 
 
 def link_use(connection: socket.socket) -> LinkUse | None:
-    """What the system counts of a connection; None where it does not (before Linux 4.10, and elsewhere).
+    """Return the system's counts of a connection; None if it has none (before Linux 4.10, and elsewhere).
 
     A connection is busy while something that was handed to the system is not acknowledged: one that waits for the
-    process is not. The kernel counts ticks of its clock (4 ms as a rule), so short times are right on average only.
+    process is not. The kernel counts ticks of its clock (usually 4 ms), so short times are right on average only.
 
-    Examples
-    --------
     >>> with socket.socket() as connection:
     ...     (link_use(connection) == LinkUse(0, 0.0)) == (sys.platform == "linux")
     True
     """
     if sys.platform != "linux":
         return None
-    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(told) < _INFO_BYTES:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
         return None
-    (nbytes,) = _ACKNOWLEDGED.unpack_from(told, _ACKNOWLEDGED_AT)
-    busy, held = _BUSY.unpack_from(told, _BUSY_AT)
+    (nbytes,) = _ACKNOWLEDGED.unpack_from(info, _ACKNOWLEDGED_AT)
+    busy, held = _BUSY.unpack_from(info, _BUSY_AT)
     return LinkUse(nbytes, (busy - held) / 1e6)
 
 
 INTRODUCTION = 192
-"""Bytes with which a connection introduces itself."""
+"""Bytes of the handshake of a connection."""
 
-MEETING = "meeting"
-"""The channel of connections over which ranks meet."""
+BARRIER = "meeting"
+"""The channel of the barrier's connections."""
 
 
 class TcpConnections:
-    """Listens for links to a rank, and opens links from it.
+    """Listen for links to a rank, and open links from it.
 
-    Parameters
-    ----------
-    rank : int
-    general : str or None
-        Address for links that are not among the wires.
-    wires : dict of queue to Wire
-    lock : threading.RLock
-        Of the back end.
-    changed : threading.Condition
-        On that lock; told when a connection has come.
+    `general` is the address for links without wires, or None. `changed` is a condition on `lock`, the back end's, that
+    is notified when a connection has come.
 
-    Attributes
-    ----------
-    outgoing, incoming : dict of queue to socket
-        The links by now, from this rank and to it.
-    telling, hearing : dict of rank to socket
-        The connections over which ranks meet.
-
-    Raises
-    ------
-    UsageError
-        An address of the wires is not one of this machine.
+    `outgoing` and `incoming` hold the open links from and to this rank, `barrier_out` and `barrier_in` the barrier's
+    connections by peer. Raises `UsageError` if an address of the wires is not one of this machine.
     """
 
     def __init__(
@@ -156,8 +129,8 @@ class TcpConnections:
         self.general = general
         self.outgoing: dict[Queue, socket.socket] = {}
         self.incoming: dict[Queue, socket.socket] = {}
-        self.telling: dict[int, socket.socket] = {}
-        self.hearing: dict[int, socket.socket] = {}
+        self.barrier_out: dict[int, socket.socket] = {}
+        self.barrier_in: dict[int, socket.socket] = {}
         self._wires = wires
         self._lock = lock
         self._changed = changed
@@ -174,71 +147,59 @@ class TcpConnections:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The port at each address where this rank listens."""
+        """Return the port at each address at which this rank listens."""
         return {address: int(one.getsockname()[1]) for address, one in self._listeners.items()}
 
     def start(self, watcher: SocketWatcher, token: str, peers: Mapping[str, Any]) -> None:
-        """Let links in from now on; ``peers`` tells where the other ranks listen."""
+        """Accept links from now on; `peers` holds the addresses at which the other ranks listen."""
         self._watcher, self._token, self._peers = watcher, token, peers
         for listener in self._listeners.values():
             watcher.add(listener, lambda listener=listener: self._accept(listener))  # type: ignore[misc]
 
     def open(self, queue: Queue, timeout: float) -> None:
-        """Open a link from this rank, if it is not open yet.
-
-        Raises
-        ------
-        ConnectionError
-            The peer is not reached; the message is for the caller.
-        """
+        """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller."""
         if queue not in self.outgoing:
             self.outgoing[queue] = self._connect(queue, timeout)
 
     def descriptor(self, queue: Queue) -> int:
-        """That of the connection of a link, -1 where it is not open yet."""
+        """Return the descriptor of a link's connection, -1 if it is not open yet."""
         link = self.outgoing.get(queue) or self.incoming.get(queue)
         return -1 if link is None else link.fileno()
 
     def uses(self) -> dict[Queue, LinkUse]:
-        """What has gone over each link from this rank so far."""
+        """Return the traffic over each link from this rank so far."""
         found = {queue: link_use(connection) for queue, connection in self.outgoing.items()}
         return {queue: use for queue, use in found.items() if use is not None}
 
-    def open_to_meet(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
-        """Open the connections over which ranks meet, to `telling`; tells whether the others have opened `hearing`.
-
-        Raises
-        ------
-        ConnectionError
-            As `open`.
-        """
+    def open_barrier(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
+        """Open `barrier_out`; return a function that tells whether the peers have opened `barrier_in`."""
         size = len(self._peers)
         for distance in distances:
             peer = (self.rank + distance) % size
-            self.telling[peer] = self._connect((self.rank, peer, MEETING), timeout)
-        return lambda: len(self.hearing) == len(distances)
+            self.barrier_out[peer] = self._connect((self.rank, peer, BARRIER), timeout)
+        return lambda: len(self.barrier_in) == len(distances)
 
-    def close_meeting(self) -> None:
-        """Close the connections over which ranks meet; they may be opened once more when all ranks have done so."""
+    def close_barrier(self) -> None:
+        """Close the barrier's connections; they may be opened again when all ranks have done so."""
         with self._lock:
-            connections = [*self.telling.values(), *self.hearing.values()]
-            self.telling.clear()
-            self.hearing.clear()
+            connections = [*self.barrier_out.values(), *self.barrier_in.values()]
+            self.barrier_out.clear()
+            self.barrier_in.clear()
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
     def drain(self, timeout: float) -> None:
-        """Wait until what was sent has reached the other machines, or for so many seconds none of it has.
+        """Wait until sent data has reached the other machines, or `timeout` seconds without progress have passed.
 
-        A process that is stopped there does not matter. What is not waited for could be lost: a connection that is
+        It does not matter whether the peer's process is stopped. Without this data could be lost: a connection that is
         closed before all credits were read is reset.
         """
         for connection in self.outgoing.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-        for connection in (*self.outgoing.values(), *self.telling.values()):
+        for connection in (*self.outgoing.values(), *self.barrier_out.values()):
             left, deadline = -1, 0.0
             while not _ended(connection) and (now := _unacknowledged(connection)):
                 if now != left:
@@ -251,15 +212,15 @@ class TcpConnections:
         """Close everything and end all threads."""
         with self._lock:
             self._closed = True
-            strangers = list(self._connections)
+            unidentified = list(self._connections)
         for listener in self._listeners.values():
             if self._watcher is not None:
                 self._watcher.remove(listener)
             listener.close()
-        kept = (self.outgoing, self.incoming, self.telling, self.hearing)
+        kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
         connections = [connection for some in kept for connection in some.values()]
-        for connection in (*strangers, *connections):
-            # closing alone would not tell the other end while a process that was forked off has it too
+        for connection in (*unidentified, *connections):
+            # closing alone does not end the connection while a forked process has it too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
@@ -283,7 +244,7 @@ class TcpConnections:
         self._listeners[address] = listener
 
     def _connect(self, queue: Queue, timeout: float) -> socket.socket:
-        """A connection to a rank that knows what it is for."""
+        """Return an introduced connection to a rank."""
         peer = queue[1]
         wire = self._wires.get(queue)
         entry = self._peers[str(peer)]
@@ -315,7 +276,7 @@ class TcpConnections:
             connection, _ = listener.accept()
         except OSError:
             return
-        thread = threading.Thread(target=self._take_in, args=[connection], name="tcp link", daemon=True)
+        thread = threading.Thread(target=self._identify, args=[connection], name="tcp link", daemon=True)
         with self._lock:
             if self._closed:
                 connection.close()
@@ -325,8 +286,8 @@ class TcpConnections:
             self._threads.append(thread)
             thread.start()
 
-    def _take_in(self, connection: socket.socket) -> None:
-        """Keep a connection that has come in, once it says what it is for."""
+    def _identify(self, connection: socket.socket) -> None:
+        """Keep an accepted connection once it has introduced itself."""
         kept = False
         try:
             queue = self._introduced(_read(connection, INTRODUCTION))
@@ -334,8 +295,10 @@ class TcpConnections:
                 connection.settimeout(None)
                 tune(connection)
                 with self._changed:
-                    known: dict[Any, socket.socket] = self.hearing if queue[2] == MEETING else self.incoming
-                    name = queue[0] if queue[2] == MEETING else queue
+                    known: dict[Any, socket.socket] = (
+                        self.barrier_in if queue[2] == BARRIER else self.incoming
+                    )
+                    name = queue[0] if queue[2] == BARRIER else queue
                     kept = name not in known and not self._closed
                     if kept:
                         known[name] = connection
@@ -349,27 +312,31 @@ class TcpConnections:
                 connection.close()
 
     def _introduced(self, data: bytes) -> Queue | None:
-        """The queue of a connection; None if it is a stranger's."""
+        """Return the queue of a connection; None if it is not of this job."""
         try:
-            said: Any = json.loads(data)
-            source, destination, channel = said["link"]
+            introduction: Any = json.loads(data)
+            source, destination, channel = introduction["link"]
         except (ValueError, TypeError, KeyError):
             return None
-        known = isinstance(said.get("token"), str) and said["token"] == self._token and bool(self._token)
+        known = (
+            isinstance(introduction.get("token"), str)
+            and introduction["token"] == self._token
+            and bool(self._token)
+        )
         return (source, destination, channel) if known and destination == self.rank else None
 
 
 def _unacknowledged(connection: socket.socket) -> int:
-    """Bytes that the other machine has not got yet."""
+    """Return the bytes that the other machine has not acknowledged yet."""
     try:
-        asked = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+        reply = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
     except OSError:
         return 0
-    return int(struct.unpack("@i", asked)[0])
+    return int(struct.unpack("@i", reply)[0])
 
 
 def _ended(connection: socket.socket) -> bool:
-    """Read away what has come back, which nobody waits for any more; whether the other end has closed."""
+    """Discard incoming data that is not needed any more; return whether the peer has closed."""
     try:
         while connection.recv(1 << 14, socket.MSG_DONTWAIT):
             pass
@@ -381,7 +348,7 @@ def _ended(connection: socket.socket) -> bool:
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """So many bytes, or what comes before the end; raises OSError where the connection breaks, or is too slow."""
+    """Return so many bytes, or fewer if the connection ends; raise OSError if it breaks, or is too slow."""
     connection.settimeout(HANDSHAKE_SECONDS)
     data = b""
     while len(data) < nbytes and (more := connection.recv(nbytes - len(data))):

@@ -1,14 +1,13 @@
-"""Read the wires file: the local and remote address of each link, so that its connection uses that very wire.
+"""Read the wires file: the local and remote address of each link, so that its connection uses that physical link.
 
 ::
 
     {"format": "topoplan.wires/1",
      "wires": [{"source": 0, "destination": 1, "channel": "nvlink", "from": "10.1.0.1", "to": "10.1.0.2"}, ...]}
 
-A plan may send from one rank to another along several routes, over switches or relaying ranks. Each then has a wire
-of its own with its ``"route"``: the devices from source to destination. A stream goes over the wire with the route
-of its tree edge (`connection_of`); `link_rates` gives the speed of each link for connections that must not be
-faster.
+A plan may send from one rank to another along several routes, over switches or relaying ranks. Each then has a wire of
+its own with its ``"route"``: the devices from source to destination. A stream uses the wire with the route of its tree
+edge (`connection_of`); `link_rates` gives the speed of each link for connections that are to be no faster.
 """
 
 from __future__ import annotations
@@ -40,16 +39,10 @@ Queue = tuple[int, int, str]
 class LinkAddresses:
     """The two ends of a directed link.
 
-    Parameters
-    ----------
-    queue : (source rank, destination rank, channel)
-        Of several wires between two ranks all but the first have a number behind the channel (see `numbered`).
-    leaves : str
-        Address of the source's end of the wire.
-    reaches : str
-        Address of the destination's end, where it listens.
-    route : tuple of str
-        Devices from source to destination; empty where there is only one wire.
+    - `queue`: of several wires between two ranks all but the first have a number behind the channel (see `numbered`).
+    - `leaves`: address of the source's end of the wire.
+    - `reaches`: address of the destination's end, where it listens.
+    - `route`: devices from source to destination; empty for the only wire.
     """
 
     queue: Queue
@@ -59,13 +52,7 @@ class LinkAddresses:
 
 
 def read_wires(path: Path | str) -> dict[Queue, LinkAddresses]:
-    """The wires of a file.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read or is no wires file; names the wire and the key.
-    """
+    """Return the wires of a file; raise `UsageError` with the wire and the key if it is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -74,10 +61,8 @@ def read_wires(path: Path | str) -> dict[Queue, LinkAddresses]:
 
 
 def parse_wires(text: str, name: str) -> dict[Queue, LinkAddresses]:
-    """The wires in the text of a file of this name.
+    """Return the wires in the text of a file of this name.
 
-    Examples
-    --------
     >>> import json
     >>> text = json.dumps({"format": FORMAT, "wires": [
     ...     {"source": 0, "destination": 1, "channel": "nvlink", "from": "10.1.0.1", "to": "10.1.0.2"}]})
@@ -89,19 +74,15 @@ def parse_wires(text: str, name: str) -> dict[Queue, LinkAddresses]:
     except TopologyError as error:
         raise UsageError(str(error)) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UsageError(f"{name} is no wires file; its format must be {FORMAT!r}")
+        raise UsageError(f"{name} is not a wires file; its format must be {FORMAT!r}")
     entries = content.get("wires")
     if not isinstance(entries, list):
-        raise UsageError(f"{name}: wires is no list; give one entry for each directed link")
-    return _wires(entries, name)
+        raise UsageError(f"{name}: wires must be a list; give one entry for each directed link")
+    return wires_of(entries, name)
 
 
-def wires_of(entries: list[Any]) -> dict[Queue, LinkAddresses]:
-    """The wires of the entries of a file, as `listed` gives them."""
-    return _wires(entries, "the wires that others use")
-
-
-def _wires(entries: list[Any], name: str) -> dict[Queue, LinkAddresses]:
+def wires_of(entries: list[Any], name: str = "the wires of the other ranks") -> dict[Queue, LinkAddresses]:
+    """Return the wires of the entries of a file, the inverse of `listed`."""
     wires: dict[Queue, LinkAddresses] = {}
     routes: dict[Queue, list[tuple[str, ...]]] = {}
     for number, entry in enumerate(entries):
@@ -111,45 +92,41 @@ def _wires(entries: list[Any], name: str) -> dict[Queue, LinkAddresses]:
             raise UsageError(
                 f"{name}: wire {number} repeats the link {wire.queue}; list every link once, or once for each route"
             )
-        lane = numbered(wire.queue, len(known))
+        link = numbered(wire.queue, len(known))
         known.append(wire.route)
-        wires[lane] = replace(wire, queue=lane)
+        wires[link] = replace(wire, queue=link)
     return wires
 
 
 def listed(wires: Mapping[Queue, LinkAddresses]) -> list[dict[str, object]]:
-    """The entries of a file that has these wires."""
+    """Return the entries of a file that has these wires."""
     return [
-        {"source": source, "destination": destination, "channel": base_queue(lane)[2]}
+        {"source": source, "destination": destination, "channel": base_queue(link)[2]}
         | {"from": wire.leaves, "to": wire.reaches, "route": list(wire.route)}
-        for lane, wire in wires.items()
-        for source, destination, _ in [lane]
+        for link, wire in wires.items()
+        for source, destination, _ in [link]
     ]
 
 
-def among(wires: Mapping[Queue, LinkAddresses], seats: Sequence[int]) -> dict[Queue, LinkAddresses]:
-    """The wires between some of the ranks, counted anew: rank i is what was rank ``seats[i]``.
+def among(wires: Mapping[Queue, LinkAddresses], ranks: Sequence[int]) -> dict[Queue, LinkAddresses]:
+    """Return the wires between some of the ranks, counted anew: rank i was rank ``ranks[i]``.
 
-    Examples
-    --------
     >>> one = LinkAddresses((3, 1, "nvlink"), "10.1.0.3", "10.1.0.1")
     >>> list(among({one.queue: one}, [1, 2, 3])), among({one.queue: one}, [0, 3])
     ([(2, 0, 'nvlink')], {})
     """
-    new = {seat: rank for rank, seat in enumerate(seats)}
+    new = {original: rank for rank, original in enumerate(ranks)}
     kept = {
         (new[source], new[destination], channel): wire
         for (source, destination, channel), wire in wires.items()
         if source in new and destination in new
     }
-    return {lane: replace(wire, queue=lane) for lane, wire in kept.items()}
+    return {link: replace(wire, queue=link) for link, wire in kept.items()}
 
 
 def numbered(queue: Queue, place: int) -> Queue:
-    """The name of one of several connections between two ranks; the first has that of the queue.
+    """Return the name of one of several connections between two ranks; the first has that of the queue.
 
-    Examples
-    --------
     >>> numbered((0, 1, "nvlink"), 2), base_queue((0, 1, "nvlink#2"))
     ((0, 1, 'nvlink#2'), (0, 1, 'nvlink'))
     """
@@ -157,34 +134,34 @@ def numbered(queue: Queue, place: int) -> Queue:
     return (source, destination, f"{channel}#{place}") if place else queue
 
 
-def base_queue(lane: Queue) -> Queue:
-    """The queue to which a connection belongs."""
-    source, destination, channel = lane
+def base_queue(link: Queue) -> Queue:
+    """Return the queue of a connection."""
+    source, destination, channel = link
     return source, destination, channel.partition("#")[0]
 
 
 def connection_of(
     stream: EdgeStream, plan: Plan, table: TransferTable, wires: Mapping[Queue, LinkAddresses]
 ) -> Queue:
-    """The connection of a stream.
+    """Return the connection of a stream.
 
-    Where none of the wires of a queue has the route that the plan wants, the first takes it: the data arrives, if not
-    along the links that the plan counts on.
+    It is the first one if none of a queue's wires has the route of the plan: the data arrives, although not over the
+    links that the plan counts on.
     """
     queue = table.queues[stream.queue]
     if numbered(queue, 1) not in wires:
         return queue
     route = _route(stream, plan)
     place = 0
-    while (lane := numbered(queue, place)) in wires:
-        if wires[lane].route == route:
-            return lane
+    while (link := numbered(queue, place)) in wires:
+        if wires[link].route == route:
+            return link
         place += 1
     return queue
 
 
 def _route(stream: EdgeStream, plan: Plan) -> tuple[str, ...]:
-    """The devices on the way of a stream, from source to destination."""
+    """Return the devices on the way of a stream, from source to destination."""
     ends = (stream.destination, stream.source) if stream.add else (stream.source, stream.destination)
     edges = plan.shards[stream.shard].stages[stream.stage].edges
     route = next(edge.route for edge in edges if (edge.parent, edge.child) == ends)
@@ -192,14 +169,13 @@ def _route(stream: EdgeStream, plan: Plan) -> tuple[str, ...]:
 
 
 def link_rates(plan: Plan) -> dict[Queue, float]:
-    """Bytes per second of every directed link between ranks that a plan uses, for connections that are to be no faster.
+    """Return the bytes per second of every directed link between ranks in a plan, for connections that are to be no
+    faster.
 
     A link's connection gets the narrowest part of its route. A physical link that several routes cross is divided among
-    them in proportion to what the plan sends there, so that all of them end together; a connection that is alone on it
-    for a while is not faster for that, as it would be on the wire. Switches that copy or add are not modelled.
+    them in proportion to the plan's traffic, so that all of them end together; a connection that is alone on it for a
+    while does not become faster, unlike on the wire. Switches that copy or add are not modelled.
 
-    Examples
-    --------
     On a DGX-2 every GPU has 150 GB/s to its switches, for 15 others:
 
     >>> import topoplan
@@ -214,21 +190,19 @@ def link_rates(plan: Plan) -> dict[Queue, float]:
 
 
 def connection_rates(plan: Plan, wires: Mapping[Queue, LinkAddresses]) -> dict[Queue, float]:
-    """As `link_rates`, for connections: where a queue has one for each route, each has the rate of its own."""
+    """Return `link_rates` of connections: if a queue has one for each route, each has the rate of its own."""
     rates = link_rates(plan)
-    for lane, share in connection_shares(plan, wires, plan.topology).items():
-        if lane in wires and wires[lane].route:
-            rates[lane] = share.rate * 1e9
+    for link, share in connection_shares(plan, wires, plan.topology).items():
+        if link in wires and wires[link].route:
+            rates[link] = share.rate * 1e9
     return rates
 
 
 def connection_shares(
     plan: Plan, wires: Mapping[Queue, LinkAddresses], machine: Topology
 ) -> dict[Queue, LinkShare]:
-    """What a plan counts on for each connection, and what it crosses, on a machine that has the links of the plan's.
+    """Return the planned rate of each connection, and the links that it crosses on a machine with those of the plan.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2])
     >>> connection_shares(plan, {}, plan.topology)[1, 2, "nvlink"]
@@ -240,16 +214,16 @@ def connection_shares(
     for (queue, numbers), rate in flow_rates(plan.shards, fabric).items():
         links = [fabric.links[number] for number in numbers]
         route = (links[0].src, *(link.dst for link in links))
-        lanes = (lane for lane, wire in wires.items() if base_queue(lane) == queue and wire.route == route)
-        lane = next(lanes, queue)
-        rates[lane] += rate
-        crossed[lane] |= {(link.src, link.dst, link.channel) for link in links}
-    return {lane: LinkShare(float(rate), tuple(sorted(crossed[lane]))) for lane, rate in rates.items()}
+        named = (one for one, wire in wires.items() if base_queue(one) == queue and wire.route == route)
+        connection = next(named, queue)
+        rates[connection] += rate
+        crossed[connection] |= {(link.src, link.dst, link.channel) for link in links}
+    return {one: LinkShare(float(rate), tuple(sorted(crossed[one]))) for one, rate in rates.items()}
 
 
 def _wire(entry: Any, where: str) -> LinkAddresses:
     if not isinstance(entry, dict):
-        raise UsageError(f"{where} is no object with source, destination, channel, from and to")
+        raise UsageError(f"{where} must be an object with source, destination, channel, from and to")
     for key in ("source", "destination"):
         if type(entry.get(key)) is not int or entry[key] < 0:
             raise UsageError(f"{where} has {key} {entry.get(key)!r}; give a rank")

@@ -1,10 +1,10 @@
 """Select the back end that carries the collectives of a process group.
 
 For tensors on the CPU shared memory is faster than gloo's messages, and so are connections of the tcp back end:
-`memory_or_tcp_backend` takes these if every rank reaches the ranks of its barriers. Tensors on GPUs go by kernels
-of the nccl back end if all ranks have its windows; they use nothing of the group, in a stream of CuPy's behind
-torch's stream of the collectives, which is behind the caller's. In all other cases `TorchBackend` sends messages of
-the group.
+`memory_or_tcp_backend` takes these if every rank reaches the peers of its barriers. Tensors on GPUs use kernels of the
+nccl back end if all ranks have its windows; these need nothing of the group, and run in a stream of CuPy's behind
+torch's stream of the collectives, which is behind the caller's. In all other cases `TorchBackend` sends messages of the
+group.
 """
 
 from __future__ import annotations
@@ -42,22 +42,9 @@ from topoplan.errors import BackendError, TopoplanError, UsageError
 
 
 class WindowBackend:
-    """`Backend` of one rank of a process group; closes what its ranks have met over, too.
+    """`Backend` of one rank of a process group over the windows of an nccl back end.
 
-    Parameters
-    ----------
-    kernels : NcclBackend
-    messages : TorchBackend, optional
-        Of the same ranks, for tensors on the CPU; not closed.
-    arrays : TorchArrays
-    cupy : module
-
-    Attributes
-    ----------
-    about_engine : str
-        See `NcclBackend`.
-    then : list of callable
-        Called when this has been closed.
+    `messages`, of the same ranks, carries tensors on the CPU; it is not closed. `close` calls all of `on_close`.
     """
 
     name = "nccl"
@@ -68,14 +55,13 @@ class WindowBackend:
     def __init__(
         self, kernels: NcclBackend, messages: TorchBackend | None, *, arrays: TorchArrays, cupy: Any
     ) -> None:
-        self.then: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = []
         self.ranks, self.size, self.arrays = kernels.ranks, kernels.size, arrays
         self.chunk_bytes, self.about_engine = kernels.chunk_bytes, kernels.about_engine
         self._kernels, self._messages, self._cupy = kernels, messages, cupy
         self._gpu = kernels.arrays.device
 
     def run(self, call: Call[torch.Tensor]) -> None:
-        """See `Backend.run`."""
         (memory,) = call.memory
         if not on_gpu(memory.source):
             self._run_messages(call)
@@ -89,23 +75,18 @@ class WindowBackend:
         self._kernels.run(replace(call, memory=(replace(memory, source=source, result=result),)))
 
     def refuse(self, signature: Signature) -> None:
-        """See `Backend.refuse`."""
         self._kernels.refuse(signature)
 
     def largest(self, value: float) -> float:
-        """See `Backend.largest`."""
         return self._kernels.largest(value)
 
     def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
         self._kernels.agree(signature)
 
     def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
         return self._kernels.gather_texts(text)
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        """See `GivesMemory.empty`: of the region, for tensors on the GPU."""
         nbytes = math.prod(shape) * like.element_size()
         memory = self._kernels.memory(nbytes) if nbytes and on_gpu(like) else None
         if memory is None:
@@ -114,19 +95,15 @@ class WindowBackend:
         return line.view(like.dtype).view(shape)
 
     def writes(self, array: torch.Tensor) -> bool:
-        """See `GivesMemory.writes`."""
         return self._kernels.holds(array.data_ptr(), array.nbytes)
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._kernels.close()
-        for close in self.then:
+        for close in self.on_close:
             close()
 
     def _run_messages(self, call: Call[torch.Tensor]) -> None:
-        assert self._messages is not None, (
-            "the group takes no tensors on the CPU, and `check` has seen to that"
-        )
+        assert self._messages is not None, "`check` refuses tensors on the CPU without them"
         self._kernels.agree_on_host(call.signature)
         self._messages.run(call)
         if call.op == "avg" and call.dtype in AVERAGED:
@@ -134,17 +111,11 @@ class WindowBackend:
 
 
 RENDEZVOUS_SECONDS = 5.0
-"""How long ranks try to reach each other: where a network lets only gloo through, its messages are taken."""
+"""Time for ranks to reach each other: a network that lets only gloo through gets its messages."""
 
 
 def open_torch(*, timeout: float, engine: str = "auto", exact: bool = True) -> Backend[Any]:
-    """The back end of a rank of the default group, made here where torchrun asks for one.
-
-    Raises
-    ------
-    UsageError, BackendError
-        As `TorchBackend` and `backend_of`.
-    """
+    """Return the back end of a rank of the default group, which is made here if torchrun asks for one."""
     messages = TorchBackend.open(timeout=timeout)
     members = GroupMembers(messages.gather_texts, messages.ranks[0], messages.size, timeout)
     devices = messages.arrays.devices
@@ -172,27 +143,14 @@ def backend_of(
     engine: str = "auto",
     exact: bool = True,
 ) -> Backend[Any]:
-    """The back end of a group's ranks.
+    """Return the back end of a group's ranks; all of them must call this.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        All of its ranks must call this.
-    gather : callable
-        Over its ranks.
-    timeout : float
-        Seconds that a rank waits for another one, in each step.
-    shared : bool
-        Whether tensors on the CPU may go another way than by messages of the group.
-    engine : str
-        For tensors on GPUs: "windows", "messages", or "auto" for the first that all ranks have.
-    exact : bool
-        Whether sums of windows must have the plan's bits.
+    `gather` is over the ranks. `timeout` is in seconds, for another rank in each step. `shared`: tensors on the CPU may
+    use other connections than the group's. `engine` is for tensors on GPUs: "windows", "messages", or "auto" for the
+    first that all ranks have. `exact`: sums of windows must have the plan's bits.
 
-    Raises
-    ------
-    UsageError
-        The engine is unknown, not that of the other ranks, or cannot be had; on all ranks, with the same text.
+    Raises `UsageError` on all ranks, with the same text, if the engine is unknown, differs among ranks, or is not
+    available.
     """
     served = devices_of(group)
     kinds = agreed_engine(gather, engine, exact, served)
@@ -202,11 +160,11 @@ def backend_of(
         found = memory_or_tcp_backend(members) if shared else None
         if found is not None:
             return found
-        told = TorchBackend(group, timeout=timeout)
-        if not shared:  # else links of our own did not pass, by which those that are left would meet
-            told.meet_survivors(_own_address())
-        return told
-    # where all tensors are on GPUs, the group's own NCCL need not be there
+        over_gloo = TorchBackend(group, timeout=timeout)
+        if not shared:  # otherwise connections failed, which survivors would need for their rendezvous
+            over_gloo.meet_survivors(_own_address())
+        return over_gloo
+    # if all tensors are on GPUs, the group's own NCCL is not needed
     messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
     try:
         devices = [device_of(kind) for kind in served]
@@ -224,16 +182,7 @@ def backend_of(
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """The ranks of a group, seen from one of them.
-
-    Parameters
-    ----------
-    gather : callable
-        Over the ranks.
-    rank, size : int
-    timeout : float
-        Seconds that a rank waits for another one.
-    """
+    """The ranks of a group, seen from one of them; `timeout` is in seconds, for another rank."""
 
     gather: Gather
     rank: int
@@ -242,12 +191,12 @@ class GroupMembers:
 
 
 def check_one_job(gather: Gather, size: int) -> None:
-    """Raise `UsageError` on all ranks where two of them are known to belong to different jobs.
+    """Raise `UsageError` on all ranks if two of them are known to belong to different jobs.
 
-    A store of torch takes in whatever process comes to its port.
+    torch's store accepts any process that connects to its port.
     """
-    told = gather_or_raise(gather, lambda: json.dumps(asdict(job_identity(size))))
-    first, *others = (JobIdentity.of_message(json.loads(text)) for text in told)
+    texts = gather_or_raise(gather, lambda: json.dumps(asdict(job_identity(size))))
+    first, *others = (JobIdentity.of_message(json.loads(text)) for text in texts)
     for rank, other in enumerate(others, 1):
         if first.differs(other):
             raise UsageError(
@@ -257,13 +206,7 @@ def check_one_job(gather: Gather, size: int) -> None:
 
 
 def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str]) -> set[str]:
-    """The kinds of devices that a group serves, where all ranks want the same engine for GPUs, and there are GPUs.
-
-    Raises
-    ------
-    UsageError
-        As `backend_of`.
-    """
+    """Return the kinds of devices of a group, after checking that all ranks want the same engine, for existing GPUs."""
     kinds = set(served)
 
     def wanted() -> str:
@@ -272,27 +215,22 @@ def agreed_engine(gather: Gather, engine: str, exact: bool, served: Iterable[str
                 f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
             )
         if engine != "auto" and "cuda" not in kinds:
-            raise UsageError(
-                f"the process group has no GPUs, which engines are for; leave engine={engine!r} out"
-            )
+            raise UsageError(f"engines need a process group with GPUs; leave engine={engine!r} out")
         return f"engine={engine!r} and exact={exact}"
 
-    said = gather_or_raise(gather, wanted)
-    for peer, theirs in enumerate(said):
-        if theirs != said[0]:
-            raise UsageError(f"rank {peer} has {theirs}, and rank 0 {said[0]}; make it alike")
+    texts = gather_or_raise(gather, wanted)
+    for peer, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            raise UsageError(
+                f"engine and exact must be the same on all ranks, got {theirs} on rank {peer} and {texts[0]} on rank 0"
+            )
     return kinds
 
 
 def memory_or_tcp_backend(members: GroupMembers, *closes: Callable[[], None]) -> Backend[Any] | None:
-    """What carries tensors on the CPU sooner than messages of gloo, if there is something; the same on all ranks.
+    """Return a back end for tensors on the CPU that is faster than gloo, or None; all ranks call it, with one result.
 
-    Parameters
-    ----------
-    members : Members
-        All of them must call this.
-    *closes : callable
-        Called when it is closed.
+    `closes` are called when it is closed.
     """
     try:
         made = SharedBackend(
@@ -303,15 +241,15 @@ def memory_or_tcp_backend(members: GroupMembers, *closes: Callable[[], None]) ->
             arrays=torch_arrays(),
         )
     except UsageError:  # on all ranks: they are on several hosts, or do not see each other
-        compile_ahead()  # before anybody waits for this rank
-        linked = _met(members, partial(_linked, members), *closes)
+        compile_ahead()  # before any peer waits for this rank
+        linked = _at_rendezvous(members, partial(_linked, members), *closes)
         return None if isinstance(linked, str) else linked
-    made.then = [*closes]
+    made.on_close = [*closes]
     return made
 
 
 def _linked(members: GroupMembers, address: str) -> TcpBackend:
-    """The tcp back end of a rank; all of them reach each other within `RENDEZVOUS_SECONDS`, or half the timeout."""
+    """Return the tcp back end of a rank; all reach each other within `RENDEZVOUS_SECONDS`, or half the timeout."""
     limit = min(members.timeout / 2, RENDEZVOUS_SECONDS)
     made = TcpBackend(
         members.rank,
@@ -337,24 +275,11 @@ def window_backend(
     engine: str,
     exact: bool,
 ) -> tuple[WindowBackend | None, str]:
-    """What carries tensors on GPUs by kernels that write to the others' memory, and what is to be said of the engine.
+    """Return the back end over windows for tensors on GPUs, or None, and `about_engine`; all ranks call it, with one
+    result.
 
-    Parameters
-    ----------
-    members : Members
-        All of them must call this, and get the same.
-    devices : sequence of torch.device
-        Of their tensors, the GPU with its number.
-    messages : TorchBackend, optional
-        For tensors on the CPU; closed with what is returned.
-    engine : str
-    exact : bool
-        Whether sums must have the plan's bits.
-
-    Raises
-    ------
-    UsageError
-        Windows are demanded and cannot be had; on all ranks, with the same text.
+    `messages`, for tensors on the CPU, is closed with the back end. Raises `UsageError` on all ranks, with the same
+    text, if windows are demanded and not available.
     """
     if engine == "messages" or members.size == 1:
         return None, "messages"
@@ -372,7 +297,11 @@ def window_backend(
         return WindowBackend(kernels, messages, arrays=TorchArrays(devices), cupy=cupy)
 
     faults = [f"rank {rank}: {one}" for rank, one in enumerate(members.gather(fault)) if one]
-    made = faults[0] if faults else _met(members, opened, *([] if messages is None else [messages.close]))
+    made = (
+        faults[0]
+        if faults
+        else _at_rendezvous(members, opened, *([] if messages is None else [messages.close]))
+    )
     if not isinstance(made, str):
         return made, made.about_engine
     if engine == "windows":
@@ -383,14 +312,11 @@ def window_backend(
 def open_kernels(
     cupy: Any, address: str, members: GroupMembers, *, device: int, engine: str, exact: bool
 ) -> NcclBackend:
-    """The nccl back end of a rank on a GPU, with windows; all ranks call this, and meet at an address.
+    """Return the nccl back end of a rank on a GPU, with windows; all ranks call it with the address of their
+    rendezvous.
 
-    Raises
-    ------
-    UsageError
-        There are none; with the bare reason as its cause, the same on all ranks.
-    BackendError
-        A rank does not come, or its GPU fails.
+    Raises `UsageError` if there are none, with the bare reason as its cause, the same on all ranks; `BackendError` if a
+    rank does not come, or its GPU fails.
     """
     world = TcpControlPlane(address, members.rank, members.size, timeout=members.timeout)
     try:
@@ -409,26 +335,28 @@ def open_kernels(
 Met = TypeVar("Met", TcpBackend, WindowBackend)
 
 
-def _met(members: GroupMembers, make: Callable[[str], Met], *closes: Callable[[], None]) -> Met | str:
-    """What a rank makes of an address at which all meet, where all of them do; else why not, the same on all ranks."""
-    place, made, told, fault = None, None, "", ""
+def _at_rendezvous(
+    members: GroupMembers, make: Callable[[str], Met], *closes: Callable[[], None]
+) -> Met | str:
+    """Return what a rank makes at a common rendezvous, if all succeed; otherwise the reason, the same on all ranks."""
+    place, made, own, fault = None, None, "", ""
     try:
         if members.rank == 0:
-            with suppress(TopoplanError, OSError):  # nobody comes to an address that is empty
+            with suppress(TopoplanError, OSError):  # an empty address tells the others
                 place = Rendezvous(f"{_own_address()}:0", members.size, host=0, told=True).start()
-                told = place.address
-        address = members.gather(told)[0]
-        faults = ["rank 0 has no address at which the others can meet it"]
+                own = place.address
+        address = members.gather(own)[0]
+        faults = ["rank 0 has no address for a rendezvous"]
         if address:
             try:
                 made = make(address)
             except UsageError as error:
                 fault = str(error.__cause__ or error)
-            except (TopoplanError, OSError) as error:  # the others hear of it
+            except (TopoplanError, OSError) as error:  # reported to the others below
                 fault = str(error) or type(error).__name__
             faults = [one for one in members.gather(fault) if one]
         if made is not None and not faults:
-            made.then = [*closes] if place is None else [place.close, *closes]
+            made.on_close = [*closes] if place is None else [place.close, *closes]
             return made
     except BaseException:
         _close(made, place)
@@ -444,12 +372,12 @@ def _close(*opened: TcpBackend | WindowBackend | Rendezvous | None) -> None:
 
 
 def torch_arrays() -> TorchArrays:
-    """Tensors on the CPU."""
+    """Return the array library of tensors on the CPU."""
     return TorchArrays([torch.device("cpu")])
 
 
 def _own_address() -> str:
-    """The address of this machine on gloo's interface, or by which it reaches where the job meets or its own name."""
+    """Return this machine's address on gloo's interface, or the one by which it reaches the master, or its own name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return address_of_interface(interface)

@@ -1,17 +1,16 @@
 """Send and receive over a process group with a deadline or the name of the failed peer, and a control plane over it.
 
-Gloo's operations are waited for one by one, on the host. NCCL's are queued on the GPU: waiting for one only orders
-the current stream behind it, so a few steps may be queued before the host checks whether the oldest ended.
+Gloo's operations are waited for one by one, on the host. NCCL's are queued on the GPU: waiting for one only orders the
+current stream behind it, so a few steps may be queued before the host checks whether the oldest ended.
 
-The control plane gathers blocks as in Bruck et al., "Efficient algorithms for all-to-all communications in
-multiport message-passing systems", IEEE TPDS 8 (1997), section 3: with N ranks ceil(log2 N) rounds, in each of
-which a rank sends all it has to one peer. torch's own all_gather is not used because gloo gives it no timeout of
-its own.
+The control plane gathers blocks as in Bruck et al., "Efficient algorithms for all-to-all communications in multiport
+message-passing systems", IEEE TPDS 8 (1997), section 3: with N ranks ceil(log2 N) rounds, in each of which a rank sends
+all it has to one peer. torch's own all_gather is not used because gloo gives it no timeout of its own.
 
-A process group only tells a rank that its own peer failed, perhaps because of another one. A rank that fails
-therefore sends all others one datagram with the peer that it waited for, and listens for theirs. A rank that is
-waited for and sends none is dead, stopped, or elsewhere: every chain of waiting ends there, so all ranks name the
-same culprit. If datagrams cannot pass, every rank names its own peer.
+Failure attribution: a process group only tells a rank that its own peer failed, perhaps because of another one. A rank
+that fails therefore sends all others one datagram with the peer that it waited for, and listens for theirs. A rank that
+others wait for and that sends none is dead, stopped, or elsewhere: every chain of waits ends there, so all ranks name
+the same culprit. If datagrams cannot pass, every rank names its own peer.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ LANES = 62
 """Back ends of one group whose messages are kept apart, from 0; a training job's own messages have smaller tags."""
 
 TAGS = 1 << 25
-"""Tags of each of them."""
+"""Tags of each back end."""
 
 QUEUED = 4
-"""Batches that may be queued on a GPU before the host looks whether the first has ended."""
+"""Batches that may be queued on a GPU before the host checks the first one."""
 
 POLL = 50e-6
-"""Seconds between two looks at a GPU."""
+"""Seconds between two checks of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMessage:
-    """Bytes that go to a peer, or come from it; ``step`` is a row of the transfer table, None outside of one."""
+    """Bytes to or from a peer; `step` is a row of the transfer table, None outside of one."""
 
     peer: int
     data: torch.Tensor
@@ -59,15 +58,7 @@ class GroupMessage:
 
 
 class LostPeer(Exception):
-    """A message did not get through.
-
-    Attributes
-    ----------
-    peer, step : int or None
-        Whose and which message.
-    fault : str
-        What happened, as a clause with the peer as its subject.
-    """
+    """A message did not get through: its `peer` and `step`, or None, and the `fault`, a clause about the peer."""
 
     def __init__(self, peer: int | None, step: int | None, fault: str) -> None:
         super().__init__(fault)
@@ -80,43 +71,35 @@ class GroupMessages(Protocol):
     """Messages between this rank and its peers."""
 
     ahead: bool
-    """Whether receives may be posted before the step of their sends."""
+    """Receives may be posted before the step of their sends."""
 
     lane: int
     """Number of the back end, the same on all ranks, below `LANES`; 0 until they have agreed on one."""
 
-    def meet(self) -> None:
-        """Bring all ranks of the group together, before the first message; all of them must call it."""
+    def connect(self) -> None:
+        """Connect all ranks of the group before the first message; all of them must call it."""
 
     def start(self, receives: Sequence[GroupMessage], sends: Sequence[GroupMessage]) -> None:
-        """Begin a step: all of these are under way from now on, and must end within the timeout."""
+        """Begin a step: all messages are under way from now on, and must end within the timeout."""
 
     def sent(self, peer: int, step: int | None = None) -> None:
-        """Wait until a message has left, so that its memory may be written to."""
+        """Wait until a message has left, so that its memory may be reused."""
 
     def received(self, peer: int, step: int | None = None) -> None:
-        """Wait until a message is there."""
+        """Wait until a message has arrived."""
 
     def settle(self) -> None:
-        """Wait until nothing is under way any more."""
+        """Wait until nothing is under way."""
 
     def cut(self) -> None:
-        """Forget what is under way, and close all connections."""
+        """Drop what is under way, and close all connections."""
 
     def close_connections(self) -> None:
-        """Close all connections of the group, so that every peer that waits on this rank notices; from any thread."""
+        """Close all connections of the group, so that every peer that waits on this rank fails; from any thread."""
 
 
 class GlooMessages:
-    """`GroupMessages` over gloo.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        It is spoken to itself, so it need not be one that torch.distributed has listed.
-    timeout : float
-        Seconds.
-    """
+    """`GroupMessages` over gloo; the group need not be registered with torch.distributed. `timeout` is in seconds."""
 
     ahead = True
 
@@ -127,11 +110,10 @@ class GlooMessages:
         self._deadline = 0.0
         self._works: dict[tuple[bool, int, int | None], dist.Work] = {}
 
-    def meet(self) -> None:
-        """See `GroupMessages.meet`: gloo has connected all ranks when the group was made."""
+    def connect(self) -> None:
+        """Return at once: gloo connected all ranks when the group was made."""
 
     def start(self, receives: Sequence[GroupMessage], sends: Sequence[GroupMessage]) -> None:
-        """See `GroupMessages.start`."""
         self._deadline = time.monotonic() + self._timeout
         for sending, messages in ((False, receives), (True, sends)):
             for message in messages:
@@ -142,25 +124,21 @@ class GlooMessages:
                     raise LostPeer(message.peer, message.step, _broken(error)) from error
 
     def sent(self, peer: int, step: int | None = None) -> None:
-        """See `GroupMessages.sent`."""
         self._wait((True, peer, step), "did not take data")
 
     def received(self, peer: int, step: int | None = None) -> None:
-        """See `GroupMessages.received`."""
         self._wait((False, peer, step), "sent no data")
 
     def settle(self) -> None:
-        """See `GroupMessages.settle`: everything has been waited for."""
+        """Return at once: every message has been waited for."""
 
     def cut(self) -> None:
-        """See `GroupMessages.cut`."""
         self._works.clear()
         self.close_connections()
 
     def close_connections(self) -> None:
-        """See `GroupMessages.close_connections`."""
-        # a receive that times out is what makes gloo close every connection of a group; with a tag of its own,
-        # since gloo ends the process when a message does not fit into its receive
+        # gloo closes every connection of a group when a receive times out; this one has a tag of its own, since
+        # gloo ends the process when a message does not fit into its receive
         nothing = torch.empty(1, dtype=torch.uint8)
         for peer in range(self._group.size()):
             if peer != self._group.rank():
@@ -192,16 +170,9 @@ class GlooMessages:
 
 
 class NcclMessages:
-    """`GroupMessages` over NCCL: what starts in one step is one group call, the same on both sides. It knows no tags.
+    """`GroupMessages` over NCCL: the messages of one step are one group call, the same on both sides, without tags.
 
-    Parameters
-    ----------
-    group : ProcessGroup
-        Spoken to itself, too.
-    device : torch.device
-        The GPU of this rank.
-    timeout : float
-        Seconds.
+    `device` is the GPU of this rank; `timeout` is in seconds.
     """
 
     ahead = False
@@ -214,17 +185,14 @@ class NcclMessages:
         self._queued: deque[tuple[float, list[dist.Work], Sequence[GroupMessage]]] = deque()
         self._unordered: list[dist.Work] = []
 
-    def meet(self) -> None:
-        """See `GroupMessages.meet`: NCCL leaves it open what sends and receives of some ranks do in a group of no
-        calls yet.
-        """
+    def connect(self) -> None:
+        """Reduce a number: NCCL does not specify sends and receives of some ranks as the first calls of a group."""
         with self._as_lost(()):
             works = [self._group.allreduce([torch.zeros((), device=self._device)])]
         self._follow(works, ())
         self.settle()
 
     def start(self, receives: Sequence[GroupMessage], sends: Sequence[GroupMessage]) -> None:
-        """See `GroupMessages.start`."""
         messages = [*receives, *sends]
         if not messages:
             return
@@ -235,31 +203,26 @@ class NcclMessages:
         self._follow(works, messages)
 
     def sent(self, peer: int, step: int | None = None) -> None:
-        """See `GroupMessages.sent`: the stream is behind the whole batch."""
         self._order()
 
     def received(self, peer: int, step: int | None = None) -> None:
-        """See `GroupMessages.received`: the stream is behind the whole batch."""
         self._order()
 
     def settle(self) -> None:
-        """See `GroupMessages.settle`."""
         self._order()
         while self._queued:
             self._end_first()
 
     def cut(self) -> None:
-        """See `GroupMessages.cut`."""
         self._queued.clear()
         self._unordered = []
         self.close_connections()
 
     def close_connections(self) -> None:
-        """See `GroupMessages.close_connections`."""
         abort(self._group, self._device)
 
     def _batch(self, receives: Sequence[GroupMessage], sends: Sequence[GroupMessage]) -> list[dist.Work]:
-        """One group call, as `torch.distributed.batch_isend_irecv` makes it in groups that it has listed."""
+        """Make one group call, as `torch.distributed.batch_isend_irecv` does in registered groups."""
         self._group._start_coalescing(self._device)
         for one in receives:
             self._group.recv([one.data], one.peer, 0)
@@ -291,32 +254,32 @@ class NcclMessages:
 
     @contextmanager
     def _as_lost(self, messages: Sequence[GroupMessage]) -> Iterator[None]:
-        """Turn what NCCL raises into the loss of the first of some peers."""
+        """Turn NCCL's errors into the loss of the first of some peers."""
         try:
             yield
         except RuntimeError as error:
             raise _lost(messages, _broken(error)) from error
 
     def _check(self, work: dist.Work) -> None:
-        """Raise what NCCL met; only a wait with a time limit tells, which does not wait for what has ended."""
+        """Raise NCCL's error; only a wait with a time limit reports it, and returns at once for a completed work."""
         work.wait(timedelta(seconds=self._timeout))
 
 
 def abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End what a group's NCCL has under way, on this rank, and leave what else serves the group alone."""
+    """Abort a group's NCCL communicator on this rank, and no other library of the group."""
     nccl = group._get_backend(device)
-    # releases of torch differ in what it is called
+    # releases of torch differ in its name
     name = next((name for name in ("abort", "_abort", "_shutdown") if hasattr(nccl, name)), "shutdown")
     getattr(nccl, name)()
 
 
 def _lost(messages: Sequence[GroupMessage], fault: str) -> LostPeer:
-    """The loss of the first of some messages, or of nobody who is known where there are none."""
+    """Return the loss of the first of some messages, or of an unknown peer if there are none."""
     return LostPeer(messages[0].peer, messages[0].step, fault) if messages else LostPeer(None, None, fault)
 
 
 def _broken(error: RuntimeError) -> str:
-    """What a library says about a broken connection, as a clause with the peer as its subject."""
+    """Return a library's report of a broken connection, as a clause with the peer as its subject."""
     return f"is gone ({' '.join(str(error).split('] ', 1)[-1].split())[:100]})"
 
 
@@ -328,17 +291,9 @@ LISTEN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class FailureNotice:
-    """What a failed rank tells.
+    """The report of a failed rank: the awaited peer and row of the transfer table, and the fault.
 
-    Parameters
-    ----------
-    rank : int
-    peer : int or None
-        For whom it waited.
-    step : int or None
-        Row of the transfer table.
-    fault : str
-        What happened, as a clause with the peer as its subject.
+    `fault` is a clause with the peer as its subject.
     """
 
     rank: int
@@ -349,16 +304,10 @@ class FailureNotice:
 
 @dataclass(frozen=True, slots=True)
 class NoticeAddress:
-    """Where a rank can be told something.
+    """The address of a rank for failure notices.
 
-    Parameters
-    ----------
-    host : str
-        The same for ranks that reach each other by the loopback address.
-    addresses : tuple of str
-    port : int
-    key : str
-        What a message to it must hold.
+    `host` is the same for ranks that reach each other by the loopback address; a message to the rank must contain
+    `key`.
     """
 
     host: str
@@ -368,24 +317,11 @@ class NoticeAddress:
 
 
 class GroupControlPlane(BlockControlPlane):
-    """`World` of the ranks of a process group, which must all make one.
+    """`ControlPlane` of the ranks of a process group, which must all make one.
 
-    Parameters
-    ----------
-    rank, size : int
-    wires : sequence of Wires
-        The first carries the blocks; where a peer is lost all are cut, so that ranks that wait for this one notice.
-    device : torch.device
-        Where blocks are put together.
-    lane : int
-        The number of the back end, as far as this rank knows.
-    timeout : float
-        Seconds to wait for the other ranks.
-
-    Attributes
-    ----------
-    lane : int
-        The number that all ranks have agreed on.
+    The first of `wires` carries the blocks; after the loss of a peer all are closed, so that ranks that wait for this
+    one fail. Blocks are assembled on `device`. `lane` is the number of the back end, proposed by this rank, then as
+    agreed. `timeout` is in seconds.
     """
 
     def __init__(
@@ -410,7 +346,7 @@ class GroupControlPlane(BlockControlPlane):
         self._contact = NoticeAddress(host_identity(), _addresses(), port, secrets.token_hex(8))
         try:
             for one in self._wires:
-                self.guarded(one.meet)
+                self.guarded(one.connect)
             mine = {"lane": lane, "contact": asdict(self._contact)}
             theirs = [json.loads(text) for text in self.texts(json.dumps(mine), timeout=timeout)]
         except BaseException:
@@ -422,12 +358,7 @@ class GroupControlPlane(BlockControlPlane):
         }
 
     def guarded(self, task: Callable[[], Result]) -> Result:
-        """A task's result; where a peer is lost, all ranks are told and the culprit is named.
-
-        Raises
-        ------
-        BackendError
-        """
+        """Return a task's result; after the loss of a peer notify all ranks and raise the culprit as `BackendError`."""
         try:
             return task()
         except LostPeer as lost:
@@ -441,34 +372,29 @@ class GroupControlPlane(BlockControlPlane):
             raise self._found from lost
 
     def trouble(self) -> BackendError | None:
-        """See `World.trouble`."""
         return self._found
 
     def tell(self, error: BackendError) -> None:
-        """See `World.tell`: by a datagram, for ranks that fail too."""
         self._tell(FailureNotice(self.rank, error.peer, error.step, plain_message(error)))
 
     def abort(self, error: BackendError) -> None:
-        """See `World.abort`: waits for messages end when their connections are closed."""
         self._found = self._aborted = error
         self.tell(error)
         for wires in self._wires:
             wires.close_connections()
 
     def stalled(self, timeout: float) -> None:
-        """See `World.stalled`: every wait for a message ends by itself."""
+        """Return at once: every wait for a message ends by itself."""
 
     def close(self) -> None:
-        """See `World.close`."""
         self._socket.close()
 
     def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        """See `BlockControlPlane`; each message has the timeout of the wires."""
         return self.guarded(lambda: self._gathered(own, lengths))
 
     def _gathered(self, own: bytes, lengths: Sequence[int]) -> list[bytes]:
         rank, size, wires = self.rank, self.size, self._wires[0]
-        # what this rank has, in the order rank, rank + 1, ...
+        # the blocks of this rank, in the order rank, rank + 1, ...
         ends = [0, *accumulate(lengths[(rank + place) % size] for place in range(size))]
         have = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
         if own:
@@ -503,34 +429,32 @@ class GroupControlPlane(BlockControlPlane):
                     continue
 
     def _listen(self) -> dict[int, FailureNotice]:
-        told: dict[int, FailureNotice] = {}
+        notices: dict[int, FailureNotice] = {}
         until = time.monotonic() + LISTEN
-        while len(told) < len(self._others) and (left := until - time.monotonic()) > 0:
+        while len(notices) < len(self._others) and (left := until - time.monotonic()) > 0:
             self._socket.settimeout(left)
             try:
                 message = json.loads(self._socket.recv(4096))
                 if message.pop("key") == self._contact.key:
                     notice = FailureNotice(**message)
-                    told.setdefault(notice.rank, notice)
+                    notices.setdefault(notice.rank, notice)
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
-        return told
+        return notices
 
 
-def culprit(mine: FailureNotice, told: Mapping[int, FailureNotice]) -> FailureNotice:
-    """The notice at the end of the chain of waiting that begins with this one.
+def culprit(mine: FailureNotice, notices: Mapping[int, FailureNotice]) -> FailureNotice:
+    """Return the notice at the end of the chain of waits that begins with this one.
 
-    Where the chain runs in a circle everybody was there, and the lowest rank of the circle is believed.
+    In a circle no rank was missing, and the notice of its lowest rank decides.
 
-    Examples
-    --------
-    >>> told = {0: FailureNotice(0, 1, 7, "sent no data"), 1: FailureNotice(1, 2, 4, "is gone")}
-    >>> culprit(told[0], told).peer
+    >>> notices = {0: FailureNotice(0, 1, 7, "sent no data"), 1: FailureNotice(1, 2, 4, "is gone")}
+    >>> culprit(notices[0], notices).peer
     2
     """
     chain = [mine]
-    while (peer := chain[-1].peer) is not None and peer in told:
-        notice = told[peer]
+    while (peer := chain[-1].peer) is not None and peer in notices:
+        notice = notices[peer]
         if notice in chain:
             return min(chain[chain.index(notice) :], key=lambda one: one.rank)
         chain.append(notice)
@@ -538,7 +462,7 @@ def culprit(mine: FailureNotice, told: Mapping[int, FailureNotice]) -> FailureNo
 
 
 def _error(found: FailureNotice, rank: int) -> BackendError:
-    """What this rank raises when a notice, its own or another's, names the culprit."""
+    """Return this rank's error when a notice, its own or another's, names the culprit."""
     if found.peer == rank:
         message = f"the other ranks gave up on this one: rank {found.rank} says that it {found.fault}"
     elif found.rank == rank:
@@ -554,7 +478,7 @@ def _error(found: FailureNotice, rank: int) -> BackendError:
 
 
 def _addresses() -> tuple[str, ...]:
-    """IPv4 addresses of this host, as its name and the way to the group's first process tell; at most four."""
+    """Return IPv4 addresses of this host by its name and by the route to the group's first process; at most four."""
     found = []
     try:
         found += socket.gethostbyname_ex(socket.gethostname())[2]

@@ -1,15 +1,15 @@
-"""Find or make the process group of a back end, and wait for gloo's threads before it goes.
+"""Find or make the process group of a back end, and wait for gloo's threads before it ends.
 
-A group is an existing one, one made as torchrun asks for, or one of the survivors. A gloo group that has lost a
-member cannot be used again: torch cannot take a member out of it (`torch.distributed.shrink_group` is for NCCL
-alone). Survivors therefore make a new one, over a store of their own, since that of the job has gone if its host
-rank died. torch does not know such a group by name.
+A group is an existing one, one made as torchrun asks for, or one of the survivors. A gloo group that has lost a member
+cannot be used again: torch cannot take a member out of it (`torch.distributed.shrink_group` is for NCCL alone).
+Survivors therefore make a new one, over a store of their own, since that of the job has gone if its host rank died.
+torch does not know such a group by name.
 
-Gloo runs collectives in threads of its own (``pt_gloo_runloop``). When one has ended, its thread drops the tensors,
-for which it takes Python's lock, and the waiting caller continues meanwhile. On a busy machine that may be too late
-(torch 2.13, without this package too): the interpreter has ended, and the process aborts with "terminate called
-without an active exception"; or the group is being destroyed, which waits for the thread with Python's lock held,
-for ever. torch cannot report that its threads are idle, so `wait_for_gloo_threads` reads their state from Linux.
+Gloo runs collectives in threads of its own (``pt_gloo_runloop``). When one has ended, its thread drops the tensors, for
+which it takes Python's lock, and the waiting caller continues meanwhile. On a busy machine that may be too late (torch
+2.13, without this package too): the interpreter has ended, and the process aborts with "terminate called without an
+active exception"; or the group is being destroyed, which waits for the thread with Python's lock held, for ever. torch
+cannot report that its threads are idle, so `wait_for_gloo_threads` reads their state from Linux.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from topoplan.errors import BackendError, UsageError
 NAME = "pt_gloo_runloop"
 
 LOOKS = 3
-"""In how many looks one after another none of them may have run."""
+"""Consecutive looks in which none of the threads may have run."""
 
 PAUSE = 7e-3
-"""Seconds between two looks, in which they may have Python's lock: who waits for it asks for it every 5 ms."""
+"""Seconds between two looks, in which they may take Python's lock: a waiting thread requests it every 5 ms."""
 
 
 def wait_for_gloo_threads(*, limit: float = 10.0) -> bool:
-    """Wait until gloo's threads in this process have nothing left to do; whether they had within the limit, in seconds.
+    """Wait until gloo's threads in this process are idle; return whether they were within `limit` seconds.
 
-    Call it between the last collective and the end of a process group or program. A thread that still has something to
-    drop is ready to run, or wakes up again and again for Python's lock; one that does neither in several looks has
-    nothing. Where Linux tells nothing, or there are no such threads, nothing is waited for.
+    Call it between the last collective and the end of a process group or program. A thread that still has tensors to
+    drop is ready to run, or wakes up repeatedly for Python's lock; one that does neither in several looks is idle.
+    Without gloo's threads, or without Linux, nothing is waited for.
     """
     until = time.monotonic() + limit
     before, quiet = _threads(), 0
@@ -59,7 +59,7 @@ def wait_for_gloo_threads(*, limit: float = 10.0) -> bool:
 
 
 def _threads() -> dict[str, tuple[str, str]]:
-    """Gloo's threads by number: the state of each, one letter, and how often it has been given a processor."""
+    """Return gloo's threads by number: the state of each, one letter, and how often it has been scheduled."""
     found = {}
     for task in Path("/proc/self/task").glob("*"):
         try:
@@ -68,9 +68,9 @@ def _threads() -> dict[str, tuple[str, str]]:
             lines = (task / "status").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             continue  # it has just ended
-        told = dict(line.split(":", 1) for line in lines if ":" in line)
-        switches = told.get("voluntary_ctxt_switches", "") + told.get("nonvoluntary_ctxt_switches", "")
-        found[task.name] = told["State"].strip()[:1], switches
+        status = dict(line.split(":", 1) for line in lines if ":" in line)
+        switches = status.get("voluntary_ctxt_switches", "") + status.get("nonvoluntary_ctxt_switches", "")
+        found[task.name] = status["State"].strip()[:1], switches
     return found
 
 
@@ -78,17 +78,11 @@ atexit.register(wait_for_gloo_threads)
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells every process."""
+"""The variables that torchrun sets in every process."""
 
 
 def existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group.
-
-    Raises
-    ------
-    UsageError
-        torch.distributed is not initialised, or this process is not in the group.
-    """
+    """Return the group itself, or the default group; raise `UsageError` outside of them."""
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group first, "
@@ -103,22 +97,16 @@ def existing_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def group_requested() -> bool:
-    """Whether torchrun, or the like, asks this process to make a group, and none has been made."""
+    """Return whether torchrun, or the like, asks this process to make a group, and none has been made."""
     return not dist.is_initialized() and all(name in os.environ for name in VARIABLES)
 
 
 def make_group(*, timeout: float) -> None:
-    """Initialise torch.distributed as the environment says: NCCL where there is a GPU, else gloo.
+    """Initialise torch.distributed from the environment: NCCL with a GPU, else gloo.
 
-    The group has twice the time over NCCL, whose watchdog ends the process when it is over: a peer that is lost is an
-    error of ours before that.
-
-    Raises
-    ------
-    UsageError
-        The environment does not hold what it should.
-    BackendError
-        The processes did not find each other within the timeout, in seconds.
+    Over NCCL the group has twice the timeout, after which NCCL's watchdog ends the process: this package reports a lost
+    peer before that. Raises `UsageError` for a wrong environment, `BackendError` if the processes do not find each
+    other.
     """
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     try:
@@ -149,7 +137,7 @@ def make_group(*, timeout: float) -> None:
 
 
 def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
-    """Return the part of the job's store that the next group has for itself.
+    """Return the part of the job's store for the next group.
 
     The store outlives a group that is destroyed, and so do the addresses that its ranks have put there. Each rank's
     number of groups lies there too, so it is forgotten with the store.
@@ -162,11 +150,11 @@ def _store_of_next_group(rank: int, size: int, timeout: timedelta) -> Store:
 
 
 _STORES: list[Store] = []
-"""Keeps the server that rank 0 may have in this process, where others are still about to come to the next group."""
+"""Keeps the server that rank 0 may have in this process for ranks that have yet to join the next group."""
 
 
 def gloo_over(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of gloo alone, for tensors on the CPU, whose ranks find each other over a store."""
+    """Return a group of gloo alone, for tensors on the CPU, whose ranks find each other over a store."""
     kind = dist.ProcessGroup.BackendType
     group = dist.ProcessGroup(store, rank, size)
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout)
@@ -176,23 +164,10 @@ def gloo_over(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Pr
 
 
 def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: float) -> dist.ProcessGroup:
-    """A new group of gloo for ranks that may have lost all others; all of them must call this.
+    """Return a new gloo group for ranks of a recovery; all of them must call this.
 
-    Parameters
-    ----------
-    gather : callable
-        Over those ranks.
-    rank, size : int
-        This one among them, and how many they are.
-    local : str
-        The address at which the others reach this machine; the lowest rank hosts where they meet.
-    timeout : float
-        Seconds that a rank waits for another one.
-
-    Raises
-    ------
-    BackendError
-        One of them does not come.
+    `gather` is over those ranks. The lowest rank hosts the store at `local`, its machine's address for the others.
+    `timeout` is in seconds, for another rank.
     """
     limit = timedelta(seconds=timeout)
     try:
@@ -205,21 +180,15 @@ def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: flo
         return gloo_over(store, rank, size, limit)
     except RuntimeError as error:
         raise BackendError(
-            f"the {size} ranks that are left do not find each other in a new process group "
+            f"the {size} surviving ranks do not find each other in a new process group "
             f"({' '.join(str(error).split())[:100]})",
             rank=rank,
         ) from error
 
 
 def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """The library that serves each kind of device in a group: gloo for cpu, nccl for cuda.
-
-    Raises
-    ------
-    UsageError
-        Neither serves this group.
-    """
-    # a group that stands for others says what it stands for; torch knows only its name
+    """Return the library that serves each kind of device in a group: gloo for cpu, nccl for cuda."""
+    # a group that wraps others has its own attribute; torch knows only its name
     config = getattr(group, "served", None) or dist.get_backend_config(group)
     pairs = (pair.split(":") for pair in config.split(",") if ":" in pair)
     served = {device: library for device, library in pairs if (device, library) in SERVED}
@@ -229,29 +198,19 @@ def devices_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def carrier_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What NCCL's messages of plans travel over: a group that stands for others says which of them it is."""
+    """Return the group of NCCL's messages: a group that wraps others names it."""
     found: dist.ProcessGroup = getattr(group, "carrier", group)
     return found
 
 
 def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup | None:
-    """A new group of the same ranks and libraries, where NCCL serves the given one; all its ranks must call it.
+    """Return a new group of the same ranks and libraries over NCCL, or None over gloo; all its ranks must call it.
 
-    The calls on one NCCL communicator must come in the same order on all ranks, which two threads do not keep.
+    The calls on one NCCL communicator must come in the same order on all ranks, which two threads do not keep; gloo
+    keeps the messages of several users apart by their tags. Its timeout is twice `timeout`, as in `make_group`.
 
     A group of all processes is made as torch makes any. For fewer, the others must not be needed, and torch then takes
     the group's name from how many groups a process is in: that must be the same for all ranks of the group.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-    timeout : float
-        Seconds after which we give a peer up; the group has twice the time, as in `make_group`.
-
-    Returns
-    -------
-    ProcessGroup or None
-        None where the group can be shared: gloo keeps the messages of several users apart by their tags.
     """
     served = devices_of(group)
     if "nccl" not in served.values():
@@ -267,7 +226,7 @@ def own_group(group: dist.ProcessGroup, *, timeout: float) -> dist.ProcessGroup 
 
 
 SERVED = (("cpu", "gloo"), ("cuda", "nccl"))
-"""Kinds of devices, and what moves their tensors."""
+"""Kinds of devices, and the libraries that move their tensors."""
 
 WATCHDOG_FACTOR = 2
-"""Times our own timeout that NCCL's watchdog is given."""
+"""Our timeout times this is the limit of NCCL's watchdog."""

@@ -1,13 +1,12 @@
 """Run the ranks of an existing process group, by messages of gloo or NCCL.
 
-Every rank runs the table as a program of global steps; tensors are sent and received in place. After a
-`BackendError` that is not a disagreement the connections of the group are closed, as gloo does after a timeout:
-that ends the waits of the other ranks. Such a group must be destroyed and made anew, as ranks that recover do
-(`TorchBackend.go_on`).
+Every rank runs the table as a program of global steps; tensors are sent and received in place. After a `BackendError`
+that is not a disagreement the connections of the group are closed, as gloo does after a timeout: that ends the waits of
+the other ranks. Such a group must be destroyed and made anew, as in a recovery (`TorchBackend.go_on`).
 
-The steps are those of `stepped_program`, some moved by a step or two. Arrivals of a step are joined before the next
-one starts. A receive may start one step ahead; a send is waited for two steps later. Both only if nothing else uses
-their memory in between:
+The steps are those of `stepped_program`, some moved by a step or two. Arrivals of a step are joined before the next one
+starts. A receive may start one step ahead; a send is waited for two steps later. Both only if nothing else uses their
+memory in between:
 
     step 4   send a from P, receive b           a is waited for before step 6 ...
     step 5   receive c into P, which a reads    ... but here before step 5, and c cannot be started in step 4
@@ -69,7 +68,7 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TorchJoin:
-    """So many elements: ``target = own joined with arrived``."""
+    """The join of `count` elements: ``target = own joined with arrived``."""
 
     own: Part
     arrived: Part
@@ -81,18 +80,11 @@ class TorchJoin:
 class TorchStep:
     """One step of one rank, in this order.
 
-    Parameters
-    ----------
-    ended : tuple of Message
-        Sends of earlier steps that must have left.
-    joins : tuple of Join
-        Of what the step before has brought.
-    receives, sends : tuple of Message
-        What is started.
-    ahead : tuple of Message
-        Receives of the next step that can be started.
-    arrivals : tuple of Message
-        What is waited for.
+    - `ended`: sends of earlier steps that must have left.
+    - `joins` of the previous step's arrivals.
+    - `receives`, `sends` are started.
+    - `ahead`: receives of the next step that can be started.
+    - `arrivals` are waited for.
     """
 
     ended: tuple[ProgramMessage, ...]
@@ -122,28 +114,14 @@ def program(
     ahead: bool,
     step_bytes: int = 1,
 ) -> TorchProgram:
-    """The program of a rank; the last 64 are kept.
+    """Return the program of a rank; the last 64 results are kept.
 
-    Parameters
-    ----------
-    table : TransferTable
-    rank : int
-    given, block : (int, int)
-        As in `RankArrays`.
-    itemsize : int
-        Bytes of an element.
-    ahead : bool
-        Whether receives may be started before their step; not where the sends and receives of a step are matched.
-    step_bytes : int
-        As in `program_of`.
+    `given` and `block` are as in `RankArrays`, `step_bytes` as in `program_of`. `ahead`: receives may be started before
+    their step; not if the sends and receives of a step are matched.
 
-    Notes
-    -----
-    No deadlock: what a rank waits for in a step was started by its peer in that step or before, and starting waits
-    only for what was started in earlier steps.
+    Deadlock is impossible: a rank waits in a step for messages that its peer has started in that step or before, and
+    starting waits only for messages of earlier steps.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-1v"), "allreduce"), 80000, chunk_elements=100)
@@ -153,12 +131,12 @@ def program(
     """
     one = RankArrays(rank, given, None, block, None)
     found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
-    (lane,) = found.lanes
-    return TorchProgram(tuple(_torch_steps(lane, ahead)), found.scratch)
+    (stream,) = found.streams
+    return TorchProgram(tuple(_torch_steps(stream, ahead)), found.scratch)
 
 
-def _torch_steps(lane: ProgramStream, ahead: bool) -> list[TorchStep]:
-    steps, joins = lane.steps, _joins(lane.joins)
+def _torch_steps(stream: ProgramStream, ahead: bool) -> list[TorchStep]:
+    steps, joins = stream.steps, _joins(stream.joins)
     turns: list[TorchStep] = []
     leaving: list[tuple[int, ProgramMessage]] = []
     started: tuple[ProgramMessage, ...] = ()
@@ -181,7 +159,7 @@ def _torch_steps(lane: ProgramStream, ahead: bool) -> list[TorchStep]:
 def _early(
     step: ProgramStep, joins: tuple[TorchJoin, ...], following: ProgramStep
 ) -> tuple[ProgramMessage, ...]:
-    """The receives of the next step that can be started in this one."""
+    """Return the receives of the next step that can be started in this one."""
     if following.number != step.number + 1:
         return ()
     used = {_place(one) for one in (*step.sends, *step.receives)}
@@ -194,12 +172,12 @@ def _place(message: ProgramMessage) -> Part:
 
 
 def _slot(buffer: int, offset: int) -> Part:
-    """Where chunks lie; in scratch the slot, in which elements are aligned as they are in the buffer."""
+    """Return the place of a chunk; in scratch its slot, in which elements are aligned as in the buffer."""
     return buffer, offset - (offset % VECTOR if buffer == SCRATCH else 0)
 
 
 def _joins(chunks: Chunks) -> dict[int, tuple[TorchJoin, ...]]:
-    """The joins of each step, in their order."""
+    """Return the joins of each step, in their order."""
     columns = (chunks.count, *chunks.own, *chunks.arriving, *chunks.destination)
     found: dict[int, list[TorchJoin]] = {}
     for step, count, *parts in zip(
@@ -213,31 +191,17 @@ def _joins(chunks: Chunks) -> dict[int, tuple[TorchJoin, ...]]:
 class TorchBackend(OneRank):
     """`Backend` of one rank of a process group, by its messages.
 
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        The default group if it is left out. Ranks are those of the group. The group may be used for other things
-        between collectives; where it is NCCL's, not while one is in flight, since calls on one NCCL communicator must
-        come in one order on all ranks.
-    timeout : float
-        Seconds that a rank waits for the messages of one step.
-    served : mapping of str to str, optional
-        What serves each kind of device in a group that torch does not know by name.
-    survivors : Survivors, optional
-        Of ranks that are left of another job, which go on here; this closes them. `meet_survivors` makes new ones.
+    - `group`: the default group if it is left out. It may be used for other things between collectives; a group over
+      NCCL not during one, since calls on one NCCL communicator must come in one order on all ranks.
+    - `timeout`: seconds that a rank waits for the messages of one step, and at first for the other ranks.
+    - `served`: the library for each kind of device, in a group that torch does not know by name.
+    - `survivors`: membership of an earlier back end, whose ranks recover here; closed with this one. `meet_survivors`
+      makes a new one.
 
-    Raises
-    ------
-    UsageError
-        torch.distributed is not initialised, this process is not in the group, the group uses neither gloo nor NCCL,
-        or NCCL and torch finds no GPU.
-    BackendError
-        The other ranks of the group do not make a back end within the timeout.
+    `about_engine` says what carries tensors on GPUs, and why nothing better; empty if the group takes none.
 
-    Attributes
-    ----------
-    about_engine : str
-        What carries tensors on GPUs, and why nothing better; empty where the group takes none.
+    Raises `UsageError` if torch.distributed is not initialised, this process is not in the group, the group uses
+    neither gloo nor NCCL, or NCCL and torch finds no GPU.
     """
 
     _world: GroupControlPlane
@@ -250,7 +214,7 @@ class TorchBackend(OneRank):
     survivors: MembershipProtocol | None
 
     _lanes = 1
-    """The next number of a back end, as far as this process knows."""
+    """The next number of a back end that this process knows."""
 
     def __init__(
         self,
@@ -292,7 +256,7 @@ class TorchBackend(OneRank):
 
     @classmethod
     def open(cls, *, timeout: float) -> TorchBackend:
-        """Over the default group; made here, and destroyed by `close`, where torchrun asks for one."""
+        """Return one over the default group, which is made here, and destroyed by `close`, if torchrun asks for one."""
         owned = group_requested()
         if owned:
             make_group(timeout=timeout)
@@ -306,24 +270,17 @@ class TorchBackend(OneRank):
         return made
 
     def run(self, call: Call[torch.Tensor]) -> None:
-        """See `Backend.run`."""
         (memory,) = call.memory
         kind = memory.source.device.type
         self._agree(call.signature, kind)
         wires = self._wires[kind]
         steps = program(call.table, memory.rank, memory.given, memory.block, call.itemsize, ahead=wires.ahead)
         joined = None if call.op is None else join_function(call.op, memory.source)
-        lines = (memory.source, memory.result, self._room(steps.scratch, memory.source))
-        self._world.guarded(lambda: _execute(steps, lines, wires, joined))
+        buffers = (memory.source, memory.result, self._scratch_of(steps.scratch, memory.source))
+        self._world.guarded(lambda: _execute(steps, buffers, wires, joined))
 
     def meet_survivors(self, local: str) -> None:
-        """Let ranks go on when others are gone, where all tensors are on the CPU; all ranks must call this.
-
-        Parameters
-        ----------
-        local : str
-            The address of this machine at which the others reach it.
-        """
+        """Enable recovery if all tensors are on the CPU; all ranks call this, with their machine's address."""
         if set(self._wires) == {"cpu"}:
             self.survivors = MembershipProtocol.of(self.gather_texts, self.ranks[0], local)
 
@@ -331,17 +288,15 @@ class TorchBackend(OneRank):
     def among(
         cls, gather: Gather, *, rank: int, size: int, survivors: MembershipProtocol, timeout: float
     ) -> TorchBackend:
-        """That of one of the ranks that are left of another job, or have joined it: over a new group of gloo."""
+        """Return the back end of a rank that survived in a job, or joined it: over a new gloo group."""
         group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=timeout)
         return cls(group, timeout=timeout, served={"cpu": "gloo"}, survivors=survivors)
 
     @property
     def about(self) -> dict[str, Any]:
-        """See `GoesOn.about`."""
         return {}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
-        """See `GoesOn.go_on`."""
         assert self.survivors is not None, "looked at before"
         self._world.close()
         made = TorchBackend.among(
@@ -351,7 +306,6 @@ class TorchBackend(OneRank):
         return made
 
     def close(self) -> None:
-        """See `Backend.close`."""
         self._world.close()
         self._scratch.clear()
         if self.survivors is not None:
@@ -362,7 +316,7 @@ class TorchBackend(OneRank):
             dist.destroy_process_group()
 
     def _agree(self, mine: Signature, kind: str) -> None:
-        """Compare with all ranks, so that all of them refuse where two differ."""
+        """Compare with all ranks, so that all of them refuse if two differ."""
         kinds = self._world.compare(mine, kind, timeout=self._timeout)
         for peer, where in enumerate(kinds):
             if where != kinds[0]:
@@ -373,8 +327,8 @@ class TorchBackend(OneRank):
                     next_call=mine.call + 1,
                 )
 
-    def _room(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
-        """Scratch memory of so many bytes, kept between calls."""
+    def _scratch_of(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        """Return scratch memory of so many bytes, kept between calls."""
         device = like.device
         kept = self._scratch.get(str(device))
         if kept is None or kept.nbytes < nbytes:
@@ -384,14 +338,14 @@ class TorchBackend(OneRank):
 
 def _execute(
     steps: TorchProgram,
-    lines: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
     wires: GroupMessages,
     joined: Callable[..., object] | None,
 ) -> None:
     """Run a program to its end."""
-    itemsize = lines[0].element_size()
-    raw = [line.view(torch.uint8) for line in lines]
-    values = [join_operand(line) for line in lines]
+    itemsize = buffers[0].element_size()
+    raw = [line.view(torch.uint8) for line in buffers]
+    values = [join_operand(line) for line in buffers]
 
     def messages(listed: Sequence[Move]) -> list[GroupMessage]:
         return [
@@ -421,18 +375,18 @@ def _execute(
             for one in turn.arrivals:
                 wires.received(one.peer, one.row)
         wires.settle()
-    if lines[0].is_cuda:
-        torch.cuda.current_stream(lines[0].device).synchronize()
+    if buffers[0].is_cuda:
+        torch.cuda.current_stream(buffers[0].device).synchronize()
 
 
 def device_of(kind: str) -> torch.device:
-    """The device of that kind on which this process works."""
+    """Return the device of that kind on which this process works."""
     if kind != "cuda":
         return torch.device(kind)
     try:
         return torch.device(kind, torch.cuda.current_device())
     except (AssertionError, RuntimeError) as error:
         raise UsageError(
-            f"the process group is for GPUs and torch finds none ({' '.join(str(error).split())[:100]}); look at "
+            f"the process group needs GPUs and torch finds none ({' '.join(str(error).split())[:100]}); look at "
             "CUDA_VISIBLE_DEVICES, install a torch that is built for CUDA, or make the group with gloo"
         ) from None

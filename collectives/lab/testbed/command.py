@@ -1,4 +1,4 @@
-"""``topoplan testbed``: run schedules over shaped links on this machine, predicted and measured side by side."""
+"""Run schedules over shaped links on this machine for ``topoplan testbed``, predicted and measured side by side."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from collectives.lab.testbed.run import ShapedRunOutcome
 
 LINE = "run plans over shaped links, predicted and measured"
-"""For ``topoplan --help``."""
+"""Line in ``topoplan --help``."""
 
 SCHEDULE_NAMES = (TREES, "ring", "pcie-ring", *(name for name in SCHEDULES if name != "ring"))
-"""What ``--schedules`` takes: rings over the links of the trees or over PCIe, and all else that the registry knows."""
+"""Values of ``--schedules``: rings over the links of the trees or over PCIe, and the schedules of the registry."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    """Add the options of ``testbed``."""
     arguments.add_machine(parser, or_plan=True)
     arguments.add_allocation(parser)
     arguments.add_collective(parser, default=None)
@@ -40,7 +39,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--schedules",
         type=_parse_schedules,
         metavar="LIST",
-        help="trees (or the plan of PLAN.json), ring (over NVLink, its hops relayed where need be), pcie-ring, "
+        help="trees (or the plan of PLAN.json), ring (over NVLink, with relays if needed), pcie-ring, "
         "three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring; of an "
         "alltoall trees,one-hop)",
     )
@@ -49,7 +48,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         "--gbit-per-link",
         type=arguments.positive_factor,
         metavar="G",
-        help="Gbit/s at which the fastest wire runs here (default: what two processor cores keep up with)",
+        help="Gbit/s at which the fastest wire runs here (default: the rate that two processor cores sustain)",
     )
     rate.add_argument(
         "--scale",
@@ -84,7 +83,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         action="append",
         metavar="A-B=F",
         help="after --runs runs of the first schedule and size let a link fall to this part of its rate, such as "
-        "gpu0-gpu3=0.1, and go on until the ranks have planned around it (on_slow); may be given several times",
+        "gpu0-gpu3=0.1, and continue until the ranks have replanned (on_slow); may be given several times",
     )
     arguments.add_json(parser)
     add_cluster_options(parser)
@@ -130,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> int:
-    """Run a plan while links become slower; exit status 1 if any element is wrong, or nothing was planned anew."""
+    """Run a plan while links become slower; exit status 1 if any element is wrong, or no rank replanned."""
     from collectives.lab.testbed.link_drop import AFTER, run_drop
 
     if options.headroom is not None:
@@ -172,13 +171,9 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> i
         ]
         print(table(header, rows))
         if dropped.switch is not None:
-            print(
-                f"# the run before which the ranks planned anew took {dropped.switch * 1e3:.1f} ms with that"
-            )
+            print(f"# the first run by the new plan took {dropped.switch * 1e3:.1f} ms with the replan")
         if not done:
-            print(
-                "# nothing was planned anew: no link was judged slow, or the model gains no more than 10 % by it"
-            )
+            print("# no replan: no link was judged slow, or the model gains no more than 10 % by a new plan")
         print_notes(*plan_notes(plan), *dropped.notes)
     return 1 if any(one.wrong for one in dropped.phases) or not done else 0
 
@@ -229,7 +224,7 @@ def _print_outcome(outcome: ShapedRunOutcome) -> None:
 
 
 def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | None) -> dict[str, Plan]:
-    """The plans to run by the name of their schedule, in the order that was asked for."""
+    """Return the plans to run by the name of their schedule, in the requested order."""
     source = read_plan_or_machine(options)
     if not isinstance(source, Plan | Topology):
         raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")
@@ -259,7 +254,7 @@ def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | N
 def _relaying_ring(
     machine: Topology, collective: str, gpus: tuple[int, ...] | None, root: int | None
 ) -> Plan:
-    """The ring over the same links as trees: direct where there is one, relayed where there is not."""
+    """Return the ring over the same links as trees, direct or else relayed."""
     try:
         direct = ring(machine, collective, gpus=gpus, root=root)
     except InfeasibleError:
@@ -276,7 +271,7 @@ def _parse_drop(text: str) -> tuple[str, float]:
     wire, equals, part = text.rpartition("=")
     if not equals or not wire:
         raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no link with what is left of it, such as gpu0-gpu3=0.1"
+            f"must be a link with the remaining part of its rate, such as gpu0-gpu3=0.1, got {text[:60]!r}"
         )
     return wire, arguments.number(1e-6, 1, "part of a rate below 1, such as 0.1")(part)
 

@@ -26,12 +26,12 @@ PERIOD = 0.01
 """Seconds between two heartbeats of a wire."""
 
 _BEAT = struct.Struct("!cIId")
-"""Whether it asks or answers, the wire, the number, and when it was sent."""
+"""Question or answer, wire, number, and the time of sending."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatWire:
-    """A wire that heartbeats go over: ranks, and addresses of its two ends."""
+    """A wire with heartbeats: ranks, and addresses of its two ends."""
 
     source: int
     destination: int
@@ -41,7 +41,7 @@ class HeartbeatWire:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat: when it was sent, and the seconds until its answer came; None where none did."""
+    """A heartbeat: time of sending, and seconds until its answer, None if none came."""
 
     sent: float
     seconds: float | None
@@ -49,14 +49,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrips:
-    """Heartbeats over all wires while a schedule ran.
-
-    Parameters
-    ----------
-    sent, lost : int
-    median, p99 : float
-        Seconds of those that were answered; infinite where none was.
-    """
+    """Heartbeats over all wires during a schedule; ``median`` and ``p99`` in seconds, infinite without any answer."""
 
     sent: int
     lost: int
@@ -65,10 +58,8 @@ class RoundTrips:
 
     @classmethod
     def of(cls, beats: Sequence[Heartbeat]) -> RoundTrips:
-        """Their summary.
+        """Summarise heartbeats.
 
-        Examples
-        --------
         >>> RoundTrips.of([Heartbeat(0.0, 0.002), Heartbeat(0.01, 0.004), Heartbeat(0.02, None)])
         RoundTrips(sent=3, lost=1, median=0.003, p99=0.004)
         """
@@ -80,7 +71,7 @@ class RoundTrips:
 
 
 def main(folder: str, rank: int) -> int:
-    """Send, answer and note heartbeats until SIGTERM."""
+    """Send, answer and record heartbeats until SIGTERM."""
     pulses = [
         HeartbeatWire(**one) for one in json.loads((Path(folder) / "pulses.json").read_text(encoding="utf-8"))
     ]
@@ -110,8 +101,8 @@ def main(folder: str, rank: int) -> int:
                 _send(ready, _BEAT.pack(b"!", number, beat, sent), sender)
             else:
                 beats[beat] = Heartbeat(sent, time.monotonic() - sent)
-    told = [[one.sent, one.seconds] for one in beats]
-    (Path(folder) / f"beats{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    records = [[one.sent, one.seconds] for one in beats]
+    (Path(folder) / f"beats{rank}.json").write_text(json.dumps(records), encoding="utf-8")
     return 0
 
 
@@ -122,7 +113,7 @@ def _bound_socket(address: str) -> socket.socket:
 
 
 def _send(sender: socket.socket, beat: bytes, address: str) -> None:
-    """Send a heartbeat; where the system has no room it is lost, as on the way."""
+    """Send a heartbeat; it is lost if the socket's buffer is full."""
     try:
         sender.sendto(beat, socket.MSG_DONTWAIT, (address, PORT))
     except OSError:

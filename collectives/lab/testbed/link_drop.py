@@ -19,6 +19,7 @@ from collectives.communicator.link_monitor import (
     MIN_MONITORED_BYTES,
 )
 from collectives.communicator.recovery import PlanChange, changed_topology, replan_for_change
+from collectives.lab.benchmark import check_memory
 from collectives.lab.testbed.network import (
     PlanFlow,
     crossed_links,
@@ -29,7 +30,7 @@ from collectives.lab.testbed.network import (
     slowed_plan,
     wires_file,
 )
-from collectives.lab.testbed.run import check_memory, predicted, run_job
+from collectives.lab.testbed.run import ARRAYS, predicted, run_job
 from collectives.lab.testbed.sandbox import SandboxJob, ScheduledPlan, sandbox_refusal
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.fabric import Fabric
@@ -41,27 +42,16 @@ from topoplan.units import format_size
 BEFORE, DURING, AFTER = PHASES = ("before", "during", "after")
 
 MAX_RUNS_DURING = JUDGEMENT_CALLS_MOST + CONSECUTIVE_JUDGEMENTS * JUDGEMENT_CALLS
-"""Runs on a slow link after which ranks must have judged: the first time is as far away as quick runs let it be."""
+"""Runs on a slow link after which ranks must have judged it; the first judgement is the latest for quick runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropPhase:
-    """Some runs on one machine by one plan.
+    """Runs on one machine by one plan.
 
-    Parameters
-    ----------
-    name : str
-        before, during or after.
-    runs : tuple of float
-        Seconds of each.
-    rate : float
-        Measured GB/s of algorithm bandwidth, over the scale: the median.
-    predicted : float
-        The same by the event simulation of that plan on that machine, at this size.
-    optimum : float
-        GB/s of the best plan for that machine, as `Plan.rate`.
-    wrong : int
-        Wrong elements.
+    ``name`` is before, during or after; ``runs`` are the seconds of each. ``rate`` is the median GB/s of algorithm
+    bandwidth over the scale, ``predicted`` the same by the event simulation at this size, ``optimum`` the rate of the
+    best plan for that machine. ``wrong`` counts elements.
     """
 
     name: str
@@ -74,19 +64,10 @@ class DropPhase:
 
 @dataclass(frozen=True, slots=True)
 class DropOutcome:
-    """What a run with a link that became slower showed.
+    """Result of a run with a link that became slower.
 
-    Parameters
-    ----------
-    nbytes : int
-    scale : float
-        Rate of a link over its bandwidth.
-    phases : tuple of Phase
-        Without "after" where nothing was planned anew.
-    switch : float or None
-        Seconds of the collective before which the ranks planned anew, with that; None where they did not.
-    notes : tuple of str
-        Of the communicator.
+    ``scale`` is the rate of a link over its bandwidth. ``phases`` has no "after" without a replan. ``switch`` are the
+    seconds of the first collective by the new plan, with the replan; None without it. ``notes`` are the communicator's.
     """
 
     nbytes: int
@@ -96,7 +77,7 @@ class DropOutcome:
     notes: tuple[str, ...]
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object of everything above."""
+        """Return a JSON object."""
         return {**asdict(self), "phases": [{**asdict(one), "runs": list(one.runs)} for one in self.phases]}
 
 
@@ -111,31 +92,17 @@ def run_drop(
     timeout: float = 30.0,
     progress: Callable[[str], None] | None = None,
 ) -> DropOutcome:
-    """Run a plan, let links become slower, and see how the ranks get on.
+    """Run a plan, slow some links down, and measure how the ranks recover.
 
-    Parameters
-    ----------
-    plan : Plan
-    nbytes : int
-        Of the buffer, 1 MB or more: smaller collectives are not watched.
-    drops : mapping of str to float
-        Wires, such as ``gpu0-gpu3``, and what is left of their rates, below 1.
-    scale, chunk_bytes, timeout, progress
-        As `collectives.lab.testbed.run.run_testbed` takes them.
-    runs : int
-        Before, and after.
-
-    Raises
-    ------
-    UsageError
-        There is no such wire, or the plan does not send over it.
-    ProbeError, BackendError
-        As `run_testbed`.
+    ``nbytes`` is 1 MB or more: smaller collectives are not monitored. ``drops`` maps wires, such as ``gpu0-gpu3``, to
+    the remaining part of their rates, below 1. ``runs`` are those before, and after. The other parameters, ProbeError
+    and BackendError are those of `collectives.lab.testbed.run.run_testbed`; UsageError if a wire is unknown or the plan
+    does not use it.
     """
     if nbytes < MIN_MONITORED_BYTES:
         least = format_size(MIN_MONITORED_BYTES)
-        raise UsageError(f"{format_size(nbytes)} is too small to be watched; give {least} or more")
-    check_memory(nbytes, len(plan.ranks))
+        raise UsageError(f"{format_size(nbytes)} is too small to be monitored; give {least} or more")
+    check_memory(nbytes, len(plan.ranks), arrays=ARRAYS)
     machine = plan.topology
     speeds = _wire_speeds(plan, drops)
     change = PlanChange.of(slow_links=speeds)
@@ -162,11 +129,11 @@ def run_drop(
         drop=reshape_commands(network, {wire: speed * chosen * 8e9 for wire, speed in speeds.items()}),
         most_dropped=MAX_RUNS_DURING,
     )
-    told = run_job(job, progress)
+    report = run_job(job, progress)
     slower = changed_topology(plan, change)
     phases, switch = [], None
     for place, name in enumerate(PHASES):
-        seconds = told.seconds(0, place)
+        seconds = report.seconds(0, place)
         if name == AFTER and seconds:
             switch, *rest = seconds
             seconds = tuple(rest)
@@ -181,14 +148,14 @@ def run_drop(
                 nbytes / statistics.median(seconds) / chosen / 1e9,
                 nbytes / predicted(runs_there, nbytes, chunk_bytes) / chosen / 1e9,
                 plan.rate if name == BEFORE else best.rate,
-                told.wrong(0, place),
+                report.wrong(0, place),
             )
         )
-    return DropOutcome(nbytes, chosen, tuple(phases), switch, told.notes)
+    return DropOutcome(nbytes, chosen, tuple(phases), switch, report.notes)
 
 
 def _wire_speeds(plan: Plan, drops: Mapping[str, float]) -> dict[str, float]:
-    """GB/s of each direction of the wires that drop."""
+    """Return GB/s of each direction of the slow wires."""
     machine = plan.topology
     ends = {pair: part for wire, part in drops.items() for pair in find_links(machine, wire)}
     return {
@@ -199,7 +166,7 @@ def _wire_speeds(plan: Plan, drops: Mapping[str, float]) -> dict[str, float]:
 
 
 def _gpu_pair_flows(plan: Plan) -> dict[PlanFlow, tuple[Link, ...]]:
-    """What may go over the links from one rank's GPU to another's."""
+    """Return the flows over single links between the GPUs of two ranks."""
     place = {name: rank for rank, name in enumerate(plan.ranks)}
     return {
         PlanFlow(place[link.src], place[link.dst], link.channel, (link.src, link.dst)): (link,)

@@ -28,17 +28,7 @@ from topoplan.plans.shards import Edge, Stage
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlanFlow:
-    """Data from one rank to another along one route.
-
-    Parameters
-    ----------
-    source, destination : int
-        Ranks.
-    channel : str
-        Channel of the tree edges.
-    route : tuple of str
-        Devices from source to destination, both included.
-    """
+    """Data from one rank to another on one channel along one route, the devices from source to destination."""
 
     source: int
     destination: int
@@ -47,15 +37,12 @@ class PlanFlow:
 
 
 def plan_flows(plan: Plan) -> tuple[PlanFlow, ...]:
-    """The flows of a plan, sorted.
+    """Return the flows of a plan, sorted.
 
-    Examples
-    --------
     GPU 1 sends to GPU 4 over 5, and 4 to 1 over 5, in one direction of Blink's allocation; both ways at once:
 
     >>> import topoplan
-    >>> machine = topoplan.load("dgx-1v")
-    >>> plan = topoplan.plan(machine, gpus=[1, 4, 5, 7])
+    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
     >>> [(flow.source, flow.destination) for flow in plan_flows(plan)]
     [(0, 2), (1, 2), (1, 3), (2, 0), (2, 1), (2, 3), (3, 1), (3, 2)]
     """
@@ -63,14 +50,14 @@ def plan_flows(plan: Plan) -> tuple[PlanFlow, ...]:
 
 
 def flow_of(stage: Stage, edge: Edge) -> PlanFlow:
-    """The flow that carries what crosses a tree edge."""
+    """Return the flow of a tree edge."""
     if stage.op == "reduce":
         return PlanFlow(edge.child, edge.parent, edge.channel, edge.route[::-1])
     return PlanFlow(edge.parent, edge.child, edge.channel, edge.route)
 
 
 def _numbered_edges(plan: Plan) -> Iterator[tuple[int, int, Stage, Edge]]:
-    """Every tree edge with the numbers of its shard and stage."""
+    """Yield every tree edge with the numbers of its shard and stage."""
     for number, shard in enumerate(plan.shards):
         for position, stage in enumerate(shard.stages):
             for edge in stage.edges:
@@ -78,14 +65,10 @@ def _numbered_edges(plan: Plan) -> Iterator[tuple[int, int, Stage, Edge]]:
 
 
 def crossed_links(plan: Plan) -> dict[PlanFlow, tuple[Link, ...]]:
-    """The links of the plan's machine that each flow crosses, in the order in which it crosses them.
+    """Return the links of the plan's machine that each flow crosses, in order.
 
-    Raises
-    ------
-    UsageError
-        A switch on the way copies or adds, which a forwarding device cannot.
-    PlanError
-        A route crosses a link that the machine does not have.
+    UsageError: a switch on the route copies or adds, and a test bed only forwards. PlanError: a route crosses an
+    unknown link.
     """
     fabric = Fabric(plan.topology, plan.channels)
     crossed: dict[PlanFlow, tuple[Link, ...]] = {}
@@ -115,27 +98,18 @@ WIRE_ADDRESSES = int(IPv4Address("10.128.0.0"))
 
 MAX_CABLES = 1000
 MAX_WIRES = 4000
-"""What one machine still builds in seconds."""
+"""Limits of a network that one machine builds in seconds."""
 
 MIN_BITS_PER_SECOND = 100_000
-"""Bits per second of a link below which shaping makes no sense: a packet would take longer than its queue may last."""
+"""Least rate of a link: below it a packet takes longer than the queue's latency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """Two devices joined: a veth pair.
+    """Two joined devices, a veth pair.
 
-    Parameters
-    ----------
-    number : int
-        Position among the cables of the network.
-    ends : (str, str)
-        Devices.
-    channel : str
-        Channel of the links.
-    rates : (int or None, int or None)
-        Bits of data per second from the first end to the second, and back; None where there is no link, and only
-        acknowledgements run.
+    ``rates`` are bits of data per second from the first end to the second, and back; None without a link, for
+    acknowledgements only.
     """
 
     number: int
@@ -145,15 +119,13 @@ class Cable:
 
     @property
     def interface(self) -> str:
-        """Name of the interface at either end."""
+        """Name of the interface at both ends."""
         return f"c{self.number}"
 
     @property
     def addresses(self) -> tuple[str, str]:
         """Addresses of the two ends, a /31 network.
 
-        Examples
-        --------
         >>> Cable(3, ("gpu0", "gpu1"), "nvlink", (None, None)).addresses
         ('10.0.0.6', '10.0.0.7')
         """
@@ -184,51 +156,30 @@ class ShapedWire:
 
 @dataclass(frozen=True, slots=True)
 class ShapedNetwork:
-    """What a test bed builds.
-
-    Parameters
-    ----------
-    devices : tuple of str
-        Each becomes a namespace.
-    cables : tuple of Cable
-    wires : tuple of Wire
-    """
+    """A network: each device is a namespace."""
 
     devices: tuple[str, ...]
     cables: tuple[Cable, ...]
     wires: tuple[ShapedWire, ...]
 
     def namespace(self, device: str) -> str:
-        """Name of a device's namespace: names of devices may hold what no namespace can be called."""
+        """Return the name of a device's namespace, which cannot be that of the device."""
         return f"d{self.devices.index(device)}"
 
     @property
     def bits_per_second(self) -> int:
-        """All links together: what the processors have to move at most."""
+        """Sum over all links."""
         return sum(rate for cable in self.cables for rate in cable.rates if rate is not None)
 
 
 def lay_out_network(
     flows: Mapping[PlanFlow, Sequence[Link]], links: Iterable[Link], scale: float
 ) -> ShapedNetwork:
-    """The network for some flows.
+    """Return the network for some flows, given the links that each crosses.
 
-    Parameters
-    ----------
-    flows : mapping of Flow to sequence of Link
-        The links that each crosses.
-    links : iterable of Link
-        All links of the machine: the other direction of a link that is crossed is shaped too.
-    scale : float
-        Rate of a link here over its bandwidth.
+    ``links`` are all links of the machine: the other direction of a crossed link is shaped too. ``scale`` is the rate
+    of a link over its bandwidth. UsageError: more cables or wires than a machine can bear, or a link too slow to shape.
 
-    Raises
-    ------
-    UsageError
-        More cables or wires than a machine can bear, or a link too slow to shape.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from collectives.lab.testbed.network import crossed_links
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2])
@@ -261,7 +212,7 @@ def lay_out_network(
 
 
 def wires_file(network: ShapedNetwork, flows: Iterable[PlanFlow]) -> dict[str, object]:
-    """The wires of some flows in the form that the tcp back end reads, ``topoplan.wires/1``."""
+    """Return the wires of some flows in the format of the tcp back end, ``topoplan.wires/1``."""
     wanted = set(flows)
     wires = []
     for wire in network.wires:
@@ -310,16 +261,8 @@ QUEUE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class NetworkCommands:
-    """Lines to run, in this order.
-
-    Parameters
-    ----------
-    create : tuple of str
-        For ip: namespaces, and cables between them.
-    inside : dict of str to tuple of str
-        For ip in each namespace: addresses and routes.
-    shape : dict of str to tuple of str
-        For tc in each namespace.
+    """Commands, in this order: ``create`` for ip, namespaces and cables; ``inside`` for ip in each namespace, addresses
+    and routes; ``shape`` for tc in each namespace.
     """
 
     create: tuple[str, ...]
@@ -328,18 +271,13 @@ class NetworkCommands:
 
 
 def network_commands(network: ShapedNetwork) -> NetworkCommands:
-    """What builds a network.
+    """Return the commands that build a network.
 
-    Examples
-    --------
     >>> import topoplan
-    >>> from collectives.lab.testbed.network import crossed_links
-    >>> from collectives.lab.testbed.network import lay_out_network
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7])
-    >>> lines = network_commands(lay_out(crossed_links(plan), plan.topology.links, scale=0.0005))
-    >>> lines.create[2]
-    'link add name c0 address 02:00:00:00:00:00 mtu 9000 netns d0 type veth peer name c0 address 02:00:00:00:00:01
-    mtu 9000 netns d1'
+    >>> lines = network_commands(lay_out_network(crossed_links(plan), plan.topology.links, scale=0.0005))
+    >>> lines.create[2].split(" type ")[0]
+    'link add name c0 address 02:00:00:00:00:00 mtu 9000 netns d0'
     >>> lines.shape["d0"]
     ('qdisc add dev c0 root tbf rate 201475190bit burst 82000b latency 50ms',)
     """
@@ -358,7 +296,7 @@ def network_commands(network: ShapedNetwork) -> NetworkCommands:
             lines = inside[name]
             lines.append(f"address add {cable.addresses[side]}/31 dev {cable.interface}")
             lines.append(f"link set {cable.interface} up")
-            # Who is at the other end is known: to ask would mean to wait in the queue, now and then for seconds.
+            # Static neighbour entries: an ARP request would wait in the queue, sometimes for seconds.
             lines.append(
                 f"neighbour add {cable.addresses[1 - side]} lladdr {cable.hardware_addresses[1 - side]} "
                 f"dev {cable.interface} nud permanent"
@@ -385,15 +323,10 @@ def network_commands(network: ShapedNetwork) -> NetworkCommands:
 
 
 def reshape_commands(network: ShapedNetwork, rates: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
-    """For tc in each namespace: what makes some links of a network slower.
+    """Return commands for tc in each namespace that slow some links of a network down.
 
-    The bucket stays as large: a packet that waits while it becomes smaller than that would wait for ever.
-
-    Parameters
-    ----------
-    network : Network
-    rates : mapping of str to float
-        Bits of data per second by direction, such as ``gpu0->gpu3``; those of other links are not looked at.
+    The bucket keeps its size: a packet in the queue that is larger than a new bucket would wait for ever. ``rates`` are
+    bits of data per second by direction, such as ``gpu0->gpu3``; other links are ignored.
     """
     lines: dict[str, list[str]] = {}
     for cable in network.cables:
@@ -410,37 +343,35 @@ def reshape_commands(network: ShapedNetwork, rates: Mapping[str, float]) -> dict
 
 
 def _packet_bytes(rate: int) -> int:
-    """Bytes of the longest packet that is sent over a link at once: two frames or more."""
+    """Return the bytes of the longest packet on a link: two frames or more."""
     return max(2 * FRAME_BYTES, min(MAX_PACKET_BYTES, round(PACKET_SECONDS * rate / 8)))
 
 
 def _bucket_bytes(rate: int) -> int:
-    """Bytes of the bucket of a link in one direction."""
+    """Return the bytes of the bucket of a link in one direction."""
     return max(_packet_bytes(rate) + 2 * FRAME_BYTES, round(BURST_SECONDS * rate / 8))
 
 
 def _token_bucket(rate: int, *, burst: int) -> str:
-    """The token bucket of a link in one direction."""
+    """Return the token bucket of a link in one direction."""
     return f"tbf rate {round(rate * HEADER_FACTOR)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
 
 
 def _route_line(address: str, cable: Cable, side: int) -> str:
-    """The route to an address over the end of a cable on the other side."""
+    """Return the route to an address over the end of a cable on the other side."""
     return f"route add {address}/32 via {cable.addresses[side]} dev {cable.interface}"
 
 
 MAX_TOTAL_BITS = 2.4e9
-"""Bits per second over all links together that two processor cores move and have some time left."""
+"""Bits per second over all links together that two processor cores move with some time left."""
 
 MAX_LINK_BITS = 1e9
 """Bits per second over one link that a sending and a receiving thread keep up with beside all others."""
 
 
 def slowed_plan(plan: Plan, scale: float, *, machine: Topology | None = None) -> Plan:
-    """The plan on the machine of the test bed, or on another with the same links, for the model of its time.
+    """Return the plan on the machine of the test bed, or on another with the same links, for the model of its time.
 
-    Examples
-    --------
     >>> import topoplan
     >>> plan = slowed_plan(topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2]), 0.0005)
     >>> plan.rate, {link.bandwidth for link in plan.topology.links if link.channel == "nvlink"} == {0.0125, 0.025}
@@ -453,10 +384,8 @@ def slowed_plan(plan: Plan, scale: float, *, machine: Topology | None = None) ->
 
 
 def scale_for_link(links: Iterable[Link], gbit_per_link: float) -> float:
-    """The scale at which the fastest wire of some links runs at so many Gbit/s.
+    """Return the scale at which the fastest wire of some links runs at so many Gbit/s.
 
-    Examples
-    --------
     >>> import topoplan
     >>> scale_for_link(topoplan.load("dgx-1v").links, 0.1)
     0.0005
@@ -465,15 +394,8 @@ def scale_for_link(links: Iterable[Link], gbit_per_link: float) -> float:
 
 
 def largest_scale(plans: Iterable[Plan]) -> float:
-    """The scale at which a machine of two cores keeps up with plans that run at their rates.
+    """Return the scale at which a machine of two cores keeps up with plans at their rates; UsageError if nothing moves.
 
-    Raises
-    ------
-    UsageError
-        Nothing moves.
-
-    Examples
-    --------
     On a whole DGX-1V each of 48 NVLinks runs at 25 GB/s, so that 50 Mbit/s for each make 2.4 Gbit/s.
 
     >>> import topoplan

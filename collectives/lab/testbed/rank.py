@@ -33,10 +33,8 @@ Floats = NDArray[np.float32]
 
 
 def make_input(rank: int, count: int) -> Floats:
-    """What a rank puts in, (count,) float32.
+    """Return the input of a rank, (count,) float32.
 
-    Examples
-    --------
     >>> make_input(1, 4).tolist()
     [0.0, 2.0, 4.0, 6.0]
     """
@@ -44,18 +42,8 @@ def make_input(rank: int, count: int) -> Floats:
 
 
 def expected_result(collective: str, root: int | None, *, rank: int, ranks: int, count: int) -> Floats | None:
-    """What a rank must get, or None where it gets nothing.
+    """Return the result of a rank, None if it has none; ``count`` are the elements of an input.
 
-    Parameters
-    ----------
-    collective : str
-    root : int or None
-    rank, ranks : int
-    count : int
-        Elements of what each rank puts in.
-
-    Examples
-    --------
     >>> expected_result("allreduce", None, rank=0, ranks=2, count=3).tolist()
     [0.0, 3.0, 6.0]
     """
@@ -79,7 +67,7 @@ def _period(rank: int) -> Floats:
 
 
 WARM_UP_BYTES = 16 << 20
-"""Bytes of the first, untimed run of a schedule, unless all sizes are smaller: it opens connections and windows."""
+"""Bytes of the first, untimed run of a schedule, unless all sizes are smaller: it opens connections and TCP windows."""
 
 START_DELAY = 0.05
 """Seconds from the agreement on a start to the start."""
@@ -129,9 +117,9 @@ def _run_schedule(job: SandboxJob, schedule: ScheduledPlan, number: int, *, plac
 def _run_dropping(
     job: SandboxJob, communicator: Communicator, backend: TcpBackend, plan: Plan, schedule: int
 ) -> None:
-    """Runs before links become slower, from then on until the ranks have planned anew, and by that plan.
+    """Run before links become slower, then until the ranks have replanned, then by the new plan.
 
-    The three parts are told as sizes 0, 1 and 2; the first run of the last is the one before which they planned.
+    The three parts are reported as sizes 0, 1 and 2; the ranks replanned before the first run of the last part.
     """
     rank = communicator.ranks[0]
 
@@ -159,14 +147,14 @@ def _run_dropping(
 def _run_once(
     communicator: Communicator, backend: TcpBackend, plan: Plan, nbytes: int, chunk_bytes: int
 ) -> tuple[float, float, int]:
-    """The agreed start, seconds from there to this rank's end, and wrong elements."""
+    """Return the agreed start, seconds from there to this rank's end, and wrong elements."""
     rank, ranks = communicator.ranks[0], communicator.size
     count = element_count(plan, nbytes)
     each = count // ranks if plan.collective == "allgather" else count
     mine = make_input(rank, each)
     wanted = expected_result(plan.collective, plan.root, rank=rank, ranks=ranks, count=each)
     method = getattr(communicator, METHODS[plan.collective])
-    # Lowering is kept, so that the clock does not see it.
+    # Lower before the clock starts: tables are cached.
     whole = count * ranks if plan.collective == "alltoall" else count
     lower(plan, whole, chunk_elements=max(1, chunk_bytes // ITEMSIZE))
     start = backend.largest(time.monotonic()) + START_DELAY
@@ -177,13 +165,13 @@ def _run_once(
 
 
 def element_count(plan: Plan, nbytes: int) -> int:
-    """Elements of a plan's buffer for a size; a multiple of the ranks where it is divided among them."""
+    """Return the elements of a plan's buffer for a size; a multiple of the ranks if it is divided among them."""
     count = nbytes // ITEMSIZE
     return count - count % len(plan.ranks) if plan.collective in DIVIDED else count
 
 
 def _write_record(**said: object) -> None:
-    """One line in one write: the ranks share a pipe."""
+    """Write one line in one write: the ranks share a pipe."""
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
 

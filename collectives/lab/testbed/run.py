@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from collectives.lab.benchmark import check_memory
 from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.heartbeats import Heartbeat, HeartbeatWire, RoundTrips
 from collectives.lab.testbed.network import (
@@ -27,12 +27,11 @@ from topoplan.machine.topology import Link
 from topoplan.model.closed_form import simulate
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.plan import Plan
-from topoplan.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """A directed link: its devices, the bits per second it was shaped to, and those that arrived as payload."""
+    """A directed link: its devices, the bits per second it was shaped to, and the measured ones of payload."""
 
     source: str
     destination: str
@@ -44,24 +43,11 @@ class LinkRate:
 class ScheduleMeasurement:
     """A schedule at one size.
 
-    Parameters
-    ----------
-    schedule : str
-    nbytes : int
-        Bytes of the buffer.
-    line_seconds : float
-        Size over rate: what the links take if none of the fullest ones ever rests.
-    predicted : float
-        Seconds by the event simulation of `topoplan simulate` (that of ``--trace``) on the machine of the test bed,
-        with the same chunks; by its closed form where they are too many.
-    runs : tuple of float
-        Seconds of each run, from the agreed start to the last rank's end.
-    wrong : int
-        Wrong elements of all ranks and runs.
-    headroom : float or None
-        Part of its share of the links at which every connection was paced; None where none was.
-    beats : RoundTrips or None
-        Heartbeats beside the data, where there were any.
+    ``line_seconds`` is size over rate: the time of the fullest links without any pause. ``predicted`` are seconds by
+    the event simulation of `topoplan simulate` with the same chunks on the machine of the test bed, or by its closed
+    form if these are too many. ``runs`` are seconds from the agreed start to the last rank's end. ``wrong`` counts
+    elements of all ranks and runs. ``headroom`` is the part of its share of the links at which every connection was
+    paced, None without pacing; ``beats`` are heartbeats beside the data, None without.
     """
 
     schedule: str
@@ -81,7 +67,7 @@ class ScheduleMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times faster a schedule is than its rival at one size, by the model and by the clock."""
+    """Speedup of a schedule over its rival at one size, by the model and by the clock."""
 
     schedule: str
     rival: str
@@ -92,19 +78,10 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class ShapedRunOutcome:
-    """What a test bed showed.
+    """Result of a test bed.
 
-    Parameters
-    ----------
-    scale : float
-        Rate of a link over its bandwidth.
-    bits_per_second : int
-        All links together.
-    links : tuple of LinkRate
-    measurements : tuple of Measurement
-        Schedule by schedule, sizes as given.
-    rings : tuple of str
-        Those of the schedules that are rings: the rivals of the others.
+    ``scale`` is the rate of a link over its bandwidth, ``bits_per_second`` that of all links together. ``measurements``
+    are schedule by schedule, sizes as given. ``rings`` are the schedules that are rings: the rivals of the others.
     """
 
     scale: float
@@ -114,7 +91,7 @@ class ShapedRunOutcome:
     rings: tuple[str, ...] = ()
 
     def gains(self) -> tuple[Gain, ...]:
-        """How much faster every other schedule is than the ring, at each size; none without a ring."""
+        """Return the speedup of every other schedule over the ring at each size; none without a ring."""
         free = [one for one in self.measurements if one.headroom is None]
         rings = {one.nbytes: one for one in free if one.schedule in self.rings}
         return tuple(
@@ -130,7 +107,7 @@ class ShapedRunOutcome:
         )
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object of everything above."""
+        """Return a JSON object."""
         return {
             "scale": self.scale,
             "bits_per_second": self.bits_per_second,
@@ -142,7 +119,7 @@ class ShapedRunOutcome:
         }
 
 
-BUFFERS = 4
+ARRAYS = 4
 """Arrays of full size for each rank: input, result, and two for the check."""
 
 
@@ -159,41 +136,18 @@ def run_testbed(
 ) -> ShapedRunOutcome:
     """Build the network that some plans cross, measure its links, and run each plan at each size.
 
-    Parameters
-    ----------
-    plans : mapping of str to Plan
-        By the name of the schedule; all on the same GPUs of one machine.
-    sizes : sequence of int
-        Bytes of the buffer.
-    scale : float, optional
-        Rate of a link over its bandwidth; by default what two processor cores keep up with.
-    runs : int
-        Timed runs of each schedule and size, one after the other.
-    chunk_bytes : int
-        Longest piece that moves at once.
-    timeout : float
-        Seconds that a rank waits for the next step.
-    headroom : float, optional
-        Run every schedule once more with every connection paced at this part of its share of the links, and send
-        heartbeats beside the data of both.
-    progress : callable, optional
-        Called with a line of text now and then.
+    The plans, by the name of the schedule, are on the same GPUs of one machine. ``scale`` is the rate of a link over
+    its bandwidth, by default one that two processor cores keep up with. ``runs`` are timed runs of each schedule and
+    size; ``chunk_bytes`` is the longest piece that moves at once; a rank waits ``timeout`` seconds for the next step.
+    With ``headroom``, every schedule is run again with each connection paced at this part of its share of the links,
+    and heartbeats are sent beside the data of both. ``progress`` gets a line of text now and then.
 
-    Raises
-    ------
-    ProbeError
-        This machine does not let its users build networks, or tools are missing.
-    UsageError
-        The plans do not fit together, the network would be too large or too slow, or the memory is too small.
-    BackendError
-        A rank failed.
-
-    Notes
-    -----
-    Nothing is left behind, whatever ends this process: see `collectives.lab.testbed.sandbox`.
+    ProbeError: this machine does not let users build networks, or tools are missing. UsageError: the plans do not fit
+    together, the network is too large or too slow, or the memory too small. BackendError: a rank failed. No process or
+    network outlives this process (`collectives.lab.testbed.sandbox`).
     """
     _check_plans(plans)
-    check_memory(max(sizes), len(next(iter(plans.values())).ranks))
+    check_memory(max(sizes), len(next(iter(plans.values())).ranks), arrays=ARRAYS)
     flows = {name: crossed_links(plan) for name, plan in plans.items()}
     together: dict[PlanFlow, Sequence[Link]] = {
         flow: links for part in flows.values() for flow, links in part.items()
@@ -229,13 +183,13 @@ def run_testbed(
             HeartbeatWire(wire.flow.source, wire.flow.destination, *wire.addresses) for wire in network.wires
         ),
     )
-    told = run_job(job, progress)
+    report = run_job(job, progress)
     return ShapedRunOutcome(
         scale=chosen,
         bits_per_second=network.bits_per_second,
         links=tuple(
             LinkRate(*ends, link.rate, measured)
-            for (ends, link), measured in zip(links, told.links, strict=True)
+            for (ends, link), measured in zip(links, report.links, strict=True)
         ),
         measurements=tuple(
             ScheduleMeasurement(
@@ -243,10 +197,10 @@ def run_testbed(
                 nbytes=nbytes,
                 line_seconds=nbytes / (plans[name].rate * chosen * 1e9),
                 predicted=predicted(slowed_plan(plans[name], chosen), nbytes, chunk_bytes, part),
-                runs=told.seconds(number, place),
-                wrong=told.wrong(number, place),
+                runs=report.seconds(number, place),
+                wrong=report.wrong(number, place),
                 headroom=part,
-                beats=None if headroom is None else told.round_trips(number, place),
+                beats=None if headroom is None else report.round_trips(number, place),
             )
             for number, (name, part) in enumerate(runs_of)
             for place, nbytes in enumerate(sizes)
@@ -256,7 +210,9 @@ def run_testbed(
 
 
 def predicted(plan: Plan, nbytes: int, chunk_bytes: int, headroom: float | None = None) -> float:
-    """Seconds of the event simulation, which sees chunks wait for each other; the closed form if they are too many."""
+    """Return the seconds of the event simulation, in which chunks wait for each other; of the closed form if they are
+    too many.
+    """
     try:
         return run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes, headroom=headroom).seconds
     except UsageError:
@@ -266,7 +222,7 @@ def predicted(plan: Plan, nbytes: int, chunk_bytes: int, headroom: float | None 
 def _check_plans(plans: Mapping[str, Plan]) -> None:
     first = next(iter(plans.values()), None)
     if first is None:
-        raise UsageError("there is no plan to run; name at least one schedule")
+        raise UsageError("no plan to run; name at least one schedule")
     if len(first.ranks) == 1:
         raise UsageError("one GPU moves nothing; choose at least two")
     for name, plan in plans.items():
@@ -274,19 +230,8 @@ def _check_plans(plans: Mapping[str, Plan]) -> None:
             raise UsageError(f"{name} is for other GPUs or another machine; run it in a test bed of its own")
 
 
-def check_memory(nbytes: int, ranks: int) -> None:
-    """Refuse what this machine's memory cannot hold: asking for it may end a rank without a word."""
-    needed = BUFFERS * nbytes * ranks
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        raise UsageError(
-            f"{format_size(nbytes)} on {ranks} ranks need {format_size(needed)} of memory, and there are "
-            f"{format_size(memory)}; choose smaller sizes"
-        )
-
-
 def _links_under_test(network: ShapedNetwork) -> list[tuple[tuple[str, str], LinkUnderTest]]:
-    """The devices of every shaped direction of a cable, and how it is measured."""
+    """Return the devices of every shaped direction of a cable, and how it is measured."""
     found = []
     for cable in network.cables:
         for side, rate in enumerate(cable.rates):
@@ -300,7 +245,7 @@ def _links_under_test(network: ShapedNetwork) -> list[tuple[tuple[str, str], Lin
 
 @dataclass(frozen=True, slots=True)
 class RankTime:
-    """One run as one rank saw it: positions of schedule and size in the job, start, seconds, and wrong elements."""
+    """One run on one rank: positions of schedule and size in the job, start, seconds, and wrong elements."""
 
     rank: int
     schedule: int
@@ -313,7 +258,7 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """What a job told: bits per second of each link, times of all ranks, heartbeats, and a communicator's notes."""
+    """Output of a job: bits per second of each link, times of all ranks, heartbeats, and a communicator's notes."""
 
     links: tuple[float, ...]
     times: tuple[RankTime, ...]
@@ -321,18 +266,18 @@ class JobReport:
     notes: tuple[str, ...] = ()
 
     def seconds(self, schedule: int, size: int) -> tuple[float, ...]:
-        """When the last rank was done, for each run."""
+        """Return the seconds of the last rank for each run."""
         latest: dict[int, float] = {}
         for time in self._of(schedule, size):
             latest[time.run] = max(latest.get(time.run, 0.0), time.seconds)
         return tuple(latest[run] for run in sorted(latest))
 
     def wrong(self, schedule: int, size: int) -> int:
-        """Wrong elements of all ranks and runs."""
+        """Return the wrong elements of all ranks and runs."""
         return sum(time.wrong for time in self._of(schedule, size))
 
     def round_trips(self, schedule: int, size: int) -> RoundTrips:
-        """The heartbeats that were sent while a run was under way."""
+        """Return the heartbeats that were sent during the runs."""
         starts = {time.run: time.start for time in self._of(schedule, size)}
         ends = self.seconds(schedule, size)
         spans = [(starts[run], starts[run] + seconds) for run, seconds in enumerate(ends)]
@@ -345,15 +290,7 @@ class JobReport:
 
 
 def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> JobReport:
-    """Have a job done.
-
-    Raises
-    ------
-    ProbeError
-        The network cannot be built.
-    BackendError
-        A rank failed, or the job ended without a word.
-    """
+    """Run a job; ProbeError if the network cannot be built, BackendError if a rank or the job failed."""
     links: tuple[float, ...] = ()
     times: list[RankTime] = []
     beats: tuple[Heartbeat, ...] = ()
@@ -366,17 +303,17 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
             process.stdin.write(job.to_json() + "\n")
             process.stdin.flush()
             for line in process.stdout:
-                said = json.loads(line)
-                if "error" in said:
-                    failures.append(said)
-                elif "links" in said:
-                    links = tuple(said["links"])
-                elif "beats" in said:
-                    beats = tuple(Heartbeat(*one) for one in said["beats"])
-                elif "notes" in said:
-                    notes = tuple(said["notes"])
+                record = json.loads(line)
+                if "error" in record:
+                    failures.append(record)
+                elif "links" in record:
+                    links = tuple(record["links"])
+                elif "beats" in record:
+                    beats = tuple(Heartbeat(*one) for one in record["beats"])
+                elif "notes" in record:
+                    notes = tuple(record["notes"])
                 else:
-                    times.append(RankTime(**said))
+                    times.append(RankTime(**record))
                     if progress:
                         progress(_progress(job, times))
             status = process.wait()
@@ -397,11 +334,9 @@ def _progress(job: SandboxJob, times: list[RankTime]) -> str:
 def _failure_text(
     failures: list[dict[str, object]], last: list[str], status: int
 ) -> ProbeError | BackendError:
-    """The first that was told, what the processes said last where nothing was."""
+    """Return the first reported error, else the last line on stderr."""
     if not failures:
-        return BackendError(
-            f"the test bed ended with status {status}: {' '.join(last) or 'nothing was said'}"
-        )
+        return BackendError(f"the test bed ended with status {status}: {' '.join(last) or 'no message'}")
     first = failures[0]
     if "rank" not in first:
         return ProbeError(str(first["error"]))

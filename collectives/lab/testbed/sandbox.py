@@ -50,7 +50,7 @@ tc qdisc add dev c0 root tbf rate 100mbit burst 32kb latency 50ms
 
 @lru_cache(maxsize=1)
 def sandbox_refusal() -> str:
-    """Why no test bed can be built on this machine; empty if one can. Tried once in a process, in some 30 ms."""
+    """Return why this machine cannot build a test bed; empty if it can. Tried once in a process, in some 30 ms."""
     if sys.platform != "linux":
         return "a test bed needs Linux"
     for program, package in (
@@ -63,17 +63,17 @@ def sandbox_refusal() -> str:
             return f"a test bed needs {program}; install {package}"
     tried = subprocess.run([*UNSHARE, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
     if tried.returncode:
-        said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
-        return f"this machine does not let users build networks: {said[0]}"
+        errors = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+        return f"this machine does not let users build networks: {errors[0]}"
     return ""
 
 
 @contextmanager
 def run_in_sandbox(module: str, stderr: IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """A Python module as the first process of new namespaces, with pipes to its stdin and stdout.
+    """Run a Python module as the first process of new namespaces, with pipes to its stdin and stdout.
 
-    At the end it is killed if it still runs, and all that it has started with it. It is not in this process's group, so
-    Ctrl-C does not reach it; where this process is killed, it ends because its stdin does.
+    At the end it and all its children are killed. It is in another process group, so Ctrl-C does not reach it; if this
+    process is killed, it ends because its stdin does.
     """
     process = subprocess.Popen(
         [*UNSHARE, sys.executable, "-m", module],
@@ -91,7 +91,7 @@ def run_in_sandbox(module: str, stderr: IO[str]) -> Iterator[subprocess.Popen[st
 
 
 NAMESPACE_FOLDER = Path("/run/netns")
-"""Where ``ip netns`` keeps its names."""
+"""Folder of the names of ``ip netns``."""
 
 _CLONE_NEWNET = 0x40000000
 _OWN_NAMESPACE = "/proc/thread-self/ns/net"
@@ -100,18 +100,12 @@ NAMESPACE_SETTINGS = {
     "ip_forward": "1",
     "tcp_congestion_control": "reno",
 }
-"""Of IPv4 in every namespace."""
+"""IPv4 settings in every namespace."""
 
 
 @contextmanager
 def in_namespace(namespace: str) -> Iterator[None]:
-    """Step this thread into a namespace, and back.
-
-    Raises
-    ------
-    OSError
-        There is no such namespace.
-    """
+    """Run the body in a network namespace on this thread; OSError if it does not exist."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open(_OWN_NAMESPACE, os.O_RDONLY)
     try:
@@ -137,12 +131,8 @@ def _enter_namespace(libc: ctypes.CDLL, namespace: int) -> None:
 def build_network(
     create: Sequence[str], inside: Mapping[str, Sequence[str]], shape: Mapping[str, Sequence[str]]
 ) -> None:
-    """Run the lines of `collectives.lab.testbed.network.NetworkCommands`.
-
-    Raises
-    ------
-    ProbeError
-        ``ip`` or ``tc`` refuses; carries what it says.
+    """Run the commands of `collectives.lab.testbed.network.NetworkCommands`; ProbeError with the output of ``ip`` or
+    ``tc``.
     """
     _run_batch(["ip"], create)
     for namespace, lines in inside.items():
@@ -154,7 +144,7 @@ def build_network(
 
 
 def shape_links(shape: Mapping[str, Sequence[str]]) -> None:
-    """Run lines for tc in each namespace; ProbeError where it refuses."""
+    """Run commands for tc in each namespace; ProbeError if it refuses."""
     for namespace, lines in shape.items():
         with in_namespace(namespace):
             _run_batch(["tc"], lines)
@@ -165,12 +155,12 @@ def _run_batch(program: Sequence[str], lines: Sequence[str]) -> None:
         [*program, "-batch", "-"], input="\n".join(lines) + "\n", capture_output=True, text=True
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ProbeError(f"{program[0]} cannot build the test bed: {'; '.join(said[:2])}")
+        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ProbeError(f"{program[0]} cannot build the test bed: {'; '.join(errors[:2])}")
 
 
 SETTLING_SECONDS = 0.25
-"""Seconds in which bursts are used up and windows open, before anything counts."""
+"""Seconds in which bursts are used up and TCP windows open, before bytes are counted."""
 
 COUNTED_SECONDS = 0.75
 """Seconds in which arriving bytes are counted."""
@@ -190,18 +180,9 @@ class LinkUnderTest:
 
 
 def measure_links(links: Sequence[LinkUnderTest], together: float) -> list[float]:
-    """Bits per second of payload that arrive over each link.
+    """Return bits per second of payload that arrive over each link; OSError if a link does not connect its ends.
 
-    Parameters
-    ----------
-    links : sequence of LinkUnderTest
-    together : float
-        Bits per second of the links that are loaded at the same time.
-
-    Raises
-    ------
-    OSError
-        A link does not connect its ends.
+    ``together`` are the bits per second of links that are loaded at the same time.
     """
     found: list[float] = []
     group: list[LinkUnderTest] = []
@@ -214,7 +195,7 @@ def measure_links(links: Sequence[LinkUnderTest], together: float) -> list[float
 
 
 def _measure_group(links: Sequence[LinkUnderTest]) -> list[float]:
-    """The same for links that are all loaded at once."""
+    """Measure links that are all loaded at once."""
     over = threading.Event()
     received = [0] * len(links)
     ends = [_connect(link) for link in links]
@@ -276,18 +257,7 @@ def _count_received(receiver: socket.socket, received: list[int], number: int) -
 
 @dataclass(frozen=True, slots=True)
 class ScheduledPlan:
-    """A plan to run.
-
-    Parameters
-    ----------
-    name : str
-    plan : str
-        The plan file.
-    wires : str
-        What the tcp back end reads, ``topoplan.wires/1``.
-    pace : float or None
-        As `collectives.backends.tcp.tcp_backend.TcpBackend` takes it.
-    """
+    """A plan to run: text of the plan file and of the wires file, and the pace of `TcpBackend`."""
 
     name: str
     plan: str
@@ -299,27 +269,10 @@ class ScheduledPlan:
 class SandboxJob:
     """A network, and the plans to run on it.
 
-    Parameters
-    ----------
-    commands : Commands
-    links : tuple of LinkUnderTest
-        Links to measure before any plan runs; may be empty.
-    ranks : tuple of str
-        Namespace of each rank.
-    schedules : tuple of Schedule
-    sizes : tuple of int
-        Bytes of the buffer.
-    runs : int
-        Timed runs of each schedule and size.
-    chunk_bytes : int
-    timeout : float
-        Seconds that a rank waits for the next step.
-    pulses : tuple of Pulse
-        Wires that heartbeats go over meanwhile.
-    drop : dict of str to tuple of str
-        For tc in each namespace, after ``runs`` runs; empty where no link becomes slower.
-    most_dropped : int
-        Runs from then on, at most, until the ranks say that a link is slow.
+    ``links`` are measured before any plan runs. ``ranks`` are the namespaces of the ranks. ``sizes`` are bytes of the
+    buffer; ``runs`` are timed runs of each schedule and size; a rank waits ``timeout`` seconds for a step. ``pulses``
+    are wires with heartbeats. ``drop`` holds commands for tc in each namespace after ``runs`` runs, empty if no link
+    becomes slower; then ``most_dropped`` are the most runs until the ranks judge a link slow.
     """
 
     commands: NetworkCommands
@@ -335,15 +288,13 @@ class SandboxJob:
     most_dropped: int = 0
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> SandboxJob:
-        """Read what `to_json` wrote.
+        """Read the output of `to_json`.
 
-        Examples
-        --------
         >>> job = SandboxJob(NetworkCommands((), {}, {}), (), ("d0", "d1"), (), (1 << 20,), 1, 65536, 30.0)
         >>> SandboxJob.from_json(job.to_json()) == job
         True
@@ -374,11 +325,11 @@ JOB_FOLDER = Path("/run/topoplan")
 """Job, wires and rendezvous; private to the sandbox."""
 
 FAILURE_GRACE_SECONDS = 3.0
-"""Seconds in which the other ranks may say what they saw of one that failed."""
+"""Seconds in which the other ranks may report the failure of one."""
 
 
 def main() -> int:
-    """Do the job; exit status 1 if a rank failed or the network cannot be built."""
+    """Run the job; exit status 1 if a rank failed or the network cannot be built."""
     line = sys.stdin.readline()
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     job = SandboxJob.from_json(line)
@@ -396,7 +347,7 @@ def main() -> int:
 
 
 def _end_with_stdin() -> None:
-    # Read below the text layer: it holds a lock, over which the interpreter would stumble when it ends.
+    # Read below the text layer, which holds a lock that the interpreter needs at exit.
     while os.read(0, 1 << 16):
         pass
     os._exit(1)
@@ -423,13 +374,15 @@ def _run_ranks(job: SandboxJob) -> int:
     for heart in hearts:
         heart.terminate()
     if all(heart.wait() == 0 for heart in hearts):
-        told = [(JOB_FOLDER / f"beats{rank}.json").read_text(encoding="utf-8") for rank in range(len(hearts))]
-        print(json.dumps({"beats": [beat for one in told for beat in json.loads(one)]}), flush=True)
+        texts = [
+            (JOB_FOLDER / f"beats{rank}.json").read_text(encoding="utf-8") for rank in range(len(hearts))
+        ]
+        print(json.dumps({"beats": [beat for text in texts for beat in json.loads(text)]}), flush=True)
     return int(any(rank.poll() != 0 for rank in ranks))
 
 
 def _start_heartbeats(job: SandboxJob) -> list[subprocess.Popen[bytes]]:
-    """A process for the heartbeats of each rank, where there are any."""
+    """Start a process for the heartbeats of each rank, if the job has any."""
     hearts: list[subprocess.Popen[bytes]] = []
     if job.pulses:
         pulses = json.dumps([asdict(pulse) for pulse in job.pulses])

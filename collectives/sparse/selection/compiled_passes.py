@@ -1,8 +1,8 @@
 """Read the data in compiled loops: gather the largest entries, find the k-th largest key, and put entries back.
 
 A gathering pass takes `BLOCK` elements at a time: first one bit for each element that reaches the threshold, then
-those are picked out while their block is in the nearest cache and the next one is on its way. The k-th largest key
-is found by histograms of leading bits (radix select).
+those are picked out while their block is in the nearest cache and the next one is on its way. The k-th largest key is
+found by histograms of leading bits (radix select).
 
 Steps of `WORD` neighbours are written as LLVM vector instructions (`reached`, `add`, `fetch`, `copy`), since numba
 turns no loop over elements into them: 64 comparisons come out as the bits of one word. The compiler cuts the vectors
@@ -27,7 +27,7 @@ KeyArray = NDArray[Any]
 
 @compiled
 def histogram(bits: KeyArray, mask: Any, shift: Any, counts: KeyArray) -> None:
-    """Count the keys by what is left of them after a shift to the right; ``counts`` (2, bins) is added to."""
+    """Count the keys by their bits after a right shift; adds to ``counts`` (2, bins)."""
     even = bits.size - bits.size % 2
     # two tables: equal neighbours would wait for each other's count
     for i in range(0, even, 2):
@@ -41,7 +41,7 @@ def histogram(bits: KeyArray, mask: Any, shift: Any, counts: KeyArray) -> None:
 def histogram_within(
     bits: KeyArray, mask: Any, shift: Any, bin_shift: Any, border: Any, counts: KeyArray
 ) -> None:
-    """As `histogram`, of the keys in one bin, ``border``, of an earlier one; ``counts`` has the bins that divide it."""
+    """Count the keys in one bin, ``border``, of an earlier histogram; ``counts`` has the bins that divide it."""
     first = border << (bin_shift - shift)
     for i in range(bits.size):
         key = bits[i] & mask
@@ -51,7 +51,7 @@ def histogram_within(
 
 @compiled
 def take(bits: KeyArray, mask: Any, border: Any, ties: int, kept: KeyArray) -> None:
-    """Indices of keys above one, and of the first so many that equal it; the result has one place more."""
+    """Write the indices of keys above ``border`` and of the first ``ties`` equal to it; ``kept`` has a spare place."""
     count = 0
     for i in range(bits.size):
         key = bits[i] & mask
@@ -65,7 +65,7 @@ def take(bits: KeyArray, mask: Any, border: Any, ties: int, kept: KeyArray) -> N
 def divide(
     bits: KeyArray, mask: Any, shift: Any, border: Any, certain: KeyArray, candidates: KeyArray
 ) -> None:
-    """Indices of keys that lie above a bin of the histogram, and of those in it; both buffers just fit."""
+    """Write the indices of keys above a bin of the histogram, and of those in it; both buffers fit exactly."""
     sure = maybe = 0
     for i in range(bits.size):
         place = (bits[i] & mask) >> shift
@@ -78,17 +78,12 @@ def divide(
                 maybe += 1
 
 
-WORD = 64
-"""Elements of a step, and bits of what comes back."""
-
-SPAN = 16
-"""Elements that `copy` copies."""
-
-CACHE_LINE = 64
-"""Bytes that a processor fetches together."""
+WORD = 64  # elements of a step, and bits of its result
+SPAN = 16  # elements that `copy` copies
+CACHE_LINE = 64  # bytes of a cache line
 
 HALF_INFINITY, INFINITY, HALF_SHIFT, HALF_SCALE = 0x7C00, 0x7F80_0000, 13, 2.0**112
-"""Infinity of float16 and of float32; how far apart their fractions and their exponents are."""
+"""Infinity of float16 and of float32; the shift between their fractions and the factor between their exponents."""
 
 _INTEGER = ir.IntType(32)
 
@@ -98,7 +93,7 @@ def _vector(kind: Any) -> Any:
 
 
 def _all(builder: Any, value: Any) -> Any:
-    """A vector with one value everywhere."""
+    """Return a vector with one value in all places."""
     nothing = ir.Constant(_vector(value.type), ir.Undefined)
     first = builder.insert_element(nothing, value, _INTEGER(0))
     return builder.shuffle_vector(first, nothing, ir.Constant(_vector(_INTEGER), [0] * WORD))
@@ -123,7 +118,7 @@ def _store(context: Any, builder: Any, kind: Any, array: Any, start: Any, value:
 
 
 def _widened(context: Any, builder: Any, kind: Any, loaded: Any, wanted: Any) -> Any:
-    """A gradient's elements in the residual's type; int16 is a float16's memory, uint16 a bfloat16's."""
+    """Return a gradient's elements in the residual's type; int16 is a float16's memory, uint16 a bfloat16's."""
     if kind in (numba.types.int16, numba.types.uint16):
         bits = builder.zext(loaded, _vector(_INTEGER))
         loaded = _from_half(builder, bits) if kind == numba.types.int16 else _from_brain(builder, bits)
@@ -138,7 +133,7 @@ def _from_brain(builder: Any, bits: Any) -> Any:
 def _from_half(builder: Any, bits: Any) -> Any:
     magnitude = builder.and_(bits, _constant(0x7FFF, _INTEGER))
     shifted = builder.shl(magnitude, _constant(HALF_SHIFT, _INTEGER))
-    # multiplying gives denormals the exponents that they lack
+    # the product gives denormals their exponents
     scaled = builder.fmul(
         builder.bitcast(shifted, _vector(ir.FloatType())), _constant(HALF_SCALE, ir.FloatType())
     )
@@ -155,7 +150,7 @@ def _keys(context: Any, builder: Any, bits_kind: Any, values: Any, mask: Any) ->
 
 
 def _reaching(builder: Any, keys: Any, threshold: Any) -> Any:
-    """One bit for each key, the first one lowest."""
+    """Return one bit for each key, the first one lowest."""
     return builder.bitcast(builder.icmp_signed(">=", keys, _all(builder, threshold)), ir.IntType(WORD))
 
 
@@ -216,7 +211,7 @@ def _fetch(types: Any, array: Any, start: Any) -> Any:
         data = context.make_array(kind)(context, builder, arguments[0]).data
         width = kind.dtype.bitwidth // 8
         for step in range(0, WORD, CACHE_LINE // width):
-            # plain arithmetic: the place may lie behind the end, where nothing is fetched
+            # plain arithmetic: the place may lie past the end, where a prefetch does nothing
             place = builder.gep(data, [builder.add(arguments[1], arguments[1].type(step))])
             builder.call(function, [builder.bitcast(place, pointer), _INTEGER(0), _INTEGER(3), _INTEGER(1)])
         return context.get_dummy_value()
@@ -243,47 +238,41 @@ def _copy(types: Any, source: Any, start: Any, target: Any, place: Any) -> Any:
 Intrinsic = Callable[..., Any]
 
 reached = cast(Intrinsic, intrinsic(_reached))
-"""``reached(bits, start, mask, threshold)``: which of the keys from ``start`` on are at least a threshold."""
+"""``reached(bits, start, mask, threshold)``: bits of the keys from ``start`` on that are at least a threshold."""
 
 add = cast(Intrinsic, intrinsic(_add))
 """``add(residual, velocity, momentum, gradient, start, sums, place, mask, threshold, infinity)``.
 
-Adds ``momentum * velocity + gradient`` to the residual from ``start`` on, or the gradient where velocity is None;
-writes the sums from ``place`` on as well, and gives which of their keys are at least a threshold. Where a sum is not
-finite, residual and velocity stay as they were.
+Adds ``momentum * velocity + gradient`` to the residual from ``start`` on, or the gradient if velocity is None; also
+writes the sums from ``place`` on, and returns the bits of keys that are at least a threshold. If a sum is not finite,
+its residual and velocity do not change.
 """
 
 fetch = cast(Intrinsic, intrinsic(_fetch))
-"""``fetch(array, start)``: the processor may bring these elements near; places behind the end do no harm."""
+"""``fetch(array, start)``: prefetch these elements; harmless past the end."""
 
 copy = cast(Intrinsic, intrinsic(_copy))
-"""``copy(source, start, target, place)``: `SPAN` elements, between arrays of one type."""
+"""``copy(source, start, target, place)``: copy `SPAN` elements between arrays of one type."""
 
 
-TAKEN_NUMBERS = 2542049500
-"""A checksum over the numbers that are imported here: what is kept of machine code changes with this file alone."""
-
-BLOCK = 1024
-"""Elements that are looked at together."""
+BLOCK = 1024  # elements of a block
 
 ROOM = BLOCK + WORD
-"""Places that buffers for candidates need besides those that may be filled: for a block, and for a step behind it."""
+"""Places that buffers for candidates need in addition: for a block, and for a step after it."""
 
-OVERFLOW = -1
-"""Instead of a count: more entries than places."""
+OVERFLOW = -1  # returned in place of a count: more entries than places
 
 DISTANCE = BLOCK + 4 * WORD
-"""Elements from those that are looked at to those that are fetched; a whole number of pages would crowd the cache."""
+"""Prefetch distance in elements; a whole number of pages would cause conflict misses."""
 
-AHEAD = 16
-"""Places of the sample that are on their way at once: each is a miss of the caches."""
+AHEAD = 16  # sample places that are prefetched at the same time: each is a cache miss
 
 Array = NDArray[Any]
 
 
 @compiled
 def gather(bits: Array, mask: Any, threshold: Any, indices: Array, found: Array) -> int:
-    """Indices and bits of all keys that are at least a threshold, ascending; how many, or `OVERFLOW`.
+    """Write indices and bits of all keys that are at least a threshold, ascending; return their count, or `OVERFLOW`.
 
     ``indices`` and ``found`` must have `ROOM` places more than may be filled.
     """
@@ -320,18 +309,19 @@ def accumulate(
     indices: Array,
     found: Array,
 ) -> tuple[int, int]:
-    """Add a gradient to a residual, and take from the sum what `gather` would find, leaving zeros there; in one read.
+    """Add a gradient to a residual, and remove from the sum what `gather` would find, leaving zeros; in one read.
 
-    With a velocity, that takes in the gradient first, and is added. ``gradient`` is of floats, or the memory of float16
-    as int16, or that of bfloat16 as uint16; ``bits`` is the residual's memory. ``threshold`` is at most ``infinity``.
+    With a velocity, that takes in the gradient first, and is added. ``gradient`` is of floats, or the memory of
+    float16 as int16, or that of bfloat16 as uint16; ``bits`` is the residual's memory. ``threshold`` is at most
+    ``infinity``.
 
     Returns
     -------
     count
-        Entries that were taken, or `OVERFLOW` where the places did not suffice: then nothing was.
+        Number of removed entries, or `OVERFLOW` if the places did not suffice: then none was removed.
     stop
-        -1; or the end of the first block with a sum that is not finite. Then nothing was added from there, nor to the
-        entries with such sums; these are the ones that are infinite or NaN among the count.
+        -1; or the end of the first block with a sum that is not finite. Then nothing was added from there on, nor to
+        the entries with such sums, which are the infinite and NaN ones among the removed.
     """
     count = 0
     overflowed = False
@@ -340,7 +330,7 @@ def accumulate(
     sum_bits = sums.view(bits.dtype)
     whole = residual.size - residual.size % WORD
     for start in range(0, residual.size, BLOCK):
-        # a number of turns that is known beforehand: the compiler makes more of it
+        # a trip count that is known beforehand, which the compiler optimizes
         used = (min(start + BLOCK, whole) - start) // WORD
         for q in range(used):
             at = start + q * WORD
@@ -380,7 +370,7 @@ def accumulate(
             count = 0
             overflowed = True
             threshold = infinity
-        # where the next candidates go
+        # the places of the next candidates
         fetch(indices, count + WORD)
         fetch(found, count + WORD)
         before = count
@@ -398,7 +388,7 @@ def accumulate(
 
 @compiled
 def sample_keys(bits: Array, mask: Any, starts: Array, keys: Array) -> None:
-    """The keys of `WORD` neighbours from each start on; ``keys`` is (starts, WORD)."""
+    """Write the keys of `WORD` neighbours from each start on; ``keys`` is (starts, WORD)."""
     for i in range(starts.size):
         if i + AHEAD < starts.size:
             fetch(bits, starts[i + AHEAD])
@@ -417,7 +407,7 @@ def sample_sums(
     starts: Array,
     sums: Array,
 ) -> None:
-    """What `accumulate` would make of `WORD` neighbours from each start on; ``sums`` is (starts, WORD)."""
+    """Write the sums of `accumulate` for `WORD` neighbours from each start on; ``sums`` is (starts, WORD)."""
     kept, speed = np.zeros(WORD, residual.dtype), np.zeros(WORD, residual.dtype)
     for i in range(starts.size):
         if i + AHEAD < starts.size:
@@ -443,18 +433,11 @@ def sample_sums(
 
 @compiled
 def keep_largest(
-    indices: Array,
-    bits: Array,
-    size: int,
-    mask: Any,
-    border: Any,
-    ties: int,
-    kept: Array,
-    kept_bits: Array,
+    indices: Array, bits: Array, size: int, mask: Any, border: Any, ties: int, kept: Array, kept_bits: Array
 ) -> None:
-    """Of so many gathered entries those above a key, and the first so many that equal it; -1 for all of these.
+    """Keep, of gathered entries, those above a key and the first ``ties`` equal to it; all of these for -1.
 
-    The others move to the front of the gathered ones. All arrays have `WORD` places more than they have entries.
+    The others move to the front of the gathered ones. All arrays have `WORD` places more than entries.
     """
     count = others = first = 0
     for start in range(0, size, WORD):
@@ -490,7 +473,7 @@ def put_back(bits: Array, indices: Array, found: Array) -> None:
 def _move(
     indices: Array, bits: Array, first: int, length: int, kept: Array, kept_bits: Array, count: int
 ) -> None:
-    """Copy a run of entries, and what follows: the next run overwrites it."""
+    """Copy a run of entries, and some after it, which the next run overwrites."""
     for j in range(0, length, SPAN):
         copy(indices, first + j, kept, count + j)
         copy(bits, first + j, kept_bits, count + j)
@@ -511,7 +494,7 @@ def _add_copied(
     threshold: Any,
     infinity: Any,
 ) -> Any:
-    """As `add`, of up to `WORD` elements, to copies in ``kept`` and ``speed``."""
+    """Run `add` on up to `WORD` elements copied to ``kept`` and ``speed``."""
     given = np.zeros(WORD, gradient.dtype)
     for j in range(count):
         kept[j] = residual[start + j]
@@ -525,7 +508,7 @@ def _add_copied(
 
 @compiled
 def _pick(words: Array, block: Array, start: int, indices: Array, found: Array, count: int) -> int:
-    """Take the elements of a block whose bits are set; the new count."""
+    """Take the elements of a block whose bits are set; return the new count."""
     found_any = np.uint64(0)
     for q in range(words.size):
         found_any |= words[q]
@@ -533,7 +516,7 @@ def _pick(words: Array, block: Array, start: int, indices: Array, found: Array, 
         return count
     for q in range(words.size):
         word = words[q]
-        # the first one is written whether it is there or not: often it is, and a wrong guess costs more than a write
+        # the first one is written in any case: it is usually set, and a misprediction costs more than a write
         place = q * WORD + (trailing_zeros(word) & (WORD - 1))
         indices[count] = start + place
         found[count] = block[place]

@@ -4,11 +4,11 @@
 
 So nothing is lost: entries sent and residual sum up to the gradients given. With momentum correction (Lin et al.,
 "Deep Gradient Compression", ICLR 2018, section 3.1 and 3.2) a velocity takes the gradient's place, and entries that
-are sent lose theirs too. In the first epochs more entries are sent (section 3.3).
-The pass that adds also takes out entries above a sampled threshold; if they are fewer than k, all go back and the sum
-is selected from as `topk` does. It moves 12 bytes for each float32 element if the threshold certifies itself, else 16;
-20 and 24 with momentum. Buffers are reused (`SelectionWorkspace`): new memory costs a page fault every 4096 bytes,
-together as much as the selection itself.
+are sent lose theirs too. In the first epochs more entries are sent (section 3.3). The pass that adds also takes out
+entries above a sampled threshold; if they are fewer than k, all go back and the sum is selected from as `topk` does.
+It moves 12 bytes for each float32 element if the threshold certifies itself, else 16; 20 and 24 with momentum. Buffers
+are reused (`SelectionWorkspace`): new memory costs a page fault every 4096 bytes, together as much as the selection
+itself.
 """
 
 from __future__ import annotations
@@ -40,26 +40,18 @@ from collectives.sparse.selection.topk import (
 from topoplan.errors import UsageError
 
 RESULT_BUFFERS = 3
-"""Results that are kept: one that the caller still has while the next one is made, and the one whose velocities are."""
+"""Results that are kept: the caller's while the next one is made, and the one with the saved velocities."""
 
-FREE_REFERENCES = 2
-"""References to a result that nobody else has: the list's and the question's."""
+FREE_REFERENCES = 2  # references to a result that nothing else refers to: the list's and the argument's
 
 BufferArray = NDArray[Any]
 
 
 class SelectionWorkspace:
-    """Room for k entries of a residual.
+    """Buffers for the selection of k entries of a residual.
 
-    Attributes
-    ----------
-    k : int
-    candidates : Entries
-        For those that reach a sampled threshold.
-    keys : array of integers
-        To order as many in.
-    sample : (runs, `RUN`) array of the residual's dtype
-        For sums.
+    `candidates` is for entries that reach a sampled threshold, `keys` for their keys, and `sample`, (runs, `RUN`) in
+    the residual's dtype, for sums.
     """
 
     def __init__(self, residual: BufferArray, k: int) -> None:
@@ -71,9 +63,9 @@ class SelectionWorkspace:
         self._results: list[BufferArray] = []
 
     def result(self) -> SelectedEntries:
-        """Memory for k entries and `SPARE` more, which no array that anyone has looks at.
+        """Return memory for k entries and `SPARE` more that no other array refers to.
 
-        Whoever has a part of it, however small, refers to the whole.
+        A view of any part of it refers to the whole.
         """
         for place in range(len(self._results)):
             if sys.getrefcount(self._results[place]) <= FREE_REFERENCES:
@@ -95,23 +87,19 @@ class SelectionWorkspace:
 HostArray = NDArray[Any]
 
 HALVES: dict[str, type[np.integer[Any]]] = {"float16": np.int16, "bfloat16": np.uint16}
-"""As what compiled loops know gradients that processors do not add."""
+"""Integer types under which compiled loops read gradients of 16 bits."""
 
 
 class NotFinite(UsageError):
-    """A gradient has a NaN, or an infinity where the opposite one is kept."""
+    """A gradient has a NaN, or an infinity where the residual has the opposite one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidualArrays:
-    """What is kept from step to step; the arrays change in place.
+    """The residual and velocity, which change in place.
 
-    Parameters
-    ----------
-    residual : (d,) float32 or float64
-    velocity : (d,) array of the same dtype, or None
-    momentum : scalar of that dtype
-        Of the velocity; at least 0 and below 1.
+    `residual` is (d,) float32 or float64, `velocity` the same or None; `momentum` is of that dtype, at least 0 and
+    below 1.
     """
 
     residual: HostArray
@@ -120,13 +108,7 @@ class ResidualArrays:
 
 
 def flat_gradient(gradient: HostArray, residual: HostArray) -> HostArray:
-    """A gradient, flat, that the residual can take in.
-
-    Raises
-    ------
-    UsageError
-        It is of another size, or of a dtype that the residual's cannot hold.
-    """
+    """Return a gradient, flat, in a dtype that is added to the residual; UsageError if it does not fit."""
     kind = gradient.dtype.name if isinstance(gradient, np.ndarray) else type(gradient).__name__
     if not isinstance(gradient, np.ndarray) or not (
         kind == "bfloat16" or np.can_cast(gradient.dtype, residual.dtype, "safe")
@@ -141,32 +123,27 @@ def flat_gradient(gradient: HostArray, residual: HostArray) -> HostArray:
     return np.ascontiguousarray(gradient, None if read_as_it_is else residual.dtype).reshape(-1)
 
 
-def add_and_take(kept: ResidualArrays, gradient: HostArray, room: SelectionWorkspace) -> SelectedEntries:
-    """Add a gradient, and take the k entries of largest magnitude out of the residual.
+def add_and_take(kept: ResidualArrays, gradient: HostArray, workspace: SelectionWorkspace) -> SelectedEntries:
+    """Add a gradient to the residual, and remove and return its k entries of largest magnitude.
 
-    Parameters
-    ----------
-    kept : Kept
-    gradient : (d,) array of the residual's dtype, float32, float16 or bfloat16
-    room : Room
-        For k entries.
-
-    Raises
-    ------
-    NotFinite
-        A sum is NaN: then everything is what it was before, but for the rounding of adding and taking away again.
+    `gradient` is (d,) of the residual's dtype, float32, float16 or bfloat16. Raises `NotFinite` if a sum is NaN: then
+    everything is as before, except for rounding.
     """
     from collectives.sparse.selection.compiled_passes import put_back
 
-    k, data = room.k, magnitudes(kept.residual)
-    threshold = _threshold(kept, data, gradient, room)
-    count, stop = _accumulate(kept, data, gradient, data.infinity if threshold is None else threshold, room)
+    k, data = workspace.k, magnitudes(kept.residual)
+    threshold = _threshold(kept, data, gradient, workspace)
+    count, stop = _accumulate(
+        kept, data, gradient, data.infinity if threshold is None else threshold, workspace
+    )
     if stop >= 0:
-        _finish_pass(kept, data, gradient, room.candidates.first(count), stop)
+        _finish_pass(kept, data, gradient, workspace.candidates.first(count), stop)
         count = -1
-    taken = room.candidates.first(max(count, 0))
+    taken = workspace.candidates.first(max(count, 0))
     if count >= k > 0:
-        chosen = largest_of(room.candidates, count, k, data.mask, room.keys[:count], room.result())
+        chosen = largest_of(
+            workspace.candidates, count, k, data.mask, workspace.keys[:count], workspace.result()
+        )
         others = taken.first(count - k)
         put_back(data.bits, others.indices, others.bits)
         return chosen
@@ -182,7 +159,7 @@ def _memory(gradient: HostArray) -> HostArray:
 
 
 def _accumulate(
-    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, threshold: Any, room: SelectionWorkspace
+    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, threshold: Any, workspace: SelectionWorkspace
 ) -> tuple[int, int]:
     from collectives.sparse.selection.compiled_passes import accumulate
 
@@ -195,17 +172,17 @@ def _accumulate(
         data.mask,
         min(threshold, data.infinity),
         data.infinity,
-        room.candidates.indices,
-        room.candidates.bits,
+        workspace.candidates.indices,
+        workspace.candidates.bits,
     )
     return count, stop
 
 
 def _threshold(
-    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, room: SelectionWorkspace
+    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, workspace: SelectionWorkspace
 ) -> Any | None:
-    """A key that probably k entries of the sum will reach; None where a sample is of no use."""
-    k, size = room.k, gradient.size
+    """Return a key that probably k entries of the sum will reach; None if a sample does not help."""
+    k, size = workspace.k, gradient.size
     if not 0 < k <= LARGEST_SHARE * size or size < SMALL:
         return None
     from collectives.sparse.selection.compiled_passes import sample_sums
@@ -219,9 +196,9 @@ def _threshold(
         data.mask,
         data.infinity,
         starts,
-        room.sample,
+        workspace.sample,
     )
-    keys = room.sample.reshape(-1).view(data.bits.dtype)
+    keys = workspace.sample.reshape(-1).view(data.bits.dtype)
     keys &= data.mask
     return threshold_of_sample(keys, k, size)
 
@@ -229,11 +206,11 @@ def _threshold(
 def _finish_pass(
     kept: ResidualArrays, data: Magnitudes, gradient: HostArray, taken: SelectedEntries, stop: int
 ) -> None:
-    """Add the rest after a pass that met what is not finite; or take all back, and raise, if there is a NaN."""
+    """Add the rest after a pass that met values that are not finite; or undo it, and raise, if there is a NaN."""
     finite = (taken.bits & data.mask) < data.infinity
     data.bits[taken.indices[finite]] = taken.bits[finite]
     odd, odd_bits = taken.indices[~finite], taken.bits[~finite]
-    # each of these is of the residual's size: infinities are rare
+    # these are of the residual's size: infinities are rare
     step = np.asarray(gradient, kept.residual.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         later = step[stop:] if kept.velocity is None else kept.momentum * kept.velocity[stop:] + step[stop:]
@@ -259,7 +236,7 @@ def _finish_pass(
 
 
 def _undo(kept: ResidualArrays, step: HostArray, odd: HostArray, stop: int) -> None:
-    """Undo the adding up to a place, but to some entries, to which nothing was added."""
+    """Undo the addition before `stop`, except at the entries `odd`, to which nothing was added."""
     added = np.ones(stop, np.bool_)
     added[odd] = False
     if kept.velocity is None:
@@ -273,8 +250,7 @@ Array = NDArray[Any]
 
 DTYPES = ("float32", "float64")
 
-FIRST = 0.25
-"""Density of the first epoch, and the factor from each to the next."""
+FIRST = 0.25  # density of the first epoch, and the factor from each epoch to the next
 
 
 class ErrorFeedback:
@@ -287,15 +263,15 @@ class ErrorFeedback:
     dtype : str
         float32 or float64: gradients of fewer bits are kept in float32.
     momentum : float
-        Of the velocity; 0 for none.
+        Momentum of the velocity; 0 for none.
 
     Attributes
     ----------
     residual : (size,) array
-        What has been given and not been sent.
+        The sum of all gradients minus what was sent.
     velocity : (size,) array or None
     step : int
-        Gradients so far.
+        Number of gradients so far.
 
     Raises
     ------
@@ -314,24 +290,22 @@ class ErrorFeedback:
 
     def __init__(self, size: int, dtype: str = "float32", *, momentum: float = 0.0) -> None:
         if size < 0:
-            raise UsageError(f"a gradient of {size} elements does not exist; give zero or more")
+            raise UsageError(f"size must be at least 0, got {size}")
         if dtype not in DTYPES:
-            raise UsageError(
-                f"residuals are kept in {' or '.join(DTYPES)}, not in {dtype}; choose one of them"
-            )
+            raise UsageError(f"dtype of a residual must be {' or '.join(DTYPES)}, got {dtype}")
         if not 0 <= momentum < 1:
             raise UsageError(
-                f"a momentum of {momentum} is not in [0, 1); give for example 0.9, or 0 for none"
+                f"momentum must be in [0, 1), got {momentum}; give for example 0.9, or 0 for none"
             )
         self.residual = np.zeros(size, dtype)
         self.velocity = np.zeros(size, dtype) if momentum else None
         self.momentum = momentum
         self.step = 0
-        self._room: SelectionWorkspace | None = None
-        self._speeds: tuple[Array, Array] | None = None
+        self._workspace: SelectionWorkspace | None = None
+        self._sent_velocities: tuple[Array, Array] | None = None
 
     def feed(self, gradient: Array, k: int) -> tuple[Array, Array]:
-        """Take in a gradient, and give out the k largest entries of what is there now.
+        """Add a gradient to the residual, and remove and return its k largest entries.
 
         Parameters
         ----------
@@ -349,34 +323,34 @@ class ErrorFeedback:
         UsageError
             The gradient has another size or dtype, or ``k`` is out of range.
         NotFinite
-            The gradient has a NaN, or an infinity where the opposite one is kept: then the residual is what it was
-            before, but for the rounding of adding and taking away again. It is a `UsageError` too.
+            The gradient has a NaN, or an infinity where the residual has the opposite one: then the residual is as
+            before, except for rounding. It is a `UsageError` too.
         """
         added = flat_gradient(gradient, self.residual)
         k = check_arguments(k, self.residual.size, "refuse")
-        if self._room is None or self._room.k != k:
-            self._room = SelectionWorkspace(self.residual, k)
+        if self._workspace is None or self._workspace.k != k:
+            self._workspace = SelectionWorkspace(self.residual, k)
         kept = ResidualArrays(self.residual, self.velocity, self.residual.dtype.type(self.momentum))
-        chosen = add_and_take(kept, added, self._room)
+        chosen = add_and_take(kept, added, self._workspace)
         if self.velocity is not None:
-            self._speeds = (chosen.indices, self.velocity[chosen.indices])
+            self._sent_velocities = (chosen.indices, self.velocity[chosen.indices])
             self.velocity[chosen.indices] = 0
         self.step += 1
         return chosen.indices, chosen.bits.view(self.residual.dtype)
 
     def part(self, start: int, stop: int) -> ErrorFeedback:
-        """The feedback of some neighbouring elements, which works on this one's memory and counts its own steps."""
+        """Return the feedback of a range of elements, on the same memory and with its own count of steps."""
         part = ErrorFeedback(0, self.residual.dtype.name, momentum=self.momentum)
         part.residual = self.residual[start:stop]
         part.velocity = None if self.velocity is None else self.velocity[start:stop]
         return part
 
     def give_back(self, indices: Array, values: Array) -> None:
-        """Take back what `feed` gave out and nobody received: the values are added where they came from.
+        """Add entries of `feed` that were not sent back to the residual.
 
-        Straight after the step this undoes its sending exactly, for all entries or for some. With momentum, entries of
-        the last step get back the velocity that sending took from them; those of earlier steps, or given back for the
-        second time, go on with the velocity they have.
+        Directly after the step this undoes the sending exactly, for all entries or for some. With momentum, entries of
+        the last step also get back their velocity; those of earlier steps, or given back twice, keep the velocity that
+        they have.
 
         Parameters
         ----------
@@ -411,14 +385,14 @@ class ErrorFeedback:
                 f"index {int(outside[0])} is not among {size} elements; give back where it came from"
             )
         np.add.at(self.residual, indices, values)
-        if self.velocity is not None and self._speeds is not None:
-            sent, speeds = self._speeds
+        if self.velocity is not None and self._sent_velocities is not None:
+            sent, speeds = self._sent_velocities
             returned = np.isin(sent, indices)
             self.velocity[sent[returned]] += speeds[returned]
-            self._speeds = (sent[~returned], speeds[~returned])
+            self._sent_velocities = (sent[~returned], speeds[~returned])
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as copies."""
+        """Return the state for `restore`, as copies."""
         velocity = None if self.velocity is None else self.velocity.copy()
         return {
             "residual": self.residual.copy(),
@@ -428,38 +402,37 @@ class ErrorFeedback:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises
-        ------
-        UsageError
-            It is of another size, dtype or momentum; nothing has changed.
-        """
-        residual, velocity = state["residual"], state["velocity"]
-        if (residual.shape, residual.dtype) != (self.residual.shape, self.residual.dtype):
-            raise UsageError(
-                f"a residual of {residual.size} {residual.dtype} elements does not fit one of {self.residual.size} "
-                f"{self.residual.dtype}; restore it where it was saved"
-            )
-        if state["momentum"] != self.momentum:
-            raise UsageError(
-                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
-            )
-        self.residual[...] = residual
-        self._speeds = None
+        """Restore a state; UsageError, without a change, for another size, dtype or momentum."""
+        check_state(state, self.residual, self.momentum)
+        self.residual[...] = state["residual"]
+        self._sent_velocities = None
         if self.velocity is not None:
-            self.velocity[...] = velocity
+            self.velocity[...] = state["velocity"]
         self.step = int(state["step"])
 
 
+def check_state(state: Mapping[str, Any], residual: Any, momentum: float) -> None:
+    """Raise UsageError if a state is of another size, dtype or momentum than a residual of numpy or CuPy."""
+    saved = state["residual"]
+    if (saved.shape, saved.dtype) != (residual.shape, residual.dtype):
+        raise UsageError(
+            f"a residual of {saved.size} {saved.dtype} elements does not fit one of {residual.size} "
+            f"{residual.dtype}; restore it where it was saved"
+        )
+    if state["momentum"] != momentum:
+        raise UsageError(
+            f"the state was saved with momentum {state['momentum']}, and the residual has {momentum}; use the same"
+        )
+
+
 def warm_up_density(epoch: int, density: float = 0.001) -> float:
-    """The density of an epoch, counted from 0: from a quarter of the entries down to the one that is wanted.
+    """Return the density of an epoch, counted from 0: from a quarter of the entries down to the final one.
 
     Parameters
     ----------
     epoch : int
     density : float
-        What is wanted in the end, above 0 and at most 1.
+        The final density, above 0 and at most 1.
 
     Raises
     ------
@@ -472,24 +445,12 @@ def warm_up_density(epoch: int, density: float = 0.001) -> float:
     [0.25, 0.0625, 0.0156, 0.0039, 0.001, 0.001]
     """
     if epoch < 0:
-        raise UsageError(f"epoch {epoch} is before the first one; count from 0")
+        raise UsageError(f"epoch must be at least 0, got {epoch}; count from 0")
     return max(checked_density(density), FIRST ** (epoch + 1))
 
 
 def checked_density(density: Any, name: str = "density") -> float:
-    """Return a density that is one.
-
-    Parameters
-    ----------
-    density : anything
-    name : str
-        Its name in the message.
-
-    Raises
-    ------
-    UsageError
-        It is not a number above 0 and at most 1.
-    """
+    """Return a density as a float; UsageError, with `name` in the message, unless it is above 0 and at most 1."""
     if not (isinstance(density, Real) and 0 < float(density) <= 1):
         raise UsageError(f"{name} must be above 0 and at most 1, got {density!r}; give for example 0.01")
     return float(density)

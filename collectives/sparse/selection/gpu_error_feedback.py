@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.sparse.selection.error_feedback import ErrorFeedback, NotFinite
+from collectives.sparse.selection.error_feedback import ErrorFeedback, NotFinite, check_state
 from collectives.sparse.selection.gpu_topk import FeedbackAddend, NotANumber, SelectionPasses
 from collectives.sparse.selection.topk import check_arguments
 from collectives.tables.cupy_arrays import load_cupy, on_device
@@ -25,21 +25,11 @@ from topoplan.errors import UsageError
 
 
 def add_entries_gpu(total: Any, indices: Any, values: Any) -> None:
-    """``total[indices] += values``, on the current stream, which has come to its end when the call returns.
+    """Add entries: ``total[indices] += values``, on the current stream, which has finished when the call returns.
 
-    Parameters
-    ----------
-    total : CuPy array
-        d elements of float32 or float64, contiguous; indices count in C order.
-    indices : (n,) CuPy array of int32 or int64
-        Each at most once: of equal ones only some are added.
-    values : (n,) CuPy array of total's dtype
-
-    Raises
-    ------
-    UsageError
-        The arrays do not fit together; nothing has changed. Or an index is not in 0 to d - 1: then the others have
-        been added, and nothing else is touched.
+    `total` is a contiguous array of d float32 or float64; `indices` count in C order, each at most once: of equal ones
+    only some are added. Raises `UsageError` if the arrays do not fit together; nothing has changed. Also if an index
+    is not in 0 to d - 1; then the other entries have been added.
     """
     cupy: Any = load_cupy("gpu selection")
     _check_entries(cupy, total, indices, values)
@@ -54,21 +44,13 @@ def add_entries_gpu(total: Any, indices: Any, values: Any) -> None:
         lost = int(outside.get()[0])
     if lost:
         raise UsageError(
-            f"{lost} of {indices.size} indices are not in 0 to {total.size - 1}, where the array's elements are; "
-            "pass the indices of a selection from an array of this size"
+            f"{lost} of {indices.size} indices are not in 0 to {total.size - 1}; pass the indices of a selection "
+            "from an array of this size"
         )
 
 
 def zero_entries_gpu(line: Any, indices: Any) -> None:
-    """``line[indices] = 0``, on the current stream.
-
-    Parameters
-    ----------
-    line : (d,) CuPy array of float32 or float64
-        Contiguous, on the GPU that is current.
-    indices : (n,) CuPy array of int32 or int64
-        Contiguous, and in 0 to d - 1 as those of a selection are: this is not looked at.
-    """
+    """Set ``line[indices] = 0``, on the current stream; contiguous arrays on the current GPU, indices unchecked."""
     if indices.size:
         cupy = load_cupy("gpu selection")
         _launch_entries(cupy, "zero", line, indices, (indices, np.int64(indices.size)))
@@ -88,8 +70,7 @@ def _check_entries(cupy: Any, total: Any, indices: Any, values: Any) -> None:
     for what, array in (("the total", total), ("indices", indices), ("values", values)):
         if not isinstance(array, cupy.ndarray):
             raise UsageError(
-                f"{what} come as a {type(array).__name__} instead of a CuPy array; put them on the GPU with "
-                "cupy.asarray"
+                f"{what} must be a CuPy array, got {type(array).__name__}; put it on the GPU with cupy.asarray"
             )
     if (
         total.dtype.name not in GRADIENT_DTYPES
@@ -102,8 +83,8 @@ def _check_entries(cupy: Any, total: Any, indices: Any, values: Any) -> None:
         )
     if indices.ndim != 1 or values.shape != indices.shape:
         raise UsageError(
-            f"indices of shape {indices.shape} and values of shape {values.shape} are no entries; "
-            "pass a line of each, of one length"
+            f"indices of shape {indices.shape} and values of shape {values.shape} do not match; "
+            "pass vectors of one length"
         )
     if not total.flags.c_contiguous:
         raise UsageError(
@@ -118,39 +99,16 @@ NO_PLACE = np.uint64(2**64 - 1)
 
 
 class GpuErrorFeedback:
-    """A residual on a GPU, and the selection from it.
+    """A residual on a GPU, and the selection from it, as `ErrorFeedback`.
 
-    Everything runs on the current stream of that GPU. `feed` and `give_back` wait for it.
-
-    Parameters
-    ----------
-    size : int
-        Elements of the gradient.
-    dtype : str
-        float32 or float64: gradients of fewer bits are kept in float32.
-    momentum : float
-        Of the velocity; 0 for none.
-    device : int, optional
-        Number of the GPU in CUDA; by default the one that is current.
-
-    Attributes
-    ----------
-    residual : (size,) CuPy array
-        What has been given and not been sent.
-    velocity : (size,) CuPy array or None
-    step : int
-        Gradients so far.
-
-    Raises
-    ------
-    UsageError
-        An argument is out of range, or there is no GPU.
+    Everything runs on the current stream of that GPU; `feed` and `give_back` wait for it. `device` is the CUDA number
+    of the GPU, by default the current one.
     """
 
     def __init__(
         self, size: int, dtype: str = "float32", *, momentum: float = 0.0, device: int | None = None
     ) -> None:
-        ErrorFeedback(min(size, 0), dtype, momentum=momentum)  # refuses what it would refuse
+        ErrorFeedback(min(size, 0), dtype, momentum=momentum)  # checks the arguments
         cupy: Any = load_cupy("gpu selection")
         self._cupy = cupy
         self.momentum = momentum
@@ -162,28 +120,18 @@ class GpuErrorFeedback:
             cupy.cuda.get_current_stream().synchronize()  # gradients may come on another stream
 
     def feed(self, gradient: Any, k: int) -> tuple[Any, Any]:
-        """Take in a gradient, and give out the k largest entries of what is there now.
+        """Add a gradient to the residual, and remove and return its k largest entries.
 
-        Parameters
-        ----------
-        gradient : CuPy array of ``size`` elements, any shape
-            Of float16, of bfloat16 as its bits in uint16, of float32, or of float64 where the residual is. What is not
-            contiguous is copied.
-        k : int
-
-        Returns
-        -------
-        indices, values : (k,) CuPy arrays
-            As `topk_gpu` of the residual.
+        `gradient` has ``size`` elements of float16, bfloat16 as its bits in uint16, float32, or float64 if the
+        residual is; it is copied if it is not contiguous.
 
         Raises
         ------
         UsageError
             The gradient has another size or dtype, or is on another GPU; or ``k`` is out of range.
         NotFinite
-            The gradient has a NaN, or an infinity where the opposite one is kept: then residual and velocity are what
-            they were before, but for the rounding of adding and taking away again, and zero where the gradient is
-            infinite. It is a `UsageError` too.
+            The gradient has a NaN, or an infinity where the residual has the opposite one: then residual and velocity
+            are as before, except for rounding, and zero where the gradient is infinite. It is a `UsageError` too.
         """
         dtype = self._checked(gradient, k)
         cupy = self._cupy
@@ -203,22 +151,11 @@ class GpuErrorFeedback:
         return passes.indices, passes.values
 
     def give_back(self, indices: Any, values: Any) -> None:
-        """Add entries to the residual that were taken out and not sent after all, or what rounding took from them.
-
-        Parameters
-        ----------
-        indices, values : (n,) CuPy arrays
-            As `feed` gives them, no index twice.
-
-        Raises
-        ------
-        UsageError
-            As `add_entries_gpu`.
-        """
+        """Add entries to the residual that were not sent, or their rounding errors; as `add_entries_gpu`."""
         add_entries_gpu(self.residual, indices, values)
 
     def part(self, start: int, stop: int) -> GpuErrorFeedback:
-        """The feedback of some neighbouring elements, which works on this one's memory and counts its own steps."""
+        """Return the feedback of a range of elements, on the same memory and with its own count of steps."""
         device = int(self.residual.device.id)
         part = GpuErrorFeedback(0, self.residual.dtype.name, momentum=self.momentum, device=device)
         part.residual = self.residual[start:stop]
@@ -226,7 +163,7 @@ class GpuErrorFeedback:
         return part
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as numpy copies: `ErrorFeedback` can go on from it, and the other way round."""
+        """Return the state for `restore`, as numpy copies, which `ErrorFeedback` can restore too."""
         with on_device(self._cupy, self.residual.device.id):
             return {
                 "residual": self.residual.get(),
@@ -236,27 +173,12 @@ class GpuErrorFeedback:
             }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with numpy arrays or with CuPy arrays on the same GPU.
-
-        Raises
-        ------
-        UsageError
-            It is of another size, dtype or momentum; nothing has changed.
-        """
-        residual, velocity = state["residual"], state["velocity"]
-        if (residual.shape, residual.dtype) != (self.residual.shape, self.residual.dtype):
-            raise UsageError(
-                f"a residual of {residual.size} {residual.dtype} elements does not fit one of {self.residual.size} "
-                f"{self.residual.dtype}; restore it where it was saved"
-            )
-        if state["momentum"] != self.momentum:
-            raise UsageError(
-                f"the state was kept with momentum {state['momentum']} and goes on with {self.momentum}; use the same"
-            )
+        """Restore a state, of numpy arrays or CuPy arrays on the same GPU; raises as `ErrorFeedback.restore`."""
+        check_state(state, self.residual, self.momentum)
         with on_device(self._cupy, self.residual.device.id):
-            self._fill(self.residual, residual)
+            self._fill(self.residual, state["residual"])
             if self.velocity is not None:
-                self._fill(self.velocity, velocity)
+                self._fill(self.velocity, state["velocity"])
         self.step = int(state["step"])
 
     def _fill(self, target: Any, values: Any) -> None:
@@ -265,15 +187,15 @@ class GpuErrorFeedback:
         else:
             line = np.ascontiguousarray(values)
             target.set(line)
-            self._cupy.cuda.get_current_stream().synchronize()  # the line is read until then
+            self._cupy.cuda.get_current_stream().synchronize()  # the copy reads the line until then
 
     def _checked(self, gradient: Any, k: int) -> str:
-        """What the gradient's elements are."""
+        """Return the element type of a gradient that fits."""
         residual = self.residual
         if not isinstance(gradient, self._cupy.ndarray):
             raise UsageError(
-                f"the gradient is a {type(gradient).__name__} instead of a CuPy array; "
-                "put it on the GPU with cupy.asarray"
+                f"the gradient must be a CuPy array, got {type(gradient).__name__}; put it on the GPU with "
+                "cupy.asarray"
             )
         dtype = "bfloat16" if gradient.dtype.name == "uint16" else str(gradient.dtype.name)
         if dtype not in GRADIENT_DTYPES[residual.dtype.name]:
@@ -294,7 +216,7 @@ class GpuErrorFeedback:
         return dtype
 
     def _take_back(self, added: FeedbackAddend) -> str:
-        """Undo the adding; why it was refused."""
+        """Undo the addition; return why it was refused."""
         residual = self.residual
         kernels = selection_kernels(self._cupy, int(residual.device.id))
         broken = self._cupy.asarray(np.array([NO_PLACE]))
@@ -305,6 +227,6 @@ class GpuErrorFeedback:
         if place < residual.size:
             return f"element {place} of the gradient is NaN; leave this step out, or repair it"
         return (
-            "the gradient has an infinity where one of the other sign is kept, which sum up to NaN; "
+            "the gradient has an infinity where the residual has one of the other sign, which sum to NaN; "
             "leave this step out, or repair it"
         )

@@ -1,7 +1,7 @@
 """Select the exact k largest entries on a GPU with CuPy, with the same results as on the processor.
 
-The key of an element is its bits without the sign, as an unsigned integer; every NaN is above infinity. Among
-equal keys at the border those of lowest index are chosen. Three ways to one result, d elements of b bytes each:
+The key of an element is its bits without the sign, as an unsigned integer; every NaN is above infinity. Among equal
+keys at the border those of lowest index are selected. Three ways to one result, d elements of b bytes each:
 
 - *one read*: entries at or above a guessed bound (d b bytes; 3 d b with a gradient added in the same pass). It holds
   if at least k were found. The guess is an earlier threshold, or comes from a sample.
@@ -16,13 +16,13 @@ copy of 40 bytes at the end tells whether they hold. If not, nothing is zeroed i
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from collectives.sparse.selection.topk import check_arguments
 from collectives.tables.cupy_arrays import load_cupy, on_device
 from collectives.tables.kernels.kernel_launch import (
     BINS,
@@ -34,48 +34,34 @@ from collectives.tables.kernels.kernel_launch import (
 from collectives.tables.kernels.source import KEY_BITS, feedback_form
 from topoplan.errors import UsageError
 
-NULL_ADDRESS = np.int64(0)
-"""The address that kernels take for an array that is not given."""
+NULL_ADDRESS = np.int64(0)  # kernels take this address in place of an array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Addend:
-    """A gradient of x's own dtype.
-
-    Parameters
-    ----------
-    gradient : (d,) CuPy array
-        Contiguous.
-    """
+    """A contiguous gradient of x's own dtype."""
 
     gradient: Any
 
     def form(self, kernel: str) -> str:
-        """The name of a kernel that adds it."""
+        """Return the name of the kernel that adds it."""
         return f"feed_{kernel}"
 
     def arguments(self) -> tuple[Any, ...]:
-        """What such a kernel takes behind x."""
+        """Return the arguments of such a kernel after x."""
         return (self.gradient,)
 
     def every(self, cupy: Any, step: int) -> Addend:
-        """One of so many elements, in memory of their own."""
+        """Return a copy of every `step`-th element."""
         return Addend(cupy.ascontiguousarray(self.gradient[::step]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedbackAddend(Addend):
-    """A gradient for a residual; where the sum would be NaN nothing is added.
+    """A gradient for a residual; sums that would be NaN are not added.
 
-    Parameters
-    ----------
-    gradient : (d,) CuPy array
-        Contiguous.
-    dtype : str
-        What its elements are.
-    velocity : (d,) CuPy array, optional
-        Becomes its own product with the momentum plus the gradient, and is added.
-    momentum : (1,) CuPy array, optional
+    `dtype` is that of the gradient's elements. The optional velocity becomes its product with the momentum, of shape
+    (1,), plus the gradient, and is added.
     """
 
     dtype: str
@@ -83,59 +69,35 @@ class FeedbackAddend(Addend):
     momentum: Any
 
     def form(self, kernel: str) -> str:
-        """See `Addend.form`."""
         return feedback_form("feedback" if self.velocity is None else "momentum", kernel, self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
-        """See `Addend.arguments`."""
         if self.velocity is None:
             return self.gradient, NULL_ADDRESS, NULL_ADDRESS
         return self.gradient, self.velocity, self.momentum
 
     def every(self, cupy: Any, step: int) -> FeedbackAddend:
-        """See `Addend.every`."""
         velocity = None if self.velocity is None else cupy.ascontiguousarray(self.velocity[::step])
         return FeedbackAddend(
             cupy.ascontiguousarray(self.gradient[::step]), self.dtype, velocity, self.momentum
         )
 
 
-SAMPLE = 1 << 16
-"""Elements of a sample, at least."""
-
-SPARSEST = 64
-"""A sample takes at most one of so many elements."""
+SAMPLE = 1 << 16  # elements of a sample, at least
+SPARSEST = 64  # a sample takes at most one of this many elements
 
 WORDS = SELECTION_STATE.itemsize // 8
 
 
 class NotANumber(UsageError):
-    """There is a NaN where it is refused."""
+    """A NaN in a selection that refuses them."""
 
 
 class SelectionPasses:
-    """A selection of k of the elements of x, on the current GPU and stream.
+    """A selection of k of the elements of x (contiguous, not empty), on the current GPU and stream.
 
-    Parameters
-    ----------
-    cupy : module
-    x : (d,) CuPy array
-        Contiguous, d > 0.
-    dtype : str
-        What its elements are, a key of `KEY_BITS`.
-    k : int
-        0 to d.
-    refuses : bool
-        Whether NaN is refused.
-    clears : bool
-        Whether the chosen ones become zero in x.
-
-    Attributes
-    ----------
-    indices, values : (k,) CuPy arrays
-        The result, once a road has held.
-    threshold : (1,) CuPy array of uint64
-        The key of the k-th largest, once a road has held.
+    `dtype` is a key of `KEY_BITS`. `refuses` refuses NaN, and `clears` zeroes the selected elements in x. `indices`,
+    `values` and `threshold`, the key of the k-th largest as (1,) uint64, are the result once a method has succeeded.
     """
 
     def __init__(self, cupy: ModuleType, x: Any, dtype: str, k: int, *, refuses: bool, clears: bool) -> None:
@@ -154,11 +116,11 @@ class SelectionPasses:
 
     @property
     def samples(self) -> bool:
-        """Whether a sample is cheap beside a read of all elements, and few enough of them are wanted."""
+        """Whether a sample is cheap compared with a read of all elements, and k is small enough."""
         return bool(self._x.size >= SPARSEST * SAMPLE and 0 < 4 * self._k <= self._x.size)
 
     def select(self, addend: Addend | None = None, bound: Any = None) -> None:
-        """Add once, on the first road, and take roads until one holds; that from a bound first if there is one."""
+        """Add once, in the first pass, and try methods until one succeeds; a given bound first."""
         if not self._x.size:
             return
         if bound is not None and addend is not None and self._k:
@@ -171,10 +133,10 @@ class SelectionPasses:
             self.all_reads()
 
     def sampled(self, addend: Addend | None = None) -> bool:
-        """One read with a bound from a sample of evenly spaced elements; whether that was enough.
+        """Select in one read with a bound from a sample of evenly spaced elements; return whether it sufficed.
 
-        The bound is the key in the sample whose rank there exceeds the expected one by four standard deviations of a
-        random sample. Its top 22 bits are enough.
+        The bound is the key in the sample whose rank exceeds the expected one by four standard deviations of a random
+        sample. Its top 22 bits suffice.
         """
         step = self._x.size // SAMPLE
         x = self._cupy.ascontiguousarray(self._x[::step])
@@ -188,17 +150,17 @@ class SelectionPasses:
         return self._one_read(addend, guess[1:2], 0)
 
     def certified(self, addend: Addend, threshold: Any) -> bool:
-        """One read with a bound an eighth of an octave below an earlier threshold; whether that was enough."""
+        """Select in one read with a bound 1/8 octave below an earlier threshold; return whether it sufficed."""
         return self._one_read(addend, threshold, 1 << KEY_BITS[self._dtype][1] - 3)
 
     def two_reads(self, addend: Addend | None = None) -> bool:
-        """Add to x if there is something, and select; whether the list had room."""
+        """Add an addend to x, and select in two reads; return whether the list was long enough."""
         work = self._workspace()
         first, *rest = digits(self._dtype)
         self._histogram(work, self._x, addend, self._x.size, NULL_ADDRESS, first, self._k)
         if not self._k:
             return self._ended(work)
-        if first[0] >= KEY_BITS[self._dtype][1]:  # nothing of the mantissa is known yet
+        if first[0] >= KEY_BITS[self._dtype][1]:  # no bit of the mantissa is known yet
             self._histogram(work, self._x, None, self._x.size, NULL_ADDRESS, rest.pop(0), 0)
         run = self._gathered(work, None, work[1:2], 0)
         self._select_from(work, run, tuple(rest), 0)
@@ -220,18 +182,11 @@ class SelectionPasses:
         return self._ended(work)
 
     def _workspace(self) -> Any:
-        """A `SELECTION_STATE` and the counters behind it, all zero."""
+        """Return a `SELECTION_STATE` and the counters after it, all zero."""
         return self._cupy.zeros(WORDS + BINS, dtype=np.uint64)
 
     def _histogram(
-        self,
-        work: Any,
-        x: Any,
-        addend: Addend | None,
-        most: int,
-        length: Any,
-        digit: tuple[int, int],
-        k: int,
+        self, work: Any, x: Any, addend: Addend | None, most: int, length: Any, digit: tuple[int, int], k: int
     ) -> None:
         form, given = _with(addend, "histogram")
         shift, bits = np.array(digit, dtype=np.int32)
@@ -243,7 +198,7 @@ class SelectionPasses:
         )
 
     def _gathered(self, work: Any, addend: Addend | None, bound: Any, lower: int) -> tuple[Any, ...]:
-        """Gather what is at or above the bound, and say where it is: what `Runs` in ``emit.cu`` takes."""
+        """Gather the elements at or above the bound; return the arguments of `Runs` in ``emit.cu``."""
         form, given = _with(addend, "gather")
         count = np.int64(self._x.size)
         values = self._cupy.empty(self._room, dtype=self._x.dtype)
@@ -259,7 +214,7 @@ class SelectionPasses:
     def _select_from(
         self, work: Any, run: tuple[Any, ...], parts: tuple[tuple[int, int], ...], k: int
     ) -> None:
-        """Find the rest of the key on a list, all of it where k is given, and write the result."""
+        """Find the rest of the key on a list, all of it if k is given, and write the result."""
         for number, digit in enumerate(parts):
             self._histogram(work, run[0], None, self._room, work[4:5], digit, 0 if number else k)
         self._emit("list", work, run)
@@ -280,56 +235,40 @@ class SelectionPasses:
         )
 
     def _ended(self, work: Any) -> bool:
-        """Wait, and look whether the road held."""
+        """Wait, and return whether the method succeeded."""
         state = work[:WORDS].get().view(SELECTION_STATE)[0]
         if self._refuses and state["nan"]:
             raise NotANumber(
-                f"there is a NaN among the {self._x.size} elements to select from; "
-                "remove it, or pass nan='largest' to count NaN as larger than infinity"
+                f"NaN among the {self._x.size} elements to select from; remove it, or pass nan='largest' to count it "
+                "above infinity"
             )
         self.threshold = work[1:2]
         return bool(not self._k or self._k <= state["gathered"] <= self._room)
 
 
 def _with(addend: Addend | None, kernel: str) -> tuple[str, tuple[Any, ...]]:
-    """The form of a kernel, and what is added there."""
+    """Return the form of a kernel, and its addend."""
     return (kernel, (NULL_ADDRESS,)) if addend is None else (addend.form(kernel), addend.arguments())
 
 
 def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
-    """The k elements of largest magnitude, exactly, in two reads of the data; in one where a sample gives a good bound.
+    """Return the k elements of largest magnitude, exactly, in two reads of the data; in one if a sample gives a good
+    bound.
 
-    Everything runs on the current stream of the array's GPU, which has come to its end when the call returns.
+    `x` has d elements of float16, float32, float64, or bfloat16 as its bits in uint16; indices count in C order, and
+    it is copied if it is not contiguous. `nan` is ``"refuse"``, or ``"largest"`` to count NaN, ordered by its bits,
+    above infinity. Returns (k,) ascending indices, int32 or from 2**31 elements on int64, and ``x[indices]``.
+    Everything runs on the current stream of the array's GPU, which has finished when the call returns.
 
-    Parameters
-    ----------
-    x : CuPy array
-        d elements of float16, float32, float64, or bfloat16 as its bits in uint16; indices count in C order. What is
-        not contiguous is copied.
-    k : int
-        0 to d.
-    nan : str
-        ``"refuse"`` an x with NaN, or let NaN be the ``"largest"``, ordered by its bits.
-
-    Returns
-    -------
-    indices : (k,) CuPy array of int32, or of int64 from 2**31 elements on
-        Ascending.
-    values : (k,) CuPy array of x's dtype
-        ``x[indices]``.
-
-    Raises
-    ------
-    UsageError
-        x is no CuPy array of these dtypes, k is not in 0 to d, there is a NaN, or there is no GPU.
+    Raises `UsageError` if x is not a CuPy array of these dtypes, k is not in 0 to d, x has a NaN, or no GPU is
+    present.
     """
     cupy = load_cupy("gpu selection")
     dtype = _element_dtype(cupy, x, "x")
-    count = _checked_k(k, x.size)
-    refuses = _refuses(nan)
+    count = check_arguments(k, x.size, nan)
     with on_device(cupy, x.device.id):
         line = cupy.ascontiguousarray(x).reshape(-1)
-        passes = SelectionPasses(cupy, line, dtype, count, refuses=refuses, clears=False)
+        passes = SelectionPasses(cupy, line, dtype, count, refuses=nan == "refuse", clears=False)
         passes.select()
         return passes.indices, passes.values
 
@@ -337,36 +276,14 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
 def feed_gpu(
     residual: Any, gradient: Any, k: int, *, threshold: Any = None, nan: str = "refuse"
 ) -> tuple[Any, Any, Any]:
-    """Error feedback: add the gradient to the residual, take out the k entries of largest magnitude.
+    """Add a gradient to a residual, and remove and return the k entries of largest magnitude, and a threshold.
 
-    Moves 16 bytes per float32 element, and 12 where a sample or the previous step's threshold gives a bound that at
-    least k entries, and not far more, are above; the result is the same. Conserves: what is returned and what stays in
-    the residual add up to residual + gradient.
-
-    Parameters
-    ----------
-    residual : CuPy array
-        Contiguous; d elements as in `topk_gpu`. Becomes residual + gradient, with zeros where entries were taken.
-    gradient : CuPy array
-        Of the same shape and dtype, on the same GPU. What is not contiguous is copied.
-    k : int
-        0 to d.
-    threshold : CuPy array, optional
-        As an earlier step returned it. It affects only how fast the result is there.
-    nan : str
-        As in `topk_gpu`; where a NaN is refused, the residual holds the sum already and nothing is taken out.
-
-    Returns
-    -------
-    indices, values : (k,) CuPy arrays
-        As `topk_gpu` of the sum.
-    threshold : (1,) CuPy array of uint64, or None where k is 0
-        The key of the smallest entry that was taken, for the next step.
-
-    Raises
-    ------
-    UsageError
-        As `topk_gpu`; the two arrays do not fit together, or the residual is not contiguous.
+    Moves 16 bytes per float32 element, and 12 if a sample or the previous step's threshold gives a bound that at least
+    k entries, and not far more, reach; the result is the same. What is returned and the residual sum to residual +
+    gradient. The residual is contiguous, as in `topk_gpu`; the gradient has its shape, dtype and GPU, and is copied if
+    it is not contiguous. The threshold, that of an earlier step, affects only the speed. If a NaN is refused, the
+    residual holds the sum already and no entry is removed. Raises as `topk_gpu`; also if the two arrays do not fit
+    together, or the residual is not contiguous.
     """
     cupy = load_cupy("gpu selection")
     dtype = _element_dtype(cupy, residual, "residual")
@@ -385,45 +302,27 @@ def feed_gpu(
             f"the residual has strides {residual.strides}, so it cannot be changed in place; "
             "pass a contiguous array"
         )
-    count = _checked_k(k, residual.size)
-    refuses = _refuses(nan)
+    count = check_arguments(k, residual.size, nan)
     with on_device(cupy, residual.device.id):
         bound = _checked_threshold(cupy, threshold, residual.device.id)
         line, more = residual.reshape(-1), cupy.ascontiguousarray(gradient).reshape(-1)
-        passes = SelectionPasses(cupy, line, dtype, count, refuses=refuses, clears=True)
+        passes = SelectionPasses(cupy, line, dtype, count, refuses=nan == "refuse", clears=True)
         passes.select(Addend(more), bound)
         return passes.indices, passes.values, passes.threshold if count else None
 
 
 def _element_dtype(cupy: ModuleType, array: Any, what: str) -> str:
-    """What the elements of an array are."""
+    """Return the element type of an array."""
     if not isinstance(array, cupy.ndarray):
         raise UsageError(
-            f"{what} is a {type(array).__name__} instead of a CuPy array; put it on the GPU with cupy.asarray"
+            f"{what} must be a CuPy array, got {type(array).__name__}; put it on the GPU with cupy.asarray"
         )
     name = "bfloat16" if array.dtype.name == "uint16" else str(array.dtype.name)
     if name not in KEY_BITS:
         raise UsageError(
-            f"{what} has dtype {array.dtype}, which has no magnitudes to select by; "
-            "use float16, float32, float64, or bfloat16 as its bits in uint16"
+            f"dtype of {what} must be float16, float32, float64, or uint16 with the bits of bfloat16, got {array.dtype}"
         )
     return name
-
-
-def _checked_k(k: int, most: int) -> int:
-    try:
-        count = operator.index(k)
-    except TypeError:
-        raise UsageError(f"k is {k!r}; pass a whole number from 0 to {most}") from None
-    if not 0 <= count <= most:
-        raise UsageError(f"k is {count} and there are {most} elements; pass a whole number from 0 to {most}")
-    return count
-
-
-def _refuses(nan: str) -> bool:
-    if nan not in ("refuse", "largest"):
-        raise UsageError(f"nan is {nan!r}; pass 'refuse' or 'largest'")
-    return nan == "refuse"
 
 
 def _checked_threshold(cupy: Any, threshold: Any, device: int) -> Any:
@@ -432,7 +331,7 @@ def _checked_threshold(cupy: Any, threshold: Any, device: int) -> Any:
     fits = isinstance(threshold, cupy.ndarray) and threshold.dtype == np.uint64 and threshold.size == 1
     if not fits or threshold.device.id != device:
         raise UsageError(
-            f"threshold is a {type(threshold).__name__} that no step on GPU {device} returned; pass what feed_gpu "
-            "returned for this residual, or None"
+            f"threshold must be that of an earlier step on GPU {device}, got {type(threshold).__name__}; pass what "
+            "feed_gpu returned for this residual, or None"
         )
     return threshold

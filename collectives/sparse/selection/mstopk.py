@@ -1,9 +1,9 @@
 """Select k large entries by a bisection of thresholds, as published (MSTopK).
 
 Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys 2021, algorithm 1.
-Thresholds between the mean and the maximum of |x| are bisected, and for each the entries that reach it are counted.
-In the end at most k entries reach one threshold and at least k another one; the certain ones are taken, and the rest
-from the band between the two thresholds, as a contiguous run at a random offset.
+Thresholds between the mean and the maximum of |x| are bisected, and for each the entries that reach it are counted. In
+the end at most k entries reach one threshold and at least k another one; the certain ones are taken, and the rest from
+the band between the two thresholds, as a contiguous run at a random offset.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from collectives.sparse.selection.topk import check_arguments, index_type
 from collectives.tables.compiled import compiled
 from topoplan.errors import UsageError
 
-LANES = 64
-"""Elements that are looked at together."""
+LANES = 64  # elements of a block
 
 Array = NDArray[Any]
 
 
 def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array, Array]:
-    """Exactly k entries, mostly the largest by magnitude.
+    """Return exactly k entries, mostly the largest by magnitude.
 
-    What is guaranteed: all entries that reach the upper threshold are there, and no entry below the lower one. With d
-    entries of which none is further than r from the mean of |x|, entries whose magnitudes differ by more than
-    r / 2**samples are told apart.
+    Guaranteed: all entries that reach the upper threshold are there, and no entry below the lower one. If no entry is
+    further than r from the mean of |x|, entries whose magnitudes differ by more than r / 2**samples are distinguished.
 
-    What is not: the thresholds divide the distance from the mean to the maximum evenly, so one entry that is
-    2**samples times larger than the others leaves all of those in the band, and arbitrary ones of them are chosen; an
+    Not guaranteed: the thresholds divide the distance from the mean to the maximum evenly, so one entry that is
+    2**samples times larger than the others leaves all of those in the band, from which arbitrary ones are selected; an
     infinity always does. No threshold below the mean is ever tried: with k above the number of entries that reach the
     mean, the rest is arbitrary too. `topk` has none of these weaknesses, and is faster.
 
@@ -41,20 +39,20 @@ def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array
     k : int
         Between 0 and the number of elements.
     samples : int
-        Thresholds that are tried; each costs a read of the data.
+        Number of thresholds; each costs a read of the data.
     seed : int
-        Of the random offset.
+        Seed of the random offset.
 
     Returns
     -------
-    indices : (k,) int32, or int64 where there are 2**31 elements or more
+    indices : (k,) int32, or int64 for 2**31 elements or more
         Into the flattened array: the certain entries, then those of the band, each ascending.
     values : (k,) of x's dtype
 
     Raises
     ------
     UsageError
-        ``k`` or ``samples`` is out of range, or ``x`` holds NaN or is nothing to select from.
+        ``k`` or ``samples`` is out of range, or ``x`` holds NaN or is of another kind.
 
     Examples
     --------
@@ -68,13 +66,11 @@ def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array
         or not x.flags.c_contiguous
     ):
         kind = x.dtype if isinstance(x, np.ndarray) else type(x).__name__
-        raise UsageError(
-            f"mstopk reads contiguous numpy arrays of float32 or float64, not {kind}; convert it"
-        )
+        raise UsageError(f"x must be a contiguous numpy array of float32 or float64, got {kind}; convert it")
     flat = x.reshape(-1)
     k = check_arguments(k, flat.size, "refuse")
     if samples < 1:
-        raise UsageError(f"{samples} samples find no threshold; give at least 1")
+        raise UsageError(f"samples must be at least 1, got {samples}")
     index = index_type(flat.size)
     if k == 0:
         return np.zeros(0, index), flat[:0].copy()
@@ -91,7 +87,7 @@ def mstopk(x: Array, k: int, samples: int = 30, *, seed: int = 0) -> tuple[Array
 
 
 def _bisect(x: Array, k: int, samples: int) -> tuple[float, float, int, bool]:
-    """Two thresholds of |x|, how many entries reach the first, at most k, and whether there is a NaN.
+    """Return two thresholds of |x|, how many entries reach the first (at most k), and whether there is a NaN.
 
     At least k entries reach the second one.
     """
@@ -101,7 +97,7 @@ def _bisect(x: Array, k: int, samples: int) -> tuple[float, float, int, bool]:
     upper, lower, certain, possible = np.inf, 0.0, 0, x.size
     for _ in range(samples):
         ratio = low + (high - low) / 2
-        # infinity less infinity is NaN, which no entry reaches: the published form goes on with it
+        # infinity minus infinity is NaN, which no entry reaches: the published form continues with it
         with np.errstate(invalid="ignore"):
             threshold = x.dtype.type(mean + ratio * (largest - mean))
         count = _count(x, threshold)
@@ -149,11 +145,11 @@ def _count(x: Array, threshold: Any) -> int:
 def _between(x: Array, upper: Any, lower: Any, offset: int, certain: Array, run: Array) -> None:
     """Write the indices of the entries that reach ``upper``, which fit into ``certain``, and a run of the others.
 
-    The run fills its array with those down to ``lower``, but for the first ``offset`` of them.
+    The run fills its array with those down to ``lower``, except the first ``offset`` of them.
     """
     sure = 0
     maybe = -offset
-    # upper is infinite where no entry is certain, but an entry may be infinite too
+    # upper is infinite if no entry is certain, but an entry may be infinite too
     for i in range(x.size):
         magnitude = abs(x[i])
         if magnitude >= lower:

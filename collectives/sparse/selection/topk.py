@@ -1,12 +1,13 @@
 """Select the exact k largest entries by magnitude, mostly in one read of the data.
 
 The bits of a float without its sign, read as an integer, order as the magnitudes do: zero, denormals, numbers,
-infinity, and NaN above all (`Magnitudes`). So selection by magnitude is selection of integers, for every kind of float.
+infinity, and NaN above all (`Magnitudes`). So selection by magnitude is selection of integers, for every kind of
+float.
 
-A sample gives a threshold that a little more than k entries will reach. One read gathers those; if they are k or
-more, they certify themselves and hold the result. If the sample misled, or k is not small, a histogram of the leading
-bits divides the entries exactly into certain ones, candidates and others, in two reads. The result is the same: it
-depends on the data alone.
+A sample gives a threshold that a little more than k entries will reach. One read gathers those; if they are k or more,
+they certify themselves and hold the result. If the sample misled, or k is not small, a histogram of the leading bits
+divides the entries exactly into certain ones, candidates and others, in two reads. The result is the same: it depends
+on the data alone.
 """
 
 from __future__ import annotations
@@ -36,14 +37,8 @@ INTEGERS: dict[str, tuple[type[np.signedinteger[Any]], int]] = {
 class Magnitudes:
     """An array of floats, seen as integers.
 
-    Parameters
-    ----------
-    bits : (d,) int16, int32 or int64
-        The floats' own memory.
-    mask : integer of that type
-        ``bits & mask`` are the keys.
-    infinity : integer of that type
-        The key of infinity; those above it are NaN.
+    `bits` is the floats' own memory as (d,) int16, int32 or int64, and ``bits & mask`` are the keys. Keys above
+    `infinity` are NaN.
     """
 
     bits: NDArray[Any]
@@ -57,16 +52,9 @@ class Magnitudes:
 
 
 def magnitudes(array: NDArray[Any]) -> Magnitudes:
-    """An array's keys, flat.
+    """Return the keys of a contiguous array of float16, bfloat16 (of ml_dtypes), float32 or float64, flat.
 
-    Parameters
-    ----------
-    array : contiguous array of float16, bfloat16 (of the package ml_dtypes), float32 or float64
-
-    Raises
-    ------
-    UsageError
-        It holds something else, or is not contiguous.
+    Raises `UsageError` for any other array.
 
     Examples
     --------
@@ -77,7 +65,7 @@ def magnitudes(array: NDArray[Any]) -> Magnitudes:
     if not isinstance(array, np.ndarray) or array.dtype.name not in INTEGERS or not array.dtype.isnative:
         kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
         raise UsageError(
-            f"{kind} has no magnitudes to select by; give a numpy array of {', '.join(INTEGERS)}"
+            f"entries are selected from floats, got {kind}; give a numpy array of {', '.join(INTEGERS)}"
         )
     if not array.flags.c_contiguous:
         raise UsageError("the array is not contiguous; give numpy.ascontiguousarray of it")
@@ -85,63 +73,47 @@ def magnitudes(array: NDArray[Any]) -> Magnitudes:
     return Magnitudes(array.reshape(-1).view(integer), integer(np.iinfo(integer).max), integer(infinity))
 
 
-LARGEST_SHARE = 1 / 16
-"""Share of the entries up to which a sampled threshold is tried."""
-
-SMALL = 1 << 14
-"""Elements below which a sample would not be much smaller than the data."""
-
-SAMPLE_RUNS, RUN = 1024, 64
-"""The sample: so many runs of neighbours, spread over the data."""
+LARGEST_SHARE = 1 / 16  # largest share of the entries for which a sampled threshold is tried
+SMALL = 1 << 14  # elements below which a sample would not be much smaller than the data
+SAMPLE_RUNS, RUN = 1024, 64  # the sample: runs of neighbours, spread over the data
 
 HISTOGRAM_BITS = 11
 
-SPARE = 64
-"""Places behind entries that may be read and written: whole vectors are."""
-
-LARGEST_BIN = 1 / 4
-"""Share of the entries up to which those of one bin are listed."""
+SPARE = 64  # padding after entries, for reads and writes of whole vectors
+LARGEST_BIN = 1 / 4  # largest share of the entries in one bin that is listed
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectedEntries:
-    """Some entries of an array, by ascending index.
-
-    Parameters
-    ----------
-    indices : (n,) int32 or int64
-    bits : (n,) integers
-        The entries themselves, as the integers that `Magnitudes` sees.
-    """
+    """Some entries of an array, by ascending index; `bits` are the entries as the integers of `Magnitudes`."""
 
     indices: Array
     bits: Array
 
     def first(self, count: int) -> SelectedEntries:
-        """The first so many, the same memory."""
+        """Return the first entries, in the same memory."""
         return SelectedEntries(self.indices[:count], self.bits[:count])
 
 
 def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
-    """The k entries of largest magnitude, exactly.
+    """Return the k entries of largest magnitude, exactly.
 
-    Among entries of equal magnitude at the border those with the lowest indices are chosen.
+    Among entries of equal magnitude at the border those with the lowest indices are selected.
 
     Parameters
     ----------
     x : contiguous array of float16, bfloat16, float32 or float64, any shape
-        Of numpy, or of CuPy: then see `collectives.sparse.selection.gpu_topk.topk_gpu`.
+        A numpy array, or a CuPy array: then see `collectives.sparse.selection.gpu_topk.topk_gpu`.
     k : int
         Between 0 and the number of elements d.
     nan : str
-        "refuse" raises where NaN is among the k largest, which it is wherever there is one and k > 0; "largest"
-        counts it above infinity.
+        "refuse" raises if NaN is among the k largest, as any NaN is for k > 0; "largest" counts it above infinity.
 
     Returns
     -------
-    indices : (k,) int32, or int64 where d is 2**31 or more
+    indices : (k,) int32, or int64 for d of 2**31 or more
         Into the flattened array, ascending.
     values : (k,) of x's dtype
         With their signs.
@@ -149,12 +121,12 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
     Raises
     ------
     UsageError
-        ``k`` is out of range, ``x`` is nothing to select from, or has a NaN.
+        ``k`` is out of range, or ``x`` is of another kind or has a NaN.
 
     Notes
     -----
-    One read of the data and O(k) more where the sampled threshold certifies itself, two otherwise. Deterministic: the
-    sample is always taken in the same places.
+    One read of the data and O(k) more if the sampled threshold certifies itself, two otherwise. Deterministic: the
+    sample is always taken at the same places.
 
     Examples
     --------
@@ -162,7 +134,7 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
     >>> indices.tolist(), values.tolist()
     ([1, 3], [-7.0, 7.0])
     """
-    cupy = sys.modules.get("cupy")  # whoever has such an array has imported it
+    cupy = sys.modules.get("cupy")  # imported if x is one of its arrays
     if cupy is not None and isinstance(x, cupy.ndarray):
         from collectives.sparse.selection.gpu_topk import topk_gpu
 
@@ -176,7 +148,7 @@ def topk(x: Array, k: int, *, nan: str = "refuse") -> tuple[Array, Array]:
 
 
 def check_arguments(k: int, size: int, nan: str) -> int:
-    """Return k; refuse one that cannot be, and an unknown treatment of NaN."""
+    """Return k as an int; UsageError if it is out of range or `nan` is unknown."""
     try:
         count = index(k)
     except TypeError:
@@ -191,7 +163,7 @@ def check_arguments(k: int, size: int, nan: str) -> int:
 
 
 def refuse_nan(data: Magnitudes, chosen: SelectedEntries) -> None:
-    """Raise if there is a NaN among chosen entries: it would be the largest of all."""
+    """Raise if a selected entry is NaN: it would be the largest of all."""
     broken = np.flatnonzero((chosen.bits & data.mask) > data.infinity)
     if len(broken):
         raise UsageError(
@@ -201,7 +173,7 @@ def refuse_nan(data: Magnitudes, chosen: SelectedEntries) -> None:
 
 
 def select(data: Magnitudes, k: int) -> SelectedEntries:
-    """The entries with the k largest keys."""
+    """Return the entries with the k largest keys."""
     size = data.bits.size
     if k == 0:
         return SelectedEntries(np.zeros(0, index_type(size)), data.bits[:0].copy())
@@ -211,15 +183,15 @@ def select(data: Magnitudes, k: int) -> SelectedEntries:
     if threshold is not None:
         from collectives.sparse.selection.compiled_passes import gather
 
-        room = candidate_buffer(data, k)
-        count = gather(data.bits, data.mask, threshold, room.indices, room.bits)
+        buffer = candidate_buffer(data, k)
+        count = gather(data.bits, data.mask, threshold, buffer.indices, buffer.bits)
         if count >= k:
-            return largest_of(room, count, k, data.mask)
+            return largest_of(buffer, count, k, data.mask)
     return select_in_two_reads(data, k)
 
 
 def sampled_threshold(data: Magnitudes, k: int) -> Any | None:
-    """A key that probably k entries reach and not many more; None where a sample is of no use."""
+    """Return a key that probably k entries reach and not many more; None if a sample does not help."""
     size = data.bits.size
     if size < SMALL or k > LARGEST_SHARE * size:
         return None
@@ -233,10 +205,10 @@ def sampled_threshold(data: Magnitudes, k: int) -> Any | None:
 
 @lru_cache(maxsize=16)
 def sample_starts(size: int) -> Array:
-    """Where the runs of a sample begin: one in each of equal parts, at places that follow no period."""
+    """Return the starts of a sample's runs: one in each of equal parts, at offsets without a period."""
     runs = min(SAMPLE_RUNS, size // (4 * RUN))
     part = size // runs
-    # the golden ratio spreads the offsets evenly whatever their number
+    # the golden ratio spreads any number of offsets evenly
     offsets = (np.arange(runs) * 0.6180339887498949 % 1 * (part - RUN)).astype(np.int64)
     starts: Array = np.arange(runs) * part + offsets
     starts.flags.writeable = False
@@ -244,9 +216,9 @@ def sample_starts(size: int) -> Array:
 
 
 def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
-    """The key of a sample that leaves room for its chance: four standard deviations, and four entries.
+    """Return the key of a sample with a margin of four standard deviations and four entries; reorders the sample.
 
-    Never 0, which all entries reach. The sample is reordered.
+    Never 0, which all entries reach.
     """
     expected = k / size * len(sample)
     rank = min(len(sample), int(expected + 4 * math.sqrt(expected) + 4))
@@ -256,7 +228,7 @@ def threshold_of_sample(sample: Array, k: int, size: int) -> Any:
 
 
 def candidate_buffer(data: Magnitudes, k: int) -> SelectedEntries:
-    """Room for the entries that reach a sampled threshold."""
+    """Return a buffer for the entries that reach a sampled threshold."""
     from collectives.sparse.selection.compiled_passes import BLOCK
 
     return padded_buffer(2 * k + 4 * BLOCK, index_type(data.bits.size), data.bits.dtype)
@@ -270,10 +242,10 @@ def largest_of(
     keys: Array | None = None,
     kept: SelectedEntries | None = None,
 ) -> SelectedEntries:
-    """The k largest of the first so many entries, k > 0, in the same order; of equal ones the first.
+    """Return the k largest of the first `size` entries, k > 0, in the same order; of equal ones the first.
 
-    The others are at the front of ``entries`` afterwards. ``keys`` is room for the keys of all, and ``kept`` for the
-    result, where there is some; ``entries`` and ``kept`` have `SPARE` places more.
+    Moves the others to the front of ``entries``. ``keys`` is a buffer for the keys of all, and ``kept`` for the
+    result, if given; ``entries`` and ``kept`` have `SPARE` places more.
     """
     from collectives.sparse.selection.compiled_passes import keep_largest
 
@@ -291,54 +263,58 @@ def largest_of(
 
 
 def padded_buffer(size: int, index: Any, bits: Any) -> SelectedEntries:
-    """Room for so many entries, with `SPARE` places more."""
+    """Return a buffer for entries, with `SPARE` places more."""
     return SelectedEntries(np.empty(size + SPARE, index), np.empty(size + SPARE, bits))
 
 
 def select_in_two_reads(data: Magnitudes, k: int) -> SelectedEntries:
-    """As `select`, by a histogram of the leading bits; in more reads where many entries have the same ones."""
+    """Return `select`, by a histogram of the leading bits; in more reads if many entries share them."""
     from collectives.sparse.selection.compiled_passes import divide, histogram
 
     shift = data.width - HISTOGRAM_BITS
     counts = np.zeros((2, 1 << HISTOGRAM_BITS), np.int64)
     histogram(data.bits, data.mask, shift, counts)
-    border, sure, maybe = _border(counts.sum(axis=0), k)
+    border, certain_count, candidate_count = _border(counts.sum(axis=0), k)
     index = index_type(data.bits.size)
-    if maybe > LARGEST_BIN * data.bits.size:
-        return _select_in_ever_smaller_bins(data, k, shift, border, sure)
-    certain, listed = np.empty(sure, index), padded_buffer(maybe, index, data.bits.dtype)
+    if candidate_count > LARGEST_BIN * data.bits.size:
+        return _select_in_ever_smaller_bins(data, k, shift, border, certain_count)
+    certain, listed = np.empty(certain_count, index), padded_buffer(candidate_count, index, data.bits.dtype)
     divide(data.bits, data.mask, shift, border, certain, listed.indices)
-    listed.bits[:maybe] = data.bits[listed.indices[:maybe]]
-    rest = largest_of(listed, maybe, k - sure, data.mask)
+    listed.bits[:candidate_count] = data.bits[listed.indices[:candidate_count]]
+    rest = largest_of(listed, candidate_count, k - certain_count, data.mask)
     indices = np.sort(np.concatenate((certain, rest.indices)), kind="stable")
     return SelectedEntries(indices, data.bits[indices])
 
 
 def _border(counts: Array, k: int) -> tuple[int, int, int]:
-    """Of a histogram: the bin with the k-th largest key, the entries in the bins above it, and those in it."""
+    """Return, from a histogram, the bin with the k-th largest key, and the entries above and in it."""
     reached = np.cumsum(counts[::-1])
     above = int(np.searchsorted(reached, k))
-    sure = int(reached[above - 1]) if above else 0
-    return len(counts) - 1 - above, sure, int(reached[above]) - sure
+    certain_count = int(reached[above - 1]) if above else 0
+    return len(counts) - 1 - above, certain_count, int(reached[above]) - certain_count
 
 
 def _select_in_ever_smaller_bins(
-    data: Magnitudes, k: int, shift: int, border: int, sure: int
+    data: Magnitudes, k: int, shift: int, border: int, certain_count: int
 ) -> SelectedEntries:
-    """Find the k-th largest key itself, digit by digit: no list of candidates, which ties make as long as the data."""
+    """Find the k-th largest key digit by digit, without a list of candidates, which ties make as long as the data."""
     from collectives.sparse.selection.compiled_passes import histogram_within, take
 
     while shift:
         next_shift = max(0, shift - HISTOGRAM_BITS)
         counts = np.zeros(1 << (shift - next_shift), np.int64)
         histogram_within(data.bits, data.mask, next_shift, shift, border, counts)
-        place, more, _ = _border(counts, k - sure)
-        border, sure, shift = (border << (shift - next_shift)) + place, sure + more, next_shift
+        place, more, _ = _border(counts, k - certain_count)
+        border, certain_count, shift = (
+            (border << (shift - next_shift)) + place,
+            certain_count + more,
+            next_shift,
+        )
     indices = np.empty(k + 1, index_type(data.bits.size))
-    take(data.bits, data.mask, border, k - sure, indices)
+    take(data.bits, data.mask, border, k - certain_count, indices)
     return SelectedEntries(indices[:k], data.bits[indices[:k]])
 
 
 def index_type(size: int) -> type[np.signedinteger[Any]]:
-    """The integers that indices below a size are kept in."""
+    """Return the integer type of indices below a size."""
     return np.int32 if size < 1 << 31 else np.int64

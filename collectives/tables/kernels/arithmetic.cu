@@ -1,9 +1,9 @@
-// Elements of all dtypes, what joins two of them, and vectors of them; what uses them follows.
+// Element types of all dtypes, operations that join two elements, and vectors of them; the kernels follow.
 //
 // Needs no header. Every rounding is written out with an intrinsic, so no compiler fuses or reorders: results have
-// numpy's bits (of NaN only that it is one). Complex products are those of numpy where the processor has FMA.
+// numpy's bits (a NaN stays a NaN, its payload may differ). Complex products are those of numpy on processors with FMA.
 
-// ---- types of elements that C++ does not have
+// ---- element types that C++ lacks
 
 struct Half {
     unsigned short bits;
@@ -175,7 +175,7 @@ __device__ inline Integer quotient(Integer a, long long n) {
     return (Integer)((long long)a / n);
 }
 
-// ---- what a thread reads and writes at once
+// ---- vectors, the unit of a thread's loads and stores
 
 constexpr int VECTOR = 16;  // bytes
 

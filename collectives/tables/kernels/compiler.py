@@ -20,64 +20,50 @@ from typing import Any, Literal, Protocol, cast
 from topoplan.errors import UsageError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
-"""What every compilation is told besides its target; with ``-v`` the log says how many registers a kernel takes."""
+"""Options of every compilation besides its target; with ``-v`` the log states the registers of a kernel."""
 
 CACHE = "TOPOPLAN_KERNEL_CACHE"
-"""Environment variable that names the folder of compiled kernels; without it they are compiled in every process."""
+"""Environment variable of the folder of compiled kernels; without it every process compiles them."""
 
 
 class Nvrtc(Protocol):
-    """What is used of NVRTC; the names are those of ``cupy_backends.cuda.libs.nvrtc``."""
+    """The used part of NVRTC, with the names of ``cupy_backends.cuda.libs.nvrtc``."""
 
     def createProgram(self, source: str, name: str, headers: tuple[str, ...], names: tuple[str, ...]) -> int:
-        """A program of this source."""
+        """Return a program of this source."""
 
     def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
         """Compile it."""
 
     def getProgramLog(self, program: int) -> str:
-        """What the compiler said."""
+        """Return the compiler's messages."""
 
     def getPTX(self, program: int) -> bytes:
-        """PTX, which a driver compiles on."""
+        """Return PTX, which a driver compiles."""
 
     def getCUBIN(self, program: int) -> bytes:
-        """Machine code."""
+        """Return machine code."""
 
     def destroyProgram(self, program: int) -> None:
         """Free it."""
 
     def getSupportedArchs(self) -> Sequence[int]:
-        """Compute capabilities that it compiles for, 90 for 9.0."""
+        """Return the compute capabilities that it compiles for, 90 for 9.0."""
 
     def getVersion(self) -> tuple[int, int]:
-        """CUDA's release."""
+        """Return CUDA's release."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernels:
-    """Compiled kernels.
-
-    Parameters
-    ----------
-    code : bytes
-        PTX (text) or a cubin.
-    log : str
-        What the compiler said.
-    """
+    """PTX (text) or a cubin, and the compiler's messages."""
 
     code: bytes
     log: str
 
 
 def nvrtc_of_cupy() -> Nvrtc:
-    """The compiler that CuPy uses; it is found and loaded without a GPU.
-
-    Raises
-    ------
-    UsageError
-        CuPy or NVRTC is missing; says what to install.
-    """
+    """Return CuPy's compiler, which is found and loaded without a GPU; UsageError says what to install."""
     try:
         nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
     except ImportError:
@@ -97,24 +83,10 @@ def nvrtc_of_cupy() -> Nvrtc:
 def compile_source(
     source: str, architecture: int, *, to: Literal["ptx", "cubin"], nvrtc: Nvrtc | None = None
 ) -> CompiledKernels:
-    """Compile CUDA source that includes no header.
+    """Compile CUDA source that includes no header, for a compute capability (90 for 9.0) and by default with CuPy's
+    NVRTC.
 
-    Parameters
-    ----------
-    source : str
-    architecture : int
-        Compute capability, 90 for 9.0.
-    to : str
-        "ptx" or "cubin".
-    nvrtc : Nvrtc, optional
-        By default CuPy's.
-
-    Raises
-    ------
-    UsageError
-        There is no compiler.
-    RuntimeError
-        The source does not compile; the log is in the message.
+    UsageError: no compiler. RuntimeError: the source does not compile; the log is in the message.
     """
     used = nvrtc_of_cupy() if nvrtc is None else nvrtc
     program = used.createProgram(source, "kernels.cu", (), ())
@@ -130,13 +102,11 @@ def compile_source(
 
 
 def target_of(capability: int, supported: Sequence[int]) -> tuple[int, Literal["ptx", "cubin"]] | None:
-    """For which architecture to compile, and to what; None where the compiler knows only newer GPUs.
+    """Return the architecture and kind of code to compile; None if the compiler supports only newer GPUs.
 
-    A GPU that the compiler does not know gets PTX, which the driver compiles on: machine code runs on some others of
-    its generation only.
+    A GPU that the compiler does not know gets PTX, which the driver compiles: machine code runs on some others of its
+    generation only.
 
-    Examples
-    --------
     >>> target_of(90, [75, 80, 90]), target_of(89, [75, 80, 90]), target_of(120, [75, 90]), target_of(70, [75, 90])
     ((90, 'cubin'), (80, 'ptx'), (90, 'ptx'), None)
     """
@@ -159,8 +129,8 @@ def _compiled_for(source: str, capability: int) -> bytes:
     folder = os.environ.get(CACHE)
     if not folder:
         return compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
-    about = repr((source, OPTIONS, architecture, kind, tuple(nvrtc.getVersion())))
-    path = Path(folder) / f"{hashlib.sha256(about.encode()).hexdigest()}.{kind}"
+    key = repr((source, OPTIONS, architecture, kind, tuple(nvrtc.getVersion())))
+    path = Path(folder) / f"{hashlib.sha256(key.encode()).hexdigest()}.{kind}"
     code = _read_code(path)
     if code is None:
         code = compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
@@ -189,24 +159,10 @@ def _write_code(path: Path, code: bytes) -> None:
 def load_kernel(cupy: ModuleType, source: str, name: str) -> Any:
     """Return a kernel on the current GPU, compiled unless this process or the cache has it for this kind of GPU.
 
-    Compilation takes 0.1 to 0.2 s for a kernel. The cache is the folder that ``TOPOPLAN_KERNEL_CACHE`` names; its
-    files are keyed by source, options, architecture and compiler version. Only the user may write to it: its contents
-    are loaded into the GPU.
-
-    Parameters
-    ----------
-    cupy : module
-    source, name : str
-
-    Returns
-    -------
-    callable
-        As ``cupy.cuda.function.Function``: ``kernel(grid, block, arguments)`` queues it on the current stream.
-
-    Raises
-    ------
-    UsageError
-        There is no compiler, or the GPU is too old for it.
+    ``kernel(grid, block, arguments)`` queues it on the current stream, as ``cupy.cuda.function.Function``. Compilation
+    takes 0.1 to 0.2 s for a kernel; UsageError if NVRTC is missing or the GPU is too old for it. The cache is the
+    folder that ``TOPOPLAN_KERNEL_CACHE`` names; its files are keyed by source, options, architecture and compiler
+    version. Only the user may write to it: its contents are loaded into the GPU.
     """
     code = _compiled_for(source, int(cupy.cuda.Device().compute_capability))
     module = cupy.cuda.function.Module()

@@ -30,7 +30,7 @@ struct Runs {
     }
 };
 
-// A list is of use where it has all candidates.
+// A list is used if it has all candidates.
 template <bool LISTED>
 __device__ inline bool holds(const State* state, Word k, long long room) {
     return !LISTED || (state->gathered >= k && state->gathered <= (Word)room);
@@ -77,13 +77,13 @@ __device__ inline void measure(const Runs<Element, LISTED>& runs, Word k, long l
         groups[2 * blockIdx.x + 1] = all_equal;
     }
     if (!ends_last(state)) return;
-    const volatile Word* told = groups;  // by other blocks
+    const volatile Word* published = groups;  // by other blocks
     Word carried_above = 0, carried_equal = 0;
     for (int group = threadIdx.x; group - (int)threadIdx.x < (int)gridDim.x; group += THREADS) {
         const bool has = group < (int)gridDim.x;
-        const Word ahead = carried_above + sum_before(has ? told[2 * group] : 0, total);
+        const Word ahead = carried_above + sum_before(has ? published[2 * group] : 0, total);
         carried_above += total;
-        const Word level = carried_equal + sum_before(has ? told[2 * group + 1] : 0, total);
+        const Word level = carried_equal + sum_before(has ? published[2 * group + 1] : 0, total);
         carried_equal += total;
         if (has) {
             groups[2 * group] = ahead;

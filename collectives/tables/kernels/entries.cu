@@ -1,7 +1,7 @@
-// Single entries of an array: a thread for each, so the indices of one launch must differ. feedback.cu precedes, lines
-// that say which kernels follow.
+// Single entries of an array: a thread for each, so the indices of one launch must differ. feedback.cu precedes, the
+// lines of the kernels follow.
 
-// What does not lie in the array is left out and counted: indices come from other machines.
+// Indices outside of the array are skipped and counted: they come from other machines.
 
 template <class Element, class Index>
 __device__ inline void add_entries(Element* total, long long size, const Index* indices, const Element* values,

@@ -1,8 +1,8 @@
 // Error feedback: a gradient of narrower elements, and momentum, in the pass that reads the residual. emit.cu precedes,
 // entries.cu follows.
 //
-// Where a sum is no number nothing is stored, so that a NaN spoils neither the residual nor the velocity; the passes
-// see it all the same and say so. Then `take_back` undoes the rest.
+// A NaN is not stored, so it spoils neither the residual nor the velocity; the passes still see and report it. Then
+// `take_back` undoes the rest.
 
 __device__ inline float plain(float value) { return value; }
 __device__ inline double plain(double value) { return value; }
@@ -17,7 +17,7 @@ __device__ inline Element or_zero(Element value) {
     return value == value ? value : 0;
 }
 
-// What is added to a residual: the gradient, or a velocity that takes it in first.
+// The summand of a residual: the gradient, or a velocity that takes it in first.
 template <class Element, class Given, bool MOVES>
 struct Feedback {
     const Given* gradient;
@@ -57,8 +57,8 @@ struct Feedback {
     }
 };
 
-// Makes x and the velocity what they were before a gradient with a NaN, but for rounding; what infinity has covered
-// becomes zero. `broken` becomes the first place of a NaN in the gradient.
+// Restores x and the velocity to their values before a gradient with a NaN, but for rounding; infinities become zero.
+// `broken` becomes the first place of a NaN in the gradient.
 template <class Element, class Given, bool MOVES>
 __device__ inline void take_back(Element* x, const Given* gradient, Element* velocity, const Element* momentum,
                                  long long count, Word* broken) {

@@ -1,8 +1,8 @@
 // One kernel that runs all of a rank's part in a collective, over memory that the ranks' GPUs write to each other.
-// arithmetic.cu precedes, and lines that say which kernels follow. See backends/nccl/kernel_program.py for the tables.
+// arithmetic.cu precedes, the lines of the kernels follow. See backends/nccl/kernel_program.py for the tables.
 //
-// A step joins what arrives in slots of this rank's arena, in the plan's order, and writes the sum on: into slots of
-// other ranks' arenas, and to where this rank keeps it. A flag with the chunk's number follows behind a barrier of the
+// A step joins the arrivals in slots of this rank's arena, in the plan's order, and forwards the sum: to slots of
+// other ranks' arenas, and to this rank's own buffer. A flag with the chunk's number follows behind a barrier of the
 // block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
 
 constexpr int MOST_ENDS = 256;         // of a step
@@ -15,28 +15,28 @@ struct Step {
     long long own, own_first;          // buffer of the first operand, and the element that it begins with; -1: none
     long long kept, kept_first;        // buffer to write to; -1: none
     long long final;                   // the sum is complete
-    long long first, arrivals, departures;  // its ends: those that arrive in the order of joining, then the others
+    long long first, arrivals, departures;  // its ends: arrivals in the order of joining, then departures
     long long direct;                  // some of them lead into results
-    long long gathers, spreads;        // the switch adds what arrives; and copies what departs
+    long long gathers, spreads;        // the switch adds arrivals; and copies departures
 };
 
 struct End {
     long long peer;
-    long long home;                    // in whose arena the data lies
+    long long home;                    // rank whose arena holds the data
     long long slots, count, stride;    // place in that arena, number, bytes from one to the next; see placed()
-    long long data, credit;            // flags: beside the slots; in the arena that data comes from
-    long long sent;                    // which of this rank's numbers counts the chunks of earlier collectives
+    long long data, credit;            // flags: beside the slots; in the arena of the sender
+    long long sent;                    // index of this rank's counter of the chunks of earlier collectives
     long long row;                     // of the transfer table, for errors
 };
 
 struct Control {
     char* const* arenas;               // of all ranks, as this one sees them
-    char* multicast;                   // all of them at once, for the switch; or null
-    unsigned long long* dead;          // in this GPU's memory: not zero once anything has failed
-    const unsigned long long* others;  // of ranks that send messages: the same word of theirs; or null
+    char* multicast;                   // multicast address of all arenas, for the switch; or null
+    unsigned long long* dead;          // in GPU memory: not zero after any failure
+    const unsigned long long* others;  // the same word of ranks that send messages; or null
     unsigned long long* status;        // in the host's memory, see below
     long long rank, ranks;
-    long long patience;                // nanoseconds that this rank waits for a chunk
+    long long timeout;                 // nanoseconds that this rank waits for a chunk
 };
 
 struct Job {
@@ -48,12 +48,12 @@ struct Job {
     unsigned long long phase;          // which kernel of the collective this is
 };
 
-// What the host says and sees: not zero when it gives up; what has failed; and two words of each block: how far it is,
-// phase << 32 | chunks, or COMPLETE behind the last; and what it has waited for since: round << 40 | (peer + 1) << 24
-// | row, or 0.
+// Words shared with the host: its stop flag; the failure; and two words of each block: its progress, phase << 32 |
+// chunks, or COMPLETE after the last; and the chunk that it has waited for since: round << 40 | (peer + 1) << 24 | row,
+// or 0.
 //
-// What a block waits for has an earlier round, there or in a block of the peer that is behind. So where every rank names
-// the block that waits in the earliest round, the ranks that are named lead to the one at fault.
+// A block waits for a chunk of an earlier round, in this rank or in a block of a slower peer. So if every rank names
+// the peer of its block that waits in the earliest round, the named peers lead to the rank at fault.
 enum Status { STOP, FAILED, BLOCKS };
 enum Failure { FINE, LATE, STOPPED, TOLD };
 
@@ -71,7 +71,7 @@ __device__ inline void release(void* flag, unsigned long long value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
 
-// What the host may see at any time: nothing is ordered by it.
+// Words that the host may read at any time: they order nothing.
 __device__ inline void tell(void* word, unsigned long long value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
@@ -82,26 +82,26 @@ __device__ inline long long now() {
     return value;
 }
 
-// A block is so far, and waits for nothing.
+// Publishes a block's progress; it waits for nothing.
 __device__ inline void progress(const Control& control, unsigned long long done) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(control.status + BLOCKS + 2 * blockIdx.x),
                  "l"(done), "l"(0ull)
                  : "memory");
 }
 
-// The first failure is the one that is told.
+// Reports the first failure.
 __device__ inline void fail(const Control& control, Failure what) {
     if (atomicCAS(control.dead, 0ull, (unsigned long long)what) == 0)
         tell(control.status + FAILED, (unsigned long long)what);
 }
 
-// What a block waits for, for the host.
+// Publishes the chunk that a block waits for.
 __device__ inline void waits(const Control& control, long long round, long long peer, long long row) {
     tell(control.status + BLOCKS + 2 * blockIdx.x + 1, round << 40 | (peer + 1) << 24 | row);
 }
 
-// Whether something has failed before this kernel, here or where messages come from, or the host has given up. Ranks
-// that get messages of this one are to know, so it is put down.
+// Whether this rank or one that sends it messages failed before this kernel, or the host has stopped it. The failure
+// is recorded for the ranks that get messages from this one.
 __device__ inline bool ended(const Control& control) {
     if (acquired(control.dead)) return true;
     if (acquired(control.status + STOP)) {
@@ -118,7 +118,7 @@ __device__ inline bool ended(const Control& control) {
     return false;
 }
 
-// Waits until something is so; false if this collective has failed.
+// Waits for a condition; false if this collective has failed.
 template <class Condition>
 __device__ bool comes(const Control& control, long long round, long long peer, long long row,
                       const Condition& condition) {
@@ -130,7 +130,7 @@ __device__ bool comes(const Control& control, long long round, long long peer, l
         waits(control, round, peer, row);
         if (acquired(control.dead)) return false;
         const bool stopped = acquired(control.status + STOP) != 0;
-        if (stopped || time - begun > control.patience) {
+        if (stopped || time - begun > control.timeout) {
             fail(control, stopped ? STOPPED : LATE);
             return false;
         }
@@ -140,7 +140,7 @@ __device__ bool comes(const Control& control, long long round, long long peer, l
 
 // ---- a chunk
 
-// NVRTC 12.9 does not compile what in_global_memory says of these.
+// NVRTC 12.9 does not compile in_global_memory on these.
 __device__ inline Truth* in_global_memory(Truth* pointer) { return pointer; }
 __device__ inline const Truth* in_global_memory(const Truth* pointer) { return pointer; }
 
@@ -163,13 +163,13 @@ struct Chunk {
     Element* const* arriving;
     Element* const* departing;
     int arrivals, departures;
-    const Element* own;                // null: the first that arrives
+    const Element* own;                // null: the first arrival
     Element* kept;                     // null: nowhere
     long long divisor;                 // 0: not complete yet
 
     __device__ const Element* operand() const { return in_global_memory(own ? own : arriving[0]); }
 
-    // Elements one by one, from one on.
+    // Elements one by one, from `from` on.
     __device__ void elements(long long from, long long count) const {
 #pragma unroll 1
         for (long long i = from + threadIdx.x; i < count; i += blockDim.x) {
@@ -231,7 +231,7 @@ struct Chunk {
     }
 };
 
-// Where no switch adds or copies; else see switch.cu.
+// Without a switch that adds or copies; with one see switch.cu.
 struct NoSwitch {
     static constexpr bool USED = false;
     __device__ static void both_ways() {}
@@ -246,7 +246,7 @@ struct Block {
     const Job& job;
     char* given;
     char* result;
-    char* room;                        // for sums that are needed again
+    char* room;                        // workspace for sums that are needed again
     Element** places;                  // in shared memory, of the ends of a step
     int* failed;
 
@@ -262,8 +262,8 @@ struct Block {
             act(e, job.ends[step.first + e], e < step.arrivals);
     }
 
-    // Where the data of an end lies: in a slot, on all ranks at once where a switch adds or copies it; where results
-    // lie at one place in all arenas, in the result; or where a message has brought it.
+    // Address of the data of an end: in a slot, of all ranks at once if a switch adds or copies it; in the result, if
+    // results have one offset in all arenas; or in the buffer of a message.
     __device__ char* placed(const Step& step, const End& end, unsigned long long number, long long first,
                             bool by_switch) const {
         char* const* const arenas = job.control.arenas;
@@ -311,14 +311,14 @@ struct Block {
         Switch::both_ways();
         __syncthreads();
         each_end(step, [&](int, const End& end, bool arrives) {
-            // whoever writes to a result was let in once for all
+            // one credit opened the result to its writers
             if (end.count < 0 || (end.count == 0 && arrives)) return;
             release(arenas[end.peer] + (arrives ? end.credit : end.data), job.sent[end.sent] + c + 1);
         });
         return true;
     }
 
-    // Lets others write to this rank's result: from now on until this collective ends it is nothing else.
+    // Gives peers the credit to write to this rank's result, which is used for nothing else until the collective ends.
     __device__ void let_in(const Step& step) const {
         if (!step.direct) return;
         each_end(step, [&](int, const End& end, bool arrives) {
@@ -338,7 +338,7 @@ struct Block {
         if (threadIdx.x == 0) *failed = ended(job.control);
         __syncthreads();
         const bool dead = *failed;
-        __syncthreads();  // from here on a thread may set it
+        __syncthreads();  // after this a thread may set it
         if (dead) return;
         bool more = true;
         unsigned long long done = job.phase << 32;
@@ -364,14 +364,15 @@ struct Block {
     }
 };
 
-// ---- small collectives: every rank sends what it gives to all others, and each joins all of it in the plan's order
+// ---- small collectives: every rank sends its input to all others, and each joins all inputs in the plan's order
 //
 // A packet is 4 bytes of data and the number of the collective in a word of 64 bits, so it needs no flag besides. The
-// inbox has two halves by turns: who has everything of the next collective knows that all others have read this one's.
+// inbox has two halves by turns: a rank with all packets of the next collective knows that all others have read this
+// one's.
 
 constexpr int SMALL_THREADS = 256;
-constexpr int DEPTH = 4;               // sums that wait for another one
-constexpr unsigned long long MOST_SEALS = 0xffffffffull;  // 0 is what an inbox begins with
+constexpr int DEPTH = 4;               // sums that wait for an operand
+constexpr unsigned long long MOST_SEALS = 0xffffffffull;  // 0 is the initial value of an inbox
 
 enum Action { TAKE, JOIN_ONE, JOIN_BOTH };
 
@@ -380,7 +381,7 @@ struct Small {
     long long count;                   // elements
     long long inbox, half;             // bytes: place in every arena; length of a half, of which each rank has a part
     const long long* bounds;           // the elements with which shards begin, and the end
-    const long long* first;            // of each shard: where its order begins
+    const long long* first;            // of each shard: begin of its order
     const long long* order;            // rank << 2 | action
     unsigned long long* number;        // of collectives before this one, for each block
 };

@@ -1,7 +1,7 @@
 // Gathering of candidates, a list of all elements at or above a bound: select.cu precedes, emit.cu follows.
 
-// The list holds a run for every tile, in index order within it; `starts` and `kept` say where the run is. What exceeds
-// the room is only counted.
+// The list holds a run for every tile, in index order within it; `starts` and `kept` locate it. Entries beyond the
+// capacity are only counted.
 template <class Element, class Addend>
 __device__ inline void gather(Element* x, Addend addend, long long count, const Word* bound, Word lower,
                               Element* values, unsigned short* places, long long room, Word* starts, unsigned* kept,

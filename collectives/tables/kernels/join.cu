@@ -1,5 +1,5 @@
-// Joins and copies of many chunks in one launch; arithmetic.cu precedes, and lines that say which kernels follow.
-// See work.py for the tables.
+// Joins and copies of many chunks in one launch; arithmetic.cu precedes, the lines of the kernels follow. See
+// kernel_launch.py for the tables.
 
 constexpr int THREADS = 256;
 constexpr int PER_THREAD = 4;   // vectors of a tile
@@ -90,7 +90,7 @@ __device__ void do_tile(const Task& task, Element* destination, const Element* o
     constexpr int BATCH = Vector<Element>::BATCH;
     const long long first = number * THREADS * PER_THREAD;
     const unsigned long long address = (unsigned long long)destination;
-    // Elements one by one: those of the tile, or where whole vectors can be used the first and last of the item.
+    // Elements one by one: all of the tile, or with whole vectors the first and last of the item.
     long long begin = first * LANES;
     long long until = begin + THREADS * PER_THREAD * LANES < count ? begin + THREADS * PER_THREAD * LANES : count;
     long long head = until, skipped = 0;

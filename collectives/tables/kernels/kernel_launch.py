@@ -1,10 +1,10 @@
 """Build the tables that a kernel works through, and launch compiled kernels on the current GPU.
 
-An *item* writes one chunk: ``destination = own``, joined with its arrivals one after another. An item without
-arrivals is a copy. Chunks lie in numbered buffers, at byte offsets; the addresses of the buffers are a table of their
-own, so the same work runs on other memory. A *tile* is the part of an item that a block of threads does at a time.
-A *launch* is a run of items that do not touch memory that another of them writes. Kernels of the selection are
-launched on the current stream.
+An *item* writes one chunk: ``destination = own``, joined with its arrivals one after another. An item without arrivals
+is a copy. Chunks lie in numbered buffers, at byte offsets; the addresses of the buffers are a table of their own, so
+the same work runs on other memory. A *tile* is the part of an item that a block of threads does at a time. A *launch*
+is a run of items of which none touches memory that another writes. Kernels of the selection are launched on the current
+stream.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ITEM = np.dtype(
         ("arriving", np.int32),
     ]
 )
-"""Byte offsets and buffers of what is written and of the first operand, elements, and the item's arrivals."""
+"""Byte offsets and buffers of the destination and the first operand, elements, and the item's arrivals."""
 
 ARRIVAL = np.dtype([("offset", np.int64), ("buffer", np.int64)])
 TILE = np.dtype([("item", np.int32), ("number", np.int32)])
@@ -59,16 +59,9 @@ TILE = np.dtype([("item", np.int32), ("number", np.int32)])
 class Chunks:
     """Rows of a transfer table that one process joins or copies; R rows, columns of length R.
 
-    Parameters
-    ----------
-    step : array
-        Launches come in ascending steps.
-    rank, start, count : array
-        Where the row leads: rows of one step, rank and start are joined into one item, in their order.
-    add : bool array
-        Join, or store.
-    destination, own, arriving : (array, array)
-        Buffers and byte offsets of what is written, of the rank's own operand, and of what arrives.
+    Launches come in ascending ``step``. Rows of one step, rank and start are joined into one item, in their order.
+    ``add`` joins, else a row stores. ``destination``, ``own`` and ``arriving`` are buffers and byte offsets of the
+    result, the rank's own operand, and the arriving one.
     """
 
     step: Numbers
@@ -83,18 +76,9 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelWork:
-    """What the kernels do in each of some launches.
+    """Tables of the work of some launches: ``items`` of `ITEM`, ``arrivals`` of `ARRIVAL`, ``tiles`` of `TILE`.
 
-    Parameters
-    ----------
-    items : (I,) array of `ITEM`
-    arrivals : (A,) array of `ARRIVAL`
-    tiles : (T,) array of `TILE`
-        Tiles of one launch stand together.
-    steps : tuple of int
-        The step of each launch, ascending.
-    ends : tuple of int
-        Launch i does the tiles up to ``ends[i]`` that no earlier one does.
+    Launch i is of step ``steps[i]``, ascending, and does the tiles up to ``ends[i]`` that no earlier launch does.
     """
 
     items: NDArray[np.void]
@@ -104,21 +88,15 @@ class KernelWork:
     ends: tuple[int, ...]
 
     def traffic(self, itemsize: int) -> int:
-        """Bytes that are read and written: an item reads its own operand and every arrival, and writes once."""
+        """Return the bytes that are read and written: an item reads its own operand and every arrival, and writes
+        once.
+        """
         return int((self.items["count"] * (2 + self.items["arriving"])).sum()) * itemsize
 
 
 def work_of(chunks: Chunks, itemsize: int) -> KernelWork:
-    """Put rows together into items, and cut the items into tiles.
+    """Join rows into items, and cut the items into tiles; ``itemsize`` are the bytes of an element.
 
-    Parameters
-    ----------
-    chunks : Chunks
-    itemsize : int
-        Bytes of an element.
-
-    Examples
-    --------
     Two siblings that arrive in step 0 are joined by one item of two tiles, and copied on in step 1:
 
     >>> column = lambda *values: np.array(values)
@@ -164,19 +142,12 @@ def work_of(chunks: Chunks, itemsize: int) -> KernelWork:
 
 
 BLOCKS_PER_PROCESSOR = 8
-"""Blocks of 256 threads that a multiprocessor of any generation can hold; more would only wait."""
+"""Blocks of 256 threads that a multiprocessor of any generation can hold; further ones would wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceWork:
-    """A `KernelWork` in the memory of a GPU, and the table of buffers that it is to be done on.
-
-    Parameters
-    ----------
-    work : Work
-    items, arrivals, tiles, bases : CuPy arrays
-        Of bytes; ``bases`` holds the address of each buffer.
-    """
+    """A `KernelWork` in GPU memory, as bytes, and the addresses of its buffers, ``bases``."""
 
     work: KernelWork
     items: Any
@@ -186,14 +157,7 @@ class DeviceWork:
 
 
 class Kernels:
-    """The kernels of the GPU that is current, compiled when they are first used.
-
-    Everything runs on the current stream.
-
-    Parameters
-    ----------
-    cupy : module
-    """
+    """The kernels of the current GPU, compiled at first use and run on the current stream."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy: Any = cupy
@@ -202,22 +166,22 @@ class Kernels:
         self._most_blocks = attributes["MultiProcessorCount"] * BLOCKS_PER_PROCESSOR
 
     def upload(self, work: KernelWork, buffers: int) -> DeviceWork:
-        """Put the tables of some work on so many buffers into the GPU's memory."""
+        """Copy the tables of some work on so many buffers to the GPU."""
         items, arrivals, tiles = (
             self._cupy.asarray(table.view(np.uint8)) for table in (work.items, work.arrivals, work.tiles)
         )
         return DeviceWork(work, items, arrivals, tiles, self._cupy.zeros(buffers, dtype=np.int64))
 
     def compiled(self, op: str | None, dtype: str, itemsize: int) -> Any:
-        """The kernel that joins with an operation."""
+        """Return the kernel that joins with an operation."""
         return self._kernel(join_kernel(op, dtype, itemsize))
 
     def forest(self, name: str) -> Any:
-        """The kernel of this name (`forest_kernel`), which runs a rank's whole part in a collective."""
+        """Return the kernel of this name (`forest_kernel`)."""
         return self._kernel(name, forest_source)
 
     def launch(self, kernel: Any, done: DeviceWork, number: int) -> None:
-        """Do one launch of the work."""
+        """Run one launch of the work."""
         ends = done.work.ends
         first = ends[number - 1] if number else 0
         count = ends[number] - first
@@ -229,7 +193,6 @@ class Kernels:
         )
 
     def divide(self, line: Any, dtype: str, ranks: int) -> None:
-        """Turn sums into averages, in place."""
         tiles = -(-line.nbytes // TILE_BYTES)
         if tiles:
             self._kernel(divide_kernel(dtype))(
@@ -239,7 +202,6 @@ class Kernels:
             )
 
     def join(self, target: Any, lines: Sequence[Any], op: str, dtype: str, itemsize: int) -> None:
-        """Join lines one after another into another line of the same length, which shares no memory with them."""
         if not target.size:
             return
         none = np.zeros(len(lines) - 1, dtype=np.int64)
@@ -256,7 +218,7 @@ class Kernels:
         work = self.upload(work_of(chunks, itemsize), len(lines) + 1)
         work.bases.set(np.array([line.data.ptr for line in (target, *lines)], dtype=np.int64))
         self.launch(self.compiled(op, dtype, itemsize), work, 0)
-        self._cupy.cuda.get_current_stream().synchronize()  # the tables go with this call
+        self._cupy.cuda.get_current_stream().synchronize()  # the tables are freed after this call
 
     def _kernel(self, name: str, source: Callable[[list[str]], str] = kernel_source) -> Any:
         if name not in self._compiled:
@@ -268,22 +230,17 @@ BINS = 2048
 """Counters of a histogram; as in ``select.cu``."""
 
 DIGIT = 11
-"""Bits of a key that one histogram makes known."""
+"""Bits of a key that one histogram determines."""
 
 SELECTION_STATE = np.dtype([(name, np.uint64) for name in ("ended", "key", "wanted", "nan", "gathered")])
-"""What the kernels of a selection tell each other; as in ``select.cu``."""
+"""State that the kernels of a selection share; as in ``select.cu``."""
 
 SELECTION_BLOCKS_PER_PROCESSOR = 4
-"""As many as the kernels are bound to leave room for on a multiprocessor of any generation."""
+"""Blocks that the kernels' launch bounds let a multiprocessor of any generation hold."""
 
 
 class SelectionKernels:
-    """The selection kernels of the GPU that is current, compiled when they are first used.
-
-    Parameters
-    ----------
-    cupy : module
-    """
+    """The selection kernels of the current GPU, compiled at first use."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._cupy: Any = cupy
@@ -293,11 +250,11 @@ class SelectionKernels:
         )
 
     def blocks(self, count: int, itemsize: int) -> int:
-        """Blocks that share the tiles of so many elements."""
+        """Return the blocks that share the tiles of so many elements."""
         return max(1, min(-(-count * itemsize // TILE_BYTES), self._most_blocks))
 
     def launch(self, form: str, dtype: str, blocks: int, arguments: tuple[Any, ...]) -> None:
-        """Run one kernel, see `selection_kernel`; arrays, and numbers of the widths that it takes."""
+        """Run one kernel, see `selection_kernel`; arguments are arrays, and numbers of the widths that it takes."""
         name = selection_kernel(form, dtype)
         if name not in self._compiled:
             self._compiled[name] = load_kernel(self._cupy, selection_source([name]), name)
@@ -306,15 +263,13 @@ class SelectionKernels:
 
 @lru_cache(maxsize=64)
 def selection_kernels(cupy: ModuleType, device: int) -> SelectionKernels:
-    """The kernels of one GPU, which must be current."""
+    """Return the kernels of one GPU, which must be current."""
     return SelectionKernels(cupy)
 
 
 def digits(dtype: str) -> tuple[tuple[int, int], ...]:
-    """Lowest bit and number of bits of each part of a key, from the top.
+    """Return lowest bit and number of bits of each part of a key, from the top.
 
-    Examples
-    --------
     >>> digits("float32")
     ((20, 11), (9, 11), (0, 9))
     """

@@ -1,9 +1,9 @@
-// What finds the k largest magnitudes: keys, sums over a block, tiles, histograms. arithmetic.cu precedes, gather.cu,
+// Find the k largest magnitudes: keys, sums over a block, tiles, histograms. arithmetic.cu precedes, gather.cu,
 // emit.cu, feedback.cu and entries.cu follow.
 //
 // A key is an element's bits without the sign, so magnitudes order as keys. Bits become known from the top, 11 at a
-// time: every block counts its keys in shared memory, and the block that ends last looks where the k-th largest lies.
-// Atomics only add, and where they reserve room, what lies there is put in order later: no result shows their order.
+// time: every block counts its keys in shared memory, and the last block finds the bin of the k-th largest.
+// Atomics only add or reserve space whose contents are sorted later: no result shows their order.
 
 typedef unsigned long long Word;
 
@@ -16,9 +16,9 @@ constexpr unsigned EVERY_LANE = 0xffffffffu;
 
 struct State {       // zero before the first kernel
     Word ended;      // blocks of the running kernel
-    Word key;        // of the k-th largest: the bits that are known, and zeros
-    Word wanted;     // entries to be taken of those whose key has these bits
-    Word nan;        // whether there is one
+    Word key;        // of the k-th largest: the known bits, then zeros
+    Word wanted;     // entries still to take among keys with these bits
+    Word nan;        // whether x holds a NaN
     Word gathered;   // entries at or above the bound
 };
 
@@ -80,12 +80,12 @@ __device__ inline Word sum_before(Word value, Word& total) {
     return before + sum - value;
 }
 
-// Whether all other blocks have come here before; then what they wrote is seen.
+// Whether this is the last block to come here; then the other blocks' writes are visible.
 __device__ inline bool ends_last(State* state) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        // by the thread that counts: a fence publishes what the block did before the barrier, not what comes after it
+        // by the counting thread: the fence publishes the block's writes before the barrier, not later ones
         __threadfence();
         last = atomicAdd(&state->ended, (Word)1) == (Word)gridDim.x - 1;
         __threadfence();
@@ -112,7 +112,7 @@ struct Raw<4> {
     typedef unsigned Type;
 };
 
-// A vector of elements: as many as there are wide ones in 16 bytes.
+// A vector of elements: as many as 16 bytes hold of the wide type.
 template <class Element, class Wide = Element>
 union Pack {
     static constexpr int LANES = VECTOR / sizeof(Wide);
@@ -122,7 +122,7 @@ union Pack {
     __device__ Pack() : raw() {}
 };
 
-// Where a vector of this thread begins in its tile.
+// First element of a vector of this thread in its tile.
 template <class Element>
 __device__ inline int place_of(int vector) {
     return (vector * THREADS + (int)threadIdx.x) * Pack<Element>::LANES;
@@ -135,7 +135,7 @@ __device__ inline int size_of(long long tile, long long count) {
     return rest < Pack<Element>::TILE ? (int)rest : Pack<Element>::TILE;
 }
 
-// Vectors of a tile that begins at `from`, one element after another where they are not aligned or not all there.
+// Vectors of a tile that begins at `from`, element by element if unaligned or incomplete.
 template <class Element, class Wide, int COUNT>
 __device__ inline void read(Pack<Element, Wide> (&pack)[COUNT], const Element* from, int first, int size) {
     typedef decltype(pack[0].raw) Vector;
@@ -164,7 +164,7 @@ __device__ inline void store(Element* to, const Pack<Element>& pack, int place, 
         if (place + l < size) to[place + l] = pack.lane[l];
 }
 
-// What is added to a tile when it is read, and stored there: nothing.
+// The summand of a tile when it is read: nothing.
 template <class Element>
 struct Nothing {
     __device__ Nothing in_global() const { return *this; }
@@ -194,7 +194,7 @@ struct Gradient {
     }
 };
 
-// A tile of x, which begins at `first`, and what is added.
+// A tile of x, which begins at `first`, and its summand.
 template <class Element, class Addend>
 __device__ inline void read_tile(Pack<Element> (&pack)[VECTORS], Element* x, const Addend& addend, long long first,
                                  int size) {
@@ -222,8 +222,8 @@ __device__ inline void find(Word* counts, Word known, int shift, Word wanted, St
     }
 }
 
-// Makes some more bits of the k-th largest key known; k is zero where earlier ones are. Counts the first elements of x:
-// as many as `length` says where it is given, and at most `most`.
+// Determines further bits of the k-th largest key; k is zero after the first pass. Counts the first elements of x:
+// `length` if given, and at most `most`.
 template <class Element, class Addend>
 __device__ inline void histogram(Element* x, Addend addend, long long most, const Word* length, int shift, int bits,
                                  Word k, Word* counts, State* state) {

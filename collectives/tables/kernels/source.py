@@ -31,28 +31,26 @@ ELEMENTS = {
     "complex64": "Complex<float>",
     "complex128": "Complex<double>",
 }
-"""What the kernels call each dtype; the names are numpy's."""
+"""C++ type of each dtype, by numpy's name."""
 
 INDICES = {"int32": "int", "int64": "long long"}
-"""What the kernels call the dtypes of indices."""
+"""C++ type of the dtypes of indices."""
 
 BYTES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "Bytes16"}
-"""Elements that are only copied, by their size."""
+"""C++ type of elements that are only copied, by their size."""
 
 OPERATIONS = {"sum": "Sum", "avg": "Sum", "prod": "Prod", "min": "Min", "max": "Max"}
 
 SWITCH_INTEGERS = ("int32", "int64", "uint32", "uint64")
-"""Integers that a switch adds, and takes the smallest and largest of."""
+"""Integers that a switch adds or compares."""
 
 SWITCH_FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-"""Types that it only adds, in an order of its own."""
+"""Types that a switch only adds, in an order of its own."""
 
 
 def join_kernel(op: str | None, dtype: str, itemsize: int) -> str:
-    """The name of the kernel that joins with an operation and copies; None only copies.
+    """Return the name of the kernel that joins with an operation and copies; None only copies.
 
-    Examples
-    --------
     >>> join_kernel("avg", "float16", 2), join_kernel("sum", "int8", 1), join_kernel(None, "complex64", 8)
     ('join_sum_float16', 'join_sum_uint8', 'copy_8')
     """
@@ -64,15 +62,13 @@ def join_kernel(op: str | None, dtype: str, itemsize: int) -> str:
 
 
 def divide_kernel(dtype: str) -> str:
-    """The name of the kernel that turns sums into averages."""
+    """Return the name of the kernel that turns sums into averages."""
     return f"divide_{dtype}"
 
 
 def kernel_names() -> tuple[str, ...]:
-    """All kernels that there are.
+    """Return the names of all kernels that join, divide or copy.
 
-    Examples
-    --------
     >>> len(kernel_names())
     65
     """
@@ -88,15 +84,8 @@ def kernel_names() -> tuple[str, ...]:
 
 
 def kernel_source(names: Iterable[str]) -> str:
-    """CUDA source with these kernels.
+    """Return CUDA source with these kernels; UsageError for an unknown name.
 
-    Raises
-    ------
-    UsageError
-        There is no such kernel.
-
-    Examples
-    --------
     >>> kernel_source(["join_max_float32"]).splitlines()[-1]
     'JOIN(join_max_float32, float, Max)'
     """
@@ -104,10 +93,8 @@ def kernel_source(names: Iterable[str]) -> str:
 
 
 def switch_adds(op: str | None, dtype: str, *, exact: bool) -> bool:
-    """Whether a switch can do a reduction; an exact one only where its order does not show.
+    """Return whether a switch can do a reduction; an exact one only if its order does not show.
 
-    Examples
-    --------
     >>> switch_adds("max", "int64", exact=True), switch_adds("sum", "float32", exact=True)
     (True, False)
     >>> switch_adds("avg", "float32", exact=False), switch_adds("max", "float32", exact=False)
@@ -121,21 +108,11 @@ def switch_adds(op: str | None, dtype: str, *, exact: bool) -> bool:
 def forest_kernel(
     op: str | None, dtype: str, itemsize: int, *, averages: bool = False, kind: str = "forest"
 ) -> str:
-    """The name of the kernel that runs a rank's whole part in a collective; it divides averages too.
+    """Return the name of the kernel that runs a rank's whole part in a collective.
 
-    Parameters
-    ----------
-    op : str or None
-        None only copies.
-    dtype : str
-    itemsize : int
-    averages : bool
-        Whether there are averages of this type.
-    kind : str
-        "forest" along trees, "switch" where a switch takes part, "small" from everybody to everybody.
+    ``op`` None only copies. ``averages`` says that the kernel divides averages of this type. ``kind`` is "forest" along
+    trees, "switch" if a switch takes part, "small" if every rank sends to every other.
 
-    Examples
-    --------
     >>> forest_kernel("avg", "float32", 4, averages=True), forest_kernel(None, "complex64", 8)
     ('forest_avg_float32', 'forest_copy_8')
     """
@@ -145,10 +122,8 @@ def forest_kernel(
 
 
 def forest_kernel_names() -> tuple[str, ...]:
-    """All of them that there are.
+    """Return the names of all kernels of `forest_kernel`.
 
-    Examples
-    --------
     >>> names = forest_kernel_names()
     >>> len(names), names[0], names[-1]
     (160, 'forest_max_bfloat16', 'switch_avg_complex128')
@@ -165,15 +140,9 @@ def forest_kernel_names() -> tuple[str, ...]:
 
 
 def forest_source(names: Iterable[str]) -> str:
-    """CUDA source with these kernels; with one in which a switch takes part it asks for compute capability 9.0.
+    """Return CUDA source with these kernels, for compute capability 9.0 if a switch takes part; UsageError for an
+    unknown name.
 
-    Raises
-    ------
-    UsageError
-        There is no such kernel.
-
-    Examples
-    --------
     >>> forest_source(["forest_avg_float32"]).splitlines()[-1]
     'FOREST(forest_avg_float32, float, Sum, Average)'
     """
@@ -192,7 +161,7 @@ def forest_source(names: Iterable[str]) -> str:
 
 
 TRY_PEERS = "try_peers"
-"""The kernel that tries stores and flags between GPUs."""
+"""The kernel that tests stores and flags between GPUs."""
 
 
 def peers_source() -> str:
@@ -209,10 +178,10 @@ def _kernel_line(name: str) -> str:
         return f"DIVIDE({name}, {ELEMENTS[rest]})"
     if kind == "join" and op in OPERATIONS and dtype in ELEMENTS:
         return f"JOIN({name}, {ELEMENTS[dtype]}, {OPERATIONS[op]})"
-    raise UsageError(f"there is no kernel {name!r}; use one of {', '.join(kernel_names())}")
+    raise UsageError(f"kernel {name!r} is unknown; use one of {', '.join(kernel_names())}")
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=8)
 def _read_templates(*parts: str) -> str:
     folder = files("collectives.tables.kernels")
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("arithmetic.cu", *parts))
@@ -222,28 +191,22 @@ GRADIENT_DTYPES = {
     "float32": ("float32", "float16", "bfloat16"),
     "float64": ("float64", "float32", "float16", "bfloat16"),
 }
-"""For each dtype of a residual the dtypes of its gradients."""
+"""Dtypes of gradients for each dtype of a residual."""
 
 FEEDBACK_FORMS = {"histogram": "FEEDBACK_HISTOGRAM", "gather": "FEEDBACK_GATHER", "take_back": "TAKE_BACK"}
-"""The macro of each kernel that has a gradient."""
+"""Macro of each kernel that takes a gradient."""
 
 FEEDBACK_KINDS = {"feedback": "false", "momentum": "true"}
-"""Whether a velocity takes the gradient in."""
+"""Whether a velocity takes in the gradient."""
 
 
 def feedback_form(kind: str, form: str, given: str) -> str:
-    """The name of a kernel that has a gradient of this dtype, without the residual's dtype.
-
-    Examples
-    --------
-    >>> feedback_form("momentum", "gather", "bfloat16")
-    'momentum_gather_bfloat16'
-    """
+    """Return the name of a kernel with gradients of this dtype, without the residual's dtype."""
     return f"{kind}_{form}_{given}"
 
 
 def entries_form(what: str, index: str) -> str:
-    """The name of a kernel that adds to entries or makes them zero, without the array's dtype."""
+    """Return the name of a kernel that adds to entries or zeroes them, without the array's dtype."""
     return f"{what}_entries_{index}"
 
 
@@ -262,14 +225,13 @@ def _feedback_lines() -> dict[str, str]:
 
 
 FEEDBACK_LINES = _feedback_lines()
-"""The line that makes a kernel, by its name."""
+"""Source line of each kernel."""
 
-
-SELECTION_TEMPLATES = ("arithmetic.cu", "select.cu", "gather.cu", "emit.cu", "feedback.cu", "entries.cu")
-"""The files of the template, in their order."""
+SELECTION_TEMPLATES = ("select.cu", "gather.cu", "emit.cu", "feedback.cu", "entries.cu")
+"""Files of the template, in order."""
 
 KEY_BITS = {"bfloat16": (15, 7), "float16": (15, 10), "float32": (31, 23), "float64": (63, 52)}
-"""Bits of a float without its sign, and how many of them are its mantissa's."""
+"""Bits of a float without its sign, and of its mantissa."""
 
 SELECTION_FORMS = {
     "histogram": "HISTOGRAM({name}, {element}, Nothing<{element}>{{}})",
@@ -284,25 +246,17 @@ SELECTION_FORMS = {
         for index in INDICES
     },
 }
-"""The line that makes a kernel, by what it does."""
+"""Source line of a kernel, by its form."""
 
 
 def selection_kernel(form: str, dtype: str) -> str:
-    """The name of a kernel for elements of a dtype.
-
-    Examples
-    --------
-    >>> selection_kernel("feed_histogram", "float32")
-    'feed_histogram_float32'
-    """
+    """Return the name of a kernel for elements of a dtype."""
     return f"{form}_{dtype}"
 
 
 def selection_kernel_names() -> tuple[str, ...]:
-    """All selection kernels that there are, without those of error feedback.
+    """Return the names of all selection kernels, without those of error feedback.
 
-    Examples
-    --------
     >>> len(selection_kernel_names())
     40
     """
@@ -310,19 +264,12 @@ def selection_kernel_names() -> tuple[str, ...]:
 
 
 def selection_source(names: Iterable[str]) -> str:
-    """CUDA source with these kernels, of `selection_kernel_names` and of `FEEDBACK_LINES`.
+    """Return CUDA source with kernels of `selection_kernel_names` and `FEEDBACK_LINES`; UsageError for an unknown name.
 
-    Raises
-    ------
-    UsageError
-        There is no such kernel.
-
-    Examples
-    --------
     >>> selection_source(["gather_float16"]).splitlines()[-1]
     'GATHER(gather_float16, Half, Nothing<Half>{})'
     """
-    return "\n".join([_selection_template(), *(_selection_line(name) for name in names), ""])
+    return "\n".join([_read_templates(*SELECTION_TEMPLATES), *(_selection_line(name) for name in names), ""])
 
 
 def _selection_line(name: str) -> str:
@@ -331,12 +278,6 @@ def _selection_line(name: str) -> str:
     form, _, dtype = name.rpartition("_")
     if form not in SELECTION_FORMS or dtype not in KEY_BITS:
         raise UsageError(
-            f"there is no selection kernel {name!r}; use one of {', '.join(selection_kernel_names())}"
+            f"selection kernel {name!r} is unknown; use one of {', '.join(selection_kernel_names())}"
         )
     return SELECTION_FORMS[form].format(name=name, element=ELEMENTS[dtype])
-
-
-@lru_cache(maxsize=1)
-def _selection_template() -> str:
-    folder = files("collectives.tables.kernels")
-    return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SELECTION_TEMPLATES)

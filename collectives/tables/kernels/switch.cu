@@ -1,28 +1,27 @@
-// What the switch between GPUs does itself, from compute capability 9.0 on: it adds what lies at one place in all arenas
-// on the way to whoever reads it, and copies what is written to one place of all. forest.cu precedes.
+// Operations of the switch between GPUs, from compute capability 9.0 on: a load from one offset of all arenas adds
+// them, and a store to one offset is copied to all. forest.cu precedes.
 //
 // The order in which it adds is its own: sums of floating-point numbers have other last bits than the plan's.
 
-// Multicast addresses and those of arenas lead to the same memory, and nothing orders the one way behind the other
-// but this.
+// Multicast and arena addresses alias the same memory; only this fence orders accesses through one behind the other.
 struct BothWays {
     static constexpr bool USED = true;
     __device__ static void both_ways() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
-    // A chunk, of which slots hold whole vectors, whatever the last lanes are.
+    // A chunk; slots hold whole vectors, with any contents in the last lanes.
     template <class Element, class Operation, class Last>
     __device__ static void run(const Chunk<Element, Operation, Last>& chunk, long long count, bool gathers, bool spreads,
                                bool whole);
 };
 
-// Sixteen bytes to one place in all arenas.
+// Stores sixteen bytes to one offset in all arenas.
 __device__ inline void spread(void* all, uint4 raw) {
     asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(all), "f"(__uint_as_float(raw.x)),
                  "f"(__uint_as_float(raw.y)), "f"(__uint_as_float(raw.z)), "f"(__uint_as_float(raw.w))
                  : "memory");
 }
 
-// Sixteen bytes that are the sums of those at one place in all arenas; the switch does not know every operation.
+// Loads sixteen bytes as sums over one offset in all arenas; the switch lacks some operations.
 template <class Element, class Operation>
 struct Added {
     __device__ static uint4 from(const void*) { return uint4(); }
@@ -66,7 +65,7 @@ struct Added {
     return sum.raw;                                                                               \
     ADDED_END
 
-// Before CUDA 12.4 halves are added as halves.
+// Before CUDA 12.4 halves are accumulated in half precision.
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
 #define WIDE "add.acc::f32.v4."
 #else

@@ -1,16 +1,16 @@
-// One kernel that tries what the kernels of forest.cu rely on between GPUs: forest.cu precedes.
+// One kernel that tests the stores and flags between GPUs on which forest.cu relies; forest.cu precedes.
 //
 // It stores a mark in the arena of each rank that it reaches, releases a flag behind it, and waits for the flag and the
-// mark of each. A word in the host's memory stops it, and the clock does.
+// mark of each. A word in host memory or the timeout stops it.
 
 constexpr long long MARK_WORDS = 2;    // of a rank in an arena: the mark, the flag
 
-// What the host sees of each peer.
+// State of each peer, for the host.
 enum Heard { NOTHING, MARK, OTHER };
 
-// `page` lies in the host's memory: STOP, what is heard of each rank, the address of each arena (0: not reached), and
-// the flag that each rank releases. A rank adds the number of the peer to its flag for the mark.
-extern "C" __global__ void try_peers(unsigned long long* page, long long rank, long long ranks, long long patience) {
+// `page` is in host memory: STOP, the state of each rank, the address of each arena (0: not reached), and the flag that
+// each rank releases. A rank adds the number of the peer to its flag for the mark.
+extern "C" __global__ void try_peers(unsigned long long* page, long long rank, long long ranks, long long timeout) {
     unsigned long long* const heard = page + 1;
     unsigned long long* const arenas = heard + ranks;
     const unsigned long long* const flags = arenas + ranks;
@@ -27,7 +27,7 @@ extern "C" __global__ void try_peers(unsigned long long* page, long long rank, l
         bool came = false;
         for (unsigned polls = 1; !came; ++polls) {
             came = acquired(here + 1) == flags[peer];
-            if (!came && polls % POLLS == 0 && (acquired(page + STOP) || now() - begun > patience)) break;
+            if (!came && polls % POLLS == 0 && (acquired(page + STOP) || now() - begun > timeout)) break;
         }
         tell(heard + peer, !came ? NOTHING : here[0] == flags[peer] + rank ? MARK : OTHER);
     }

@@ -164,7 +164,7 @@ def test_who_is_what_and_what_helpers_do_not_do_is_said_in_one_line() -> None:
     plan = topoplan.plan(helped_star(RANKS, HELPERS))
 
     def confused(comm: Communicator, rank: int) -> None:
-        with pytest.raises(UsageError, match="this process is a rank, which calls collectives"):
+        with pytest.raises(UsageError, match="serve is for helpers, and this process is a rank"):
             comm.serve()
 
     assert serving(plan, confused) == [None] * RANKS + [0] * HELPERS
@@ -178,7 +178,7 @@ def test_who_is_what_and_what_helpers_do_not_do_is_said_in_one_line() -> None:
             return str(refused.value)
 
     told = backends_in_threads(RANKS, helper_calls, helpers=HELPERS)
-    assert told[RANKS:] == ["this process is a helper and has nothing to put in; call serve"] * HELPERS
+    assert told[RANKS:] == ["this process is a helper without arrays; call serve"] * HELPERS
 
 
 def test_a_helper_with_another_plan_is_named_by_all() -> None:

@@ -353,9 +353,7 @@ def test_an_out_that_does_not_fit_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e6])
 def test_timeouts_that_no_system_can_wait_are_refused(timeout: float) -> None:
     plan = topoplan.plan("dgx-1v", gpus=[0, 1])
-    with pytest.raises(
-        UsageError, match=f"a timeout of {timeout} s is no time to wait; give more than zero, 1"
-    ):
+    with pytest.raises(UsageError, match=f"timeout must be above 0 and at most 100000 s, got {timeout}"):
         Communicator(plan, timeout=timeout)
 
 
@@ -372,20 +370,20 @@ def test_other_requests_that_do_not_fit_are_refused() -> None:
             comm.reduce_scatter(numbers(4, 8), op="mean")
         with pytest.raises(UsageError, match="'min' is not defined for complex64"):
             comm.reduce_scatter(numbers(4, 8, dtype="complex64"), op="min")
-        with pytest.raises(UsageError, match="root 4 is no rank; use 0 to 3"):
+        with pytest.raises(UsageError, match="root must be a rank, 0 to 3, got 4"):
             comm.broadcast(numbers(4, 8), root=4)
     with pytest.raises(UsageError, match="closed"):
         comm.reduce_scatter(numbers(4, 8))
     with pytest.raises(UsageError, match="back end 'smoke' is unknown; use loopback"):
         Communicator(plan, "smoke")
-    with pytest.raises(UsageError, match="chunks of 0 bytes"):
+    with pytest.raises(UsageError, match="chunks must have at least 1 byte, got 0"):
         Communicator(plan, chunk_bytes=0)
     with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
         Communicator("nowhere.json")
-    with pytest.raises(UsageError, match="a int is no plan"):
+    with pytest.raises(UsageError, match=r"plan must be a Plan.*, got int"):
         Communicator(7)  # type: ignore[arg-type]
     for backend in ("loopback", "mpi", "tcp"):
-        with pytest.raises(UsageError, match="a NoneType is no plan"):
+        with pytest.raises(UsageError, match=r"plan must be a Plan.*, got NoneType"):
             Communicator(None, backend)  # type: ignore[arg-type]
 
 

@@ -297,5 +297,5 @@ def test_an_error_while_data_moves_ends_the_call() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_links_that_carry_nothing_are_refused(scale: float) -> None:
-    with pytest.raises(UsageError, match="give a scale above zero"):
+    with pytest.raises(UsageError, match="scale must be above 0 and finite"):
         PacedLoopback(4, scale=scale)

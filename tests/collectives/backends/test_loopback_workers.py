@@ -18,10 +18,10 @@ from collectives.backends.loopback.loopback_backend import (
     LONGEST_PIECE,
     Loopback,
     TaskThreads,
-    execute,
 )
 from collectives.peers.control_plane import Signature
 from tests.support.hand_plans import SHAPES, forest_plan
+from tests.support.table_execution import execute
 from topoplan.errors import UsageError
 from topoplan.plans.plan import COLLECTIVES, Plan
 
@@ -208,5 +208,5 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 
 def test_no_threads_at_all_are_refused() -> None:
-    with pytest.raises(UsageError, match="0 threads move nothing; give at least 1"):
+    with pytest.raises(UsageError, match="threads must be at least 1, got 0"):
         Loopback(4, threads=0)

@@ -200,7 +200,7 @@ def outcome(
         if road is None:
             program = program_of(table, HostPlacement(rank, tuple(hosts), (0,) * size), **asked)
         else:
-            program = host_program_of(table, rank, **asked, block_bytes=24 * ITEM, roads=(road,))
+            program = host_program_of(table, rank, **asked, block_bytes=24 * ITEM, methods=(road,))
         slots = shared.setdefault(hosts[rank], np.full(program.shared_elements, np.nan))
         assert len(slots) == program.shared_elements, "all ranks of a host agree on the slots"
         members = [other for other in range(size) if hosts[other] == hosts[rank]]
@@ -272,7 +272,7 @@ def test_on_one_host_a_chain_takes_as_many_operations_as_a_star() -> None:
     for shape in SHAPES:
         table = lower(forest_plan(4, "allreduce", shape), 1 << 20, chunk_elements=1 << 16)
         asked: dict[str, Any] = {"given": (0, 1 << 20), "blocks": ((0, 1 << 20),) * 4, "itemsize": 4}
-        program = host_program_of(table, 2, **asked, block_bytes=1 << 14, roads=(ROUNDS,))
+        program = host_program_of(table, 2, **asked, block_bytes=1 << 14, methods=(ROUNDS,))
         waits = program.operations[:, LAST_WAIT] - program.operations[:, FIRST_WAIT]
         lengths.add((np.count_nonzero(waits), program.operations[:, POST].max(), program.shared_elements))
     assert len(lengths) == 1

@@ -52,7 +52,7 @@ def test_a_missing_library_is_named_with_what_to_install(cupy: ModuleType, witho
         UsageError, match=r"libnccl\.so\.2.*: pip install nvidia-nccl-cu12 \(or -cu13, as CuPy\)"
     ):
         find_library(cupy)
-    with pytest.raises(UsageError, match="no bindings 'torch' of NCCL; use auto, nccl4py or cupy"):
+    with pytest.raises(UsageError, match="bindings of NCCL 'torch' are unknown; use auto, nccl4py or cupy"):
         find_library(cupy, name="torch")
 
 
@@ -131,7 +131,7 @@ def test_an_abort_waits_for_the_call_that_runs_and_refuses_those_that_come_later
     caller.start()
     inside.wait(5)
     connections.abort()
-    assert connections.left(5)
+    assert connections.wait_ended(5)
     caller.join()
     assert aborted == ["the call has ended", "aborted"]
     with pytest.raises(NcclFailed, match="were aborted"):

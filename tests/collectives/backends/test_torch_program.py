@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import TransferTable, lower
-from collectives.backends.loopback.loopback_backend import execute
 from collectives.backends.stepped_program import ProgramMessage
 from collectives.backends.torch.torch_backend import Part, TorchJoin, TorchProgram, program
 from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
+from tests.support.table_execution import execute
 from topoplan.plans.plan import COLLECTIVES, Plan
 
 Line = NDArray[np.float64]

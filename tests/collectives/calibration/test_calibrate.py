@@ -17,7 +17,6 @@ from tests.support import fake_cupy
 from topoplan.cli.main import main
 from topoplan.errors import ProbeError
 from topoplan.machine.topology import Topology
-from topoplan.machine.topology_json import dump_topology_json
 
 V100S = topoplan.load("dgx-1v")
 MIB = 1 << 20
@@ -112,7 +111,7 @@ class TestKnownAnswers:
         assert "gpu1  gpu2  nvlink     10.0     10.0        20         50      50         0" in lines
         assert "gpu4  gpu7  nvlink     12.0     10.0        50         50      50         0" in lines
         assert [line for line in lines if line.startswith("note:")] == [
-            "note: calibrated: dgx-1v states no bus ids: GPUs taken in the order of those that CUDA gives",
+            "note: calibrated: dgx-1v states no bus ids: GPUs taken in the order of CUDA",
             "note: calibrated: 40 of 66 links measured: each as fast as the fastest copy that crosses it",
             "note: calibrated: changed by more than 20%, GB/s: gpu1>gpu2 50 to 20",
             "note: calibrated: as stated, since narrower links held back all copies that cross them: gpu1>pcie0, "
@@ -124,8 +123,8 @@ class TestKnownAnswers:
             "(--without-link), or allow peer access",
             "note: calibrated: 1 of 6552 copies off the median of their size, without effect: gpu0>gpu1 1MB repeat 4 "
             "(3x)",
-            "note: calibrated: off the median of the pairs joined alike: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 12 "
-            "us (usual: 10)",
+            "note: calibrated: off the median of the pairs with such links: gpu1>gpu2 20 GB/s (usual: 50), gpu4>gpu7 "
+            "12 us (usual: 10)",
         ]
 
     def test_an_nvswitch_port_at_half_speed_is_found(self, calibrate: Calibrate, tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ class TestKnownAnswers:
         driven.gpus.reverse()
         driven.bus_ids.reverse()
         stated, path = tmp_path / "stated.json", tmp_path / "measured.json"
-        stated.write_text(dump_topology_json(with_bus_ids(V100S)))
+        stated.write_text(with_bus_ids(V100S).to_json())
         calibrate(driven, str(stated), "-o", str(path))
         assert bandwidths(topoplan.load(path)) == bandwidths(slow)
 
@@ -177,7 +176,7 @@ class TestKnownAnswers:
         out = calibrate(machine(V100S.subset([0]), memory_rate=800), "dgx-1v", "--gpus", "0", "-o", str(path))
         # Twice 256 MB in 681.1 us: 10 us, and 256 MB at 400 GB/s.
         note = (
-            "calibrated: one GPU: there is no pair to measure; device memory copy 788.3 GB/s, bytes read and written "
+            "calibrated: one GPU, no pair to measure; device memory copy 788.3 GB/s, bytes read and written "
             "both counted (gpu0, 256MB)"
         )
         assert f"note: {note}" in out.splitlines()
@@ -298,8 +297,8 @@ class TestErrors:
             (
                 machine(broken={("gpu2", "gpu6")}),
                 ["dgx-1v"],
-                "copying gpu2>gpu6 failed: cudaErrorIllegalAddress: an illegal memory access was encountered; look at "
-                "what else uses the GPUs, or leave one out with --gpus",
+                "copying gpu2>gpu6 failed: cudaErrorIllegalAddress: an illegal memory access was encountered; "
+                "check for other users of the GPUs, or leave one out with --gpus",
             ),
             (
                 machine(room=500 * MIB),
@@ -310,8 +309,8 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-2"],
-                "CUDA shows 8 GPUs and dgx-2 has 16 without bus ids, so which is which cannot be told; give what "
-                "topoplan probe finds, or --gpus with those that CUDA shows",
+                "CUDA shows 8 GPUs and dgx-2 has 16 without bus ids, so they cannot be matched; give the topology of "
+                "topoplan probe, or --gpus with the visible ones",
             ),
             (
                 machine(),
@@ -334,7 +333,8 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-1v", "--repeats", "2"],
-                "argument --repeats: '2' is no number of repeats from 3 to 1000 (see topoplan calibrate --help)",
+                "argument --repeats: must be a number of repeats from 3 to 1000, got '2' "
+                "(see topoplan calibrate --help)",
             ),
             (
                 machine(),

@@ -9,6 +9,7 @@ import pytest
 
 import topoplan
 from collectives import Communicator
+from collectives.lab.benchmark import METHODS
 from collectives.lab.chaos_draws import (
     DIVIDED,
     DTYPES,
@@ -17,7 +18,6 @@ from collectives.lab.chaos_draws import (
     make_input,
     wrong_elements,
 )
-from collectives.lab.chaos_rank import METHODS
 
 SEED, ROUND = 5, 17
 

@@ -97,12 +97,12 @@ def test_paced_links_stay_paced() -> None:
 @pytest.mark.parametrize(
     ("without", "message"),
     [
-        ([0, 1, 2], "without all 3 ranks nobody is left"),
+        ([0, 1, 2], "excluding all 3 ranks leaves none"),
         ([3], "rank 3 does not exist; ranks are 0 to 2"),
         ([-1], "rank -1 does not exist"),
-        (["a"], "names no ranks"),
+        (["a"], "ranks must be numbers from 0 to 2"),
         (None, "all ranks are in this process and none has failed"),
-        ([], "name those to leave out"),
+        ([], "name the ranks to leave out"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_changes_nothing(without: Any, message: str) -> None:
@@ -134,7 +134,7 @@ def test_replanning_gives_the_plan_of_the_machine_with_its_links_as_they_are() -
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({}, "nothing is different"),
+        ({}, "no link changes"),
         ({"without_links": ["gpu0-gpu9"]}, "gpu9"),
         ({"slow_links": {"gpu0-gpu3": 1000.0}}, "not slower"),
     ],
@@ -163,14 +163,16 @@ def test_back_ends_that_cannot_go_on_say_what_to_do() -> None:
         name = "nccl"
         one_rank = True
 
-    with pytest.raises(BackendError, match="nccl back end cannot go on without a rank; start the job again"):
+    with pytest.raises(
+        BackendError, match="nccl back end cannot continue without a rank; start the job again"
+    ):
         recover(
             RecoveryState(
                 Other(2), Membership(dgx(0, 1)), dgx(0, 1), JoinSettings("nccl", {}, 1.0, None, "raise")
             ),
             [1],
         )
-    with pytest.raises(UsageError, match="nccl back end cannot go on without a rank"):
+    with pytest.raises(UsageError, match="nccl back end cannot continue without a rank"):
         Communicator(dgx(0, 1), Other(2), on_failure="shrink")
 
 

@@ -52,9 +52,9 @@ def judge() -> SlowLinkDetector:
 def test_a_link_is_slow_once_it_was_seen_twice_in_a_row() -> None:
     """And is then believed to have what it reaches of what the others reach."""
     one = judge()
-    assert one.hear(told({(0, 3): 0.1}), 1) == []
+    assert one.judge(told({(0, 3): 0.1}), 1) == []
     assert not one.slow
-    assert one.hear(told({(0, 3): 0.1}), 5) == [
+    assert one.judge(told({(0, 3): 0.1}), 5) == [
         "gpu0->gpu3: 0.005 GB/s, planned 50: 10% of what other links reach, since collective 1"
     ]
     assert one.believed == {"gpu0->gpu3": 5.0}
@@ -66,8 +66,8 @@ def test_a_link_is_slow_once_it_was_seen_twice_in_a_row() -> None:
 def test_one_that_is_slow_now_and_then_is_not() -> None:
     one = judge()
     for first in range(1, 40, 8):
-        assert one.hear(told({(0, 3): 0.1}), first) == []
-        assert one.hear(told({}), first + 4) == []
+        assert one.judge(told({(0, 3): 0.1}), first) == []
+        assert one.judge(told({}), first + 4) == []
     assert one.slow == ()
 
 
@@ -79,24 +79,24 @@ def test_one_that_is_slow_now_and_then_is_not() -> None:
 def test_links_are_compared_with_each_other(rates: Mapping[tuple[int, int], float]) -> None:
     one = judge()
     for first in (1, 5, 9):
-        assert one.hear(told(rates), first) == []
+        assert one.judge(told(rates), first) == []
 
 
 def test_connections_faster_than_planned_make_no_other_slow() -> None:
     """A link whose neighbours rest lets through more than its share; half of them do."""
     one = judge()
     for first in (1, 5, 9):
-        assert one.hear(told(dict.fromkeys(FOUR[::2], 5.0)), first) == []
+        assert one.judge(told(dict.fromkeys(FOUR[::2], 5.0)), first) == []
 
 
 def test_what_is_believed_is_not_news_again_and_what_becomes_slower_still_is() -> None:
     one = judge()
     for first in (1, 5):
-        one.hear(told({(0, 3): 0.1}), first)
+        one.judge(told({(0, 3): 0.1}), first)
     for first in (9, 13, 17):
-        assert one.hear(told({}, believed=one.believed), first) == []
-    assert one.hear(told({(0, 3): 0.2}, believed=one.believed), 21) == []
-    assert len(one.hear(told({(0, 3): 0.2}, believed=one.believed), 25)) == 1
+        assert one.judge(told({}, believed=one.believed), first) == []
+    assert one.judge(told({(0, 3): 0.2}, believed=one.believed), 21) == []
+    assert len(one.judge(told({(0, 3): 0.2}, believed=one.believed), 25)) == 1
     assert one.believed == {"gpu0->gpu3": 1.0}
     assert [link.since for link in one.slow if isinstance(link, SlowLink)] == [1]
 
@@ -110,7 +110,7 @@ def judged(
         heard = told(rates, believed=one.believed)
         if leaves:
             heard[0] = RankMeasurements((), heard[0].carried[:-leaves])
-        news += one.hear(heard, 1)
+        news += one.judge(heard, 1)
     return news
 
 
@@ -155,7 +155,7 @@ def test_the_link_that_several_connections_share_is_blamed() -> None:
         for a, b in FOUR
     ]
     for first in (1, 5):
-        one.hear([RankMeasurements((), tuple(listed))], first)
+        one.judge([RankMeasurements((), tuple(listed))], first)
     assert one.believed == {"gpu1->nvswitch0": 15.0}
 
 
@@ -171,7 +171,7 @@ def test_two_links_say_nothing_of_each_other() -> None:
     one = judge()
     few = [RankMeasurements((), told({(0, 3): 0.1})[0].carried[1:])]
     for first in (1, 5, 9):
-        assert one.hear(few, first) == []
+        assert one.judge(few, first) == []
 
 
 def of_seconds(*seconds: Sequence[float]) -> list[RankMeasurements]:
@@ -182,15 +182,15 @@ def test_the_rank_that_the_others_wait_for_is_late() -> None:
     """It needs less time for every collective; that it is so once more is not new, and it may come in time again."""
     one = judge()
     late = of_seconds([0.03, 0.031], [0.03, 0.03], [0.01, 0.008], [0.03, 0.03])
-    one.hear(late, 1)
+    one.judge(late, 1)
     assert not one.slow
-    one.hear(late, 5)
+    one.judge(late, 5)
     (rank,) = one.slow
     assert isinstance(rank, SlowRank)
     assert (rank.rank, rank.gpu, rank.since) == (2, "gpu2", 1)
     assert rank.late == pytest.approx(0.021)
     assert str(rank) == "rank 2 (gpu2): 21 ms later than the others, since collective 1"
-    one.hear(of_seconds([0.01], [0.01], [0.01], [0.01]), 9)
+    one.judge(of_seconds([0.01], [0.01], [0.01], [0.01]), 9)
     assert one.slow == ()
 
 
@@ -202,7 +202,7 @@ def test_the_rank_that_the_others_wait_for_is_late() -> None:
 def test_a_rank_is_not_late(seconds: Sequence[Sequence[float]]) -> None:
     one = judge()
     for first in (1, 5, 9):
-        one.hear(of_seconds(*seconds), first)
+        one.judge(of_seconds(*seconds), first)
     assert one.slow == ()
 
 

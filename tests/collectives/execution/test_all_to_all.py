@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, check_table, lower
-from collectives.backends.loopback.loopback_backend import execute
 from tests.support.small_fabrics import direct_machines
+from tests.support.table_execution import execute
 from tests.support.tcp_jobs import in_threads
 from topoplan.errors import BackendError, PlanError, UsageError
 from topoplan.machine.topology import Topology

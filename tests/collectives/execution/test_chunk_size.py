@@ -158,7 +158,7 @@ def test_a_fixed_size_is_never_measured() -> None:
     assert sizes.settled("plan", 64 * MB)
     sizes.measured("plan", 64 * MB, 1.0)
     assert [sizes.choose("plan", n) for n in (1, 64 * MB)] == [12345, 12345]
-    with pytest.raises(UsageError, match="chunks of 0 bytes do not exist"):
+    with pytest.raises(UsageError, match="chunks must have at least 1 byte, got 0"):
         ChunkSizes("mpi", fixed=0)
 
 
@@ -185,14 +185,14 @@ def test_sizes_are_saved_beside_those_of_other_plans_and_back_ends_and_loaded(tm
 
 
 BAD_FILES = {
-    "": "is no file of chunk sizes: Expecting value",
-    "[1, 2]": "is no file of chunk sizes: format None instead of 'topoplan.chunks/1'",
+    "": "is not a file of chunk sizes: Expecting value",
+    "[1, 2]": "is not a file of chunk sizes: format None instead of 'topoplan.chunks/1'",
     '{"format": "topoplan.plan/1"}': "format 'topoplan.plan/1' instead of",
-    '{"format": "topoplan.chunks/1"}': "holds no list of sizes",
+    '{"format": "topoplan.chunks/1"}': "has no list of sizes",
     '{"format": "topoplan.chunks/1", "sizes": [7]}': "size 0: 7 needs plan and backend",
     '{"format": "topoplan.chunks/1", "sizes": [{"plan": "a", "backend": "mpi", "bytes": 3, "chunk": 1}]}': "power of",
     '{"format": "topoplan.chunks/1", "sizes": [{"plan": "a", "backend": "mpi", "bytes": 4, "chunk": 0}]}': "positive",
-    "[" * 100000: "is no file of chunk sizes",
+    "[" * 100000: "is not a file of chunk sizes",
 }
 
 

@@ -206,7 +206,7 @@ MISFITS: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
     "a device of no kind": (
         [{"device": 0}, {"device": 1}, {"device": 2.5}],
         UsageError,
-        "rank 2: device 2.5 names no GPU",
+        "rank 2: device must be a GPU's UUID, PCI bus id or CUDA number, or None for none, got 2.5",
     ),
     "no such channels": (
         [{"device": gpu, "channels": "smoke"} for gpu in range(3)],
@@ -257,7 +257,7 @@ def test_different_gpus_are_not_told_by_numbers_that_depend_on_their_speed(host:
 def test_a_gather_that_something_else_uses_is_noticed(host: str) -> None:
     meeting = Meeting(2, lambda rank, number, texts: [texts[0], "tensor 7"])
     error = raised(plans_of([{"host": host}] * 2, meeting))
-    assert "rank 1 says 'tensor 7' where the ranks agree on a plan" in str(error)
+    assert "rank 1 sent 'tensor 7' while the ranks agree on a plan" in str(error)
 
 
 def _with_plan(text: str) -> Any:

@@ -82,7 +82,7 @@ def test_sums_and_products_of_floats_are_rounded_as_written_and_never_fused() ->
 
 
 def test_a_kernel_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UsageError, match="no kernel 'join_mean_float32'"):
+    with pytest.raises(UsageError, match="kernel 'join_mean_float32' is unknown"):
         kernel_source(["join_mean_float32"])
 
 

@@ -57,7 +57,8 @@ def test_ties_go_to_the_earlier_layer_and_the_lower_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "ranks", "told"), [([1, -2], 2, "layer 1 has cost -2"), ([1], 0, "among 0")]
+    ("costs", "ranks", "told"),
+    [([1, -2], 2, "costs must be 0 or more, got -2 for layer 1"), ([1], 0, "ranks must be 1 or more, got 0")],
 )
 def test_negative_costs_and_no_ranks_are_refused(costs: list[int], ranks: int, told: str) -> None:
     with pytest.raises(UsageError, match=told):
@@ -127,9 +128,9 @@ def test_nan_goes_through_and_the_gather_moves_8_bytes_for_each_place_of_the_lon
 @pytest.mark.parametrize(
     ("rates", "told"),
     [
-        ([[1.0], [1.0, -0.5]], "layer 2 has rate -0.5, which would climb"),
-        ([[1.0], []], "rank 1 has 0 rates for 2 layers"),
-        ([[1.0]], "1 lists of rates are not one for each of 2 ranks"),
+        ([[1.0], [1.0, -0.5]], "rates must be 0 or more, got -0.5 for layer 2"),
+        ([[1.0], []], "rank 1 must give a rate for each of 2 layers, got 0"),
+        ([[1.0]], "rates must be a list for each of 2 ranks, got 1"),
     ],
 )
 def test_wrong_rates_are_refused_before_anything_moves(rates: list[list[float]], told: str) -> None:

@@ -164,13 +164,13 @@ def test_weight_decay_may_be_given_for_each_layer() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: Lars(-0.1), "a learning rate of -0.1 is out of range"),
-        (lambda: Lars(float("nan")), "a learning rate of nan"),
-        (lambda: Lamb(0.1, weight_decay=[0.0, -1.0]), "a weight decay of -1.0"),
-        (lambda: Lars(0.1, momentum=1.0), r"a momentum of 1.0 is not in \[0, 1\)"),
-        (lambda: Lars(0.1, coefficient=0.0), "a coefficient of 0.0 moves nothing"),
-        (lambda: Lamb(0.1, betas=(0.9, 1.0)), "a beta of 1.0"),
-        (lambda: Lamb(0.1, epsilon=0.0), "an epsilon of 0.0 divides by zero"),
+        (lambda: Lars(-0.1), "learning rate must be 0 or more, got -0.1"),
+        (lambda: Lars(float("nan")), "learning rate must be 0 or more, got nan"),
+        (lambda: Lamb(0.1, weight_decay=[0.0, -1.0]), "weight decay must be 0 or more, got -1.0"),
+        (lambda: Lars(0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+        (lambda: Lars(0.1, coefficient=0.0), "coefficient must be above 0, got 0.0"),
+        (lambda: Lamb(0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got 1.0"),
+        (lambda: Lamb(0.1, epsilon=0.0), "epsilon must be above 0, got 0.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(make: Callable[[], object], told: str) -> None:
@@ -213,7 +213,7 @@ def test_other_layers_than_before_and_states_of_others_are_refused_and_nothing_m
     before = bits(weights)
     with pytest.raises(UsageError, match="there are 6 and were 7"):
         optimiser.step(weights[:6], layers(2)[:6])
-    with pytest.raises(UsageError, match=f"this is no state of {method.capitalize()}"):
+    with pytest.raises(UsageError, match=f"state must be one of {method.capitalize()}"):
         optimiser.load_state_dict({"steps": 3, "learning_rate": 0.1, "kept": [[{"other": weights[0]}]]})
     state = optimiser.state_dict()
     state["kept"][0][2] = state["kept"][0][1]
@@ -233,9 +233,9 @@ def test_replicas_with_other_layers_are_refused_before_anything_moves() -> None:
 
 
 def test_layers_that_do_not_exist_cannot_be_excluded_nor_have_a_weight_decay() -> None:
-    with pytest.raises(UsageError, match="layer 3 is excluded, and there are 1"):
+    with pytest.raises(UsageError, match="excluded layers must be from 0 to 0, got 3"):
         Lars(0.1, excluded=[3]).step([ONE.copy()], [ONE])
-    with pytest.raises(UsageError, match="there are 2 weight decays for 1 layers"):
+    with pytest.raises(UsageError, match="weight_decay must be one for each of 1 layers, got 2"):
         Lars(0.1, weight_decay=[0.0, 0.1]).step([ONE.copy()], [ONE])
 
 

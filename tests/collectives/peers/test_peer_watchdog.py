@@ -64,9 +64,9 @@ def test_a_rank_that_was_stopped_hears_that_the_others_have_given_it_up() -> Non
         SharedMemoryControlPlane(ControlPage(memory, rank), HostPlacement(rank, (0, 0), (0, 0)), timeout=0.1)
         for rank in range(2)
     )
-    with pytest.raises(BackendError, match="peer 1, step 0: the peer does not go on"):
+    with pytest.raises(BackendError, match="peer 1, step 0: the peer makes no progress"):
         awake.agree(about, timeout=0.1)
-    with pytest.raises(BackendError, match="rank 0 noticed: the peer does not go on"):
+    with pytest.raises(BackendError, match="rank 0 noticed: the peer makes no progress"):
         stopped.agree(about, timeout=0.1)
 
 

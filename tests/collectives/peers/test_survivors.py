@@ -90,7 +90,9 @@ def test_a_rank_that_lives_and_was_left_out_is_told_so_now_and_later() -> None:
     with job(3) as ranks:
         assert agreed(ranks, {0: [1], 2: []}) == {0: (0, 2), 2: (0, 2)}
         for _ in range(2):
-            with pytest.raises(BackendError, match=r"out since epoch 1: ranks that go on .0.* of the 3"):
+            with pytest.raises(
+                BackendError, match=r"excluded since epoch 1: the survivors .original ranks 0.* of 3"
+            ):
                 ranks[1].agree(timeout=SECONDS)
 
 
@@ -98,7 +100,7 @@ def test_a_rank_that_slept_through_two_epochs_is_refused_by_its_epoch() -> None:
     with job(4) as ranks:
         agreed(ranks, {0: [3], 1: [], 2: []})
         assert agreed(ranks, {0: [1], 2: []}) == {0: (0, 2), 2: (0, 2)}
-        with pytest.raises(BackendError, match=r"out since epoch [12].*what it has is of epoch 0"):
+        with pytest.raises(BackendError, match=r"excluded since epoch [12].*its state is of epoch 0"):
             ranks[3].agree(timeout=SECONDS)
 
 
@@ -150,14 +152,16 @@ def test_who_leaves_in_order_has_told_how_far_it_has_come() -> None:
         ranks[0].close()
         ranks[2].close()
         assert agreed(ranks, {1: []}) == {1: (1,)}
-        assert ranks[1].farewells(0) == [7]
-        assert ranks[1].farewells(1) == []
+        assert ranks[1].shutdown_notices(0) == [7]
+        assert ranks[1].shutdown_notices(1) == []
 
 
 def test_fewer_than_half_do_not_go_on_while_the_others_are_only_silent() -> None:
     with job(5) as ranks:
         found = agreed(ranks, {0: [], 1: []}, timeout=0.2)
-        assert all("2, 3, 4 are silent, and have not ended" in str(error) for error in found.values()), found
+        assert all(
+            "2, 3, 4 are silent and not known to have ended" in str(error) for error in found.values()
+        ), found
     with job(4) as ranks:
         found = agreed(ranks, {2: [], 3: []}, timeout=0.2)
         assert all(isinstance(error, BackendError) for error in found.values())
@@ -247,13 +251,17 @@ def knocking(
     come: list[MembershipProtocol] = []
     invitation = ranks[0].invitation
     for one in ranks:
-        assert one.knocks == "[]"
+        assert one.join_requests == "[]"
     thread = threading.Thread(
-        target=lambda: come.append(MembershipProtocol.knock(invitation, wait=SECONDS, **given)), daemon=True
+        target=lambda: come.append(MembershipProtocol.request_to_join(invitation, wait=SECONDS, **given)),
+        daemon=True,
     )
     thread.start()
     deadline = time.monotonic() + SECONDS
-    while not all(json.loads(one.knocks) for one in ranks if not one._closed) and time.monotonic() < deadline:
+    while (
+        not all(json.loads(one.join_requests) for one in ranks if not one._closed)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.005)
     return thread, come
 
@@ -263,8 +271,8 @@ def test_who_knocks_gets_the_seat_that_is_empty_and_all_agree_on_it() -> None:
         agreed(ranks, {0: [1], 2: []})
         left = [ranks[0], ranks[2]]
         thread, come = knocking(left)
-        (knock,) = left[0].invited([one.knocks for one in left], seats=3)
-        assert knock.card.seat == 1
+        (knock,) = left[0].invited([one.join_requests for one in left], seats=3)
+        assert knock.card.original_rank == 1
         found = at_once(
             {
                 place: lambda one=one: one.agree(timeout=SECONDS, invited=[knock])
@@ -281,7 +289,7 @@ def test_who_knocks_gets_the_seat_that_is_empty_and_all_agree_on_it() -> None:
             }
         )
         assert list(said.values()) == [["0", "1", "2"]] * 3
-        with pytest.raises(BackendError, match="out since epoch"):
+        with pytest.raises(BackendError, match="excluded since epoch"):
             ranks[1].agree(timeout=SECONDS)
         come[0].close()
 
@@ -291,7 +299,7 @@ def test_who_was_let_in_by_ranks_that_others_have_lost_is_let_in_by_these_too() 
     with job(3) as ranks:
         agreed(ranks, {0: [], 1: [2]})
         thread, come = knocking(ranks[:1])
-        (knock,) = ranks[0].invited([ranks[0].knocks], seats=3)
+        (knock,) = ranks[0].invited([ranks[0].join_requests], seats=3)
         with ranks[0]._changed:
             ranks[0]._let_in(2, {knock.number: knock.card})
             ranks[0]._welcome([knock], SECONDS)
@@ -317,12 +325,12 @@ def test_who_was_let_in_does_not_go_on_when_all_that_did_are_gone() -> None:
     with job(2) as ranks:
         agreed(ranks, {0: [1]})
         thread, come = knocking(ranks[:1])
-        (knock,) = ranks[0].invited([ranks[0].knocks], seats=2)
+        (knock,) = ranks[0].invited([ranks[0].join_requests], seats=2)
         ranks[0]._let_in(2, {knock.number: knock.card})
         ranks[0]._welcome([knock], SECONDS)
         thread.join()
         ranks[0].close()
-        with pytest.raises(BackendError, match="have let this process in are gone"):
+        with pytest.raises(BackendError, match="admitted this process have failed"):
             come[0].agree(timeout=SECONDS)
         come[0].close()
 
@@ -338,7 +346,7 @@ def test_seats_go_to_those_that_want_them_and_nobody_gets_one_that_is_taken() ->
             ]
         )
         invited = ranks[0].invited([text, text], seats=4)
-        assert [(one.number, one.card.seat) for one in invited] == [(5, 3), (9, 1)]
+        assert [(one.number, one.card.original_rank) for one in invited] == [(5, 3), (9, 1)]
 
 
 def test_loopback_addresses_of_two_networks_do_not_make_a_job_that_goes_on() -> None:
@@ -368,14 +376,14 @@ def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_again() -> None:
     """Where it was reported, it has had its time; one that nobody has reported may have been stopped just now."""
     with job(2) as ranks, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         one, card = ranks[0], ranks[0]._cards[1]
-        assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
+        assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
         other.send_signal(signal.SIGSTOP)
         while process_state(other.pid) != "T":
             time.sleep(0.01)
         one._cards[1] = replace(card, pid=other.pid)
-        assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [0.0, 10.0]
+        assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [0.0, 10.0]
         one._cards[1] = replace(card, pid=other.pid, processes="of another machine")
-        assert [one._patience(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
+        assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
         one._cards[1] = card
         other.kill()
 
@@ -390,7 +398,7 @@ def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> No
             threading.Timer(0.2, ranks[0].close).start()
             begun = time.monotonic()
             with pytest.raises(
-                BackendError, match="rank 0 has died while the ranks that are left find each other"
+                BackendError, match="rank 0 has died while the survivors agree on the membership"
             ):
                 TcpControlPlane(f"127.0.0.1:{port}", 1, 3, timeout=30, look=lambda: ranks[1].check(math.inf))
         with pytest.raises(BackendError, match="rank 0 has died"):

@@ -162,7 +162,7 @@ def test_word_to_wait_on_that_comes_late_is_no_answer_to_the_next_question() -> 
 
         def said_late(message: Message) -> None:
             with world.changed:
-                world.control._note({"type": "patience"})
+                world.control._note({"type": "keep waiting"})
                 world.changed.notify_all()
             time.sleep(0.05)
             say(message)
@@ -223,9 +223,9 @@ def test_nobody_at_the_rendezvous_is_an_error_after_the_timeout() -> None:
 
 
 STRANGERS: list[tuple[bytes, str]] = [
-    (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no rendezvous of topoplan"),
-    (b"\0\0\0\2[]", "is no rendezvous of topoplan"),
-    (b"", "closed the connection; it is no rendezvous"),
+    (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a rendezvous of topoplan"),
+    (b"\0\0\0\2[]", "is not a rendezvous of topoplan"),
+    (b"", "closed the connection; it is not a rendezvous"),
 ]
 
 
@@ -579,7 +579,10 @@ def test_rank_0_that_cannot_listen_says_who_does() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOPOPLAN_JOB", "a")
         here = Rendezvous.shared(address, job_identity(2))
-    body = f"from collectives.peers.tcp_control_plane import TcpControlPlane; TcpWorld({address!r}, 0, 2, timeout=9)"
+    body = (
+        "from collectives.peers.tcp_control_plane import TcpControlPlane; "
+        f"TcpControlPlane({address!r}, 0, 2, timeout=9)"
+    )
     command = [sys.executable, "-c", body]
     ran = subprocess.run(command, env={**os.environ, "TOPOPLAN_JOB": "b"}, capture_output=True, text=True)
     here.release(None)
@@ -595,7 +598,10 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "MASTER_PORT is not set"),
     ({"RANK": "x", "WORLD_SIZE": "2", "TOPOPLAN_RENDEZVOUS": "a:1"}, "RANK is 'x'; set it to a whole number"),
     ({"RANK": "2", "WORLD_SIZE": "2", "TOPOPLAN_RENDEZVOUS": "a:1"}, "rank 2 of 2 does not exist"),
-    ({"RANK": "1", "WORLD_SIZE": "2", "TOPOPLAN_RENDEZVOUS": "a"}, "'a' is no place to meet"),
+    (
+        {"RANK": "1", "WORLD_SIZE": "2", "TOPOPLAN_RENDEZVOUS": "a"},
+        "address must be host:port or unix:.path, got 'a'",
+    ),
     (
         {"RANK": "1", "WORLD_SIZE": "2", "TOPOPLAN_RENDEZVOUS": "a:1", "TOPOPLAN_WIRES": "/none"},
         "cannot read the wires file /none",
@@ -625,9 +631,9 @@ def test_the_master_port_is_the_rendezvous_unless_torchruns_own_store_listens_th
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pace": 0.0}, "a pace of 0.0 moves nothing"),
-        ({"timeout": 0.0}, "a timeout of 0.0 s"),
-        ({"flight_bytes": 0}, "0 bytes under way move nothing"),
+        ({"pace": 0.0}, "pace must be above 0, got 0.0"),
+        ({"timeout": 0.0}, "timeout must be above 0 s, got 0.0"),
+        ({"flight_bytes": 0}, "flight_bytes must be at least 1, got 0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:

@@ -109,7 +109,7 @@ def test_kernels_that_read_all_data_do_so_in_vectors_of_16_bytes(
 
 @pytest.mark.parametrize("name", ["select_float32", "histogram_int8", "histogram"])
 def test_a_selection_kernel_that_does_not_exist_is_named(name: str) -> None:
-    with pytest.raises(UsageError, match=f"no selection kernel '{name}'"):
+    with pytest.raises(UsageError, match=f"selection kernel '{name}' is unknown"):
         selection_source([name])
 
 

@@ -228,15 +228,15 @@ def test_what_does_not_fit_is_told(fake: Fake) -> None:
     cupy, _ = fake
     x = cupy.zeros(10, dtype=np.float32)
     for arguments, reason in (
-        ((np.zeros(10), 1), "x is a ndarray instead of a CuPy array"),
-        ((cupy.zeros(10, dtype=np.int32), 1), "x has dtype int32"),
-        ((x, 11), "k is 11 and there are 10 elements"),
-        ((x, -1), "k is -1"),
-        ((x, 0.5), "k is 0.5; pass a whole number"),
+        ((np.zeros(10), 1), "x must be a CuPy array, got ndarray"),
+        ((cupy.zeros(10, dtype=np.int32), 1), "dtype of x must be .*, got int32"),
+        ((x, 11), "k must be a whole number from 0 to 10, .*, got 11"),
+        ((x, -1), "k must be .*, got -1"),
+        ((x, 0.5), "k must be a whole number from 0 to 10, .*, got 0.5"),
     ):
         with pytest.raises(UsageError, match=reason):
             topk_gpu(*arguments)
-    with pytest.raises(UsageError, match="nan is 'ignore'; pass 'refuse' or 'largest'"):
+    with pytest.raises(UsageError, match="nan='ignore' is unknown; use 'refuse' or 'largest'"):
         topk_gpu(x, 1, nan="ignore")
     wide_ones = cupy.zeros(20, dtype=np.float32)
     for residual, gradient, reason in (
@@ -246,5 +246,5 @@ def test_what_does_not_fit_is_told(fake: Fake) -> None:
     ):
         with pytest.raises(UsageError, match=reason):
             feed_gpu(residual, gradient, 1)
-    with pytest.raises(UsageError, match="threshold is a float that no step on GPU 0 returned"):
+    with pytest.raises(UsageError, match="threshold must be that of an earlier step on GPU 0, got float"):
         feed_gpu(x, x, 1, threshold=0.5)

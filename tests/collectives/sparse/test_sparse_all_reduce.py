@@ -222,8 +222,8 @@ def test_what_is_taken_or_restored_is_not_what_the_end_of_a_step_goes_back_to() 
         ({"density": -0.1}, "density must be above 0 and at most 1, got -0.1"),
         ({"density": np.nan}, "density must be above 0 and at most 1, got nan"),
         ({"density": 0.1, "exchange": "telepathy"}, "exchange 'telepathy' is unknown"),
-        ({"density": 0.1, "op": "max"}, "sparse 'max' is not defined"),
-        ({"density": 0.1, "momentum": 1.0}, "momentum of 1.0"),
+        ({"density": 0.1, "op": "max"}, "op of a sparse allreduce must be sum or avg, got 'max'"),
+        ({"density": 0.1, "momentum": 1.0}, "momentum must be in .0, 1., got 1.0"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], told: str) -> None:
@@ -239,7 +239,7 @@ def test_gradients_that_do_not_fit_are_refused_and_leave_the_residuals_alone() -
         before = residuals(comm)
         for gradients, told in (
             ([np.zeros(SIZE, np.int32)] * 2, "int32 cannot be made sparse"),
-            ([one[:7] for one in whole_numbers(2, 1)], "give every gradient a key of its own"),
+            ([one[:7] for one in whole_numbers(2, 1)], "give every gradient its own key"),
         ):
             with pytest.raises(UsageError, match=told):
                 comm.sparse_all_reduce(gradients, density=0.01, exchange="pairs")

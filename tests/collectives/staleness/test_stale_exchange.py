@@ -180,9 +180,7 @@ def test_a_mode_may_be_named(name: str | None, mode: Mode) -> None:
 
 @pytest.mark.parametrize("name", ["ssp", "ssp:", "ssp:-1", "bsp:1", "local:x", "gossip", "", SSP, 2], ids=str)
 def test_what_names_no_mode_is_refused_with_the_names_that_do(name: object) -> None:
-    with pytest.raises(
-        UsageError, match=r"is no synchronisation mode; give .*'bsp', 'ssp:2', 'asp', 'local:8'"
-    ):
+    with pytest.raises(UsageError, match=r"mode must be .*'bsp', 'ssp:2', 'asp', 'local:8'"):
         mode_of(name)
 
 
@@ -192,7 +190,7 @@ def test_modes_are_told_apart_by_their_bounds() -> None:
     for wrong in (lambda: SSP(-1), lambda: LocalSGD(0), lambda: SSP(1.5)):  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="must be a whole number"):
             wrong()
-    with pytest.raises(UsageError, match=r"a factor of 0.5"):
+    with pytest.raises(UsageError, match=r"factor must be 1 or more, got 0.5"):
         Straggler(0, 0.5, 0, 1)
 
 
@@ -241,7 +239,7 @@ def test_a_slow_rank_is_sent_sums_and_not_a_queue() -> None:
             return most
         total = np.zeros(1000)
         arrays = 0
-        while box.clocks()[0] < 1:
+        while box._clocks[0] < 1:
             time.sleep(0.05)
             arrived = box.take("w")
             if arrived is not None:

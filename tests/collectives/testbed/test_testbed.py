@@ -40,7 +40,6 @@ from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli.main import main
 from topoplan.errors import PlanError, UsageError
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
@@ -247,7 +246,7 @@ def test_links_too_slow_to_shape_are_refused() -> None:
 
 def machine_file(folder: Path, machine: topoplan.Topology) -> str:
     path = folder / "machine.json"
-    path.write_text(dump_topology_json(machine), encoding="utf-8")
+    path.write_text(machine.to_json(), encoding="utf-8")
     return str(path)
 
 
@@ -282,7 +281,7 @@ def test_ranks_plan_around_a_link_that_falls(capsys: pytest.CaptureFixture[str])
     assert [one["optimum"] for one in shown["phases"]] == [50.0, 30.0, 30.0]
     assert 4 < len(shown["phases"][1]["runs"]) <= MAX_RUNS_DURING
     assert shown["notes"][0].startswith("gpu1->gpu2: ")
-    assert shown["notes"][-1].startswith("planned anew for that: ")
+    assert shown["notes"][-1].startswith("replanned: ")
 
 
 @pytest.mark.thorough
@@ -408,12 +407,12 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
     [
         (["dgx-1v", "--schedules", "trees,rings"], "schedule 'rings' is unknown; use some of trees, ring,"),
         (["dgx-1v", "--gpus", "3"], "one GPU moves nothing; choose at least two"),
-        (["dgx-1v", "--sizes", "1TB"], "1TB on 8 ranks need 32TB of memory, and there are"),
-        (["dgx-1v", "--scale", "0"], "'0' is no number above zero"),
-        (["dgx-1v", "--runs", "-1"], "'-1' is no whole number from 1 to 1000"),
+        (["dgx-1v", "--sizes", "1TB"], "1TB on 8 ranks need 32TB of memory, and the machine has"),
+        (["dgx-1v", "--scale", "0"], "must be a number above zero, such as 1e-3, got '0'"),
+        (["dgx-1v", "--runs", "-1"], "must be a whole number from 1 to 1000, got '-1'"),
         (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "not allowed with argument --scale"),
-        (["dgx-1v", "--drop", "gpu0-gpu3"], "'gpu0-gpu3' is no link with what is left of it"),
-        (["dgx-1v", "--drop", "gpu0-gpu3=1"], "'1' is no part of a rate below 1"),
+        (["dgx-1v", "--drop", "gpu0-gpu3"], "such as gpu0-gpu3=0.1, got 'gpu0-gpu3'"),
+        (["dgx-1v", "--drop", "gpu0-gpu3=1"], "must be a part of a rate below 1, such as 0.1, got '1'"),
         (["dgx-1v", "--gpus", "0,1", "--drop", "gpu0-gpu3=0.1"], "dgx-1v has no device 'gpu3'"),
         (["dgx-1v", "--gpus", "0,1", "--drop", "gpu0-pcie0=0.1"], "the plan sends nothing over gpu0-pcie0"),
         (
@@ -422,7 +421,7 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
         ),
         (
             ["dgx-1v", "--drop", "gpu0-gpu3=0.1", "--sizes", "64KB"],
-            "64KB is too small to be watched; give 1MB or more",
+            "64KB is too small to be monitored; give 1MB or more",
         ),
     ],
 )

@@ -89,7 +89,7 @@ class Job:
             if rank == 0:
                 self._door.append(comm.invitation)
                 self._opened.set()
-                while comm._members.survivors("grow").knocks == "[]":
+                while comm._members.survivors("grow").join_requests == "[]":
                     self._dead.wait(0.01)
             comm.gather_texts("somebody knocks at rank 0")
             if rank:
@@ -100,13 +100,13 @@ class Job:
         averager = InStepAverager(comm, ExchangeSettings(), Recorder("test", ranks=comm.size))
         changed = lambda *change: self.changes.append((comm.rank, *change[:3]))  # noqa: E731
         made = RecoveringExchange(averager, ParameterNumbers([]), changed, has_it=has_it)
-        go_on = made._go_on
+        recover = made._recover
 
         def noted(error: BackendError) -> Any:
             self.failures.append(str(error))
-            return go_on(error)
+            return recover(error)
 
-        made._go_on = noted  # type: ignore[method-assign]
+        made._recover = noted  # type: ignore[method-assign]
         return made
 
     def _grown(self, exchange: RecoveringExchange, has: str) -> Any:
@@ -156,7 +156,7 @@ def test_one_that_comes_with_something_else_is_left_out_by_all_also_where_anothe
 ) -> None:
     zero, one, _, new = Job(monkeypatch, told, has="that").run()
     assert zero == one == ((), (0, 1), [])
-    assert new == "this rank has that, and the others this; make model and state alike"
+    assert new == "this rank has that, and the others this; make model and state the same"
 
 
 def test_who_comes_in_place_of_one_that_dies_meanwhile_is_told_as_one_that_has_come(

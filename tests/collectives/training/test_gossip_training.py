@@ -56,11 +56,11 @@ def test_neighbours_are_chosen_as_often_as_they_should_be() -> None:
 def test_what_does_not_fit_is_refused_in_one_line() -> None:
     weights = [[np.zeros(3)] for _ in range(4)]
     pair = Gossip([[0, 1], [1, 0]])
-    with pytest.raises(UsageError, match=r"^Gossip\(2 ranks, .*\) is for 2 ranks, and there are 4$"):
+    with pytest.raises(UsageError, match=r"^Gossip\(2 ranks, .*\) must be for 4 ranks, got 2$"):
         GradientSynchronizer(weights, PLAN, backend="loopback", mode=pair)
-    with pytest.raises(UsageError, match="seed -1 must be a whole number of 0 or more"):
+    with pytest.raises(UsageError, match="seed must be a whole number of 0 or more, got -1"):
         Gossip(SPEED, seed=-1)
-    with pytest.raises(UsageError, match="exchanges whole gradients or parameters; leave the density out"):
+    with pytest.raises(UsageError, match="exchanges dense gradients or parameters; leave the density out"):
         GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED), density=0.1)
     with GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED)) as synchronizer:
         synchronizer.step(weights)

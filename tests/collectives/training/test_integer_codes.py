@@ -132,10 +132,10 @@ def test_a_block_that_has_no_codes_on_some_rank_is_nan_on_all(wrong: float, bits
 @pytest.mark.parametrize(
     ("gradient", "options", "words"),
     [
-        (np.zeros(4, np.float32), {"codes": 12}, "codes of 12 bits cannot be added; choose 8 or 16"),
-        (np.zeros(4, np.float32), {"codes": 8, "density": 0.1}, "codes is for whole gradients in step"),
+        (np.zeros(4, np.float32), {"codes": 12}, "bits of codes must be 8 or 16, got 12"),
+        (np.zeros(4, np.float32), {"codes": 8, "density": 0.1}, "codes is for dense gradients in mode bsp"),
         (np.zeros(4, np.float32), {"codes": 8, "low_rank": 2}, "give low_rank or codes"),
-        (np.zeros(4, np.int64), {"codes": 8}, "int64 need no codes"),
+        (np.zeros(4, np.int64), {"codes": 8}, "codes need gradients of floats, got int64"),
     ],
 )
 def test_refusals(gradient: Any, options: dict[str, Any], words: str) -> None:
@@ -148,7 +148,7 @@ def test_more_ranks_than_codes_and_values_beyond_the_range_are_refused() -> None
         code_levels(8, 128)
     with pytest.raises(UsageError, match="beyond the largest magnitude that ranks have agreed on"):
         to_fixed_point(np.float32([1, 3]), bits=8, seed=0, largest=np.float32([2]))
-    with pytest.raises(UsageError, match="seed 0 and block 0 of codes"):
+    with pytest.raises(UsageError, match="block 1 or more, got 0 and 0"):
         IntegerCodes(block=0)
     with pytest.raises(UsageError, match="for 1 blocks; give a float32 for each"):
         to_fixed_point(np.float32([1, 3]), bits=8, seed=0, largest=np.float32([2, 2]))

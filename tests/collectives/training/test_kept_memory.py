@@ -203,7 +203,7 @@ def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None
                 stepped(averager, [(0,), (1,)], seed)
         with pytest.warns(
             UserWarning,
-            match=r"are others .* of 1 parameter \(126 elements, .*\) and 2 warm starts or sketches .* not used",
+            match=r"differ from .* of 1 parameter \(126 elements, .*\) and 2 warm starts or sketches .* not used",
         ):
             stepped(averager, [(0,), (1,)], 2)
         assert sorted(averager.filter_state()["residuals"]) == ["parameter 0", "parameter 1"]
@@ -213,7 +213,7 @@ def test_what_finds_no_use_after_a_restore_is_told_of_once_and_dropped() -> None
 def test_a_residual_of_another_length_is_refused() -> None:
     memory = FilterState()
     memory.keep([BucketPart("weight", 0, 4, (4,))], [np.ones(4)])
-    with pytest.raises(UsageError, match="4 elements are kept for weight, which has 3"):
+    with pytest.raises(UsageError, match="residual of weight must have 3 elements, got 4"):
         memory.add_to([BucketPart("weight", 0, 3, (3,))], [np.zeros(3)])
 
 
@@ -243,5 +243,5 @@ def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
 
 
 def test_there_are_no_other_matrices_than_of_buckets_and_layers() -> None:
-    with pytest.raises(UsageError, match="there are no matrices 'rows' of a low rank; use bucket or layers"):
+    with pytest.raises(UsageError, match="matrices of a low rank must be bucket or layers, got 'rows'"):
         LowRank(2, matrices="rows")

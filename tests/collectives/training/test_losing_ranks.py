@@ -129,7 +129,7 @@ def test_an_exchange_that_fewer_ranks_do_not_have_is_another_and_a_note_says_so(
     found = backends_in_threads(4, body)
     assert found[0][0] == "servers"
     assert found[0][1] != "servers"
-    assert "in place of exchange 'servers': there is no exchange 'servers' here" in found[0][2]
+    assert "in place of exchange 'servers': no exchange 'servers' here" in found[0][2]
     assert np.array_equal(found[0][3], found[1][3])
 
 
@@ -156,8 +156,8 @@ def test_the_report_says_who_was_lost_and_the_caller_is_told_before_the_averages
     _, *others = backends_in_threads(3, body)
     for change, note in others:
         assert re.fullmatch(
-            r"step 2, from bucket 0 on: without rank 0, 2 ranks(; exchanged again: bucket 0)?; what 1 rank had kept is "
-            r"lost \(how much is not known, this rank keeps a norm of \d[\d.]*\)",
+            r"step 2, from bucket 0 on: without rank 0, 2 ranks(; exchanged again: bucket 0)?; residuals of 1 rank are "
+            r"lost \(their norm is not known, that of this rank is \d[\d.]*\)",
             change,
         )
         assert note.startswith("  epoch 1: without rank 0: 2 ranks (gpu1 gpu2) at ")
@@ -179,8 +179,8 @@ def refused(**options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"mode": "ssp:2"}, "send to each other one by one and cannot go on without one; use bsp or local"),
-        ({"mode": Gossip(np.array([[0.0, 1.0], [1.0, 0.0]]))}, "cannot go on without one; use bsp or local"),
+        ({"mode": "ssp:2"}, "needs mode bsp or local, got "),
+        ({"mode": Gossip(np.array([[0.0, 1.0], [1.0, 0.0]]))}, "needs mode bsp or local, got "),
     ],
     ids=["one by one", "gossip"],
 )
@@ -190,7 +190,9 @@ def test_what_cannot_go_on_is_refused_when_it_is_made(options: dict[str, Any], t
 
 def test_ranks_of_one_process_die_together_and_uneven_ranks_need_a_divisor_that_is_known() -> None:
     plan = plan_for(2)
-    with pytest.raises(UsageError, match="all ranks in this process, which live and die together"):
+    with pytest.raises(
+        UsageError, match="needs a process for each rank, and the loopback back end has all in one"
+    ):
         GradientSynchronizer([[np.ones(3)]] * 2, plan, backend="loopback", on_failure="shrink")
 
     def body(backend: TcpBackend, rank: int) -> Any:
@@ -209,7 +211,7 @@ def test_ranks_of_one_process_die_together_and_uneven_ranks_need_a_divisor_that_
 
     (first, text), (second, _) = backends_in_threads(2, body)
     assert first == second == [-4.0] * 3
-    assert "whether a rank that dies had data is not known" in text
+    assert "survivors do not know whether a failed rank had data" in text
 
 
 def test_who_comes_has_parameters_and_step_of_the_others() -> None:
@@ -231,9 +233,9 @@ def test_who_comes_has_parameters_and_step_of_the_others() -> None:
             weights[0][:] = 99
             own = GradientSynchronizer(weights, invitation=invitation[0], bucket_bytes=600)
             with pytest.raises(
-                UsageError, match="this rank has come in later and has not what the others have"
+                UsageError, match="this rank has joined and does not have the state of the others"
             ):
-                own._check_heard()
+                own._check_calls()
             grown = own.grow(weights)
         else:
             move()
@@ -263,7 +265,7 @@ def test_who_comes_with_other_parameters_is_refused_and_the_others_go_on() -> No
             backend.close()
             assert given.wait(20)
             other = GradientSynchronizer([np.zeros(4)], invitation=invitation[0], bucket_bytes=600)
-            with other, pytest.raises(UsageError, match="make the synchronizer alike"):
+            with other, pytest.raises(UsageError, match="make the synchronizer with the same arguments"):
                 other.grow([np.zeros(4)])
             return None
         with own:

@@ -124,7 +124,7 @@ def test_thin_matrices() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"low_rank": 0}, "rank 0 of a low rank must be a whole number of 1 or more"),
+        ({"low_rank": 0}, "rank of a low rank must be a whole number of 1 or more, got 0"),
         ({"low_rank": 2, "density": 0.01}, "leave out density, compress and mode"),
         ({"low_rank": 2, "mode": "asp"}, "leave out density, compress and mode"),
     ],
@@ -135,5 +135,5 @@ def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
 
 
 def test_whole_numbers_have_no_low_rank() -> None:
-    with pytest.raises(UsageError, match="have no low rank"):
+    with pytest.raises(UsageError, match="low_rank needs gradients of floats"):
         averages([[np.zeros(4096, np.int64)] * 4], low_rank=LowRank(2, begins=0))

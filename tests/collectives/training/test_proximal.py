@@ -83,18 +83,18 @@ def test_a_state_of_another_mode_is_refused() -> None:
     pulled = LocalSGD(2, proximal=1)
     with (
         GradientSynchronizer(parameters, PLAN, backend="loopback", mode=pulled) as other,
-        pytest.raises(UsageError, match="says nothing of where parameters were last averaged"),
+        pytest.raises(UsageError, match="without the parameters of the last average"),
     ):
         other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("wrong", [-0.1, float("inf"), float("nan"), True, "1"])
 def test_a_pull_that_is_none_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"proximal .* must be a number of zero or more"):
+    with pytest.raises(UsageError, match="proximal must be 0 or more, got"):
         LocalSGD(4, proximal=wrong)
 
 
 def test_whole_numbers_have_no_pull() -> None:
     parameters = [[np.zeros(3, np.int64)] for _ in range(RANKS)]
-    with pytest.raises(UsageError, match="parameters of int64 cannot be pulled back"):
+    with pytest.raises(UsageError, match="proximal needs float or complex parameters, got int64"):
         GradientSynchronizer(parameters, PLAN, backend="loopback", mode=LocalSGD(2, proximal=1))

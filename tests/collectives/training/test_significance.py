@@ -118,10 +118,10 @@ def test_the_report_says_what_was_sent() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"significance": -1.0}, "a threshold of -1.0 is none"),
-        ({"significance": float("nan")}, "a threshold of nan is none"),
+        ({"significance": -1.0}, "threshold must be a magnitude of 0 or more, got -1.0"),
+        ({"significance": float("nan")}, "threshold must be a magnitude of 0 or more, got nan"),
         ({"significance": 0.1, "codes": 8}, "give codes or significance"),
-        ({"significance": 0.1, "density": 0.1}, "significance is for whole gradients in step"),
+        ({"significance": 0.1, "density": 0.1}, "significance is for dense gradients in mode bsp"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> None:
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> No
 
 def test_settings_out_of_range_are_refused() -> None:
     for wrong in ({"admission": 0}, {"width": 1000}, {"width": 1}, {"depth": 0}, {"depth": True}):
-        with pytest.raises(UsageError, match=f"{next(iter(wrong))} .* must be a"):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be a"):
             Significance(0.1, **wrong)
-    with pytest.raises(UsageError, match="gradients of int32 have no threshold"):
+    with pytest.raises(UsageError, match="significance needs gradients of floats, got int32"):
         averages([[np.arange(4, dtype=np.int32)] * RANKS], significance=0.5)

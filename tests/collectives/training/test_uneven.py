@@ -99,13 +99,13 @@ def test_nothing_is_lost_of_sparse_gradients() -> None:
 @pytest.mark.parametrize(
     ("options", "join", "words"),
     [
-        ({}, {}, "would be left with old parameters; give join either use"),
-        ({}, {"use": list, "parameters": []}, "would be left with old parameters; give join either use"),
-        ({}, {"use": list, "divide_by": "some"}, "not divided by 'some'; use present or all"),
+        ({}, {}, "join needs either use"),
+        ({}, {"use": list, "parameters": []}, "join needs either use"),
+        ({}, {"use": list, "divide_by": "some"}, "divide_by must be present or all, got 'some'"),
         (
             {"mode": "local:2"},
             {"use": list},
-            "join is for steps that wait for all ranks, which those of Local",
+            "join needs mode bsp, whose steps wait for all ranks, got Local",
         ),
         ({"dtype": "int64"}, {"use": list}, "averages of int64 are not divided by the ranks present"),
     ],

@@ -118,8 +118,6 @@ def test_an_entry_takes_its_value_bits_and_1_5_bits_beyond_the_density(
     message = WireFormat(values=form).encode(indices, values, universe)
     spare = 8 * (MESSAGE_HEADER.size + 8 + 4)
     assert 8 * len(message) - spare <= 40_000 * (value_bits + log2(one_in) + 1.5)
-    expected = WireFormat(values=form).encoded_bytes_expected(40_000, universe, np.float32)
-    assert len(message) == pytest.approx(expected, rel=2e-3)
 
 
 def test_plain_messages_have_exactly_the_stated_size() -> None:
@@ -129,7 +127,6 @@ def test_plain_messages_have_exactly_the_stated_size() -> None:
             wire = WireFormat(values=form, indices="plain", block=16)
             size = len(wire.encode(indices, values, 100))
             assert size == wire.encoded_bytes_at_most(count, 100, np.float32)
-            assert size == wire.encoded_bytes_expected(count, 100, np.float32)
 
 
 def test_the_same_call_gives_the_same_bytes() -> None:
@@ -220,8 +217,8 @@ def test_a_message_of_another_format_or_universe_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"values": "float8"}, "values 'float8' on the wire; choose one of as given, float32"),
-        ({"indices": "bitmap"}, "indices 'bitmap' on the wire; choose one of plain, packed"),
+        ({"values": "float8"}, "values must be one of as given, float32.*, got 'float8'"),
+        ({"indices": "bitmap"}, "indices must be one of plain, packed, got 'bitmap'"),
         ({"seed": -1}, "seed -1"),
         ({"block": 0}, "block 0"),
     ],

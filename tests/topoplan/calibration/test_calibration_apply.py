@@ -17,8 +17,7 @@ from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.topology import Device, Link, Topology
-from topoplan.machine.topology_json import dump_topology_json
-from topoplan.model.copy_routes import CopyRoutes, copy_route
+from topoplan.model.copy_routes import CopyRoutes
 from topoplan.model.dataflow import device_kinds, link_latency
 from topoplan.operate.calibration.calibrated_topology import MARK, calibrated
 from topoplan.operate.calibration.fit import Measurement, PairSamples
@@ -121,7 +120,9 @@ class TestKnownAnswers:
         made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE)
         assert changes(V100S, made.topology) == {("gpu1", "gpu2"): 25.0}
         assert f"{MARK}changed by more than 20%, GB/s: gpu1>gpu2 50 to 25" in made.notes
-        assert f"{MARK}off the median of the pairs joined alike: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
+        assert (
+            f"{MARK}off the median of the pairs with such links: gpu1>gpu2 25 GB/s (usual: 50)" in made.notes
+        )
 
     def test_a_slow_port_of_an_nvswitch_is_not_blamed_on_the_others(self) -> None:
         """All copies out of gpu3 are slow, those into it are not: the one port, and only out."""
@@ -223,9 +224,9 @@ class TestKnownAnswers:
         """Where all copies start in 10 us, all links of every route together cost 10 us in the time model."""
         machine = topoplan.load(name)
         made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
-        kinds = device_kinds(made)
+        kinds, routes = device_kinds(made), CopyRoutes(made)
         for src, dst in permutations(made.gpus, 2):
-            route = copy_route(made, src, dst)
+            route = routes.between(src, dst)
             assert route
             assert sum(link_latency(link, kinds) for link in route.links) == pytest.approx(ALPHA)
 
@@ -293,7 +294,7 @@ class TestInvariants:
         """Topology JSON keeps date, method, notes, latencies and times of switching."""
         found = replace(copied(V100S, on_wires(V100S)), peer_access=((2, 0.00123456), (8, 0.02)))
         made = calibrated(V100S, found, date=DATE).topology
-        assert topoplan.load(dump_topology_json(made)) == made
+        assert topoplan.load(made.to_json()) == made
         assert made.peer_access == ((2, 0.00123), (8, 0.02))
         assert made.source.startswith(
             "calibrated 2026-11-21: by hand, 64KB to 256MB, median of 3; links that were not measured: NVLink: NVIDIA"
@@ -318,7 +319,7 @@ class TestInvariants:
         made = calibrated(apart, copied(apart, lambda *_: 10), date=DATE)
         assert made.notes == (
             f"{MARK}0 of 0 links measured: each as fast as the fastest copy that crosses it",
-            f"{MARK}the topology shows no way for these copies, which have no effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
+            f"{MARK}copies without a route in the topology, without effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
         )
 
     def test_a_pair_of_another_machine_is_refused(self) -> None:
@@ -373,15 +374,15 @@ class TestMatching:
                 NAMED,
                 None,
                 ["0a", "0b"],
-                "box is another machine: its GPUs sit at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, and "
+                "box is another machine: its GPUs are at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, but "
                 "CUDA shows 0000:0a:00.0, 0000:0b:00.0; give the topology of this machine",
             ),
             (
                 box(),
                 None,
                 ["06", "07"],
-                "CUDA shows 2 GPUs and box has 4 without bus ids, so which is which cannot be told; give what topoplan "
-                "probe finds, or --gpus with those that CUDA shows",
+                "CUDA shows 2 GPUs and box has 4 without bus ids, so they cannot be matched; give the topology of "
+                "topoplan probe, or --gpus with the visible ones",
             ),
             (
                 box(),
@@ -393,7 +394,7 @@ class TestMatching:
                 cluster([Server(V100S, count=2)], nic_gbps=100),
                 None,
                 ["06"],
-                "2 x dgx-1v has 2 servers, and one is measured at a time; give the topology of this server",
+                "2 x dgx-1v must be one server, got 2 servers; give the topology of this server",
             ),
             (box(), [4], ["06"], "GPU 4 is out of range: box has GPUs 0 to 3"),
         ],
@@ -412,4 +413,4 @@ class TestMatching:
         assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)]
         found, _ = match_gpus(box(), [1, 3], ["10000:01:00.0", "2000:01:00.0"])
         assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
-        assert notes == ("box states no bus ids: GPUs taken in the order of those that CUDA gives",)
+        assert notes == ("box states no bus ids: GPUs taken in the order of CUDA",)

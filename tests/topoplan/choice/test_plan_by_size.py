@@ -326,10 +326,10 @@ def test_by_windows_medium_sizes_go_along_two_trees() -> None:
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (topoplan.load("dgx-1v"), "one NVLink domain, and gpu0 reaches gpu5 only through another GPU"),
-        (topoplan.load("pcie-x8"), "one NVLink domain, and these are planned over pcie"),
-        (topoplan.nvswitch_cluster(2, gpus=2), "one NVLink domain, and these are planned over nvlink and network"),
-        (topoplan.load("mi250x"), "is for NVIDIA's GPUs, and these are AMD's"),
+        (topoplan.load("dgx-1v"), "one NVLink domain, but gpu0 reaches gpu5 only through another GPU"),
+        (topoplan.load("pcie-x8"), "one NVLink domain, but these are planned over pcie"),
+        (topoplan.nvswitch_cluster(2, gpus=2), "one NVLink domain, but these are planned over nvlink and network"),
+        (topoplan.load("mi250x"), "needs NVIDIA's GPUs, got AMD's"),
     ],
     ids=lambda value: value.name if isinstance(value, Topology) else "",
 )  # fmt: skip
@@ -345,5 +345,5 @@ def test_engines_that_are_unknown_and_figures_without_one() -> None:
     machine = topoplan.load("v100x4")
     with pytest.raises(UsageError, match="engine 'kernels' is unknown; use one of messages, windows"):
         topoplan.plan_by_size(machine, engine="kernels")
-    with pytest.raises(UsageError, match="engine costs are of the windows engine, not of messages"):
+    with pytest.raises(UsageError, match="engine costs need engine 'windows', got 'messages'"):
         topoplan.plan_by_size(machine, costs=HOPPER)

@@ -12,7 +12,6 @@ import topoplan
 from topoplan.cli.main import main
 from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import Server
-from topoplan.machine.topology_json import dump_topology_json
 
 Call = Callable[..., str]
 
@@ -124,7 +123,7 @@ class TestClusters:
 
     def test_a_cluster_file(self, done: Call, tmp_path: Path) -> None:
         """Is TOPO for every command, and its machines are found beside it."""
-        (tmp_path / "box.json").write_text(dump_topology_json(V100S))
+        (tmp_path / "box.json").write_text(V100S.to_json())
         file = tmp_path / "two.json"
         servers = [{"machine": "box.json", "gpus": "0-2"}, {"machine": "dgx-1v", "gpus": "3-7"}]
         network = {"nic_gbps": 40, "nics": 1}
@@ -146,7 +145,7 @@ class TestClusters:
         out = done("show", "dgx-a100", *options, "--network", "fat-tree", "--leaf-size", "4")
         lines = [line for line in out.splitlines() if not line.startswith(("source", "note"))]
         assert max(len(line) for line in lines) <= 120
-        assert "servers: s0 (shown for 16 that are alike, up to s15)" in lines
+        assert "servers: s0 (shown for 16 equivalent servers, up to s15)" in lines
         assert "devices: 128 gpu, 16 nvswitch, 64 pcie, 32 cpu, 128 nic, 5 switch" in lines
         assert figure.stat().st_size > 10_000
 
@@ -218,9 +217,9 @@ REFUSED = [
     (("--servers", "2"), "--servers needs the speed of a NIC; add --nic-gbps"),
     (("--nics", "2"), "--nics belongs to a cluster; add --servers"),
     (("--leaf-size", "2"), "--leaf-size belongs to a cluster"),
-    (("--servers", "0", "--nic-gbps", "1"), "'0' is no whole number of 1 or more"),
-    (("--servers", "2", "--nic-gbps", "0"), "'0' is no bandwidth in Gb/s above zero"),
-    (("--servers", "2", "--nic-gbps", "nan"), "'nan' is no bandwidth in Gb/s above zero"),
+    (("--servers", "0", "--nic-gbps", "1"), "must be a whole number of 1 or more, got '0'"),
+    (("--servers", "2", "--nic-gbps", "0"), "'0' is not a bandwidth in Gb/s above zero"),
+    (("--servers", "2", "--nic-gbps", "nan"), "'nan' is not a bandwidth in Gb/s above zero"),
     (("--servers", "100000000", "--nic-gbps", "100"), "100,000,000 servers are 2,200,000,000 devices"),
     (("--servers", "2", "--nic-gbps", "1e-30"), "nic_gbps 1e-30 must be a number of Gb/s above zero"),
     ((*TWO, "--nics", "5000"), "nics 5000 must be a whole number from 1 to 1,024"),
@@ -234,7 +233,7 @@ REFUSED = [
     ((*TWO, "--network", "fat-tree"), "a fat tree needs leaf_size (--leaf-size)"),
     (
         (*TWO, "--network", "fat-tree", "--leaf-size", "1", "--oversubscription", "0.5"),
-        "'0.5' is no number of 1",
+        "must be a number of 1 (no oversubscription) or more, such as 2, got '0.5'",
     ),
     ((*TWO, "--nic-access", "wifi"), "nic_access 'wifi' is unknown"),
     ((*TWO, "--gpus", "0-16"), "GPU 16 is out of range: 2 x dgx-1v has GPUs 0 to 15"),
@@ -248,12 +247,12 @@ REFUSED = [
     (("--without-link=-",), "link -: dgx-1v has no device ''"),
     (("--without-link=gpu0->",), "link gpu0->: dgx-1v has no device ''"),
     (("--slow-link", "gpu0=5"), "'gpu0' names no link; write its two ends"),
-    (("--slow-link", "=5"), "'=5' is no link with its speed"),
-    (("--slow-link", "gpu0-gpu1=nan"), "'nan' is no bandwidth in GB/s above zero"),
+    (("--slow-link", "=5"), "must be a link with its speed, such as gpu1-gpu2=12.5, got '=5'"),
+    (("--slow-link", "gpu0-gpu1=nan"), "'nan' is not a bandwidth in GB/s above zero"),
     (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu0->gpu1=6"), "gpu0->gpu1 is given two speeds"),
-    (("--without-link", "gpu0-gpu5"), "there is no link gpu0-gpu5: gpu0 has links with gpu1"),
-    (("--slow-link", "gpu0-gpu1"), "'gpu0-gpu1' is no link with its speed"),
-    (("--slow-link", "gpu0-gpu1=0"), "'0' is no bandwidth in GB/s above zero"),
+    (("--without-link", "gpu0-gpu5"), "link gpu0-gpu5 does not exist: gpu0 has links with gpu1"),
+    (("--slow-link", "gpu0-gpu1"), "must be a link with its speed, such as gpu1-gpu2=12.5, got 'gpu0-gpu1'"),
+    (("--slow-link", "gpu0-gpu1=0"), "'0' is not a bandwidth in GB/s above zero"),
     (("--slow-link", "gpu0-gpu1=26"), "gpu0-gpu1 has 25 GB/s, and 26 is not slower"),
     (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu0-gpu1=6"), "gives gpu0-gpu1 two speeds, 5 and 6"),
     (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu1-gpu0=6"), "is given two speeds"),
@@ -272,7 +271,7 @@ REFUSED = [
     (("--without-gpu", "8"), "GPU 8 is out of range"),
     (("--without-gpu", "5-3"), "the range 5-3 runs backwards; write 3-5"),
     (("--gpus", "0-999999," * 9 + "0"), "names more than 1,048,576 GPUs"),
-    (("--gpus", "9" * 5000), "is no list of GPU numbers"),
+    (("--gpus", "9" * 5000), "is not a list of GPU numbers"),
     (("--sizes", ",".join(["1KB"] * 2000)), "more than 1,024 sizes are listed"),
     (("--servers", "1000000000", "--nic-gbps", "100"), "choose fewer servers"),
     (("--without-device", "gpu1"), "gpu1 is GPU 1; take it out by its number"),
@@ -290,7 +289,7 @@ def test_options_that_make_no_sense_are_refused(refused: Call, options: tuple[st
 def test_all_commands_on_machines_refuse_alike(refused: Call, command: str) -> None:
     """A cluster without NICs, a link that is not there."""
     assert "--servers needs" in refused(command, "dgx-1v", "--servers", "2")
-    assert "there is no link" in refused(command, "dgx-1v", "--without-link", "gpu0-gpu5")
+    assert "link gpu0-gpu5 does not exist" in refused(command, "dgx-1v", "--without-link", "gpu0-gpu5")
 
 
 def test_a_plan_file_has_settled_its_machine(refused: Call, tmp_path: Path) -> None:
@@ -306,13 +305,13 @@ def test_a_plan_file_has_settled_its_machine(refused: Call, tmp_path: Path) -> N
 def test_a_cluster_of_clusters_is_refused(refused: Call, tmp_path: Path) -> None:
     """TOPO has a network already."""
     file = tmp_path / "cluster.json"
-    file.write_text(dump_topology_json(nvswitch_cluster(2, gpus=2)))
+    file.write_text(nvswitch_cluster(2, gpus=2).to_json())
     assert "has a network of its own" in refused("plan", str(file), *TWO)
 
 
 def test_bad_topology_files_are_refused(refused: Call, tmp_path: Path) -> None:
     """A NIC of zero bandwidth, a switch without ports, servers that no link joins."""
-    good = json.loads(dump_topology_json(nvswitch_cluster(2, gpus=2, rails=1)))
+    good = json.loads(nvswitch_cluster(2, gpus=2, rails=1).to_json())
     file = tmp_path / "bad.json"
     for links, says in (
         ([{**link, "bandwidth": 0} for link in good["links"]], "bandwidth 0 must be a number of GB/s"),

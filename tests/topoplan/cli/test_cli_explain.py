@@ -170,7 +170,7 @@ def test_what_bench_prints_is_read_too(run: Run, tmp_path: Path) -> None:
         (("--machine", "dgx-h100", "--json", "--csv"), "--json and --csv"),
         (
             ("--machine", "dgx-h100", "--gpus", "0-3"),
-            "of 8 ranks, and --gpus names 4; name the GPUs that ran",
+            "of 8 ranks, but --gpus names 4; name the GPUs that ran",
         ),
         (("--machine", "v100x4"), "rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs"),
         (("--machine", "dgx-h100", "--collective", "gather"), "gather"),

@@ -164,7 +164,7 @@ def test_a_plan_of_several_servers_is_sent_to_their_machine(
         (["dgx-1v", "--to", "nccl-graph", "--gpus", "3"], "dgx-1v has 1 GPU here"),
         (
             ["dgx-1v", "--to", "nccl-topo", "-o", "/no/such/folder/f.xml"],
-            "there is no folder /no/such/folder",
+            "folder /no/such/folder does not exist",
         ),
         (["dgx-1v", "--to", "nccl-topo", "--gpus", "9"], "GPU 9 is out of range"),
     ],

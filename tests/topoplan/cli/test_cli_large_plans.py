@@ -10,7 +10,6 @@ import pytest
 import topoplan
 from topoplan.cli.main import main
 from topoplan.cli.tree_table import MAX_ROWS, tree_table
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.plans.shards import ImageShards
 
 
@@ -18,7 +17,7 @@ from topoplan.plans.shards import ImageShards
 def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A topology file of 64 servers, 512 GPUs."""
     path = tmp_path_factory.mktemp("large") / "cluster.json"
-    path.write_text(dump_topology_json(topoplan.nvswitch_cluster(64)))
+    path.write_text(topoplan.nvswitch_cluster(64).to_json())
     return str(path)
 
 
@@ -39,7 +38,7 @@ def test_a_plan_of_512_gpus_prints_one_row(
     assert len(out) < 3000
     assert "512 GPUs (s0-63.gpu0-7)" in out
     rows = [line for line in out.splitlines() if line.startswith("1 of ")]
-    assert [row.split("  ")[0] for row in rows] == ["1 of 512 alike"]
+    assert [row.split("  ")[0] for row in rows] == ["1 of 512 symmetric"]
     assert rows[0].endswith(" … (511 edges)")
     checked = printed(capsys, "verify", str(target))
     assert "512 trees, height 2" in checked
@@ -70,7 +69,7 @@ def test_a_trace_of_too_many_transfers_is_refused(
     assert main(("simulate", cluster_file, "--collective", "allgather", *sizes, "--trace", str(trace))) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "chunk transfers are more than 2000000" in err
+    assert "chunk transfers must be at most 2000000" in err
     assert not trace.exists()
 
 

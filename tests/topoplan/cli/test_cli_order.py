@@ -144,25 +144,25 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
         (("CONF",), "states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with"),
         (("CONF", "--server", "dgx-1v"), "a network needs the speed of a NIC; add --nic-gbps"),
         (("CONF", *WIRES, "--servers", "2"), "--servers does not go with a description of Slurm"),
-        (("CONF", *WIRES, "--hosts", "n9"), "node n9 is none of topology, which has 4 nodes, n1 to n4"),
+        (("CONF", *WIRES, "--hosts", "n9"), "node n9 is not in topology, which has 4 nodes, n1 to n4"),
         (("CONF", *WIRES, "--hosts", "n[1-"), "--hosts: no such file, and 'n[1-' has a bracket that is not closed"),
         (("CONF", *WIRES, "--slurm-topology", "x"), "topology 'x' is not in a topology.conf"),
         (("CONF", "--server", "nothing", "--nic-gbps", "1"), "no machine 'nothing' in the library"),
         (("dgx-1v", "--server", "dgx-1v"), "dgx-1v is neither; leave --server out"),
         (("dgx-1v", "--slurm-topology", "x"), "--slurm-topology belongs to --server"),
-        (("dgx-1v", "--hosts", "a,b"), "2 different names of hosts are given, and the machine has 1 hosts"),
-        (("dgx-1v", "--gpus", "1"), "one rank alone has no order"),
+        (("dgx-1v", "--hosts", "a,b"), "names must be one for each of 1 hosts, got 2 different ones"),
+        (("dgx-1v", "--gpus", "1"), "an order needs two ranks or more, got 1"),
         (("dgx-1v", "--gpus", "1,1"), "GPU 1 is named twice"),
-        (("dgx-1v", "--mesh", "dp=3"), "a mesh of dp 3 does not have as many ranks as there are GPUs, 8"),
+        (("dgx-1v", "--mesh", "dp=3"), "the mesh must have as many ranks as GPUs, 8, got dp 3"),
         (("dgx-1v", "--mesh", "dp=x"), "'dp=x' must be axes with whole numbers of ranks"),
         (("dgx-1v", "--axes", "dp"), "--axes belongs to --mesh"),
         (("dgx-1v", "--preset", "megatron"), "--preset belongs to --mesh"),
         (
             ("dgx-1v", "--mesh", "dp=2,tp=4"),
-            "nothing says how many bytes each moves, which decides where it lies; add --axes with their weights, such "
+            "their placement depends on the bytes that each moves; add --axes with their weights, such "
             "as dp=1,tp=40, or --preset megatron",
         ),
-        (("dgx-1v", "--mesh", "dp=2,x=4", "--preset", "megatron"), "none of axis 'x'; rename the axis"),
+        (("dgx-1v", "--mesh", "dp=2,x=4", "--preset", "megatron"), "not of axis 'x'; rename the axis"),
         (
             ("dgx-1v", "--mesh", "dp=2,tp=4", "--axes", "dp", "--preset", "megatron"),
             "--preset gives the weights that --axes states",
@@ -183,6 +183,6 @@ def test_what_does_not_go_is_one_line(
 
 def test_a_hostfile_cannot_say_that_ranks_of_a_host_are_apart() -> None:
     apart = [RankPlacement("a", 0), RankPlacement("b", 0), RankPlacement("a", 1)]
-    with pytest.raises(UsageError, match="the ranks of a host do not follow one another"):
+    with pytest.raises(UsageError, match="ranks of a host must be contiguous"):
         hostfile(apart)
     assert usage("slurm", apart, "f") == ("SLURM_HOSTFILE=f srun --nodelist=a,b --distribution=arbitrary",)

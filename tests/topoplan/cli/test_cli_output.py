@@ -118,7 +118,7 @@ def test_a_suffix_means_the_same_everywhere(text: str, unit: str, value: float) 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "nan", "fast", "10 gb/s", "5GB", "1e999", "3 GB/s/s"])
 def test_what_is_no_bandwidth_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no bandwidth in GB/s above zero"):
+    with pytest.raises(UsageError, match="is not a bandwidth in GB/s above zero"):
         parse_bandwidth(text)
 
 

@@ -172,7 +172,7 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
         (["dgx-1v", "--results", "HOSTS"], "dgx-1v has 1 server; give --servers 3"),
         ([*NODES, "--results", "HOSTS", "--hosts", "n[1-3]"], "3 names for 4 servers"),
         ([*FOUR, "--results", "nowhere"], "nowhere cannot be read"),
-        ([*FOUR, "--results", "R", "--times", "1"], "was not asked for"),
+        ([*FOUR, "--results", "R", "--times", "1"], "is not a planned test"),
         ([*FOUR, "--results", "R", "--format", "ssh"], "do not go together"),
         ([*FOUR, "-o", "x"], "-o writes a script"),
         ([*FOUR, "--json", "--format", "ssh"], "leave one out"),
@@ -182,7 +182,7 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
         ([*FOUR, "--format", "ssh", "--size", "0"], "a test of 0 bytes measures nothing"),
         ([*FOUR, "--json", "--csv"], "two forms of one answer"),
         ([*FOUR, "--results", "R", "--csv"], "do not go together"),
-        (["dgx-1v", "--gpus", "2"], "a pair has two GPUs"),
+        (["dgx-1v", "--gpus", "2"], "pair tests need two GPUs or more, got 1"),
         (["-", "--results", "-"], "stdin is read once"),
     ],
 )

@@ -33,7 +33,7 @@ def test_plans_for_failures_go_through_their_file(capsys: pytest.CaptureFixture[
     assert run(capsys, "plan", "v100x4", "--survive", "1", "-o", "-") == Path(place).read_text()
     said = run(capsys, "verify", place)
     assert (
-        "all 10 plans after a failure valid, each on the machine without what is lost, from 6 in the file\n"
+        "all 10 plans after a failure valid, each on the degraded machine, from 6 in the file\n"
         "rate = bound for 10 of them\nworst  50 GB/s, without "
     ) in said
     told = json.loads(run(capsys, "verify", place, "--json"))

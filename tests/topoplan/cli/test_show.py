@@ -16,7 +16,6 @@ from tests.support.listings import MATRICES, each
 from topoplan.cli.main import main
 from topoplan.cli.show import MAX_MATRIX_COLUMNS, device_tree_text, links_in_tree, matrix_text
 from topoplan.machine.topology import Device, Link, Topology, facts
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.reading.load import library
 
 EACH_MACHINE = pytest.mark.parametrize("machine", [*library(), *each(MATRICES)])
@@ -194,7 +193,7 @@ def test_warnings_come_before_notes_everywhere(
     text = "warning: gpu3: PCIe link runs at x8, its maximum is x16"
     machine = topoplan.load("v100x4")
     path, plan = tmp_path / "machine.json", tmp_path / "plan.json"
-    path.write_text(dump_topology_json(replace(machine, notes=("first of all", text))))
+    path.write_text(replace(machine, notes=("first of all", text)).to_json())
     plan.write_text(topoplan.plan(topoplan.load(path)).to_json())
     commands = [("show", path), ("plan", path), ("compare", path), ("simulate", path, "--sizes", "1MB")]
     commands += [("verify", plan), ("bench", plan, "--sizes", "1KB")]
@@ -216,9 +215,9 @@ def test_what_a_file_says_moves_no_terminal(show: Callable[..., str], tmp_path: 
     )
     path = tmp_path / "machine.json"
     path.write_text(
-        dump_topology_json(
-            replace(machine, name="m" + evil, devices=devices, source=evil, notes=(f"warning: {evil}", evil))
-        )
+        replace(
+            machine, name="m" + evil, devices=devices, source=evil, notes=(f"warning: {evil}", evil)
+        ).to_json()
     )
     lines = show(str(path)).split("\n")
     assert all(line.isprintable() for line in lines)

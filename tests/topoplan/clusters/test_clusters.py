@@ -423,7 +423,7 @@ def box(**changes: object) -> dict[str, object]:
         (box(nic_gbps=0), "nic_gbps 0 must be a number of Gb/s above zero"),
         (box(nic_gbps=-5), "nic_gbps -5"),
         (box(nic_gbps=float("nan")), "nic_gbps nan"),
-        (box(nic_gbps=10**400), "nic_gbps of more than 18 digits"),
+        (box(nic_gbps=10**400), "nic_gbps of more than 19 digits"),
         (box(nic_gbps=True), "nic_gbps True"),
         (box(nic_gbps=None), "nic_gbps is not given"),
         (box(servers=[]), "at least one server"),

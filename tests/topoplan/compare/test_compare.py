@@ -239,7 +239,7 @@ def test_too_many_allocations_are_refused_with_their_number_and_sizes_that_fit()
     """16 GPUs of which no two are alike have 65,519 allocations; the message names sizes, and these work."""
     topology = two_servers()
     with pytest.raises(
-        UsageError, match=r"65,519 .* choose sizes \(--gpu-counts\), for example 2, 3, 4, 5, .*16"
+        UsageError, match=r"65,519; choose sizes \(--gpu-counts\), for example 2, 3, 4, 5, .*16"
     ) as refusal:
         allocation_classes(topology)
     assert "\n" not in str(refusal.value)
@@ -256,8 +256,8 @@ def test_allocations_across_unconnected_servers_form_classes_without_a_channel()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sizes": [1]}, "1 GPUs are no size to compare: dgx-1v has allocations of 2 to 8 GPUs"),
-        ({"sizes": [3, 9]}, "9 GPUs are no size"),
+        ({"sizes": [1]}, "sizes must be from 2 to 8, the GPUs of dgx-1v, got 1"),
+        ({"sizes": [3, 9]}, "from 2 to 8, the GPUs of dgx-1v, got 9"),
         ({"channels": "smoke"}, "channels 'smoke' is unknown; use one of auto, nvlink, pcie"),
     ],
 )

@@ -222,7 +222,7 @@ def test_jobs_that_do_not_fit_are_refused(sizes: tuple[int, ...], told: str) -> 
 
 
 def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match="jobs are divided for the collectives of trees"):
+    with pytest.raises(UsageError, match=r"collective must be one of .* for jobs, got alltoall"):
         divide("v100x4", [2, 2], "alltoall")
     apart = Topology("apart", tuple(Device(f"gpu{i}", "gpu") for i in range(3)), ())
     with pytest.raises((UsageError, InfeasibleError), match="no path joins any 2 GPUs"):
@@ -261,7 +261,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
-            (("--jobs", "4,x"), "'4,x' is no list of numbers of GPUs such as 4,2,2"),
+            (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
             (
                 ("--jobs", "4", "--count", "2"),
                 "say how many GPUs the job has with --count 4, or of several jobs",

@@ -117,7 +117,7 @@ def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
     assert judged(ring.replace("3", "9") + way, machine).rings is None
     cut = judged(way, machine)
     assert kinds(cut) == ["shm"]
-    assert "does not say how many ranks there are" in cut.notes[0]
+    assert "states neither the number of ranks nor their GPUs" in cut.notes[0]
     assert cut.to_object()["ranks"] is None
 
 
@@ -142,7 +142,7 @@ def test_one_rank_alone_is_told() -> None:
     ("machine", "more", "told"),
     [
         ("v100x4", {}, "ran on device 4 of node1, and v100x4 has 4 GPUs"),
-        ("dgx-1v", {"gpus": [0, 1]}, "NCCL's log is of 8 ranks, and --gpus names 2"),
+        ("dgx-1v", {"gpus": [0, 1]}, "NCCL's log is of 8 ranks, but --gpus names 2"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(machine: str, more: dict[str, object], told: str) -> None:

@@ -117,11 +117,11 @@ def test_the_sixteen_gpus_of_a_dgx_2_are_alike() -> None:
 @pytest.mark.parametrize(
     ("count", "free", "told"),
     [
-        (9, None, "no set of 9 GPUs can be chosen from 8; ask for 2 to 8"),
-        (1, None, "no set of 1 GPUs"),
-        (3, (0, 1), "no set of 3 GPUs can be chosen from 2"),
+        (9, None, "at most 8, the GPUs to choose from, got 9; ask for 2 to 8"),
+        (1, None, "at most 8, the GPUs to choose from, got 1"),
+        (3, (0, 1), "at most 2, the GPUs to choose from, got 3"),
         (2, (0, 11), "GPU 11"),
-        (2, (5,), "no set of 2 GPUs can be chosen from 1; name two or more"),
+        (2, (5,), "at most 1, the GPUs to choose from, got 2; name two or more"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None, told: str) -> None:
@@ -130,17 +130,17 @@ def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None,
 
 
 def test_too_many_sets_are_refused_before_any_is_planned() -> None:
-    with pytest.raises(UsageError, match=r"more than 10\^306 sets of 512 GPUs among 1024 are too many"):
+    with pytest.raises(UsageError, match=r"got more than 10\^306 among 1024 GPUs"):
         recommend(topoplan.nvswitch_cluster(128), 512)
-    with pytest.raises(UsageError, match=r"10,518,300 sets of 8 GPUs among 32 are too many: at most 20,000"):
+    with pytest.raises(
+        UsageError, match=r"sets of 8 GPUs must be at most 20,000, got 10,518,300 among 32 GPUs"
+    ):
         recommend(topoplan.nvswitch_cluster(4), 8)
 
 
 def test_too_many_kinds_of_sets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topoplan.operate.compare.recommendation.MOST_CLASSES", 2)
-    with pytest.raises(
-        UsageError, match=r"28 sets of 2 GPUs have 3 different kinds of wires, and at most 2 are planned"
-    ):
+    with pytest.raises(UsageError, match=r"classes of 2 GPUs must be at most 2, got 3 of 28 sets"):
         recommend("dgx-1v", 2)
 
 
@@ -189,7 +189,7 @@ class TestCommand:
         ("arguments", "told"),
         [
             ((), "say how many GPUs the job has with --count"),
-            (("--count", "0"), "'0' is no number of GPUs"),
+            (("--count", "0"), "must be a number of GPUs"),
             (("--count", "4", "--json", "--csv"), "two forms of one answer"),
             (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
         ],

@@ -73,9 +73,9 @@ def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
 
 def test_fewer_than_three_servers_are_refused() -> None:
     """What is left of two is one, and moves nothing."""
-    with pytest.raises(UsageError, match="three or more"):
+    with pytest.raises(UsageError, match="three servers or more"):
         without_each_server(hosts([100, 40]))
-    with pytest.raises(UsageError, match="1 server has GPUs"):
+    with pytest.raises(UsageError, match="three servers or more, got 1"):
         without_each_server("dgx-1v")
 
 

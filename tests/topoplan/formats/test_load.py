@@ -14,7 +14,6 @@ import pytest
 import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.library import dgx_1v
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.reading.load import library_path, load
 
 PAIR = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-7\nGPU1\tNV2\t X \t0-7\n"
@@ -26,7 +25,7 @@ def rates(machine: topoplan.Topology, channel: str) -> set[float]:
 
 def test_a_name_a_file_and_a_text_give_the_same_machine(tmp_path: Path) -> None:
     """The same description by three roads."""
-    text = dump_topology_json(dgx_1v())
+    text = dgx_1v().to_json()
     path = tmp_path / "without-extension"
     path.write_text(text)
     assert load("dgx-1v") == load(path) == load(str(path)) == load(text) == dgx_1v()
@@ -42,7 +41,7 @@ def test_a_matrix_is_recognised_by_content_and_named_after_its_file(tmp_path: Pa
 
 def test_stdin_is_read_for_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both formats may come through a pipe."""
-    for text, gpus in ((PAIR, 2), (dump_topology_json(dgx_1v()), 8)):
+    for text, gpus in ((PAIR, 2), (dgx_1v().to_json(), 8)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         assert len(load("-").gpus) == gpus
 

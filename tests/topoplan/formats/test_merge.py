@@ -16,7 +16,6 @@ from tests.support.nccl_texts import BRIDGE, NIC, bus, cpu, gpu_pci, machine, nv
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import Link, Topology
-from topoplan.machine.topology_json import dump_topology_json
 from topoplan.reading.merge import merge_nvlink
 from topoplan.reading.nccl.topology_xml import parse_nccl_xml
 
@@ -121,7 +120,7 @@ def test_a_contradiction_about_pcie_is_noted() -> None:
 def test_devices_without_class_are_gpus_where_the_other_description_has_gpus(tmp_path: Path) -> None:
     """The bus ids of topology JSON tell which of the devices are GPUs."""
     path = tmp_path / "probed.json"
-    path.write_text(dump_topology_json(parse_nccl_xml(pair(nvlink(bus(1), 4), other=[nvlink(bus(0), 4)]))))
+    path.write_text(parse_nccl_xml(pair(nvlink(bus(1), 4), other=[nvlink(bus(0), 4)])).to_json())
     bare = only(*(pci(bus(i), **{"class": None}) for i in range(3)))
     topology = topoplan.load(bare, merge=path)
     assert [device.busid for device in topology.devices if device.kind == "gpu"] == [bus(0), bus(1)]
@@ -203,7 +202,7 @@ def test_the_command_line_merges(
             ["plan", "dgx-1v", "--socket-gbps", "9"],
             "topology JSON states its own bandwidths; leave out --socket-gbps",
         ),
-        (["plan", "-", "--merge", "-"], "stdin is read once; give TOPO, --merge and --overlay a file each"),
+        (["plan", "-", "--merge", "-"], "stdin is read once; give a file to all but one of TOPO, --merge"),
     ):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MATRIX.encode())))
         assert main(arguments) == 2

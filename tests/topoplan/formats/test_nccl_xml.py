@@ -244,6 +244,7 @@ def test_pcie_counts_as_in_nccl(speed: str | None, width: int | None, rate: floa
 @pytest.mark.parametrize(
     ("processor", "rate"),
     [
+        ({"modelid": "-5"}, 6.0),  # NCCL compares signed numbers
         ({"modelid": "79"}, 6.0),
         ({"modelid": "85"}, 10.0),
         ({"modelid": "143"}, 22.0),
@@ -544,7 +545,7 @@ def twice(text: str) -> str:
         (pair().replace(f'busid="{bus(0)}" ', ""), "line 3: pci has no attribute busid"),
         (
             pair().replace(bus(0), "07:00.0"),
-            "line 3: pci busid '07:00.0' is no PCI bus id such as 0000:06:00.0",
+            "line 3: pci busid '07:00.0' is not a PCI bus id such as 0000:06:00.0",
         ),
         (pair(element("nvlink", target=bus(1), tclass=GPU)), "line 5: nvlink has no attribute count"),
         (pair(element("nvlink", count=1, tclass=GPU)), "line 5: nvlink has no attribute target"),

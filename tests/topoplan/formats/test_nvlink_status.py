@@ -146,7 +146,7 @@ def test_the_same_listing_twice_is_that_listing() -> None:
         ("GPU 0: V100\nLink 0: Replay Errors: 0", "GPU 0, link 0: 'Replay Errors: 0' is neither a speed"),
         ("GPU 0: V100\nLink 0:", "GPU 0, link 0: '' is neither a speed"),
         ("GPU 0: V100\nLink 0: Remote Device nowhere", "'Remote Device nowhere' is neither"),
-        ("GPU 0: V100\nLink 0: Remote Device 0:7.0: Link 1", "remote device '0:7.0' is no PCI bus id"),
+        ("GPU 0: V100\nLink 0: Remote Device 0:7.0: Link 1", "remote device '0:7.0' is not a PCI bus id"),
         (
             "GPU 0: V100\nLink 0: Remote Device 0:7:0.0: Link x",
             "GPU 0, link 0: remote link must be a number, got 'x'",

@@ -511,5 +511,5 @@ def test_stdin_is_one_input_of_a_command(run: Run, arguments: list[str]) -> None
     code, _, err = run(["plan", *arguments])
     assert (code, err) == (
         2,
-        "topoplan plan: error: stdin is read once; give TOPO, --merge and --overlay a file each, but for one\n",
+        "topoplan plan: error: stdin is read once; give a file to all but one of TOPO, --merge and --overlay\n",
     )

@@ -272,7 +272,7 @@ def test_nodes_that_nothing_joins_or_that_are_not_there_are_refused() -> None:
     machines = {node: HOST for node, _ in network.nodes}
     with pytest.raises(UsageError, match="n1 and n3 cannot reach each other: nothing is above both a and b"):
         cluster_of_nodes(network, machines, nic_gbps=100)
-    with pytest.raises(UsageError, match="node n9 is none of two islands, which has 3 nodes, n1 to n3"):
+    with pytest.raises(UsageError, match="node n9 is not in two islands, which has 3 nodes, n1 to n3"):
         cluster_of_nodes(network, machines, nodes=["n9"], nic_gbps=100)
     with pytest.raises(UsageError, match="node n1 is named twice"):
         cluster_of_nodes(network, machines, nodes=["n1", "n1"], nic_gbps=100)

@@ -80,7 +80,7 @@ def test_a_bus_id_is_written_as_the_kernel_writes_it(text: str, written: str) ->
     ],
 )
 def test_what_is_no_bus_id_is_refused(text: str) -> None:
-    with pytest.raises(topoplan.TopologyError, match="no PCI bus id such as"):
+    with pytest.raises(topoplan.TopologyError, match="not a PCI bus id such as"):
         bus_id(text)
 
 
@@ -310,9 +310,9 @@ def test_each_direction_between_cpus_is_as_fast_as_its_own_end() -> None:
         (
             [below(0, None), below(0, None)],
             1,
-            "pci 0000:20:00.0 is there twice; a bus id names one device of a server",
+            "pci 0000:20:00.0 is listed twice; a bus id names one device of a server",
         ),
-        ([below(0, bridge(1))], 1, "pci 0000:20:00.0 hangs below 0000:01:01.0, which is no bridge before it"),
+        ([below(0, bridge(1))], 1, "pci 0000:20:00.0 is below 0000:01:01.0, which is not a bridge before it"),
         (
             [PciDevice(gpu(0), "gpu", "", 3, 12.0)],
             1,

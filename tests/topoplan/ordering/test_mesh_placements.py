@@ -104,11 +104,9 @@ def test_the_trees_of_few_ranks_decide_and_are_proved() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     box = topoplan.load("dgx-a100")
-    with pytest.raises(
-        UsageError, match="a mesh of dp 3 x tp 3 does not have as many ranks as there are GPUs, 8"
-    ):
+    with pytest.raises(UsageError, match="the mesh must have as many ranks as GPUs, 8, got dp 3 x tp 3"):
         best_mesh(box, {"dp": 3, "tp": 3})
-    with pytest.raises(UsageError, match="axis 'pp' is none of the mesh"):
+    with pytest.raises(UsageError, match="axis 'pp' is not in the mesh"):
         best_mesh(box, {"dp": 2, "tp": 4}, axes={"pp": 1})
     with pytest.raises(UsageError, match="collective 'x' is unknown"):
         best_mesh(box, {"dp": 2, "tp": 4}, "x")

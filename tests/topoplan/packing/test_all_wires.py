@@ -119,7 +119,7 @@ def test_what_cannot_be_is_one_line(run: Run) -> None:
         topoplan.plan(two_pairs(host=False))
     with pytest.raises(UsageError, match="a buffer of -1 bytes"):
         topoplan.plan(DGX, channels="all", nbytes=-1)
-    with pytest.raises(UsageError, match="plans by size take wires that suit all sizes"):
+    with pytest.raises(UsageError, match="plans by size need channels that suit all sizes"):
         topoplan.plan_by_size(DGX, channels="all")
     bare = Topology(
         "no host",

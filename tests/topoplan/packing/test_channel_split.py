@@ -21,7 +21,7 @@ from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageErro
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.hardware import PEER_ACCESS
 from topoplan.machine.topology import Device, Link, Topology
-from topoplan.machine.topology_json import dump_topology_json, parse_topology_json
+from topoplan.machine.topology_json import parse_topology_json
 from topoplan.model.channel_split import SPLIT_GRAIN, channel_split, hybrid_plan, split_shares
 from topoplan.model.dataflow import LAUNCH, channel_starts, peer_access_seconds
 from topoplan.model.event_simulation import chrome_trace, run_events
@@ -104,11 +104,11 @@ def test_shares_of_a_size_are_short_and_lose_less_than_a_grain(
 @pytest.mark.parametrize(
     ("rates", "starts", "nbytes", "message"),
     [
-        ([Fraction(1)], [Fraction(0)], -1, "a buffer of -1 bytes cannot be divided"),
-        ([Fraction(1)], [], 1, "1 rates and 0 starts are not one of each"),
-        ([], [], 1, "0 rates and 0 starts"),
-        ([Fraction(0)], [Fraction(0)], 1, "a channel of 0 GB/s that starts after 0 s cannot take part"),
-        ([Fraction(1)], [Fraction(-1)], 1, "a channel of 1 GB/s that starts after -1 s cannot take part"),
+        ([Fraction(1)], [Fraction(0)], -1, "nbytes must be 0 or more, got -1"),
+        ([Fraction(1)], [], 1, "one for each channel, got 1 and 0"),
+        ([], [], 1, "one for each channel, got 0 and 0"),
+        ([Fraction(0)], [Fraction(0)], 1, "start of zero or more, got 0 GB/s and 0 s"),
+        ([Fraction(1)], [Fraction(-1)], 1, "start of zero or more, got 1 GB/s and -1 s"),
     ],
 )
 def test_a_split_refuses_what_no_channel_is(
@@ -169,21 +169,21 @@ def test_the_fit_of_peer_access_follows_from_figure_26() -> None:
 def test_peer_access_survives_the_file_and_the_allocation() -> None:
     """Topology JSON writes it by number of GPUs and reads it in any order; an allocation keeps it."""
     machine = mixed_machine(seconds=0.25)
-    assert '"peer_access": {"2": 0.25}' in dump_topology_json(machine)
-    assert parse_topology_json(dump_topology_json(machine)) == machine
-    value = json.loads(dump_topology_json(DGX))
+    assert '"peer_access": {"2": 0.25}' in machine.to_json()
+    assert parse_topology_json(machine.to_json()) == machine
+    value = json.loads(DGX.to_json())
     value["peer_access"] = {"8": 1, "2": 0}
     assert parse_topology_json(json.dumps(value)).peer_access == ((2, 0), (8, 1))
     assert DGX.subset([0, 1]).peer_access == DGX.peer_access
-    assert "peer_access" not in dump_topology_json(topoplan.load("dgx-2"))
+    assert "peer_access" not in topoplan.load("dgx-2").to_json()
 
 
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
         ([0.001], "peer_access must be an object such as"),
-        ({"two": 0.001}, "'two' is no number of GPUs"),
-        ({"08": 0.001}, "'08' is no number of GPUs"),
+        ({"two": 0.001}, "'two' must be a number of GPUs"),
+        ({"08": 0.001}, "'08' must be a number of GPUs"),
         ({"1": 0.001}, "number of GPUs 1 must be a whole number from 2"),
         ({"2": "fast"}, "'fast' must be a number of seconds"),
         ({"2": True}, "True must be a number of seconds"),
@@ -194,7 +194,7 @@ def test_peer_access_survives_the_file_and_the_allocation() -> None:
 )
 def test_wrong_peer_access_is_named(stated: object, message: str) -> None:
     """A file that states no seconds by number of GPUs is refused in one line."""
-    value = json.loads(dump_topology_json(mixed_machine()))
+    value = json.loads(mixed_machine().to_json())
     value["peer_access"] = stated
     with pytest.raises(TopologyError, match=message) as caught:
         parse_topology_json(json.dumps(value))
@@ -397,7 +397,7 @@ def test_without_equal_blocks_the_sum_of_bounds_is_no_bound() -> None:
     assert (plan.rate, plan.bound) == (4.0, 4.0)
     half = Fraction(1, 2)
     crossed = [Shard(half, (hop("broadcast", 0, "nvlink"),)), Shard(half, (hop("broadcast", 1, "pcie"),))]
-    with pytest.raises(PlanError, match="the bound holds only where all are divided alike"):
+    with pytest.raises(PlanError, match="the bound holds only if all are divided equally"):
         topoplan.verify(replace(plan, shards=tuple(crossed), rate=40.0))
 
 

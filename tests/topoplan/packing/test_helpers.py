@@ -206,7 +206,7 @@ def test_paced_links_run_helpers_too() -> None:
 def test_where_every_process_is_a_rank_helpers_are_refused(backend: str) -> None:
     """One line, before anybody is met."""
     with pytest.raises(
-        UsageError, match=f"helper0 adds and copies .* the {backend} back end runs ranks alone"
+        UsageError, match=f"helper0 is a helper rank in this plan, and the {backend} back end has none"
     ):
         Communicator(proved(star(3, 1)), backend)
 

@@ -153,12 +153,12 @@ def test_files_are_read_back_and_believed_in_nothing() -> None:
     for change, told in (
         ({"rate": 250.0}, "claims rate 250 GB/s of all groups at once; it is 240"),
         ({"weights": [["dp", "1"], ["tp", "2"]]}, "claims rate 240 GB/s of all groups at once; it is"),
-        ({"weights": [["dp", "0"], ["tp", "2"]]}, "weights are above zero"),
-        ({"axes": [["dp", 4], ["tp", 2]]}, "the groups are not those of the axes"),
+        ({"weights": [["dp", "0"], ["tp", "2"]]}, "weights must be above zero"),
+        ({"axes": [["dp", 4], ["tp", 2]]}, "the groups must be those of the axes"),
         ({"axes": [["dp", 4], ["tp", 4]]}, "the axes make 16 ranks of 8 GPUs"),
         ({"certificate": {"kind": "lengths", "lengths": []}}, "bound nothing"),
-        ({"certificate": {"kind": "cut", "side": ["gpu0"]}}, "gives lengths of links"),
-        ({"groups": value["groups"][:-1]}, "the groups are not those of the axes"),
+        ({"certificate": {"kind": "cut", "side": ["gpu0"]}}, "must give lengths of links"),
+        ({"groups": value["groups"][:-1]}, "the groups must be those of the axes"),
     ):
         with pytest.raises(PlanError, match=told):
             verify_mesh(MeshPlans.from_json(json.dumps({**value, **change})))
@@ -168,7 +168,7 @@ def test_files_are_read_back_and_believed_in_nothing() -> None:
     ("mesh", "axes", "told"),
     [
         ({"dp": 2, "tp": 3}, None, "a mesh of dp 2 x tp 3 does not have as many ranks as there are GPUs, 8"),
-        ({"dp": 2, "tp": 4}, ["pp"], "axis 'pp' is none of the mesh; use one of dp, tp"),
+        ({"dp": 2, "tp": 4}, ["pp"], "axis 'pp' is not in the mesh; use one of dp, tp"),
         ({"dp": 1, "tp": 8}, ["dp"], "along axis dp every group has one rank"),
         ({"dp": 2, "tp": 4}, {"dp": 0}, "axis dp has weight 0; weights are above zero"),
         ({"dp": 0, "tp": 4}, None, "axis dp has extent 0"),

@@ -112,8 +112,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "dgx-1v", "--time-limit", "0"]) == 0
     assert "note: stopped after 0 s: " in capsys.readouterr().out
     for words, message in (
-        (["--time-limit", "soon"], "'soon' is no number of seconds"),
-        (["--time-limit=-1"], "'-1' is no number of seconds"),
+        (["--time-limit", "soon"], "must be a number of seconds of 0 or more, such as 10, got 'soon'"),
+        (["--time-limit=-1"], "must be a number of seconds of 0 or more, such as 10, got '-1'"),
         (["--time-limit", "1", "--method", "mwu"], "--time-limit belongs to --method exact"),
         (["--time-limit", "1", "--sizes", "1KB:1MB"], "--time-limit ends the search for one plan"),
     ):

@@ -226,7 +226,7 @@ TRIANGLE = machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu1", "gpu2"): 2.0, (
         (Partition((("gpu0", "gpu1"), ("gpu1", "gpu2"))), "allreduce", "gpu1 stands in two parts"),
         (Partition((("gpu0", "gpu1", "gpu2"),)), "allreduce", "at least two parts"),
         (Partition((("gpu0",), ("gpu1", "rack"))), "allreduce", "device 'rack'"),
-        (Lengths((("gpu0", "gpu7", Fraction(1)),)), "allreduce", "gpu0->gpu7, which is no usable link"),
+        (Lengths((("gpu0", "gpu7", Fraction(1)),)), "allreduce", "gpu0->gpu7, which is not a usable link"),
         (Lengths((("gpu0", "gpu1", Fraction(-1, 3)),)), "allreduce", "below zero"),
         (Lengths(()), "allgather", "length zero"),
         (Trivial(), "allreduce", "'trivial' proves nothing for 3 ranks"),
@@ -287,7 +287,7 @@ def test_a_certificate_of_another_machine_is_refused_or_weaker() -> None:
     dgx_1v = topoplan.load("dgx-1v")
     of_switch = topoplan.plan(dgx_2, "allreduce").certificate
     assert isinstance(of_switch, Lengths)
-    with pytest.raises(PlanError, match="no usable link"):
+    with pytest.raises(PlanError, match="not a usable link"):
         bound(of_switch, dgx_1v, "allreduce")
     of_part = topoplan.plan(dgx_1v, "broadcast", gpus=[0, 1, 3], root=1).certificate
     assert isinstance(of_part, Cut)

@@ -384,7 +384,7 @@ def test_a_route_over_what_is_no_device_is_found_in_templates() -> None:
     value["symmetry"] = [dict(zip(names, names[1:] + names[:1], strict=True))]
     value["shards"] = value["shards"][:1]
     value["shards"][0]["stages"][0]["edges"][0][2][1] = "nvswitch9"
-    assert "'nvswitch9', which is no device of this plan" in refused(value, lambda _: None)
+    assert "'nvswitch9', which is not a device of this plan" in refused(value, lambda _: None)
 
 
 def test_all_permutations_of_a_switch_are_too_many() -> None:

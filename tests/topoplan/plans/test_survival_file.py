@@ -121,19 +121,19 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "a renaming that is no permutation": (
         lambda value: renamed(value).update(rename={"gpu0": "gpu1"}),
-        "rename permutes no devices of the machine among themselves",
+        "rename must permute devices of the machine among themselves",
     ),
     "a renaming of what is not there": (
         lambda value: renamed(value).update(rename={"gpu8": "gpu9", "gpu9": "gpu8"}),
-        "rename permutes no devices of the machine among themselves",
+        "rename must permute devices of the machine among themselves",
     ),
     "a plan that is none's": (
         lambda value: renamed(value).update({"as": 9}),
-        "as is 9, which is no earlier failure with a plan of its own",
+        "as is 9, which is not an earlier failure with a plan of its own",
     ),
     "a plan before the first": (
         lambda value: renamed(value).update({"as": -1}),
-        "as is -1, which is no earlier failure with a plan of its own",
+        "as is -1, which is not an earlier failure with a plan of its own",
     ),
     "a rate that is too high": (
         lambda value: value["failures"][0]["plan"].update(rate=1e3),
@@ -199,7 +199,7 @@ def test_that_nothing_is_left_is_not_believed() -> None:
     del row["as"], row["rename"]
     row["none"] = "it is broken"
     with pytest.raises(
-        PlanError, match="without gpu1: the file says that there is no plan, and links still join"
+        PlanError, match="without gpu1: the file says that no plan exists, but links still join"
     ):
         verify_survival(SurvivalPlans.from_json(json.dumps(value)))
 
@@ -207,7 +207,7 @@ def test_that_nothing_is_left_is_not_believed() -> None:
 def test_other_files_are_no_books(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(book().whole.to_json(), encoding="utf-8")
-    with pytest.raises(PlanError, match="no key failures; topoplan plan --survive 1 -o makes one that has"):
+    with pytest.raises(PlanError, match="no key failures; topoplan plan --survive 1 -o writes one"):
         topoplan.load_survival(path)
     with pytest.raises(UsageError, match="cannot be read"):
         topoplan.load_survival(tmp_path / "none.json")

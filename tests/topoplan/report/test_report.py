@@ -207,14 +207,14 @@ def test_a_chunk_goes_on_after_it_has_come(name: str, collective: str) -> None:
     """Every hop runs after those that bring its chunk, each edge once, and ranks with a result get it last."""
     for one in steps_of(topoplan.plan(name, collective)):
         when = dict(zip(((hop.stage, hop.src, hop.dst) for hop in one.hops), one.steps, strict=True))
-        assert len(when) == sum(len(stage.edges) for stage in one.alike.shard.stages)
+        assert len(when) == sum(len(stage.edges) for stage in one.shape.shard.stages)
         for stage, src, _ in when:
             before = [step for (other, _, dst), step in when.items() if dst == src and other <= stage]
             own = [step for (other, start, _), step in when.items() if start == src and other == stage]
             assert max(before, default=-1) < min(own)
         results = one.results()
         assert max(results.values()) == one.depth - 1
-        ends = one.alike.shard.stages[-1]
+        ends = one.shape.shard.stages[-1]
         assert set(results) == ({ends.root} if ends.op == "reduce" else set(ends.depths()))
 
 
@@ -253,8 +253,8 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == made("v100x4")
     path.unlink()
     for wrong, message in (
-        (("v100x4",), "say where the page goes with -o"),
-        (("v100x4", "-o", str(tmp_path / "no" / "x.html")), "there is no folder"),
+        (("v100x4",), "report needs an output file; give one with -o"),
+        (("v100x4", "-o", str(tmp_path / "no" / "x.html")), "does not exist; make it"),
         (("v100x4", "-o", str(path), "--sizes", "0"), "needs a size above zero bytes"),
         (("v100x4", "-o", str(path), "--gpus", "9"), "GPU 9"),
         (("nosuch", "-o", str(path)), "nosuch"),

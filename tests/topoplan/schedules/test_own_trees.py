@@ -173,22 +173,22 @@ def test_shares_are_the_best_for_the_trees(case: tuple[Topology, str, list[list[
 WRONG: list[tuple[object, str]] = [
     ([], "trees must be a list of one tree or more"),
     (5, "trees must be a list of one tree or more"),
-    ([[]], r"tree 0: \[\] is no tree; give edges"),
-    ([5], "tree 0: 5 is no tree"),
+    ([[]], r"tree 0: \[\] is not a tree; give edges"),
+    ([5], "tree 0: 5 is not a tree"),
     ([[(0, 1), (1, 2)]], r"tree 0: it does not reach rank 3 \(gpu3\); a tree spans all"),
     ([[(0, 1)]], r"tree 0: \S+ \S+ \S+ \S+ rank 2 \(gpu2\) and 1 more"),
     (
         [[0, 1, 2, 3], [(0, 1), (2, 3), (3, 2)]],
-        "tree 1: rank 2 hangs in a cycle that the root 0 does not reach",
+        "tree 1: rank 2 is in a cycle that the root 0 does not reach",
     ),
     ([[(0, 1), (1, 2), (2, 3), (3, 0)]], "tree 0: its edges run in a cycle, so no rank is the root"),
     ([[(0, 1), (2, 3)]], "tree 0: ranks 0 and 2 both have no parent"),
     ([[(0, 1), (2, 1), (0, 3)]], "tree 0: rank 1 has two parents, 0 and 2"),
     ([[(0, 1), (1, 1)]], "tree 0: an edge joins rank 1 with itself"),
-    ([[(0, 1, 2, 3)]], r"tree 0: \(0, 1, 2, 3\) is no edge"),
-    ([[(0, 9)]], "tree 0: 9 is no rank; ranks are 0 to 3, which are gpu0, gpu1, gpu2, gpu3"),
-    ([[0, 1, 2, True]], "tree 0: True is no rank"),
-    ([{"chain": [0, 1, "gpu9", 3]}], "tree 0: 'gpu9' is no rank"),
+    ([[(0, 1, 2, 3)]], r"tree 0: \(0, 1, 2, 3\) is not an edge"),
+    ([[(0, 9)]], "tree 0: 9 is not a rank; ranks are 0 to 3, which are gpu0, gpu1, gpu2, gpu3"),
+    ([[0, 1, 2, True]], "tree 0: True is not a rank"),
+    ([{"chain": [0, 1, "gpu9", 3]}], "tree 0: 'gpu9' is not a rank"),
     ([{"ring": [0, 1, 2, 1]}], "tree 0: rank 1 stands twice in the ring"),
     ([{"ring": [0, 1, 2]}], "tree 0: it does not reach rank 3"),
     (
@@ -197,8 +197,8 @@ WRONG: list[tuple[object, str]] = [
     ),
     ([{"share": 1}], "tree 0: it has no tree"),
     ([{"ring": [0], "chain": [0]}], "tree 0: it has chain and ring"),
-    ([{"chain": [0, 1, 2, 3], "share": "a half"}], "tree 0: the share 'a half' is no number"),
-    ([{"chain": [0, 1, 2, 3], "share": "1e9999999999"}], "tree 0: the share '1e9999999999' is no number"),
+    ([{"chain": [0, 1, 2, 3], "share": "a half"}], "tree 0: the share 'a half' is not a number"),
+    ([{"chain": [0, 1, 2, 3], "share": "1e9999999999"}], "tree 0: the share '1e9999999999' is not a number"),
     ([{"chain": [0, 1, 2, 3], "share": 0}], "tree 0: the share 0 is not above 0"),
     ([{"chain": [0, 1, 2, 3], "share": 1.5}], "tree 0: the share 1.5 is not above 0 and at most 1"),
     ([{"chain": [0, 1, 2, 3], "share": "1/2"}], "the shares add up to 1/2, not to 1"),
@@ -207,9 +207,9 @@ WRONG: list[tuple[object, str]] = [
     ([{"edges": [[0, 1, ["gpu0", "gpu2"]], [1, 2], [2, 3]]}], "does not lead from gpu0 to gpu1"),
     (
         [{"edges": [[0, 1, ["gpu0", "sw", "gpu1"]], [1, 2], [2, 3]]}],
-        "crosses gpu1->sw, where there is no link",
+        "crosses gpu1->sw, but no link over",
     ),
-    ([{"edges": [[0, 1, "gpu0"], [1, 2], [2, 3]]}], "the route 'gpu0' is no list of names of devices"),
+    ([{"edges": [[0, 1, "gpu0"], [1, 2], [2, 3]]}], "the route 'gpu0' is not a list of names of devices"),
 ]
 
 
@@ -286,7 +286,7 @@ class TestCommand:
             ('{"trees": 3}', "holds no trees"),
             ("[]", "trees must be a list of one tree or more"),
             ('[{"edgs": []}]', "tree 0: key 'edgs' is unknown"),
-            ("[[0, 1, 2, 3, 4]]", "tree 0: 4 is no rank"),
+            ("[[0, 1, 2, 3, 4]]", "tree 0: 4 is not a rank"),
         ],
     )
     def test_a_wrong_file_is_one_line(self, run: Run, tmp_path: Path, text: str, told: str) -> None:

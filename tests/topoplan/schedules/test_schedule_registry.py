@@ -253,7 +253,10 @@ def test_a_package_adds_a_schedule_by_an_entry_point(run: Run, tmp_path: Path) -
         ("broken", "broken, which the package other offers, cannot be loaded: SyntaxError"),
         ("number", "schedule number, of the package other, is a int, not a function that makes a plan"),
         ("crash", "schedule crash, of the package other, failed: ZeroDivisionError: division by zero"),
-        ("nothing", "schedule nothing, of the package other, made a wrong plan: it is a NoneType, no Plan"),
+        (
+            "nothing",
+            "schedule nothing, of the package other, made a wrong plan: it is a NoneType, not a Plan",
+        ),
         ("claims", "schedule claims, of the package other, made a wrong plan: claims a rate of 1000000 GB/s"),
         ("other", "schedule other, of the package other, made a wrong plan: it is of another machine"),
     ],

@@ -215,8 +215,9 @@ def test_verify_needs_no_solver(tmp_path: Path) -> None:
     path.write_text(topoplan.plan_by_size(topoplan.load("v100x4")).to_json())
     code = (
         "import sys; from topoplan.cli.main import main; status = main(['verify', sys.argv[1]]);"
-        "print(status, [name for name in sys.modules if name.startswith(('topoplan.simplex', 'topoplan.columns',"
-        " 'topoplan.packing', 'topoplan.choice', 'scipy'))])"
+        "print(status, [name for name in sys.modules if name.startswith(('topoplan.solve.simplex',"
+        " 'topoplan.solve.packing', 'topoplan.solve.planner', 'topoplan.schedules', 'topoplan.model.candidates',"
+        " 'topoplan.model.schedule_selection', 'scipy'))])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"

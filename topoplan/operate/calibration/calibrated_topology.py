@@ -1,7 +1,7 @@
 """Build a topology with measured links: bandwidth and latency from copies, with date, method and notes.
 
-A link is at least as fast as the fastest copy that crosses it; a slower copy would charge it for its neighbour. A
-fast copy says no more if another link of its route is narrower, as stated: that one held it back. `link_speeds` and
+A link is at least as fast as the fastest copy that crosses it; a slower copy would charge it for its neighbour. A fast
+copy gives no more than that bound if another link of its route is narrower, as stated. `link_speeds` and
 `link_latencies` state the rules that follow. Links without a measurement stay as stated.
 
 Bandwidths have four significant digits (`DIGITS`), latencies and times of switching three. Every note begins with
@@ -21,10 +21,10 @@ from topoplan.units import TOLERANCE as ROUNDING
 from topoplan.units import format_size
 
 TOLERANCE = 0.1
-"""What a copy may be slower than its links, relatively, before a link is blamed; copies vary by a few per cent."""
+"""Relative tolerance of copies slower than their links; copies vary by a few per cent."""
 
 DIGITS = 4
-"""Significant digits of bandwidths: copies do not repeat better than that."""
+"""Significant digits of bandwidths, the repeatability of copies."""
 
 LinkKey = tuple[str, str, str]
 
@@ -44,61 +44,53 @@ class MeasuredCopy:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """What copies say of the bandwidth of links.
+    """Bandwidths that copies imply.
 
-    Parameters
-    ----------
-    measured : dict of key to float
-        GB/s of the links that are measured.
-    at_least : dict of key to float
-        GB/s of the links of which only a lower bound is known, as stated or as high as that bound.
+    measured: GB/s of the measured links.
+    at_least: GB/s of the links with a lower bound only, as stated or as high as that bound.
     """
 
     measured: Mapping[LinkKey, float]
     at_least: Mapping[LinkKey, float]
 
     def of(self, link: Link) -> float:
-        """GB/s of a link, as stated where no copy crosses it."""
+        """Return the GB/s of a link, as stated if no copy crosses it."""
         key = link_key(link)
         return self.measured.get(key, self.at_least.get(key, link.bandwidth))
 
     def along(self, route: CopyRoute) -> float:
-        """GB/s that the links of a route let through."""
+        """Return the GB/s of a route's narrowest stage."""
         return min(sum(self.of(link) for link in stage) for stage in route.stages)
 
     def explains(self, copy: MeasuredCopy) -> bool:
-        """True where the links of a copy are as slow as the copy, but for `TOLERANCE`."""
+        """Return whether the links of a copy are as slow as the copy, within `TOLERANCE`."""
         return self.along(copy.route) <= copy.rate * (1 + TOLERANCE)
 
 
 def link_key(link: Link) -> LinkKey:
-    """What identifies a link in its topology."""
     return link.src, link.dst, link.channel
 
 
 def link_name(link: Link) -> str:
-    """Such as ``gpu0>gpu3``."""
     return f"{link.src}>{link.dst}"
 
 
 def link_speeds(copies: Sequence[MeasuredCopy]) -> LinkSpeeds:
-    """Bandwidths of the links that copies cross.
+    """Return the bandwidths of the links that copies cross.
 
-    1. A link is *measured* by the fastest copy that crosses it, where it is (or shares being) the narrowest link, as
-       stated, of the route of a copy that is as fast, within `TOLERANCE`.
-    2. Any other link keeps what is stated, or gets the rate of its fastest copy where that is higher.
-    3. A copy that is still slower than all links of its route, by more than `TOLERANCE`, is blamed on a link that no
-       faster copy crosses: on the one that explains most such copies, as one fault is likelier than several of the same
-       size, and of several on the narrowest as stated. Those are then measured by their fastest copy too. Copies are
-       taken in ascending order of their rates.
+    1. A link is *measured* by the fastest copy that crosses it, if it is (or shares being) the narrowest link, as
+    stated, of the route of a copy that is as fast, within `TOLERANCE`.
+    2. Any other link keeps its stated bandwidth, or gets the rate of its fastest copy if that is higher.
+    3. A copy that is still slower than all links of its route, by more than `TOLERANCE`, is attributed to a link that
+    no faster copy crosses: to the one that explains most such copies, as one fault is likelier than several of the same
+    size, and among several to the narrowest as stated. Those are then measured by their fastest copy too. Copies are
+    taken in ascending order of their rates.
 
-    A copy is striped over the links of a stage in proportion to what is stated; its shares stand for it there.
+    A copy is striped over the links of a stage in proportion to their stated bandwidths; its shares count there.
 
-    Examples
-    --------
     >>> from topoplan.operate.calibration.fit import HockneyLine
     >>> wide, narrow = Link("gpu0", "pcie0", "pcie", 12), Link("pcie0", "gpu1", "pcie", 8)
-    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", Line(1e-5, 7.5, 0)), CopyRoute("pcie", ((wide,), (narrow,))))
+    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", HockneyLine(1e-5, 7.5, 0)), CopyRoute("pcie", ((wide,), (narrow,))))
     >>> speeds = link_speeds([copy])
     >>> speeds.of(wide), speeds.of(narrow)
     (12, 7.5)
@@ -138,15 +130,15 @@ def _limiting_links(
     crossing: Mapping[LinkKey, Sequence[MeasuredCopy]],
     speeds: LinkSpeeds,
 ) -> list[LinkKey]:
-    """The links of the stages that rule 3 of `link_speeds` blames for a copy; none where a faster copy crosses each."""
+    """Return the links that rule 3 of `link_speeds` attributes a copy to; none if a faster copy crosses each."""
     found: dict[tuple[int, float], list[LinkKey]] = {}
     for stage in copy.route.stages:
         keys = [link_key(link) for link in stage]
         shares = dict(zip(keys, (rate for _, rate in _shares(stage, copy.rate)), strict=True))
         if all(fastest[key] <= rate * (1 + TOLERANCE) for key, rate in shares.items()):
-            alike = copy.rate * (1 + TOLERANCE)
+            most = copy.rate * (1 + TOLERANCE)
             explained = min(
-                sum(one.rate <= alike and not speeds.explains(one) for one in crossing[key]) for key in keys
+                sum(one.rate <= most and not speeds.explains(one) for one in crossing[key]) for key in keys
             )
             width = significant(stage_bandwidth(stage), DIGITS)
             found.setdefault((-explained, width), []).extend(keys)
@@ -154,7 +146,7 @@ def _limiting_links(
 
 
 def _shares(stage: tuple[Link, ...], rate: float) -> list[tuple[Link, float]]:
-    """What each link of a stage carries of a copy, in GB/s."""
+    """Return the GB/s of a copy on each link of a stage."""
     whole = stage_bandwidth(stage)
     return [
         (link, significant(rate * link.bandwidth / whole if len(stage) > 1 else rate, DIGITS))
@@ -163,32 +155,18 @@ def _shares(stage: tuple[Link, ...], rate: float) -> list[tuple[Link, float]]:
 
 
 def significant(value: float, digits: int) -> float:
-    """A number with so many significant digits.
-
-    Examples
-    --------
-    >>> significant(24.3187, 4), significant(0.000012345, 3)
-    (24.32, 1.23e-05)
-    """
+    """Return a number with so many significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def link_latencies(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, float]:
-    """Seconds of the first and last links of the routes of copies; others keep what they state.
+    """Return the seconds of the first and last links of the routes of copies.
 
     A link between two GPUs has the alpha of its copy. On a route of several links the first and the last, between
-    servers the wires of the two NICs, bear half of it each, less what the other links state: a start-up is what the two
-    ends pay, and hardly depends on what forwards in between (see `topoplan.model.dataflow`). Each link gets the
-    median over its routes, so where the copies of two ends agree, their alphas add up again. Copies through the host
-    count only for links that no other copy crosses.
-
-    Examples
-    --------
-    >>> from topoplan.operate.calibration.fit import HockneyLine
-    >>> up, down = Link("gpu0", "nvswitch0", "nvlink", 150), Link("nvswitch0", "gpu1", "nvlink", 150)
-    >>> copy = MeasuredCopy(PairFit("gpu0", "gpu1", Line(1e-5, 130, 0)), CopyRoute("nvlink", ((up,), (down,))))
-    >>> sum(link_latencies([copy]).values())
-    1e-05
+    servers the wires of the two NICs, bear half of it each, less the stated latency of the other links: a start-up is
+    paid by the two ends, and hardly depends on the devices that forward in between (see `topoplan.model.dataflow`).
+    Each link gets the median over its routes, so if the copies of two ends agree, their alphas add up again. Copies
+    through the host count only for links that no other copy crosses.
     """
     direct = _latencies(copies, lambda copy: not copy.fit.through_host)
     return _latencies(copies, lambda copy: copy.fit.through_host) | direct
@@ -197,7 +175,7 @@ def link_latencies(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, float]:
 def _latencies(
     copies: Iterable[MeasuredCopy], wanted: Callable[[MeasuredCopy], bool]
 ) -> dict[LinkKey, float]:
-    heard: dict[LinkKey, list[float]] = {}
+    alphas_of: dict[LinkKey, list[float]] = {}
     for copy in copies:
         if not wanted(copy):
             continue
@@ -208,31 +186,26 @@ def _latencies(
         between = sum(max(link.latency or 0.0 for link in stage) for stage in others)
         for link in (link for stage in ends for link in stage):
             alpha = max(copy.fit.line.alpha - between, 0.0)
-            heard.setdefault(link_key(link), []).append(alpha / len(ends))
-    return {key: median(alphas) for key, alphas in heard.items()}
+            alphas_of.setdefault(link_key(link), []).append(alpha / len(ends))
+    return {key: median(alphas) for key, alphas in alphas_of.items()}
 
 
 MARK = "calibrated: "
 
 CHANGED = 0.2
-"""A link whose bandwidth differs from what was stated by more than this is named."""
+"""A note names a link whose bandwidth differs from the stated one by more than this."""
 
 _BEFORE = "; links that were not measured: "
 _SHOWN = 8
 
 
 def source_of(topology: Topology, measurement: Measurement, date: str) -> str:
-    """Date and method in front of where the other figures come from; an earlier calibration is forgotten.
+    """Return the date and method of a calibration in front of the earlier source; an earlier calibration is dropped.
 
-    Examples
-    --------
     >>> from topoplan.machine.topology import Topology
     >>> first = Measurement("by hand", (1, 2), 5, ())
-    >>> once = source_of(Topology("pair", (), (), source="a paper"), first, "2026-11-21")
-    >>> once
+    >>> source_of(Topology("pair", (), (), source="a paper"), first, "2026-11-21")
     'calibrated 2026-11-21: by hand, 1B to 2B, median of 5; links that were not measured: a paper'
-    >>> source_of(Topology("pair", (), (), source=once), Measurement("by hand", (1, 4), 5, ()), "2026-11-22")
-    'calibrated 2026-11-22: by hand, 1B to 4B, median of 5; links that were not measured: a paper'
     """
     before = topology.source
     if before.startswith("calibrated "):
@@ -249,23 +222,23 @@ def calibration_notes(
     copies: Sequence[MeasuredCopy],
     speeds: LinkSpeeds,
 ) -> tuple[str, ...]:
-    """What was measured, what changed, and what stands out."""
-    said = list(measurement.notes)
+    """Return notes on measured and changed links, and on outliers."""
+    notes = list(measurement.notes)
     if measurement.memory:
         memory = measurement.memory
-        said.append(
-            f"one GPU: there is no pair to measure; device memory copy {memory.bandwidth:.4g} GB/s, bytes read and "
-            f"written both counted ({memory.gpu}, {format_size(memory.nbytes)})"
+        notes.append(
+            f"one GPU, no pair to measure; device memory copy {memory.bandwidth:.4g} GB/s, bytes read and written "
+            f"both counted ({memory.gpu}, {format_size(memory.nbytes)})"
         )
     if fits:
-        said += _link_notes(topology, speeds)
-        said += _host_notes(topology, fits)
-        said += _copy_notes(measurement, fits, copies, speeds)
-    return tuple(MARK + note for note in said)
+        notes += _link_notes(topology, speeds)
+        notes += _host_notes(topology, fits)
+        notes += _copy_notes(measurement, fits, copies, speeds)
+    return tuple(MARK + note for note in notes)
 
 
 def _link_notes(topology: Topology, speeds: LinkSpeeds) -> list[str]:
-    """How many links are measured, which changed, and which are left as stated."""
+    """Return the number of measured links, and lists of changed and unmeasured ones."""
     changed: list[str] = []
     bounded: list[str] = []
     raised: list[str] = []
@@ -278,79 +251,74 @@ def _link_notes(topology: Topology, speeds: LinkSpeeds) -> list[str]:
             (raised if now > link.bandwidth else bounded).append(link_name(link))
         elif link_key(link) not in speeds.measured:
             stated.append(link_name(link))
-    said = [
+    notes = [
         f"{len(speeds.measured)} of {len(topology.links)} links measured: each as fast as the fastest copy that "
         "crosses it"
     ]
     if changed:
-        said.append(f"changed by more than {CHANGED:.0%}, GB/s: {abbreviated(changed)}")
+        notes.append(f"changed by more than {CHANGED:.0%}, GB/s: {abbreviated(changed)}")
     if raised:
-        said.append(
+        notes.append(
             f"faster than stated, as copies show that were held back elsewhere: {abbreviated(raised)}"
         )
     if bounded:
-        said.append(
+        notes.append(
             f"as stated, since narrower links held back all copies that cross them: {abbreviated(bounded)}"
         )
     if stated:
-        said.append(f"as stated, since no copy crossed them: {abbreviated(stated)}")
-    return said
+        notes.append(f"as stated, since no copy crossed them: {abbreviated(stated)}")
+    return notes
 
 
 def _host_notes(topology: Topology, fits: Sequence[PairFit]) -> list[str]:
-    """Copies through the host, and the NVLinks that they should have used."""
+    """Return copies through the host, and the NVLinks that they should have used."""
     hosted = [fit for fit in fits if fit.through_host]
     if not hosted:
         return []
     rates = [f"{fit.name} {fit.line.bandwidth:.4g}" for fit in hosted]
-    said = [f"peer access refused, copied through the host, GB/s: {abbreviated(rates)}"]
+    notes = [f"peer access refused, copied through the host, GB/s: {abbreviated(rates)}"]
     joined = {(link.src, link.dst) for link in topology.links if link.channel == "nvlink"}
     wires = dict.fromkeys(
         "-".join(sorted((fit.src, fit.dst))) for fit in hosted if (fit.src, fit.dst) in joined
     )
     if wires:
-        said.append(
+        notes.append(
             f"NVLinks that no copy may use, kept as stated: {abbreviated(wires)}; plan without them "
-            "(--without-link), or allow "
-            "peer access"
+            "(--without-link), or allow peer access"
         )
-    return said
+    return notes
 
 
 def _copy_notes(
     measurement: Measurement, fits: Sequence[PairFit], copies: Sequence[MeasuredCopy], speeds: LinkSpeeds
 ) -> list[str]:
-    """Copies without a route, copies that the links do not explain, and repeats that stand out."""
-    said = []
+    """Return copies without a route, copies that the links do not explain, and outlying repeats."""
+    notes = []
     routed = {copy.fit.name for copy in copies}
     lost = [f"{fit.name} {fit.line.bandwidth:.4g}" for fit in fits if fit.name not in routed]
     if lost:
-        said.append(
-            f"the topology shows no way for these copies, which have no effect, GB/s: {abbreviated(lost)}"
-        )
+        notes.append(f"copies without a route in the topology, without effect, GB/s: {abbreviated(lost)}")
     slower = [
         f"{copy.fit.name} {copy.rate:.4g} of {speeds.along(copy.route):.4g}"
         for copy in copies
         if not speeds.explains(copy)
     ]
     if slower:
-        said.append(
+        notes.append(
             f"slower than the links of their routes, which carry faster copies, GB/s: {abbreviated(slower)}"
         )
     outliers = [f"{fit.name} {outlier}" for fit in fits for outlier in fit.outliers]
     if outliers:
         number = len(fits) * len(measurement.sizes) * measurement.repeats
-        said.append(
+        notes.append(
             f"{len(outliers)} of {number} copies off the median of their size, without effect: {abbreviated(outliers)}"
         )
-    return said
+    return notes
 
 
 def abbreviated(texts: Iterable[str]) -> str:
-    """The first of many, and how many more there are.
+    """Return the first of many, and the number of the others.
 
-    Examples
-    --------
     >>> abbreviated(f"gpu{i}" for i in range(12))
     'gpu0, gpu1, gpu2, gpu3, gpu4, gpu5, gpu6, gpu7 and 4 more'
     """
@@ -364,15 +332,10 @@ LATENCY_DIGITS = 3
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What was measured from one GPU to another, beside what the topology states.
+    """The measurement from one GPU to another, beside the topology's statement.
 
-    Parameters
-    ----------
-    fit : PairFit
-    route : Route or None
-        The links that the copies crossed; None where the topology shows no way.
-    odd : str
-        How it deviates from pairs that are joined alike, such as ``25 GB/s (usual: 50)``; empty where it does not.
+    route: the links that the copies crossed; None if the topology has no path.
+    odd: deviation from pairs with the same kind of route, such as ``25 GB/s (usual: 50)``; empty for none.
     """
 
     fit: PairFit
@@ -381,7 +344,7 @@ class Pair:
 
     @property
     def stated(self) -> float | None:
-        """GB/s that the links of the route were stated to let through."""
+        """Stated GB/s of the route's narrowest stage."""
         return self.route.bandwidth if self.route else None
 
 
@@ -389,16 +352,9 @@ class Pair:
 class Calibration:
     """A measured machine.
 
-    Parameters
-    ----------
-    topology : Topology
-        With measured bandwidths, latencies and times of switching peer access.
-    pairs : tuple of Pair
-        In the order of the measurement.
-    measurement : Measurement
-        What it was made from.
-    notes : tuple of str
-        What the measurement says beyond the numbers; they are among the topology's.
+    topology: with measured bandwidths, latencies and times of switching peer access.
+    pairs: in the order of the measurement.
+    notes: those of the measurement; they are among the topology's.
     """
 
     topology: Topology
@@ -408,26 +364,11 @@ class Calibration:
 
 
 def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Calibration:
-    """Put measured copies into a topology.
+    """Return a topology with the results of measured copies.
 
-    Parameters
-    ----------
-    topology : Topology
-        As stated; notes of an earlier calibration are dropped.
-    measurement : Measurement
-        Of GPUs of this topology.
-    date : str
-        When it was measured, such as ``2026-11-21``.
+    topology: as stated; notes of an earlier calibration are dropped.
+    date: such as ``2026-11-21``.
 
-    Raises
-    ------
-    UsageError
-        The copies of a pair do not tell its bandwidth.
-    TopologyError
-        A pair names a device that the topology does not have.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.calibration.fit import Measurement, PairSamples
     >>> times = tuple((n << 20, (1e-5 + (n << 20) / 24e9,) * 3) for n in (1, 16, 256))
@@ -466,7 +407,7 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     notes = calibration_notes(topology, measurement, fits, copies, speeds)
     odd = [f"{pair.fit.name} {pair.odd}" for pair in pairs if pair.odd]
     if odd:
-        notes += (f"{MARK}off the median of the pairs joined alike: {abbreviated(odd)}",)
+        notes += (f"{MARK}off the median of the pairs with such links: {abbreviated(odd)}",)
     made = replace(
         topology,
         links=links,
@@ -483,7 +424,7 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
 def _oddities(
     topology: Topology, fits: Sequence[PairFit], ways: Sequence[CopyRoute | None]
 ) -> tuple[str, ...]:
-    """For every pair how its latency or bandwidth stands out among those whose routes are alike."""
+    """Return for every pair how its latency or bandwidth deviates from pairs with the same kind of route."""
     kinds = {device.name: device.kind for device in topology.devices}
 
     def shape(link: Link) -> tuple[object, ...]:
@@ -494,12 +435,12 @@ def _oddities(
         if way:
             stages = tuple(tuple(sorted(map(shape, stage), key=repr)) for stage in way.stages)
             groups.setdefault((fit.through_host, stages), []).append(place)
-    said: list[list[str]] = [[] for _ in fits]
+    notes: list[list[str]] = [[] for _ in fits]
     for places in groups.values():
         for unit, values in (
             ("GB/s", [fits[place].line.bandwidth for place in places]),
             ("us", [fits[place].line.alpha * 1e6 for place in places]),
         ):
             for i in outlying(values):
-                said[places[i]].append(f"{values[i]:.4g} {unit} (usual: {median(values):.4g})")
-    return tuple(" and ".join(texts) for texts in said)
+                notes[places[i]].append(f"{values[i]:.4g} {unit} (usual: {median(values):.4g})")
+    return tuple(" and ".join(texts) for texts in notes)

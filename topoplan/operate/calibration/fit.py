@@ -1,15 +1,15 @@
 """Fit latency and bandwidth of a pair of GPUs to the times of its copies: t(n) = alpha + n / beta (Hockney 1994).
 
-A `Meter` times copies on its machine; `collectives.calibration.PeerCopies` does so with CUDA. Deliberately absent: a
-meter of processes against each other, which belongs to a back end. Of every size the median of its repeats is kept.
-The line through the medians has the least sum of |alpha + n/beta - t| / t, with alpha >= 0. Such a line is among
-those through two points, or through one with alpha = 0 or 1/beta = 0 (Bloomfield and Steiger, Least Absolute
-Deviations, 1983: a vertex of the linear program), so all are tried. If every median is within e of the truth, so is
-the line within 2e / (1 - e) on average.
+A `Meter` times copies on its machine; `collectives.lab.calibrate_command.PeerCopies` does so with CUDA. A meter of
+processes against each other belongs to a back end and is absent. Each size counts with the median of its repeats. The line
+through the medians has the least sum of |alpha + n/beta - t| / t, with alpha >= 0. Such a line is among those through
+two points, or through one with alpha = 0 or 1/beta = 0 (Bloomfield and Steiger, Least Absolute Deviations, 1983: a
+vertex of the linear program), so all are tried. If every median is within e of the truth, so is the line within 2e / (1
+- e) on average.
 
-An outlier is off the median by more than `FACTOR` times the median absolute deviation, scaled to a normal
-distribution (Hampel 1974; factor: Iglewicz and Hoaglin, How to detect and handle outliers, 1993), and by more than
-`FLOOR` of the median: values that repeat to the last digit have a deviation of zero, and any noise would stand out.
+An outlier is off the median by more than `FACTOR` times the median absolute deviation, scaled to a normal distribution
+(Hampel 1974; factor: Iglewicz and Hoaglin, How to detect and handle outliers, 1993), and by more than `FLOOR` of the
+median: values that repeat to the last digit have a deviation of zero, and any noise would stand out.
 """
 
 from __future__ import annotations
@@ -30,19 +30,8 @@ from topoplan.units import format_size
 class PairSamples:
     """Times of copies from one GPU to another.
 
-    Parameters
-    ----------
-    src, dst : str
-        Device names; data runs from ``src`` to ``dst``.
-    times : tuple of (int, tuple of float)
-        Bytes, ascending, and the seconds of every repeat.
-    through_host : bool
-        The GPUs may not reach each other: the driver takes every copy through the memory of the host.
-
-    Raises
-    ------
-    UsageError
-        Fewer than two sizes, sizes that do not ascend, or a time that is not above zero.
+    times: bytes, ascending, and the seconds of every repeat.
+    through_host: peer access is refused: the driver takes every copy through host memory.
     """
 
     src: str
@@ -66,7 +55,6 @@ class PairSamples:
 
     @property
     def name(self) -> str:
-        """Such as ``gpu0>gpu3``."""
         return f"{self.src}>{self.dst}"
 
 
@@ -74,14 +62,7 @@ class PairSamples:
 class MemoryCopy:
     """Copies inside the memory of one GPU.
 
-    Parameters
-    ----------
-    gpu : str
-        Device name.
-    nbytes : int
-        Bytes copied.
-    bandwidth : float
-        GB/s of memory traffic: every byte is read once and written once, and both count.
+    bandwidth: GB/s of memory traffic: every byte is read once and written once, and both count.
     """
 
     gpu: str
@@ -91,24 +72,15 @@ class MemoryCopy:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that a meter found out.
+    """Results of a meter.
 
-    Parameters
-    ----------
-    method : str
-        How, in a few words, such as ``CuPy 13.4 peer copies``.
-    sizes : tuple of int
-        Bytes of the copies, ascending.
-    repeats : int
-        Copies of each size, the warm-up not counted.
-    pairs : tuple of PairSamples
-        One for each measured pair and direction.
-    peer_access : tuple of (int, float)
-        Seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
-    memory : MemoryCopy or None
-        Where there is one GPU, and so no pair.
-    notes : tuple of str
-        What could not be measured, or was taken for granted.
+    method: a few words, such as ``CuPy 13.4 peer copies``.
+    sizes: bytes of the copies, ascending.
+    repeats: copies of each size, without the warm-up.
+    pairs: one entry for each measured pair and direction.
+    peer_access: seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
+    memory: for a single GPU, which has no pair.
+    notes: missing measurements and assumptions.
     """
 
     method: str
@@ -121,10 +93,10 @@ class Measurement:
 
 
 class Meter(Protocol):
-    """Whatever times copies between the GPUs of the machine that it runs on."""
+    """Times copies between the GPUs of its machine."""
 
     def ready(self) -> None:
-        """Raise ProbeError, with what to do, where nothing can be measured here."""
+        """Raise ProbeError with the remedy if nothing can be measured here."""
 
     def measure(
         self,
@@ -137,44 +109,26 @@ class Meter(Protocol):
     ) -> Measurement:
         """Time copies between every two of some GPUs, in both directions.
 
-        Parameters
-        ----------
-        topology : Topology
-            The machine, as far as it is known; names the GPUs.
-        gpus : sequence of int or None
-            GPU numbers in the topology; None for all that can be seen.
-        sizes : sequence of int
-            Bytes of the copies, two or more, ascending.
-        repeats : int
-            Copies of each size.
-        progress : callable or None
-            Told what is being measured.
+        topology: the machine as far as it is known; names the GPUs.
+        gpus: GPU numbers in the topology; None for all visible ones.
+        sizes: bytes of the copies, two or more, ascending.
+        repeats: copies of each size.
+        progress: receives a line on the current measurement.
 
-        Raises
-        ------
-        UsageError
-            GPUs or sizes do not fit the machine.
-        ProbeError
-            Hardware or driver did not answer; the message names the pair.
+        Raises UsageError for GPUs or sizes that do not fit the machine, and ProbeError with the pair if hardware or
+        driver did not answer.
         """
 
 
 LATENCY_ONLY = 0.1
-"""Where the largest copy moves its bytes in less than this share of alpha, no bandwidth can be told."""
+"""Least time of moving the bytes of the largest copy, as a share of alpha, that determines a bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
 class HockneyLine:
-    """t(n) = alpha + n / bandwidth.
+    """t(n) = alpha + n / bandwidth, in seconds and GB/s.
 
-    Parameters
-    ----------
-    alpha : float
-        Seconds, zero or more.
-    bandwidth : float
-        GB/s.
-    distance : float
-        Mean over the sizes of what the line is off the median there, relative to the median.
+    distance: mean relative deviation of the line from the medians.
     """
 
     alpha: float
@@ -182,23 +136,12 @@ class HockneyLine:
     distance: float
 
     def seconds(self, nbytes: int) -> float:
-        """Time of a copy of so many bytes."""
         return self.alpha + nbytes / (self.bandwidth * 1e9)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A repeat that is off the median of its size.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of the copy.
-    repeat : int
-        Which of the repeats, counted from 1.
-    seconds, median : float
-        What it took, and what the repeats of this size usually take.
-    """
+    """A repeat that is off the median of its size; repeats count from 1."""
 
     nbytes: int
     repeat: int
@@ -211,17 +154,10 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class PairFit:
-    """What the copies from one GPU to another say.
+    """Latency and bandwidth from one GPU to another.
 
-    Parameters
-    ----------
-    src, dst : str
-        Device names.
-    line : Line
-    through_host : bool
-        As in `PairSamples`.
-    outliers : tuple of Outlier
-        They have moved a median, not the fit.
+    through_host: as in `PairSamples`.
+    outliers: they do not affect the fit.
     """
 
     src: str
@@ -232,30 +168,13 @@ class PairFit:
 
     @property
     def name(self) -> str:
-        """Such as ``gpu0>gpu3``."""
         return f"{self.src}>{self.dst}"
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
-    """The line of least relative distance through (bytes, seconds), with alpha >= 0.
+    """Return the line of least relative distance through (bytes, seconds), with alpha >= 0.
 
-    Parameters
-    ----------
-    points : sequence of (int, float)
-        Two or more different sizes; times above zero.
-
-    Raises
-    ------
-    UsageError
-        The times hardly grow with the sizes, so that no bandwidth can be told.
-
-    Notes
-    -----
-    All lines through two of n points are tried: O(n^3).
-
-    Examples
-    --------
-    10 us and 25 GB/s, but the third time is three times too long:
+    All lines through two of n points are tried: O(n^3). 10 us and 25 GB/s, but the third time is three times too long:
 
     >>> times = [(n << 20, 1e-5 + (n << 20) / 25e9) for n in (1, 2, 4, 8, 16)]
     >>> times[2] = (times[2][0], 3 * times[2][1])
@@ -266,7 +185,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
     lines = [line for nbytes, seconds in points for line in ((0.0, seconds / nbytes), (seconds, 0.0))]
     for (few, early), (many, late) in combinations(sorted(points), 2):
         slope = (late - early) / (many - few)
-        # Times that are proportional to the sizes leave an alpha of rounding errors, of either sign.
+        # times in proportion to the sizes leave an alpha of rounding errors, of either sign
         if slope > 0 and early - few * slope >= 0:
             lines.append((early - few * slope, slope))
     distances = [math.fsum(abs(a + n * b - t) / t for n, t in points) for a, b in lines]
@@ -282,15 +201,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
 
 
 def fit_pair(samples: PairSamples) -> PairFit:
-    """Latency and bandwidth of a pair, and the repeats that stand out (see `outlying`).
+    """Return latency and bandwidth of a pair, and its outliers (`outlying`).
 
-    Raises
-    ------
-    UsageError
-        As `fit_line`; the message begins with the pair.
-
-    Examples
-    --------
     >>> times = tuple((n << 20, (1e-5 + n / 24e3,) * 4 + (1e-3,)) for n in (1, 4, 16))
     >>> [str(outlier) for outlier in fit_pair(PairSamples("gpu0", "gpu1", times)).outliers]
     ['1MB repeat 5 (19.4x)', '4MB repeat 5 (5.66x)', '16MB repeat 5 (1.48x)']
@@ -311,16 +223,14 @@ def fit_pair(samples: PairSamples) -> PairFit:
 FACTOR = 3.5
 FLOOR = 0.1
 FEWEST = 3
-"""Of fewer values none stands out."""
+"""Fewest values that have outliers."""
 
 _NORMAL = 1.4826
 
 
 def outlying(values: Sequence[float]) -> tuple[int, ...]:
-    """Positions of the values that stand out.
+    """Return the positions of outliers.
 
-    Examples
-    --------
     >>> outlying([10.1, 10.0, 31.0, 9.9, 10.2])
     (2,)
     >>> outlying([10.0, 10.0, 10.0, 10.5]), outlying([1.0, 2.0])

@@ -1,12 +1,12 @@
-"""Rates of pair tests as they come back from a machine: CSV, JSON, or what ``topoplan calibrate --json`` prints.
+"""Parse rates of pair tests: CSV, JSON, or the output of ``topoplan calibrate --json``.
 
 CSV has a head, ``a,b,GB/s`` for tests both ways at once and ``src,dst,GB/s`` for one way, then a line for each test;
 lines that begin with # are skipped. JSON is an object whose ``pairs`` each have ``src``, ``dst`` and ``bandwidth``;
-with ``"one_way": true``, and as `topoplan calibrate` prints it, data ran from ``src`` to ``dst`` alone. Ends are GPUs
-by name, or servers: of one end, or of several NICs, which the test then used all at once. ``failed`` in place of a
+with ``"one_way": true``, and in the output of `topoplan calibrate`, data ran from ``src`` to ``dst`` only. Ends are
+GPUs by name, or servers: of one end, or of several NICs, which the test then used all at once. ``failed`` in place of a
 number counts as 0. A fourth value, ``together`` in JSON, is the round in which the test filled wide links with others.
 
-Servers may go by the names of their hosts (`unknown_hosts`, `rename_servers`).
+Servers may have the names of their hosts (`unknown_hosts`, `rename_servers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topoplan.operate.calibration.pair_tests import PairTest, PairTests, node_te
 from topoplan.operate.calibration.slow_links import MeasuredPair
 
 HEADS = {"a,b,gb/s": False, "src,dst,gb/s": True}
-"""The heads of a CSV, and whether its tests are one way."""
+"""Heads of a CSV, and whether its tests are one way."""
 
 FAILED = "failed"
 
@@ -33,7 +33,7 @@ _ON_HOST = re.compile(r".+\.gpu[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class ResultLine:
-    """A result as it stands in a file: where, the two ends, GB/s, and the round that it filled links in, or none."""
+    """A result with its place in the file, the two ends, GB/s, and the round in which it filled links, or ""."""
 
     where: str
     src: str
@@ -46,12 +46,7 @@ class ResultLine:
 class PairResults:
     """A file of results.
 
-    Parameters
-    ----------
-    one_way : bool
-    calibrated : bool
-        `topoplan calibrate` made it: it measures pairs that it chooses itself.
-    lines : tuple of Line
+    calibrated: from `topoplan calibrate`, which selects pairs itself.
     """
 
     one_way: bool
@@ -60,23 +55,16 @@ class PairResults:
 
 
 def parse_results(text: str) -> PairResults:
-    """The results in a text.
+    """Return the results in a text.
 
-    Raises
-    ------
-    UsageError
-        It is empty, cut, or holds what is no pair with its rate; the message names the line.
-
-    Examples
-    --------
     >>> parse_results("a,b,GB/s\\ns0.gpu0,s1.gpu0,11.5\\n").lines
-    (Line(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5, together=''),)
+    (ResultLine(where='line 2', src='s0.gpu0', dst='s1.gpu0', rate=11.5, together=''),)
     """
     if not text.strip():
         raise UsageError("no results: the file is empty")
     made = _from_json(text) if text.lstrip().startswith("{") else _from_csv(text)
     if not made.lines:
-        raise UsageError("no results: there is a head and no pair below it")
+        raise UsageError("no results: the file has a head and no pair below it")
     return made
 
 
@@ -95,8 +83,9 @@ def _from_csv(text: str) -> PairResults:
     lines = []
     for number, cells in rows[1:]:
         if len(cells) not in (3, 4) or not all(cells):
-            there = sum(map(bool, cells))
-            raise UsageError(f"line {number} of the results has {there} of 3 values; was the file cut?")
+            raise UsageError(
+                f"line {number} of the results has {sum(map(bool, cells))} of 3 values; was the file cut?"
+            )
         lines.append(_line(f"line {number}", cells[0], cells[1], cells[2], *cells[3:]))
     return PairResults(HEADS[head], False, tuple(lines))
 
@@ -105,7 +94,7 @@ def _from_json(text: str) -> PairResults:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the results are no JSON: {error}; was the file cut?") from None
+        raise UsageError(f"the results are not JSON: {error}; was the file cut?") from None
     pairs = value.get("pairs")
     one_way = value.get("one_way", "method" in value)
     if not isinstance(pairs, list) or not isinstance(one_way, bool):
@@ -138,13 +127,13 @@ def _line(where: str, src: str, dst: str, rate: object, together: str = "") -> R
             number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(
-            f"{where} of the results: {format_value(rate)} is no rate in GB/s, 0 or more, nor {FAILED}"
+            f"{where} of the results: rate must be 0 GB/s or more, or {FAILED}, got {format_value(rate)}"
         )
     return ResultLine(where, src, dst, number, together)
 
 
 def unknown_hosts(results: PairResults, topology: Topology) -> tuple[str, ...]:
-    """Return the hosts that results name, each once; none where they name a GPU or a server of the machine.
+    """Return the hosts that results name, each once; () if they name a GPU or a server of the machine.
 
     ``node07.gpu3`` and ``node07`` name the host node07.
     """
@@ -158,10 +147,8 @@ def unknown_hosts(results: PairResults, topology: Topology) -> tuple[str, ...]:
 
 
 def rename_servers(topology: Topology, hosts: Mapping[str, str]) -> Topology:
-    """Return a cluster some of whose servers go by the names of their hosts, and their devices with them.
+    """Return a cluster with some servers and their devices renamed to their hosts.
 
-    Examples
-    --------
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
     >>> rename_servers(pair, {"s1": "node02"}).gpus[3:5]
@@ -190,7 +177,7 @@ def rename_servers(topology: Topology, hosts: Mapping[str, str]) -> Topology:
 
 
 def of_nodes(results: PairResults, possible: PairTests) -> bool:
-    """Whether a result is of two servers with several ends each, all used at once."""
+    """Return whether a result is of two servers with several ends each, all used at once."""
     many = _of_several(possible)
     return any(line.src in many and line.dst in many for line in results.lines)
 
@@ -202,22 +189,11 @@ def match_results(
     *,
     fill: Sequence[PairTest] = (),
 ) -> tuple[MeasuredPair, ...]:
-    """The tests that results are of.
+    """Return the tests of results.
 
-    Parameters
-    ----------
-    results : Results
-    possible : PairTests
-        Of the machine, one way or both ways as the results are.
-    asked : sequence of PairTest or None
-        Those that were to be run; None for any.
-    fill : sequence of PairTest
-        Those of rounds that fill wide links.
-
-    Raises
-    ------
-    UsageError
-        A result names what is no GPU of the machine, two that are no pair, or a pair that was not asked for.
+    possible: tests of the machine, one way or both ways as the results are.
+    asked: requested tests; None for any.
+    fill: tests of rounds that fill wide links.
     """
     tests = possible.named(fill)
     wanted = None if asked is None else {test.name for test in asked}
@@ -245,20 +221,20 @@ def match_results(
             )
         if test is None:
             raise UsageError(
-                f"{line.where} of the results: {line.src} and {line.dst} are no pair of {possible.topology.name}"
+                f"{line.where} of the results: {line.src} and {line.dst} are not a pair of {possible.topology.name}"
                 + ("" if src != dst else "; a pair has two ends")
             )
         if wanted is not None and test.name not in wanted:
             raise UsageError(
-                f"{line.where} of the results: {test.name} was not asked for; give the options with which the rounds "
-                "were planned, or --any-pair"
+                f"{line.where} of the results: {test.name} is not a planned test; give the options with which the "
+                "rounds were planned, or --any-pair"
             )
         found.append(MeasuredPair(test, line.rate))
     return tuple(found)
 
 
 def _ends(possible: PairTests) -> dict[str, str]:
-    """GPUs by what they may be called: their name, and their server's where it has one end."""
+    """Return GPUs by their names, and by their server's if it has one end."""
     own = {name: name for name in possible.topology.gpus}
     servers: dict[str, list[str]] = {}
     for name in possible.ends:
@@ -267,7 +243,7 @@ def _ends(possible: PairTests) -> dict[str, str]:
 
 
 def _of_several(possible: PairTests) -> frozenset[str]:
-    """Servers that have several ends, where there are several servers."""
+    """Return servers with several ends, on a machine of several servers."""
     servers = Counter(possible.topology.device(name).server for name in possible.ends)
     return frozenset(server for server, count in servers.items() if count > 1 and len(servers) > 1)
 
@@ -280,7 +256,7 @@ def _end(line: ResultLine, name: str, ends: Mapping[str, str], possible: PairTes
             + (
                 f"server {name} has several GPUs; name the one that was tested, or both servers for all their NICs"
                 if several
-                else f"{format_value(name)} is no GPU of {possible.topology.name}, such as {possible.ends[0]}"
+                else f"{format_value(name)} is not a GPU of {possible.topology.name}, such as {possible.ends[0]}"
             )
         )
     return ends[name]

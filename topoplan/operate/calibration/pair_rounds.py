@@ -1,13 +1,13 @@
-"""Rounds of pair tests: which tests run side by side, so that none takes bandwidth from another, in few rounds.
+"""Schedule pair tests in few rounds of concurrent tests that take no bandwidth from each other.
 
-Tests of a round have no end in common, share no wire between two switches (behind one name there may be several cables,
-and a hash chooses), and take no more of any other link than it has. Every link that some test crosses is to be crossed
-a number of times, by different partners as far as there are any: once says that it is slow or not, three times tells it
-from the links of its partners.
+Tests of a round have no end in common, share no link between two switches (one name may stand for several cables,
+selected by a hash), and take no more of any other link than its bandwidth. Every link that some test crosses is to be
+crossed a number of times, by different partners as far as possible: once shows whether it is slow, three times
+distinguishes it from the links of its partners.
 
-Rounds are filled greedily, tests first that cross most links still wanted; ends that stay over are brought in by
-exchanges of one test for two. That is repeated in several orders, and the one with fewest rounds is kept. What is known
-of the least number: each link must be crossed so often, and the ends behind a link must share it (`fewest_rounds`).
+Rounds are filled greedily, tests that cross most missing links first; remaining ends are brought in by exchanges of one
+test for two. That is repeated in several orders, and the one with fewest rounds is kept. Lower bounds on the number of
+rounds: each link must be crossed so often, and the ends behind a link must share it (`fewest_rounds`).
 """
 
 from __future__ import annotations
@@ -22,33 +22,23 @@ from topoplan.operate.calibration.pair_tests import FILLED, PairTest, PairTests,
 from topoplan.units import TOLERANCE, counted
 
 TIMES = 3
-"""How often each link is crossed unless told otherwise."""
+"""Default number of crossings of each link."""
 
 _EFFORT = 60_000
-"""Tests that are looked at in all orders together."""
+"""Most tests in all tried orders together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """Rounds of tests.
 
-    Parameters
-    ----------
-    rounds : tuple of tuple of PairTest
-    fewest : int
-        No plan with the same aim has fewer rounds than this.
-    why : str
-        What shows it.
-    times : int
-        How often each link was to be crossed, where so many tests cross it.
-    links : int
-        Links that are crossed, all that any test crosses.
-    classes, finest : int
-        Sets of links that the tests of these rounds cannot tell apart, and those that all tests together could not.
-    wide : tuple of (str, float, float)
-        Links that no test fills: name, GB/s, and the GB/s below which a test sees them slow.
-    fill : tuple of tuple of PairTest
-        Rounds of `fill_rounds`, where they were asked for.
+    fewest, why: a lower bound on the number of rounds of any plan with the same aim, and its reason.
+    times: wanted crossings of each link, if enough tests cross it.
+    links: number of crossed links, all that any test crosses.
+    classes, finest: sets of links that the tests of these rounds cannot distinguish, and that all tests together could
+    not.
+    wide: links that no test fills: name, GB/s, and the GB/s below which a test shows them slow.
+    fill: rounds of `fill_rounds`, if requested.
     """
 
     rounds: tuple[tuple[PairTest, ...], ...]
@@ -63,17 +53,14 @@ class Rounds:
 
     @property
     def tests(self) -> tuple[PairTest, ...]:
-        """Of all rounds, one after another."""
         return tuple(test for tests in (*self.rounds, *self.fill) for test in tests)
 
 
 def plan_rounds(possible: PairTests, *, times: int = TIMES, fill: bool = False) -> Rounds:
-    """Rounds in which every link that a test can cross is crossed ``times`` times, or as often as there are tests.
+    """Return rounds in which every link is crossed ``times`` times, or as often as tests allow.
 
-    With ``fill`` there are rounds besides that fill the wide links between switches (see `fill_rounds`).
+    ``fill`` adds rounds that fill the wide links between switches (`fill_rounds`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.calibration.pair_tests import possible_tests
     >>> four = topoplan.cluster([topoplan.Server("dgx-1v", count=4)], nic_gbps=100, nics=1)
@@ -86,13 +73,13 @@ def plan_rounds(possible: PairTests, *, times: int = TIMES, fill: bool = False) 
         for key in test.links:
             crossing[key] = crossing.get(key, 0) + 1
     wanted = {key: min(times, number) for key, number in crossing.items()}
-    room = _LinkCapacity(possible)
-    fewest, why = fewest_rounds(possible, wanted, room)
+    capacity = _LinkCapacity(possible)
+    fewest, why = fewest_rounds(possible, wanted, capacity)
     finest = len(link_classes(possible.tests))
     best: tuple[int, int] = (len(possible.tests) + 1, 0)
     rounds: list[list[PairTest]] = []
     for turn in range(max(1, min(len(_STRIDES), _EFFORT // len(possible.tests)))):
-        made = _filled(possible, wanted, room, turn)
+        made = _filled(possible, wanted, capacity, turn)
         found = (len(made), -len(link_classes([test for tests in made for test in tests])))
         if found < best:
             best, rounds = found, made
@@ -106,24 +93,24 @@ def plan_rounds(possible: PairTests, *, times: int = TIMES, fill: bool = False) 
         len(wanted),
         -best[1],
         finest,
-        _wide(possible, room),
-        fill_rounds(possible, room) if fill else (),
+        _wide(possible, capacity),
+        fill_rounds(possible, capacity) if fill else (),
     )
 
 
-def fill_rounds(possible: PairTests, room: _LinkCapacity) -> tuple[tuple[PairTest, ...], ...]:
-    """Rounds in which tests side by side fill wires between switches that no test fills by itself.
+def fill_rounds(possible: PairTests, capacity: _LinkCapacity) -> tuple[tuple[PairTest, ...], ...]:
+    """Return rounds of concurrent tests that fill links between switches which no single test fills.
 
-    Together they take no more than a wire has, so each is as fast as by itself while the wire is whole. What goes over
-    a filled wire is a link of its own to those who look for slow ones, since tests by themselves do not clear it. Each
-    wire is filled twice, by tests to different places as far as there are any.
+    Together they take no more than a link's bandwidth, so each is as fast as alone while the link is healthy. The
+    traffic of a filled link counts as a link of its own in the search for slow links, since single tests do not clear
+    it. Each link is filled twice, by tests to different places as far as possible.
     """
     most: dict[LinkKey, float] = {}
     for test in possible.tests:
         for key in test.links:
-            if key in room.unshared:
+            if key in capacity.unshared:
                 most[key] = max(most.get(key, 0.0), test.load(key))
-    wide = {key for key, load in most.items() if load * (1 + TOLERANCE) < room.bandwidth[key]}
+    wide = {key for key, load in most.items() if load * (1 + TOLERANCE) < capacity.bandwidth[key]}
     crossed = [frozenset(key for key in test.links if key in wide) for test in possible.tests]
     met: set[frozenset[LinkKey]] = set()
     rounds: list[tuple[PairTest, ...]] = []
@@ -141,7 +128,7 @@ def fill_rounds(possible: PairTests, room: _LinkCapacity) -> tuple[tuple[PairTes
                 test = possible.tests[number]
                 loads = {key: taken.get(key, 0.0) + test.load(key) for key in test.links}
                 if {test.src, test.dst} & busy or any(
-                    load > room.bandwidth[key] * (1 + TOLERANCE) for key, load in loads.items()
+                    load > capacity.bandwidth[key] * (1 + TOLERANCE) for key, load in loads.items()
                 ):
                     continue
                 taken |= loads
@@ -164,7 +151,7 @@ def _filling(test: PairTest, wide: set[LinkKey], name: str) -> PairTest:
 
 
 class _LinkCapacity:
-    """What links have room for beside each other."""
+    """The capacity of links for concurrent tests."""
 
     def __init__(self, possible: PairTests) -> None:
         topology = possible.topology
@@ -174,7 +161,7 @@ class _LinkCapacity:
         self.scarce = self._scarce(possible.tests)
 
     def _scarce(self, tests: Sequence[PairTest]) -> set[LinkKey]:
-        """Links that one test of a round crosses, of several ends that are tested without it too."""
+        """Return links that only one test of a round crosses, shared by several ends that also have other tests."""
         sending: dict[LinkKey, dict[str, int]] = {}
         number: dict[str, int] = {}
         least: dict[LinkKey, float] = {}
@@ -189,12 +176,12 @@ class _LinkCapacity:
             key
             for key, ends in sending.items()
             if len(ends) > 1
-            and self.side_by_side(key, least[key]) == 1
+            and self.tests_per_round(key, least[key]) == 1
             and any(number[end] > times for end, times in ends.items())
         }
 
     def fits(self, test: PairTest, taken: dict[LinkKey, float]) -> bool:
-        """True where the links have room for a test beside what is taken of them."""
+        """Return whether the links have capacity for a test beside ``taken``."""
         for key in test.links:
             used = taken.get(key)
             if used and (
@@ -203,19 +190,19 @@ class _LinkCapacity:
                 return False
         return True
 
-    def side_by_side(self, key: LinkKey, load: float) -> int:
-        """Most tests of this load that a link bears in one round."""
+    def tests_per_round(self, key: LinkKey, load: float) -> int:
+        """Return the most tests of a load that a link bears in one round."""
         return 1 if key in self.unshared else max(1, floor(self.bandwidth[key] / load * (1 + TOLERANCE)))
 
 
 def _filled(
-    possible: PairTests, wanted: dict[LinkKey, int], room: _LinkCapacity, turn: int
+    possible: PairTests, wanted: dict[LinkKey, int], capacity: _LinkCapacity, turn: int
 ) -> list[list[PairTest]]:
-    """Rounds, filled one after another; the turn changes the order of tests that are worth the same."""
+    """Return rounds, filled in sequence; ``turn`` changes the order of equally useful tests."""
     left = dict(wanted)
     used: dict[int, int] = {}
     met: set[frozenset[LinkKey]] = set()
-    scarce = [frozenset(key for key in test.links if key in room.scarce) for test in possible.tests]
+    scarce = [frozenset(key for key in test.links if key in capacity.scarce) for test in possible.tests]
     order = [(number * _STRIDES[turn]) % _PRIME for number in range(len(possible.tests))]
     rounds: list[list[PairTest]] = []
     while any(left.values()):
@@ -225,7 +212,7 @@ def _filled(
             if wants:
                 again = scarce[number] in met
                 worth[number] = (used.get(number, 0), -len(wants), again, -sum(wants), order[number])
-        chosen = _one_round(possible.tests, sorted(worth, key=worth.__getitem__), room)
+        chosen = _one_round(possible.tests, sorted(worth, key=worth.__getitem__), capacity)
         for number in chosen:
             used[number] = used.get(number, 0) + 1
             met.add(scarce[number])
@@ -239,9 +226,9 @@ _PRIME = 1_000_003
 _STRIDES = (1, 389, 7_919, 104_729, 611_953, 15_485, 32_452, 49_979, 67_867, 86_028, 253_097, 500_009)
 
 
-def _one_round(tests: Sequence[PairTest], order: Sequence[int], room: _LinkCapacity) -> list[int]:
-    """Tests of one round, the first in the order that fit; then one test gives way to two where that is possible."""
-    chosen = _Round(tests, room)
+def _one_round(tests: Sequence[PairTest], order: Sequence[int], capacity: _LinkCapacity) -> list[int]:
+    """Return the tests of one round: the first in the order that fit, then exchanges of one test for two."""
+    chosen = _Round(tests, capacity)
     of_end: dict[str, list[int]] = {}
     for number in order:
         if chosen.fits(number):
@@ -255,16 +242,18 @@ def _one_round(tests: Sequence[PairTest], order: Sequence[int], room: _LinkCapac
 
 
 class _Round:
-    """The tests of one round while they are being chosen."""
+    """The tests of one round during their selection."""
 
-    def __init__(self, tests: Sequence[PairTest], room: _LinkCapacity) -> None:
-        self.tests, self.room = tests, room
+    def __init__(self, tests: Sequence[PairTest], capacity: _LinkCapacity) -> None:
+        self.tests, self.capacity = tests, capacity
         self.taken: dict[LinkKey, float] = {}
         self.busy: dict[str, int] = {}
 
     def fits(self, number: int) -> bool:
         test = self.tests[number]
-        return test.src not in self.busy and test.dst not in self.busy and self.room.fits(test, self.taken)
+        return (
+            test.src not in self.busy and test.dst not in self.busy and self.capacity.fits(test, self.taken)
+        )
 
     def put(self, number: int) -> None:
         test = self.tests[number]
@@ -281,13 +270,13 @@ class _Round:
         del self.busy[test.src], self.busy[test.dst]
 
     def exchange(self, end: str, of_end: dict[str, list[int]]) -> None:
-        """Bring in a free end: one of its tests takes the other end from a test, whose partner gets a free end."""
+        """Bring in a free end: a test of it replaces one whose partner then gets a free end."""
         for number in of_end[end]:
             test = self.tests[number]
             other = test.dst if test.src == end else test.src
             given = self.busy.get(other)
-            # Who is tested across a scarce link stays so.
-            if given is None or any(key in self.room.scarce for key in self.tests[given].links):
+            # tests across a scarce link stay
+            if given is None or any(key in self.capacity.scarce for key in self.tests[given].links):
                 continue
             leaving = self.tests[given]
             partner = leaving.dst if leaving.src == other else leaving.src
@@ -302,15 +291,17 @@ class _Round:
             self.put(given)
 
 
-def fewest_rounds(possible: PairTests, wanted: dict[LinkKey, int], room: _LinkCapacity) -> tuple[int, str]:
-    """A number of rounds that no plan goes below, and why.
+def fewest_rounds(
+    possible: PairTests, wanted: dict[LinkKey, int], capacity: _LinkCapacity
+) -> tuple[int, str]:
+    """Return a lower bound on the number of rounds, and its reason.
 
-    1. A link that no two tests of a round share needs a round for each time that it is crossed.
-    2. An end takes part in one test of a round, for each of its own links by turns, and of an odd number of ends one
-       stays over.
-    3. Ends of which a link is crossed only together with another link take turns at that one.
-    4. Of an even number of ends behind a link that two tests cannot share one stays over whenever one of them is tested
-       across it.
+    1. A link that two tests of a round cannot share needs a round for each crossing.
+    2. An end takes part in one test of a round, for each of its own links in turn, and of an odd number of ends one is
+    idle.
+    3. Ends with a link that is crossed only together with another link take turns at that one.
+    4. Of an even number of ends behind a link that two tests cannot share one is idle whenever one of them is tested
+    across it.
     """
     crossing: dict[LinkKey, set[int]] = {}
     own: dict[tuple[str, bool], set[frozenset[LinkKey]]] = {}
@@ -325,7 +316,7 @@ def fewest_rounds(possible: PairTests, wanted: dict[LinkKey, int], room: _LinkCa
     scarce = {
         key: number
         for key, number in wanted.items()
-        if room.side_by_side(key, _least(possible, crossing[key], key)) == 1
+        if capacity.tests_per_round(key, _least(possible, crossing[key], key)) == 1
     }
     if scarce:
         most, key = max((number, key) for key, number in scarce.items())
@@ -344,12 +335,12 @@ def fewest_rounds(possible: PairTests, wanted: dict[LinkKey, int], room: _LinkCa
         )
     )
     for key in crossing:
-        found += _behind(possible, key, crossing, own, room, wanted)
+        found += _behind(possible, key, crossing, own, capacity, wanted)
     return max(found, key=lambda pair: pair[0])
 
 
 def _turns(own: set[frozenset[LinkKey]], wanted: dict[LinkKey, int]) -> int:
-    """In how many tests an end takes part, by its own links: one of these sets in each test."""
+    """Return the number of tests of an end, given the sets of its own links, one set per test."""
     sets = [links for links in own if links]
     if sum(map(len, sets)) == len(set().union(*sets)):
         return sum(max(wanted[key] for key in links) for links in sets)
@@ -365,13 +356,12 @@ def _behind(
     key: LinkKey,
     crossing: dict[LinkKey, set[int]],
     own: dict[tuple[str, bool], set[frozenset[LinkKey]]],
-    room: _LinkCapacity,
+    capacity: _LinkCapacity,
     wanted: dict[LinkKey, int],
 ) -> list[tuple[int, str]]:
-    """What the ends behind a link show."""
     found = []
     tests = [possible.tests[number] for number in crossing[key]]
-    at_once = room.side_by_side(key, _least(possible, crossing[key], key))
+    at_once = capacity.tests_per_round(key, _least(possible, crossing[key], key))
     near = dict.fromkeys(end for test in tests for end in (test.src, test.dst))
     for way in (True, False):
         turns = {}
@@ -392,7 +382,7 @@ def _behind(
         needed = sum(_turns(own.get((end, True), set()), wanted) for end in side) + wanted[key]
         what = (
             f"whenever one of the {len(side)} ends behind {_named(key)} is tested across it, {wanted[key]} times, "
-            "another stays over"
+            "another is idle"
         )
         if all(
             number in crossing[key]
@@ -403,16 +393,16 @@ def _behind(
     return found
 
 
-def _wide(possible: PairTests, room: _LinkCapacity) -> tuple[tuple[str, float, float], ...]:
-    """Links that no test fills, with what is seen of them."""
+def _wide(possible: PairTests, capacity: _LinkCapacity) -> tuple[tuple[str, float, float], ...]:
+    """Return links that no test fills, with the part that tests measure."""
     most: dict[LinkKey, float] = {}
     for test in possible.tests:
         for key in test.links:
             most[key] = max(most.get(key, 0.0), test.load(key))
     found = {
-        key: (room.bandwidth[key], load)
+        key: (capacity.bandwidth[key], load)
         for key, load in most.items()
-        if load * (1 + TOLERANCE) < room.bandwidth[key]
+        if load * (1 + TOLERANCE) < capacity.bandwidth[key]
     }
     named: dict[str, tuple[str, float, float]] = {}
     for key, (bandwidth, load) in found.items():

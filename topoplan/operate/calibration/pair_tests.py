@@ -1,10 +1,10 @@
-"""Tests of two GPUs at a time that cross a machine's links: who can be tested with whom, and what each test loads.
+"""List the tests of two GPUs at a time that cross a machine's links, and the load of each test.
 
-On a cluster a test joins GPUs of two servers, and one GPU stands for each NIC unless every GPU is asked for; on one
+On a cluster a test joins GPUs of two servers, and one GPU stands for each NIC unless every GPU is requested; on one
 server any two GPUs are joined. A test runs both ways at once (sendrecv of nccl-tests) or one way (broadcast of two
-ranks); the route is that of a copy (`topoplan.model.copy_routes`), whatever path the network would choose besides.
+ranks); the route is that of a copy (`topoplan.model.copy_routes`), whatever other path the network would take.
 
-Of very many ends only partners near by in the list are paired, so that no more than `MOST_TESTS` are looked at.
+With very many ends only near partners in the list are paired, so that there are at most `MOST_TESTS` tests.
 """
 
 from __future__ import annotations
@@ -19,32 +19,25 @@ from topoplan.model.copy_routes import CopyRoute, CopyRoutes, stage_bandwidth
 from topoplan.operate.calibration.calibrated_topology import LinkKey, link_key
 
 MOST_TESTS = 20_000
-"""Most pairs that are looked at: those of 200 ends."""
+"""Most pairs: those of 200 ends."""
 
 MOST_ENDS = 4096
 
 FILLED = " filled"
-"""Behind the channel of a link that several tests fill together, and behind its name."""
+"""Suffix of the channel and the name of a link that several tests fill together."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTest:
     """A test of two GPUs.
 
-    Parameters
-    ----------
-    src, dst : str
-        Names of the two; data runs from ``src`` to ``dst``, and back too where the test is both ways.
-    channel : str
-        Of the route, as in `CopyRoute`.
-    rate : float
-        GB/s that the links let through each way, as stated.
-    out, back : mapping of key to float
-        GB/s that the test takes of each link on its way at that rate; ``back`` is empty where it is one way.
-    together : str
-        Name of the round in which it fills wide links together with others (see
-        `topoplan.operate.calibration.pair_rounds`); their channel is then there a second time, as ``network filled``.
-        Empty for a test by itself.
+    src, dst: names of the two; data runs from ``src`` to ``dst``, and back too in a test both ways.
+    channel: of the route, as in `CopyRoute`.
+    rate: GB/s of the links each way, as stated.
+    out, back: GB/s of the test on each link at that rate; ``back`` is empty for one way.
+    together: name of the round in which it fills wide links together with others
+    (`topoplan.operate.calibration.pair_rounds`); their channel then appears a second time, as ``network filled``. Empty
+    for a single test.
     """
 
     src: str
@@ -57,17 +50,16 @@ class PairTest:
 
     @property
     def name(self) -> str:
-        """Such as ``gpu0-gpu3``, and ``gpu0>gpu3`` where it is one way; behind it the round that it fills links in."""
+        """Name such as ``gpu0-gpu3``, ``gpu0>gpu3`` for one way, followed by the round that it fills links in."""
         name = f"{self.src}{'-' if self.back else '>'}{self.dst}"
         return f"{name} ({self.together})" if self.together else name
 
     @property
     def links(self) -> tuple[LinkKey, ...]:
-        """All links that it loads."""
         return (*self.out, *(key for key in self.back if key not in self.out))
 
     def load(self, key: LinkKey) -> float:
-        """GB/s that it takes of a link."""
+        """Return the GB/s of the test on a link."""
         return self.out.get(key, 0.0) + self.back.get(key, 0.0)
 
 
@@ -75,15 +67,9 @@ class PairTest:
 class PairTests:
     """All tests that a machine allows.
 
-    Parameters
-    ----------
-    ends : tuple of str
-        GPUs that take part.
-    tests : tuple of PairTest
-    one_way : bool
-        Each test is one way; every two ends then have two.
-    alone : tuple of str
-        GPUs that no other end can be reached from.
+    ends: participating GPUs.
+    one_way: each test is one way; every two ends then have two.
+    alone: GPUs that no other end reaches.
     """
 
     topology: Topology
@@ -93,7 +79,7 @@ class PairTests:
     alone: tuple[str, ...] = ()
 
     def named(self, others: Sequence[PairTest] = ()) -> dict[tuple[str, str, str], PairTest]:
-        """These tests and others by their ends and rounds; those that are both ways under both orders."""
+        """Return these tests and others by their ends and rounds; tests both ways under both orders."""
         every = (*self.tests, *others)
         found = {(test.src, test.dst, test.together): test for test in every}
         if not self.one_way:
@@ -104,25 +90,12 @@ class PairTests:
 def possible_tests(
     topology: Topology, gpus: Sequence[int] | None = None, *, every_gpu: bool = False, one_way: bool = False
 ) -> PairTests:
-    """The tests of two GPUs of an allocation.
+    """Return the tests of two GPUs of an allocation.
 
-    Parameters
-    ----------
-    topology : Topology
-    gpus : sequence of int or None
-        The allocation; None for all.
-    every_gpu : bool
-        On a cluster, each GPU and not one for each NIC.
-    one_way : bool
-        From the first to the second alone.
+    gpus: the allocation; None for all.
+    every_gpu: on a cluster, each GPU rather than one for each NIC.
+    one_way: from the first to the second only.
 
-    Raises
-    ------
-    UsageError
-        Fewer than two GPUs, more ends than `MOST_ENDS`, or none can reach another.
-
-    Examples
-    --------
     >>> import topoplan
     >>> four = topoplan.cluster([topoplan.Server("dgx-1v", count=4)], nic_gbps=100, nics=1)
     >>> found = possible_tests(four)
@@ -131,7 +104,7 @@ def possible_tests(
     """
     names = [topology.gpus[gpu] for gpu in topology.select(gpus)]
     if len(names) < 2:
-        raise UsageError("a pair has two GPUs, and there is one; name two or more")
+        raise UsageError(f"pair tests need two GPUs or more, got {len(names)}; name two or more")
     servers = {name: topology.device(name).server for name in names}
     many = len(set(servers.values())) > 1
     routes = CopyRoutes(topology)
@@ -140,9 +113,12 @@ def possible_tests(
     else:
         alone = ()
     if len(names) > MOST_ENDS:
-        raise UsageError(f"{len(names)} ends are too many; name up to {MOST_ENDS} GPUs with --gpus")
+        raise UsageError(f"ends must be at most {MOST_ENDS}, got {len(names)}; name fewer GPUs with --gpus")
     tests = []
-    for a, b in _couples(len(names)):
+    count = len(names)
+    # with many ends only near ones are paired
+    near = count if count * (count - 1) // 2 <= MOST_TESTS else max(1, MOST_TESTS // count)
+    for a, b in ((i, j) for i in range(count) for j in range(i + 1, min(count, i + 1 + near))):
         src, dst = names[a], names[b]
         if many and servers[src] == servers[dst]:
             continue
@@ -154,7 +130,7 @@ def possible_tests(
         else:
             tests.append(_test(src, dst, out, back))
     if not tests:
-        raise UsageError(f"no two of the {len(names)} GPUs reach each other; there is no pair to test")
+        raise UsageError(f"no two of the {len(names)} GPUs reach each other; choose joined GPUs with --gpus")
     joined = {end for test in tests for end in (test.src, test.dst)}
     return PairTests(
         topology,
@@ -166,12 +142,9 @@ def possible_tests(
 
 
 def node_test(possible: PairTests, src: str, dst: str) -> PairTest | None:
-    """Return the test of two servers with all their ends at once, the first of one with the first of the other.
+    """Return the test of two servers with all their ends at once, paired in order; None if no two ends reach each
+    other.
 
-    Its rate is what the links let through together, each way. None where no two of the ends reach each other.
-
-    Examples
-    --------
     >>> import topoplan
     >>> pair = possible_tests(topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=200, nics=4))
     >>> made = node_test(pair, "s0", "s1")
@@ -204,16 +177,10 @@ def node_test(possible: PairTests, src: str, dst: str) -> PairTest | None:
     return PairTest(src, dst, channel, rate * share, out_loads, back_loads)
 
 
-def _couples(count: int) -> Iterable[tuple[int, int]]:
-    """Places of two ends: all of them, or of many ends those that are near each other."""
-    near = count if count * (count - 1) // 2 <= MOST_TESTS else max(1, MOST_TESTS // count)
-    return ((a, b) for a in range(count) for b in range(a + 1, min(count, a + 1 + near)))
-
-
 def _ends(
     routes: CopyRoutes, topology: Topology, names: Sequence[str], *, every_gpu: bool
 ) -> tuple[list[str], tuple[str, ...]]:
-    """The GPUs of a cluster that take part, those of NIC 0 of all servers first, and those that reach no server."""
+    """Return the participating GPUs of a cluster, NIC 0 of all servers first, and GPUs that reach no server."""
     of_server: dict[str, list[str]] = {}
     for name in names:
         of_server.setdefault(topology.device(name).server, []).append(name)
@@ -248,7 +215,7 @@ def _test(src: str, dst: str, out: CopyRoute, back: CopyRoute | None) -> PairTes
 
 
 def _loads(route: CopyRoute, rate: float) -> dict[LinkKey, float]:
-    """GB/s that a copy of this rate takes of each link: a stage of several carries it in proportion."""
+    """Return the GB/s of a copy on each link, striped in proportion over each stage."""
     return {
         link_key(link): rate * link.bandwidth / stage_bandwidth(stage)
         for stage in route.stages
@@ -257,11 +224,9 @@ def _loads(route: CopyRoute, rate: float) -> dict[LinkKey, float]:
 
 
 def link_classes(tests: Sequence[PairTest]) -> tuple[tuple[LinkKey, ...], ...]:
-    """The links that these tests cross, those together that no test crosses without the others.
+    """Return the links that tests cross, in classes that no test distinguishes.
 
-    Examples
-    --------
-    The wires of a NIC and of the GPU that is tested over it are one class, both ways:
+    The links of a NIC and of the GPU that is tested over it are one class, both ways:
 
     >>> import topoplan
     >>> four = topoplan.cluster([topoplan.Server("dgx-1v", count=4)], nic_gbps=100, nics=1)
@@ -279,10 +244,8 @@ def link_classes(tests: Sequence[PairTest]) -> tuple[tuple[LinkKey, ...], ...]:
 
 
 def wire_names(links: Iterable[LinkKey]) -> tuple[str, ...]:
-    """Names of some links: ``a-b`` where both directions are there, ``a>b`` for one; a NIC's two sides are the NIC.
+    """Return names of links: ``a-b`` for both directions, ``a>b`` for one; a NIC's two sides are one name.
 
-    Examples
-    --------
     >>> wire_names([("gpu0", "gpu1", "nvlink"), ("gpu1", "gpu0", "nvlink"), ("nic0.tx", "leaf0", "network")])
     ('gpu0-gpu1', 'nic0>leaf0')
     """
@@ -293,7 +256,7 @@ def wire_names(links: Iterable[LinkKey]) -> tuple[str, ...]:
     named: dict[str, None] = {}
     for src, dst, filled in ends:
         if (dst, src, filled) in ends:
-            # What stands in a server comes first.
+            # devices of a server come first
             first, second = sorted((src, dst), key=lambda name: ("." not in name, name))
             named[f"{first}-{second}{filled}"] = None
         else:

@@ -1,18 +1,18 @@
 """Attribute slow pair tests to links: the fewest slow links that explain the rates of pairs.
 
-A test is as fast as the slowest link that it crosses: rates are a minimum over links, so least squares on 1/rate
-would spread one narrow link over its neighbours. The model is the minimum:
+A test is as fast as the slowest link that it crosses: rates are a minimum over links, so least squares on 1/rate would
+spread one narrow link over its neighbours. The model is the minimum:
 
-1. Healthy links reach the median ratio of measured to stated of the faster half of the pairs (for each kind of wire
-   with `FEWEST` pairs). A pair is slow if it is below that by more than the tolerance.
+1. Healthy links reach the median ratio of measured to stated of the faster half of the pairs (for each kind of link
+with `FEWEST` pairs). A pair is slow if it is below that by more than the tolerance.
 2. Links that occur in the same tests are one class: no test distinguishes them.
 3. A class is a candidate unless a test that crosses it is clearly faster, or is not slow and should be as fast.
 4. All sets of fewest classes that explain every slow pair are found by branching on the pair with fewest candidates,
-   for each connected part. A class of all sets is named; alternatives follow, best agreement on one rate first
-   (least squares of logarithms).
+for each connected part. A class of all sets is named; alternatives follow, best agreement on one rate first (least
+squares of logarithms).
 
-A slow pair whose links are all cleared is reported as not caused by a link (a GPU, a process, other traffic). A
-class that only slow pairs cross, and that is not needed to explain them, is reported as undecided.
+A slow pair whose links are all cleared is reported as not caused by a link (a GPU, a process, other traffic). A class
+that only slow pairs cross, and that is not needed to explain them, is reported as undecided.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from topoplan.operate.calibration.calibrated_topology import TOLERANCE, LinkKey
 from topoplan.operate.calibration.pair_tests import PairTest, link_classes
 
 FEWEST = 4
-"""Fewest pairs that say what a kind of wire lets through when it is healthy."""
+"""Fewest pairs that determine the healthy rate of a kind of link."""
 
 MOST_TOGETHER = 6
-"""Most classes of a connected part that are searched for exactly; beyond them the class that explains most is taken."""
+"""Most classes of a connected part for the exact search; beyond, the class that explains most is taken."""
 
 _MOST_SETS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """A test and its rate in GB/s, each way; 0 where it did not come to an end."""
+    """A test and its rate in GB/s, each way; 0 for a failed test."""
 
     test: PairTest
     rate: float
@@ -45,18 +45,10 @@ class MeasuredPair:
 
 @dataclass(frozen=True, slots=True)
 class SlowClass:
-    """Links of which one is slow, as far as pairs can tell.
+    """Links one of which is slow; no test crosses one of them without the others.
 
-    Parameters
-    ----------
-    links : tuple of key
-        No test crosses one of them without the others.
-    rate : float
-        GB/s that pairs got over them: the median of those that they explain.
-    healthy : float
-        GB/s that these pairs should get.
-    pairs : tuple of str
-        The slow pairs that they explain.
+    rate: median GB/s of the slow pairs that they explain.
+    healthy: median GB/s that these pairs should get.
     """
 
     links: tuple[LinkKey, ...]
@@ -67,26 +59,16 @@ class SlowClass:
 
 @dataclass(frozen=True, slots=True)
 class SlowLinkReport:
-    """What the rates of pairs say.
+    """The explanation of the rates of pairs.
 
-    Parameters
-    ----------
-    healthy : mapping of str to float
-        For each kind of wire, measured over stated of healthy pairs.
-    slow : tuple of Measured
-        Pairs that are below that by more than the tolerance, the slowest first.
-    named : tuple of SlowClass
-        In every smallest explanation.
-    alternatives : tuple of tuple of tuple of SlowClass
-        For each part where several explanations are as small: what each adds to the named ones, the likeliest first.
-    unexplained : tuple of Measured
-        Slow pairs all of whose links are cleared by other pairs.
-    unjudged : tuple of tuple of key
-        Classes that only slow pairs cross, and that are not in an explanation.
-    unmeasured : tuple of tuple of key
-        Links of the machine's tests that no result crosses.
-    fewest : bool
-        False where a part was too large for the exact search.
+    healthy: measured over stated of healthy pairs, for each kind of link.
+    slow: pairs below that by more than the tolerance, the slowest first.
+    named: classes of every smallest explanation.
+    alternatives: for each part with several smallest explanations: additions to the named ones, the likeliest first.
+    unexplained: slow pairs whose links are all cleared by other pairs.
+    unjudged: classes that only slow pairs cross, and that are not in an explanation.
+    unmeasured: links of the machine's tests that no result crosses.
+    fewest: False if a part was too large for the exact search.
     """
 
     healthy: Mapping[str, float]
@@ -102,25 +84,13 @@ class SlowLinkReport:
 def attribute_slow_pairs(
     results: Sequence[MeasuredPair], *, tolerance: float = TOLERANCE, possible: Sequence[PairTest] = ()
 ) -> SlowLinkReport:
-    """The links that make pairs slow.
+    """Return the links that make pairs slow.
 
-    Parameters
-    ----------
-    results : sequence of Measured
-        Several of one test count each.
-    tolerance : float
-        What a healthy pair may be below the others, relatively, and above them.
-    possible : sequence of PairTest
-        All tests of the machine, for the links that no result crosses.
+    results: several results of one test all count.
+    tolerance: relative deviation of healthy pairs, below and above.
+    possible: all tests of the machine, for the links that no result crosses.
 
-    Raises
-    ------
-    UsageError
-        No result, or none above zero.
-
-    Examples
-    --------
-    Four servers at one switch; whatever s2 takes part in gets 5 GB/s:
+    Four servers at one switch; all tests of s2 get 5 GB/s:
 
     >>> import topoplan
     >>> from topoplan.operate.calibration.pair_tests import possible_tests, wire_names
@@ -131,7 +101,7 @@ def attribute_slow_pairs(
     [(('s2.gpu0-s2.nic0', 's2.nic0-switch0'), 5.0, 3)]
     """
     if not any(one.rate > 0 for one in results):
-        raise UsageError("there is no rate above zero to compare with; give the results of several pairs")
+        raise UsageError("the results have no rate above zero to compare with; give those of several pairs")
     healthy = _healthy(results)
     expected = [one.test.rate * healthy[one.test.channel] for one in results]
     is_slow = [one.rate < right * (1 - tolerance) for one, right in zip(results, expected, strict=True)]
@@ -215,7 +185,7 @@ def attribute_slow_pairs(
 
 
 def _healthy(results: Sequence[MeasuredPair]) -> dict[str, float]:
-    """For each kind of wire, what healthy pairs get of what is stated."""
+    """Return the healthy ratio of measured to stated for each kind of link."""
     kinds = dict.fromkeys(one.test.channel for one in results)
     whole = _upper_median([one.rate / one.test.rate for one in results])
     found = {}
@@ -226,12 +196,12 @@ def _healthy(results: Sequence[MeasuredPair]) -> dict[str, float]:
 
 
 def _upper_median(ratios: Sequence[float]) -> float:
-    """The median of the larger half."""
+    """Return the median of the larger half."""
     return median(sorted(ratios)[len(ratios) // 2 :])
 
 
 def _parts(explained: Mapping[int, frozenset[int]]) -> list[dict[int, frozenset[int]]]:
-    """Slow pairs that share candidates, directly or through others, together; in order of their first pair."""
+    """Return the connected parts of slow pairs that share candidates, in order of their first pair."""
     parts: list[tuple[set[int], dict[int, frozenset[int]]]] = []
     for number, found in explained.items():
         joined = [part for part in parts if part[0] & found]
@@ -244,7 +214,7 @@ def _parts(explained: Mapping[int, frozenset[int]]) -> list[dict[int, frozenset[
 
 
 def _smallest_sets(part: Mapping[int, frozenset[int]]) -> tuple[list[frozenset[int]], bool]:
-    """All smallest sets of classes of which each pair has one, and whether they are known to be the smallest."""
+    """Return all smallest sets of classes with one of each pair, and whether they are known to be smallest."""
     pairs = list(part.values())
     for size in range(1, MOST_TOGETHER + 1):
         sets: dict[frozenset[int], None] = {}
@@ -268,15 +238,15 @@ def _search(
     if not left:
         sets[taken] = None
         return
-    if not size or len(sets) >= _MOST_SETS or _apart(left) > size:
+    if not size or len(sets) >= _MOST_SETS or _disjoint_pairs(left) > size:
         return
     narrowest = min(left, key=lambda one: (len(one), sorted(one)))
     for found in sorted(narrowest):
         _search(left, size - 1, taken | {found}, sets)
 
 
-def _apart(pairs: Sequence[frozenset[int]]) -> int:
-    """Pairs of which no two have a candidate in common: so many classes are needed at least."""
+def _disjoint_pairs(pairs: Sequence[frozenset[int]]) -> int:
+    """Return a number of pairs without common candidates, a lower bound on the number of classes."""
     seen: set[int] = set()
     count = 0
     for one in pairs:

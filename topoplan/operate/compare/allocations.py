@@ -1,19 +1,19 @@
-"""All allocations of a machine, up to isomorphism of the fabric that a plan for them would use.
+"""Enumerate the allocations of a machine, up to isomorphism of the fabric of their plans.
 
-Allocations of one class have the same links between their GPUs under another numbering, so every rate and bound
-that depends on these links is the same for all of them: one member is planned for all. The channel is chosen as
-the planner does (NVLink where it connects the allocation, else PCIe), and only that channel is compared: members
-of an NVLink class may lie differently on PCIe.
+Allocations of one class have the same links between their GPUs under another numbering, so every rate and bound that
+depends on these links is equal: one member is planned for all. The channel is selected as the planner does (NVLink if
+it connects the allocation, else PCIe), and only that channel is compared: members of an NVLink class may differ on
+PCIe.
 
-Two GPUs are *twins* where swapping just these two leaves the wiring as it is. Being twins is an equivalence: from
-the swaps (u v) and (v w) follows (u w) = (u v)(v w)(u v). So any permutation inside groups of twins is an
-automorphism of the whole wiring, and two allocations that take equally many GPUs from each group are images of
-each other: their fabrics are isomorphic. One allocation for each vector of counts therefore stands for all.
-The 16 GPUs of a DGX-2 are twins on NVLink: 15 vectors stand for its 65,519 allocations of 2 to 16.
+Two GPUs are *interchangeable* if swapping them preserves the wiring. That is an equivalence: from the swaps (u v) and
+(v w) follows (u w) = (u v)(v w)(u v). So any permutation inside these groups is an automorphism of the whole wiring,
+and two allocations with equally many GPUs from each group are images of each other: their fabrics are isomorphic. One
+allocation for each vector of counts therefore represents all. The 16 GPUs of a DGX-2 are interchangeable on NVLink: 15
+vectors represent its 65,519 allocations of 2 to 16.
 
 Two allocations are compared exactly: equal fingerprints of colour refinement prove nothing (GPUs 0, 1, 3, 4, 5, 6 and
 1, 2, 3, 4, 6, 7 of a DGX-1V share one, and their allreduce optima are 60 and 50 GB/s), so a search then finds an
-isomorphism or shows that there is none.
+isomorphism or shows that none exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from topoplan.solve.symmetry.automorphisms import NodeSearch
 from topoplan.solve.symmetry.subgroup_choice import useful_nodes
 
 VECTOR_LIMIT = 20_000
-"""Most allocations, after swaps of equal GPUs, that are compared: a few seconds on a machine of 16 GPUs."""
+"""Most compared allocations, up to swaps of equal GPUs: a few seconds on a machine of 16 GPUs."""
 
 MOST_LISTED = 70
 """Largest class whose members are listed: all classes of 8 GPUs or fewer, since 8 over 4 is 70."""
@@ -47,17 +47,10 @@ Groups = tuple[tuple[int, ...], ...]
 class AllocationClass:
     """Allocations with isomorphic fabrics.
 
-    Parameters
-    ----------
-    gpus : tuple of int
-        The representative: the lexicographically last member, as figures 14 to 16 of the Blink paper name them.
-    members : int
-        Number of allocations in the class.
-    allocations : tuple of tuple of int
-        The members in ascending order; empty where there are more than are listed.
-    channel : str or None
-        nvlink, all (NVLink islands with the PCIe between them) or pcie; None where no path joins the GPUs and so no
-        plan exists.
+    gpus: the representative: the lexicographically last member, as figures 14 to 16 of the Blink paper name them.
+    members: number of allocations in the class.
+    allocations: the members in ascending order; empty for too many.
+    channel: nvlink, all (NVLink islands with the PCIe between them) or pcie; None if no path joins the GPUs.
     """
 
     gpus: tuple[int, ...]
@@ -73,38 +66,16 @@ def allocation_classes(
     channels: str = "auto",
     most_listed: int = MOST_LISTED,
 ) -> tuple[AllocationClass, ...]:
-    """Every allocation of 2 to N GPUs, in classes of isomorphic fabrics.
+    """Return every allocation of 2 to N GPUs, in classes of isomorphic fabrics.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-        A machine of N GPUs.
-    sizes : collection of int or None
-        Numbers of GPUs to look at; 2 to N for None.
-    channels : str
-        auto, nvlink or pcie, as for `topoplan.plan`.
-    most_listed : int
-        Members of a class up to which they are listed.
+    sizes: numbers of GPUs; 2 to N for None.
+    channels: auto, nvlink or pcie, as for `topoplan.plan`.
+    most_listed: most members of a class that are listed.
 
-    Returns
-    -------
-    tuple of AllocationClass
-        Ordered by number of GPUs, then by representative; none for a machine of one GPU. Allocations without a
-        path form classes of their own, compared on the last channel that was tried.
-
-    Raises
-    ------
-    UsageError
-        A size or channel that does not exist, or too many allocations; the message says how many and which
-        sizes are few enough.
-
-    Notes
-    -----
-    Not all 2^N subsets are looked at: one for each vector of counts from groups of twins is enough.
-
-    Examples
-    --------
-    The 46 classes of 3 to 8 GPUs of a DGX-1V that NVLink connects, as in Blink's figure 14.
+    Classes are sorted by number of GPUs, then by representative; a machine of one GPU has none. Allocations without a
+    path form their own classes, compared on the last tried channel. Instead of all 2^N subsets one for each vector of
+    counts from interchangeable GPUs is examined. The 46 classes of 3 to 8 GPUs of a DGX-1V that NVLink connects, as in
+    Blink's figure 14:
 
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
@@ -127,29 +98,29 @@ def allocation_classes(
             continue
         tried = (*tried, *choice)
         wiring = machine_labelled_graph(topology, choice)
-        # Left to itself, a plan takes PCIe beside NVLink only where NVLink joins some of the GPUs.
+        # by default a plan takes PCIe beside NVLink only if NVLink joins some of the GPUs
         islands = channels == "auto" and choice == (ALL,)
         pairs = Fabric(topology, choice).nvlink_pairs if islands else None
         takes: Callable[[tuple[int, ...]], bool] = partial(_takes, wiring, pairs)
         if Fabric(topology, choice).has_transit:
             takes = partial(_takes_routes, topology, choice, takes)
-        # Swaps must keep the channels before this one too: they decide whether this one is used at all.
+        # swaps must preserve earlier channels too, which decide whether this one is used
         groups = interchangeable_groups(machine_labelled_graph(topology, tried))
         _check_number(topology, groups, left)
-        joined, apart = (_Sorter(wiring, groups, most_listed) for _ in range(2))
+        joined, unjoined = (_Sorter(wiring, groups, most_listed) for _ in range(2))
         for counts in count_vectors(groups, left):
             gpus = last_allocation(groups, counts)
             if not any(one(gpus) for one in earlier):
-                (joined if takes(gpus) else apart).add(counts)
+                (joined if takes(gpus) else unjoined).add(counts)
         found += joined.classes("+".join(choice))
-        left = apart.sizes()
+        left = unjoined.sizes()
         earlier.append(takes)
-    found += apart.classes(None)
+    found += unjoined.classes(None)
     return tuple(sorted(found, key=lambda one: (len(one.gpus), one.gpus)))
 
 
 class _First:
-    """The first allocation of a class: others are compared with it."""
+    """The first allocation of a class, with which others are compared."""
 
     def __init__(self, wiring: LabelledGraph, colours: Integers) -> None:
         self._wiring = wiring
@@ -157,8 +128,8 @@ class _First:
         self._search: NodeSearch | None = None
 
     def is_like(self, part: LabelledGraph, colours: Integers) -> bool:
-        """Whether a wiring of the same fingerprint is isomorphic."""
-        # Mostly the nodes of a colour correspond in the order of their numbers, which is quickly looked at.
+        """Return whether a wiring of the same fingerprint is isomorphic."""
+        # fast path: nodes of a colour mostly correspond in the order of their numbers
         nodes = np.empty_like(colours)
         nodes[np.argsort(self._colours, kind="stable")] = np.argsort(colours, kind="stable")
         if self._wiring.image_of_links(nodes, part) is not None:
@@ -169,7 +140,7 @@ class _First:
 
 
 class _Sorter:
-    """Count vectors on their way into classes; compared when the classes are asked for."""
+    """Count vectors that are sorted into classes on request."""
 
     def __init__(self, wiring: LabelledGraph, groups: Groups, most_listed: int) -> None:
         self._wiring = wiring
@@ -189,21 +160,26 @@ class _Sorter:
             part = allocation_wiring(self._wiring, last_allocation(self._groups, counts))
             colours = part.refined(part.node_labels)
             rivals = similar.setdefault(fingerprint(part, colours), [])
-            for first, alike in rivals:
+            for first, equivalent in rivals:
                 if first.is_like(part, colours):
-                    alike.append(counts)
+                    equivalent.append(counts)
                     break
             else:
                 rivals.append((_First(part, colours), [counts]))
-        return [self._class(alike, channel) for rivals in similar.values() for _, alike in rivals]
+        return [self._class(equivalent, channel) for rivals in similar.values() for _, equivalent in rivals]
 
-    def _class(self, alike: list[tuple[int, ...]], channel: str | None) -> AllocationClass:
-        members = sum(number_of_allocations(self._groups, counts) for counts in alike)
+    def _class(self, equivalent: list[tuple[int, ...]], channel: str | None) -> AllocationClass:
+        members = sum(
+            prod(comb(len(group), count) for group, count in zip(self._groups, counts, strict=True))
+            for counts in equivalent
+        )
         listed = members <= self._most_listed
         return AllocationClass(
-            gpus=max(last_allocation(self._groups, counts) for counts in alike),
+            gpus=max(last_allocation(self._groups, counts) for counts in equivalent),
             members=members,
-            allocations=tuple(sorted(gpus for counts in alike for gpus in allocations(self._groups, counts)))
+            allocations=tuple(
+                sorted(gpus for counts in equivalent for gpus in allocations(self._groups, counts))
+            )
             if listed
             else (),
             channel=channel,
@@ -211,7 +187,7 @@ class _Sorter:
 
 
 def _takes(wiring: LabelledGraph, pairs: frozenset[tuple[int, int]] | None, gpus: tuple[int, ...]) -> bool:
-    """True where these wires join the GPUs, and one of the pairs is among them (None for any GPUs)."""
+    """Return whether the links join the GPUs, and one of ``pairs`` is among them (None for any GPUs)."""
     islands = pairs is None or any((a, b) in pairs for a in gpus for b in gpus)
     return islands and connects(wiring, gpus)
 
@@ -222,7 +198,7 @@ def _takes_routes(
     takes: Callable[[tuple[int, ...]], bool],
     gpus: tuple[int, ...],
 ) -> bool:
-    """As `_takes`, in a machine that has ways through third servers: True where routes without them join the GPUs."""
+    """Return `_takes` on a machine with paths through third servers, for routes without them."""
     return takes(gpus) and not Fabric(topology.subset(gpus), choice).unreachable()
 
 
@@ -232,9 +208,7 @@ def _checked_sizes(topology: Topology, sizes: Collection[int] | None) -> set[int
         return set(range(2, total + 1))
     for size in sizes:
         if not 2 <= size <= total:
-            raise UsageError(
-                f"{size} GPUs are no size to compare: {topology.name} has allocations of 2 to {total} GPUs"
-            )
+            raise UsageError(f"sizes must be from 2 to {total}, the GPUs of {topology.name}, got {size}")
     return set(sizes)
 
 
@@ -253,21 +227,13 @@ def _check_number(topology: Topology, groups: Groups, sizes: Collection[int]) ->
         else ""
     )
     raise UsageError(
-        f"{topology.name} has {number:,} allocations of the sizes asked for that no swap of equal GPUs makes one, "
-        f"and at most {VECTOR_LIMIT:,} are compared; {remedy}compare one allocation"
+        f"allocations of {topology.name} must be at most {VECTOR_LIMIT:,} up to swaps of equal GPUs, got {number:,}; "
+        f"{remedy}compare one allocation"
     )
 
 
 def connects(wiring: LabelledGraph, gpus: Sequence[int]) -> bool:
-    """True where every GPU of the allocation reaches every other, over its GPUs and any forwarding devices.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> wiring = machine_labelled_graph(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> connects(wiring, [1, 4, 5, 7]), connects(wiring, [0, 5])
-    (True, False)
-    """
+    """Return whether every GPU of the allocation reaches every other, over its GPUs and any forwarding devices."""
     present = np.arange(wiring.size) >= wiring.ranks
     present[list(gpus)] = True
     kept = present[wiring.tails] & present[wiring.heads]
@@ -283,22 +249,20 @@ def connects(wiring: LabelledGraph, gpus: Sequence[int]) -> bool:
 
 
 def allocation_wiring(wiring: LabelledGraph, gpus: Sequence[int]) -> LabelledGraph:
-    """The part of the allocation's GPUs and the forwarding devices that are no dead ends between them."""
+    """Return the part of the allocation's GPUs and the forwarding devices that are not dead ends between them."""
     part = wiring.part(np.array([*sorted(gpus), *range(wiring.ranks, wiring.size)], dtype=np.int64))
     return part.part(np.flatnonzero(useful_nodes(part)))
 
 
 def fingerprint(wiring: LabelledGraph, colours: Integers) -> object:
-    """What isomorphic wirings have in common: labels, refined colours, and the signature of every node."""
+    """Return an isomorphism invariant: labels, refined colours, and the signature of every node."""
     rows = wiring.signatures(colours, colours)
     return wiring.ranks, tuple(sorted(zip(colours.tolist(), wiring.node_labels.tolist(), rows, strict=True)))
 
 
 def interchangeable_groups(wiring: LabelledGraph) -> Groups:
-    """All GPUs in groups of twins, each ascending, ordered by their first GPU.
+    """Return all GPUs in groups of interchangeable ones, each ascending, ordered by their first GPU.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> interchangeable_groups(machine_labelled_graph(machine, ("pcie",)))
@@ -320,10 +284,8 @@ def interchangeable_groups(wiring: LabelledGraph) -> Groups:
 
 
 def vectors_by_size(groups: Groups) -> list[int]:
-    """Number of count vectors for each number of GPUs from 0 to all.
+    """Return the number of count vectors for each number of GPUs from 0 to all.
 
-    Examples
-    --------
     >>> vectors_by_size(((0, 1), (2, 3)))
     [1, 2, 3, 2, 1]
     """
@@ -338,7 +300,7 @@ def vectors_by_size(groups: Groups) -> list[int]:
 
 
 def count_vectors(groups: Groups, sizes: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """How many GPUs to take from each group, for every total in ``sizes``."""
+    """Yield the numbers of GPUs from each group, for every total in ``sizes``."""
     wanted = sorted(set(sizes))
     after = [sum(len(group) for group in groups[i + 1 :]) for i in range(len(groups))]
 
@@ -355,10 +317,8 @@ def count_vectors(groups: Groups, sizes: Collection[int]) -> Iterator[tuple[int,
 
 
 def last_allocation(groups: Groups, counts: Sequence[int]) -> tuple[int, ...]:
-    """The lexicographically last allocation of a count vector: the highest GPUs of each group.
+    """Return the lexicographically last allocation of a count vector: the highest GPUs of each group.
 
-    Examples
-    --------
     >>> last_allocation(((0, 1, 2), (3, 4)), (2, 1))
     (1, 2, 4)
     """
@@ -369,19 +329,8 @@ def last_allocation(groups: Groups, counts: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def number_of_allocations(groups: Groups, counts: Sequence[int]) -> int:
-    """How many allocations a count vector stands for.
-
-    Examples
-    --------
-    >>> number_of_allocations((tuple(range(16)),), (8,))
-    12870
-    """
-    return prod(comb(len(group), count) for group, count in zip(groups, counts, strict=True))
-
-
 def allocations(groups: Groups, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All allocations of a count vector, each ascending."""
+    """Yield all allocations of a count vector, each ascending."""
     choices = [combinations(group, count) for group, count in zip(groups, counts, strict=True)]
     for parts in product(*choices):
         yield tuple(sorted(gpu for part in parts for gpu in part))

@@ -1,11 +1,11 @@
-"""Compare trees with rings and NCCL's other schedules on an allocation, and bound what its links allow.
+"""Compare trees with rings and NCCL's other schedules on an allocation, and bound the rates of its links.
 
-Rivals are verified plans: the ring of NCCL before 2.8 (over NVLink, else PCIe, which the row says), the ring over
-NVLink with relays, the best that NCCL has today (these rings, its tree, NVLS), the double binary tree, and what else
-`topoplan.schedules.registry` gives a column. If the ring falls back, trees still run over NVLink: Blink, section
-2.2, figure 13. For measurements, switches do what they could (`topoplan.machine.variants.with_all_capabilities`) unless
-the caller settled that. A size is bound by latency if its unavoidable start-ups (`topoplan.model.times_by_size`) take
-longer than its bytes at the bound. Bus bandwidth may exceed what the NICs carry, n servers of g ranks, N = n g:
+Baselines are verified plans: the ring of NCCL before 2.8 (over NVLink, else PCIe, as the row says), the ring over
+NVLink with relays, NCCL's best today (these rings, its tree, NVLS), the double binary tree, and other schedules of
+`topoplan.schedules.registry` with a column. If the ring falls back, trees still run over NVLink: Blink, section 2.2,
+figure 13. For measurements, switches use all capabilities (`topoplan.machine.variants.with_all_capabilities`) unless
+the caller decides. A size is bound by latency if its unavoidable start-ups (`topoplan.model.times_by_size`) take longer
+than its bytes at the bound. Bus bandwidth may exceed that of the NICs, n servers of g ranks, N = n g:
 
     collective        the factor counts    must leave a server
     allreduce         2 (N - 1) / N        2 (n - 1) / n
@@ -44,16 +44,13 @@ from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import bus_factor, exact, nearest_float
 
 OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
-"""Schedules that have fields of their own in a `Comparison`, in the order in which they stand there."""
+"""Schedules with fields in a `Comparison`, in their order."""
 
 NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
-"""What NCCL has; of equally fast ones a `Comparison` names the first."""
-
+"""NCCL's schedules; of equally fast ones a `Comparison` names the first."""
 
 DIRECT = "direct sends"
-"""What NCCL has for an all-to-all: every block goes at once to its rank
-(`topoplan.schedules.low_latency.direct_sends`).
-"""
+"""NCCL's all-to-all: each block is sent directly to its rank (`topoplan.schedules.low_latency.direct_sends`)."""
 
 
 def compare(
@@ -67,27 +64,11 @@ def compare(
 ) -> Comparison:
     """Compare trees with rings on one allocation.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    collective : str
-        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
-    gpus : sequence of int or None
-        The allocation; all GPUs for None.
-    root : int or None
-        GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
-    channels, nbytes : str, int or None
-        What the trees run over, and for which size, as in `topoplan.plan`; the rings choose for themselves.
+    collective: allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
+    gpus: the allocation; all GPUs for None.
+    root: GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
+    channels, nbytes: of the trees, as in `topoplan.plan`.
 
-    Raises
-    ------
-    UsageError
-        Unknown collective, a GPU or root that is not there.
-    InfeasibleError
-        No path joins the allocation.
-
-    Examples
-    --------
     NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
 
     >>> import topoplan
@@ -122,7 +103,7 @@ def compare(
         helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
         notes.append(
-            f"trees do {helped:.6g} GB/s where {idle[0]}{more} copies and adds (--in-network nvswitch), "
+            f"trees do {helped:.6g} GB/s if {idle[0]}{more} copies and adds (--in-network nvswitch), "
             f"{trees.rate:.6g} without"
         )
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
@@ -158,14 +139,10 @@ def compare(
 def nccl_rivals(
     topology: Topology, collective: str, gpus: Sequence[int], root: int | None, proved: Certified
 ) -> tuple[dict[str, Plan], list[str]]:
-    """What NCCL has for a collective, by name in the order of `NCCL_COLUMNS`, and why it has no ring.
+    """Return NCCL's plans for a collective by name, in the order of `NCCL_COLUMNS`, and why it has no ring.
 
-    Parameters
-    ----------
-    topology, collective, gpus, root
-        As for `compare`.
-    proved : Plan or Bound
-        Of the same request: schedules that do not go with its channels are left out.
+    topology, collective, gpus, root: as for `compare`.
+    proved: a plan or bound of the same request; schedules that do not suit its channels are left out.
     """
     rivals: dict[str, Plan] = {}
     missing = []
@@ -186,7 +163,7 @@ def nccl_rivals(
 
 
 def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str, ...]:
-    """Switches on the links of a plan that could do more in the network than they do."""
+    """Return switches on the links of a plan with unused in-network capabilities."""
     if len(trees.ranks) == 1:
         return ()
     used = Fabric(trees.topology, trees.channels).nodes[len(trees.ranks) :]
@@ -194,7 +171,7 @@ def _idle_switches(topology: Topology, able: Topology, trees: Plan) -> tuple[str
 
 
 def columns() -> tuple[Schedule, ...]:
-    """The schedules that stand beside the trees: those of `OWN_COLUMNS`, then the others that name a column."""
+    """Return the schedules beside the trees: those of `OWN_COLUMNS`, then the others with a column."""
     others = (one for one in SCHEDULES.values() if one.column and one.name not in OWN_COLUMNS)
     return (*(SCHEDULES[name] for name in OWN_COLUMNS), *others)
 
@@ -207,43 +184,16 @@ def compare_all(
     most_listed: int = MOST_LISTED,
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Comparison, ...]:
-    """Compare trees with rings on one allocation of each class.
+    """Compare trees with rings on one allocation of each class, by number of GPUs, then by representative.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    collective : str
-    sizes : collection of int or None
-        Numbers of GPUs; 2 to N for None.
-    most_listed : int
-        Allocations of a class up to which they are listed.
-    progress : callable or None
-        Called with a line of text before each class.
+    sizes: numbers of GPUs; 2 to N for None.
+    most_listed: most allocations of a class that are listed.
+    progress: receives a line of text before each class.
 
-    Returns
-    -------
-    tuple of Comparison
-        Ordered by number of GPUs, then by representative. In rooted collectives the representative's first GPU is
-        the root.
-
-    Raises
-    ------
-    UsageError
-        Unknown collective or size, or too many allocations (see `allocation_classes`).
-
-    Notes
-    -----
-    The rates of trees, bound, NVLink rings and relaying rings depend on the class alone (those of a rooted collective
-    also on the root, where links are unequal in their two directions). Number and height of the trees, a double
-    binary tree, and a PCIe ring beside NVLink trees also depend on how the GPUs are numbered and sit on PCIe: these
-    are the representative's.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> rows = compare_all(topoplan.load("dgx-1v"), sizes=[3])
-    >>> [(row.gpus, row.channel, row.ring_kind, row.members) for row in rows][:3]
-    [((1, 5, 6), 'nvlink', 'pcie ring', 4), ((2, 3, 5), 'all', 'pcie ring', 4), ((3, 4, 5), 'all', 'pcie ring', 4)]
+    The representative's first GPU is the root. The rates of trees, bound, NVLink rings and relaying rings depend on the
+    class alone (those of a rooted collective also on the root, if links are unequal in their two directions). Number
+    and height of the trees, a double binary tree, and a PCIe ring beside NVLink trees also depend on the numbering of
+    the GPUs and their places on PCIe: these are the representative's.
     """
     topology = as_topology(topology)
     collective = check_collective(collective)
@@ -257,7 +207,7 @@ def compare_all(
 
 
 def compare_class(topology: Topology, collective: str, one: AllocationClass) -> Comparison:
-    """As `compare`, of the representative of a class; rates of 0 where no path joins it."""
+    """Return `compare` of the representative of a class; rates of 0 if no path joins it."""
     try:
         found = compare(topology, collective, gpus=one.gpus)
         return replace(found, members=one.members, allocations=one.allocations)
@@ -285,23 +235,17 @@ def compare_class(topology: Topology, collective: str, one: AllocationClass) -> 
 
 
 LATENCY, BANDWIDTH = "latency", "bandwidth"
-"""What can bind a size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nics:
-    """What leaves a server.
+    """Bandwidth out of a server.
 
-    Parameters
-    ----------
-    servers, ranks : int
-        Servers of the allocation, and ranks on each; of unequal ones on that with the narrowest way out.
-    count : int
-        NICs of that server, or cables where it has none.
-    server, one : float
-        GB/s in one direction out of that server, and of its widest NIC.
-    factor, leaving : float
-        As the table above: what a byte of the buffer counts in bus bandwidth, and what of it must leave a server.
+    servers, ranks: servers of the allocation, and ranks on each; of unequal ones on that with the least bandwidth out.
+    count: NICs of that server, or cables if it has none.
+    server, one: GB/s in one direction out of that server, and of its widest NIC.
+    factor, leaving: as in the table above: weight of a byte of the buffer in bus bandwidth, and its part that must
+    leave a server.
     """
 
     servers: int
@@ -320,31 +264,17 @@ class Nics:
 
 @dataclass(frozen=True, slots=True)
 class Attainable:
-    """What a collective can reach on an allocation. Rates are GB/s of algorithm bandwidth.
+    """Attainable rates of a collective on an allocation, in GB/s of algorithm bandwidth.
 
-    Parameters
-    ----------
-    collective : str
-    gpus : tuple of int
-    channels : tuple of str
-        Wires that the bound speaks of.
-    nccl : tuple of (str, float)
-        Rates of what NCCL has, best first; of equal ones in the order of
-        `topoplan.operate.compare.comparison.NCCL_COLUMNS`.
-    best : float
-        What no schedule exceeds.
-    links : str
-        Which wires bind, in the words of the certificate.
-    factor : float
-        Bus bandwidth over algorithm bandwidth.
-    time : TimeBound
-        The least time of every schedule, by size.
-    nics : Nics or None
-        None within one server.
-    model : tuple of Expectation
-        What NCCL itself expects of each algorithm and protocol; empty where it has no model.
-    in_network : float or None
-        What no schedule exceeds if switches copied and added wherever they could; None where that is no more.
+    channels: channels of the bound.
+    nccl: rates of NCCL's schedules, best first; ties in the order of `NCCL_COLUMNS`.
+    best: upper bound of any schedule.
+    links: the binding links, in the words of the certificate.
+    factor: bus bandwidth over algorithm bandwidth.
+    time: the least time of every schedule, by size.
+    nics: None within one server.
+    model: expectations of NCCL's own model by algorithm and protocol; empty without one.
+    in_network: upper bound if all switches copied and added; None if not higher.
     """
 
     collective: str
@@ -361,15 +291,14 @@ class Attainable:
 
     @property
     def nccl_best(self) -> float | None:
-        """The best of NCCL; None where it has nothing."""
         return self.nccl[0][1] if self.nccl else None
 
     def expected(self, nbytes: int) -> NcclExpectation | None:
-        """What NCCL would choose, by its own model; None where it has none."""
+        """Return the choice of NCCL's own model, or None."""
         return min(self.model, key=lambda one: one.seconds(nbytes), default=None)
 
     def bound_by(self, nbytes: int) -> str:
-        """`LATENCY` or `BANDWIDTH`: start-ups and bytes add up to the least time."""
+        """Return `LATENCY` or `BANDWIDTH`: the larger part of the least time."""
         moving = nbytes / (self.best * 1e9)
         return BANDWIDTH if moving > self.time.seconds(nbytes) - moving else LATENCY
 
@@ -381,22 +310,11 @@ def attainable(
     gpus: Sequence[int] | None = None,
     root: int | None = None,
 ) -> Attainable:
-    """What NCCL and what any schedule can reach.
+    """Return the attainable rates of NCCL and of any schedule.
 
-    Parameters
-    ----------
-    topology : Topology
-        Its switches do what it says they do: see `topoplan.machine.variants.with_all_capabilities`.
-    collective, gpus, root
-        As for `topoplan.plan`.
+    topology: switches use their stated capabilities (`topoplan.machine.variants.with_all_capabilities`).
+    collective, gpus, root: as for `topoplan.plan`.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As for `topoplan.plan`.
-
-    Examples
-    --------
     >>> import topoplan
     >>> found = attainable(topoplan.load("dgx-a100"))
     >>> [(name, round(rate, 1)) for name, rate in found.nccl], round(found.best, 1)
@@ -408,7 +326,7 @@ def attainable(
     ('ring', 'll', 16)
     """
     chosen = topology.select(gpus)
-    # beyond so many ranks the bound without a plan is as good, and does not take minutes
+    # with more ranks the bound without a plan is as good, and does not take minutes
     small = len(chosen) <= MOST_RANKS
     make = plan if small else bound
     proved = make(topology, collective, gpus=chosen, root=root)
@@ -437,7 +355,7 @@ def attainable(
 
 
 def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
-    """What NCCL expects; nothing where it does not choose, or does not know the machine."""
+    """Return NCCL's expectations; () if it does not choose, or does not know the machine."""
     if collective not in COLLECTIVES:
         return ()
     try:
@@ -447,7 +365,7 @@ def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]
 
 
 def _nics(fabric: Fabric, collective: str) -> Nics | None:
-    """What leaves the server with the narrowest way out; None on one server."""
+    """Return the NICs of the server with the least bandwidth out; None on one server."""
     servers = FabricServers(fabric)
     count = len(servers.names)
     if count < 2 or collective not in ALL_COLLECTIVES:
@@ -475,7 +393,7 @@ def _nics(fabric: Fabric, collective: str) -> Nics | None:
         "allreduce": 1.0 if adds else 2 * (count - 1) / count,
         "allgather": (size - ranks) / size,
         "reduce_scatter": (size - ranks) / size,
-        # of every rank: all of them share the way out
+        # all ranks share the links out
         "alltoall": ranks * (size - ranks) / size,
     }.get(collective, 1.0)
     return Nics(

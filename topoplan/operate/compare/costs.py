@@ -1,10 +1,9 @@
-"""Compute what each server of a cluster and each fault of a machine costs a collective.
+"""Compute the cost of each server of a cluster and of each fault of a machine for a collective.
 
-For a server: the rate of the collective on all servers, and on all but that one. A server with slower NICs holds all
-others back, and without it there are fewer ranks. Servers that are wired alike, on switches with like servers below
-them, stand for each other. Which of several to leave out together is not searched. For a fault: the rates of the
-machine as it is, without any fault, and with that fault alone, by the planner, or by the upper bound beyond
-`MOST_PLANNED` GPUs.
+For a server: the rate of the collective on all servers, and on all but that one. A server with slower NICs slows down
+all others, and without it there are fewer ranks. Isomorphic servers, on switches with isomorphic neighbours, share one
+result. Leaving out several together is not searched. For a fault: the rates of the machine as it is, without any fault,
+and with that fault alone, by the planner, or by the upper bound beyond `MOST_PLANNED` GPUs.
 """
 
 from __future__ import annotations
@@ -27,18 +26,12 @@ from topoplan.units import TOLERANCE, bus_factor
 
 @dataclass(frozen=True, slots=True)
 class WithoutServer:
-    """What is left without one server, or without any one of several that are alike.
+    """Rates without one server, or without any one of several isomorphic servers.
 
-    Parameters
-    ----------
-    servers : tuple of str
-        Empty where none is left out.
-    gpus : int
-        Ranks that are left.
-    rate, bus : float
-        GB/s of algorithm and of bus bandwidth; 0 where no path joins what is left.
-    gap : float
-        How far the rate is below its bound, relatively.
+    servers: empty if none is left out.
+    gpus: remaining ranks.
+    rate, bus: GB/s of algorithm and of bus bandwidth; 0 if no path joins the remaining ranks.
+    gap: relative distance of the rate to its bound.
     """
 
     servers: tuple[str, ...]
@@ -50,29 +43,21 @@ class WithoutServer:
 
 @dataclass(frozen=True, slots=True)
 class ServerCosts:
-    """All servers of an allocation, the one first without which the others are fastest.
-
-    Parameters
-    ----------
-    collective : str
-    whole : WithoutServer
-        With all of them.
-    rows : tuple of WithoutServer
-    """
+    """Rates without each server of an allocation, highest first; ``whole`` is with all."""
 
     collective: str
     whole: WithoutServer
     rows: tuple[WithoutServer, ...]
 
     def gain(self, row: WithoutServer) -> float:
-        """Rate without the server over rate with all: above 1 where it holds the others back."""
+        """Return the rate without the server over the rate with all: above 1 if it slows the others down."""
         return row.rate / self.whole.rate
 
     @property
     def slow(self) -> tuple[WithoutServer, ...]:
         """Servers without which the others are faster than with all, and than without any other.
 
-        Fewer ranks alone can be faster: an allreduce moves 2 (N - 1) / N bytes for each of the buffer.
+        Fewer ranks alone can be faster: an allreduce moves 2 (N - 1) / N bytes per byte of the buffer.
         """
         least = max(1.0, self.gain(self.rows[-1]))
         return tuple(row for row in self.rows if self.gain(row) > least * (1 + TOLERANCE))
@@ -86,22 +71,12 @@ def without_each_server(
     channels: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> ServerCosts:
-    """The rate of packed trees on all servers of an allocation, and without each of them.
+    """Return the rate of packed trees on all servers of an allocation, and without each of them.
 
-    Parameters
-    ----------
-    topology, collective, gpus, channels
-        As for `topoplan.plan`; a broadcast or reduce has its root on the first GPU that is left.
-    progress : callable or None
-        Called with a line of text before each plan.
+    topology, collective, gpus, channels: as for `topoplan.plan`; the root of a broadcast or reduce is the first
+    remaining GPU.
+    progress: receives a line of text before each plan.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; fewer than three servers.
-
-    Examples
-    --------
     One GPU of each of three DGX-1V with NICs of 100 Gb/s, and of one with 25:
 
     >>> import topoplan
@@ -119,8 +94,7 @@ def without_each_server(
         of_server.setdefault(machine.device(every[gpu]).server, []).append(gpu)
     if len(of_server) < 3:
         raise UsageError(
-            f"{len(of_server)} server{'s have' if len(of_server) > 1 else ' has'} GPUs of this allocation; what one of "
-            "them costs shows with three or more"
+            f"the cost of a server needs an allocation of three servers or more, got {len(of_server)}; name more GPUs"
         )
     groups = _groups(machine, of_server)
     whole = _without((), machine, collective, asked.gpus, channels, progress)
@@ -153,7 +127,7 @@ def _without(
 
 
 def _groups(machine: Topology, of_server: dict[str, list[int]]) -> list[tuple[str, ...]]:
-    """Servers that stand for each other: alike, with the same GPUs in use, on switches with the same neighbours."""
+    """Return equivalent servers: isomorphic, with the same GPUs in use, on switches with the same neighbours."""
     kind = {server: number for number, group in enumerate(equivalent_servers(machine)) for server in group}
     place: dict[str, int] = {}
     for number, gpu in enumerate(machine.gpus):
@@ -166,34 +140,30 @@ def _groups(machine: Topology, of_server: dict[str, list[int]]) -> list[tuple[st
         if link.dst in switches and home[link.src] in of_server:
             own = below[link.dst]
             own[home[link.src]] = own.get(home[link.src], 0.0) + link.bandwidth
-    company: dict[str, list[tuple[tuple[int, float], ...]]] = {server: [] for server in of_server}
+    neighbours: dict[str, list[tuple[tuple[int, float], ...]]] = {server: [] for server in of_server}
     for members in below.values():
         seen = tuple(sorted((kind[server], bandwidth) for server, bandwidth in members.items()))
         for server in members:
-            company[server].append(seen)
+            neighbours[server].append(seen)
     groups: dict[object, list[str]] = {}
     for server in of_server:
-        groups.setdefault((kind[server], used[server], tuple(sorted(company[server]))), []).append(server)
+        groups.setdefault((kind[server], used[server], tuple(sorted(neighbours[server]))), []).append(server)
     return [tuple(group) for group in groups.values()]
 
 
 MOST_PLANNED = 72
-"""GPUs up to which rates are those of plans; of larger machines they are what no plan can exceed."""
+"""Most GPUs for rates of plans; larger machines get upper bounds."""
 
 TIME_LIMIT = 20.0
-"""Seconds after which a plan of a machine with faults is taken as it is."""
+"""Time limit in seconds for the plan of a machine with faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Rates of a collective over all GPUs, in GB/s of algorithm bandwidth; 0 where no links join them.
+    """Rates of a collective over all GPUs in GB/s of algorithm bandwidth; 0 if no links join them.
 
-    Parameters
-    ----------
-    now, healthy : float
-        Of the machine as it is, and with all its faults mended.
-    alone : float
-        Of the machine with this fault and no other.
+    now, healthy: of the machine as it is, and with all its faults repaired.
+    alone: of the machine with this fault and no other.
     """
 
     now: float
@@ -204,10 +174,8 @@ class Cost:
 def costs_of(
     found: Diagnosis, collective: str = "allreduce", *, progress: Callable[[str], None] | None = None
 ) -> tuple[Cost, ...]:
-    """What each fault costs a collective over all GPUs; nothing where there are fewer than two.
+    """Return the cost of each fault for a collective over all GPUs; () for fewer than two GPUs.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.diagnosis import diagnose
     >>> broken = topoplan.without_links("dgx-1v", ["gpu0-gpu3", "gpu5-gpu6"])
@@ -227,20 +195,20 @@ def costs_of(
             rates[key] = _rate(machine, collective)
         return rates[key]
 
-    now, healthy = rate(topology), rate(_left_with(found, []))
-    return tuple(Cost(now, healthy, rate(_left_with(found, [fault]))) for fault in found.faults)
+    now, healthy = rate(topology), rate(_with_faults(found, []))
+    return tuple(Cost(now, healthy, rate(_with_faults(found, [fault]))) for fault in found.faults)
 
 
-def _left_with(found: Diagnosis, left: Sequence[Fault]) -> Topology:
-    """The machine with all faults mended but some; with peer access PCIe switches turn bytes around again."""
+def _with_faults(found: Diagnosis, left: Sequence[Fault]) -> Topology:
+    """Return the machine with all faults repaired but ``left``; with peer access PCIe switches forward again."""
     whole = unstaged(found.topology)
     stay = {link for fault in left for link in fault.links}
     others = [fault for fault in found.faults if fault not in left]
-    # Two GPUs that have lost all NVLinks may share a link.
-    apart = [
+    # two GPUs without any NVLink may share a link
+    repaired = [
         replace(fault, links=tuple(link for link in fault.links if link not in stay)) for fault in others
     ]
-    machine = mended(whole, apart)
+    machine = mended(whole, repaired)
     barred = any(fault.kind in ("MIG", "no peer access") for fault in left)
     return staged(machine) if barred and whole != found.topology else machine
 

@@ -1,8 +1,8 @@
-"""What differs between two descriptions of a machine, and which difference changes what its collectives can reach.
+"""List the differences between two descriptions of a machine, and how each changes the bounds of collectives.
 
-Differences that are alike (the same kind of device or wire, the same values on either side) are one. For each, the
-first description is changed by that one alone, and its bound computed anew: a difference may matter only together with
-another, and then neither shows it by itself.
+Equal differences (the same kind of device or wire, the same values on either side) are one. For each, the first
+description is changed by that one alone and its bound recomputed: a difference that matters only together with another
+has no effect by itself.
 """
 
 from __future__ import annotations
@@ -10,39 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.host import plain_bus_id
 from topoplan.machine.topology import Device, Link, Topology, TopologyLike, as_topology
 from topoplan.operate.device_matching import matching_devices
+from topoplan.plans.permutation_groups import components
 from topoplan.solve.upper_bound import bound
 from topoplan.units import TOLERANCE
 
 COLLECTIVES = ("allreduce", "allgather")
-"""The collectives that are bounded."""
+"""The bounded collectives."""
 
 ABSENT = "-"
-"""Stands for what is not there."""
+"""Text for an absent device or wire."""
 
 _Ends = tuple[str, str, str]
 
 Bounds = tuple[float, ...]
-"""GB/s of algorithm bandwidth for each of `COLLECTIVES`; 0 where no path joins the GPUs, or nothing can be placed."""
+"""GB/s of algorithm bandwidth for each of `COLLECTIVES`; 0 without a path between the GPUs or a placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What the two descriptions say differently of one device or wire, or of several that are alike.
+    """One difference of a device or wire, or of several equal ones.
 
-    Parameters
-    ----------
-    what : str
-        Such as ``nvlink gpu-gpu``, ``device nic`` or ``numa of gpu``.
-    names : tuple of str
-        Devices, or wires as ``a-b`` (``a>b`` for one direction), under the first description's names where it has them.
-    a, b : str
-        What either says; `ABSENT` where it has nothing.
-    bounds : tuple of float or None
-        Of the first description with this difference alone; None where plans do not depend on it.
+    what: such as ``nvlink gpu-gpu``, ``device nic`` or ``numa of gpu``.
+    names: devices, or wires as ``a-b`` (``a>b`` for one direction), under the first description's names if it has them.
+    a, b: the two values; `ABSENT` for none.
+    bounds: of the first description with this difference alone; None if plans do not depend on it.
     """
 
     what: str
@@ -54,15 +51,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Two descriptions side by side.
-
-    Parameters
-    ----------
-    a, b : Topology
-    bounds_a, bounds_b : tuple of float
-        Of all GPUs of either.
-    rows : tuple of Difference
-    """
+    """The comparison of two descriptions; bounds are those of all GPUs."""
 
     a: Topology
     b: Topology
@@ -71,7 +60,7 @@ class Differences:
     rows: tuple[Difference, ...]
 
     def changes(self, row: Difference) -> bool:
-        """True where a difference by itself changes a bound."""
+        """Return whether a difference by itself changes a bound."""
         return row.bounds is not None and any(
             abs(now - before) > TOLERANCE * max(now, before)
             for now, before in zip(row.bounds, self.bounds_a, strict=True)
@@ -80,7 +69,7 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One difference, before those that are alike are put together."""
+    """One difference before equal ones are grouped."""
 
     what: str
     name: str
@@ -90,21 +79,12 @@ class _Change:
 
 
 def differences(
-    a: TopologyLike,
-    b: TopologyLike,
-    *,
-    placed: Callable[[Topology], Topology] = lambda machine: machine,
+    a: TopologyLike, b: TopologyLike, *, placed: Callable[[Topology], Topology] = lambda machine: machine
 ) -> Differences:
-    """What differs between two descriptions.
+    """Return the differences between two descriptions.
 
-    Parameters
-    ----------
-    a, b : Topology, or what `topoplan.load` takes
-    placed : function of Topology
-        What is bounded, such as a cluster of several of the machine.
+    placed: turns a machine into the one to bound, such as a cluster of several.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
     >>> found = differences(machine, topoplan.slow_links(machine, {"gpu0-gpu3": 25}))
@@ -119,17 +99,17 @@ def differences(
     for change in changes:
         groups.setdefault((change.what, change.a, change.b), []).append(change)
     rows = []
-    for (what, mine, other), alike in groups.items():
+    for (what, mine, other), equal in groups.items():
         changed = first
-        for change in alike:
+        for change in equal:
             if change.apply is not None:
                 changed = change.apply(changed)
         try:
             bounds = None if changed is first else _bounds(changed, placed)
         except UsageError:
-            # Half of a change may leave what no cluster is made of, such as NICs of several speeds.
+            # part of a change may leave an invalid cluster, such as one with NICs of several speeds
             bounds = (0.0,) * len(COLLECTIVES)
-        rows.append(Difference(what, tuple(change.name for change in alike), mine, other, bounds))
+        rows.append(Difference(what, tuple(change.name for change in equal), mine, other, bounds))
     return Differences(first, second, _bounds(first, placed), _bounds(second, placed), tuple(rows))
 
 
@@ -154,27 +134,32 @@ def _changes(a: Topology, b: Topology) -> list[_Change]:
                 name += " of B"
             named[device.name] = name
     mine = {_key(link): link for link in a.links}
-    other = {_key(link): link for link in (_renamed(link, named) for link in b.links)}
+    other = {
+        _key(link): link
+        for link in (replace(link, src=named[link.src], dst=named[link.dst]) for link in b.links)
+    }
     only_a = [device for device in a.devices if device.name not in taken]
     only_b = [replace(device, name=named[device.name]) for device in b.devices if device.name not in found]
     settled: set[_Ends] = set()
-    twin = {device.name: device for device in a.devices}
-    kinds = {name: device.kind for name, device in twin.items()}
+    counterpart = {device.name: device for device in a.devices}
+    kinds = {name: device.kind for name, device in counterpart.items()}
     changes = []
-    for alone, own, beyond, out in ((only_a, mine, other, True), (only_b, other, mine, False)):
+    for alone, own, elsewhere, out in ((only_a, mine, other, True), (only_b, other, mine, False)):
         for part, around in _parts(alone, own):
-            # What lies between two neighbours of a device on one side goes straight from one to the other elsewhere.
-            straight = [
-                key for key in beyond if key not in own and key not in settled and {key[0], key[1]} <= around
+            # the other description joins two neighbours of an absent device by a direct link
+            direct = [
+                key
+                for key in elsewhere
+                if key not in own and key not in settled and {key[0], key[1]} <= around
             ]
-            settled.update(straight)
-            alike, ways = _as_wide(part, own, {key: beyond[key] for key in straight})
-            as_there = {} if out else _all_set(ways, own, beyond, kinds)
-            changes.append(_of_part(part, {**own, **as_there}, alike, out=out))
-            changes += _of_ways(ways, own, {key: beyond[key] for key in ways}, kinds, out=out)
+            settled.update(direct)
+            equal, ways = _as_wide(part, own, {key: elsewhere[key] for key in direct})
+            as_there = {} if out else _all_set(ways, own, elsewhere, kinds)
+            changes.append(_of_part(part, {**own, **as_there}, equal, out=out))
+            changes += _of_ways(ways, own, {key: elsewhere[key] for key in ways}, kinds, out=out)
     for device in b.devices:
         if device.name in found:
-            changes += _of_device(twin[found[device.name]], device)
+            changes += _of_device(counterpart[found[device.name]], device)
     there = [
         {key: link for key, link in links.items() if {key[0], key[1]} <= taken and key not in settled}
         for links in (mine, other)
@@ -186,34 +171,25 @@ def _key(link: Link) -> _Ends:
     return link.src, link.dst, link.channel
 
 
-def _renamed(link: Link, named: Mapping[str, str]) -> Link:
-    return replace(link, src=named[link.src], dst=named[link.dst])
-
-
 def _parts(alone: Sequence[Device], links: Mapping[_Ends, Link]) -> list[tuple[list[Device], set[str]]]:
-    """Devices without a twin, those together that are joined, and the devices with a twin around each part."""
-    names = {device.name for device in alone}
-    near: dict[str, set[str]] = {name: set() for name in names}
+    """Return the connected parts of unmatched devices, and the matched devices around each part."""
+    place = {device.name: number for number, device in enumerate(alone)}
+    inside = [(place[src], place[dst]) for src, dst, _ in links if src in place and dst in place]
+    label = components(len(alone), *np.array(inside, dtype=np.int64).reshape(-1, 2).T).tolist()
+    parts: dict[int, tuple[list[Device], set[str]]] = {number: ([], set()) for number in label}
+    for device, number in zip(alone, label, strict=True):
+        parts[number][0].append(device)
     for src, dst, _ in links:
         for end, far in ((src, dst), (dst, src)):
-            if end in names:
-                near[end].add(far)
-    parts = []
-    left = dict.fromkeys(device.name for device in alone)
-    while left:
-        reached = [next(iter(left))]
-        for name in reached:
-            reached += sorted((near[name] & names) - set(reached))
-        around = set().union(*(near[name] for name in reached)) - names
-        parts.append(([device for device in alone if device.name in reached], around))
-        left = dict.fromkeys(name for name in left if name not in reached)
-    return parts
+            if end in place and far not in place:
+                parts[label[place[end]]][1].add(far)
+    return list(parts.values())
 
 
 def _of_part(
-    part: Sequence[Device], own: Mapping[_Ends, Link], straight: Mapping[_Ends, Link], *, out: bool
+    part: Sequence[Device], own: Mapping[_Ends, Link], direct: Mapping[_Ends, Link], *, out: bool
 ) -> _Change:
-    """Devices that are only in one description, with their links, and the links that are there in their place."""
+    """Return the change for devices of one description only, with their links and the direct links in their place."""
     names = {device.name for device in part}
     gone = [link for key, link in own.items() if {key[0], key[1]} & names]
 
@@ -221,10 +197,10 @@ def _of_part(
         if out:
             kept = tuple(one for one in machine.devices if one.name not in names)
             links = [link for link in machine.links if not {link.src, link.dst} & names]
-            return replace(machine, devices=kept, links=(*links, *straight.values()))
+            return replace(machine, devices=kept, links=(*links, *direct.values()))
         server = next(iter(machine.servers), "")
         added = [one if one.server in machine.servers else replace(one, server=server) for one in part]
-        links = [link for link in machine.links if _key(link) not in straight]
+        links = [link for link in machine.links if _key(link) not in direct]
         return replace(machine, devices=(*machine.devices, *added), links=(*links, *gone))
 
     kinds = ", ".join(dict.fromkeys(device.kind for device in part))
@@ -235,12 +211,12 @@ def _of_part(
 
 
 def _as_wide(
-    part: Sequence[Device], own: Mapping[_Ends, Link], straight: Mapping[_Ends, Link]
+    part: Sequence[Device], own: Mapping[_Ends, Link], direct: Mapping[_Ends, Link]
 ) -> tuple[dict[_Ends, Link], dict[_Ends, tuple[_Ends, ...]]]:
-    """Straight links as wide as the ways through a part that they stand for, and the ways that are of another width."""
+    """Return direct links as wide as the paths that they replace, and the paths of another width."""
     names = {device.name for device in part}
-    alike, ways = {}, {}
-    for key, link in straight.items():
+    equal, ways = {}, {}
+    for key, link in direct.items():
         reached: dict[str, tuple[_Ends, ...]] = {key[0]: ()}
         frontier = [key[0]]
         for at in frontier:
@@ -250,36 +226,36 @@ def _as_wide(
                     frontier += [one[1]] if one[1] in names else []
         way = reached.get(key[1], ())
         width = min((own[one].bandwidth for one in way), default=link.bandwidth)
-        alike[key] = link
+        equal[key] = link
         if abs(width - link.bandwidth) > TOLERANCE * width:
-            alike[key] = replace(link, bandwidth=width)
+            equal[key] = replace(link, bandwidth=width)
             ways[key] = way
-    return alike, ways
+    return equal, ways
 
 
 def _of_ways(
     ways: Mapping[_Ends, tuple[_Ends, ...]],
     own: Mapping[_Ends, Link],
-    straight: Mapping[_Ends, Link],
+    direct: Mapping[_Ends, Link],
     kinds: Mapping[str, str],
     *,
     out: bool,
 ) -> list[_Change]:
-    """Ways through devices that only one side has, where the straight links of the other are wider or narrower."""
+    """Return changes for paths through unmatched devices whose direct links are wider or narrower."""
     width = {key: min(own[one].bandwidth for one in way) for key, way in ways.items()}
     changes = []
-    for key, link in straight.items():
+    for key, link in direct.items():
         back = (key[1], key[0], key[2])
-        same = back in straight and (width[back], straight[back].bandwidth) == (width[key], link.bandwidth)
+        same = back in direct and (width[back], direct[back].bandwidth) == (width[key], link.bandwidth)
         if same and key > back:
             continue
         keys = [key, back] if same else [key]
         new: dict[_Ends, Link] = {}
         for one in keys:
             if out:
-                new |= _set_to(ways[one], own, straight[one].bandwidth, kinds)
+                new |= _set_to(ways[one], own, direct[one].bandwidth, kinds)
             else:
-                new[one] = replace(straight[one], bandwidth=width[one])
+                new[one] = replace(direct[one], bandwidth=width[one])
         texts = (f"{width[key]:g} GB/s", f"{link.bandwidth:g} GB/s")
         ends = "-".join(sorted((kinds[key[0]], kinds[key[1]])))
         name = f"{key[0]}-{key[1]}" if same else f"{key[0]}>{key[1]}"
@@ -295,9 +271,9 @@ _AT_THE_END = ("gpu", "nic")
 def _set_to(
     way: Sequence[_Ends], own: Mapping[_Ends, Link], wide: float, kinds: Mapping[str, str]
 ) -> dict[_Ends, Link]:
-    """The links of a way that are other ones where it is so wide."""
+    """Return the links of a path that change if the path gets a width."""
     if wide < min(own[one].bandwidth for one in way):
-        # The narrower wire is that of the device at the end, which no other way crosses.
+        # the narrower wire is that of the end device, which no other path crosses
         last = next((one for one in way if kinds.get(one[0]) in _AT_THE_END), way[-1])
         return {last: replace(own[last], bandwidth=wide)}
     return {one: replace(own[one], bandwidth=wide) for one in way if own[one].bandwidth < wide}
@@ -306,34 +282,34 @@ def _set_to(
 def _all_set(
     ways: Mapping[_Ends, tuple[_Ends, ...]],
     own: Mapping[_Ends, Link],
-    beyond: Mapping[_Ends, Link],
+    elsewhere: Mapping[_Ends, Link],
     kinds: Mapping[str, str],
 ) -> dict[_Ends, Link]:
-    """As `_set_to`, for all ways and as wide as the links that stand for them."""
+    """Return the links of all paths at the widths of their direct links (`_set_to`)."""
     links: dict[_Ends, Link] = {}
     for key, way in ways.items():
-        links |= _set_to(way, own, beyond[key].bandwidth, kinds)
+        links |= _set_to(way, own, elsewhere[key].bandwidth, kinds)
     return links
 
 
 def _of_device(mine: Device, other: Device) -> list[_Change]:
-    """What two twins are told differently; bus ids and models only where both state them."""
-    told: list[tuple[str, str, str, Callable[[Topology], Topology] | None]] = []
+    """Return the differences of two matched devices; bus ids and models only if both state them."""
+    values: list[tuple[str, str, str, Callable[[Topology], Topology] | None]] = []
     if mine.numa != other.numa and None not in (mine.numa, other.numa):
-        told.append(("numa", str(mine.numa), str(other.numa), None))
+        values.append(("numa", str(mine.numa), str(other.numa), None))
     if mine.busid and other.busid and plain_bus_id(mine.busid) != plain_bus_id(other.busid):
-        told.append(("bus id", plain_bus_id(mine.busid), plain_bus_id(other.busid), None))
+        values.append(("bus id", plain_bus_id(mine.busid), plain_bus_id(other.busid), None))
     if mine.model and other.model and mine.model != other.model:
-        told.append(("model", mine.model, other.model, None))
+        values.append(("model", mine.model, other.model, None))
     speeds = [device.fact("gigabits") for device in (mine, other)]
     if mine.kind == "nic" and all(speeds) and speeds[0] != speeds[1]:
         facts = tuple(sorted({**dict(mine.facts), "gigabits": speeds[1]}.items()))
-        told.append(("speed", f"{speeds[0]} Gb/s", f"{speeds[1]} Gb/s", _set(mine.name, facts=facts)))
+        values.append(("speed", f"{speeds[0]} Gb/s", f"{speeds[1]} Gb/s", _set(mine.name, facts=facts)))
     for can in ("multicast", "reduce"):
         if getattr(mine, can) != getattr(other, can):
             texts = ["yes" if getattr(device, can) else "no" for device in (mine, other)]
-            told.append((can, texts[0], texts[1], _set(mine.name, **{can: getattr(other, can)})))
-    return [_Change(f"{what} of {mine.kind}", mine.name, a, b, apply) for what, a, b, apply in told]
+            values.append((can, texts[0], texts[1], _set(mine.name, **{can: getattr(other, can)})))
+    return [_Change(f"{what} of {mine.kind}", mine.name, a, b, apply) for what, a, b, apply in values]
 
 
 def _set(name: str, **fields: object) -> Callable[[Topology], Topology]:
@@ -352,7 +328,7 @@ def _set(name: str, **fields: object) -> Callable[[Topology], Topology]:
 def _of_links(
     mine: Mapping[_Ends, Link], other: Mapping[_Ends, Link], kinds: Mapping[str, str]
 ) -> list[_Change]:
-    """Wires between twins: only on one side, or of other bandwidth or width."""
+    """Return wires between matched devices that one side lacks, or of other bandwidth or width."""
     changes = []
     done: set[_Ends] = set()
     for key in (*mine, *(key for key in other if key not in mine)):
@@ -372,7 +348,7 @@ def _of_links(
 
 
 def _texts(mine: Link | None, other: Link | None) -> tuple[str, str]:
-    """What either side says of a wire; how many wires it is only where that differs."""
+    """Return both sides' texts of a wire; the number of wires only if it differs."""
     widths = mine is not None and other is not None and mine.count != other.count
     a, b = (
         ABSENT

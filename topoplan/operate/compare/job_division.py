@@ -1,16 +1,15 @@
-"""Which GPUs for which job: the best way to divide a machine among jobs of given sizes.
+"""Divide a machine among jobs of given sizes.
 
-Jobs get disjoint sets of GPUs. The *part* of a job is its rate over the rate of the best set of its size, which it
-would have if it came first and alone. The best way has the largest least part, and among those the largest sum.
+Jobs get disjoint sets of GPUs. The *part* of a job is its rate over the rate of the best set of its size on the empty
+machine. The best division has the largest least part, and among those the largest sum.
 
-Where the links of two jobs meet (PCIe, NICs) their rates are those of running at once: if their own plans do not fit on
-the wires together, all their trees are packed together (`topoplan.solve.mesh_planner.rate_together`), each job in
-proportion to the rate of its best set, so that their parts are equal and as large as can be; or in proportion to its
-rate alone, where that leaves the least part as it is and gives more to the others (not the most that there may be).
-Ways are looked at in the order of what their jobs do alone, which no packing together exceeds, until none that is left
-can be better.
+Jobs that share links (PCIe, NICs) get their rates of running at once: if their own plans do not fit on the links
+together, all their trees are packed together (`topoplan.solve.mesh_planner.rate_together`), each job in proportion to
+the rate of its best set, so that their parts are equal and maximal; or in proportion to its rate alone, if that keeps
+the least part and gives more to the others (not necessarily the most). Divisions are evaluated in the order of their
+rates alone, which bound the joint ones, until none of the rest can be better.
 
-Ways that only swap GPUs which are twins are one (`topoplan.operate.compare.allocations`).
+Divisions that only exchange interchangeable GPUs are one (`topoplan.operate.compare.allocations`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import combinations
 from math import factorial, prod
 
 import numpy as np
@@ -36,36 +36,30 @@ from topoplan.operate.compare.allocations import (
 from topoplan.operate.compare.recommendation import Progress, RankedSets
 from topoplan.plans.build import Allocation
 from topoplan.plans.loads import link_loads
+from topoplan.plans.permutation_groups import components
 from topoplan.plans.plan import COLLECTIVES, Plan, check_collective
 from topoplan.solve.mesh_planner import rate_together
 from topoplan.solve.planner import plan
 
 MOST_WAYS = 20_000
-"""Ways to divide a machine, after swaps of twins, that are looked at: seconds. Those with the best sets come first."""
+"""Most evaluated divisions, up to exchanges of interchangeable GPUs: seconds. Those with the best sets come first."""
 
 MOST_TOGETHER = 60
-"""Sets of jobs whose trees are packed together; a tenth of a second each on 8 GPUs over PCIe."""
+"""Most sets of jobs whose trees are packed together; a tenth of a second each on 8 GPUs over PCIe."""
 
 Counts = NDArray[np.int64]
-"""How many GPUs of each group of twins, of one set or of many, a row each."""
+"""Numbers of GPUs of each group of interchangeable ones, for one set, or a row for each of many."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobGpus:
-    """The GPUs of one job. Rates are in GB/s of algorithm bandwidth; infinite for one GPU, where nothing moves.
+    """The GPUs of one job; rates in GB/s of algorithm bandwidth, infinite for one GPU.
 
-    Parameters
-    ----------
-    gpus : tuple of int
-        Ascending.
-    rate : float
-        Beside the other jobs.
-    alone : float
-        Of these GPUs with the machine for themselves.
-    best : float
-        Of the best set of as many GPUs.
-    shares_links : bool
-        Whether its links meet those of another job.
+    gpus: ascending.
+    rate: beside the other jobs.
+    alone: of these GPUs on the empty machine.
+    best: of the best set of as many GPUs.
+    shares_links: whether another job uses some of its links.
     """
 
     gpus: tuple[int, ...]
@@ -76,24 +70,18 @@ class JobGpus:
 
     @property
     def part(self) -> float:
-        """Its rate over that of the best set; 1 for one GPU."""
+        """Rate over that of the best set; 1 for one GPU."""
         return 1.0 if len(self.gpus) == 1 else self.rate / self.best
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The best way to divide a machine among jobs.
+    """The best division of a machine among jobs.
 
-    Parameters
-    ----------
-    jobs : tuple of JobGpus
-        In the order in which their sizes were given.
-    ways : int
-        Ways that there are, about, up to swaps of twins.
-    proved : bool
-        Whether no other way has a larger least part.
-    complete : bool
-        Whether none is better in the sum of the parts either; else only the most promising were looked at.
+    jobs: in the order of the given sizes.
+    ways: approximate number of divisions up to exchanges.
+    proved: whether no other division has a larger least part.
+    complete: whether none has a larger sum of parts either; else only the most promising were evaluated.
     """
 
     jobs: tuple[JobGpus, ...]
@@ -103,7 +91,6 @@ class Division:
 
     @property
     def least(self) -> float:
-        """The smallest part of a job."""
         return min(job.part for job in self.jobs)
 
 
@@ -115,26 +102,12 @@ def divide(
     free: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Division:
-    """The best way to divide a machine among jobs.
+    """Return the best division of a machine among jobs.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    sizes : sequence of int
-        GPUs of each job, one or more.
-    collective : str
-        What each job runs: allreduce, broadcast or reduce (from its first GPU), allgather or reduce_scatter.
-    free : sequence of int or None
-        GPUs to choose from; all for None.
-    progress : callable or None
+    sizes: GPUs of each job, one or more.
+    collective: allreduce, broadcast or reduce (from the first GPU of each job), allgather or reduce_scatter.
+    free: GPUs to choose from; all for None.
 
-    Raises
-    ------
-    UsageError
-        More GPUs than there are, no set of a size that a path joins; as `recommend`.
-
-    Examples
-    --------
     Two halves of a DGX-1V are as good as each alone; pairs then take the doubled NVLinks:
 
     >>> import topoplan
@@ -150,34 +123,32 @@ def divide(
     topology = as_topology(topology)
     collective = check_collective(collective)
     if collective not in COLLECTIVES:
-        raise UsageError(
-            f"jobs are divided for the collectives of trees, {', '.join(COLLECTIVES)}, not {collective}"
-        )
+        raise UsageError(f"collective must be one of {', '.join(COLLECTIVES)} for jobs, got {collective}")
     ranked = RankedSets(topology, collective, tuple(sorted(topology.select(free))), progress)
     if not sizes or min(sizes) < 1 or sum(sizes) > len(ranked.free):
-        told = " and ".join(str(size) for size in sizes) or "no"
+        text = " and ".join(str(size) for size in sizes) or "no"
         raise UsageError(
-            f"jobs of {told} GPUs do not fit on {len(ranked.free)}; ask for one or more, {len(ranked.free)} together"
+            f"jobs of {text} GPUs do not fit on {len(ranked.free)}; ask for one or more, {len(ranked.free)} together"
         )
     return _Divider(ranked, tuple(sizes)).best()
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to divide: GPUs in the order of the jobs, largest first, and their parts alone."""
+    """One division: GPUs in the order of the jobs, largest first, and their parts alone."""
 
     gpus: tuple[tuple[int, ...], ...]
     parts: tuple[float, ...]
 
     @property
     def worth(self) -> tuple[float, float]:
-        """Most is best: the least part, then the sum."""
+        """Sort key, larger is better: the least part, then the sum."""
         return min(self.parts), sum(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _JointRates:
-    """The jobs of a way as they run at once, and what it is worth then."""
+    """The jobs of a division at once, and its sort key."""
 
     worth: tuple[float, float]
     jobs: tuple[JobGpus, ...]
@@ -197,7 +168,7 @@ class _Divider:
         for size, rate in self._best.items():
             if not rate:
                 raise UsageError(f"no path joins any {size} GPUs; ask for smaller jobs")
-        self._groups = self._twins(moving)
+        self._groups = self._interchangeable(moving)
         self._plans: dict[tuple[int, ...], Plan] = {}
         self._together: dict[tuple[tuple[int, ...], ...], float] = {}
         self._room: Counts = np.array([len(group) for group in self._groups])
@@ -209,8 +180,8 @@ class _Divider:
             self._choices[size] = np.array(order)
             self._parts[size] = np.array([parts[vector] for vector in order])
 
-    def _twins(self, moving: Sequence[int]) -> Groups:
-        """GPUs, by their places among the free ones, whose swap leaves every wire in use as it is."""
+    def _interchangeable(self, moving: Sequence[int]) -> Groups:
+        """Return groups of free GPUs, by index, whose exchange preserves every link in use."""
         ranked = self._ranked
         used = {one.channel for size in moving for one in ranked.classes(size).values()}
         tried: tuple[str, ...] = ()
@@ -223,13 +194,13 @@ class _Divider:
         return interchangeable_groups(machine_labelled_graph(part, tried or ("nvlink",)))
 
     def best(self) -> Division:
-        """The best way: among those whose least part alone is as large as can be, or as what sharing links leaves."""
+        """Return the best division: first among the largest least parts alone, then among those of the joint rates."""
         number = _number_of_ways(tuple(self._room.tolist()), self._sizes)
         least = self._largest_least()
         best = self._best_of(least)
         complete = best.complete
         if best.worth[0] < least:
-            # Links that are shared cost more than other sets do: ways that are less alone may be better.
+            # shared links cost more than other sets do: divisions with smaller parts alone may be better
             best = self._best_of(best.worth[0])
             complete = complete and best.complete
         placed = dict(zip(self._order, best.jobs, strict=True))
@@ -241,7 +212,7 @@ class _Divider:
         )
 
     def _largest_least(self) -> float:
-        """The largest least part that jobs alone can have, which is one of the parts of sets."""
+        """Return the largest least part of jobs alone, which is one of the parts of sets."""
         levels: list[float] = sorted(
             {part for size in self._best for part in self._parts[size].tolist()} or {1.0}
         )
@@ -252,13 +223,13 @@ class _Divider:
         return levels[low]
 
     def _fits_above(self, least: float) -> bool:
-        """Whether there is a way in which every job has this part alone."""
+        """Return whether a division exists in which every job has this part alone."""
         hopeless: set[tuple[int, ...]] = set()
 
         def place(number: int, left: Counts) -> bool:
             if number == len(self._descending):
                 return True
-            # What is left has a size that tells how many jobs are placed.
+            # the number of remaining GPUs implies the number of placed jobs
             key = tuple(left.tolist())
             if key in hopeless:
                 return False
@@ -272,14 +243,14 @@ class _Divider:
         return place(0, self._room)
 
     def _fitting(self, number: int, left: Counts, least: float, first: int) -> tuple[list[int], Counts]:
-        """The sets that a job may have of what is left, best first: their places from ``first`` on, and vectors."""
+        """Return the sets for a job among the remaining GPUs, best first: indices from ``first`` on, and vectors."""
         size = self._descending[number]
         stop = int(np.searchsorted(-self._parts[size], -least, side="right"))
         places = np.flatnonzero((self._choices[size][first:stop] <= left).all(axis=1)) + first
         return places.tolist(), self._choices[size][places]
 
     def _best_of(self, least: float) -> _JointRates:
-        """The best of the ways in which every job has this part alone; of too many the first that are found."""
+        """Return the best of the divisions in which every job has this part alone; of too many the first ones."""
         ways: list[_Way] = []
         complete = True
         perfect = (1.0, float(len(self._sizes)))
@@ -309,7 +280,7 @@ class _Divider:
         return _JointRates((min(parts), sum(parts)), jobs)
 
     def _ways(self, least: float) -> Iterator[_Way]:
-        """The ways in which every job has this part alone, those first whose largest jobs have the best sets."""
+        """Yield the divisions in which every job has this part alone, largest jobs with the best sets first."""
         sizes = self._descending
 
         def extend(left: Counts, taken: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -317,7 +288,7 @@ class _Divider:
             if number == len(sizes):
                 yield taken
                 return
-            # Of equal jobs that with the better set comes first: their order does not matter.
+            # equal jobs are ordered by their sets
             first = taken[-1] if taken and sizes[number - 1] == sizes[number] else 0
             for place, vector in zip(*self._fitting(number, left, least, first), strict=True):
                 yield from extend(left - vector, (*taken, place))
@@ -328,7 +299,7 @@ class _Divider:
             yield _Way(self._gpus(vectors), tuple(parts))
 
     def _gpus(self, vectors: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The GPUs of each job: of every group those with the lowest numbers, jobs in their order."""
+        """Return the GPUs of each job: the lowest numbers of every group, in the order of jobs."""
         chosen: list[list[int]] = [[] for _ in vectors]
         for place, group in enumerate(self._groups):
             start = 0
@@ -338,7 +309,6 @@ class _Divider:
         return tuple(tuple(sorted(gpus)) for gpus in chosen)
 
     def _part_of(self, vector: tuple[int, ...]) -> float:
-        """The part that a job has alone."""
         size = sum(vector)
         if size == 1:
             return 1.0
@@ -346,7 +316,7 @@ class _Divider:
         return self._ranked.rate(gpus) / self._best[size]
 
     def _beside(self, way: _Way) -> tuple[JobGpus, ...]:
-        """The jobs of a way as they run at once."""
+        """Return the jobs of a division with their joint rates."""
         moving = [place for place, gpus in enumerate(way.gpus) if len(gpus) > 1 and way.parts[place]]
         rates = {place: self._best[len(way.gpus[place])] * way.parts[place] for place in moving}
         meeting: set[int] = set()
@@ -363,22 +333,13 @@ class _Divider:
         return tuple(made)
 
     def _meeting(self, sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
-        """Jobs in groups whose links meet."""
-        found: list[tuple[set[tuple[str, str]], list[int]]] = []
-        for place, gpus in enumerate(sets):
-            links, members = set(self._links(gpus)), [place]
-            apart = []
-            for other in found:
-                if links & other[0]:
-                    links |= other[0]
-                    members = [*other[1], *members]
-                else:
-                    apart.append(other)
-            found = [*apart, (links, sorted(members))]
-        return [members for _, members in found]
+        links = [self._links(gpus) for gpus in sets]
+        shared = [(a, b) for a, b in combinations(range(len(sets)), 2) if links[a] & links[b]]
+        label = components(len(sets), *np.array(shared, dtype=np.int64).reshape(-1, 2).T)
+        return [np.flatnonzero(label == part).tolist() for part in np.unique(label)]
 
     def _links(self, gpus: tuple[int, ...]) -> set[tuple[str, str]]:
-        """The links that a tree of a job may cross."""
+        """Return the links that a tree of a job may cross."""
         fabric = self._fabric(gpus)
         every = fabric.links if not fabric.lists_every_route else ()
         crossed = {number for arc in fabric.arcs for number in arc.links}
@@ -394,7 +355,7 @@ class _Divider:
         return self._plans[gpus]
 
     def _shared(self, sets: dict[int, tuple[int, ...]], way: _Way) -> dict[int, float]:
-        """Rates of jobs whose links meet: alone, where their plans fit on the wires, and else packed together."""
+        """Return rates of jobs that share links: alone if their plans fit on the links, else packed together."""
         if self._fit([*sets.values()]):
             return {}
         best = {place: self._best[len(gpus)] for place, gpus in sets.items()}
@@ -410,7 +371,7 @@ class _Divider:
         return max(found, key=lambda pair: pair[0])[1]
 
     def _fit(self, sets: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the plans that jobs have alone leave no link too little."""
+        """Return whether the jobs' plans alone fit on the links together."""
         used: dict[tuple[str, str], Fraction] = {}
         capacity: dict[tuple[str, str], Fraction] = {}
         for gpus in sets:
@@ -426,7 +387,7 @@ class _Divider:
         return all(used[ends] <= capacity[ends] * (1 + Fraction(1, 10**6)) for ends in used)
 
     def _rate_together(self, sets: Sequence[tuple[int, ...]], weights: Sequence[float]) -> float:
-        """The common rate of jobs that are packed together, for weight 1."""
+        """Return the common rate of jobs that are packed together, for weight 1."""
         key = tuple(sorted((*gpus, -int(weight * 1e6)) for gpus, weight in zip(sets, weights, strict=True)))
         if key not in self._together:
             if self._ranked.progress:
@@ -450,19 +411,17 @@ class _Divider:
 
 
 def _number_of_ways(room: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """About how many ways there are: those in order, over the orders of equal jobs.
+    """Return the approximate number of divisions: those in order, over the orders of equal jobs.
 
-    Examples
-    --------
     >>> _number_of_ways((1,) * 8, (2, 2, 2, 2)), _number_of_ways((2, 2, 2, 2), (4, 4)), _number_of_ways((16,), (8, 8))
     (105, 10, 1)
     """
-    # Jobs that still want as many GPUs are alike, so what they want is kept in order.
+    # jobs that need as many more GPUs are equivalent, so their needs are kept in order
     left = {tuple(sorted(sizes)): 1}
     for group in room:
         following: dict[tuple[int, ...], int] = {}
-        for wanted, number in left.items():
-            for rest in _after(group, wanted):
+        for needed, number in left.items():
+            for rest in _after(group, needed):
                 key = tuple(sorted(rest))
                 following[key] = following.get(key, 0) + number
         left = following
@@ -470,11 +429,11 @@ def _number_of_ways(room: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     return -(-ordered // prod(factorial(sizes.count(size)) for size in set(sizes)))
 
 
-def _after(group: int, wanted: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """What jobs still want after up to so many GPUs are given to them."""
-    if not wanted:
+def _after(group: int, needed: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the remaining needs of jobs after up to ``group`` GPUs are assigned."""
+    if not needed:
         yield ()
         return
-    for taken in range(min(group, wanted[0]) + 1):
-        for rest in _after(group - taken, wanted[1:]):
-            yield (wanted[0] - taken, *rest)
+    for taken in range(min(group, needed[0]) + 1):
+        for rest in _after(group - taken, needed[1:]):
+            yield (needed[0] - taken, *rest)

@@ -1,7 +1,6 @@
-"""What was measured beside what the wires allow: the runs of a log on the GPUs of a machine, row by row.
+"""Compare the runs of a log with the bounds of a machine's links, row by row.
 
-Figures stand as they were printed; parts of what is reachable are those of size over time, which is printed with more
-digits where sizes are small.
+Figures are kept as printed; shares are those of size over time, which is printed with more digits for small sizes.
 """
 
 from __future__ import annotations
@@ -20,20 +19,15 @@ from topoplan.schedules.nccl_tuning import NcclExpectation
 from topoplan.units import bus_factor, format_size
 
 ABOVE = 1.0005
-"""Over what no schedule exceeds, a percentage is printed above 100: an assumption is wrong (`fallen_assumption`)."""
+"""Ratio to a bound above which an assumption is wrong (`fallen_assumption`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedRow:
     """A row of a log.
 
-    Parameters
-    ----------
-    collective : str
-        As the log or its test calls it where a plan has none.
-    row : LoggedRow
-    reachable : Reachable or None
-        None where nothing is compared.
+    collective: the name in the log or of its test if plans have no such collective.
+    reachable: None without a comparison.
     """
 
     collective: str
@@ -47,34 +41,36 @@ class JudgedRow:
 
     @property
     def of_nccl(self) -> float | None:
-        """Part of NCCL's best; None where there is nothing to divide."""
+        """Share of NCCL's best; None without one."""
         best = self.reachable.nccl_best if self.reachable else None
         return self.rate / best if best and best < float("inf") else None
 
     @property
     def of_best(self) -> float | None:
-        """Part of what no schedule exceeds."""
+        """Share of the bound."""
         best = self.reachable.best if self.reachable else None
         return self.rate / best if best and best < float("inf") else None
 
     @property
     def expected(self) -> NcclExpectation | None:
-        """What NCCL's own model would choose for this size."""
+        """NCCL's selection for this size by its own model."""
         return self.reachable.expected(self.row.size) if self.reachable else None
 
     @property
     def of_model(self) -> float | None:
-        """Time that NCCL's model expects over the time that was measured."""
+        """Time of NCCL's model over the measured time."""
         expected = self.expected
         return expected.seconds(self.row.size) / self.row.timing.seconds if expected else None
 
     @property
     def bound_by(self) -> str | None:
-        """What binds this size."""
+        """`LATENCY` or `BANDWIDTH`."""
         return self.reachable.bound_by(self.row.size) if self.reachable else None
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object: ``time`` in microseconds, as nccl-tests prints it, rates in GB/s of algorithm bandwidth."""
+        """Return a JSON object: ``time`` in microseconds, as nccl-tests prints it, rates in GB/s of algorithm
+        bandwidth.
+        """
         found, row, model = self.reachable, self.row, self.expected
         return {
             "collective": self.collective,
@@ -128,13 +124,7 @@ def _finite(rate: float | None) -> float | None:
 class JudgedRun:
     """A run of a log on a machine.
 
-    Parameters
-    ----------
-    run : PerfRun
-    gpus : tuple of int
-        Numbers of its GPUs on the machine, ascending; empty where nothing is compared.
-    rows : tuple of JudgedRow
-    notes, warnings : tuple of str
+    gpus: GPU numbers on the machine, ascending; empty without a comparison.
     """
 
     run: PerfRun
@@ -145,7 +135,7 @@ class JudgedRun:
 
     @property
     def references(self) -> tuple[Attainable, ...]:
-        """What its rows are compared with: one for each root."""
+        """The attainable rates of its rows, one for each root."""
         return tuple({id(one.reachable): one.reachable for one in self.rows if one.reachable}.values())
 
 
@@ -157,38 +147,24 @@ def judge(
     gpus: Sequence[int] | None = None,
     collective: str | None = None,
 ) -> JudgedRun:
-    """A run beside what the wires allow.
+    """Return a run beside the attainable rates.
 
-    Parameters
-    ----------
-    run : PerfRun
-    machine : Topology
-    reach : callable
-        What a collective, GPUs and the GPU number of a root can reach:
-        `topoplan.operate.compare.comparison.attainable`, each asked once.
-    gpus : sequence of int or None
-        The GPUs of the ranks, as the caller states them; None reads them from the log.
-    collective : str or None
-        What the test was, where the log does not say.
-
-    Raises
-    ------
-    UsageError
-        The ranks do not fit the machine or the GPUs; or the log says neither what it tested nor enough to guess it.
+    reach: returns `topoplan.operate.compare.comparison.attainable` of a collective, GPUs and the GPU number of a root.
+    gpus: the GPUs of the ranks, as the caller states them; None reads them from the log.
+    collective: collective of the test if the log does not state it.
     """
     notes: list[str] = []
     warnings = list(run.warnings)
     side = {rank.group for rank in run.ranks}
     if len(side) > 1:
         warnings.append(
-            f"{len(side)} communicators ran side by side, and what follows is for group {min(side)} alone: they shared "
-            "its wires"
+            f"{len(side)} communicators ran at once and shared the links; the comparison is for group {min(side)} only"
         )
     ranks = [rank for rank in run.ranks if rank.group == min(side)] if side else []
     chosen, of_rank = run_gpus(run, ranks, machine, gpus, notes)
     if len(chosen) == 1 and run.rows:
         warnings.append(
-            "a single rank moves nothing: where mpirun started several processes, nccl-tests was built without MPI=1"
+            "a single rank moves nothing: if mpirun started several processes, nccl-tests was built without MPI=1"
         )
     assumed = gpus is None and not ranks and run.stated is None
     known = run.collective or (collective or "" if not run.program else "")
@@ -199,8 +175,7 @@ def judge(
     if not known:
         if run.rows:
             warnings.append(
-                f"{run.program}: {len(run.rows)} rows are not compared: no plan does what {run.program} does, "
-                "and nothing bounds it here"
+                f"{run.program}: {len(run.rows)} rows are not compared: plans and bounds do not cover {run.program}"
             )
         rows = tuple(JudgedRow(run.program, row, None) for row in run.rows)
         return JudgedRun(run, (), rows, tuple(notes), tuple(warnings))
@@ -211,13 +186,13 @@ def judge(
     warnings += [*_doubts(judged, len(chosen)), *_other_models(ranks, of_rank, machine)]
     if run.program == "bench":
         notes.append(
-            "topoplan bench moves data through this host unless its links are paced; these are not the wires"
+            "topoplan bench moves data through this host unless its links are paced; it does not measure the links"
         )
     return JudgedRun(run, chosen, tuple(judged), tuple(notes), tuple(warnings))
 
 
 def _other_models(ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machine: Topology) -> list[str]:
-    """GPUs of another generation than the machine's, or cards in slots where the machine's GPUs have NVSwitches."""
+    """Return a warning if GPUs are of another generation, or PCIe cards and the machine's GPUs have NVSwitches."""
     switched = any(device.kind == "nvswitch" for device in machine.devices)
     for rank in ranks:
         here = machine.device(machine.gpus[of_rank[rank.rank]]).model if rank.rank in of_rank else ""
@@ -226,7 +201,7 @@ def _other_models(ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machi
         if there and ours and (there != ours or slot):
             with_switches = " behind NVSwitches" if slot else ""
             return [
-                f"the log ran on {rank.model}, and GPU {of_rank[rank.rank]} of {machine.name} is a {here}"
+                f"the log ran on {rank.model}, but GPU {of_rank[rank.rank]} of {machine.name} is a {here}"
                 f"{with_switches}: give the machine that ran it"
             ]
     return []
@@ -236,7 +211,7 @@ TESTS = {
     **{collective: test for test, collective in PROGRAMS.items()},
     **{test: test for test in ("gather", "scatter", "sendrecv")},
 }
-"""Tests by what they run, the collectives of plans first."""
+"""Tests by collective, those of plans first."""
 
 
 def _guessed(
@@ -249,9 +224,10 @@ def _guessed(
     *,
     assumed: bool,
 ) -> str:
-    """The collective of a run that does not name its test: the stated one, or the only one that its columns can be.
+    """Return the collective of a run that does not name its test: the stated one, or the only one that fits its
+    columns.
 
-    ``assumed`` says that the log states no number of ranks, so that another one than that of the machine may fit.
+    ``assumed`` means that the log states no number of ranks, so that another one than that of the machine may fit.
     """
     fitting = [name for name, test in TESTS.items() if columns_fit(run.rows, test)]
     likely = [name for name in fitting if all(_fits(row, name, ranks) for row in run.rows)]
@@ -282,7 +258,7 @@ def _guessed(
 
 
 def _check_ranks(run: PerfRun, names: Sequence[str], ranks: int, machine: Topology) -> None:
-    """Refuse to take a log that lists no ranks as one of all GPUs, where its columns are those of fewer or more."""
+    """Raise UsageError if the columns of a log without ranks are those of another number of GPUs."""
     for name in names:
         if all(_fits(row, name, ranks) for row in run.rows):
             return
@@ -292,16 +268,16 @@ def _check_ranks(run: PerfRun, names: Sequence[str], ranks: int, machine: Topolo
             number = str(found[0]) if found[0] == found[1] else f"{found[0]} to {found[1]}"
             raise UsageError(
                 f"by its columns the log is of {name} of {number} ranks, and it does not say on which GPUs; "
-                f"{machine.name} has {len(machine.gpus)}: name those that ran with --gpus"
+                f"{machine.name} has {len(machine.gpus)}: name the GPUs that ran with --gpus"
             )
 
 
 MOST_RANKS = 4096
-"""Ranks that a log is tried for."""
+"""Largest number of ranks that is tried."""
 
 
 def _numbers(run: PerfRun, name: str, most: int) -> tuple[int, int] | None:
-    """The least and the largest number of ranks up to ``most`` that all rows fit; None where none does."""
+    """Return the least and the largest number of ranks up to ``most`` that all rows fit, or None."""
     # bandwidths of few digits fit any number
     telling = sorted(run.rows, key=lambda row: -row.timing.algbw)[:4]
     found = [number for number in range(2, most + 1) if all(_fits(row, name, number) for row in telling)]
@@ -312,15 +288,13 @@ def _numbers(run: PerfRun, name: str, most: int) -> tuple[int, int] | None:
 
 
 def _fits(row: LoggedRow, name: str, ranks: int) -> bool:
-    """Whether bandwidths and, where it tells it, the number of parts of a row are those of so many ranks."""
+    """Return whether the bandwidths and the number of parts, if stated, of a row fit a number of ranks."""
     return row.parts in (None, ranks) and fits_factor(row.timing, name, ranks)
 
 
 def fits_factor(timing: Timing, collective: str, ranks: int) -> bool:
-    """Whether bus and algorithm bandwidth, each rounded to a hundredth, can be those of so many ranks.
+    """Return whether bus and algorithm bandwidth, each rounded to a hundredth, fit a number of ranks.
 
-    Examples
-    --------
     >>> timing = Timing(20e-6, 52.43, 91.75, 0)
     >>> fits_factor(timing, "allreduce", 8), fits_factor(timing, "allreduce", 4), fits_factor(timing, "broadcast", 8)
     (True, False, False)
@@ -331,13 +305,13 @@ def fits_factor(timing: Timing, collective: str, ranks: int) -> bool:
 
 
 def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
-    """What rows say that cannot be, each kind once, with the first row that says it."""
-    told: dict[str, tuple[int, float, str]] = {}
+    """Return contradictions in rows, each kind once, with the first row that has it."""
+    doubts: dict[str, tuple[int, float, str]] = {}
 
     def doubt(kind: str, words: str, weight: float = 0.0) -> None:
-        """Count a doubt, whose words are those of its first row, or of the row that weighs most."""
-        count, heaviest, known = told.get(kind, (0, -1.0, ""))
-        told[kind] = (count + 1, max(weight, heaviest), words if weight > heaviest else known)
+        """Count a doubt; its text is that of the first row, or of the row with most weight."""
+        count, heaviest, known = doubts.get(kind, (0, -1.0, ""))
+        doubts[kind] = (count + 1, max(weight, heaviest), words if weight > heaviest else known)
 
     for one in rows:
         where = f"line {one.row.line}: {format_size(one.row.size)}"
@@ -360,7 +334,7 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
             above = _above(one, found, rate)
             if above:
                 doubt(above[0], f"{where}: {above[1]}", rate / found.best)
-    return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, _, words in told.values()]
+    return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, _, words in doubts.values()]
 
 
 def _above(one: JudgedRow, found: Attainable, rate: float) -> tuple[str, str] | None:
@@ -390,18 +364,18 @@ def _more_than_stated(found: Attainable, times: float) -> str:
 def fallen_assumption(found: Attainable, rate: float) -> str:
     """Return which assumption of a bound is wrong if a measurement in GB/s exceeds it."""
     if found.in_network is not None:
-        told = f"the bound leaves in-network reduction out, with which it is {found.in_network:.4g} GB/s"
+        reason = f"the bound leaves in-network reduction out, with which it is {found.in_network:.4g} GB/s"
         if rate <= found.in_network * ABOVE:
-            return f"{told}; --in-network nvswitch takes it in"
+            return f"{reason}; --in-network nvswitch takes it in"
     else:
-        told = _more_than_stated(found, rate / found.best)
-    return f"{told}, or the machine has more than was stated, or these GPUs are not the ones that ran"
+        reason = _more_than_stated(found, rate / found.best)
+    return f"{reason}, or the machine has more than was stated, or these GPUs are not the ones that ran"
 
 
 def nic_words(row: JudgedRow) -> str | None:
-    """Why the bus bandwidth of a row is above what NICs carry; None where it is not.
+    """Return why the bus bandwidth of a row exceeds the bandwidth of NICs; None if it does not.
 
-    What NICs carry is that of all NICs of a server, and of a rank's part of them for an all-to-all.
+    The limit is that of all NICs of a server, or of a rank's part of them for an all-to-all.
     """
     nics = row.reachable.nics if row.reachable else None
     if nics is None:
@@ -416,10 +390,15 @@ def nic_words(row: JudgedRow) -> str | None:
         else "the NIC of a server"
     )
     if busbw > whole * 1.001 and nics.leaving:
+        leaving = (
+            f"all ranks of a server together send {nics.leaving:.4g} out of it"
+            if row.collective == "alltoall"
+            else f"only {nics.leaving:.4g} must leave a server"
+        )
         return (
             f"bus bandwidth {busbw:.4g} at {format_size(row.row.size)} is above {of}, which are full at "
-            f"{nics.most:.4g}: its factor counts {nics.factor:.4g} bytes for a byte of the buffer, and "
-            f"{_leaving_words(row.collective, nics.leaving)}, the rest stays inside servers"
+            f"{nics.most:.4g}: its factor counts {nics.factor:.4g} bytes for a byte of the buffer, and {leaving}, the "
+            "rest stays inside servers"
         )
     if nics.count > 1 and busbw > nics.one * 1.001:
         return (
@@ -427,9 +406,3 @@ def nic_words(row: JudgedRow) -> str | None:
             f"server has {nics.count} of them, and all carry a part"
         )
     return None
-
-
-def _leaving_words(collective: str, leaving: float) -> str:
-    if collective == "alltoall":
-        return f"all ranks of a server together send {leaving:.4g} out of it"
-    return f"only {leaving:.4g} must leave a server"

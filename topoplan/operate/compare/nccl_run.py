@@ -1,8 +1,9 @@
-"""What NCCL set up, by its log, beside the machine: what its rings and trees can do, and what does not fit the wires.
+"""Compare NCCL's setup, read from its log, with the machine: rates of its rings and trees, and mismatches with the
+links.
 
-A finding names what NCCL did, where, and what the machine has instead. What NCCL fell back to and why stands in the
-same list: settings of the environment, networks and peers that it could not use. Rates are those of its own rings and
-chains on the machine's links (`topoplan.schedules.nccl_channels`), on one server.
+A finding states NCCL's action, its place, and the machine's alternative. Fallbacks and their reasons are findings too:
+environment variables, networks and peers that NCCL could not use. Rates are those of its own rings and chains on the
+machine's links (`topoplan.schedules.nccl_channels`), on one server.
 """
 
 from __future__ import annotations
@@ -36,20 +37,15 @@ LIMITING = {
     "NCCL_MAX_CTAS": "limits the channels",
     "NCCL_NET": "names the network",
 }
-"""Settings that can cost rate, and what they do."""
+"""Settings that can cost rate, and their effects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that does not fit the machine, or that NCCL fell back to.
+    """A mismatch with the machine, or a fallback of NCCL.
 
-    Parameters
-    ----------
-    kind : str
-        One word or two, for programs.
-    text : str
-    line : int
-        Of the log, of its first mention; 0 where it follows from several.
+    kind: one or two words, for programs.
+    line: of its first mention in the log; 0 if it follows from several.
     """
 
     kind: str
@@ -57,7 +53,6 @@ class Finding:
     line: int = 0
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object."""
         return {"kind": self.kind, "text": self.text, "line": self.line}
 
 
@@ -65,18 +60,10 @@ class Finding:
 class NcclRun:
     """A log of NCCL on a machine.
 
-    Parameters
-    ----------
-    log : NcclLog
-    gpus : mapping of int to int
-        GPU of every rank that said where it runs.
-    rings, trees : float or None
-        GB/s of bus bandwidth of its rings, and of algorithm bandwidth of an allreduce over its chains, on the machine's
-        links; None where the log does not show them whole, or the ranks are on several servers.
-    best_rings : float or None
-        GB/s of bus bandwidth of the best rings over the same links.
-    findings : tuple of Finding
-    notes : tuple of str
+    gpus: GPU of every rank with a known place.
+    rings, trees: GB/s of bus bandwidth of its rings, and of algorithm bandwidth of an allreduce over its chains, on the
+    machine's links; None if the log is incomplete, or the ranks are on several servers.
+    best_rings: GB/s of bus bandwidth of the best rings over the same links.
     """
 
     log: NcclLog
@@ -93,7 +80,6 @@ class NcclRun:
         return self.log.communicators[0] if self.log.communicators else None
 
     def to_object(self) -> dict[str, object]:
-        """A JSON object."""
         one = self.main
         return {
             "version": self.log.version,
@@ -124,22 +110,10 @@ class NcclRun:
 
 
 def judge_nccl(log: NcclLog, machine: Topology, *, gpus: Sequence[int] | None = None) -> NcclRun:
-    """What NCCL set up beside the machine.
+    """Return NCCL's setup compared with the machine.
 
-    Parameters
-    ----------
-    log : NcclLog
-    machine : Topology
-    gpus : sequence of int or None
-        The GPUs of the ranks where the log does not say, or says it by other numbers.
+    gpus: the GPUs of the ranks if the log does not state them, or by other numbers.
 
-    Raises
-    ------
-    UsageError
-        The ranks do not fit the machine or the GPUs.
-
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.reading.nccl.debug_log import parse_nccl_log
     >>> log = parse_nccl_log("node1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct")
@@ -170,14 +144,14 @@ def judge_nccl(log: NcclLog, machine: Topology, *, gpus: Sequence[int] | None = 
         part = machine.subset(sorted(of_rank.values()))
         servers = {machine.device(name).server for name in names.values()}
         largest = max(Counter(machine.device(gpu).server for gpu in machine.gpus).values())
-        apart = len(servers) > 1 or one.size > largest
-        if not apart and len(of_rank) == one.size > 1:
+        distributed = len(servers) > 1 or one.size > largest
+        if not distributed and len(of_rank) == one.size > 1:
             paths = NcclPaths(part)
             findings += _rings(one, names, of_rank, paths)
             rings = _rate(lambda orders: ring_bandwidth(paths, orders), _orders(one.rings.values(), names))
             trees = _rate(lambda orders: chain_rate(paths, orders), _orders(_chains(one), names))
             best = _best_rings(part) if rings else None
-        findings += _network_channels(one, machine, servers) if apart else _channels(one, part)
+        findings += _network_channels(one, machine, servers) if distributed else _channels(one, part)
     unique = {(finding.kind, finding.text): finding for finding in reversed(findings)}
     return NcclRun(log, of_rank, rings, trees, best, tuple(unique.values())[::-1], tuple(notes))
 
@@ -185,12 +159,12 @@ def judge_nccl(log: NcclLog, machine: Topology, *, gpus: Sequence[int] | None = 
 def _gpus(
     one: LoggedCommunicator, machine: Topology, gpus: Sequence[int] | None, notes: list[str]
 ) -> dict[int, int]:
-    """The GPU of every rank that the log, or the caller, places."""
+    """Return the GPU of every rank that the log, or the caller, places."""
     if gpus is not None:
         chosen = machine.select(gpus)
         if one.size not in (0, len(chosen)):
             raise UsageError(
-                f"NCCL's log is of {one.size} ranks, and --gpus names {len(chosen)}; name the GPUs that ran"
+                f"NCCL's log is of {one.size} ranks, but --gpus names {len(chosen)}; name the GPUs that ran"
             )
         return dict(enumerate(chosen))
     if one.ranks:
@@ -200,22 +174,22 @@ def _gpus(
         return placed
     if one.size > len(machine.gpus):
         raise UsageError(
-            f"NCCL's log is of {one.size} ranks, and {machine.name} has {len(machine.gpus)} GPUs; give the "
-            "machine that ran it, with --servers where it is a cluster"
+            f"NCCL's log is of {one.size} ranks, but {machine.name} has {len(machine.gpus)} GPUs; give the machine "
+            "that ran it, with --servers if it is a cluster"
         )
     if one.size:
         notes.append(f"the log does not say where its ranks run: taken as GPUs 0 to {one.size - 1}")
         return {rank: rank for rank in range(one.size)}
     notes.append(
-        "the log does not say how many ranks there are, nor where they run: it is cut, and each rank is taken as the "
-        "GPU of its number"
+        "the log is cut and states neither the number of ranks nor their GPUs: each rank is taken as the GPU of its "
+        "number"
     )
-    heard = {rank for pair in one.connections for rank in pair[:2]}
-    return {rank: rank for rank in sorted(heard) if rank < len(machine.gpus)}
+    logged = {rank for pair in one.connections for rank in pair[:2]}
+    return {rank: rank for rank in sorted(logged) if rank < len(machine.gpus)}
 
 
 def _placed(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:
-    """Ranks with their host and the number of their GPU there, as far as the log lets that follow."""
+    """Return ranks with their host and their GPU's number there, as far as the log implies them."""
     if not all(rank.host for rank in ranks):
         ranks = _on_hosts(ranks, notes)
     numbered = numbered_by_bus_id(ranks)
@@ -228,7 +202,7 @@ def _placed(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:
 
 
 def _on_hosts(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:
-    """Ranks whose lines lack the host: a new host begins where a GPU comes again, by bus id or else by device."""
+    """Return ranks whose lines lack the host: a new host begins at a repeated GPU, by bus id or else by device."""
     found: list[LoggedRank] = []
     number, seen = 0, set[object]()
     for rank in ranks:
@@ -242,9 +216,9 @@ def _on_hosts(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:
 
 
 def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
-    """What NCCL was told not to use, or could not."""
+    """Yield settings that limit NCCL, and its fallbacks."""
     for name, value in log.settings:
-        # these two say nothing where they leave the default
+        # 0 is the default of *_DISABLE
         if name in LIMITING and not (name.endswith("_DISABLE") and value == "0"):
             yield Finding("setting", f"{name}={value} {LIMITING[name]}")
     hosts = {rank.host for one in log.communicators for rank in one.ranks.values()}
@@ -253,49 +227,49 @@ def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
     able = [
         device for device in with_all_capabilities(with_capable(machine)).devices if device.kind == "nvswitch"
     ]
-    for told in log.told:
-        if told.kind == "no ib device" and nics:
+    for event in log.told:
+        if event.kind == "no ib device" and nics:
             yield Finding(
                 "no ib",
                 f"NCCL finds no InfiniBand or RoCE device, where the machine has {len(nics)} NICs",
-                told.line,
+                event.line,
             )
-        elif told.kind == "network" and told.text == "Socket" and nics:
+        elif event.kind == "network" and event.text == "Socket" and nics:
             yield Finding(
                 "socket",
                 f"NCCL uses sockets as its network, where the machine has {len(nics)} NICs",
-                told.line,
+                event.line,
             )
-        elif told.kind in ("p2p disabled", "p2p failed"):
-            checked = told.text.startswith("Check P2P")
+        elif event.kind in ("p2p disabled", "p2p failed"):
+            checked = event.text.startswith("Check P2P")
             text = "not all GPUs of a server reach each other's memory (intraNodeP2pSupport 0)"
-            yield Finding("p2p", text if checked else told.text.partition(". ")[0], told.line)
-        elif told.kind == "no gdr":
-            yield Finding("no gdr", told.text.partition(": ")[2] or told.text, told.line)
-        elif told.kind == "no nvls" and any(device.multicast and device.reduce for device in able):
+            yield Finding("p2p", text if checked else event.text.partition(". ")[0], event.line)
+        elif event.kind == "no gdr":
+            yield Finding("no gdr", event.text.partition(": ")[2] or event.text, event.line)
+        elif event.kind == "no nvls" and any(device.multicast and device.reduce for device in able):
             yield Finding(
                 "no nvls",
                 "NCCL finds no multicast (NVLS), where the machine's NVSwitches can add and copy",
-                told.line,
+                event.line,
             )
-        elif told.kind == "warning":
-            yield Finding("warning", f"NCCL warns: {told.text[:200]}", told.line)
+        elif event.kind == "warning":
+            yield Finding("warning", f"NCCL warns: {event.text[:200]}", event.line)
 
 
 def _connections(one: LoggedCommunicator, of_rank: Mapping[int, int], machine: Topology) -> Iterator[Finding]:
-    """Transports that are slower than what joins the pair; of many alike pairs one finding."""
+    """Yield transports that are slower than the links of the pair, one finding for equal pairs."""
     parts: dict[str, NcclPaths] = {}
     pairs: dict[tuple[str, str], list[tuple[int, int, RankConnection]]] = {}
-    unheard: dict[tuple[str, str], list[RankConnection]] = {}
+    unplaced: dict[tuple[str, str], list[RankConnection]] = {}
     nics = any(device.kind == "nic" for device in machine.devices)
     for joined, _ in one.joined():
         if joined.source not in of_rank or joined.target not in of_rank:
             how = via_kind(joined.via)
-            # a rank whose host is not heard is on another server where the network joins it
+            # a rank without a logged host is on another server if the network joins it
             if how.startswith("NET") and (joined.source in of_rank or joined.target in of_rank):
-                told = _misfit(how, joined.via, "", same=False, nics=nics)
-                if told:
-                    unheard.setdefault(told, []).append(joined)
+                misfit = _misfit(how, joined.via, "", same=False, nics=nics)
+                if misfit:
+                    unplaced.setdefault(misfit, []).append(joined)
             continue
         source, target = of_rank[joined.source], of_rank[joined.target]
         tail, head = machine.gpus[source], machine.gpus[target]
@@ -307,14 +281,14 @@ def _connections(one: LoggedCommunicator, of_rank: Mapping[int, int], machine: T
             if server not in parts:
                 parts[server] = NcclPaths(_server(machine, server))
             kind = _between(parts[server], tail, head)
-        told = _misfit(how, joined.via, kind, same=same, nics=nics)
-        if told:
-            pairs.setdefault(told, []).append((source, target, joined))
+        misfit = _misfit(how, joined.via, kind, same=same, nics=nics)
+        if misfit:
+            pairs.setdefault(misfit, []).append((source, target, joined))
     for (kind, text), found in pairs.items():
         source, target, joined = found[0]
         more = f" ({len(found)} pairs such)" if len(found) > 1 else ""
         yield Finding(kind, f"GPU {source} sends to GPU {target} {text}{more}", joined.line)
-    for (kind, text), ways in unheard.items():
+    for (kind, text), ways in unplaced.items():
         more = f" ({len(ways)} pairs such)" if len(ways) > 1 else ""
         yield Finding(
             kind, f"rank {ways[0].source} sends to rank {ways[0].target} {text}{more}", ways[0].line
@@ -322,7 +296,7 @@ def _connections(one: LoggedCommunicator, of_rank: Mapping[int, int], machine: T
 
 
 def _misfit(how: str, via: str, path: str, *, same: bool, nics: bool) -> tuple[str, str] | None:
-    """Kind and words of a transport that does not fit the way between two GPUs; None where it does."""
+    """Return kind and text of a transport that does not suit the path between two GPUs, or None."""
     if same and how == "SHM":
         if path == "NVL":
             return "shm", "through host memory (SHM), where NVLink joins them"
@@ -343,7 +317,6 @@ def _misfit(how: str, via: str, path: str, *, same: bool, nics: bool) -> tuple[s
 
 
 def _server(machine: Topology, server: str) -> Topology:
-    """One server alone."""
     inside = tuple(device for device in machine.devices if device.server == server)
     names = {device.name for device in inside}
     links = tuple(link for link in machine.links if link.src in names and link.dst in names)
@@ -360,7 +333,7 @@ def _between(paths: NcclPaths, tail: str, head: str) -> str:
 def _rings(
     one: LoggedCommunicator, names: Mapping[int, str], of_rank: Mapping[int, int], paths: NcclPaths
 ) -> Iterator[Finding]:
-    """Hops of rings that have no NVLink of their own, where NVLink joins the GPUs of others."""
+    """Yield hops of rings without NVLink, if NVLink joins other hops."""
     hops: Counter[tuple[int, int]] = Counter()
     for ring in (ring for ring in one.rings.values() if all(rank in names for rank in ring)):
         hops.update((ring[place], ring[(place + 1) % len(ring)]) for place in range(len(ring)))
@@ -385,7 +358,7 @@ def _orders(orders: Iterable[tuple[int, ...]], names: Mapping[int, str]) -> dict
 
 
 def _chains(one: LoggedCommunicator) -> Iterator[tuple[int, ...]]:
-    """Trees of one server that are chains over all ranks, which they are in NCCL."""
+    """Yield trees of one server that are chains over all ranks, as NCCL's are."""
     for parents in one.trees.values():
         below = {parent: rank for rank, parent in parents.items()}
         tops = [rank for rank in below if rank not in parents]
@@ -407,7 +380,7 @@ def _rate(rate: Callable[[dict[Order, int]], Fraction], orders: dict[Order, int]
 
 
 def _best_rings(part: Topology) -> float | None:
-    """GB/s of bus bandwidth of the best rings that NCCL could have found."""
+    """Return the GB/s of bus bandwidth of the best rings that NCCL could have found."""
     try:
         return nccl_ring(part).rate * bus_factor("allreduce", len(part.gpus))
     except InfeasibleError:
@@ -415,7 +388,7 @@ def _best_rings(part: Topology) -> float | None:
 
 
 def _channels(one: LoggedCommunicator, part: Topology) -> Iterator[Finding]:
-    """Fewer channels than a GPU has NVLinks."""
+    """Yield a finding for fewer channels than a GPU has NVLinks."""
     count = one.channels or len(one.rings)
     wires: dict[str, int] = dict.fromkeys(part.gpus, 0)
     for link in part.links:
@@ -433,7 +406,7 @@ def _channels(one: LoggedCommunicator, part: Topology) -> Iterator[Finding]:
 def _network_channels(
     one: LoggedCommunicator, machine: Topology, servers: Collection[str]
 ) -> Iterator[Finding]:
-    """Fewer channels than a server has NICs: each keeps to one NIC of every server."""
+    """Yield a finding for fewer channels than a server has NICs: each keeps to one NIC of every server."""
     count = one.channels or len(one.rings)
     nics = Counter(device.server for device in machine.devices if device.kind == "nic")
     least = min((nics[server] for server in servers), default=0)
@@ -446,10 +419,8 @@ def _network_channels(
 
 
 def choice_lines(one: LoggedCommunicator) -> list[str]:
-    """What NCCL chose by size, ranges of one choice together.
+    """Return NCCL's selections by size, equal neighbours merged.
 
-    Examples
-    --------
     >>> from topoplan.reading.nccl.debug_log import AlgorithmChoice
     >>> kinds = [(1 << 10, "ll"), (1 << 12, "ll"), (1 << 20, "simple")]
     >>> choices = [AlgorithmChoice("AllReduce", size, "ring", kind) for size, kind in kinds]

@@ -1,11 +1,11 @@
-"""Which GPUs to take: all sets of so many GPUs of a machine, best first, and what the best of them leave.
+"""Rank all sets of a number of GPUs of a machine, and rate the GPUs that the best of them leave.
 
 Sets are planned once for each class of isomorphic fabrics (`topoplan.operate.compare.allocations`), and every member is
 listed with the rates of its class. Only a ring over PCIe beside trees over NVLink is a member's own: members of an
-NVLink class may sit differently on PCIe.
+NVLink class may differ on PCIe.
 
-Of equally fast sets the first is that which leaves most for the next job: the rate of the best set of as many GPUs
-among those that are left, then the rate of all that are left.
+Ties go to the set that leaves most for the next job: the rate of the best set of as many remaining GPUs, then the rate
+of all remaining GPUs.
 """
 
 from __future__ import annotations
@@ -26,37 +26,27 @@ from topoplan.schedules.ring import ring
 from topoplan.solve.planner import plan
 
 MOST_SETS = 20_000
-"""Sets that are listed; 8 of 16 GPUs are 12,870."""
+"""Most listed sets; 8 of 16 GPUs are 12,870."""
 
 MOST_CLASSES = 400
-"""Classes that are planned: minutes on 16 GPUs with several kinds of wires; machines of 8 GPUs have up to 70."""
+"""Most planned classes: minutes on 16 GPUs with several kinds of wires; machines of 8 GPUs have up to 70."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSet:
-    """One set of GPUs and what it can do. Rates are in GB/s of algorithm bandwidth.
+    """One set of GPUs and its rates in GB/s of algorithm bandwidth.
 
-    Parameters
-    ----------
-    gpus : tuple of int
-        Ascending.
-    number : int
-        Of its class: sets of one number have isomorphic fabrics. Counted from 1 in the order of the list.
-    rate, bound : float
-        Of packed trees, and what no plan exceeds; both 0 where no path joins the GPUs.
-    ring, ring_kind : float, str
-        The ring that `topoplan.ring` picks; 0 and "none" where there is none.
-    nccl, nccl_kind : float, str
-        The best that NCCL has, as in `Comparison`: that of the class.
-    channel : str or None
-        What the trees run over; None where no path joins the GPUs.
-    following : float or None
-        Rate of the best set of as many GPUs among those that it leaves. None where it leaves fewer, and for sets that
-        are not among the fastest.
-    left : float or None
-        Rate of all GPUs that it leaves; None where it leaves fewer than two, and for sets not among the fastest.
+    gpus: ascending.
+    number: of its class, from 1 in the order of the list; sets of one number have isomorphic fabrics.
+    rate, bound: of packed trees, and its upper bound; both 0 if no path joins the GPUs.
+    ring, ring_kind: the ring that `topoplan.ring` selects; 0 and "none" for none.
+    nccl, nccl_kind: NCCL's best, as in `Comparison`: that of the class.
+    channel: channel of the trees; None if no path joins the GPUs.
+    following: rate of the best set of as many of the remaining GPUs; None if fewer remain, and for sets not among the
+    fastest.
+    left: rate of all remaining GPUs; None for fewer than two, and for sets not among the fastest.
     """
 
     gpus: tuple[int, ...]
@@ -73,16 +63,9 @@ class GpuSet:
 
 
 class RankedSets:
-    """The sets of one or several sizes among some GPUs of a machine, and the rate of each.
+    """The sets of GPUs among some free ones of a machine, and their rates.
 
-    Parameters
-    ----------
-    topology : Topology
-        The machine.
-    collective : str
-    free : tuple of int
-        GPUs to choose from, ascending.
-    progress : callable or None
+    free: ascending GPU numbers.
     """
 
     def __init__(
@@ -95,53 +78,39 @@ class RankedSets:
         self._rates: dict[tuple[int, ...], float] = {}
 
     def classes(self, count: int) -> dict[tuple[int, ...], AllocationClass]:
-        """Every set of so many GPUs, in ascending order, with its class.
-
-        Raises
-        ------
-        UsageError
-            There are more than `MOST_SETS`, or so many that differ that they are not compared.
-        """
+        """Return every set of ``count`` GPUs, ascending, with its class."""
         if count not in self._classes:
             number = comb(len(self.free), count)
             if number > MOST_SETS:
                 few = number < 10**15
                 sets = f"{number:,}" if few else f"more than 10^{int((number.bit_length() - 1) * log10(2))}"
                 raise UsageError(
-                    f"{sets} sets of {count} GPUs among {len(self.free)} are too many: at most {MOST_SETS:,} are "
-                    "looked at; name fewer GPUs to choose from (--free)"
+                    f"sets of {count} GPUs must be at most {MOST_SETS:,}, got {sets} among {len(self.free)} GPUs; name "
+                    "fewer GPUs to choose from (--free)"
                 )
             found = allocation_classes(self._part, sizes=[count], most_listed=MOST_SETS)
             named = {
-                tuple(self.free[gpu] for gpu in gpus): self._named(one)
+                tuple(self.free[gpu] for gpu in gpus): replace(
+                    one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=()
+                )
                 for one in found
                 for gpus in one.allocations
             }
             self._classes[count] = dict(sorted(named.items()))
         return self._classes[count]
 
-    def _named(self, one: AllocationClass) -> AllocationClass:
-        """A class whose representative has the machine's GPU numbers."""
-        return replace(one, gpus=tuple(self.free[gpu] for gpu in one.gpus), allocations=())
-
     def planned_classes(self, count: int) -> list[AllocationClass]:
-        """The classes of sets of so many GPUs, by their representatives.
-
-        Raises
-        ------
-        UsageError
-            There are more than `MOST_CLASSES`, too many to plan each; as `classes`.
-        """
+        """Return the classes of sets of ``count`` GPUs, by their representatives."""
         found = {one.gpus: one for one in self.classes(count).values()}
         if len(found) > MOST_CLASSES:
             raise UsageError(
-                f"{len(self.classes(count)):,} sets of {count} GPUs have {len(found):,} different kinds of wires, and "
-                f"at most {MOST_CLASSES} are planned; name fewer GPUs to choose from (--free)"
+                f"classes of {count} GPUs must be at most {MOST_CLASSES}, got {len(found):,} of "
+                f"{len(self.classes(count)):,} sets; name fewer GPUs to choose from (--free)"
             )
         return [found[gpus] for gpus in sorted(found)]
 
     def compared(self, count: int) -> dict[tuple[int, ...], Comparison]:
-        """The comparison of each class of so many GPUs, by its representative; errors as `planned_classes`."""
+        """Return the comparison of each class of ``count`` GPUs, by its representative."""
         classes = self.planned_classes(count)
         made = {}
         for number, one in enumerate(classes):
@@ -151,7 +120,7 @@ class RankedSets:
         return made
 
     def rate(self, gpus: tuple[int, ...]) -> float:
-        """Rate of packed trees on a set of two or more GPUs in GB/s; 0 where no path joins them."""
+        """Return the rate of packed trees on two or more GPUs in GB/s; 0 if no path joins them."""
         one = self.classes(len(gpus))[gpus]
         if one.gpus not in self._rates:
             self._say("planning", one.gpus)
@@ -174,33 +143,14 @@ def recommend(
     free: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> tuple[GpuSet, ...]:
-    """All sets of so many GPUs, best first.
+    """Return all sets of ``count`` GPUs, best first.
 
-    Parameters
-    ----------
-    topology : Topology, or what `topoplan.load` takes
-    count : int
-        GPUs in a set, two or more.
-    collective : str
-        The root of a broadcast or reduce is the first GPU of each set.
-    free : sequence of int or None
-        GPUs to choose from; all for None.
-    progress : callable or None
-        Called with a line of text before each class.
+    collective: the root of a broadcast or reduce is the first GPU of each set.
+    free: GPUs to choose from; all for None.
+    progress: receives a line of text before each class.
 
-    Returns
-    -------
-    tuple of GpuSet
-        By rate; the fastest of them by what they leave, the others by their ring; then by class and GPUs.
-
-    Raises
-    ------
-    UsageError
-        Unknown collective, a GPU that is not there, fewer than ``count`` GPUs, or more sets than are looked at.
-
-    Examples
-    --------
-    Blink's GPUs 1, 4, 5, 7 of a DGX-1V are among the slower ones; the two halves of the cube are the best.
+    Sets are sorted by rate; the fastest by the rates of the remaining GPUs, the others by their ring; then by class and
+    GPUs. Blink's GPUs 1, 4, 5, 7 of a DGX-1V are among the slower ones; the two halves of the cube are the best.
 
     >>> import topoplan
     >>> sets = recommend(topoplan.load("dgx-1v"), 4)
@@ -217,14 +167,16 @@ def recommend(
         remedy = (
             f"ask for 2 to {len(ranked.free)}" if len(ranked.free) > 1 else "name two or more to choose from"
         )
-        raise UsageError(f"no set of {count} GPUs can be chosen from {len(ranked.free)}; {remedy}")
+        raise UsageError(
+            f"count must be 2 or more and at most {len(ranked.free)}, the GPUs to choose from, got {count}; {remedy}"
+        )
     rows = ranked.compared(count)
     rings = _own_rings(ranked, rows)
     fastest = max(row.trees for row in rows.values())
     made = []
     of_set = ranked.classes(count)
-    for gpus, alike in of_set.items():
-        row = rows[alike.gpus]
+    for gpus, class_of_set in of_set.items():
+        row = rows[class_of_set.gpus]
         made.append(
             GpuSet(
                 gpus=gpus,
@@ -239,7 +191,8 @@ def recommend(
                 **(_left_by(ranked, gpus) if row.trees == fastest else {}),
             )
         )
-    places = {row.gpus: place for place, row in enumerate(sorted(rows.values(), key=_class_order))}
+    by_rate = sorted(rows.values(), key=lambda row: (-row.trees, -row.ring, row.gpus))
+    places = {row.gpus: place for place, row in enumerate(by_rate)}
     made.sort(key=lambda one: (*_order(one), places[of_set[one.gpus].gpus], one.gpus))
     numbers: dict[tuple[int, ...], int] = {}
     for one in made:
@@ -248,16 +201,12 @@ def recommend(
 
 
 def _order(one: GpuSet) -> tuple[float, float, float, float]:
-    """By rate, then by what is left, then by the ring; most comes first."""
+    """Sort key: rate, then rates of remaining GPUs, then ring; largest first."""
     return (-one.rate, -(one.following or 0.0), -(one.left or 0.0), -one.ring)
 
 
-def _class_order(row: Comparison) -> tuple[float, float, tuple[int, ...]]:
-    return (-row.trees, -row.ring, row.gpus)
-
-
 def _left_by(ranked: RankedSets, gpus: tuple[int, ...]) -> dict[str, float]:
-    """What a set leaves: the best set of its size among the others, and all others."""
+    """Return the rates of the GPUs that a set leaves: of the best set of its size, and of all."""
     rest = tuple(gpu for gpu in ranked.free if gpu not in gpus)
     found = {}
     if len(rest) >= len(gpus):
@@ -268,7 +217,9 @@ def _left_by(ranked: RankedSets, gpus: tuple[int, ...]) -> dict[str, float]:
 
 
 def _own_rings(ranked: RankedSets, rows: dict[tuple[int, ...], Comparison]) -> dict[tuple[int, ...], float]:
-    """The rate of rings over PCIe of sets whose class is one of other wires; those of twins on PCIe are equal."""
+    """Return the rates of rings over PCIe for sets of classes with other channels; interchangeable GPUs have equal
+    rates.
+    """
     beside = {gpus for gpus, row in rows.items() if row.ring_kind == "pcie ring" and row.channel != "pcie"}
     if not beside:
         return {}

@@ -1,4 +1,4 @@
-"""What a comparison says of an allocation, or of a class of them; many in a few figures, as text, and as JSON."""
+"""Represent comparisons of allocations, summarise them, and format them as text and JSON."""
 
 from __future__ import annotations
 
@@ -12,61 +12,39 @@ from topoplan.plans.json_values import finite
 from topoplan.units import bus_factor, number_ranges
 
 NO_RING = "none"
-"""Kind of the ring of an allocation that has none, over NVLink or over PCIe."""
+"""Kind of a missing ring."""
 
 DOUBLE_TREE = "double binary tree"
-"""Kind of a rival that NCCL does not have in this form."""
+"""Kind of a baseline that NCCL does not have in this form."""
 
 _EQUAL = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One allocation, or one class of them, under trees and under rings. Rates are in GB/s of algorithm bandwidth.
+    """Trees and rings on one allocation, or one class of them; rates in GB/s of algorithm bandwidth.
 
-    Parameters
-    ----------
-    collective : str
-    gpus : tuple of int
-        The allocation; of a class its representative.
-    members : int
-        Allocations that the row stands for; 1 where a single allocation was compared.
-    channel : str or None
-        What the trees run over: nvlink or pcie; None where no path joins the GPUs.
-    trees, bound : float
-        Rate of the packed trees, and what no plan on these links exceeds: both 0 where no path joins the GPUs,
-        infinite for a single GPU, where nothing moves.
-    tree_count, height : int
-        Number of packed trees, and edges on the longest root-to-leaf path.
-    ring : float
-        Rate of the ring that `topoplan.ring` picks by itself; 0 where there is none.
-    ring_kind : str
-        "nvlink ring", "pcie ring" or "none" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means that
-        NVLink has no ring here.
-    relay : float or None
-        Rate of the rings over NVLink whose hops may be relayed; None where the trees do not run over NVLink.
-    double_tree : float or None
-        Rate of the double binary tree; None for collectives that have none.
-    ratio : float
-        ``trees / ring``, rounded from the exact quotient; not a number where there is no ring or nothing moves.
-    relay_ratio : float or None
-        ``trees / relay``; None where there is nothing to divide.
-    notes : tuple of str
-        What planner and rings have to say: why a ring fell back, what is not proved, why there is no plan.
-    others : tuple of (str, float or None)
-        Rates of other registered schedules that have a column and suit such a machine, under its head; None where there
-        is no such schedule.
-    nccl : float
-        Rate of the best that NCCL has: rings, its tree, NVLS; 0 where it has nothing.
-    nccl_kind : str
-        Which it is: the kind of the ring, "nccl tree", "nvls", "nvls tree" or "none".
-    nccl_ratio : float or None
-        ``trees / nccl``; None where there is nothing to divide.
-    in_network : float or None
-        Rate of packed trees where switches do all that they say they could (`Device.capable`); None where the trees of
-        this row have such switches already, or there are none.
-    allocations : tuple of tuple of int
-        The allocations that the row stands for, ascending; empty where they are too many to be listed.
+    gpus: the allocation; for a class its representative.
+    members: allocations of the row; 1 for a single allocation.
+    channel: channel of the trees; None if no path joins the GPUs.
+    trees, bound: rate of the packed trees, and its upper bound; both 0 if no path joins the GPUs, infinite for a single
+    GPU.
+    tree_count, height: number of packed trees, and edges on the longest root-to-leaf path.
+    ring: rate of the ring that `topoplan.ring` selects; 0 for none.
+    ring_kind: "nvlink ring", "pcie ring" or "none" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means
+    that NVLink has no ring here.
+    relay: rate of NVLink rings with relays; None if the trees do not run over NVLink.
+    double_tree: rate of the double binary tree; None for collectives that have none.
+    ratio: ``trees / ring``, rounded from the exact quotient; nan without a ring or traffic.
+    relay_ratio: ``trees / relay``, or None.
+    notes: why a ring fell back, what is not proved, why no plan exists.
+    others: rates of other registered schedules with a column, by its head; None without such a schedule.
+    nccl, nccl_kind: rate of NCCL's best, 0 for none, and its kind: that of the ring, "nccl tree", "nvls", "nvls tree"
+    or "none".
+    nccl_ratio: ``trees / nccl``, or None.
+    in_network: rate of packed trees if switches used all stated capabilities (`Device.capable`); None if the trees of
+    this row do so already, or without such switches.
+    allocations: all allocations of the row, ascending; empty for too many.
     """
 
     collective: str
@@ -93,21 +71,13 @@ class Comparison:
 
     @property
     def rival(self) -> tuple[float, str]:
-        """Rate of the fastest of NCCL's best and the double binary tree, and what it is; 0 where there is none.
-
-        Examples
-        --------
-        >>> from topoplan.operate.compare.comparison import compare
-        >>> row = compare("dgx-1v", gpus=[1, 4, 5, 7])
-        >>> row.rival, row.rival_ratio
-        ((50.0, 'nccl tree'), 1.0)
-        """
+        """Rate and kind of the fastest of NCCL's best and the double binary tree; rate 0 for none."""
         double = self.double_tree or 0.0
         return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)
 
     @property
     def rival_ratio(self) -> float | None:
-        """``trees`` over the rate of `rival`; None where there is nothing to divide."""
+        """``trees`` over the rate of `rival`, or None."""
         rate, kind = self.rival
         if kind != DOUBLE_TREE:
             return self.nccl_ratio
@@ -116,28 +86,18 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a set of comparisons says.
+    """A summary of comparisons.
 
-    Parameters
-    ----------
-    classes, allocations : int
-        Rows, and the allocations that they stand for.
-    without_nvlink_ring : int
-        Classes whose trees run over NVLink while NVLink has no ring.
-    over_pcie, without_plan : int
-        Classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at all.
-    below_ring : int
-        Classes on which the trees are slower than the ring.
-    lowest, highest : float or None
-        Of trees / ring, over the classes that have both; None where there is no such class.
-    mean, weighted_mean : float or None
-        Geometric mean of trees / ring, over classes and over allocations.
-    relay_highest, relay_mean : float or None
-        The same of trees / relaying ring, over classes.
-    nccl_equal : int
-        Classes on which NCCL's best is as fast as the trees, to one part in a million, or faster.
-    nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean : float or None
-        Of trees / NCCL's best, as of trees / ring.
+    classes, allocations: number of rows and of their allocations.
+    without_nvlink_ring: classes whose trees run over NVLink while NVLink has no ring.
+    over_pcie, without_plan: classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at
+    all.
+    below_ring: classes with trees slower than the ring.
+    lowest, highest: of trees / ring, over the classes that have both; None without one.
+    mean, weighted_mean: geometric mean of trees / ring, over classes and over allocations.
+    relay_highest, relay_mean: the same of trees / relaying ring, over classes.
+    nccl_equal: classes with NCCL's best as fast as the trees, to one part in a million, or faster.
+    nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean: of trees / NCCL's best.
     """
 
     classes: int
@@ -159,7 +119,6 @@ class Summary:
     nccl_weighted_mean: float | None = None
 
     def __str__(self) -> str:
-        """The figures as lines of text."""
         lines = [
             f"{self.allocations} allocations in {self.classes} classes, {self.below_ring} with trees below the ring"
         ]
@@ -188,16 +147,7 @@ class Summary:
 
 
 def summary(rows: Sequence[Comparison]) -> Summary:
-    """Summarise comparisons, of one collective or of several.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.operate.compare.comparison import compare_all
-    >>> found = summary(compare_all(topoplan.load("dgx-1v"), sizes=[8]))
-    >>> found.classes, found.below_ring, found.lowest, found.highest
-    (1, 0, 1.0, 1.0)
-    """
+    """Summarise comparisons, of one collective or of several."""
     pairs = [(row.ratio, row.members) for row in rows if math.isfinite(row.ratio)]
     ratios = [ratio for ratio, _ in pairs]
     relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
@@ -232,22 +182,15 @@ def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
 
 
 def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> str:
-    """One line for each comparison under a line of heads, without a newline at the end; rates in GB/s.
+    """Return one line for each comparison under a line of heads, without a final newline; rates in GB/s.
 
-    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the one before them, ``busbw`` is the trees' bus
-    bandwidth, ``nccl`` is the best that NCCL has, with its name, and ``binary`` the double binary tree. ``in network``
-    is there where switches could add and do not: what trees would reach with them. A dash stands where there is nothing
-    to compare.
+    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the preceding column, ``busbw`` is the trees' bus
+    bandwidth, ``nccl`` is NCCL's best, with its name, and ``binary`` the double binary tree. ``in network`` appears if
+    switches could add and do not: the trees' rate with them. A dash means no value.
 
-    Parameters
-    ----------
-    rows : sequence of Comparison
-    widest : int or None
-        Characters of a line: what does not fit beside the trees goes to tables of its own below them, rings and then
-        NCCL. None for one table, however wide.
+    widest: characters of a line: columns that do not fit beside the trees go to tables below, rings and then NCCL. None
+    for one table.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.operate.compare.comparison import compare
     >>> machine = topoplan.load("dgx-1v")
@@ -307,11 +250,11 @@ _LEAST = {
     "nccl is": 12,
     "/nccl": 6,
 }
-"""Characters of a column, so that tables of several runs look alike."""
+"""Least characters of a column, so that tables of several runs match."""
 
 
 def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
-    """The heads of some columns of so many characters, and their rows."""
+    """Return heads and rows of some columns with given widths."""
     padded = [
         [f"{cell:<{wide}}" if head in _WORDS else f"{cell:>{wide}}" for cell in (head, *columns[head])]
         for head, wide in widths.items()
@@ -320,11 +263,11 @@ def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
 
 
 HEADS = """\
-GPUs: one allocation for members that have equal wires; channel: what the trees run over; rates in GB/s
-trees, count, height: packed trees, how many, edges from root to leaf; bound: what no plan exceeds
+GPUs: one allocation for members with isomorphic links; channel: of the trees; rates in GB/s
+trees, count, height: packed trees, their number, edges from root to leaf; bound: no plan exceeds it
 busbw: the trees' bus bandwidth; ring: NCCL's before 2.8, over NVLink or else PCIe; binary: double binary tree
-relay: rings that pass through GPUs; nccl: the best that NCCL has; /ring, /relay, /nccl: the trees' rate over it"""
-"""What the heads of the table say."""
+relay: rings that pass through GPUs; nccl: NCCL's best; /ring, /relay, /nccl: the trees' rate over it"""
+"""Legend of the table."""
 
 
 def _rate(value: float | None) -> str:
@@ -336,19 +279,10 @@ def _times(value: float | None) -> str:
 
 
 def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
-    """The rows and their summary as one JSON object.
+    """Return the rows and their summary as one JSON object.
 
     Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` only
-    where there are any. null stands for None, for the infinite rates of a single GPU, and for a ratio that does not
-    exist.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.operate.compare.comparison import compare
-    >>> made = to_object([compare(topoplan.load("dgx-1v"), gpus=[3])])
-    >>> made["rows"][0]["gpus"], made["rows"][0]["trees"], made["summary"]["classes"]
-    ([3], None, 1)
+    if not empty. null stands for None, for the infinite rates of a single GPU, and for a missing ratio.
     """
     return {"rows": [_row_object(row) for row in rows], "summary": asdict(summary(rows))}
 

@@ -1,11 +1,10 @@
-"""Figures without a display, made on the Agg canvas, saved beside the target and then renamed; their colours and lines.
+"""Make figures without a display on the Agg canvas, save them through a temporary file, and define colours and lines.
 
-A figure has a size of its own, at which all of its letters have room. Asked for a smaller one it is drawn again with
-letters and lines that much smaller; of a larger one the room between them grows.
+A figure has a natural size, at which all letters fit. A smaller one is drawn again with letters and lines scaled down;
+a larger one gets more space between them.
 
-Colours are the Okabe-Ito palette, which colour-blind readers can tell apart.
-Nothing is told by colour alone: channels also differ in line style, bundles in width and label, bars in
-hatch.
+Colours are the Okabe-Ito palette, which colour-blind readers can distinguish. No fact depends on colour alone: channels
+also differ in line style, bundles in width and label, bars in hatch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 DOTS_PER_INCH = 150
 
 MOST_PIXELS = 200_000_000
-"""Pixels of the largest bitmap."""
+"""Most pixels of a bitmap."""
 
 _LONGEST_SIDE = 1 << 16
 _NORMAL = 10.0
@@ -35,23 +34,17 @@ _IN_POINTS = (
     "axes.labelpad",
     *(f"{axis}tick.major.{what}" for axis in "xy" for what in ("size", "width", "pad")),
 )
-"""What figures take from matplotlib's settings, in points."""
+"""Settings of matplotlib in points that figures use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a figure goes into its file.
+    """Size and format of a figure in its file.
 
-    Parameters
-    ----------
-    size : (float, float) or None
-        Inches of the page; None for the size at which the figure was laid out.
-    dpi : int
-        Pixels per inch of bitmaps.
-    font : str or None
-        A family that is installed, or serif, sans-serif, monospace; None for matplotlib's own.
-    file_format : str or None
-        png, svg, pdf, …; None for what the suffix of the file names.
+    size: inches of the page; None for the natural size.
+    dpi: pixels per inch of bitmaps.
+    font: an installed family, or serif, sans-serif, monospace; None for matplotlib's own.
+    file_format: png, svg, pdf, …; None for the suffix of the file.
     """
 
     size: tuple[float, float] | None = None
@@ -61,17 +54,20 @@ class Look:
 
     def __post_init__(self) -> None:
         if self.size is not None and not all(0 < side < 1000 for side in self.size):
-            raise UsageError(f"a figure of {self.size} inches cannot be drawn; give sides such as 6x4")
+            raise UsageError(
+                f"size must be above 0 and below 1000 inches, got {self.size}; give sides such as 6x4"
+            )
         if not 0 < self.dpi <= 4800:
-            raise UsageError(f"{self.dpi} pixels per inch cannot be drawn; give a number such as 300")
+            raise UsageError(
+                f"dpi must be above 0 and at most 4800, got {self.dpi}; give a number such as 300"
+            )
 
 
 PLAIN = Look()
-"""As the figure was laid out."""
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty white figure of this size in inches, independent of pyplot and of any display."""
+    """Return an empty white figure of a size in inches, independent of pyplot and of any display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -81,39 +77,25 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def points(size: float) -> float:
-    """A size of letters or lines in points, smaller where the whole figure is drawn smaller.
-
-    Examples
-    --------
-    >>> points(8)
-    8.0
-    """
+    """Return a size of letters or lines in points, scaled like the whole figure."""
     import matplotlib
 
     return size * float(matplotlib.rcParams["font.size"]) / _NORMAL
 
 
 def text_width(text: str, size: float) -> float:
-    """Inches that a line of text takes in letters of this many points, at the size at which figures are laid out.
-
-    Examples
-    --------
-    >>> text_width("reduce", 10) < text_width("reduce, broadcast", 10) < 2
-    True
-    """
+    """Return the inches of a line of text in letters of ``size`` points, at the natural size of figures."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), ismath=False)
-    # On a bitmap letters stand on whole pixels.
+    # letters of a bitmap start at whole pixels
     return float(width) / 72 * 1.03
 
 
 def fitted(text: str, size: float, room: float) -> list[str]:
-    """The lines of a text that fits into so many inches, broken between words, and within a word only where it must be.
+    """Return the lines of a text that fit into ``room`` inches, broken between words, or within a word if necessary.
 
-    Examples
-    --------
     >>> fitted("allreduce on dgx-2: one-hop over NVLink", 10, 2.0)
     ['allreduce on dgx-2:', 'one-hop over NVLink']
     """
@@ -133,10 +115,10 @@ def fitted(text: str, size: float, room: float) -> list[str]:
 
 
 def write_figure(draw: Callable[[], Figure], path: str | Path, look: Look = PLAIN) -> None:
-    """Draw a figure into a file as it should look; errors as `save_figure`, and UsageError for an unknown font."""
+    """Draw a figure into a file; errors as `save_figure`, and UsageError for an unknown font."""
     import matplotlib
 
-    # matplotlib types its settings by their names, one by one.
+    # matplotlib types its settings by name
     settings: Any = {"font.size": _NORMAL, "text.parse_math": False}
     if look.font is not None:
         check_font(look.font)
@@ -155,7 +137,7 @@ def write_figure(draw: Callable[[], Figure], path: str | Path, look: Look = PLAI
 
 
 def check_font(name: str) -> None:
-    """Raise UsageError where no font of this family is installed."""
+    """Raise UsageError if no font of this family is installed."""
     from matplotlib.font_manager import FontProperties, findfont, get_font_names
 
     if name in ("serif", "sans-serif", "monospace"):
@@ -169,17 +151,11 @@ def check_font(name: str) -> None:
 
 
 def check_format(figure: Figure, path: str | Path, file_format: str | None = None) -> str:
-    """The format of a file, png, svg, …: the one that is asked for, or that of its suffix.
-
-    Raises
-    ------
-    UsageError
-        There is no such format.
-    """
+    """Return the format of a file, png, svg, …: the given one, or that of its suffix."""
     known = figure.canvas.get_supported_filetypes()
     if file_format is not None:
         if file_format not in known:
-            raise UsageError(f"{file_format!r} is no figure format; use png, svg or pdf")
+            raise UsageError(f"{file_format!r} is not a figure format; use png, svg or pdf")
         return file_format
     suffix = Path(path).suffix
     if suffix.lstrip(".").lower() not in known:
@@ -192,15 +168,9 @@ def check_format(figure: Figure, path: str | Path, file_format: str | None = Non
 def save_figure(
     figure: Figure, path: str | Path, *, dpi: int = DOTS_PER_INCH, file_format: str | None = None
 ) -> None:
-    """Write a figure; the suffix names the format (png, svg, pdf, …) where none is given.
+    """Write a figure; the suffix determines the format (png, svg, pdf, …) if none is given.
 
-    The same figure gives the same bytes: no date is written. A failure leaves no file and does not touch an
-    older one.
-
-    Raises
-    ------
-    UsageError
-        There is no such format, the bitmap would be too large, or the file cannot be written there.
+    The same figure gives the same bytes: no date is written. A failure leaves no file and does not touch an older one.
     """
     import matplotlib
 
@@ -243,7 +213,7 @@ SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 
 @dataclass(frozen=True, slots=True)
 class Stroke:
-    """How the links of a channel are drawn and named."""
+    """Line style and name of the links of a channel."""
 
     name: str
     colour: str
@@ -267,4 +237,4 @@ FILLS: Mapping[str, tuple[str, str]] = {
     "switch": (BLACK, "#FFFFFF"),
     "helper": (GREEN, "#FFFFFF"),
 }
-"""Fill and text colour of every kind of device."""
+"""Fill and text colour of each kind of device."""

@@ -1,9 +1,9 @@
 """Draw charts: rates of allocations as bars, bandwidth over buffer size, and the timeline of jobs.
 
-Bars compare trees with their best rival, like figures 14 and 16 of the Blink paper. The paper's rival is the ring of
-its day, which falls back to PCIe for lack of NVLink. NCCL relays such a ring through other GPUs today, and has trees
-and NVLS besides: bars stand beside the fastest of all, and a mark shows the ring of the paper. Sizes have a
-logarithmic axis. A timeline has a row for each job, with its computing and sending, and a panel for each policy.
+Bars compare trees with their best baseline, like figures 14 and 16 of the Blink paper. The paper's baseline is the ring
+of its day, which falls back to PCIe without NVLink. NCCL relays such a ring through other GPUs today, and has trees and
+NVLS too: bars show the fastest of all, and a mark shows the ring of the paper. Sizes have a logarithmic axis. A
+timeline has a row for each job, with its computing and sending, and a panel for each policy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from topoplan.errors import UsageError
 from topoplan.operate.plot.canvas import (
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from topoplan.model.fluid_simulation import PolicyRun
+    from topoplan.model.times_by_size import SizeRow
+    from topoplan.operate.compare.table import Comparison
 
 _GROUP = 0.33
 _SMALLEST = 6.5
@@ -57,55 +59,15 @@ _RIVAL_STYLES = {
 _OTHER_RIVAL = (GREY, "xxxx")
 
 
-class ComparisonRow(Protocol):
-    """What a row of the figure needs; rates in GB/s of algorithm bandwidth."""
+def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
+    """Draw a group of bars for each allocation: trees and the fastest baseline, with marks for the bound and the old
+    ring.
 
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """GPU numbers of the allocation that stands for its class."""
-
-    @property
-    def members(self) -> int:
-        """Allocations in the class."""
-
-    @property
-    def trees(self) -> float:
-        """Rate of the packed trees."""
-
-    @property
-    def bound(self) -> float:
-        """Proved upper bound."""
-
-    @property
-    def ring(self) -> float:
-        """Rate of the ring of NCCL before 2.8."""
-
-    @property
-    def rival(self) -> tuple[float, str]:
-        """Rate of the fastest schedule that is not ours, 0 where there is none, and what it is."""
-
-    @property
-    def rival_ratio(self) -> float | None:
-        """Trees over that."""
-
-
-def draw_comparison(rows: Sequence[ComparisonRow], *, title: str = "") -> Figure:
-    """A group of bars for each allocation: trees and the fastest rival, and marks for the bound and the old ring.
-
-    The lower panel shows how many times faster the trees are than that rival. Allocations stand in the order of the
-    rows; those of the same number of GPUs share a heading.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    UsageError
-        There is no row.
+    The lower panel shows the trees' rate over that baseline. Allocations are in the order of the rows; those of the
+    same number of GPUs share a heading.
     """
     if not rows:
-        raise UsageError("there is no allocation to draw; compare at least one")
+        raise UsageError("rows must not be empty; compare at least one allocation")
     width = max(_SMALLEST, _GROUP * len(rows) + 1.4)
     room = width - 2 * _MARGIN
     titles, lines = fitted(title, _TITLE, room), fitted(_summary(rows), _SMALL, room)
@@ -138,7 +100,7 @@ def draw_comparison(rows: Sequence[ComparisonRow], *, title: str = "") -> Figure
     return figure
 
 
-def _draw_rates(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+def _draw_rates(axes: Axes, rows: Sequence[Comparison]) -> None:
     places = range(len(rows))
     axes.bar(
         [i - _BAR / 2 for i in places], [row.trees for row in rows], _BAR, color=BLUE, label="trees", zorder=2
@@ -192,7 +154,7 @@ def _draw_rates(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     )
 
 
-def _summary(rows: Sequence[ComparisonRow]) -> str:
+def _summary(rows: Sequence[Comparison]) -> str:
     ratios = [row.rival_ratio for row in rows if row.rival_ratio]
     total = sum(row.members for row in rows)
     text = f"{total} allocations in {len(rows)} classes" if total > len(rows) else f"allocations: {total}"
@@ -210,7 +172,7 @@ def _summary(rows: Sequence[ComparisonRow]) -> str:
 _EQUAL = 1e-6
 
 
-def _draw_ratios(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+def _draw_ratios(axes: Axes, rows: Sequence[Comparison]) -> None:
     ratios = [row.rival_ratio or 1.0 for row in rows]
     axes.bar(range(len(rows)), [ratio - 1 for ratio in ratios], 0.6, bottom=1, color=GREEN, zorder=2)
     axes.axhline(1, color=BLACK, linewidth=points(0.8), zorder=3)
@@ -219,7 +181,7 @@ def _draw_ratios(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     axes.tick_params(labelsize=points(8))
 
 
-def _draw_headings(panels: Sequence[Axes], rows: Sequence[ComparisonRow]) -> None:
+def _draw_headings(panels: Sequence[Axes], rows: Sequence[Comparison]) -> None:
     start = 0
     for size, group in groupby(len(row.gpus) for row in rows):
         count = len(list(group))
@@ -243,47 +205,11 @@ _WIDTH, _HEIGHT, _SWEEP_TITLE_ROW = 6.5, 4.0, 0.2
 _STYLES = ("-", "--", "-.", ":")
 
 
-class SweepRow(Protocol):
-    """What a point needs (see `topoplan.model.times_by_size.SizeRow`)."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffer in bytes."""
-
-    @property
-    def algbw(self) -> float:
-        """Algorithm bandwidth in GB/s."""
-
-
-def draw_sweep(curves: Mapping[str, Sequence[SweepRow]], *, title: str = "") -> Figure:
-    """One curve for each plan, named in the legend; colour, marker and line style differ.
-
-    Parameters
-    ----------
-    curves : mapping of str to sequence of rows
-        In the order in which they are drawn.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    UsageError
-        No curve has a point above zero bytes.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.model.times_by_size import sweep
-    >>> ring = topoplan.ring(topoplan.load("dgx-2"), "allreduce")
-    >>> figure = draw_sweep({"ring": sweep(ring, [1 << 10, 1 << 20, 1 << 30])})
-    >>> [text.get_text() for text in figure.axes[0].get_xticklabels()]
-    ['1KB', '1MB', '1GB']
-    """
+def draw_sweep(curves: Mapping[str, Sequence[SizeRow]], *, title: str = "") -> Figure:
+    """Draw one curve for each plan, named in the legend; colour, marker and line style differ."""
     sizes = sorted({row.nbytes for rows in curves.values() for row in rows if row.nbytes > 0})
     if not sizes:
-        raise UsageError("there is no size to draw; give at least one size above zero bytes")
+        raise UsageError("a chart needs a size above zero bytes; give at least one")
     lines = fitted(title, 10, 0.87 * _WIDTH)
     height = _HEIGHT + _SWEEP_TITLE_ROW * len(lines)
     figure = new_figure(_WIDTH, height)
@@ -321,16 +247,9 @@ ROW = 0.32
 
 
 def draw_jobs(outcomes: Sequence[PolicyRun]) -> Figure:
-    """Computing as a full bar, bytes on their way as a hatched one below it, waiting to send as a line.
+    """Draw computing as a full bar, bytes in flight as a hatched one below it, and waiting to send as a line.
 
-    Parameters
-    ----------
-    outcomes : sequence of Outcome
-        Runs of the same jobs.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
+    outcomes: runs of the same jobs.
     """
     names = [job.name for job in outcomes[0].jobs.jobs]
     end = max(run.end for one in outcomes for run in one.runs) or 1.0

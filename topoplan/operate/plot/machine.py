@@ -2,10 +2,9 @@
 
 One unit of the axes is one inch, so that boxes and labels keep their size and the figure grows with the machine.
 
-The host panel has CPUs, switches, and below them GPUs and NICs in columns. A NIC of a cluster without a place on
-PCIe stands in the column of the GPUs that it serves, wired to them on its right; one that serves GPUs of several
-columns stands below all. The network panel has switches, and below each the NICs that are wired to it, those of a
-server in one column.
+The host panel has CPUs, switches, and below them GPUs and NICs in columns. A NIC of a cluster without a place on PCIe
+stands in the column of its GPUs, wired to them on its right; one with GPUs of several columns stands below all. The
+network panel has switches, and below each its NICs, those of a server in one column.
 """
 
 from __future__ import annotations
@@ -56,20 +55,15 @@ _RAIL = 0.16
 
 
 def host_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
-    """The panel, or None for a machine of which only NVLinks are known.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.operate.plot.panels import wires
-    >>> machine = topoplan.load("dgx-1v")
-    >>> panel = host_panel(machine, wires(machine))
-    >>> len(panel.places), len(panel.routes)
-    (18, 17)
-    """
+    """Return the panel, or None for a machine with NVLinks only."""
     inside = [wire for wire in drawn if wire.channel in ("pcie", "c2c", "sys")]
     serving = serving_wires(topology, drawn)
-    names = _names(topology, drawn, inside, serving)
+    # devices on PCIe or with serving wires, and GPUs without any wire
+    shown = {end for wire in (*inside, *serving) for end in wire.ends}
+    linked = {end for wire in drawn for end in wire.ends}
+    names = [
+        d.name for d in topology.devices if d.name in shown or (d.kind == "gpu" and d.name not in linked)
+    ]
     if not names:
         return None
     tiles = [
@@ -82,7 +76,6 @@ def host_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
 def _host(
     topology: Topology, names: Sequence[str], inside: Sequence[DrawnLink], serving: Sequence[DrawnLink]
 ) -> Panel:
-    """The part of the panel that holds these devices, which no wire joins to others."""
     inside = [wire for wire in inside if wire.ends[0] in names]
     serving = [wire for wire in serving if wire.ends[0] in names]
     near: dict[str, list[str]] = {name: [] for name in names}
@@ -96,7 +89,7 @@ def _host(
     kinds = {name: topology.device(name).kind for name in names}
     roots, children = grow_forest(names, near, rank={name: _HOST_RANK[kind] for name, kind in kinds.items()})
     served = {end: [w for w in serving if end in w.ends] for end in names if kinds[end] == "nic"}
-    units, shared = _hang_nics(served, roots, children)
+    units, shared = _attach_nics(served, roots, children)
     beside = {name: _beside(topology.device(name)) for name in names}
     beside |= dict.fromkeys((end for wire in serving for end in wire.ends), "")
     _mark_bundles(beside, inside, children)
@@ -120,7 +113,7 @@ def _host(
 
 
 def serving_wires(topology: Topology, drawn: Sequence[DrawnLink]) -> list[DrawnLink]:
-    """Wires of the network between a GPU and a NIC that has no place on PCIe."""
+    """Return wires of the network between a GPU and a NIC without a place on PCIe."""
     plugged = {end for wire in drawn if wire.channel != "network" for end in wire.ends}
     return [
         wire
@@ -131,19 +124,10 @@ def serving_wires(topology: Topology, drawn: Sequence[DrawnLink]) -> list[DrawnL
     ]
 
 
-def _names(
-    topology: Topology, drawn: Sequence[DrawnLink], inside: Sequence[DrawnLink], serving: Sequence[DrawnLink]
-) -> list[str]:
-    """What has a place on PCIe or serves or is served; GPUs without any wire stand here too."""
-    shown = {end for wire in (*inside, *serving) for end in wire.ends}
-    linked = {end for wire in drawn for end in wire.ends}
-    return [d.name for d in topology.devices if d.name in shown or (d.kind == "gpu" and d.name not in linked)]
-
-
-def _hang_nics(
+def _attach_nics(
     served: Mapping[str, Sequence[DrawnLink]], roots: Sequence[str], children: dict[str, list[str]]
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Put NICs that are on no PCIe below the parent of their GPUs; what hangs together, and NICs that cannot."""
+    """Attach NICs without PCIe below the parent of their GPUs; return units of one column, and the other NICs."""
     parents = {child: above for above, below in children.items() for child in below}
     units: dict[str, tuple[str, ...]] = {}
     shared = []
@@ -165,7 +149,7 @@ def _hang_nics(
 
 
 def _beside(device: Device) -> str:
-    """Adapter or bus id, if it is short; of a CPU nothing, for wires lead to its right."""
+    """Return a short adapter or bus id; "" for a CPU, whose wires lead to the right."""
     text = device.fact("adapter") or device.busid.removeprefix("0000:")
     return text if len(text) <= _BESIDE and device.kind != "cpu" else ""
 
@@ -180,7 +164,7 @@ def _mark_bundles(
 
 
 def _beside_route(layout: ColumnLayout, wire: DrawnLink, kinds: Mapping[str, str]) -> Sequence[Point]:
-    """Right of the column from GPU to NIC; straight down to a NIC below a GPU that stands alone."""
+    """Return the route right of the column from GPU to NIC; straight down to a NIC below a single GPU."""
     gpu, nic = sorted(wire.ends, key=lambda end: kinds[end] == "nic")
     if gpu not in layout.sides:
         return layout.route(gpu, nic)
@@ -192,7 +176,7 @@ def _beside_route(layout: ColumnLayout, wire: DrawnLink, kinds: Mapping[str, str
 def _shared_routes(
     layout: ColumnLayout, served: Mapping[str, Sequence[DrawnLink]], beside: Mapping[str, str]
 ) -> list[Route]:
-    """Place NICs of several columns in a row below all, each with a rail of its own to its GPUs."""
+    """Place NICs of several columns in a row below all, each with its own rail to its GPUs."""
     if not served:
         return []
     bottom = min(y for _, y in layout.places.values()) - _RAIL
@@ -213,10 +197,10 @@ def _shared_routes(
 
 
 MAX_DEVICES = 160
-"""Most devices that one figure shows."""
+"""Most devices of one figure."""
 
 MOST_LINES = 6
-"""Most lines of warnings and notes that a figure shows."""
+"""Most lines of warnings and notes of a figure."""
 
 _MARGIN = 0.3
 _NARROWEST = 6.5
@@ -231,23 +215,12 @@ _NOTE_LETTER = 0.064
 
 
 def draw_topology(topology: TopologyLike) -> Figure:
-    """Devices and links of a machine; of a cluster too large for a figure, one server of those that are alike.
+    """Draw devices and links of a machine; of a cluster too large for a figure, one server of each equivalence class.
 
     Upper panel: the NVLink graph, bundles labelled with their number of links. Below: CPUs, PCIe switches, GPUs and
-    NICs as a tree, then the network. The legend gives the bandwidth of every kind of wire in GB/s and direction. Of
-    warnings and notes the first few are shown.
+    NICs as a tree, then the network. The legend gives the bandwidth of every kind of wire in GB/s and direction. Only
+    the first few warnings and notes are shown.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    UsageError
-        The machine has more devices than a figure can show.
-
-    Examples
-    --------
     >>> import topoplan
     >>> figure = draw_topology(topoplan.load("dgx-1v"))
     >>> [axes.get_title(loc="left") for axes in figure.axes]
@@ -300,22 +273,14 @@ Kind = tuple[str, float, float, int]
 
 @dataclass(frozen=True, slots=True)
 class MachineLayout:
-    """A machine laid out in panels, whoever draws them.
+    """A machine laid out in panels, for any renderer.
 
-    Parameters
-    ----------
-    headline : str
-        Its name and GPUs.
-    shown : Topology
-        What is drawn: NICs of two devices as one, and of a large cluster one server of those that are alike.
-    notes : tuple of str
-        Warnings and notes, with what is left out.
-    panels : tuple of Panel
-        Of NVLink, of the host and of the network, as far as there are such links.
-    kinds : tuple
-        The kinds of wires (`topoplan.operate.plot.panels.DrawnLink.kind`) for the legend.
-    widths : mapping
-        Width of the wires of each kind in points.
+    headline: its name and GPUs.
+    shown: the drawn machine: NICs of two devices as one, and of a large cluster one server of each equivalence class.
+    notes: warnings and notes, with omissions.
+    panels: NVLink, host and network, if present.
+    kinds: the kinds of wires (`topoplan.operate.plot.panels.DrawnLink.kind`) for the legend.
+    widths: width of the wires of each kind in points.
     """
 
     headline: str
@@ -327,14 +292,7 @@ class MachineLayout:
 
 
 def lay_out(topology: Topology) -> MachineLayout:
-    """The panels of a machine; UsageError where it has more devices than a figure can show.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> [panel.title for panel in lay_out(topoplan.load("dgx-1v")).panels]
-    ['NVLink', 'PCIe']
-    """
+    """Return the panels of a machine; UsageError for too many devices."""
     headline = _headline(topology)
     notes = [*machine_warnings(topology), *topology.notes]
     if len(topology.devices) > MAX_DEVICES:
@@ -348,7 +306,7 @@ def lay_out(topology: Topology) -> MachineLayout:
 
 
 def _note_lines(notes: Sequence[str], letters: int) -> list[tuple[str, bool]]:
-    """Lines of the first few notes, warnings before others, each note cut to two; and whether it is a warning."""
+    """Return lines of the first few notes, warnings first, each note cut to two lines, with a flag for warnings."""
     every = warnings_first(notes)
     wrapped = [
         (
@@ -373,10 +331,10 @@ def _excerpt(topology: Topology) -> Topology:
     part = representative_servers(topology)
     if len(part.devices) > MAX_DEVICES:
         raise UsageError(
-            f"{topology.name} has {len(topology.devices)} devices, more than the {MAX_DEVICES} that a "
-            "figure can show; draw one server or a smaller allocation"
+            f"a figure shows at most {MAX_DEVICES} devices, got {len(topology.devices)} of {topology.name}; draw one "
+            "server or a smaller allocation"
         )
-    note = f"drawn: {len(part.servers)} of {len(topology.servers)} servers; the others are wired alike"
+    note = f"drawn: {len(part.servers)} of {len(topology.servers)} servers; the others are isomorphic"
     return replace(part, notes=(*part.notes, note))
 
 
@@ -426,16 +384,7 @@ _NETWORK_RANK = {"switch": 1, "nic": 2, "gpu": 3}
 
 
 def network_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
-    """The panel, or None for a machine without a network.
-
-    Examples
-    --------
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> from topoplan.operate.plot.panels import wires
-    >>> pair = nvswitch_cluster(2)
-    >>> len(network_panel(pair, wires(pair)).routes)
-    16
-    """
+    """Return the panel, or None for a machine without a network."""
     serving = {wire.ends for wire in serving_wires(topology, drawn)}
     shown = [wire for wire in drawn if wire.channel == "network" and wire.ends not in serving]
     if not shown:
@@ -448,7 +397,6 @@ def network_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | Non
 
 
 def _part(topology: Topology, names: Sequence[str], shown: Sequence[DrawnLink]) -> Panel:
-    """The part of the panel that holds these devices, which no wire joins to others."""
     shown = [wire for wire in shown if wire.ends[0] in names]
     near: dict[str, list[str]] = {name: [] for name in names}
     for a, b in (wire.ends for wire in shown):
@@ -487,7 +435,7 @@ def _part(topology: Topology, names: Sequence[str], shown: Sequence[DrawnLink]) 
 
 
 def _by_server(topology: Topology, below: Sequence[str]) -> list[tuple[str, ...]]:
-    """Devices of one server that hang below one switch."""
+    """Return devices below one switch, grouped by server."""
     groups: dict[str, list[str]] = {}
     for name in below:
         groups.setdefault(topology.device(name).server or name, []).append(name)

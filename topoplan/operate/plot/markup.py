@@ -1,10 +1,9 @@
-"""Make the elements of the report: escaped HTML, the style and script of the page, and inline SVG of machines and
-curves.
+"""Make the elements of the report: escaped HTML, the style and script of the page, and inline SVG.
 
-HTML is a tree that cannot be unbalanced: only `element` makes tags, texts are escaped, and characters that cannot be
-printed become question marks. Attributes keep their order, so the same call gives the same characters.
+HTML is a tree that is always balanced: only `element` makes tags, texts are escaped, and unprintable characters become
+question marks. Attributes keep their order, so the same call gives the same characters.
 
-The style serves light and dark ground and paper. The script shows the buttons of the trees and moves their marks;
+The style suits light and dark backgrounds and paper. The script shows the buttons of the trees and moves their marks;
 without it everything is readable. SVG draws the machine of `topoplan.operate.plot.machine.lay_out` and curves over
 sizes. Lines have a class for their meaning, and channels and curves differ in dashes and markers too.
 """
@@ -22,15 +21,14 @@ from topoplan.operate.plot.panels import Panel, box_width, kind_text
 from topoplan.units import format_size
 
 VOID = frozenset({"br", "hr", "meta"})
-"""Elements that have no end."""
-
+"""Elements without an end tag."""
 
 _LONG = 60
-"""Characters from which a cell is broken into lines."""
+"""Most characters of a cell without line breaks."""
 
 
 class Markup(str):
-    """Characters that are HTML already."""
+    """Text that is already HTML."""
 
     __slots__ = ()
 
@@ -45,43 +43,35 @@ class PageSection:
 
 
 def element(name: str, /, *inside: str | Markup, **attributes: str | float | bool | None) -> Markup:
-    """An element; ``class_`` is written ``class``, other underscores as hyphens, and what is None or False left out.
+    """Return an element; ``class_`` becomes ``class``, other underscores hyphens; None and False are dropped.
 
-    Examples
-    --------
     >>> element("p", "a < b", element("br"), "c", class_="note", hidden=True)
     '<p class="note" hidden>a &lt; b<br>c</p>'
     >>> element("p", "back\\x08space")
     '<p>back?space</p>'
     """
-    told = "".join(
-        f" {_name(key)}" if value is True else f' {_name(key)}="{_escaped(_text(value))}"'
+    written = "".join(
+        f" {_name(key)}"
+        if value is True
+        else f' {_name(key)}="{_escaped(value if isinstance(value, str) else f"{value:.6g}")}"'
         for key, value in attributes.items()
         if value is not None and value is not False
     )
     if name in VOID:
-        return Markup(f"<{name}{told}>")
-    return Markup(f"<{name}{told}>{joined(inside)}</{name}>")
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{joined(inside)}</{name}>")
 
 
 def joined(parts: Iterable[str | Markup]) -> Markup:
-    """Texts and elements one after another."""
     return Markup("".join(part if isinstance(part, Markup) else _escaped(part) for part in parts))
 
 
 def items(lines: Iterable[str | Markup], *, kind: str = "ul") -> Markup:
-    """A list."""
     return element(kind, *(element("li", line) for line in lines))
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str | Markup]], *, caption: str = "") -> Markup:
-    """A table that scrolls by itself where the page is narrow; columns of numbers stand to the right.
-
-    Examples
-    --------
-    >>> table(("size", "us"), [("1KB", "26.1")]).count('class="number"')
-    2
-    """
+    """Return a table that scrolls on narrow pages; columns of numbers are right-aligned."""
     columns = list(zip(*rows, strict=True)) if rows else [() for _ in header]
     numeric = ["number" if column and all(map(_is_number, column)) else None for column in columns]
 
@@ -99,7 +89,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str | Markup]], *, capt
 
 
 def folded(summary: str, *inside: str | Markup) -> Markup:
-    """What is shown on a click, and always on paper."""
+    """Return content that is shown on a click, and always on paper."""
     return element("details", element("summary", summary), *inside)
 
 
@@ -113,10 +103,6 @@ def _is_number(cell: str) -> bool:
 
 def _name(key: str) -> str:
     return key.rstrip("_").replace("_", "-")
-
-
-def _text(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
 
 
 def _escaped(text: str) -> str:
@@ -133,7 +119,7 @@ _BESIDE = 0.06
 
 
 def svg(width: float, height: float, label: str, *inside: Markup) -> Markup:
-    """A picture of so many pixels, as wide as it is at most."""
+    """Return a picture of at most its size in pixels."""
     return element(
         "svg",
         element("title", label),
@@ -146,20 +132,19 @@ def svg(width: float, height: float, label: str, *inside: Markup) -> Markup:
 
 
 def line(start: Point, end: Point, **attributes: str | float | None) -> Markup:
-    """A straight line."""
     (x, y), (u, v) = start, end
     return element("line", x1=x, y1=y, x2=u, y2=v, **attributes)
 
 
 def text(place: Point, words: str, *, anchor: str = "middle", **attributes: str | float | None) -> Markup:
-    """A text whose middle is at the height of the place."""
+    """Return a text whose middle is at the height of the place."""
     return element(
         "text", words, x=place[0], y=place[1], text_anchor=anchor, dominant_baseline="central", **attributes
     )
 
 
 def draw_machine(layout: MachineLayout) -> Markup:
-    """The panels of a machine, each under its title, and the legend of its wires."""
+    """Return the panels of a machine, each under its title, and the legend of its wires."""
     parts = [
         element("figure", element("figcaption", panel.title), _draw_panel(layout, panel), class_="panel")
         for panel in layout.panels
@@ -192,12 +177,7 @@ def _draw_panel(layout: MachineLayout, panel: Panel) -> Markup:
             element(
                 "g",
                 element(
-                    "rect",
-                    x=x - across / 2,
-                    y=y - _BOX * _INCH / 2,
-                    width=across,
-                    height=_BOX * _INCH,
-                    rx=5,
+                    "rect", x=x - across / 2, y=y - _BOX * _INCH / 2, width=across, height=_BOX * _INCH, rx=5
                 ),
                 text((x, y), name),
                 class_=f"device {kind}",
@@ -219,20 +199,13 @@ def _legend(kinds: Sequence[Kind], widths: Mapping[Kind, float]) -> Markup:
             aria_hidden="true",
         )
         entries.append(element("li", sample, " ", kind_text(kind)))
-    told = element("p", "Bandwidth in each direction; a wire without a number is one link.", class_="small")
-    return element("div", element("ul", *entries, class_="legend"), told)
+    note = element("p", "Bandwidth in each direction; a wire without a number is one link.", class_="small")
+    return element("div", element("ul", *entries, class_="legend"), note)
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """GB/s over bytes.
-
-    Parameters
-    ----------
-    name : str
-    points : tuple of (int, float)
-        Bytes, all above zero and ascending, and GB/s.
-    """
+    """GB/s over bytes, which are above zero and ascending."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -244,7 +217,7 @@ _MOST_TICKS = 11
 
 
 def draw_curves(curves: Sequence[Curve], *, label: str) -> Markup:
-    """Curves over a logarithmic axis of sizes, with a legend; every point says its numbers where a pointer rests."""
+    """Return curves over a logarithmic axis of sizes, with a legend; every point has a tooltip with its numbers."""
     sizes = sorted({size for curve in curves for size, _ in curve.points})
     top = max(rate for curve in curves for _, rate in curve.points)
     step = _round_step(top / 5)
@@ -281,13 +254,13 @@ def draw_curves(curves: Sequence[Curve], *, label: str) -> Markup:
         ),
     ]
     keys = []
-    # The first curve is drawn last, over the others.
+    # the first curve is drawn last, over the others
     for number, curve in reversed(list(enumerate(curves))):
         places = [at(size, rate) for size, rate in curve.points]
         drawn = [line(*pair) for pair in pairwise(places)]
         for (size, rate), place in zip(curve.points, places, strict=True):
-            told = element("title", f"{curve.name}, {format_size(size)}: {rate:.4g} GB/s")
-            drawn.append(element("g", told, _marker(number, place)))
+            tooltip = element("title", f"{curve.name}, {format_size(size)}: {rate:.4g} GB/s")
+            drawn.append(element("g", tooltip, _marker(number, place)))
         parts.append(element("g", *drawn, class_=f"curve curve{number}"))
     for number, curve in enumerate(curves):
         sample = element(
@@ -304,7 +277,7 @@ def draw_curves(curves: Sequence[Curve], *, label: str) -> Markup:
 
 
 def _marker(number: int, place: Point) -> Markup:
-    """A round, square, diamond or triangular mark."""
+    """Return a round, square, diamond or triangular mark."""
     x, y = place
     shapes = (
         ((-1, -1), (1, -1), (1, 1), (-1, 1)),
@@ -318,10 +291,8 @@ def _marker(number: int, place: Point) -> Markup:
 
 
 def _round_step(step: float) -> float:
-    """1, 2 or 5 times a power of ten, no smaller than this.
+    """Return 1, 2 or 5 times a power of ten, at least ``step``.
 
-    Examples
-    --------
     >>> _round_step(17.1), _round_step(0.03)
     (20.0, 0.05)
     """
@@ -413,7 +384,7 @@ SCRIPT = """
 "use strict";
 for (const figure of document.querySelectorAll("figure.steps")) {
   const depth = Number(figure.dataset.depth), chunks = Number(figure.dataset.chunks), last = depth + chunks - 1;
-  const controls = figure.querySelector(".controls"), told = controls.querySelector("output");
+  const controls = figure.querySelector(".controls"), output = controls.querySelector("output");
   const play = controls.querySelector("[data-do=play]");
   const marks = [...figure.querySelectorAll(".chunk")], ranks = [...figure.querySelectorAll("[data-has]")];
   let step = 0, timer = null;
@@ -433,7 +404,7 @@ for (const figure of document.querySelectorAll("figure.steps")) {
       const list = [...new Set(under[way])].sort((a, b) => a - b);
       if (list.length) words.push((list.length > 1 ? "chunks " : "chunk ") + list.join(", ") + " " + way);
     }
-    told.textContent = step === 0 ? chunks + " chunks, " + last + " steps"
+    output.textContent = step === 0 ? chunks + " chunks, " + last + " steps"
       : step > last ? "done after " + last + " steps" : "step " + step + " of " + last + ": " + words.join("; ");
   };
   const go = (to) => { step = Math.max(0, Math.min(last + 1, to)); show(); };

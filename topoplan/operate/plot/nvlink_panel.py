@@ -1,13 +1,11 @@
-"""Lay out the NVLink panel: each connected graph by itself, bundles labelled with their number of links.
+"""Lay out the NVLink panel: each connected graph separately, bundles labelled with their number of links.
 
 A switch stands in the middle of its GPUs. A hybrid cube mesh (two groups of four, all joined, and one wire between
-partners) is drawn as two squares turned so that their corners have four different heights: the wires between them
-are then level lines that pass no device. Any other graph with wires between GPUs goes on a circle, a circular
-layout.
+partners) is drawn as two squares turned so that their corners have four different heights: the wires between them are
+then level lines that pass no device. Any other graph with wires between GPUs gets a circular layout.
 
-The circular order is a local search from two starts: two places are swapped or a stretch is reversed as long as that
-helps. Costs in this order: wires that pass over a foreign device, crossings, and the length of wires, thick ones
-more.
+The circular order is a local search from two starts with exchanges of two places and reversals of a segment. Costs in
+this order: wires that pass over another device, crossings, and the length of wires, weighted by thickness.
 """
 
 from __future__ import annotations
@@ -19,30 +17,24 @@ from itertools import combinations, pairwise
 
 from topoplan.machine.topology import Device, Topology
 from topoplan.operate.plot.panels import DrawnLink, Panel, Places, tiled
+from topoplan.operate.plot.tree_layout import connected
 
 Pair = tuple[str, str]
 Cost = tuple[int, int, int]
 
 _WORK = 4_000_000
-"""Pairs of wires that a search may compare; beyond it the best order so far is taken."""
+"""Most pairs of wires that a search compares."""
 
 _HALF_WIDTH = 0.28
 _HALF_HEIGHT = 0.15
 
 
 def circle_order(names: Sequence[str], counts: Mapping[Pair, int], *, radius: float) -> list[str]:
-    """Names in the order in which they should stand on the circle of `circle_places`.
+    """Return names in their order on the circle of `circle_places`.
 
-    Parameters
-    ----------
-    names : sequence of str
-    counts : mapping of (str, str) to int
-        Parallel links of each wire.
-    radius : float
-        In inches; decides which chords pass over boxes.
+    counts: parallel links of each wire.
+    radius: in inches; determines which chords pass over boxes.
 
-    Examples
-    --------
     A ring in the wrong order is untangled:
 
     >>> ring = {("a", "c"): 1, ("c", "b"): 1, ("b", "d"): 1, ("d", "a"): 1}
@@ -56,14 +48,14 @@ def circle_order(names: Sequence[str], counts: Mapping[Pair, int], *, radius: fl
 
 
 def circle_places(count: int, radius: float) -> list[tuple[float, float]]:
-    """Places on a circle clockwise from the top, evenly, with two at equal height on top where the count is even."""
+    """Return even places on a circle clockwise from the top, with two at equal height on top for an even count."""
     turn = 2 * math.pi / count
     start = math.pi / 2 + (turn / 2 if count % 2 == 0 else 0)
     return [(radius * math.cos(start - turn * i), radius * math.sin(start - turn * i)) for i in range(count)]
 
 
 def _covered(count: int, radius: float) -> list[list[int]]:
-    """For each pair of places, how many boxes of other places the line between them passes over."""
+    """Return for each pair of places the number of other boxes under the line between them."""
     places = circle_places(count, radius)
     return [
         [
@@ -75,7 +67,7 @@ def _covered(count: int, radius: float) -> list[list[int]]:
 
 
 def _passes(first: tuple[float, float], second: tuple[float, float], box: tuple[float, float]) -> bool:
-    """True if a line passes over a box: both are cut down to the part of the line within its width and height."""
+    """Return whether a line passes over a box, by clipping it to the box's width and height."""
     low, high = 0.0, 1.0
     for start, end, middle, half in zip(first, second, box, (_HALF_WIDTH, _HALF_HEIGHT), strict=True):
         if abs(end - start) < 1e-9:
@@ -90,7 +82,7 @@ def _passes(first: tuple[float, float], second: tuple[float, float], box: tuple[
 
 
 def _chain(names: Sequence[str], counts: Mapping[Pair, int]) -> list[str]:
-    """From the first name always on along the thickest wire to a new one, or to the first that is left."""
+    """Return an order from the first name along the thickest wire to a new one, or to the first remaining one."""
     near: dict[str, dict[str, int]] = {name: {} for name in names}
     for (a, b), count in counts.items():
         near[a][b] = near[b][a] = count
@@ -129,17 +121,7 @@ def _cost(order: Sequence[str], counts: Mapping[Pair, int], covered: Sequence[Se
 
 
 def nvlink_panel(topology: Topology, drawn: Sequence[DrawnLink]) -> Panel | None:
-    """The panel, or None for a machine without NVLink.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.operate.plot.panels import wires
-    >>> machine = topoplan.load("dgx-2")
-    >>> panel = nvlink_panel(machine, wires(machine))
-    >>> len(panel.places), {text for _, text in panel.counts}
-    (17, {'×6'})
-    """
+    """Return the panel, or None for a machine without NVLink."""
     shown = [wire for wire in drawn if wire.channel == "nvlink"]
     if not shown:
         return None
@@ -162,16 +144,11 @@ def _graph(group: Sequence[Device], shown: Sequence[DrawnLink]) -> Panel:
 
 
 def _components(topology: Topology, shown: Sequence[DrawnLink]) -> list[list[Device]]:
-    parts: dict[str, set[str]] = {}
-    for a, b in (wire.ends for wire in shown):
-        merged = parts.get(a, {a}) | parts.get(b, {b})
-        for name in merged:
-            parts[name] = merged
-    groups: dict[frozenset[str], list[Device]] = {}
-    for device in topology.devices:
-        if device.name in parts:
-            groups.setdefault(frozenset(parts[device.name]), []).append(device)
-    return list(groups.values())
+    pairs = [wire.ends for wire in shown]
+    wired = [device.name for device in topology.devices if any(device.name in pair for pair in pairs)]
+    return [
+        [device for device in topology.devices if device.name in group] for group in connected(wired, pairs)
+    ]
 
 
 Counts = Mapping[tuple[str, str], int]
@@ -187,17 +164,11 @@ _STEPS = 3600
 
 
 def mesh_positions(gpus: Sequence[str], forwarding: Sequence[str], counts: Counts) -> Places:
-    """Places of one connected NVLink graph, in inches from its lower left corner.
+    """Return places of one connected NVLink graph, in inches from its lower left corner.
 
-    Parameters
-    ----------
-    gpus, forwarding : sequence of str
-        Devices at the rim, and switches or CPUs for the middle.
-    counts : mapping of (str, str) to int
-        Parallel links of each wire.
+    gpus, forwarding: devices at the rim, and switches or CPUs for the middle.
+    counts: parallel links of each wire.
 
-    Examples
-    --------
     >>> places = mesh_positions(["a", "b"], ["s"], {("a", "s"): 6, ("b", "s"): 6})
     >>> {name: (round(x, 3), round(y, 3)) for name, (x, y) in places.items()}
     {'s': (1.0, 0.0), 'a': (0.0, 0.0), 'b': (2.0, 0.0)}
@@ -225,9 +196,9 @@ def _radius(names: Sequence[str]) -> float:
 
 
 def _ellipse(names: Sequence[str]) -> Places:
-    """As far apart along the line as on a circle, but lower: pages are wider than high.
+    """Return places on an ellipse with the distances of the circle, but lower: pages are wider than high.
 
-    The ellipse is walked in small steps, each at its length, for there is no formula for points of equal distance.
+    The ellipse is walked in small steps, since points of equal distance have no formula.
     """
     steps = [2 * math.pi * i / _STEPS for i in range(_STEPS + 1)]
     line = [(math.sin(angle), _FLAT * math.cos(angle)) for angle in steps]
@@ -237,7 +208,7 @@ def _ellipse(names: Sequence[str]) -> Places:
     scale = len(names) * _ARC / walked[-1]
     places: Places = {}
     for i, name in enumerate(names):
-        # Half a step off the top, so that left and right look alike.
+        # half a step off the top, for left-right symmetry
         at = bisect(walked, (i + 0.5) * walked[-1] / len(names))
         places[name] = (scale * line[at][0], scale * line[at][1])
     return places
@@ -270,9 +241,9 @@ def _two_squares(near: Sequence[str], far: Sequence[str]) -> Places:
 def _cube_faces(
     gpus: Sequence[str], pairs: Collection[tuple[str, str]]
 ) -> tuple[list[str], list[str]] | None:
-    """The two groups of four, partners in the same order; None where the graph is no hybrid cube mesh.
+    """Return the two groups of four, partners in the same order; None if the graph is not a hybrid cube mesh.
 
-    Up to `_DEAD` of the 16 pairs may be missing, so that a machine with dead links is still recognised at a glance.
+    Up to `_DEAD` of the 16 pairs may be missing, so that a machine with dead links keeps its layout.
     """
     if len(gpus) != 8 or len(pairs) < 16 - _DEAD:
         return None
@@ -298,21 +269,14 @@ _CLEAR = 0.32
 def label_places(
     labelled: Sequence[Segment], others: Sequence[Segment], nodes: Sequence[Point]
 ) -> list[Point]:
-    """One point on each labelled segment, in its order.
+    """Return one point on each labelled segment, in its order.
 
-    Points are tried along the middle part of the segment; the clearest wins: far from labels that have
-    their place, from nodes, and from the other lines; near the middle among equals. A third of an inch
-    counts as clear, two thirds from a node.
+    Points are tried along the middle part of the segment; the one farthest from placed labels, nodes and other lines
+    wins, then the one nearest to the middle. A third of an inch counts as clear, two thirds from a node.
 
-    Parameters
-    ----------
-    labelled, others : sequence of segments, in inches
-        Lines that need a label, and all other lines.
-    nodes : sequence of points
-        Centres of the devices.
+    labelled, others: lines with a label, and all other lines.
+    nodes: centres of the devices.
 
-    Examples
-    --------
     >>> label_places([((0, 0), (2, 0))], [], [(0, 0), (2, 0)])
     [(1.0, 0.0)]
     """

@@ -1,7 +1,7 @@
 """Write the report as one HTML page: the machine, its health, sets of GPUs, the plan, its trees, and times over sizes.
 
-The page loads nothing. It holds no time of day and no measured time, so the same machine gives the same bytes. The
-sizes section has curves and a table of the plan, the best schedule by size, the ring, and the best that NCCL has.
+The page loads nothing. It has no date and no measured time, so the same machine gives the same bytes. The sizes section
+has curves and a table of the plan, the best schedule by size, the ring, and NCCL's best.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def by_size(
     channels: str,
     sizes: Sequence[int],
 ) -> ScheduleChoice | None:
-    """Plans by size for the request that a plan was made for, where there are any."""
+    """Return plans by size for the request of a plan, or None."""
     if plan.collective == ALL_TO_ALL or channels not in ("auto", *ONE_FABRIC):
         return None
     try:
@@ -71,14 +71,14 @@ def by_size(
             topology, plan.collective, gpus=chosen, root=root, channels=channels, sizes=sizes
         )
     except (InfeasibleError, UsageError):
-        # Some schedule refuses such a machine; the page has the others.
+        # a schedule refuses such a machine; the page has the others
         return None
 
 
 def sizes_section(
     plan: Plan, rivals: dict[str, Plan], choice: ScheduleChoice | None, sizes: Sequence[int]
 ) -> PageSection:
-    """Model times over sizes: the plan, the best plan by size, the ring, and the best that NCCL has."""
+    """Return model times over sizes: the plan, the best plan by size, the ring, and NCCL's best."""
     own = sweep(plan, sizes)
     ring = rivals.get("ring")
     ring_rows = sweep(ring, sizes) if ring else None
@@ -115,15 +115,15 @@ def sizes_section(
         columns += [*_cells([seconds for seconds, _ in nccl], sizes), [name for _, name in nccl]]
         points = tuple((size, size / seconds / 1e9) for size, (seconds, _) in zip(sizes, nccl, strict=True))
         curves.append(Curve("NCCL's best", points))
-    told = "Model times (start-ups and bandwidth of every link, pipelined), not measured; GB/s of algorithm bandwidth."
+    text = "Model times (start-ups and bandwidth of every link, pipelined), not measured; GB/s of algorithm bandwidth."
     label = f"algorithm bandwidth of {plan.collective} on {plan.topology.name} over sizes"
     chart = draw_curves(curves, label=label)
     rows = list(zip(*columns, strict=True))
-    return PageSection("sizes", "Times over sizes", joined((element("p", told), chart, table(heads, rows))))
+    return PageSection("sizes", "Times over sizes", joined((element("p", text), chart, table(heads, rows))))
 
 
 def _cells(seconds: Sequence[float], sizes: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Microseconds and GB/s."""
+    """Return columns of microseconds and GB/s."""
     times = [f"{one * 1e6:.1f}" for one in seconds]
     return times, [f"{size / one / 1e9:.4g}" for size, one in zip(sizes, seconds, strict=True)]
 
@@ -133,16 +133,16 @@ def _curve(name: str, rows: Sequence[SizeRow]) -> Curve:
 
 
 MOST_WIRES = 600
-"""Wires that are listed one by one."""
+"""Most listed wires."""
 
 MOST_SHAPES = 64
-"""Shapes of trees that are listed, and edges of each."""
+"""Most listed shapes of trees."""
 
 LONGEST_CERTIFICATE = 40_000
-"""Characters of a certificate that stands on the page."""
+"""Most characters of a certificate on the page."""
 
 MOST_SETS = 2000
-"""Sets of GPUs that are compared; `topoplan recommend` takes its time for more."""
+"""Most compared sets of GPUs; `topoplan recommend` compares more."""
 
 Progress = Callable[[str], None]
 
@@ -158,26 +158,13 @@ def report_page(
     sizes: Sequence[int],
     progress: Progress | None = None,
 ) -> str:
-    """The page on a machine and on a collective among some of its GPUs, as text.
+    """Return the page on a machine and on a collective among some of its GPUs.
 
-    Parameters
-    ----------
-    topology, collective, gpus, root, channels
-        As for `topoplan.plan`.
-    free : sequence of int or None
-        The GPUs that are there, of which others are taken out; all for None.
-    sizes : sequence of int
-        Bytes of the buffers for the times; sizes of zero are left out.
-    progress : callable or None
-        Called with a line of text before each part.
+    topology, collective, gpus, root, channels: as for `topoplan.plan`.
+    free: the available GPUs; all for None.
+    sizes: bytes of the buffers for the times; sizes of zero are dropped.
+    progress: receives a line of text before each part.
 
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; or there is no size above zero.
-
-    Examples
-    --------
     >>> import topoplan
     >>> page = report_page(topoplan.load("v100x4"), sizes=[1 << 10, 1 << 30])
     >>> page[:15], page.count("<section"), "http" in page
@@ -192,7 +179,7 @@ def report_page(
     collective, chosen = asked.collective, asked.gpus
     sizes = sorted({size for size in sizes if size > 0})
     if not sizes:
-        raise UsageError("a report needs a size above zero bytes for its times; give --sizes such as 1KB:1GB")
+        raise UsageError("a report needs a size above zero bytes; give --sizes such as 1KB:1GB")
     say("the plan")
     plan = make_plan(topology, collective, gpus=chosen, root=root, channels=channels)
     say("health")
@@ -220,7 +207,7 @@ def report_page(
 
 
 def _document(title: str, answer: Markup, sections: Sequence[PageSection]) -> str:
-    """The whole page: an answer in a few lines, then the sections."""
+    """Return the whole page: an answer in a few lines, then the sections."""
     links = items(element("a", one.heading, href=f"#{one.name}") for one in sections)
     body = [
         element(
@@ -245,7 +232,6 @@ def _document(title: str, answer: Markup, sections: Sequence[PageSection]) -> st
 
 
 def _answer(plan: Plan) -> Markup:
-    """What the page says, in a line."""
     if len(plan.ranks) == 1:
         return element("p", "One GPU: nothing moves.")
     proved = (
@@ -267,7 +253,6 @@ def _answer(plan: Plan) -> Markup:
 
 
 def machine_section(topology: Topology) -> PageSection:
-    """Picture, devices and links."""
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     parts = [element("p", ", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "no devices")]
     try:
@@ -276,11 +261,11 @@ def machine_section(topology: Topology) -> PageSection:
         parts.append(element("p", f"Not drawn: {error}.", class_="small"))
     whole = whole_nics(topology)
     every = wires(whole)
-    alike: Counter[tuple[str, ...]] = Counter()
+    equal: Counter[tuple[str, ...]] = Counter()
     for wire in every:
-        alike[_wire_cells(wire, tuple(whole.device(name).kind for name in wire.ends))] += 1
+        equal[_wire_cells(wire, tuple(whole.device(name).kind for name in wire.ends))] += 1
     heads = ("channel", "between", "links", "GB/s there", "GB/s back")
-    rows = [(str(number), *cells) for cells, number in alike.items()]
+    rows = [(str(number), *cells) for cells, number in equal.items()]
     parts.append(
         table(("wires", *heads), rows, caption="Links; GB/s of all parallel links, in each direction")
     )
@@ -299,20 +284,20 @@ def _wire_cells(wire: DrawnLink, ends: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def health_section(topology: Topology, collective: str) -> PageSection:
-    """What `topoplan check` says: faults, what should be there, and what each costs the whole machine."""
+    """Return the faults of `topoplan check`, the healthy state, and the cost of each for the whole machine."""
     found = diagnose(topology)
     what = (
         f"It resembles {found.resembles} of the library"
         if found.resembles
-        else "It resembles no machine known"
+        else "It resembles no known machine"
     )
     if found.healthy:
-        told = element("p", element("span", "Healthy", class_="good"), f": nothing is amiss. {what}.")
-        return PageSection("health", "Health", told)
+        text = element("p", element("span", "Healthy", class_="good"), f": no faults. {what}.")
+        return PageSection("health", "Health", text)
     costs = costs_of(found, collective) if collective != ALL_TO_ALL else ()
     number = len(found.faults)
-    told = element("p", element("span", counted(number, "fault"), class_="bad"), f". {what}.")
-    parts = [told]
+    text = element("p", element("span", counted(number, "fault"), class_="bad"), f". {what}.")
+    parts = [text]
     if costs:
         now, healthy = costs[0].now, costs[0].healthy
         parts.append(
@@ -321,13 +306,7 @@ def health_section(topology: Topology, collective: str) -> PageSection:
             )
         )
     rows = [
-        (
-            fault.kind,
-            fault.where,
-            fault.state,
-            fault.should_be,
-            f"{costs[place].alone:.6g}" if costs else "-",
-        )
+        (fault.kind, fault.where, fault.state, fault.should_be, f"{costs[place].alone:.6g}" if costs else "-")
         for place, fault in enumerate(found.faults)
     ]
     parts.append(table(("fault", "devices", "is", "should be", "GB/s with it alone"), rows))
@@ -342,7 +321,7 @@ def sets_section(
     free: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> PageSection:
-    """What `topoplan recommend` says: the best set of 2, 4, 8, … GPUs, and of as many as were asked for."""
+    """Return the sets of `topoplan recommend`: the best set of 2, 4, 8, … GPUs, and of as many as in the request."""
     whole = len(topology.gpus if free is None else free)
     doubling = [1 << power for power in range(1, 8)]
     counts = sorted(count for count in {*doubling, len(chosen)} if 1 < count < whole)
@@ -368,12 +347,8 @@ def sets_section(
             )
         )
     if not rows:
-        told = (
-            "There are too many sets to list here: see topoplan recommend."
-            if left
-            else "A job gets all GPUs."
-        )
-        return PageSection("sets", "Which GPUs to take", element("p", told))
+        text = "Too many sets to list here: see topoplan recommend." if left else "A job gets all GPUs."
+        return PageSection("sets", "Which GPUs to take", element("p", text))
     heads = (
         *("GPUs", "best set", "GB/s", "busbw", "bound", "ring", "NCCL's best"),
         *("next best job", "sets as fast", "slowest set"),
@@ -390,7 +365,7 @@ def sets_section(
 
 
 def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
-    """Rate, bound, proof, full links and trees."""
+    """Return rate, bound, proof, full links and trees."""
     if len(plan.ranks) == 1:
         return PageSection("plan", "The plan", element("p", "One GPU: nothing moves."))
     checked = verify(plan)
@@ -410,7 +385,7 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
         ("why not more", explain_certificate(plan)),
         (
             "checked",
-            f"every contribution arrives once wherever it must; from the loads of the links the rate is "
+            f"every contribution arrives exactly once at each receiver; from the loads of the links the rate is "
             f"{checked.exact_rate} GB/s, from the certificate the bound is {checked.exact_bound}: {verdict}",
         ),
         ("full links", ", ".join(full[:16]) + more),
@@ -449,14 +424,13 @@ def _shapes_table(plan: Plan) -> Markup:
         )
     heads = ("trees", "share", "GB/s each", "root ranks", "height", "the first of them")
     more = [element("p", f"and {len(shapes) - len(rows)} more")] if len(shapes) > len(rows) else []
-    return joined((table(heads, rows, caption="Trees that differ in nothing but names are one row"), *more))
+    return joined((table(heads, rows, caption="Trees that differ only in names share a row"), *more))
 
 
 def trees_content(plan: Plan) -> Markup:
-    """The trees with buttons."""
-    told = (
+    text = (
         "Ranks are numbered; every link takes one step for a chunk. The buttons send chunks through a tree, and so do "
-        "the arrow keys and space where it has the focus; without the script of this page the steps stand below it."
+        "the arrow keys and space if it has the focus; without the script of this page the steps stand below it."
     )
     named = [f"{rank} {name}" for rank, name in enumerate(plan.ranks)]
     ranks = (
@@ -465,5 +439,5 @@ def trees_content(plan: Plan) -> Markup:
         else [folded("ranks and their GPUs", element("p", ", ".join(named)))]
     )
     if not plan.trees:
-        return element("p", "There is no tree.")
-    return joined((element("p", told), *ranks, draw_steps(plan)))
+        return element("p", "No trees.")
+    return joined((element("p", text), *ranks, draw_steps(plan)))

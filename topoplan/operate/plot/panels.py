@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 class DrawnLink:
     """One line between two devices.
 
-    Parameters
-    ----------
-    ends : (str, str)
-        The end that the topology lists first comes first.
-    channel : str
-    count : int
-        Parallel links.
-    there, back : float
-        GB/s from the first end to the second and back; zero where there is no such link.
+    ends: the end that the topology lists first comes first.
+    count: parallel links.
+    there, back: GB/s from the first end to the second and back; 0 for no link.
     """
 
     ends: tuple[str, str]
@@ -40,15 +34,13 @@ class DrawnLink:
 
     @property
     def kind(self) -> tuple[str, float, float, int]:
-        """What decides how it is drawn: wires of equal kind share a line of the legend."""
+        """Key of its style: wires of equal kind share a line of the legend."""
         return (self.channel, max(self.there, self.back), min(self.there, self.back), self.count)
 
 
 def whole_nics(topology: Topology) -> Topology:
-    """The machine with NICs that are two devices, one that sends and one that receives, as one device each.
+    """Return the machine with NICs of two devices, one that sends and one that receives, as one device each.
 
-    Examples
-    --------
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server(topoplan.load("v100x4"), count=2)], nic_gbps=100, nics=1)
     >>> sum(d.kind == "nic" for d in pair.devices), sum(d.kind == "nic" for d in whole_nics(pair).devices)
@@ -72,15 +64,7 @@ def whole_nics(topology: Topology) -> Topology:
 
 
 def wires(topology: Topology) -> tuple[DrawnLink, ...]:
-    """All wires, in the order in which the topology first lists them.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> drawn = wires(topoplan.load("dgx-1v"))
-    >>> sum(wire.channel == "nvlink" for wire in drawn), drawn[2].count
-    (16, 2)
-    """
+    """Return all wires, in the order in which the topology first lists them."""
     links = {(link.src, link.dst, link.channel): link for link in topology.links}
     place = {device.name: position for position, device in enumerate(topology.devices)}
     drawn = []
@@ -95,7 +79,7 @@ def wires(topology: Topology) -> tuple[DrawnLink, ...]:
 
 
 def wire_widths(drawn: Sequence[DrawnLink]) -> dict[tuple[str, float, float, int], float]:
-    """Line width in points of every kind of wire: within a channel, the faster the wider."""
+    """Return the line width in points of every kind of wire: within a channel, the faster the wider."""
     widths: dict[tuple[str, float, float, int], float] = {}
     for channel in LINK_CHANNELS:
         kinds = sorted({wire.kind for wire in drawn if wire.channel == channel}, key=lambda kind: kind[1:])
@@ -104,10 +88,8 @@ def wire_widths(drawn: Sequence[DrawnLink]) -> dict[tuple[str, float, float, int
 
 
 def kind_text(kind: tuple[str, float, float, int]) -> str:
-    """The legend's text for a kind of wire.
+    """Return the legend's text for a kind of wire.
 
-    Examples
-    --------
     >>> kind_text(("nvlink", 50.0, 50.0, 2)), kind_text(("nvlink", 150.0, 125.0, 6))
     ('NVLink ×2: 50 GB/s', 'NVLink ×6: 150 and 125 GB/s')
     """
@@ -122,10 +104,10 @@ Point = tuple[float, float]
 Places = dict[str, Point]
 
 WIDEST = 13.0
-"""Inches that the panels of one figure take, unless one part of a machine is wider."""
+"""Width in inches of the panels of one figure, unless one part of a machine is wider."""
 
 _BLANK = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-"""Behind labels, so that wires do not run through them."""
+"""Background of labels, over wires."""
 
 _GAP = 0.4
 _LETTER = 0.072
@@ -137,19 +119,12 @@ _HALF_HEIGHT = 0.13
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What is drawn where.
+    """A laid out panel.
 
-    Parameters
-    ----------
-    title : str
-    places : dict of str to (float, float)
-        Middle of the box of each device.
-    routes : sequence of (Wire or None, sequence of (float, float))
-        Corners of each wire; without a wire, a line that stands for several (`strokes` then has it).
-    counts : sequence of ((float, float), str)
-        Labels on wires.
-    beside : mapping of str to str
-        Small text right of a box.
+    places: centre of each device's box.
+    routes: corners of each wire; a wire may have several routes.
+    counts: labels on wires.
+    beside: small text right of a box.
     """
 
     title: str
@@ -159,7 +134,7 @@ class Panel:
     beside: Mapping[str, str] = field(default_factory=dict)
 
     def extent(self) -> tuple[float, float, float, float]:
-        """Left, lower, right and upper edge of everything."""
+        """Return the left, lower, right and upper edge."""
         corners = [point for _, points in self.routes for point in points]
         corners += [
             (x + side * box_width(name) / 2, y + up * _HALF_HEIGHT)
@@ -175,7 +150,7 @@ class Panel:
         return min(across), min(up), max(across), max(up)
 
     def moved(self, right: float, up: float) -> Panel:
-        """The same, so many inches to the right and up."""
+        """Return the panel moved by inches to the right and up."""
         return replace(
             self,
             places={name: (x + right, y + up) for name, (x, y) in self.places.items()},
@@ -185,10 +160,8 @@ class Panel:
 
 
 def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
-    """Panels side by side, in as many rows as the width of a page asks for.
+    """Return panels side by side, in as many rows as the page width requires.
 
-    Examples
-    --------
     >>> one, other = (Panel("", {name: (0.0, 0.0)}, ()) for name in ("gpu0", "gpu1"))
     >>> {name: (round(x, 2), round(y, 2)) for name, (x, y) in tiled("", [one, other]).places.items()}
     {'gpu0': (0.22, -0.13), 'gpu1': (1.07, -0.13)}
@@ -213,16 +186,16 @@ def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
 
 
 def _rows(tiles: Sequence[Panel]) -> list[list[Panel]]:
-    """As few rows as do, and as even as they can be."""
+    """Return the fewest rows, as even as possible."""
     widths = [east - west + _GAP for west, _, east, _ in (tile.extent() for tile in tiles)]
     rows: list[list[Panel]] = []
-    room = 0.0
+    free = 0.0
     for tile, width in zip(tiles, widths, strict=True):
-        if not rows or width > room:
+        if not rows or width > free:
             rows.append([])
-            room = WIDEST + _GAP
+            free = WIDEST + _GAP
         rows[-1].append(tile)
-        room -= width
+        free -= width
     most = -(-len(tiles) // max(1, len(rows)))
     even = [list(tiles[start : start + most]) for start in range(0, len(tiles), most or 1)]
     fits = all(sum(widths[i : i + most]) <= WIDEST + _GAP for i in range(0, len(tiles), most or 1))
@@ -230,12 +203,12 @@ def _rows(tiles: Sequence[Panel]) -> list[list[Panel]]:
 
 
 def box_width(name: str) -> float:
-    """Width of the box of a device of this name, in inches."""
+    """Return the width of a device's box in inches."""
     return _LETTER * len(name) + _PADDING
 
 
 def full_width(name: str, beside: str) -> float:
-    """The same with the text beside it."""
+    """Return the width of a box with the text beside it."""
     return box_width(name) + (_BESIDE + _SMALL_LETTER * len(beside) if beside else 0.0)
 
 

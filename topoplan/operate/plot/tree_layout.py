@@ -1,12 +1,11 @@
-"""Lay out the trees of a machine or a plan, and route the links that they do not contain.
+"""Lay out the trees of a machine or a plan, and route the links outside the trees.
 
-`column_layout` keeps a forest narrow: devices with nothing below them form a column, like the lines of a list, and
-the others stand beside their siblings, a layer further down. Everything is in inches; y falls from 0 downwards, and
-a place is the middle of a box. `forest_positions` gives every leaf a slot and places every parent in the middle of
-its children.
+`column_layout` keeps a forest narrow: leaves form a column, like the lines of a list, and the others stand beside their
+siblings, a layer further down. Everything is in inches; y falls from 0 downwards, and a place is the centre of a box.
+`forest_positions` gives every leaf a slot and places every parent in the middle of its children.
 
-`tree_routes` draws the links of a tree. `cross_routes` draws those that no tree holds: between CPUs, to a second
-switch, from NIC to NIC.
+`tree_routes` routes the links of a tree. `cross_routes` routes the others: between CPUs, to a second switch, from NIC
+to NIC.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import TypeVar
 from topoplan.operate.plot.panels import DrawnLink, Places, Point
 
 LAYER = 0.72
-"""From one layer to the next."""
+"""Distance of layers."""
 
 ROW = 0.33
-"""From one line of a column to the next."""
+"""Distance of lines in a column."""
 
 MOST_ROWS = 6
-"""Most lines of a column, unless devices that belong together are more."""
+"""Most lines of a column, unless a unit has more."""
 
 _INDENT = 0.2
 _GAP = 0.3
@@ -34,19 +33,12 @@ _BUS = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """What is to be placed.
+    """A forest to be laid out.
 
-    Parameters
-    ----------
-    roots : sequence of str
-        From left to right.
-    children : mapping of str to sequence of str
-    kinds : mapping of str to str
-        Siblings of one kind all stand in a layer if one of them has something below it.
-    box, full : mapping of str to float
-        Width of a device's box, and of the box with the text beside it.
-    units : mapping of str to tuple of str
-        For what must hang in one column with some of its siblings, all of these.
+    roots: from left to right.
+    kinds: siblings of one kind all stand in a layer if one of them has children.
+    box, full: width of a device's box, and of the box with the text beside it.
+    units: for devices that must share a column with some siblings, all of these.
     """
 
     roots: Sequence[str]
@@ -59,18 +51,11 @@ class Forest:
 
 @dataclass(slots=True)
 class ColumnLayout:
-    """Where everything is.
+    """Places of a forest.
 
-    Parameters
-    ----------
-    places : dict of str to (float, float)
-        Middle of each box.
-    trunks : dict of str to float
-        For what hangs in a column, the x of the line that it hangs on.
-    sides : dict of str to float
-        For the same, the x right of everything in its column.
-    right : float
-        Right edge of everything.
+    places: centre of each box.
+    trunks, sides: for devices in a column, the x of its line, and the x right of the whole column.
+    right: right edge of everything.
     """
 
     places: Places = field(default_factory=dict)
@@ -79,7 +64,7 @@ class ColumnLayout:
     right: float = 0.0
 
     def route(self, above: str, below: str) -> tuple[Point, ...]:
-        """Corners of the wire from a device to one below it."""
+        """Return the corners of the wire from a device to one below it."""
         (x, y), (u, v) = self.places[above], self.places[below]
         bus = y - _BUS
         trunk = self.trunks.get(below)
@@ -89,10 +74,8 @@ class ColumnLayout:
 
 
 def column_layout(forest: Forest) -> ColumnLayout:
-    """Place a forest.
+    """Return the places of a forest.
 
-    Examples
-    --------
     >>> kinds = {"a": "cpu", "b": "pcie", "c": "gpu", "d": "gpu"}
     >>> wide = dict.fromkeys(kinds, 0.5)
     >>> made = column_layout(Forest(["a"], {"a": ["b", "c"], "b": ["d"]}, kinds, wide, wide))
@@ -108,7 +91,7 @@ def column_layout(forest: Forest) -> ColumnLayout:
 
 
 def _place(layout: ColumnLayout, forest: Forest, node: str, corner: Point) -> float:
-    """Place a device and what is below it right of a corner; the right edge of all of it."""
+    """Place a device and its subtree right of a corner; return the right edge."""
     left, y = corner
     below = forest.children.get(node, ())
     standing = {forest.kinds[child] for child in below if forest.children.get(child)}
@@ -142,11 +125,11 @@ def _place_column(layout: ColumnLayout, forest: Forest, column: Sequence[str], t
     return side
 
 
-def _columns(hung: Sequence[str], units: Mapping[str, tuple[str, ...]]) -> list[list[str]]:
-    """Devices in columns of about equal length; what belongs together stays together."""
-    most = -(-len(hung) // max(1, -(-len(hung) // MOST_ROWS)))
+def _columns(leaves: Sequence[str], units: Mapping[str, tuple[str, ...]]) -> list[list[str]]:
+    """Return leaves in columns of about equal length, with units unbroken."""
+    most = -(-len(leaves) // max(1, -(-len(leaves) // MOST_ROWS)))
     columns: list[list[str]] = []
-    for unit in dict.fromkeys(units.get(name, (name,)) for name in hung):
+    for unit in dict.fromkeys(units.get(name, (name,)) for name in leaves):
         if not columns or len(columns[-1]) + len(unit) > most:
             columns.append([])
         columns[-1] += unit
@@ -163,9 +146,9 @@ _STEP = 0.12
 def tree_routes(
     layout: ColumnLayout, wires: Sequence[DrawnLink], children: Mapping[str, Sequence[str]]
 ) -> tuple[list[Route], list[DrawnLink]]:
-    """Routes of the wires that follow the tree, and the wires that do not.
+    """Return routes of the wires along the tree, and the other wires.
 
-    A second wire of the same way, such as chip to chip beside PCIe, runs along the first.
+    A second wire along the same edge, such as chip to chip beside PCIe, is drawn beside the first.
     """
     routes: list[Route] = []
     other = []
@@ -182,13 +165,11 @@ def tree_routes(
 
 
 def cross_routes(wires: Sequence[DrawnLink], places: Mapping[str, Point]) -> list[Route]:
-    """Routes of wires, straight where nothing stands between the ends, else above the row in which they stand.
+    """Return routes of wires, straight if no device stands between the ends, else above their row.
 
-    Where more than two devices in one row are all joined to each other by wires of one kind, as CPUs are, a single line
+    If more than two devices in one row are all joined to each other by wires of one kind, as CPUs are, a single line
     above the row with a branch to each stands for all of these wires.
 
-    Examples
-    --------
     >>> places = {f"cpu{i}": (2.0 * i, 0.0) for i in range(3)}
     >>> ends = [("cpu0", "cpu1"), ("cpu0", "cpu2"), ("cpu1", "cpu2")]
     >>> wires = [DrawnLink(pair, "sys", 1, 10.0, 10.0) for pair in ends]
@@ -223,13 +204,13 @@ def cross_routes(wires: Sequence[DrawnLink], places: Mapping[str, Point]) -> lis
 
 
 def _joined(wires: Sequence[DrawnLink]) -> list[list[DrawnLink]]:
-    """Wires in groups that have no device in common."""
+    """Return groups of wires without common devices."""
     groups: list[tuple[set[str], list[DrawnLink]]] = []
     for wire in wires:
-        apart = [group for group in groups if not group[0] & set(wire.ends)]
+        disjoint = [group for group in groups if not group[0] & set(wire.ends)]
         near = [group for group in groups if group[0] & set(wire.ends)]
         ends = {*wire.ends}.union(*(group[0] for group in near))
-        groups = [*apart, (ends, [*(old for group in near for old in group[1]), wire])]
+        groups = [*disjoint, (ends, [*(old for group in near for old in group[1]), wire])]
     return [members for _, members in groups]
 
 
@@ -245,7 +226,7 @@ def _each_with_each(group: Sequence[DrawnLink], names: Sequence[str], places: Ma
 
 
 def _between(first: Point, last: Point, places: Mapping[str, Point]) -> bool:
-    """True where another device stands in the same row between two."""
+    """Return whether another device stands in the same row between two."""
     low, high = sorted((first[0], last[0]))
     return first[1] == last[1] and any(y == first[1] and low < x < high for x, y in places.values())
 
@@ -256,16 +237,14 @@ Node = TypeVar("Node", bound=Hashable)
 def forest_positions(
     roots: Sequence[Node], children: Mapping[Node, Sequence[Node]]
 ) -> dict[Node, tuple[float, int]]:
-    """Place of every node as (slot, depth): leaves stand at 0, 1, 2, … from left to right, roots at depth 0.
+    """Return the place of every node as (slot, depth): leaves at 0, 1, 2, … from left to right, roots at depth 0.
 
-    Examples
-    --------
     >>> forest_positions(["a"], {"a": ["b", "c"], "c": ["d", "e"]})
     {'b': (0.0, 1), 'd': (1.0, 2), 'e': (2.0, 2), 'c': (1.5, 1), 'a': (0.75, 0)}
     """
     places: dict[Node, tuple[float, int]] = {}
     leaves = 0
-    # Paths may be longer than calls can be nested: a node waits below its children, and is placed after them.
+    # paths may exceed the recursion limit: a node stays on the stack below its children
     waiting = [(root, 0, False) for root in reversed(roots)]
     while waiting:
         node, depth, ready = waiting.pop()
@@ -286,15 +265,8 @@ def forest_positions(
 def grow_forest(
     nodes: Sequence[Node], neighbours: Mapping[Node, Sequence[Node]], *, rank: Mapping[Node, int]
 ) -> tuple[list[Node], dict[Node, list[Node]]]:
-    """Span a graph with a forest, breadth first from the nodes of lowest rank of each component.
+    """Return (roots, children) of a spanning forest, breadth first from the nodes of lowest rank of each component.
 
-    Returns
-    -------
-    (roots, children)
-        Children in the order of their neighbours' lists.
-
-    Examples
-    --------
     >>> near = {"cpu": ["sw"], "sw": ["cpu", "gpu"], "gpu": ["sw"]}
     >>> grow_forest(["gpu", "sw", "cpu"], near, rank={"cpu": 0, "sw": 1, "gpu": 2})
     (['cpu'], {'cpu': ['sw'], 'sw': ['gpu']})
@@ -320,10 +292,8 @@ def grow_forest(
 
 
 def connected(nodes: Sequence[Node], pairs: Iterable[tuple[Node, Node]]) -> list[set[Node]]:
-    """Components of a graph, in the order of their first nodes.
+    """Return the components of a graph, in the order of their first nodes.
 
-    Examples
-    --------
     >>> [sorted(group) for group in connected("abcd", [("a", "c"), ("d", "c")])]
     [['a', 'c', 'd'], ['b']]
     """

@@ -1,11 +1,11 @@
-"""Draw the trees of a plan as small multiples, and as pictures that step through them chunk after chunk.
+"""Draw the trees of a plan as small multiples, and as pictures that step through them chunk by chunk.
 
-A figure has one panel for each tree, root on top, one row for each depth. Trees that differ only in the names of
-their ranks are drawn once, with their number and their roots (`topoplan.plans.structure`).
+A figure has one panel for each tree, root on top, one row for each depth. Trees that differ only in the names of their
+ranks are drawn once, with their number and their roots (`topoplan.plans.structure`).
 
-Steps are those of the dataflow (`topoplan.model.dataflow`) in which every link takes one step for a chunk: a hop
-runs one step after the last of its dependencies, and chunk c runs c - 1 steps after the first. Trees share the links
-of the machine, so steps show dependencies and not seconds.
+Steps are those of the dataflow (`topoplan.model.dataflow`) in which every link takes one step for a chunk: a hop runs
+one step after the last of its dependencies, and chunk c runs c - 1 steps after the first. Trees share the links of the
+machine, so steps show dependencies, not seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_TREES = 24
-"""Panels drawn when the caller does not say; the headline says how many trees are left out."""
+"""Default number of panels; the headline states the number of omitted trees."""
 
 DRAWN_APART = 3
-"""Trees of one shape up to which each has a panel of its own: which ranks they join is then easy to compare."""
+"""Most trees of one shape with a panel each, so that their ranks are easy to compare."""
 
 _SLOT = 0.34
 _LAYER = 0.55
@@ -51,40 +50,30 @@ _KEY = 0.3
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """One panel: a tree, those that it stands for, and what is written above it."""
+    """One panel: a tree, its equivalence class, and its title."""
 
-    alike: ShapeClass
+    shape: ShapeClass
     stage: Stage
     title: str
 
 
 def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
-    """The trees of a plan, layered by depth, with their share of the buffer and their weight in GB/s.
+    """Draw the trees of a plan, layered by depth, with their share of the buffer and their weight in GB/s.
 
     A shard that reduces and then broadcasts over the same edges has one panel, any other one for each stage. Of more
-    than `DRAWN_APART` trees that differ in nothing but names the first is drawn. Numbers are ranks, the root is white;
-    the colour and style of an edge tell its channel.
+    than `DRAWN_APART` trees of one shape the first is drawn. Numbers are ranks, the root is white; the colour and style
+    of an edge show its channel.
 
-    Parameters
-    ----------
-    plan : Plan
-    most : int
-        Largest number of panels; a shard is shown whole or not at all.
+    most: largest number of panels; all panels of a shard are shown, or none.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Examples
-    --------
     >>> import topoplan
     >>> figure = draw_trees(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     >>> [axes.get_title(loc="left") for axes in figure.axes]
     ['16 trees of this shape: 1/16 and 5 GB/s each\\nreduce, broadcast; roots 0-15']
     """
     trees = _trees(plan)
-    whole = [tree.alike.number for number, tree in enumerate(trees) if number >= most]
-    shown = [tree for tree in trees[:most] if not whole or tree.alike.number < whole[0]]
+    whole = [tree.shape.number for number, tree in enumerate(trees) if number >= most]
+    shown = [tree for tree in trees[:most] if not whole or tree.shape.number < whole[0]]
     leaves = max((_width(tree.stage) for tree in shown), default=1.0)
     height = max((tree.stage.height for tree in shown), default=0)
     cell = max(_NARROWEST, leaves * _SLOT + 2 * _MARGIN)
@@ -98,12 +87,15 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
         for tree in shown
     ]
     title = _TITLE_ROW * (max(map(len, titles), default=0) + 1)
-    # Edges to many leaves would run nearly level.
+    # keeps edges to many leaves from running nearly level
     layer = max(_LAYER, leaves * _SLOT / 8)
     row = height * layer + 2 * _MARGIN + title
-    told = {tree.alike.number: tree.alike.count for tree in shown}
-    room = total_width - _MARGIN
-    headline = [line for part in _headline(plan, sum(told.values())) for line in fitted(part, _HEAD, room)]
+    counts = {tree.shape.number: tree.shape.count for tree in shown}
+    headline = [
+        line
+        for part in _headline(plan, sum(counts.values()))
+        for line in fitted(part, _HEAD, total_width - _MARGIN)
+    ]
     head = _HEAD_ROW * len(headline) + _MARGIN / 2
     crossed = {edge.channel for tree in shown for edge in tree.stage.edges}
     key = _KEY if len(crossed) > 1 else 0.0
@@ -120,12 +112,7 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES) -> Figure:
     for number, tree in enumerate(shown):
         left, top = number % columns * cell, total_height - head - number // columns * row
         axes = figure.add_axes(
-            (
-                left / total_width,
-                (top - row) / total_height,
-                cell / total_width,
-                (row - title) / total_height,
-            )
+            (left / total_width, (top - row) / total_height, cell / total_width, (row - title) / total_height)
         )
         axes.set_xlim(0, cell)
         axes.set_ylim(title - row, 0)
@@ -165,20 +152,18 @@ def _draw_key(figure: Figure, channels: Sequence[str]) -> None:
 
 def _trees(plan: Plan) -> list[_Tree]:
     found = []
-    for alike in tree_shapes(plan, apart=DRAWN_APART):
-        share, rate = _share(alike.shard.share), f"{float(alike.shard.share) * plan.rate:.4g} GB/s"
-        for stage, operations in alike.trees:
-            first, second = f"tree {alike.number}: {share}, {rate}", ", ".join(operations)
-            if alike.count > 1:
-                first = f"{alike.count} trees of this shape: {share} and {rate} each"
-                roots = number_ranges(sorted(alike.roots))
-                second += f"; {'root' if len(alike.roots) == 1 else 'roots'} {roots}"
-            found.append(_Tree(alike, stage, f"{first}\n{second}"))
+    for shape in tree_shapes(plan, apart=DRAWN_APART):
+        part = shape.shard.share
+        share = str(part) if part.denominator < 1000 else f"{float(part):.2%}"
+        rate = f"{float(part) * plan.rate:.4g} GB/s"
+        for stage, operations in shape.trees:
+            first, second = f"tree {shape.number}: {share}, {rate}", ", ".join(operations)
+            if shape.count > 1:
+                first = f"{shape.count} trees of this shape: {share} and {rate} each"
+                roots = number_ranges(sorted(shape.roots))
+                second += f"; {'root' if len(shape.roots) == 1 else 'roots'} {roots}"
+            found.append(_Tree(shape, stage, f"{first}\n{second}"))
     return found
-
-
-def _share(share: Fraction) -> str:
-    return str(share) if share.denominator < 1000 else f"{float(share):.2%}"
 
 
 def _headline(plan: Plan, shown: int) -> list[str]:
@@ -198,7 +183,7 @@ def _headline(plan: Plan, shown: int) -> list[str]:
 
 
 def _named(names: Sequence[str]) -> list[str]:
-    """Ranks with their devices, three and more that are numbered alike together."""
+    """Return ranks with their devices, runs of three and more consecutive numbers merged."""
     runs: list[tuple[int, int, str, int]] = []
     for rank, name in enumerate(names):
         stem = name.rstrip("0123456789")
@@ -218,11 +203,9 @@ def _named(names: Sequence[str]) -> list[str]:
 
 
 def tree_children(stage: Stage) -> dict[int, list[int]]:
-    """The children of every rank as they are drawn from left to right: those with trees of their own outside, leaves in
-    the middle below their parent.
+    """Return the children of every rank from left to right: inner ones outside, leaves in the middle below their
+    parent.
 
-    Examples
-    --------
     >>> from topoplan.plans.shards import Edge
     >>> edges = (*(Edge(0, rank, ("a", "b"), "nvlink") for rank in (1, 2, 3, 4)), Edge(3, 5, ("a", "b"), "nvlink"))
     >>> tree_children(Stage("reduce", 0, edges))
@@ -277,10 +260,10 @@ def _draw_tree(axes: Axes, stage: Stage, cell: float, layer: float) -> None:
 
 
 CHUNKS = 4
-"""Chunks that a picture sends through its tree: enough to see that they follow one another."""
+"""Chunks that a picture sends through its tree: enough to show the pipeline."""
 
 MOST_RANKS = 128
-"""Ranks up to which trees are drawn."""
+"""Most ranks of drawn trees."""
 
 _STEP_SLOT, _STEP_LAYER, _PAD = 34.0, 96.0, 26.0
 _NODE = 12.0
@@ -289,52 +272,43 @@ _STEP_NARROWEST = 340.0
 
 @dataclass(frozen=True, slots=True)
 class TreeSteps:
-    """The trees of one shape and when their edges run.
+    """The trees of one shape and the steps of their edges.
 
-    Parameters
-    ----------
-    alike : Alike
-    hops : tuple of Hop
-        Those of the first shard.
-    steps : tuple of int
-        When the first chunk runs over each hop, from 0.
+    hops: hops of the first shard.
+    steps: step of the first chunk on each hop, from 0.
     """
 
-    alike: ShapeClass
+    shape: ShapeClass
     hops: tuple[Hop, ...]
     steps: tuple[int, ...]
 
     @property
     def depth(self) -> int:
-        """Steps that one chunk takes from the first hop to the last."""
+        """Steps of one chunk from the first hop to the last."""
         return max(self.steps) + 1
 
     def results(self) -> dict[int, int]:
-        """The step with which a rank has the result of the first chunk, for ranks that get one.
+        """Return the step after which each receiving rank has the result of the first chunk.
 
-        Examples
-        --------
         >>> import topoplan
         >>> star, = steps_of(topoplan.plan("dgx-2"))
-        >>> star.depth, star.results()[star.alike.roots[0]], star.results()[15]
+        >>> star.depth, star.results()[star.shape.roots[0]], star.results()[15]
         (2, 0, 1)
         """
-        last = self.alike.shard.stages[-1]
+        last = self.shape.shard.stages[-1]
         arrived: dict[int, int] = {}
         for hop, step in zip(self.hops, self.steps, strict=True):
             arrived[hop.dst] = max(step, arrived.get(hop.dst, 0))
         if last.op == "reduce":
             return {last.root: arrived[last.root]}
         down = {edge.child for edge in last.edges} | {last.root}
-        # The root of a broadcast has everything before the first step.
+        # the root of a broadcast has the data before the first step
         return {rank: arrived.get(rank, -1) for rank in sorted(down)}
 
 
 def steps_of(plan: Plan) -> tuple[TreeSteps, ...]:
-    """What the trees of a plan do, one of each shape (up to `DRAWN_APART` trees of a shape each).
+    """Return the steps of a plan's trees, one of each shape (up to `DRAWN_APART` trees of a shape each).
 
-    Examples
-    --------
     Up the stars of a DGX-2 in one step and down in another; up and down the packed trees of a DGX-1V in two each.
 
     >>> import topoplan
@@ -350,30 +324,29 @@ def steps_of(plan: Plan) -> tuple[TreeSteps, ...]:
         steps.append(1 + max((steps[before] for before in hop.waits), default=-1))
     place = {id(shard): number for number, (shard, _) in enumerate(plan.shard_counts)}
     found = []
-    for alike in shapes:
-        own = [number for number, hop in enumerate(hops) if hop.shard == place[id(alike.shard)]]
+    for shape in shapes:
+        own = [number for number, hop in enumerate(hops) if hop.shard == place[id(shape.shard)]]
         found.append(
-            TreeSteps(alike, tuple(hops[number] for number in own), tuple(steps[number] for number in own))
+            TreeSteps(shape, tuple(hops[number] for number in own), tuple(steps[number] for number in own))
         )
     return tuple(found)
 
 
 def draw_steps(plan: Plan) -> Markup:
-    """A picture for each shape of trees, with buttons, and its steps as text."""
+    """Return a picture for each shape of trees, with buttons, and its steps as text."""
     if len(plan.vertices) > MOST_RANKS:
         return element(
-            "p",
-            f"Trees of {len(plan.vertices)} ranks are too wide to be drawn; more than {MOST_RANKS} are not.",
+            "p", f"Trees of {len(plan.vertices)} ranks are too wide; at most {MOST_RANKS} ranks are drawn."
         )
     every = steps_of(plan)
     pictures = [_picture(plan, one, number) for number, one in enumerate(every[:MAX_TREES], 1)]
-    left = sum(one.alike.count for one in every[MAX_TREES:])
+    left = sum(one.shape.count for one in every[MAX_TREES:])
     more = [element("p", f"{left} more of {plan.trees} trees are not drawn.", class_="small")] if left else []
     return joined((_key(plan), element("div", *pictures, class_="trees"), *more))
 
 
 def _key(plan: Plan) -> Markup:
-    """What the colours say."""
+    """Return the legend of colours and signs."""
     crossed = {
         edge.channel for shard, _ in plan.shard_counts for stage in shard.stages for edge in stage.edges
     }
@@ -402,19 +375,19 @@ def _key(plan: Plan) -> Markup:
 
 
 def _picture(plan: Plan, one: TreeSteps, number: int) -> Markup:
-    alike = one.alike
-    share = str(alike.shard.share)
-    rate = f"{float(alike.shard.share) * plan.rate:.4g} GB/s" if math.isfinite(plan.rate) else ""
-    title = f"Tree {alike.number}: {share} of the buffer, {rate}, root {alike.roots[0]}"
-    if alike.count > 1:
-        roots = number_ranges(sorted(alike.roots))
+    shape = one.shape
+    share = str(shape.shard.share)
+    rate = f"{float(shape.shard.share) * plan.rate:.4g} GB/s" if math.isfinite(plan.rate) else ""
+    title = f"Tree {shape.number}: {share} of the buffer, {rate}, root {shape.roots[0]}"
+    if shape.count > 1:
+        roots = number_ranges(sorted(shape.roots))
         title = (
-            f"{alike.count} trees of this shape: {share} of the buffer and {rate} each, "
-            f"{'root' if len(alike.roots) == 1 else 'roots'} {roots}; drawn is that of root {alike.roots[0]}"
+            f"{shape.count} trees of this shape: {share} of the buffer and {rate} each, "
+            f"{'root' if len(shape.roots) == 1 else 'roots'} {roots}; drawn is that of root {shape.roots[0]}"
         )
     drawings = []
     position, widest = 0, _STEP_NARROWEST
-    for stage, operations in alike.trees:
+    for stage, operations in shape.trees:
         drawings.append(_drawing(one, stage, operations, range(position, position + len(operations))))
         position += len(operations)
         slots = forest_positions([stage.root], tree_children(stage)).values()
@@ -444,14 +417,11 @@ def _picture(plan: Plan, one: TreeSteps, number: int) -> Markup:
     )
 
 
-def _stage_numbers(one: TreeSteps) -> list[int]:
-    """Numbers of the stages that have edges, in order: those of `ShapeClass.trees`, one after another."""
-    return [number for number, stage in enumerate(one.alike.shard.stages) if stage.edges]
-
-
 def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions: range) -> Markup:
-    """One tree; every edge says in which step each of its operations runs over it."""
-    numbers = [_stage_numbers(one)[position] for position in positions]
+    """Return one tree; every edge carries the step of each of its operations."""
+    # indices of stages with edges, in the order of `ShapeClass.trees`
+    active = [number for number, each in enumerate(one.shape.shard.stages) if each.edges]
+    numbers = [active[position] for position in positions]
     runs: dict[tuple[int, int], list[tuple[bool, int]]] = {}
     for hop, step in zip(one.hops, one.steps, strict=True):
         if hop.stage in numbers:
@@ -460,7 +430,6 @@ def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions:
             runs.setdefault(ends, []).append((upwards, step))
     slots = forest_positions([stage.root], tree_children(stage))
     widest = max(slot for slot, _ in slots.values())
-    # Edges to many leaves would run nearly level.
     layer = max(_STEP_LAYER, widest * _STEP_SLOT / 8)
     places = {rank: (_PAD + slot * _STEP_SLOT, _PAD + depth * layer) for rank, (slot, depth) in slots.items()}
     edges, signs = [], []
@@ -483,12 +452,12 @@ def _drawing(one: TreeSteps, stage: Stage, operations: Sequence[str], positions:
     width = 2 * _PAD + widest * _STEP_SLOT
     height = 2 * _PAD + max(depth for _, depth in slots.values()) * layer
     label = f"{', '.join(operations)} over the tree with root {stage.root}"
-    told = element("p", ", then ".join(operations), class_="small")
-    return element("div", told, svg(width, height, label, *edges, *nodes, *signs), class_="scroll")
+    caption = element("p", ", then ".join(operations), class_="small")
+    return element("div", caption, svg(width, height, label, *edges, *nodes, *signs), class_="scroll")
 
 
 def _sign(parent: Point, child: Point, *, upwards: bool, step: int) -> Markup:
-    """The mark of a chunk on an edge, nearer to where it comes from; hidden until its step."""
+    """Return the mark of a chunk on an edge, nearer to its source; hidden until its step."""
     part = 0.78 if upwards else 0.52
     x, y = (start + (end - start) * part for start, end in zip(parent, child, strict=True))
     return element(
@@ -501,10 +470,8 @@ def _sign(parent: Point, child: Point, *, upwards: bool, step: int) -> Markup:
 
 
 def lines_of(one: TreeSteps) -> list[str]:
-    """Who sends to whom in each step, for the first chunk.
+    """Return senders and receivers of each step, for the first chunk.
 
-    Examples
-    --------
     >>> import topoplan
     >>> lines_of(steps_of(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))[0])
     ['3 > 1, 0 > 2 (added)', '2 > 1 (added)', '1 > 2,3 (copied)', '2 > 0 (copied)']
@@ -512,8 +479,8 @@ def lines_of(one: TreeSteps) -> list[str]:
     found = []
     for step in range(one.depth):
         now = [hop for hop, when in zip(one.hops, one.steps, strict=True) if when == step]
-        up = [hop for hop in now if one.alike.shard.stages[hop.stage].op == "reduce"]
-        down = [hop for hop in now if one.alike.shard.stages[hop.stage].op != "reduce"]
+        up = [hop for hop in now if one.shape.shard.stages[hop.stage].op == "reduce"]
+        down = [hop for hop in now if one.shape.shard.stages[hop.stage].op != "reduce"]
         parts = []
         if up:
             by_target = groupby(sorted(up, key=lambda hop: (hop.dst, hop.src)), key=lambda hop: hop.dst)

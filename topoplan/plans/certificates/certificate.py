@@ -1,4 +1,4 @@
-"""Certificates: what a third party needs to recompute the bound of a plan, and the kinds for plans on one fabric.
+"""Certificates: the data from which a third party recomputes a plan's bound, and the kinds for plans on one fabric.
 
 All kinds give every directed link e a length y(e) >= 0. Whatever the trees, one byte of the buffer uses at least L
 of length, so rate <= sum of c(e) y(e) / L. A certificate is recomputed in exact arithmetic, without the solver.
@@ -6,16 +6,15 @@ of length, so rate <= sum of c(e) y(e) / L. A certificate is recomputed in exact
 - `Cut`: y = 1 on the links across a device set S. Broadcast: L = 1 (Edmonds 1973). Allgather: L = |S ∩ ranks| / N
   (ForestColl, 2024). Reduce and reduce-scatter: the same on reversed links. Allreduce: L = 1 in either direction.
   All-to-all: L = |S ∩ ranks| |ranks - S| / N, as every rank of S has a block for each rank outside.
-- `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), once up and once
-  down (Tutte 1961, Nash-Williams 1961). For allreduce.
+- `Partition`: y = 1 between the parts of a partition into k parts that hold a rank; L = 2 (k - 1), (k - 1) for each
+  direction (Tutte 1961, Nash-Williams 1961). For allreduce.
 - `Lengths`: any y. L is the length of the cheapest forest of the collective, where an edge between two ranks is as
   long as the shortest path (`topoplan.plans.certificates.forest_length`).
 - `Channels`: one certificate for each channel of a plan that splits the buffer between channels.
 
-For example, three GPUs in a triangle of links of 25 GB/s each way. A cut {gpu0} is left by two of them: no
-broadcast from gpu0, nor an allreduce, is faster than 50 GB/s. The partition {gpu0} {gpu1} {gpu2} has all six
-directions between its parts, 150 GB/s, and 2 (3 - 1) = 4 crossings for every byte: an allreduce runs at 37.5 GB/s
-at most.
+For example, three GPUs in a triangle of links of 25 GB/s each way. Two links leave the cut {gpu0}: neither a broadcast
+from gpu0 nor an allreduce is faster than 50 GB/s. The partition {gpu0} {gpu1} {gpu2} has all six directions between its
+parts, 150 GB/s, and 2 (3 - 1) = 4 crossings for every byte: an allreduce runs at most at 37.5 GB/s.
 """
 
 from __future__ import annotations
@@ -43,13 +42,7 @@ from topoplan.units import name_ranges
 
 
 class Certificate(ABC):
-    """A proof that no plan is faster.
-
-    Attributes
-    ----------
-    kind : str
-        What files call it.
-    """
+    """A proof that no plan is faster; ``kind`` is its name in files."""
 
     __slots__ = ()
     kind: ClassVar[str]
@@ -66,11 +59,6 @@ class Certificate(ABC):
         root : int or None
             Root rank of a broadcast or reduce.
 
-        Returns
-        -------
-        Fraction
-            No plan for this collective on this fabric has a higher rate.
-
         Raises
         ------
         PlanError
@@ -79,30 +67,30 @@ class Certificate(ABC):
 
     @abstractmethod
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
-        """The certificate read aloud: a capacity in GB/s and how often a byte uses it; their quotient is the bound."""
+        """Return the certificate in words: a capacity in GB/s over how often a byte uses it is the bound."""
 
     @abstractmethod
     def to_object(self) -> dict[str, object]:
-        """The JSON object of a plan file, with its kind."""
+        """Return the JSON object of a plan file, with its kind."""
 
     @classmethod
     @abstractmethod
     def from_object(cls, value: dict[str, object]) -> Self:
-        """Read such an object; PlanError where a key is missing or of a wrong type."""
+        """Read such an object; PlanError if a key is missing or of a wrong type."""
 
 
 class OneFabric(Certificate):
-    """What bounds a plan whose links are one fabric."""
+    """The bound of a plan whose links are one fabric."""
 
     __slots__ = ()
 
     @abstractmethod
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
-        """The length that the certificate gives every link of the fabric."""
+        """Return the length that the certificate gives each link of the fabric."""
 
     @abstractmethod
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The certificate of a machine whose devices have other names: each the one that ``names`` has for it."""
+        """Return the certificate of a machine with other device names, by ``names``."""
 
 
 Kind = TypeVar("Kind", bound=type[Certificate])
@@ -110,19 +98,13 @@ _KINDS: dict[str, type[Certificate]] = {}
 
 
 def register_certificate(kind: Kind) -> Kind:
-    """Make a kind of certificate known to `certificate_from_object`."""
+    """Register a kind of certificate for `certificate_from_object`."""
     _KINDS[kind.kind] = kind
     return kind
 
 
 def certificate_from_object(item: object) -> Certificate:
-    """Read the certificate of a plan file.
-
-    Raises
-    ------
-    PlanError
-        Its kind is unknown, or a key is missing or of a wrong type.
-    """
+    """Read the certificate of a plan file; PlanError if its kind is unknown, or a key is missing or of a wrong type."""
     value = read_object(item, "certificate")
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -134,7 +116,7 @@ def certificate_from_object(item: object) -> Certificate:
 
 
 def read_one_fabric(value: dict[str, object], of: str) -> OneFabric:
-    """The certificate inside the object of one that is made of others; errors as `certificate_from_object`."""
+    """Return the inner certificate of an object that contains one; errors as `certificate_from_object`."""
     inner = read_object(value.get("certificate"), f"certificate: certificate of {of}")
     kind = _KINDS.get(str(inner.get("kind")))
     if kind is None or not issubclass(kind, OneFabric):
@@ -150,7 +132,7 @@ class Channels(Certificate):
     """A certificate for each channel, as (channel, certificate), of a plan that splits the buffer between them.
 
     A shard keeps to one channel (`topoplan.plans.verify`), so each carries at most its own bound, and all together at
-    most the sum of these.
+    most the sum of the bounds.
     """
 
     kind: ClassVar[str] = "channels"
@@ -160,7 +142,7 @@ class Channels(Certificate):
         bounded = tuple(channel for channel, _ in self.parts)
         if len(set(bounded)) < len(bounded) or set(bounded) != set(fabric.channels):
             raise PlanError(
-                f"the certificate bounds {', '.join(bounded) or 'no channel'}, but the plan speaks of "
+                f"the certificate bounds {', '.join(bounded) or 'no channel'}, but the plan has channels "
                 f"{', '.join(fabric.channels)}: each channel needs one part"
             )
         return sum((part.bound(one, collective, root) for one, part in self._alone(fabric)), Fraction(0))
@@ -174,7 +156,7 @@ class Channels(Certificate):
         return f"{' and '.join(sums)}, since every shard keeps to one of them"
 
     def _alone(self, fabric: Fabric) -> Iterator[tuple[Fabric, OneFabric]]:
-        """The fabric of each channel, and its certificate."""
+        """Yield the fabric of each channel, and its certificate."""
         for channel, part in self.parts:
             yield Fabric(fabric.topology, (channel,)), part
 
@@ -196,39 +178,25 @@ class Channels(Certificate):
 
 
 class Certified(Protocol):
-    """A plan, or a bound alone: something that carries a certificate, and what it speaks of."""
+    """A plan, or a bound alone: a certificate and its context."""
 
     @property
-    def topology(self) -> Topology:
-        """The machine."""
-
+    def topology(self) -> Topology: ...
     @property
-    def channels(self) -> tuple[str, ...]:
-        """Channels that the bound speaks of."""
-
+    def channels(self) -> tuple[str, ...]: ...
     @property
-    def collective(self) -> str:
-        """The collective."""
-
+    def collective(self) -> str: ...
     @property
-    def root(self) -> int | None:
-        """Root rank of a broadcast or reduce."""
-
+    def root(self) -> int | None: ...
     @property
-    def certificate(self) -> Certificate:
-        """The proof."""
+    def certificate(self) -> Certificate: ...
 
 
 def explain_certificate(plan: Certified) -> str:
-    """One sentence that names the bottleneck which the certificate of a plan, or of a bound alone, proves.
+    """Return one sentence on the bottleneck that the certificate of a plan, or of a bound alone, proves.
 
-    Raises
-    ------
-    PlanError
-        The certificate proves nothing (see `Certificate.bound`).
+    PlanError if the certificate proves nothing (see `Certificate.bound`).
 
-    Examples
-    --------
     >>> import topoplan
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "broadcast"))
     'only 150 GB/s leave {gpu0}, and every byte must'
@@ -239,7 +207,7 @@ def explain_certificate(plan: Certified) -> str:
 
 
 def node_set(names: Iterable[str], fabric: Fabric) -> set[int]:
-    """Nodes of named devices, those left out that have no link of the fabric; PlanError for an unknown device."""
+    """Return the nodes of named devices that have a link of the fabric; PlanError for an unknown device."""
     position = {name: i for i, name in enumerate(fabric.nodes)}
     known = {device.name for device in fabric.topology.devices}
     for name in names:
@@ -249,12 +217,12 @@ def node_set(names: Iterable[str], fabric: Fabric) -> set[int]:
 
 
 def leaving(side: set[int], fabric: Fabric) -> list[Fraction]:
-    """Length 1 for every link that leaves a set of nodes, and 0 for the others."""
+    """Return length 1 for every link that leaves a set of nodes, and 0 for the others."""
     return [Fraction(src in side and dst not in side) for src, dst in fabric.ends]
 
 
 def capacity_of(lengths: Sequence[Fraction], fabric: Fabric) -> Fraction:
-    """Sum of c(e) y(e) over the links, in GB/s."""
+    """Return the sum of c(e) y(e) over the links, in GB/s."""
     return sum((c * y for c, y in zip(fabric.capacity, lengths, strict=True) if y), Fraction(0))
 
 
@@ -262,22 +230,20 @@ _LISTED = 8
 
 
 def format_number(value: Fraction) -> str:
-    """A number to six digits."""
+    """Return a number with six digits."""
     return f"{float(value):.6g}"
 
 
 def format_names(names: Iterable[str]) -> str:
-    """The first names of a list, numbers as ranges, and how many more there are."""
+    """Return the first names of a list, numbers as ranges, and the number of omitted ones."""
     ranges = name_ranges(names)
     more = f" and {len(ranges) - _LISTED} more" if len(ranges) > _LISTED else ""
     return " ".join(ranges[:_LISTED]) + more
 
 
 def format_set(names: Sequence[str]) -> str:
-    """A set in braces, numbers as ranges; of many ranges the first, and how many more there are.
+    """Return a set in braces, numbers as ranges; the first ranges of many, and the number of omitted ones.
 
-    Examples
-    --------
     >>> format_set(["gpu0", "gpu1", "gpu2", "gpu6"]), format_set(["s0.gpu0", "s1.gpu0"])
     ('{gpu0-2,6}', '{s0,1.gpu0}')
     """
@@ -338,14 +304,12 @@ class Cut(OneFabric):
         return crossing
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
-        """1 for the links that leave the side for broadcast and allgather, that enter it for reduce, reduce-scatter.
-
-        For allreduce, where every byte crosses in both directions, the weaker of them.
-        """
+        # 1 for the links that leave the side for broadcast and allgather, that enter it for reduce and
+        # reduce-scatter. For allreduce, in which every byte crosses in both directions, those of the weaker one.
         return self._crossing(fabric, collective)[1]
 
     def _crossing(self, fabric: Fabric, collective: str) -> tuple[bool, list[Fraction]]:
-        """Whether the links that count lead outwards, and their lengths."""
+        """Return whether the counted links lead outwards, and their lengths."""
         side = node_set(self.side, fabric)
         leaves, enters = leaving(side, fabric), leaving(set(range(len(fabric.nodes))) - side, fabric)
         outwards = collective in ("broadcast", "allgather", "alltoall")
@@ -366,7 +330,7 @@ class Cut(OneFabric):
         return f"{self.crossing_words(fabric, collective)}, and {part} must"
 
     def crossing_words(self, fabric: Fabric, collective: str) -> str:
-        """What crosses the cut at most."""
+        """Return in words the capacity that crosses the cut."""
         side = set(self.side)
         outwards, lengths = self._crossing(fabric, collective)
         inside = tuple(name for name in fabric.nodes if name in side)
@@ -388,7 +352,7 @@ class Cut(OneFabric):
 class Partition(OneFabric):
     """Parts of devices such that the links between the parts are the bottleneck of an allreduce.
 
-    A device that stands in no part is a part of its own.
+    A device in no part is a part of its own.
     """
 
     kind: ClassVar[str] = "partition"
@@ -404,12 +368,11 @@ class Partition(OneFabric):
         return crossing / (2 * (len(with_rank) - 1))
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
-        """1 for the links between parts."""
         part = self._part_of(fabric)
         return [Fraction(part[src] != part[dst]) for src, dst in fabric.ends]
 
     def _part_of(self, fabric: Fabric) -> list[int]:
-        """The number of the part of every node."""
+        """Return the number of the part of every node."""
         part_of: dict[int, int] = {}
         for number, part in enumerate(self.parts):
             for node in sorted(node_set(part, fabric)):
@@ -447,7 +410,7 @@ class Partition(OneFabric):
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class Lengths(OneFabric):
-    """Dual lengths of the links that have one above zero, as (src, dst, length)."""
+    """Nonzero dual lengths of links, as (src, dst, length)."""
 
     kind: ClassVar[str] = "lengths"
     lengths: tuple[tuple[str, str, Fraction], ...]
@@ -460,22 +423,22 @@ class Lengths(OneFabric):
         return self.volume(fabric) / cheapest
 
     def check(self, fabric: Fabric) -> None:
-        """Raise `PlanError` where a length is below zero, or of no link."""
+        """Raise PlanError if a length is below zero, or of an unknown link."""
         for src, dst, value in self.lengths:
             if (src, dst) not in fabric.link_index:
-                raise PlanError(f"the certificate gives a length to {src}->{dst}, which is no usable link")
+                raise PlanError(f"the certificate gives a length to {src}->{dst}, which is not a usable link")
             if value < 0:
                 raise PlanError(
                     f"the certificate gives {src}->{dst} a length below zero; lengths are zero or more"
                 )
 
     def volume(self, fabric: Fabric) -> Fraction:
-        """What the links carry a second, each by its length."""
+        """Return the sum of c(e) y(e) over the links, in GB/s."""
         length = self.link_lengths(fabric, "")
         return sum((c * y for c, y in zip(fabric.capacity, length, strict=True) if y), Fraction(0))
 
     def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-        """Length of the cheapest forest of one byte; links that the fabric lacks do not count."""
+        """Return the length of the cheapest forest of one byte; links that the fabric lacks do not count."""
         if fabric.helpers and collective != "alltoall":
             raise PlanError(
                 f"trees may pass helper {fabric.helpers[0]}, which these lengths do not count: they prove nothing "
@@ -488,7 +451,6 @@ class Lengths(OneFabric):
         return forest_length(fabric, whole, collective, root) / scale
 
     def link_lengths(self, fabric: Fabric, collective: str) -> list[Fraction]:
-        """The listed lengths, and 0 for the other links."""
         listed = {(src, dst): value for src, dst, value in self.lengths}
         return [listed.get((link.src, link.dst), Fraction(0)) for link in fabric.links]
 
@@ -496,7 +458,7 @@ class Lengths(OneFabric):
         return type(self)(tuple((names[src], names[dst], length) for src, dst, length in self.lengths))
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
-        """With equal lengths a count of crossings; otherwise the lengths are weights, the greatest one being 1."""
+        # With equal lengths a count of crossings; otherwise the lengths are weights, the greatest one being 1.
         bound = self.bound(fabric, collective, root)
         stated = {(src, dst): value for src, dst, value in self.lengths}
         longest = max(stated.values())
@@ -528,11 +490,11 @@ class Lengths(OneFabric):
 
 
 def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> None:
-    """A switch that copies or adds may be an inner vertex of a tree, which must not make trees shorter.
+    """Raise PlanError if a switch that copies or adds, as an inner vertex of a tree, could make trees shorter.
 
-    It does not where a rank at distance zero both ways could do the same, and where what its copies share, the way
-    from any rank to it, has no length (for one that adds: the way from it to any rank). To copy serves no reduce and
-    no reduce-scatter, to add no broadcast and no allgather; neither serves an all-to-all.
+    It cannot if a rank at distance zero both ways could do the same, or if the path shared by its copies, from any rank
+    to it, has no length (for one that adds: the path from it to any rank). A reduce or reduce-scatter does not copy, a
+    broadcast or allgather does not add; an all-to-all does neither.
     """
     part = zero_length_components(fabric, length) if fabric.in_network and collective != "alltoall" else []
     if not part:
@@ -546,7 +508,7 @@ def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> N
             name = fabric.nodes[node]
             if name not in names or collective in unused or part[state] in with_rank:
                 continue
-            if not fabric.zero_reach(state, length, forward=forward) >= set(range(fabric.size)):
+            if not fabric.reached_from(state, forward=forward, length=length) >= set(range(fabric.size)):
                 raise PlanError(
                     f"the certificate's lengths part {name}, which can copy or add, from every rank: "
                     "they prove nothing there; a cut or a partition does"
@@ -554,7 +516,7 @@ def _check_switches(fabric: Fabric, length: Sequence[int], collective: str) -> N
 
 
 def _ports(fabric: Fabric, links: set[tuple[str, str]]) -> str:
-    """The names of links, or what they are together where they are all that leave or enter the GPUs."""
+    """Return the names of links, or words for all links that leave or enter the GPUs."""
     pairs = [(link.src, link.dst) for link in fabric.links]
     for end, way in ((0, "out of"), (1, "into")):
         if links == {pair for pair in pairs if pair[end] in fabric.ranks}:

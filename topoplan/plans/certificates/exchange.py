@@ -3,13 +3,13 @@
 `Demand`: for every byte of the buffer D(s, d) bytes go from rank s to rank d. A path is never shorter than the
 distance, so rate <= sum of c(e) y(e) / sum of D(s, d) distance(s, d), the dual of the concurrent flow problem
 (Shahrokhi and Matula 1990, section 2). With length 1 on the links out of a device set it is the bound of a cut. If
-all pairs exchange alike, D = 1 / N; a `Demand` states another D, beside a certificate that gives the lengths.
+all pairs exchange equal amounts, D = 1 / N; a `Demand` states another D, beside a certificate that gives the lengths.
 
-- `EntryBound`: each stage moves entries of one size, so the bound of elements, divided by that size.
-- `InsideServerBound`: elements are summed inside servers, and none sums faster than its own links allow.
+- `EntryBound`: each stage moves entries of one size, so it is the bound of elements, divided by that size.
+- `InsideServerBound`: elements are summed inside servers, and no server sums faster than its own links allow.
 - `BetweenServersBound`: the entries of every server must leave any set of servers, once for each server in it.
 
-`SparseCertificate.suppose` refuses plans of other kinds: `EntryBound` holds if each stage moves entries, the others
+`SparseCertificate.suppose` rejects plans of other kinds: `EntryBound` holds if each stage moves entries, the others
 if elements stay inside servers and the entries of each server are exchanged once.
 """
 
@@ -44,7 +44,7 @@ from topoplan.plans.shards import Shard, Stage, shard_counts
 from topoplan.units import format_seconds, shown
 
 DemandMatrix = tuple[tuple[int, ...], ...]
-"""What row sends to column."""
+"""Amounts that row sends to column."""
 
 
 @register_certificate
@@ -58,7 +58,7 @@ class Demand(Certificate):
 
     @property
     def buffer(self) -> Fraction:
-        """Bytes that a rank sends or keeps, on average."""
+        """Mean bytes that a rank sends or keeps."""
         return Fraction(sum(map(sum, self.demand)), len(self.demand))
 
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
@@ -72,13 +72,11 @@ class Demand(Certificate):
         whole = [int(value * scale) for value in lengths]
         needed = exchange_length(fabric, whole, self.demand)
         if needed == 0:
-            raise PlanError(
-                "under the certificate's lengths the demand has no way to go, and they bound nothing"
-            )
+            raise PlanError("the demand has length zero under the certificate's lengths, which bound nothing")
         return capacity_of([Fraction(value) for value in whole], fabric) * self.buffer / needed
 
     def suppose(self, shards: Sequence[Shard]) -> None:
-        """Hold the shards of a plan to the demand that the bound speaks of; PlanError where they carry another."""
+        """Raise PlanError if the shards of a plan carry another demand than the bound assumes."""
         size = len(self.demand)
         carried = [[Fraction(0)] * size for _ in range(size)]
         for shard in shards:
@@ -94,7 +92,7 @@ class Demand(Certificate):
                     )
 
     def seconds(self, rate: Fraction) -> Fraction:
-        """Seconds that the demand takes at a rate in GB/s."""
+        """Return the seconds that the demand takes at a rate in GB/s."""
         return self.buffer / rate / 10**9
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
@@ -133,13 +131,7 @@ class Demand(Certificate):
 
 
 def path_ends(shard: Shard) -> tuple[int, int]:
-    """Source and destination of a shard of an all-to-all.
-
-    Raises
-    ------
-    PlanError
-        Its tree is no path.
-    """
+    """Return source and destination of a shard of an all-to-all; PlanError if its tree is not a path."""
     if len(shard.stages) != 1 or shard.stages[0].op != "broadcast" or shard.stages[0].entries is not None:
         raise PlanError(
             "must have one stage, a broadcast of elements, along which a block of an alltoall goes"
@@ -154,33 +146,30 @@ def path_ends(shard: Shard) -> tuple[int, int]:
 
 
 LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
-"""Bytes of entries for each byte of a shard, beyond which none are meant."""
+"""Range of the bytes of entries for each byte of a shard."""
 
 
 class SparseCertificate(Certificate):
-    """What bounds a plan that moves entries."""
+    """The bound of a plan that moves entries."""
 
     __slots__ = ()
 
     @abstractmethod
     def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
-        """Hold shards, whose trees are trees and which all take the same rounds, to what the bound takes for granted.
+        """Raise PlanError if shards do not meet the assumptions of the bound.
 
-        Raises
-        ------
-        PlanError
-            The bound speaks of other plans.
+        Their trees are valid, and all have the same rounds.
         """
 
 
 class ServerBound(SparseCertificate):
-    """What speaks of plans that sum elements inside servers, and exchange the entries of each server once."""
+    """The bound of plans that sum elements inside servers, and exchange the entries of each server once."""
 
     __slots__ = ()
 
     @property
     def least(self) -> Fraction:
-        """Bytes of entries, for each byte of the shard, that the exchange moves at least."""
+        """Least bytes of entries, for each byte of the shard, that the exchange moves."""
         return Fraction(0)
 
     def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
@@ -191,7 +180,7 @@ class ServerBound(SparseCertificate):
             )
         servers = FabricServers(fabric)
         home = {device.name: device.server for device in fabric.topology.devices}
-        # every image too: a symmetry may take a server to several
+        # Every image too: a symmetry may map a server to several.
         for number, shard in enumerate(shards):
             _check_phases(shard, number, self.least, servers, home)
 
@@ -199,14 +188,13 @@ class ServerBound(SparseCertificate):
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class EntryBound(SparseCertificate):
-    """A certificate for elements, of a plan on which only entries move: so many bytes for a byte of the shard."""
+    """A certificate for elements, for a plan that moves only entries: ``entries`` bytes for a byte of the shard."""
 
     kind: ClassVar[str] = "entries"
     entries: Fraction
     certificate: OneFabric
 
     def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
-        """Every stage moves entries, and no rank sends its own twice."""
         for number, (shard, _) in enumerate(shard_counts(shards)):
             _check_all_entries(shard, number, self.entries)
 
@@ -215,15 +203,13 @@ class EntryBound(SparseCertificate):
         return self.certificate.bound(fabric, collective, root) / self.entries
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
-        told = self.certificate.words(fabric, collective, root)
-        return f"a byte of the buffer is {format_number(self.entries)} bytes of entries, and of these {told}"
+        elements = self.certificate.words(fabric, collective, root)
+        return (
+            f"a byte of the buffer is {format_number(self.entries)} bytes of entries, and of these {elements}"
+        )
 
     def to_object(self) -> dict[str, object]:
-        return {
-            "kind": self.kind,
-            "entries": str(self.entries),
-            "certificate": self.certificate.to_object(),
-        }
+        return {"kind": self.kind, "entries": str(self.entries), "certificate": self.certificate.to_object()}
 
     @classmethod
     def from_object(cls, value: dict[str, object]) -> Self:
@@ -233,7 +219,7 @@ class EntryBound(SparseCertificate):
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class InsideServerBound(ServerBound):
-    """A server, and a certificate for the allreduce of its own ranks over its own links."""
+    """The name of a server, and a certificate for the allreduce of its own ranks over its own links."""
 
     kind: ClassVar[str] = "inside server"
     server: str
@@ -246,7 +232,7 @@ class InsideServerBound(ServerBound):
         return f"inside {self.server} {self.certificate.words(self._alone(fabric), 'allreduce', None)}"
 
     def _alone(self, fabric: Fabric) -> Fabric:
-        """The fabric of the server."""
+        """Return the fabric of the server alone."""
         for server, alone in FabricServers(fabric).alone():
             if server == self.server:
                 return Fabric(alone.topology, inside_channels(fabric))
@@ -264,7 +250,7 @@ class InsideServerBound(ServerBound):
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class BetweenServersBound(ServerBound):
-    """Devices, among them all ranks of some servers and none of the others, that the chosen entries have to leave."""
+    """Devices, among them all ranks of some servers and none of the others, that the chosen entries must leave."""
 
     kind: ClassVar[str] = "between servers"
     entries: Fraction
@@ -275,7 +261,7 @@ class BetweenServersBound(ServerBound):
         return self.entries
 
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-        """Every server on the side sends what it has chosen to the others: once for each it must cross the border."""
+        # Every server on the side sends its entries to the others: once for each they must cross the border.
         check_entries(self.entries)
         side = node_set(self.side, fabric)
         servers = FabricServers(fabric)
@@ -312,18 +298,12 @@ class BetweenServersBound(ServerBound):
 
 
 def inside_channels(fabric: Fabric) -> tuple[str, ...]:
-    """The channels of a fabric over which elements of sparse plans may move."""
+    """Return the channels of a fabric over which elements of sparse plans may move."""
     return tuple(channel for channel in fabric.channels if channel != "network")
 
 
 def check_entries(entries: Fraction) -> None:
-    """Refuse a size of entries that no exchange has.
-
-    Raises
-    ------
-    PlanError
-        It is not between `LEAST_ENTRIES` and `MOST_ENTRIES`.
-    """
+    """Raise PlanError if a size of entries is not between `LEAST_ENTRIES` and `MOST_ENTRIES`."""
     if not LEAST_ENTRIES <= entries <= MOST_ENTRIES:
         raise PlanError(
             f"{shown(entries)} bytes of entries for a byte of the shard must be from {float(LEAST_ENTRIES):g} to "
@@ -339,7 +319,7 @@ def _read_entries(value: dict[str, object]) -> Fraction:
 
 
 def _check_all_entries(shard: Shard, number: int, least: Fraction) -> None:
-    """Entries are summed up trees on which no rank sends twice, and then handed down."""
+    """Check that entries are summed up trees on which no rank sends twice, and then broadcast."""
     sent: set[int] = set()
     falling = False
     for position, stage in enumerate(shard.stages):
@@ -365,7 +345,7 @@ def _check_all_entries(shard: Shard, number: int, least: Fraction) -> None:
 def _check_phases(
     shard: Shard, number: int, least: Fraction, servers: FabricServers, home: dict[str, str]
 ) -> None:
-    """Elements are summed at one owner in each server, who exchanges entries with the others and hands elements out."""
+    """Check that elements are reduced to one owner in each server, which exchanges entries and broadcasts elements."""
     gathers = [stage for stage in shard.stages if stage.op == "gather"]
     owner = {int(servers.of_rank[stage.root]): stage.root for stage in gathers}
     if len(owner) < len(gathers) or len(owner) < len(servers.names):
@@ -401,13 +381,13 @@ def _inside_fault(
     stage: Stage, op: str, servers: FabricServers, owner: dict[int, int], home: dict[str, str]
 ) -> str:
     if stage.entries is not None:
-        return f"{stage.op}s entries, and the bound holds where elements move inside servers"
+        return f"{stage.op}s entries, and the bound holds if elements move inside servers"
     if stage.op != op:
-        return f"{stage.op}s where only a {op} has its place, before or after the exchange"
+        return f"{stage.op}s in place of a {op}, before or after the exchange"
     server = int(servers.of_rank[stage.root])
     if owner[server] != stage.root:
         return f"{stage.op}s at rank {stage.root}, and the owner in {servers.names[server]} is rank {owner[server]}"
     for edge in stage.edges:
         if edge.channel == "network" or len({home.get(device, "") for device in edge.route}) > 1:
-            return f"the route {'-'.join(edge.route)} leaves its server, and the bound holds where elements stay inside"
+            return f"the route {'-'.join(edge.route)} leaves its server, and the bound holds if elements stay inside"
     return ""

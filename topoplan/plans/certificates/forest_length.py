@@ -1,12 +1,12 @@
 """Length of the cheapest forest that one byte of a collective can use when every link has a length.
 
-This is what makes a bound of any lengths (`topoplan.plans.certificates.Lengths`): distances between ranks over any
-routes (`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds
-1967), in whole numbers of any size. Devices that are at distance zero from each other both ways are one: a server whose
-inner links have no length counts as a single vertex.
+It turns any lengths into a bound (`topoplan.plans.certificates.Lengths`): distances between ranks over any routes
+(`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967), in
+integers of any size. Devices at distance zero from each other both ways are contracted: a server whose inner links have
+no length counts as a single vertex.
 
-Beyond `MOST_VERTICES` vertices the sum of the distances from the nearest other rank stands for the length of an
-arborescence: it is never longer, so the bound holds, and it is equal where all ranks are alike.
+Beyond `MOST_VERTICES` vertices the sum of the distances from the nearest other rank replaces the length of an
+arborescence: it is never longer, so the bound holds, and it is equal if all ranks are equivalent.
 """
 
 from __future__ import annotations
@@ -23,33 +23,20 @@ from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 
 MOST_VERTICES = 512
-"""Ranks, those at distance zero being one, beyond which a forest's length is bounded from below, not computed."""
+"""Ranks, after contraction, beyond which a forest's length is bounded from below instead of computed."""
 
 _WORD = 1 << 61
-"""Sums up to here are computed in machine words, larger ones in Python integers."""
+"""Sums up to this are computed in machine words, larger ones in Python integers."""
 
 ArcLengths = dict[int, dict[int, int]]
 Table = NDArray[np.int64] | NDArray[np.object_]
 
 
 def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: int | None) -> Fraction:
-    """Length of the cheapest forest of a collective on a fabric whose links have lengths.
+    """Return the length of the cheapest forest of a collective on a fabric whose links have lengths, zero or more.
 
-    Parameters
-    ----------
-    length : sequence of int, one per link
-        Zero or more.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
+    PlanError if a rank does not reach another.
 
-    Raises
-    ------
-    PlanError
-        A rank does not reach another.
-
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
     >>> forest_length(fabric, [int(link.dst == "nvswitch0") for link in fabric.links], "allreduce", None)
@@ -69,31 +56,26 @@ def forest_length(fabric: Fabric, length: Sequence[int], collective: str, root: 
     if len(where) > MOST_VERTICES:
         return _forest_at_least(arcs, where, counts, collective, None if root is None else place[part[root]])
     table = [distances(arcs, start, where) for start in where]
-    # A broadcast or reduce may do without a way between two ranks: such an arc is dearer than any tree.
-    dear = (sum(length) + 1) * len(where)
+    # A broadcast or reduce may lack a path between two ranks: such an arc costs more than any tree.
+    no_arc = (sum(length) + 1) * len(where)
     for start, row in zip(where, table, strict=True):
         if -1 in row and collective not in ("broadcast", "reduce"):
             ranks = [part.index(where[row.index(-1)]), part.index(start)]
             raise PlanError(
                 f"rank {ranks[1]} does not reach rank {ranks[0]} on the plan's channels", rank=ranks[1]
             )
-        row[:] = [dear if reach < 0 else reach for reach in row]
+        row[:] = [no_arc if reach < 0 else reach for reach in row]
     found = cheapest_forest(table, collective, None if root is None else place[part[root]], counts)
-    if found >= dear:
+    if found >= no_arc:
         raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
     return found
 
 
 def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequence[int]]) -> Fraction:
-    """Sum over all pairs of ranks of their distance and of what row sends to column.
+    """Return the sum over all pairs of ranks of their distance times the demand, from row to column.
 
-    Raises
-    ------
-    PlanError
-        There is no way to a rank from one that sends to it.
+    PlanError if a rank does not reach one that it sends to.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.load("v100x4"), ("nvlink",))
     >>> exchange_length(fabric, [1] * len(fabric.links), [[1] * 4] * 4)
@@ -117,7 +99,7 @@ def exchange_length(fabric: Fabric, length: Sequence[int], demand: Sequence[Sequ
 
 
 def contracted_graph(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], ArcLengths]:
-    """The part of every state of the fabric's graph of routes, and the shortest links between parts."""
+    """Return the component of every state of the graph of routes, and the shortest links between components."""
     part = zero_length_components(fabric, length)
     arcs: ArcLengths = {}
     graph = fabric.route_graph
@@ -132,7 +114,7 @@ def contracted_graph(fabric: Fabric, length: Sequence[int]) -> tuple[list[int], 
 def _forest_at_least(
     arcs: ArcLengths, where: Sequence[int], counts: Sequence[int], collective: str, root: int | None
 ) -> Fraction:
-    """A length that no forest undercuts: every vertex but the root is entered from the nearest one, or left to it."""
+    """Return a lower bound of forests: every vertex but the root is entered from, or left to, the nearest other one."""
     backwards: ArcLengths = {}
     for src, row in arcs.items():
         for dst, y in row.items():
@@ -149,7 +131,7 @@ def _forest_at_least(
 
 
 def _nearest(arcs: ArcLengths, where: Sequence[int]) -> list[int]:
-    """Distance of every vertex from the nearest other one of a set: one search that keeps two sources per node."""
+    """Return every vertex's distance from the nearest other one of a set, by one search with two sources per node."""
     known: dict[int, dict[int, int]] = {}
     heap = [(0, start, start) for start in where]
     heapq.heapify(heap)
@@ -172,7 +154,7 @@ def _nearest(arcs: ArcLengths, where: Sequence[int]) -> list[int]:
 
 
 def distances(arcs: ArcLengths, start: int, ends: Sequence[int]) -> list[int]:
-    """Distance from one vertex to some, -1 where there is no way."""
+    """Return the distances from one vertex to some, -1 if unreachable."""
     best = {start: 0}
     heap = [(0, start)]
     while heap:
@@ -187,7 +169,7 @@ def distances(arcs: ArcLengths, start: int, ends: Sequence[int]) -> list[int]:
 
 
 def zero_length_components(fabric: Fabric, length: Sequence[int]) -> list[int]:
-    """For every state of the graph of routes the first that it reaches, and is reached from, over links of length zero.
+    """Return for every state of the graph of routes the first one that is at distance zero both ways.
 
     Strongly connected components by two depth-first searches (Kosaraju 1978).
     """
@@ -232,17 +214,11 @@ def zero_length_components(fabric: Fabric, length: Sequence[int]) -> list[int]:
 def cheapest_forest(
     distance: Sequence[Sequence[int]], collective: str, root: int | None, counts: Sequence[int] | None = None
 ) -> Fraction:
-    """Length of the cheapest forest that one byte of the buffer can use.
+    """Return the length of the cheapest forest of one byte of the buffer, from the (N, N) distances.
 
     Broadcast: the cheapest arborescence from the root. Reduce: the same on the transposed table. Allgather and
     reduce-scatter: the mean over all roots, since every rank owns 1/N of the buffer. Allreduce: the best root's
-    reduce tree and broadcast tree together.
-
-    Parameters
-    ----------
-    distance : N x N int, zero or more
-    counts : sequence of int or None
-        How many ranks each vertex stands for; one each for None.
+    reduce tree and broadcast tree together. ``counts`` are the ranks that each vertex represents; None means one each.
     """
     size = len(distance)
     down = _table(distance)
@@ -264,24 +240,8 @@ def cheapest_forest(
             break
         both = arborescence_of(down, rank) + arborescence_of(up, rank)
         least = both if least is None else min(least, both)
-    assert least is not None, "there is a rank"
+    assert least is not None, "a fabric has ranks"
     return Fraction(least)
-
-
-def arborescence_length(distance: Sequence[Sequence[int]], root: int) -> int:
-    """Length of the shortest spanning arborescence from ``root``, by contraction.
-
-    Parameters
-    ----------
-    distance : N x N int, zero or more
-        ``distance[u][v]`` is the length of the arc from u to v.
-
-    Examples
-    --------
-    >>> arborescence_length([[0, 5, 5], [9, 0, 1], [9, 1, 0]], 0)
-    6
-    """
-    return arborescence_of(_table(distance), root)
 
 
 def _table(distance: Sequence[Sequence[int]]) -> Table:
@@ -291,7 +251,7 @@ def _table(distance: Sequence[Sequence[int]]) -> Table:
 
 
 def _at_least(distance: Table, root: int) -> int:
-    """Every vertex but the root is entered once: no arborescence is shorter than the sum of the cheapest arcs."""
+    """Return a lower bound of arborescences: every vertex but the root is entered once, over its cheapest arc."""
     size = len(distance)
     if size == 1:
         return 0
@@ -302,14 +262,14 @@ def _at_least(distance: Table, root: int) -> int:
 
 
 def arborescence_of(distance: Table, root: int) -> int:
-    """Chu-Liu and Edmonds in rows of an array: each vertex takes its cheapest arc, cycles become one vertex."""
+    """Return the length by Chu-Liu and Edmonds on rows of an array: cycles of cheapest arcs become one vertex."""
     size = len(distance)
     if size == 1:
         return 0
     star = int(distance[root].sum() - distance[root, root])
     if star == _at_least(distance, root):
         return star
-    # Prices only fall, so this marks what is no arc; a sum of all prices could leave the machine words.
+    # Prices only fall, so this marks missing arcs; a sum of all prices could exceed machine words.
     far = distance.max() + 1
     entering = distance.T.copy()
     np.fill_diagonal(entering, far)
@@ -342,7 +302,7 @@ def arborescence_of(distance: Table, root: int) -> int:
 
 
 def checked_root(root: int | None) -> int:
-    """The root rank of a broadcast or reduce; PlanError where there is none."""
+    """Return the root rank of a broadcast or reduce; PlanError if it is None."""
     if root is None:
         raise PlanError("broadcast and reduce need a root rank")
     return root

@@ -1,14 +1,14 @@
 """Certify bounds for trees that may pass devices other than ranks: helpers, and switches that copy or add.
 
-`Steiner`: any y, as in `topoplan.plans.certificates.certificate.Lengths`. L is the length of the lightest forest of
-the collective whose trees span the ranks and may have inner vertices besides: helpers in every tree, and as roots
-of an allreduce; switches that copy in trees that lead down, switches that add in trees that lead up. If data may be
-coded instead of copied and added, cuts are the bound; these lengths bound what trees can do, which may be less.
+`Steiner`: any y, as in `topoplan.plans.certificates.certificate.Lengths`. L is the length of the cheapest forest of the
+collective whose trees span the ranks and may have other inner vertices: helpers in every tree, and as roots of an
+allreduce; switches that copy in trees that lead down, switches that add in trees that lead up. If data may be coded
+instead of copied and added, cuts are the bound; these lengths bound what trees can do, which may be less.
 
-For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020).
-With y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all, a
-star around a worker is 4 (n - 1) long up and down, one around a helper 2 (n + n (n - 2) / n), which is as long, and
-no tree is shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
+For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020). With
+y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all. A star
+around a worker is 4 (n - 1) long up and down, and one around a helper 2 (n + n (n - 2) / n), which is equal. No tree is
+shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ from topoplan.plans.certificates.forest_length import (
 from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
 
 MOST_COMPARED = 4096
-"""Sets of inner vertices that are compared for one root; where there are more the certificate proves nothing."""
+"""Most sets of inner vertices that are compared for one root; beyond it the certificate proves nothing."""
 
 
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class Steiner(Lengths):
-    """Lengths of the links, under which a lightest tree may pass helpers and switches."""
+    """Lengths of the links under which a cheapest tree may pass helpers and switches."""
 
     kind: ClassVar[str] = "steiner"
 
     def forest(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
-        """Length of the lightest forest of one byte, whose trees may have inner vertices."""
         length = self.link_lengths(fabric, collective)
         scale = lcm(*(value.denominator for value in length))
         return lightest_forest(fabric, [int(value * scale) for value in length], collective, root) / scale
 
 
 def inner_devices(fabric: Fabric, op: str) -> tuple[str, ...]:
-    """Devices that are no ranks and may be inner vertices of a tree of this kind, reduce or broadcast."""
+    """Return the devices that are not ranks and may be inner vertices of a tree of this kind, reduce or broadcast."""
     merging = fabric.adding if op == "reduce" else fabric.copying
     return (
         *fabric.helpers,
@@ -61,17 +60,10 @@ def inner_devices(fabric: Fabric, op: str) -> tuple[str, ...]:
 
 
 def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root: int | None) -> Fraction:
-    """Length of the lightest forest of a collective whose trees may pass inner vertices.
+    """Return the length of the cheapest forest of a collective whose trees may pass inner vertices.
 
-    Parameters
-    ----------
-    length : sequence of int, one per link
-        Zero or more.
-
-    Raises
-    ------
-    PlanError
-        A tree cannot span all ranks, or there are too many sets of inner vertices to compare.
+    ``length`` has zero or more for each link. PlanError if a tree cannot span all ranks, or there are too many sets of
+    inner vertices to compare.
     """
     part, arcs = contracted_graph(fabric, length)
     where = sorted({part[rank] for rank in range(fabric.size)})
@@ -85,10 +77,13 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     inner = {op: beside(inner_devices(fabric, op)) for op in ("reduce", "broadcast")}
     vertices = [*where, *sorted(inner["reduce"] | inner["broadcast"])]
     place = {vertex: number for number, vertex in enumerate(vertices)}
-    dear = (sum(length) + 1) * len(vertices)
+    no_arc = (sum(length) + 1) * len(vertices)
     table = np.array(
-        [[dear if reach < 0 else reach for reach in distances(arcs, start, vertices)] for start in vertices],
-        dtype=np.int64 if dear * (len(vertices) + 1) < 1 << 61 else object,
+        [
+            [no_arc if reach < 0 else reach for reach in distances(arcs, start, vertices)]
+            for start in vertices
+        ],
+        dtype=np.int64 if no_arc * (len(vertices) + 1) < 1 << 61 else object,
     )
     terminals = list(range(len(where)))
     trees = {
@@ -109,16 +104,16 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
             table, sorted(place[v] for v in beside(fabric.helpers))
         )
         found = Fraction(
-            min(trees["reduce"].length(alike[0]) + trees["broadcast"].length(alike[0]) for alike in roots)
+            min(trees["reduce"].length(same[0]) + trees["broadcast"].length(same[0]) for same in roots)
         )
-    if found >= dear:
+    if found >= no_arc:
         raise PlanError(f"no tree of this {collective} spans all ranks on the plan's channels")
     return found
 
 
 @dataclass(frozen=True)
 class _Lightest:
-    """Lightest arborescences over the terminals that may pass inner vertices, in one table of distances."""
+    """Cheapest arborescences over the terminals that may pass inner vertices, in one table of distances."""
 
     table: Table
     terminals: Sequence[int]

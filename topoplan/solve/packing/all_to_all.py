@@ -1,4 +1,4 @@
-"""Pack the optimal all-to-all: flows from every source at once, as paths with shares, and their proof.
+"""Pack the optimal all-to-all: flows from every source at once, as paths with shares, and their certificate.
 
     maximise f, subject to   sum of x(T) usage(T, L) <= capacity(L),   sum of x(T) over the trees of rank s = f,
 
@@ -7,11 +7,11 @@ the demand of each. Flows of one source that meet the demand are mixtures of suc
 so with one row for each source instead of one for each pair the optimum is that of the concurrent flow problem
 (Shahrokhi and Matula 1990). Its dual gives every link a length, and the cheapest tree is one of shortest paths
 (Dijkstra 1959), priced in whole numbers of any size. Ranks may relay; among paths of equal length those with few
-ranks in between are taken, then those of few links.
+relaying ranks are taken, then those of few links.
 
 Column generation runs on the orbits of the fabric's symmetries, and the final duals are priced once more in whole
-numbers, so rate and bound are equal as rationals. If a cut proves as much, it is the certificate, since it can be
-read.
+numbers, so rate and bound are equal as rationals. If a cut proves the same bound, it is the certificate, since people
+can read it.
 """
 
 from __future__ import annotations
@@ -43,63 +43,51 @@ from topoplan.solve.search_control import SEARCH_UNFINISHED, Deadline, time_limi
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 Path = tuple[int, ...]
-"""Nodes of a fabric from a source to a destination, one for what a rank keeps."""
+"""Nodes of a fabric from a source to a destination; a single node for data that a rank keeps."""
 
 
 @dataclass(frozen=True)
 class FlowPacking(Packing):
     """The packing problem of an all-to-all, perhaps up to symmetries.
 
-    ``down`` of its columns holds the parent of every node of the fabric, in layers where the height is limited, -1 for
-    the root and where nothing passes; ``up`` the node at which each rank is reached.
+    ``down`` of its columns holds the parent of every node of the fabric, in layers if the height is limited, -1 for
+    the root and for unused nodes; ``up`` the node at which each rank is reached. The root is None, and symmetries keep
+    the demand.
 
-    Parameters
-    ----------
-    fabric, collective, root, generators
-        As of `Packing`; the root is None, and symmetries keep the demand.
-    demand : tuple of tuple of int
-        What row sends to column, in any unit; what a rank keeps crosses no link.
+    ``demand`` from row to column is in any unit; data that a rank keeps crosses no link.
     """
 
     demand: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def roots(self) -> tuple[int, ...]:
-        """The first rank of every orbit that sends something over links."""
+        """The first rank of every orbit that sends data over links."""
         return tuple(
             rank for rank in self.orbits.first_ranks if sum(self.demand[rank]) > self.demand[rank][rank]
         )
 
     @cached_property
     def shared(self) -> bool:
-        """Every source has a rate of its own, and all of them are equal."""
         return True
 
     @cached_property
     def rate_of_one(self) -> Fraction:
-        """Units of demand in the buffer of a rank, on average: the program's value is the rate of one unit."""
+        """Units of demand in the mean buffer of a rank: the program's value is the rate of one unit."""
         return Fraction(sum(map(sum, self.demand)), self.fabric.size)
 
     @cached_property
     def _leaving(self) -> list[list[tuple[int, int]]]:
-        """For every state of the graph of routes, the states that its links lead to, and the rows of these links."""
+        """For every state of the graph of routes, the next states and the rows of the links to them."""
         row_of = self.orbits.row_of_link.tolist()
         return [[(dst, row_of[link]) for link, dst in row] for row in self.fabric.route_graph.leaving()]
 
     def shortest_paths(
         self, root: int, lengths: Sequence[int], height: int | None = None
     ) -> TreeColumn | None:
-        """The tree of shortest paths from a rank to all that it sends to, under lengths of the rows.
+        """Return the tree of shortest paths from a rank to all its destinations, under lengths of the rows.
 
-        Parameters
-        ----------
-        height : int or None
-            Most edges on a path from rank to rank. Then the tree has a layer of states for each number of edges so far.
-
-        Returns
-        -------
-        TreeColumn or None
-            None where a path takes more edges.
+        ``height`` limits the edges on a path from rank to rank; the tree then has a layer of states for each number of
+        edges so far. None is returned if a path takes more edges.
         """
         size, nodes = self.fabric.size, len(self.fabric.route_graph.nodes)
         layers = 1 if height is None else height + 1
@@ -147,10 +135,10 @@ class FlowPacking(Packing):
         return TreeColumn(root, reached, tuple(parent), tuple(usage), routes)
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
-        """The shards of a plan: paths in the order of destination, source and share.
+        """Return the shards of a plan: paths in the order of destination, source and share.
 
-        What a rank keeps is a shard without edges. A share is of the buffer of a rank, of the mean one where they
-        differ, so that all of them add up to the number of ranks.
+        Data that a rank keeps is a shard without edges. A share is a fraction of the buffer of a rank, of the mean one
+        if buffers differ, so that all shares add up to the number of ranks.
         """
         found: dict[Path, Fraction] = {}
         for path, part in self._parts_of_paths(weights):
@@ -165,24 +153,24 @@ class FlowPacking(Packing):
         )
 
     def _parts_of_paths(self, weights: Mapping[TreeColumn, Fraction]) -> Iterator[tuple[Path, Fraction]]:
-        """Every path with a part of what its destination wants; the parts of a pair add up to 1."""
+        """Yield every path with its part of its pair's demand; the parts of a pair add up to 1."""
         totals: dict[int, Fraction] = {}
         for tree, weight in weights.items():
             totals[tree.root] = totals.get(tree.root, Fraction(0)) + weight
         elements = self.orbits.elements.tolist()
-        alike = dict(zip(self.roots, self.root_counts, strict=True))
+        orbit_size = dict(zip(self.roots, self.root_counts, strict=True))
         for tree, weight in weights.items():
-            paths = self._paths(tree)
+            paths = self.paths(tree)
             images = Counter(tuple(element[node] for node in path) for element in elements for path in paths)
-            part = weight / totals[tree.root] * Fraction(alike[tree.root], len(elements))
+            part = weight / totals[tree.root] * Fraction(orbit_size[tree.root], len(elements))
             for path, count in images.items():
                 yield path, part * count
         for rank in range(self.fabric.size):
             if self.demand[rank][rank]:
                 yield (rank,), Fraction(1)
 
-    def _paths(self, tree: TreeColumn) -> list[Path]:
-        """The path to every rank that the tree's root sends to."""
+    def paths(self, tree: TreeColumn) -> list[Path]:
+        """Return the path to every rank that the tree's root sends to."""
         paths, nodes = [], self.fabric.route_graph.nodes
         for rank, wanted in enumerate(self.demand[tree.root]):
             if wanted and rank != tree.root:
@@ -193,12 +181,8 @@ class FlowPacking(Packing):
                 paths.append(tuple(path[::-1]))
         return paths
 
-    def edges_in_a_row(self, tree: TreeColumn) -> int:
-        """Most edges from rank to rank on a path of a tree."""
-        return max(sum(node < self.fabric.size for node in path) - 1 for path in self._paths(tree))
-
     def _stage(self, path: Path) -> Stage:
-        """A chain of edges along a path, one from each rank on it to the next."""
+        """Return a chain of edges along a path, one from each rank on it to the next."""
         fabric = self.fabric
         names = [fabric.nodes[node] for node in path]
         stops = [place for place, node in enumerate(path) if node < fabric.size]
@@ -217,7 +201,6 @@ class FlowPricing(Pricing):
     packing: FlowPacking
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
-        """A tree of shortest paths of every root that has one, by its place among `FlowPacking.roots`."""
         trees = (self.packing.shortest_paths(root, lengths, self.height) for root in self.packing.roots)
         return {place: tree for place, tree in enumerate(trees) if tree is not None}
 
@@ -226,10 +209,10 @@ Matrix = Sequence[Sequence[float]]
 """Bytes that row sends to column."""
 
 MOST_LOW = 16
-"""Ranks that all look different up to which lower paths are looked for."""
+"""Inequivalent ranks up to which lower paths are searched."""
 
 MOST_BYTES = 1 << 53
-"""Bytes of one pair up to which a number of JSON is exact everywhere."""
+"""Bytes of one pair up to which a JSON number is exact everywhere."""
 
 
 def plan_all_to_all(
@@ -239,18 +222,10 @@ def plan_all_to_all(
     deadline: Deadline | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The optimal all-to-all among two ranks or more.
+    """Return the optimal all-to-all among two or more connected ranks.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        All ranks connected.
-    demand : N x N whole numbers, or None
-        Bytes that row sends to column, as `check_demand` returns them; None where all pairs exchange alike.
-    deadline : Deadline or None
-        When the best plan so far is taken.
-    progress : callable or None
-        Called with a line of text now and then.
+    ``demand`` is as `check_demand` returns it; None if all pairs exchange the same. At ``deadline`` the best plan so
+    far is taken.
 
     Examples
     --------
@@ -273,7 +248,7 @@ def plan_all_to_all(
     def proofs(certificates: Sequence[OneFabric]) -> Iterator[tuple[Fraction, Certificate]]:
         for one in certificates:
             stated = one if demand is None else Demand(demand, one)
-            with suppress(PlanError):  # nothing that is wanted crosses this cut
+            with suppress(PlanError):  # no demand crosses this cut
                 yield stated.bound(fabric, ALL_TO_ALL, None), stated
 
     packing = FlowPacking(fabric, ALL_TO_ALL, None, generators, units)
@@ -287,7 +262,8 @@ def plan_all_to_all(
         known += proofs((*_candidate_cuts(lengths, fabric), lengths))
         bound, certificate = min(known, key=lambda one: one[0])
     notes: tuple[str, ...] = ()
-    tallest = max(map(packing.edges_in_a_row, generation.weights()))
+    routes = (path for tree in generation.weights() for path in packing.paths(tree))
+    tallest = max(sum(node < fabric.size for node in path) - 1 for path in routes)
     if len(packing.roots) <= MOST_LOW and not deadline.cut:
         generation = _lowest_paths(packing, generation, tallest, progress, deadline)
     elif tallest > 1 and not deadline.cut:
@@ -310,13 +286,7 @@ def plan_all_to_all(
 
 
 def check_demand(demand: Matrix, size: int) -> DemandMatrix:
-    """The bytes that row sends to column among so many ranks, as whole numbers.
-
-    Raises
-    ------
-    UsageError
-        The matrix is no square of the number of ranks, an entry is no whole number of bytes, zero or more, or nothing
-        goes from any rank to another.
+    """Return the bytes that row sends to column among ``size`` ranks, as whole numbers; raise UsageError unless valid.
 
     Examples
     --------
@@ -348,7 +318,7 @@ def _lowest_paths(
     progress: Callable[[str], None] | None,
     deadline: Deadline,
 ) -> ColumnGeneration:
-    """Paths of as few edges as reach the same rate, each lower height being refuted by its own duals."""
+    """Return paths of as few edges as reach the same rate, each lower height being refuted by its own duals."""
     target = generation.value
     for height in range(1, tallest):
         limited = ColumnGeneration(FlowPricing(packing, height), progress=progress, deadline=deadline)
@@ -358,7 +328,7 @@ def _lowest_paths(
 
 
 def _price_again(generation: ColumnGeneration) -> bool:
-    """Price the columns once more under exact duals; True where one was better and the program has new ones."""
+    """Price the columns once more under exact duals; return whether the program got better columns."""
     duals, _ = generation.program.duals()
     lengths, prices = duals[: generation.rows], duals[generation.rows :]
     found = generation.pricing.cheapest(lengths)
@@ -370,7 +340,7 @@ def _price_again(generation: ColumnGeneration) -> bool:
 
 
 def _candidate_cuts(lengths: OneFabric, fabric: Fabric) -> list[Cut]:
-    """The cuts between devices that lengths of links do not part: they may prove as much, and can be read."""
+    """Return the cuts between devices at a distance above 0: they may prove the same bound and are readable."""
     values = lengths.link_lengths(fabric, ALL_TO_ALL)
     scale = lcm(*(value.denominator for value in values))
     part = zero_length_components(fabric, [int(value * scale) for value in values])

@@ -1,8 +1,8 @@
 """Solve the packing program by column generation, and visit vertices of its optimal face in search of few trees.
 
 The master packs the trees known so far; its dual values are lengths of the rows. If pricing is exact and finds
-nothing cheaper, the value is the optimum of the height asked for. If heights are searched for, a limited run may
-end below the optimum; it never claims more than it packed. For allgather and reduce-scatter, in which every owner
+nothing cheaper, the value is the optimum of the requested height. If heights are searched heuristically, a limited run
+may end below the optimum; it never claims more than it packed. For allgather and reduce-scatter, in which every owner
 has the same part of the buffer, one more column counts the rate that all owners reach.
 
 The optimal packings are a face of a polytope whose vertices use different numbers of trees. The vertex with the
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, has_exact_tables, length_of
 from topoplan.solve.search_control import Deadline, RandomStream
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
-from topoplan.solve.simplex.guided_simplex import GuidedSimplex
+
+if TYPE_CHECKING:
+    from topoplan.solve.simplex.guided_simplex import GuidedSimplex
 
 RANDOM_WALKS = 60
 VERTEX_WORK = 12_000_000
@@ -32,7 +35,7 @@ STEPS_PER_WALK = 10
 _REWARD_NOISE = 1000
 
 OptimalVertex = dict[int, Fraction]
-"""Weight of each column that is in use."""
+"""Weight of each used column."""
 
 ApproximateVertex = Mapping[int, Fraction | float]
 """The same to a few digits."""
@@ -48,24 +51,10 @@ def cheapest_vertex(
     walks: int = RANDOM_WALKS,
     deadline: Deadline | None = None,
 ) -> OptimalVertex | None:
-    """The corner of lowest cost that is met, or None where there was no time for any.
+    """Return the vertex of lowest cost that is met, or None if time allowed none.
 
-    Parameters
-    ----------
-    program : PackingSimplex
-        At an optimum; it stays on the optimal face from now on.
-    random : Stream
-        Where the walks go.
-    offset : int
-        Columns before the first tree, which are no trees.
-    least : int
-        A cost at which the search ends.
-    cost : callable
-        For example the number of trees.
-    walks : int
-        Most walks.
-    deadline : Deadline or None
-        When no further walk is started.
+    The program is at an optimum, and stays on the optimal face from now on. Columns before ``offset`` are not trees.
+    The search ends at the cost ``least``, and starts no walk after ``deadline``.
     """
     program.keep_optimal()
     count = program.columns - offset
@@ -101,7 +90,7 @@ def cheapest_vertex(
 
 
 def _reweighted_rewards(used: ApproximateVertex, offset: int, count: int) -> NDArray[np.int64]:
-    """Rewards that draw weight away from columns that have little of it."""
+    """Return rewards that draw weight away from columns with little of it."""
     total = float(sum(used.values()))
     rewards = np.zeros(count, dtype=np.int64)
     for j, x in used.items():
@@ -112,7 +101,7 @@ def _reweighted_rewards(used: ApproximateVertex, offset: int, count: int) -> NDA
 def _rewards_of_neighbour(
     kept: ApproximateVertex, offset: int, noise: NDArray[np.int64], random: RandomStream
 ) -> NDArray[np.int64]:
-    """Rewards that keep to a packing but for one or two of its trees, to walk to a neighbour of it."""
+    """Return rewards that keep to a packing except for one or two of its trees: a walk to a neighbour."""
     rewards = _reweighted_rewards(kept, offset, len(noise)) + noise // 8
     trees = sorted(kept)
     for place in random.whole(2, len(trees)).tolist():
@@ -129,17 +118,17 @@ DEARER_COLUMNS = 4
 """For each of them the links of the last tree become dearer, together by one part in so many of its price."""
 
 GUIDED_ROWS = 64
-"""Rows from which floating point guides the master program; where heights are priced by tables, only of wide limits."""
+"""Rows from which floating point guides the master; if heights are priced by tables, only with wide limits."""
 
 GUIDED_BITS = 16
-"""Bits beyond which a limit is wide: exact tables then soon outgrow machine words, and elsewhere half the rows do."""
+"""Bits beyond which a limit is wide: exact tables then soon outgrow machine words; without tables half the rows do."""
 
 
 @dataclass
 class ColumnGeneration:
-    """The master program of one packing problem, and the trees it knows.
+    """The master program of one packing problem, and its trees.
 
-    ``gain`` is what a unit of rate counts in the objective, for programs that want something else beside it.
+    ``gain`` is the weight of a unit of rate in the objective, for programs with a second objective.
     """
 
     pricing: Pricing
@@ -158,8 +147,14 @@ class ColumnGeneration:
         self.guided = self.rows >= (GUIDED_ROWS // 2 if wide and not few else GUIDED_ROWS) and (
             wide or not few
         )
-        simplex = GuidedSimplex if self.guided else PackingSimplex
-        self.program: PackingSimplex | GuidedSimplex = simplex([*packing.limits, *[0] * groups])
+        limits = [*packing.limits, *[0] * groups]
+        self.program: PackingSimplex | GuidedSimplex
+        if self.guided:
+            from topoplan.solve.simplex.guided_simplex import GuidedSimplex
+
+            self.program = GuidedSimplex(limits)
+        else:
+            self.program = PackingSimplex(limits)
         self.offset = 0
         if groups:
             # One more column counts the rate of one rank: |orbit| x rate - sum of the orbit's trees <= 0.
@@ -168,7 +163,6 @@ class ColumnGeneration:
 
     @property
     def packing(self) -> Packing:
-        """The problem."""
         return self.pricing.packing
 
     @property
@@ -177,7 +171,7 @@ class ColumnGeneration:
         return self.program.value * self.packing.rate_of_one
 
     def add(self, trees: Sequence[TreeColumn]) -> int:
-        """Make trees known to the master; the number of those that were new to it."""
+        """Add trees to the master; return the number of new ones."""
         packing = self.packing
         vectors = []
         for tree in trees:
@@ -192,9 +186,9 @@ class ColumnGeneration:
         return len(vectors)
 
     def run(self, target: Fraction | None, *, hopeless: Fraction | None = None) -> bool:
-        """Generate trees until the target is reached; False where pricing finds nothing better or time is up.
+        """Generate trees until the target is reached; return False if pricing finds nothing better or time is up.
 
-        ``hopeless``: stop as soon as exact pricing proves that the height does not allow this value.
+        The run stops as soon as exact pricing proves that the height does not allow the value ``hopeless``.
         """
         packing = self.packing
         lengths = self._first_lengths()
@@ -239,7 +233,7 @@ class ColumnGeneration:
                 )
 
     def _proved(self, lengths: list[int], priced: list[tuple[TreeColumn, int]]) -> Fraction:
-        """The bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
+        """Return the bound that lengths prove for columns of this height: sum of c y over the cheapest forest."""
         total = sum(c * y for c, y in zip(self.packing.limits, lengths, strict=True))
         cheapest: dict[int, int] = {}
         for tree, length in priced:
@@ -250,7 +244,7 @@ class ColumnGeneration:
         return total / forest if forest else Fraction(total + 1) * 10**9
 
     def _add_others(self, lengths: list[int], price: int) -> None:
-        """Trees that are cheap too, beside the latest of an only root: its links are made dearer again and again."""
+        """Add more cheap trees beside the latest of an only root, whose links are made dearer repeatedly."""
         bumped = lengths
         for _ in range(OTHER_COLUMNS):
             tree = self.trees[-1]
@@ -261,37 +255,33 @@ class ColumnGeneration:
                 return
 
     def duals(self) -> list[int]:
-        """Dual value of every row over a common denominator."""
+        """Return the dual value of every row over a common denominator."""
         return self.program.duals()[0][: self.rows]
 
     def weights(self) -> dict[TreeColumn, Fraction]:
-        """Weight of every tree in use."""
+        """Return the weight of every used tree."""
         solution = self.program.solution()
         return {self.trees[j - self.offset]: x for j, x in solution.items() if j >= self.offset}
 
     def fewer_trees(self, random: RandomStream, *, least: int, walks: int) -> dict[TreeColumn, Fraction]:
-        """Weights of the same value with few trees, all their images counted; ``least`` is enough."""
-        best = self.weights()
+        """Return weights of the same value with few trees, all their images counted; ``least`` is enough."""
+        best, count = self.weights(), self.packing.image_count
         found = cheapest_vertex(
             self.program,
             random,
             offset=self.offset,
             least=least,
-            cost=self._images,
+            cost=lambda vertex: sum(count(self.trees[j - self.offset]) for j in vertex),
             walks=walks,
             deadline=self.deadline,
         )
         if found is None:
             return best
         fewer = {self.trees[j - self.offset]: x for j, x in found.items()}
-        count = self.packing.image_count
         return fewer if sum(map(count, fewer)) < sum(map(count, best)) else best
 
-    def _images(self, corner: ApproximateVertex) -> int:
-        return sum(self.packing.image_count(self.trees[j - self.offset]) for j in corner)
-
     def _first_lengths(self) -> list[int]:
-        """Lengths to start with: inverse capacities."""
+        """Return the lengths to start with: inverse capacities."""
         packing = self.packing
         single = [limit // width for limit, width in zip(packing.limits, packing.widths, strict=True)]
         return [1000 * max(single) // c for c in single]

@@ -1,9 +1,9 @@
 """Price composed trees: for each root the cheapest tree over every server, joined by a star between local roots.
 
-A composed tree has one local root in each server. One of these is the centre: the others hang on it by one edge
-each, and the ranks of a server on its local root. For an allreduce the centre is the root, and both directions use
+A composed tree has one local root in each server. One of these is the centre: each other local root is its child, and
+the ranks of a server are below their local root. For an allreduce the centre is the root, and both directions use
 the same local roots (Blink 3.4, with each of n centres owning 1/n of a partition). A broadcast or allgather has its
-root at the data: its server's tree starts there, and from a gateway, any rank of that tree, the data goes to the
+root at the data: the tree of its server starts there, and from a gateway, any rank of that tree, the data goes to the
 centre, or the gateway is the centre. A reduce or reduce-scatter is the same backwards.
 
 Under additive lengths everything but the centre is chosen server by server, so N centres price all composed trees.
@@ -38,21 +38,16 @@ RankPlaces = list[int]
 class ServerTrees:
     """Trees over servers.
 
-    Parameters
-    ----------
-    servers : Servers
-    costs : (N,) int64
-        Cost of the tree over its server from each rank; `UNREACHABLE` where there is none.
-    tree_of : one callable per server
-        Parents in the tree from the rank at a place of the server.
+    ``costs``, of shape (N,), are those of the tree over its server from each rank; `UNREACHABLE` if it has none. For
+    each server ``tree_of`` maps a place in it to the parents in the tree from there.
     """
 
     servers: FabricServers
     costs: NDArray[np.int64]
     tree_of: tuple[Callable[[int], RankPlaces], ...]
 
-    def hang(self, root: int, parents: NDArray[np.int64]) -> None:
-        """Enter the tree over a rank's server from this rank into the parents of all ranks, but for the rank's own."""
+    def attach(self, root: int, parents: NDArray[np.int64]) -> None:
+        """Write the tree over a rank's server from this rank into the parents of all ranks except its own."""
         number = int(self.servers.of_rank[root])
         members = self.servers.members[number]
         place = int(np.searchsorted(members, root))
@@ -62,15 +57,9 @@ class ServerTrees:
 
 
 def server_trees(cost: NDArray[np.int64], servers: FabricServers, height: int | None) -> ServerTrees:
-    """The cheapest trees over all servers.
+    """Return the cheapest trees over all servers, with at most ``height`` edges on a path inside a server.
 
-    Parameters
-    ----------
-    cost : (N, N) int64
-        ``cost[u, v]`` of hanging v below u; `UNREACHABLE` where that cannot be.
-    servers : Servers
-    height : int or None
-        Most edges on a path inside a server.
+    ``cost[u, v]`` is the cost of v as a child of u; `UNREACHABLE` if that is impossible.
     """
     costs = np.zeros(servers.fabric.size, dtype=np.int64)
     known: dict[bytes, tuple[NDArray[np.int64], Callable[[int], RankPlaces]]] = {}
@@ -111,15 +100,10 @@ def _sum(cost: NDArray[np.int64], parents: RankPlaces) -> int:
 
 @dataclass(frozen=True)
 class ServerRoutes:
-    """Routes under one length for every orbit of links, of which none between ranks of one server leaves it.
+    """Routes under one length for every orbit of links; routes between ranks of one server stay in it.
 
-    Parameters
-    ----------
-    orbits : Orbits
-        Of symmetries that keep servers together (see `FabricServers.keeps`).
-    servers : Servers
-    lengths : tuple of int, one per row
-        Zero or more, and far below `UNREACHABLE`.
+    The symmetries keep servers together (see `FabricServers.keeps`). ``lengths``, one for each row, are 0 or more and
+    far below `UNREACHABLE`.
     """
 
     orbits: FabricOrbits
@@ -132,40 +116,35 @@ class ServerRoutes:
 
     @cached_property
     def _inside(self) -> RouteTable:
-        """Routes that pay so much for leaving a server that it counts as no way."""
+        """Routes that pay so much for leaving a server that they count as missing."""
         lengths = np.array(self.lengths, dtype=np.int64)
         lengths[self.orbits.row_of_link[self.servers.crossing]] = UNREACHABLE
         return RouteTable(self.orbits, tuple(lengths.tolist()))
 
     def cost(self) -> NDArray[np.int64]:
-        """(N, N) int64: distance from rank to rank; `UNREACHABLE` where there is no way."""
+        """(N, N) int64: distance from rank to rank; `UNREACHABLE` if no route exists."""
         inside = np.minimum(self._inside.cost, UNREACHABLE)
         return np.where(self.servers.same, inside, self._across.cost)
 
     def usage(
         self, tails: NDArray[np.int64], heads: NDArray[np.int64], tree: NDArray[np.int64], trees: int
     ) -> NDArray[np.int64]:
-        """See `Routes.usage`."""
+        # See `RankRoutes`.
         same = self.servers.same[tails, heads]
         inside = self._inside.usage(tails[same], heads[same], tree[same], trees)
         return np.asarray(inside + self._across.usage(tails[~same], heads[~same], tree[~same], trees))
 
     def route(self, tail: int, head: int) -> tuple[int, ...]:
-        """Links of the route between two ranks, as numbers of the fabric's links."""
         table = self._inside if self.servers.same[tail, head] else self._across
         return table.route(tail, head)
 
 
 @dataclass(frozen=True)
 class ComposedStar:
-    """Which centre, gateway and local roots a composed tree has.
+    """Centre, gateway and local roots of a composed tree.
 
-    Parameters
-    ----------
-    root, gateway, centre : int
-        Ranks; all three the same for an allreduce, the last two where the data starts in the centre's server.
-    local : (servers,) int64
-        Local root of each server; not used for those of gateway and centre.
+    All three ranks are the same for an allreduce; gateway and centre are if the data starts in the centre's server.
+    ``local``, of shape (servers,), is the local root of each server, unused for those of gateway and centre.
     """
 
     root: int
@@ -177,35 +156,25 @@ class ComposedStar:
         """(N,) int64: parent of every rank in the composed tree, -1 for the root."""
         servers = trees.servers
         found = np.full(servers.fabric.size, -1, dtype=np.int64)
-        trees.hang(self.root, found)
+        trees.attach(self.root, found)
         if self.centre != self.gateway:
             found[self.centre] = self.gateway
-            trees.hang(self.centre, found)
+            trees.attach(self.centre, found)
         reached = {int(servers.of_rank[self.root]), int(servers.of_rank[self.centre])}
         for number, local in enumerate(self.local.tolist()):
             if number not in reached:
                 found[local] = self.centre
-                trees.hang(local, found)
+                trees.attach(local, found)
         return found
 
 
 def paired_stars(
     down: CostMatrix, up: CostMatrix, below: ServerTrees, above: ServerTrees, roots: Sequence[int]
 ) -> list[ComposedStar | None]:
-    """The cheapest composed tree from each root for data that runs up and down by the same local roots.
+    """Return the cheapest composed tree from each root for data that runs up and down by the same local roots.
 
-    Parameters
-    ----------
-    down, up : (N, N) int64
-        ``[u, v]`` is the cost of data from parent u to child v, and from child v to parent u.
-    below, above : ServerTrees
-        Trees for the way down and the way up.
-    roots : sequence of int
-
-    Returns
-    -------
-    list of Star or None
-        None where a root reaches no rank of some server.
+    ``down[u, v]`` is the cost of data from parent u to child v, ``up[u, v]`` from child v to parent u; ``below`` and
+    ``above`` are the trees for the two ways. An entry is None if its root reaches no rank of some server.
     """
     joined = _JoinedServers(np.minimum(down + up, UNREACHABLE), below.costs + above.costs, below.servers)
     return [
@@ -215,7 +184,7 @@ def paired_stars(
 
 
 def one_way_stars(cost: CostMatrix, trees: ServerTrees, roots: Sequence[int]) -> list[ComposedStar | None]:
-    """The cheapest composed tree from each root for data that runs one way, perhaps through a gateway."""
+    """Return the cheapest composed tree from each root for data that runs one way, perhaps through a gateway."""
     servers = trees.servers
     joined = _JoinedServers(cost, trees.costs, servers)
     found: list[ComposedStar | None] = []
@@ -224,7 +193,7 @@ def one_way_stars(cost: CostMatrix, trees: ServerTrees, roots: Sequence[int]) ->
         members = servers.members[home]
         inside = servers.of_rank == home
         best = int(members[np.argmin(joined.beyond[members])])
-        # A centre elsewhere is reached from a gateway, and does not reach back into the root's server.
+        # A centre elsewhere is the child of a gateway, and does not reach back into the root's server.
         entry = cost[members].min(axis=0)
         elsewhere = joined.beyond - joined.cheapest[:, home] + entry + trees.costs
         elsewhere[inside] = len(servers.names) * UNREACHABLE
@@ -248,7 +217,7 @@ class _JoinedServers:
         self.local = np.zeros(shape, dtype=np.int64)
         for number, members in enumerate(servers.members):
             costs = near[:, members] + trees[members]
-            # Of equals the one at the centre's own place: rails join equal places, and centres spread by themselves.
+            # Among equals the one at the centre's own place: rails join equal places, and so centres are spread.
             order = (np.arange(len(members)) + places[:, None]) % len(members)
             turned = np.take_along_axis(costs, order, axis=1)
             chosen = np.take_along_axis(order, turned.argmin(axis=1)[:, None], axis=1)[:, 0]
@@ -271,18 +240,17 @@ def _places(servers: FabricServers) -> NDArray[np.int64]:
 class ComposedPricing(Pricing):
     """The cheapest composed trees; ``height`` limits the trees inside servers.
 
-    Unlimited trees, and limited ones in servers of up to `hop_constrained_exact.LARGEST` GPUs, are priced exactly.
+    Unlimited trees, and limited ones in servers of up to `LARGEST_EXACT` GPUs, are priced exactly.
     """
 
     servers: FabricServers = field(kw_only=True)
 
     @property
     def efforts(self) -> tuple[int, ...]:
-        """One: trees inside servers are looked for in one way."""
+        # Trees inside servers are searched in one way only.
         return (0,)
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
-        """A cheapest composed tree of every root that has one, by the place of the root."""
         packing = self.packing
         routes = ServerRoutes(packing.orbits, self.servers, rounded_lengths(lengths))
         down = routes.cost()

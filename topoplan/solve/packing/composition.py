@@ -1,9 +1,9 @@
 """Pack composed trees in three phases: reduce in servers, exchange between local roots, broadcast (Blink 3.4).
 
 One program over all composed trees (`composed_pricing`), solved by column generation on orbits of symmetries, gives
-shares, centres, local roots and trees of the best composition together, whatever GPU counts, wires and NICs the
-servers have. Then the height inside servers is lowered as far as the rate allows. If NICs have bandwidth to spare,
-a last program keeps the rate and leaves the NICs of a server evenly free: local roots are spread.
+shares, centres, local roots and trees of the best composition together, for any GPU counts, wires and NICs of the
+servers. Then the height inside servers is lowered as far as the rate allows. If NICs have bandwidth to spare, a last
+program keeps the rate and leaves the NICs of a server evenly free: local roots are spread.
 
 `plan_three_phase` puts the composition under the lowest bound on any plan: flows; the dual lengths of the
 composition's own program, if they prove anything; and on small fabrics, if neither is reached, the certificate of
@@ -35,7 +35,7 @@ from topoplan.solve.symmetry.symmetry_search import find_symmetry
 from topoplan.units import name_ranges
 
 _GAINS = (10**3, 10**6, 10**9)
-"""What a unit of rate is worth against free NICs; the first that gives nothing of the rate away is taken."""
+"""Worth of a unit of rate against free NICs; the first that sacrifices no rate is taken."""
 
 
 _LARGEST_PART = 1 << 31
@@ -43,19 +43,11 @@ _LARGEST_PART = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A composed forest.
+    """A composed forest; large ones are templates with the symmetries.
 
-    Parameters
-    ----------
-    shards : sequence of Shard
-        All of them, or for large forests their templates with the symmetries.
-    bound : Fraction
-        GB/s that no plan for this fabric exceeds, at which the search aimed.
-    certificate : Certificate
-        Its proof.
-    duals : Lengths or None
-        Where the composition does not reach the bound, the dual lengths of its program: they may prove a lower one, or
-        nothing, since they need to be long for composed trees only.
+    ``bound``, in GB/s, is the target of the search, and ``certificate`` proves it. ``duals``, if the forest does not
+    reach the bound, are the dual lengths of its program: they may prove a lower bound, or nothing, since they need to
+    be long for composed trees only.
     """
 
     shards: Sequence[Shard]
@@ -72,33 +64,11 @@ def compose(
     certificate: Certificate | None = None,
     progress: ProgressCallback | None = None,
 ) -> Composition:
-    """The best composition of trees inside servers with stars between them.
+    """Return the best composition of trees inside servers with stars between them.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        Connected ranks.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-    certificate : Certificate or None
-        A bound that is known, at which the search may stop; None for the one from flows.
-    progress : callable or None
-        Called with a line of text now and then.
-
-    Raises
-    ------
-    UsageError
-        All ranks are on one server.
-    InfeasibleError
-        The ranks of a server are not connected inside it, or no rank reaches one of every other server in one hop.
-
-    Examples
-    --------
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> forest = compose(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")), "allreduce")
-    >>> len(forest.shards), max(stage.height for stage in forest.shards[0].stages)
-    (8, 2)
+    At the bound of ``certificate`` the search may stop; None stands for the one from flows. UsageError if all ranks are
+    on one server; InfeasibleError if the ranks of a server are not connected inside it, or if no rank reaches one of
+    every other server in one hop.
     """
     servers = FabricServers(fabric)
     servers.check()
@@ -111,14 +81,17 @@ def compose(
     best = ColumnGeneration(ComposedPricing(packing, servers=servers), progress=progress)
     if not best.run(bound * packing.scale):
         if not best.trees:
-            raise _no_star(servers)
+            raise InfeasibleError(
+                "three phases need a GPU that reaches one of every other server in one hop and back, and none of "
+                f"{', '.join(name_ranges(servers.names))} has one; plan trees instead (method exact)"
+            )
         duals = packing.certificate(best.duals())
     shards = packing.forest(_even_loads(_lowest_inside(best, servers), servers).weights())
     return Composition(shards, bound, aim, duals)
 
 
 def _lowest_inside(best: ColumnGeneration, servers: FabricServers) -> ColumnGeneration:
-    """The same rate with trees inside servers as low as they can be."""
+    """Keep the rate with trees inside servers as low as they can be."""
     tallest = max(_inner_height(tree, servers) for tree in best.weights())
     for height in range(1, tallest):
         lower = ColumnGeneration(
@@ -131,7 +104,7 @@ def _lowest_inside(best: ColumnGeneration, servers: FabricServers) -> ColumnGene
 
 
 def _even_loads(best: ColumnGeneration, servers: FabricServers) -> ColumnGeneration:
-    """The same rate and height with even load on the NICs of every server, as far as that goes."""
+    """Keep rate and height, and even the load on the NICs of every server as far as possible."""
     packing = best.packing
     ports = port_groups(servers, packing.orbits.row_of_link.tolist())
     load = [Fraction(0)] * len(packing.limits)
@@ -150,7 +123,7 @@ def _even_loads(best: ColumnGeneration, servers: FabricServers) -> ColumnGenerat
 
 
 def _inner_height(tree: TreeColumn, servers: FabricServers) -> int:
-    """Edges on the longest path inside a server, of either tree."""
+    """Return the edges on the longest path inside a server, of either tree."""
     home = servers.of_rank.tolist()
     longest = 0
     for parents in (tree.up, tree.down):
@@ -162,18 +135,11 @@ def _inner_height(tree: TreeColumn, servers: FabricServers) -> int:
     return longest
 
 
-def _no_star(servers: FabricServers) -> InfeasibleError:
-    return InfeasibleError(
-        f"three phases need a GPU that reaches one of every other server in one hop and back, and none of "
-        f"{', '.join(name_ranges(servers.names))} has one; plan trees instead (method exact)"
-    )
-
-
 @dataclass
 class EvenLoadGeneration(ColumnGeneration):
-    """Column generation with one more column for each group of ports: bandwidth that all of them have to spare.
+    """Column generation with one more column for each group of ports: their common spare bandwidth.
 
-    A port takes part in proportion to its capacity. The objective is ``gain`` x rate + the sum of what is spare.
+    A port takes part in proportion to its capacity. The objective is ``gain`` x rate + the sum of spare bandwidths.
     """
 
     ports: tuple[tuple[int, ...], ...] = field(kw_only=True)
@@ -191,21 +157,21 @@ class EvenLoadGeneration(ColumnGeneration):
 
     @property
     def value(self) -> Fraction:
-        """Rate of the packing in units of the packing's scale, without what is spare."""
+        """Rate of the packing in units of the packing's scale, without spare bandwidth."""
         solution = self.program.solution()
         if self.packing.shared:
             return solution.get(0, Fraction(0)) * self.packing.owners
         return sum((x for j, x in solution.items() if j >= self.offset), Fraction(0))
 
     def _parts(self, rows: tuple[int, ...]) -> list[int]:
-        """Capacities of some rows without common divisor; rounded where they would be huge."""
+        """Return capacities of some rows without common divisor, rounded if they would be huge."""
         limits = [self.packing.limits[row] for row in rows]
         common = max(gcd(*limits), -(-max(limits) // _LARGEST_PART))
         return [max(1, limit // common) for limit in limits]
 
 
 def port_groups(servers: FabricServers, row_of_link: list[int]) -> tuple[tuple[int, ...], ...]:
-    """Rows of the links that leave, and of those that enter, each server; only groups of several rows."""
+    """Return the rows of the links out of each server, and into it; only groups of several rows."""
     found: dict[tuple[str, str], set[int]] = {}
     for row, (src, dst) in zip(row_of_link, servers.ends, strict=True):
         if src != dst:
@@ -229,19 +195,10 @@ def plan_three_phase(
     certificate: Certificate | None = None,
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """The best composition as a plan, and in its notes what it gives up.
+    """Return the best composition as a plan whose notes state its gap.
 
-    Parameters
-    ----------
-    fabric, collective, root, progress
-        As `topoplan.solve.packing.composition.compose`.
-    certificate : Certificate or None
-        The proof of a general plan for the same fabric, where it is at hand; then no other is looked for.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.solve.packing.composition.compose`.
+    ``certificate`` of a general plan for the same fabric, if known, saves the search for another one. Errors are those
+    of `compose`.
     """
     composed = compose(fabric, collective, root=root, certificate=certificate, progress=progress)
     rate = forest_rate(composed.shards, fabric)
@@ -269,7 +226,7 @@ def plan_three_phase(
 def composed_optimum(
     fabric: Fabric, collective: str, *, root: int | None = None, progress: ProgressCallback | None = None
 ) -> Plan | None:
-    """A plan of three phases where one reaches the bound from flows; None where none does, or none exists."""
+    """Return a plan of three phases that reaches the bound from flows; None if none does, or none exists."""
     try:
         composed = compose(fabric, collective, root=root, progress=progress)
     except (UsageError, InfeasibleError):
@@ -296,7 +253,7 @@ def _lower_bound(
     rate: Fraction,
     progress: ProgressCallback | None,
 ) -> tuple[Certificate, tuple[str, ...]]:
-    """The best proof that is quickly had where the composition misses the first bound, and what was left out."""
+    """Return the best certificate that is quick to compute if the first bound is missed, and notes on the rest."""
     proof, bound = composed.certificate, composed.bound
     assert composed.duals is not None, "a program that misses its bound has been solved to its end"
     with suppress(PlanError):

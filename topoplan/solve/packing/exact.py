@@ -1,8 +1,8 @@
 """Pack optimally by column generation, then at the lowest height, then with few trees.
 
-The first bound comes from flows alone (`topoplan.solve.cuts_and_partitions`). If a packing reaches it, that is the
-proof. If none does (switches that cannot copy, asymmetric ports), the final duals are the proof: dual lengths under
-which every forest is long enough.
+The first bound comes from flows alone (`topoplan.solve.cuts_and_partitions`). A packing that reaches it is proved
+optimal. If none does (switches that cannot copy, asymmetric ports), the final duals are the certificate: dual lengths
+under which every forest is long enough.
 
 Few ranks (`has_exact_tables`): trees of any height give the optimum. Then heights are tried from the lowest on, and
 each is refuted by its own duals before the next is tried, so the height is the lowest possible.
@@ -10,9 +10,8 @@ each is refuted by its own duals before the next is tried, so the height is the 
 All others are packed on orbits of their symmetries. Heights are tried from the lowest possible one on: the first at
 which column generation reaches the bound is taken. If the bound is not reached, the duals of the run may themselves
 prove its value; else the optimum is found with trees of any height, priced exactly, and low heights are tried once
-more for that rate. The lowest height is the one that hop counts force, or one above a star that was refuted (the
-star of a rank is its only tree of height 1): then it is proved. Otherwise it is the lowest found, and the plan says
-so.
+more for that rate. The height is proved lowest if hop counts force it, or if it is one above a refuted star (the star
+of a rank is its only tree of height 1). Otherwise it is the lowest found, and the plan says so.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from topoplan.machine.notes import Note
 from topoplan.plans.certificates.certificate import Certificate, Lengths
 from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound
-from topoplan.solve.hop_constrained_search import SMALL_SEARCH, lowest_heights
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.fewest_trees import fewest_peeled, with_few_trees
 from topoplan.solve.packing.packing_program import (
@@ -45,10 +43,9 @@ from topoplan.solve.search_control import (
     deadline_of,
     time_limit_note,
 )
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 ORDERS = ("height", "trees", "first")
-"""What is minimised first among packings of equal rate."""
+"""Objectives that come first among packings of equal rate."""
 
 FIRST_HEIGHTS = 3
 """Heights that are tried before trees of any height."""
@@ -57,7 +54,7 @@ LATER_HEIGHTS = 12
 """Heights that are tried for a rate that only trees of any height have reached."""
 
 WALKS = 12
-"""Walks along the optimal face in search of fewer trees."""
+"""Walks along the optimal face in the search for fewer trees."""
 
 MOST_AGAIN = 64
 """Ranks up to which smaller groups of symmetries are tried too, for fewer trees."""
@@ -65,17 +62,9 @@ MOST_AGAIN = 64
 
 @dataclass(frozen=True, slots=True)
 class ExactPacking:
-    """An optimal packing.
+    """An optimal packing on the symmetries of ``packing``; weights are rates in units of 1 / scale GB/s.
 
-    Parameters
-    ----------
-    packing : Packing
-        The problem, with the symmetries on which it was packed.
-    weights : dict of TreeColumn to Fraction
-        Rate of each column in units of 1 / scale GB/s.
-    certificate : Certificate
-    notes : tuple of str
-        What could not be proved, or what a time limit cut short.
+    ``notes`` state what was not proved, or what a time limit ended.
     """
 
     packing: Packing
@@ -99,33 +88,12 @@ def pack_exact(
     time_limit: float | Deadline | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExactPacking:
-    """The optimal packing of a collective, low, and with its proof.
+    """Return the optimal packing of a collective on at least two connected ranks, with its certificate.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        At least two connected ranks.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-    order : str
-        ``height``: lowest height found, then few trees. ``trees``: few trees, whatever their height. ``first``: the
-        first optimum of the lowest height found, with as many trees as it has.
-    time_limit : float, Deadline or None
-        Seconds after which the best packing so far is taken; heights, rounds and walks under way are ended.
-    progress : callable or None
-        Called with a line of text now and then.
-
-    Notes
-    -----
-    The number of columns stays near the number of rows. DGX-1V takes milliseconds.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> packed = pack_exact(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allgather")
-    >>> len(packed.shards), packed.notes
-    (16, ())
+    ``order`` is ``height`` (lowest height found, then few trees), ``trees`` (few trees of any height) or ``first`` (the
+    first optimum of the lowest height found). After ``time_limit`` seconds the best packing so far is taken: heights,
+    rounds and walks under way are ended. The number of columns stays near the number of rows; DGX-1V takes
+    milliseconds.
     """
     pack = _pack_few if has_exact_tables(fabric) else _pack_on_orbits
     return pack(fabric, collective, root, order, deadline_of(time_limit), progress)
@@ -141,21 +109,9 @@ def pack_low(
     time_limit: float | Deadline | None = None,
     progress: ProgressCallback | None = None,
 ) -> ExactPacking:
-    """The best packing of trees of limited height: for few ranks proved to be that, else the best found.
+    """Return the best packing of trees of at most ``height`` edges: proved best for few ranks, else the best found.
 
-    Parameters
-    ----------
-    fabric, collective, root, time_limit, progress
-        As for `pack_exact`.
-    certificate : Certificate
-        What bounds trees of any height.
-    height : int
-        Most edges on a root-to-leaf path.
-
-    Raises
-    ------
-    UsageError
-        No tree of this height joins all ranks.
+    ``certificate`` bounds trees of any height. UsageError if no tree of this height joins all ranks.
 
     Examples
     --------
@@ -167,8 +123,7 @@ def pack_low(
     [50.0, 125.0, 150.0]
     """
     few = has_exact_tables(fabric)
-    symmetries = () if few else tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root))
-    packing = Packing(fabric, collective, root, symmetries)
+    packing = Packing(fabric, collective, root, () if few else _symmetries(fabric, root))
     lowest_of_all = _lowest_height(packing)
     if height < lowest_of_all:
         raise UsageError(
@@ -181,6 +136,12 @@ def pack_low(
     text = f"trees of height {height} at most, as asked; {best} of that height"
     cut = (deadline.note(SEARCH_UNFINISHED),) if deadline.cut else ()
     return ExactPacking(packing, generator.weights(), certificate, (Note(text, "height asked"), *cut))
+
+
+def _symmetries(fabric: Fabric, root: int | None, largest: int | None = None) -> tuple[tuple[int, ...], ...]:
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
+    return tuple(tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest))
 
 
 def _pack_few(
@@ -217,14 +178,14 @@ def _pack_few(
 
 
 def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPacking:
-    """What is known of a packing whose time is up: the better of two bounds, and how far below it the rate is."""
+    """Return the packing at the time limit, with the better of two bounds and its gap."""
     packing = generator.packing
     bounds = []
     for candidate in (certificate, packing.certificate(generator.duals())):
         try:
             bound = candidate.bound(packing.fabric, packing.collective, packing.root)
         except PlanError:
-            # Lengths of a search under way may prove nothing.
+            # Lengths of an unfinished search may prove nothing.
             continue
         bounds.append((bound, candidate))
     bound, best = min(bounds, key=lambda pair: pair[0])
@@ -233,10 +194,9 @@ def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPa
 
 
 def at_first_heights(generator: ColumnGeneration, target: Fraction) -> ColumnGeneration | None:
-    """Column generation at the lowest height that reaches the target, of the first heights; None where none does.
+    """Return column generation at the lowest of the first heights that reaches the target; None if none does.
 
-    Unlike `at_lowest_height` it does not know what trees of any height have found, which takes longer than to find it
-    where low trees are enough.
+    Unlike `at_lowest_height` it does not need the trees of any height, which take longer to find if low ones suffice.
     """
     pool: list[TreeColumn] = []
     lowest_of_all = _lowest_height(generator.packing)
@@ -258,7 +218,7 @@ def at_first_heights(generator: ColumnGeneration, target: Fraction) -> ColumnGen
 def at_lowest_height(
     generator: ColumnGeneration, target: Fraction, progress: ProgressCallback | None
 ) -> ColumnGeneration:
-    """Column generation at the lowest height that reaches the target, given what trees of any height have found."""
+    """Return column generation at the lowest height that reaches the target, given a run with trees of any height."""
 
     def limited_to(height: int) -> ColumnGeneration:
         pricing = replace(generator.pricing, height=height)
@@ -294,10 +254,7 @@ def _pack_on_orbits(
     for largest in (None, fabric.size) if order != "trees" else (None, fabric.size, 1):
         if order == "first" and known is not None and known.optimal:
             break
-        generators = tuple(
-            tuple(each.tolist()) for each in find_symmetry(fabric, fixed=root, largest=largest)
-        )
-        packing = Packing(fabric, collective, root, generators)
+        packing = Packing(fabric, collective, root, _symmetries(fabric, root, largest))
         elements = len(packing.orbits.elements)
         if known is not None and elements == known.elements:
             continue
@@ -332,7 +289,7 @@ class _Found:
 
     @cached_property
     def trees(self) -> int:
-        """How many the forest has, with all images."""
+        """Number of trees of the forest, with all images."""
         return sum(map(self.search.packing.image_count, self.weights))
 
     @property
@@ -341,14 +298,14 @@ class _Found:
         return self.value >= self.search.target
 
     def rank(self, order: str) -> tuple[Fraction, int, int]:
-        """Smaller is better."""
+        """Return a sort key: smaller is better."""
         behind = -self.value / self.search.packing.scale
         return (behind, self.trees, self.height) if order == "trees" else (behind, self.height, self.trees)
 
 
 @dataclass
 class _Search:
-    """What is known while heights are tried."""
+    """The state of a search over heights."""
 
     packing: Packing
     order: str
@@ -367,7 +324,9 @@ class _Search:
         self.refuted = self.lowest - 1
 
     def run(self) -> None:
-        """Find trees that reach the optimum: of the lowest height, or of any height where their number counts."""
+        """Find trees that reach the optimum: of the lowest height, or of any height if their number comes first."""
+        from topoplan.solve.hop_constrained_search import SMALL_SEARCH
+
         if self.order == "trees" and self.packing.fabric.size <= SMALL_SEARCH:
             self.best = self._generation(None)
             if not self.best.run(self.target):
@@ -392,7 +351,7 @@ class _Search:
                 return
 
     def _try(self, height: int) -> bool:
-        """Generate trees of a height; True where they are proved optimal."""
+        """Generate trees of a height; return whether they are proved optimal."""
         generation = self._generation(height)
         generation.add([tree for tree in self._pool() if tree.height <= height])
         reached = generation.run(self.target)
@@ -425,7 +384,7 @@ class _Search:
         return certificate.bound(packing.fabric, packing.collective, packing.root) * packing.scale
 
     def notes(self) -> tuple[str, ...]:
-        """What is not proved of the height that was taken."""
+        """State what is not proved of the height that was taken."""
         best = self.best
         assert best is not None, "at least one height has been tried"
         height = max(tree.height for tree in best.weights())
@@ -440,7 +399,9 @@ class _Search:
 
 
 def _lowest_height(packing: Packing) -> int:
-    """The height that hop counts force: of the best root where any will do, else of the worst."""
+    """Return the height that hop counts force: of the best root if any will do, else of the worst."""
+    from topoplan.solve.hop_constrained_search import lowest_heights
+
     routes = packing.routes([1] * len(packing.limits))
     needed = [0] * len(packing.roots)
     both = packing.uses("broadcast") and symmetric_costs(routes.cost)

@@ -2,21 +2,21 @@
 
 Vertices: the optimal face (`column_generation.cheapest_vertex`) is searched for a packing of few trees. Candidates
 are the cheapest trees under the certificate's lengths, since no other tree is in any optimal packing. The search
-ends early when the number of trees meets a lower bound that the certificate implies.
+ends early if the number of trees meets a lower bound that the certificate implies.
 
-Peeling: one tree at a time with the largest weight that leaves the rest optimal. If the best packing of capacities
-c is worth R, a tree T may carry w exactly when the rest, c - w T, is still worth R - w; the largest w is found by
-Newton's method on the weakest cut or partition of the rest. For broadcast, reduce, and allreduce on direct
+Peeling takes one tree at a time with the largest weight that leaves the rest optimal. If the best packing of
+capacities c is worth R, a tree T may carry w exactly if the rest, c - w T, is still worth R - w; Newton's method on the
+weakest cut or partition of the rest finds the largest w. It serves broadcast, reduce, and allreduce on direct
 symmetric links.
 
-Integer programming (Blink 3.2.1), after multiplicative weights: every tree gets a whole multiple of a unit: 0 or 1
+Integer programming (Blink 3.2.1) follows multiplicative weights: every tree gets a whole multiple of a unit: 0 or 1
 times one link's bandwidth; below (1 - threshold) of the rate any whole number; then a half, a third, … of a link.
 On the first unit that reaches the threshold the largest rate is taken, and for it the lowest trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
@@ -32,7 +32,7 @@ from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn,
 from topoplan.solve.search_control import RandomStream
 
 COLUMN_POOL = 200
-"""Trees to look for, apart from those that the packing already knows."""
+"""Trees to search for, apart from the trees that the packing already knows."""
 MOST_STALE = 16
 """Rounds without a new tree after which the search for trees ends."""
 PEELINGS = 6
@@ -41,19 +41,9 @@ _NOISE = 1000
 
 
 def with_few_trees(master: ColumnGeneration, lengths: list[int]) -> dict[TreeColumn, Fraction]:
-    """Weights of an optimal packing with few trees.
+    """Return weights of an optimal packing with few trees, from column generation at the optimal value.
 
-    Parameters
-    ----------
-    master : Generation
-        Column generation that has reached the optimal value.
-    lengths : list of int, one per row
-        Lengths under which every tree of an optimal packing is a cheapest one.
-
-    Returns
-    -------
-    dict of TreeColumn to Fraction
-        Deterministic: the random walks come from a fixed stream.
+    Under ``lengths``, one per row, every tree of an optimal packing is a cheapest one.
     """
     best = master.weights()
     least = fewest_possible(master.packing, lengths)
@@ -65,10 +55,10 @@ def with_few_trees(master: ColumnGeneration, lengths: list[int]) -> dict[TreeCol
 
 
 def fewest_possible(packing: Packing, lengths: list[int]) -> int:
-    """A number of trees below which no packing can fill every row that has a length.
+    """Return a number of trees below which no packing can fill every row that has a length.
 
-    With lengths 0 and 1 each optimal tree crosses exactly ``L`` of the rows of length 1, and all of them are full:
-    rows / L trees at least.
+    With lengths 0 and 1 each optimal tree crosses exactly ``L`` of the rows of length 1, and all of them are full, so
+    rows / L trees are needed.
 
     Examples
     --------
@@ -90,7 +80,7 @@ def fewest_possible(packing: Packing, lengths: list[int]) -> int:
 
 
 def _tight_columns(master: ColumnGeneration, lengths: list[int], random: RandomStream) -> list[TreeColumn]:
-    """Columns that are cheapest under the lengths, found by breaking ties at random."""
+    """Return columns that are cheapest under the lengths, found by breaking ties at random."""
     packing, pricing = master.packing, master.pricing
     top = max(lengths)
     # The noise of a whole column must stay below one unit of length.
@@ -120,36 +110,16 @@ def _tight_columns(master: ColumnGeneration, lengths: list[int], random: RandomS
 
 @dataclass(frozen=True)
 class Peeler:
-    """Peels packings of one problem.
-
-    Parameters
-    ----------
-    packing : Packing
-    """
+    """Peels packings of one problem."""
 
     packing: Packing
 
-    @property
-    def applies(self) -> bool:
-        """True where flows alone give the value of what is left."""
-        packing = self.packing
-        return packing.folded or (packing.collective in ("broadcast", "reduce") and packing.fabric.direct)
-
     def peel(
-        self, target: Fraction, stream: RandomStream, *, candidates: int, fewer_than: int
+        self, target: Fraction, stream: RandomStream, *, fewer_than: int
     ) -> dict[TreeColumn, Fraction] | None:
-        """One pass: weights of an optimal packing with fewer trees than asked, or None.
+        """Make one pass: return weights of an optimal packing with fewer trees than asked, or None.
 
-        Parameters
-        ----------
-        target : Fraction
-            The optimal value in the packing's units.
-        stream : Stream
-            Breaks ties between candidates.
-        candidates : int
-            Trees tried for each place.
-        fewer_than : int
-            A pass that needs this many trees or more is given up.
+        ``target`` is the optimal value in the packing's units.
         """
         rest = [Fraction(c) for c in self.packing.limits]
         value = target
@@ -158,7 +128,7 @@ class Peeler:
             if len(chosen) + 1 >= fewer_than:
                 return None
             best: tuple[Fraction, TreeColumn] | None = None
-            for column in self._candidates(rest, stream, candidates):
+            for column in self._candidates(rest, stream):
                 weight = self._largest_weight(rest, value, column)
                 if best is None or weight > best[0]:
                     best = (weight, column)
@@ -186,7 +156,7 @@ class Peeler:
         return weight
 
     def _weakest(self, rest: list[Fraction]) -> tuple[list[int], int]:
-        """Rows across the weakest cut or partition of the rest, and how many of them every tree crosses."""
+        """Return the rows across the weakest cut or partition of the rest, and how many of them a tree crosses."""
         packing, fabric = self.packing, self.packing.fabric
         scale = int(np.lcm.reduce([c.denominator for c in rest], dtype=object))
         whole = [int(c * scale) for c in rest]
@@ -205,14 +175,14 @@ class Peeler:
             crossing[row] = int((s in side and d not in side) if forward else (s not in side and d in side))
         return crossing, 1
 
-    def _candidates(self, rest: list[Fraction], stream: RandomStream, count: int) -> list[TreeColumn]:
-        """Trees that cross the weakest cut least often, over links with capacity left, wide ones first."""
+    def _candidates(self, rest: list[Fraction], stream: RandomStream) -> list[TreeColumn]:
+        """Return trees that cross the weakest cut least often, over links with capacity left, wide ones first."""
         crossing, _ = self._weakest(rest)
         widths = sorted({c for c in rest if c > 0}, reverse=True)
         pricing = Pricing(self.packing)
         unit = 8 * _NOISE * self.packing.fabric.size
         found: list[TreeColumn] = []
-        for turn in range(count):
+        for turn in range(PEELING_CANDIDATES):
             width = widths[turn % min(3, len(widths))]
             noise: NDArray[np.int64] = stream.whole(len(rest), _NOISE)
             lengths = [
@@ -230,13 +200,13 @@ class Peeler:
 def fewest_peeled(
     packing: Packing, target: Fraction, *, fewer_than: int
 ) -> dict[TreeColumn, Fraction] | None:
-    """Weights of the optimal packing of fewest trees among some peelings, or None where none has fewer than asked."""
-    peeler = Peeler(packing)
+    """Return weights of the optimal packing of fewest trees among some peelings; None if all have as many as asked."""
     best: dict[TreeColumn, Fraction] | None = None
-    if peeler.applies:
-        stream = RandomStream(1)
+    # Flows alone must give the value of the rest.
+    if packing.folded or (packing.collective in ("broadcast", "reduce") and packing.fabric.direct):
+        peeler, stream = Peeler(packing), RandomStream(1)
         for _ in range(PEELINGS):
-            found = peeler.peel(target, stream, candidates=PEELING_CANDIDATES, fewer_than=fewer_than)
+            found = peeler.peel(target, stream, fewer_than=fewer_than)
             if found is not None:
                 best, fewer_than = found, len(found)
     return best
@@ -246,46 +216,28 @@ FINEST_UNIT = 16
 """Smallest unit tried: one link's bandwidth divided by this."""
 
 MOST_CANDIDATES = 200
-"""Trees that the search chooses from, the heaviest of the packing."""
+"""Trees that the search chooses from, the heaviest ones of the packing."""
 
 MOST_BRANCHING_NODES = 100
 """Branch-and-bound nodes for each program: a limit that is the same on every machine."""
 
 
 def minimise_trees(
-    packing: Packing,
-    weights: Mapping[TreeColumn, Fraction],
-    *,
-    rate: Fraction,
-    threshold: float = 0.05,
+    packing: Packing, weights: Mapping[TreeColumn, Fraction], *, rate: Fraction, threshold: float = 0.05
 ) -> dict[TreeColumn, Fraction] | None:
-    """Whole-number weights on a few of the given trees.
+    """Return whole multiples of a unit as weights of a few of the given trees; None if no unit reaches the threshold.
 
-    Parameters
-    ----------
-    packing : Packing
-    weights : mapping of TreeColumn to Fraction
-        A packing; only its trees matter.
-    rate : Fraction
-        The rate to come near, at least that of the packing and at most its bound, in the packing's units
-        (1 / `Packing.scale` GB/s).
-    threshold : float
-        How much of the rate may be given up, 0 or more and below 1.
-
-    Returns
-    -------
-    dict of TreeColumn to Fraction, or None
-        Weights in the packing's units; None where no unit down to a link's `FINEST_UNIT`-th reaches the threshold.
-
-    Raises
-    ------
-    UsageError
-        threshold is out of range.
+    ``rate``, which lies between the packing's and its bound, and the weights are in the packing's units (1 /
+    `Packing.scale` GB/s). ``threshold``, from 0 to below 1, is the part of the rate that may be given up. The smallest
+    unit is a link's `FINEST_UNIT`-th.
     """
     if not 0 <= threshold < 1:
         raise UsageError(f"threshold {threshold} must be 0 or more and below 1, for example 0.05")
     columns = _heaviest(packing, weights)
-    unit = _link_unit(packing.limits)
+    # One link's bandwidth: the common divisor of all capacities, or the smallest if that is too fine.
+    unit = reduce(gcd, packing.limits)
+    if max(packing.limits) > 64 * unit:
+        unit = min(packing.limits)
     needed = rate * (1 - Fraction(repr(threshold)))
     for divisor in range(1, FINEST_UNIT + 1):
         most = int(rate * divisor / unit / packing.owners) * packing.owners
@@ -303,7 +255,7 @@ def minimise_trees(
 
 
 def _heaviest(packing: Packing, weights: Mapping[TreeColumn, Fraction]) -> list[TreeColumn]:
-    """The columns of largest weight, equally many of every group: the others would only slow the search."""
+    """Return the columns of largest weight, equally many of every group: the others would only slow the search."""
     ordered = sorted(weights, key=lambda column: (-weights[column], column.order))
     kept: dict[int, list[TreeColumn]] = {}
     for column in ordered:
@@ -313,16 +265,10 @@ def _heaviest(packing: Packing, weights: Mapping[TreeColumn, Fraction]) -> list[
     return sorted((each for members in kept.values() for each in members), key=lambda each: each.order)
 
 
-def _link_unit(limits: Sequence[int]) -> int:
-    """The bandwidth of one link: the common divisor of all capacities, or the smallest where that is no link."""
-    common = reduce(gcd, limits)
-    return common if max(limits) <= 64 * common else min(limits)
-
-
 def _whole_packing(
     packing: Packing, columns: list[TreeColumn], unit: Fraction, *, literal: bool
 ) -> NDArray[np.int64] | None:
-    """Whole numbers of units for each column, as many in all as fit, low trees first."""
+    """Return whole numbers of units for each column, as many in all as fit, low trees first."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     usage = np.array([column.usage for column in columns], dtype=np.float64).T

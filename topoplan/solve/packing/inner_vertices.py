@@ -1,10 +1,10 @@
 """Pack trees that pass devices other than ranks: helpers that add and copy, switches that copy or add.
 
-The fabric is packed as one whose helpers and copying or adding switches are vertices of trees beside the ranks.
-Column generation prices cheapest Steiner trees (`topoplan.plans.minimum_trees`): trees that lead down may pass
-helpers and copying switches, trees that lead up helpers and adding switches, and an allreduce may have its root at
-a helper. The duals are the certificate (`topoplan.plans.certificates.Steiner`). In the plan a switch is again part
-of routes, and helpers are numbered after the ranks.
+The fabric is packed with its helpers and copying or adding switches as vertices of trees beside the ranks. Column
+generation prices cheapest Steiner trees (`topoplan.plans.minimum_trees`): trees that lead down may pass helpers and
+copying switches, trees that lead up helpers and adding switches, and an allreduce may have its root at a helper. The
+duals are the certificate (`topoplan.plans.certificates.Steiner`). In the plan a switch is again part of routes, and
+helpers are numbered after the ranks.
 """
 
 from __future__ import annotations
@@ -29,33 +29,25 @@ from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressC
 from topoplan.solve.packing.packing_program import Packing, Parents, Pricing, TreeColumn, rounded_lengths
 from topoplan.solve.route_table import FabricOrbits
 from topoplan.solve.search_control import Deadline, RandomStream, time_limit_note
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
 
 MOST_RANKS = 64
 """Ranks up to which trees are packed over inner vertices."""
 
 MOST_INNER = 16
-"""Inner vertices up to which they are, unless many are alike."""
+"""Inner vertices other than helpers up to which trees are packed over them."""
 
 LONGEST = 1 << 30
 """Lengths of rows are rounded to whole numbers up to this one."""
 
 WALKS = 12
-"""Walks along the optimal face in search of fewer trees."""
+"""Walks along the optimal face in the search for fewer trees."""
 
 
 @dataclass(frozen=True)
 class InnerPacking(Packing):
-    """The packing problem of a fabric whose inner vertices stand among the ranks, after them.
+    """The packing problem of a fabric whose inner vertices follow the ranks (see `with_inner_vertices`).
 
-    Parameters
-    ----------
-    fabric : Fabric
-        With inner vertices as ranks (see `with_inner_vertices`).
-    collective, root, generators
-        As of `Packing`.
-    own : Fabric
-        The fabric that is planned for.
+    ``own`` is the fabric that is planned for.
     """
 
     own: Fabric = None  # type: ignore[assignment]
@@ -66,7 +58,7 @@ class InnerPacking(Packing):
 
     @cached_property
     def orbits(self) -> FabricOrbits:
-        """Routes pass switches, as they do everywhere; only ranks and helpers end them."""
+        # Routes pass switches, as they do everywhere; only ranks and helpers end them.
         return FabricOrbits(self.fabric, self.generators, ends_of_routes=len(self.own.vertices))
 
     @cached_property
@@ -81,7 +73,7 @@ class InnerPacking(Packing):
         return self.own.size if self.shared else 1
 
     def inner(self, op: str) -> list[int]:
-        """Vertices that a tree of this kind may pass."""
+        """Return the vertices that a tree of this kind may pass."""
         return [self.fabric.ranks.index(name) for name in inner_devices(self.own, op)]
 
 
@@ -109,14 +101,14 @@ class InnerPricing(Pricing):
 
 
 def has_inner_vertices(fabric: Fabric) -> bool:
-    """Whether trees of a fabric may pass devices that are no ranks, and few enough to be packed so."""
+    """Return whether trees of a fabric may pass devices other than ranks, few enough for this packing."""
     inner = {name for op in ("reduce", "broadcast") for name in inner_devices(fabric, op)}
     few = len(inner) - len(fabric.helpers) <= MOST_INNER
     return bool(inner) and few and 1 < fabric.size <= MOST_RANKS
 
 
 def with_inner_vertices(fabric: Fabric) -> Fabric:
-    """The fabric with helpers, and then switches that copy or add, as further ranks after its own."""
+    """Return the fabric with helpers, and then switches that copy or add, as further ranks after its own."""
     inner = [name for op in ("reduce", "broadcast") for name in inner_devices(fabric, op)]
     order = dict.fromkeys((*fabric.ranks, *fabric.helpers, *inner))
     topology = fabric.topology
@@ -138,20 +130,10 @@ def plan_over_inner_vertices(
     deadline: Deadline,
     progress: ProgressCallback | None = None,
 ) -> Plan:
-    """The best plan whose trees may pass helpers, and switches that copy or add, with its proof.
+    """Return the best plan whose trees may pass helpers, and switches that copy or add, with its certificate.
 
-    Parameters
-    ----------
-    fabric : Fabric
-        For which `has_inner_vertices` holds.
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-    known : Plan or None
-        A plan for the same fabric: it is kept where no better one is found, with the stronger proof of both.
-    deadline : Deadline
-    progress : callable or None
-        Called with a line of text now and then.
+    `has_inner_vertices` holds for the fabric. A ``known`` plan for it is kept if no better one is found, with the
+    stronger certificate of both.
     """
     wide = with_inner_vertices(fabric)
     packing = InnerPacking(wide, collective, root, _symmetry(fabric, wide, root), fabric)
@@ -190,7 +172,7 @@ def plan_over_inner_vertices(
 def _stronger(
     fabric: Fabric, collective: str, root: int | None, known: OneFabric, generation: ColumnGeneration
 ) -> OneFabric:
-    """The duals as a certificate where they prove a lower bound than the one at hand."""
+    """Return the duals as a certificate if they prove a lower bound than the known one, else the known one."""
     lengths = Steiner(generation.packing.certificate(generation.duals()).lengths)
     try:
         proved = lengths.bound(fabric, collective, root)
@@ -200,7 +182,9 @@ def _stronger(
 
 
 def _symmetry(fabric: Fabric, wide: Fabric, root: int | None) -> tuple[tuple[int, ...], ...]:
-    """Symmetries of the fabric as permutations of the wide one's nodes."""
+    """Return the symmetries of the fabric as permutations of the wide one's nodes."""
+    from topoplan.solve.symmetry.symmetry_search import find_symmetry
+
     place = {name: number for number, name in enumerate(wide.nodes)}
     found = []
     for generator in find_symmetry(fabric, fixed=root):
@@ -212,7 +196,7 @@ def _symmetry(fabric: Fabric, wide: Fabric, root: int | None) -> tuple[tuple[int
 
 
 def _narrowed(shards: ImageShards, fabric: Fabric) -> tuple[Shard, ...]:
-    """All shards, with switches as what routes pass, and no more as vertices."""
+    """Return all shards with switches as parts of routes instead of vertices."""
     return tuple(
         Shard(
             share,

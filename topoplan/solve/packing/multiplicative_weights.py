@@ -1,14 +1,14 @@
-"""Packing by multiplicative weights, within (1 - epsilon) of the optimum (Blink 3.2).
+"""Pack by multiplicative weights, within (1 - epsilon) of the optimum (Blink 3.2).
 
 Garg and Könemann (1998), for trees as in Chekuri and Quanrud (2017): every link e has a length y(e), at first
-1 / c(e). Again and again a cheapest tree takes as much flow as its narrowest link has capacity, and every link it
-crosses gets longer by the factor 1 + step x flow / c(e). What was sent, divided by the largest overload, is a packing;
+1 / c(e). In every round a cheapest tree takes as much flow as its narrowest link has capacity, and every link it
+crosses gets longer by the factor 1 + step x flow / c(e). The flow sent, divided by the largest overload, is a packing;
 at any time sum of c(e) y(e) / (length of the cheapest tree) is an upper bound. The loop ends when the two are within
-epsilon, so the result is proved and not only promised.
+epsilon, so the result is proved.
 
-New trees are priced in every fourth round only; in between, the cheapest of the trees met so far will do, which is one
-small matrix product. Steps are longer than the worst case asks for, and are halved where the loop does not end: the
-proof at the end does not depend on them. Lengths are scaled down together before they overflow, which changes no
+New trees are priced in every fourth round only; in between, the cheapest of the known trees will do, which takes one
+small matrix product. Steps are longer than the worst case requires, and are halved if the loop does not end: the
+certificate does not depend on them. Lengths are scaled down together before they overflow, which changes no
 choice.
 """
 
@@ -30,11 +30,11 @@ from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.route_table import LONGEST, RouteTable
 
 SMALLEST_EPSILON = 0.002
-"""Below this the rounds, which grow as 1 / epsilon squared, take longer than the optimum itself."""
+"""Below this the rounds, which grow as 1 / epsilon squared, take longer than the exact method."""
 
 _OVERFLOW = 1e200
 _COARSE = 1 << 10
-"""Parts of the largest length below which the way between the farthest ranks is measured anew, more finely."""
+"""Parts of the largest length below which the distance of the farthest ranks is measured again, more finely."""
 
 _ROUNDS_PER_CALL = 4
 _ROUNDS_PER_CHECK = 16
@@ -46,17 +46,9 @@ TreeOracle = Callable[[list[list[float]], int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class MwuPacking:
-    """A packing within (1 - epsilon) of its bound.
+    """A packing within (1 - epsilon) of its bound; its weights are feasible up to one common factor.
 
-    Parameters
-    ----------
-    weights : dict of TreeColumn to Fraction
-        Relative weight of each column; feasible up to one common factor.
-    certificate : Certificate
-    rounds : int
-        Times that flow was sent.
-    calls : int
-        Times that a cheapest tree had to be found anew.
+    Flow was sent ``rounds`` times, and a cheapest tree was searched ``calls`` times.
     """
 
     weights: dict[TreeColumn, Fraction]
@@ -68,29 +60,8 @@ class MwuPacking:
 def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle | None = None) -> MwuPacking:
     """Pack by multiplicative weights until rate >= (1 - epsilon) x bound is proved.
 
-    Parameters
-    ----------
-    packing : Packing
-        At least two connected ranks.
-    epsilon : float
-        From `SMALLEST_EPSILON` to 0.5.
-    tree_oracle : callable or None
-        Another way to find the cheapest arborescence, for comparison: it is asked in every round. None uses our
-        own, which is asked in every fourth round.
-
-    Raises
-    ------
-    UsageError
-        epsilon is out of range.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> packing = Packing(Fabric(topoplan.load("dgx-1v"), ("nvlink",)), "broadcast", 0)
-    >>> result = pack_mwu(packing)
-    >>> len(result.weights) > 6
-    True
+    ``epsilon`` is from `SMALLEST_EPSILON` to 0.5, else UsageError. ``tree_oracle``, for comparisons, is another search
+    for the cheapest arborescence, called in every round instead of every fourth.
     """
     if not SMALLEST_EPSILON <= epsilon <= 0.5:
         raise UsageError(
@@ -101,7 +72,7 @@ def pack_mwu(packing: Packing, *, epsilon: float = 0.05, tree_oracle: TreeOracle
 
 
 class _Loop:
-    """The state of one run: lengths, and the trees met so far for every group."""
+    """The state of one run: lengths, and the known trees of every group."""
 
     def __init__(self, packing: Packing, epsilon: float, tree_oracle: TreeOracle | None) -> None:
         fabric = packing.fabric
@@ -110,7 +81,7 @@ class _Loop:
         self.step = 2 * epsilon
         self.rounds_per_call = _ROUNDS_PER_CALL if tree_oracle is None else 1
         self.oracle = tree_oracle or cheapest_arborescence
-        # Prim serves undirected trees; a rival oracle is asked for them as arborescences from rank 0.
+        # Prim serves undirected trees; another oracle is asked for them as arborescences from rank 0.
         self.prim = packing.folded and tree_oracle is None
         self.certificate = best_bound(fabric, packing.collective, packing.root)
         bound = self.certificate.bound(fabric, packing.collective, packing.root)
@@ -149,7 +120,7 @@ class _Loop:
                 self.step /= 2
 
     def _lengths(self) -> NDArray[np.float64]:
-        """Length of every tree met so far, by group."""
+        """Return the length of every known tree, by group."""
         known = max(len(columns) for columns in self.columns)
         lengths: NDArray[np.float64] = self.usage[:, :known] @ self.length
         if self.packing.shared:
@@ -182,9 +153,9 @@ class _Loop:
             self._learn(tree)
 
     def _routes(self) -> RouteTable:
-        """The shortest routes under the lengths, as whole numbers that are fine enough for the farthest two ranks.
+        """Return the shortest routes under the lengths, as whole numbers fine enough for the two farthest ranks.
 
-        A link that is longer than all of the way between these is on no shortest route.
+        A link that is longer than the route between these is on no shortest route.
         """
         longest = float(self.length.max())
         scale = min(longest, 4 * self.farthest)
@@ -218,18 +189,18 @@ class _Loop:
             self.farthest /= largest
 
     def _rate(self) -> float:
-        """Rate of what was sent, scaled until no link is overloaded."""
+        """Return the rate of the flow sent, scaled until no link is overloaded."""
         load = np.einsum("gp,gpr->r", self.sent, self.usage)
         return float(self.sent.sum() / (load / self.capacity).max())
 
     def _sharpen(self) -> None:
-        """Keep the current lengths as the certificate if they prove a lower bound than the known one."""
+        """Take the current lengths as the certificate if they prove a lower bound than the known one."""
         packing, fabric = self.packing, self.packing.fabric
         dual = float(self.capacity @ self.length) * packing.owners / float(self.least.sum())
         if dual >= self.bound * (1 - 1e-9) or fabric.in_network:
             return
         half = 2 if packing.folded else 1
-        # No cheapest forest gets shorter when longer links are cut to its length, and whole numbers then lose little.
+        # No cheapest forest gets shorter if longer links are cut to its length, and whole numbers then lose little.
         longest = float(self.least.max())
         whole = np.rint(np.minimum(self.length / longest, 1) * (1 << 30)).astype(np.int64).tolist()
         certificate = Lengths(

@@ -3,7 +3,7 @@
     maximise the rate, subject to   sum of x(T) crossings(T, L)  <=  capacity(L)   for every orbit L of links,
 
 where x(T) is the rate that tree T and its images under some symmetries of the fabric carry together. A forest can
-be averaged over the symmetries without loss, so an optimal one loads all links of an orbit alike: the program of
+be averaged over the symmetries without loss, so some optimal one loads all links of an orbit equally: the program of
 1024 GPUs in 128 equal servers has six rows, and trees are priced for the first rank of every orbit only.
 
 One byte needs one tree from the root (broadcast, reduce), one of the owner's trees (allgather, reduce-scatter:
@@ -33,11 +33,10 @@ from topoplan.plans.loads import stage_links
 from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees, cheapest_arborescence
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
 from topoplan.solve.cuts_and_partitions import whole_capacities
-from topoplan.solve.hop_constrained_search import SEARCH_EFFORT, low_arborescences
 from topoplan.solve.route_table import FabricOrbits, RankRoutes, RouteTable
 
 MOST_EDGES = 10_000
-"""Tree edges of a plan beyond which its file holds templates and symmetries in place of all shards."""
+"""Tree edges of a plan beyond which its file holds templates and symmetries instead of all shards."""
 
 Parents = tuple[int, ...]
 """Parent of every rank in a tree, -1 for the root; empty where a collective has no such tree."""
@@ -45,18 +44,10 @@ Parents = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class TreeColumn:
-    """Trees that one share of the buffer runs through, and all their images.
+    """Trees that carry one share of the buffer, and all their images.
 
-    Parameters
-    ----------
-    root : int
-        Rank where the up tree ends and the down tree starts: the first of its orbit.
-    up, down : tuple of int
-        Parents in the reduce tree and in the broadcast tree.
-    usage : tuple of int
-        How often one byte crosses each row.
-    routes : Routes
-        Gives the route of every edge.
+    The reduce tree ``up`` ends and the broadcast tree ``down`` starts at ``root``, the first rank of its orbit.
+    ``usage`` is how often one byte crosses each row; ``routes`` gives the route of every edge.
     """
 
     root: int
@@ -72,7 +63,7 @@ class TreeColumn:
 
     @property
     def order(self) -> tuple[int, Parents, list[tuple[int, int]], tuple[int, ...]]:
-        """Where the column stands among others: by root, the edges up by child, the edges down by parent."""
+        """Sort key: root, the edges up by child, the edges down by parent."""
         down = sorted((parent, child) for child, parent in enumerate(self.down) if parent >= 0)
         return self.root, self.up, down, self.usage
 
@@ -93,14 +84,7 @@ def _height(parents: Parents) -> int:
 class Packing:
     """The packing problem of one collective on one fabric, perhaps up to symmetries.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    collective : str
-    root : int or None
-        Root rank of a broadcast or reduce.
-    generators : tuple of tuple of int
-        Automorphisms, as permutations of `Fabric.nodes`, that all keep the root; none for no symmetry.
+    ``generators`` are automorphisms, as permutations of `Fabric.nodes`, that keep the root; none for no symmetry.
     """
 
     fabric: Fabric
@@ -110,16 +94,16 @@ class Packing:
 
     @cached_property
     def folded(self) -> bool:
-        """True where both directions of a wire share one row."""
+        """Whether both directions of a wire share one row."""
         return self.collective == "allreduce" and self.fabric.direct and self.fabric.symmetric
 
     @cached_property
     def orbits(self) -> FabricOrbits:
-        """Ranks and links up to the symmetries, and up to direction where rows are folded."""
+        """Ranks and links up to the symmetries, and up to direction if rows are folded."""
         return FabricOrbits(self.fabric, self.generators, self.folded)
 
     def uses(self, op: str) -> bool:
-        """True where a byte of the collective runs through a tree of this kind, reduce or broadcast."""
+        """Return whether a byte of the collective runs through a tree of this kind, reduce or broadcast."""
         return op in stage_order(self.collective)
 
     @cached_property
@@ -129,7 +113,7 @@ class Packing:
 
     @cached_property
     def shared(self) -> bool:
-        """True where every rank owns an equal part of the buffer."""
+        """Whether every rank owns an equal part of the buffer."""
         return self.collective in ("allgather", "reduce_scatter")
 
     @property
@@ -139,7 +123,7 @@ class Packing:
 
     @property
     def rate_of_one(self) -> Fraction:
-        """Rate of the plan, in units of `scale`, where the value of the program is 1."""
+        """Rate of the plan, in units of `scale`, if the value of the program is 1."""
         return Fraction(self.owners)
 
     @property
@@ -149,11 +133,11 @@ class Packing:
 
     @property
     def owner_parts(self) -> Sequence[int]:
-        """How much of the common rate each of these rows asks for: as many parts as its root stands for ranks."""
+        """Parts of the common rate that each owner row asks for: as many as its root represents ranks."""
         return self.root_counts
 
     def owner_row(self, column: TreeColumn) -> int:
-        """The row of a column among them; 0 where there is none."""
+        """Return the owner row of a column; 0 if the program has none."""
         return self._places[column.root] if self.shared else 0
 
     @cached_property
@@ -162,23 +146,23 @@ class Packing:
 
     @cached_property
     def root_counts(self) -> tuple[int, ...]:
-        """Where every rank owns a part, the number of ranks that each of `roots` stands for."""
+        """If every rank owns a part, the number of ranks that each of `roots` represents."""
         count = dict(zip(self.orbits.first_ranks, self.orbits.rank_counts, strict=True))
         return tuple(count[root] for root in self.roots)
 
     def owner(self, column: TreeColumn) -> int:
-        """The rank whose part of the buffer a column carries; 0 where there is one part."""
+        """Return the rank whose part of the buffer a column carries; 0 if the buffer has one part."""
         return column.root if self.shared else 0
 
     @cached_property
     def scale(self) -> Fraction:
-        """How many units of `limits` make one GB/s."""
+        """Units of `limits` in one GB/s."""
         capacity, scale = whole_capacities(self.fabric)
         return Fraction(scale, gcd(*capacity))
 
     @cached_property
     def limits(self) -> tuple[int, ...]:
-        """Capacity of every row, all its links or wires together: whole numbers of 1 / `scale` GB/s."""
+        """Capacity of every row, all its links or wires together, in whole numbers of 1 / `scale` GB/s."""
         capacity, _ = whole_capacities(self.fabric)
         common = gcd(*capacity)
         limits = [0] * len(self.widths)
@@ -188,17 +172,17 @@ class Packing:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Number of links in every row, or of wires where both directions share it."""
+        """Number of links in every row, or of wires if both directions share it."""
         return [count // 2 if self.folded else count for count in self.orbits.row_counts.tolist()]
 
     def routes(self, lengths: Sequence[int]) -> RouteTable:
-        """The shortest routes between all ranks under whole lengths of the rows."""
+        """Return the shortest routes between all ranks under whole lengths of the rows."""
         return RouteTable(self.orbits, tuple(lengths))
 
     def trees(
         self, parents: Iterable[tuple[int, Sequence[int], Sequence[int]]], routes: RankRoutes
     ) -> list[TreeColumn]:
-        """Columns: of each the root, and the parents of every rank in both trees, -1 for the root."""
+        """Return columns from roots and the parents of every rank in both trees, -1 for the root."""
         made = [(root, tuple(up), tuple(down)) for root, up, down in parents]
         if self.fabric.in_network:
             bare = [TreeColumn(*tree, (), routes) for tree in made]
@@ -215,7 +199,7 @@ class Packing:
         return [TreeColumn(*tree, tuple(row), routes) for tree, row in zip(made, usage.tolist(), strict=True)]
 
     def _merged_usage(self, tree: TreeColumn) -> tuple[int, ...]:
-        """As `_usage`, where switches that copy or add let routes share links."""
+        """Return the usage of a tree on switches that copy or add, which let routes share links."""
         usage = [0] * len(self.limits)
         for stage in self._stages(tree):
             for number in stage_links(stage, self.fabric):
@@ -223,7 +207,7 @@ class Packing:
         return tuple(usage)
 
     def image_count(self, tree: TreeColumn) -> int:
-        """Number of different trees that the symmetries make of one."""
+        """Return the number of different trees that the symmetries make of one."""
         if not self.generators:
             return 1
         known = self._image_counts.get(tree)
@@ -238,7 +222,7 @@ class Packing:
         return {}
 
     def _parts(self, weights: Mapping[TreeColumn, Fraction]) -> dict[TreeColumn, Fraction]:
-        """Shares in proportion to the weights, of a tree with all its images; each owner's make his part."""
+        """Return shares in proportion to the weights, of a tree with all its images; each owner's make its part."""
         totals: dict[int, Fraction] = {}
         for tree, weight in weights.items():
             totals[self.owner(tree)] = totals.get(self.owner(tree), Fraction(0)) + weight
@@ -250,14 +234,14 @@ class Packing:
         return {tree: weight * part[self.owner(tree)] for tree, weight in weights.items()}
 
     def shards(self, weights: Mapping[TreeColumn, Fraction]) -> tuple[Shard, ...]:
-        """The shards of a plan without symmetries: in the order of owners, then largest first."""
+        """Return the shards of a plan without symmetries, by owner, then largest first."""
         ordered = sorted(
             self._parts(weights).items(), key=lambda item: (self.owner(item[0]), -item[1], item[0].order)
         )
         return tuple(Shard(share, self._stages(tree)) for tree, share in ordered)
 
     def images(self, weights: Mapping[TreeColumn, Fraction]) -> ImageShards:
-        """The shards of a plan: every tree with all its images, largest shares first among those of one root."""
+        """Return the shards of a plan: every tree with all its images, by root, then largest first."""
         templates = [
             Shard(share / self.image_count(tree), self._stages(tree))
             for tree, share in self._parts(weights).items()
@@ -266,7 +250,7 @@ class Packing:
         return ImageShards(self.fabric.nodes, self.fabric.size, self.generators, tuple(templates))
 
     def forest(self, weights: Mapping[TreeColumn, Fraction]) -> Sequence[Shard]:
-        """`images`, written out where they are few."""
+        """Return `images`, as a tuple of all shards if they are few."""
         images = self.images(weights)
         edges = sum(
             len(stage.edges) * count for shard, count in shard_counts(images) for stage in shard.stages
@@ -293,7 +277,7 @@ class Packing:
         return tuple(stages)
 
     def certificate(self, duals: Sequence[int]) -> Lengths:
-        """Dual values of the rows as lengths of the links, whole numbers without common divisor."""
+        """Return dual values of the rows as lengths of the links, whole numbers without common divisor."""
         common = gcd(*duals) or 1
         return Lengths(
             tuple(
@@ -304,7 +288,7 @@ class Packing:
         )
 
     def row_lengths(self, values: Sequence[Fraction]) -> list[int]:
-        """Mean over each row of lengths of the links, as whole numbers: what a certificate says of the rows."""
+        """Return, in whole numbers, the mean over each row of lengths of the links."""
         total = [Fraction(0)] * len(self.limits)
         for row, value in zip(self.orbits.row_of_link.tolist(), values, strict=True):
             total[row] += value
@@ -314,14 +298,14 @@ class Packing:
 
 
 _LONGEST_SCALED = 1 << 20
-"""Lengths of rows are rounded to whole numbers up to this one; what a tree costs is then exact."""
+"""Most that a rounded length of a row is; the cost of a tree is then exact."""
 
 _LONGEST_SCALED_OF_FEW = 1 << 30
-"""The same for few ranks, whose trees cost less in all."""
+"""The same for few ranks, whose trees have lower total costs."""
 
 
 def has_exact_tables(fabric: Fabric) -> bool:
-    """True where heights are priced by tables: few ranks, switches that only forward, few shortest routes of a pair.
+    """Return whether heights are priced by tables: few ranks and shortest routes, switches that only forward.
 
     Examples
     --------
@@ -334,34 +318,25 @@ def has_exact_tables(fabric: Fabric) -> bool:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Cheapest columns of one packing problem.
-
-    Parameters
-    ----------
-    packing : Packing
-    height : int or None
-        Most edges on a root-to-leaf path.
-    """
+    """Cheapest columns of one packing problem; ``height`` limits the edges on a root-to-leaf path."""
 
     packing: Packing
     height: int | None = None
 
     @property
     def efforts(self) -> tuple[int, ...]:
-        """Efforts worth trying one after the other: searching longer pays only where the quick answer is no better."""
-        searched = self.height is not None and self.height > 1 and not has_exact_tables(self.packing.fabric)
-        return (0, SEARCH_EFFORT) if searched else (0,)
+        """Efforts worth trying in turn: a longer search pays only if the quick answer is not better."""
+        if self.height is None or self.height == 1 or has_exact_tables(self.packing.fabric):
+            return (0,)
+        from topoplan.solve.hop_constrained_search import SEARCH_EFFORT
+
+        return (0, SEARCH_EFFORT)
 
     def cheapest(self, lengths: Sequence[int], effort: int = 0) -> dict[int, TreeColumn]:
-        """A cheap column of every root that has one, by the place of the root among `Packing.roots`.
+        """Return a cheap column of every root that has one, by the place of the root among `Packing.roots`.
 
-        Parameters
-        ----------
-        lengths : sequence of int, one per row
-            Zero or more. Numbers too large for the tables are made smaller together, which only makes the column that
-            is found slightly dearer than the cheapest.
-        effort : int
-            How long a search shakes trees.
+        ``lengths``, one for each row, are 0 or more. Numbers too large for the tables are scaled down together, which
+        at worst makes the column slightly dearer than the cheapest. ``effort`` is how long a search perturbs trees.
         """
         packing = self.packing
         few = has_exact_tables(packing.fabric)
@@ -381,31 +356,33 @@ class Pricing:
         return dict(zip(made, packing.trees(made.values(), routes), strict=True))
 
     def _trees(self, cost: NDArray[np.int64], effort: int) -> list[Sequence[int] | None]:
-        """A tree of every root in which parents reach children at the given cost, or None."""
+        """Return a tree of every root in which parents reach children at the given cost, or None."""
         roots = self.packing.roots
         if self.height is None:
             by_head = cost.T.tolist()
             return [cheapest_arborescence(by_head, root) for root in roots]
         if not has_exact_tables(self.packing.fabric):
+            from topoplan.solve.hop_constrained_search import low_arborescences
+
             return list(low_arborescences(cost, roots, self.height, effort=effort))
         tables = HopLimitedTrees(cost, self.height)
         return [tables.parents(root) if tables.costs[root] < UNREACHABLE else None for root in roots]
 
 
 def symmetric_costs(cost: NDArray[np.int64]) -> bool:
-    """True where every way costs as much as the way back: trees up are then trees down, and need no second search."""
+    """Return whether every cost equals that of the way back: trees up are then trees down."""
     return np.array_equal(cost, cost.T)
 
 
 def length_of(tree: TreeColumn, lengths: Sequence[int]) -> int:
-    """What one byte of a column costs under lengths of the rows, exactly."""
+    """Return the exact cost of one byte of a column under lengths of the rows."""
     return sum(times * length for times, length in zip(tree.usage, lengths, strict=True) if times)
 
 
 def rounded_lengths(lengths: Sequence[int], longest: int = _LONGEST_SCALED) -> tuple[int, ...]:
-    """Lengths small enough for pricing, in proportion as far as whole numbers go."""
+    """Return lengths small enough for pricing, in proportion as far as whole numbers allow."""
     largest = max(lengths)
     if largest <= longest:
         return tuple(lengths)
-    # Rounded up, so that no length above zero becomes none.
+    # Rounded up, so that no positive length becomes 0.
     return tuple(-(-length * longest // largest) for length in lengths)

@@ -4,8 +4,8 @@
 
 Column generation solves it with few columns: the dual values price the columns known so far, then an oracle may
 add better ones. The basis inverse is kept as whole numbers over one common denominator (Edmonds 1967, Bareiss
-1968), so optimum and duals are exact rationals, the same on every machine, and a proof rather than a rounding.
-Ties in the ratio test go by the lexicographic rule (Dantzig, Orden, Wolfe 1955), which cannot cycle.
+1968), so optimum and duals are exact rationals, the same on every machine. Ties in the ratio test go by the
+lexicographic rule (Dantzig, Orden, Wolfe 1955), which cannot cycle.
 """
 
 from __future__ import annotations
@@ -17,29 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Whole = NDArray[np.int64] | NDArray[np.object_]
-"""Whole numbers: machine words while they fit, Python integers beyond."""
+"""Whole numbers: machine words while they fit, else Python integers."""
 
 _SAFE = 1 << 62
 _WIDE_COST = 30
-"""How much longer an operation on a Python integer takes than on a machine word, roughly."""
+"""Approximate cost of an operation on a Python integer, in operations on a machine word."""
 _PIVOT_COST = 5000
-"""What a pivot costs beside its table entries, in entries."""
+"""Cost of a pivot beside its table entries, in entries."""
 
 
 class PackingSimplex:
-    """A packing program in the making.
+    """A packing program under construction, with one limit b, zero or more, for each row.
 
-    Parameters
-    ----------
-    limits : sequence of int
-        Right-hand sides b, one per row, zero or more.
-
-    Attributes
-    ----------
-    pivots : int
-        Pivots made so far.
-    work : int
-        Effort so far in table entries, wide ones counted dearer: the same on every machine, unlike seconds.
+    `work` is the effort so far in table entries, wide ones at a higher cost: the same on every machine, unlike seconds.
 
     Examples
     --------
@@ -51,7 +41,7 @@ class PackingSimplex:
     """
 
     blur = Fraction(0)
-    """Part of a price by which near dual values may be wrong."""
+    """Relative error of near dual values, at most."""
 
     def __init__(self, limits: Sequence[int]) -> None:
         rows = len(limits)
@@ -64,7 +54,7 @@ class PackingSimplex:
         self._basis: NDArray[np.int64] = -1 - np.arange(rows)
         # Below a row of zeros, for the values among the columns of the table.
         self._columns: NDArray[np.int64] = np.zeros((1 + rows, 0), dtype=np.int64)
-        # Of the columns, and zeros for the slacks, which the basis counts from the end.
+        # Costs of the columns, and zeros for the slacks, which the basis counts from the end.
         self._costs: NDArray[np.int64] = np.zeros(rows, dtype=np.int64)
         self._allowed: NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._closed: NDArray[np.bool_] = np.zeros(rows, dtype=bool)
@@ -76,12 +66,11 @@ class PackingSimplex:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self._basis)
 
     @property
     def columns(self) -> int:
-        """Number of columns, slacks apart."""
+        """Number of columns without slacks."""
         return int(self._columns.shape[1])
 
     @property
@@ -105,28 +94,28 @@ class PackingSimplex:
         return Fraction(int(self._objective()[0]), self._denominator)
 
     def solution(self) -> dict[int, Fraction]:
-        """Value of each column that is above zero, by column number."""
+        """Return the value of each column that is above zero, by column number."""
         amounts = zip(self._basis.tolist(), self._table[:, 0].tolist(), strict=True)
         return {j: Fraction(a, self._denominator) for j, a in sorted(amounts) if j >= 0 and a > 0}
 
     def duals(self) -> tuple[list[int], int]:
-        """Dual value of each row as whole numbers, and their common denominator."""
+        """Return the dual value of each row as whole numbers, and their common denominator."""
         return self._objective()[1:].tolist(), self._denominator
 
     def _price(self, costs: NDArray[np.int64]) -> None:
-        """Take other objective coefficients."""
+        """Replace the objective coefficients."""
         self._costs = np.concatenate([costs, np.zeros(self.rows, dtype=np.int64)])
         self._dearest = _largest(self._costs)
 
     def _objective(self) -> Whole:
-        """The row of the objective: its value, and the dual values, over the common denominator."""
+        """Return the row of the objective: its value, and the dual values, over the common denominator."""
         table, costs = self._table, self._costs[self._basis]
         if table.dtype != object and self._peak() * self._dearest * self.rows < _SAFE:
             return np.asarray(costs.dot(table))
         return np.asarray(costs.astype(object).dot(table.astype(object)))
 
     def _gains(self, objective: Whole) -> Whole:
-        """Reduced cost of every column, over the common denominator."""
+        """Return the reduced cost of every column, over the common denominator."""
         costs, columns = self._costs[: self.columns], self._columns
         largest = _largest(objective[1:]) * self._heaviest + self._dearest * self._denominator
         if objective.dtype == object or largest >= _SAFE:
@@ -146,18 +135,18 @@ class PackingSimplex:
             self._pivot(entering)
 
     def start_from(self, columns: Sequence[int]) -> None:
-        """Optimise over these columns alone, as a start for a search over all."""
+        """Optimise over these columns alone, as the start of a search over all."""
         allowed, self._allowed = self._allowed, np.zeros_like(self._allowed)
         self._allowed[list(columns)] = True
         self.optimise()
         self._allowed = allowed
 
     def reaches(self, target: Fraction) -> bool:
-        """Whether the current basic solution is worth a target."""
+        """Return whether the current basic solution reaches a target value."""
         return self.value >= target
 
     def confirm(self) -> bool:
-        """True: the basis that the last search ended at is optimal, and `near_duals` are `duals`."""
+        """Return True: the basis at which the last search ended is optimal, and `near_duals` are `duals`."""
         return True
 
     @property
@@ -166,33 +155,33 @@ class PackingSimplex:
         return float(self.value)
 
     def near_duals(self) -> tuple[list[int], int]:
-        """`duals`: there is no quicker way to them here."""
+        """Return `duals`, which have no quicker approximation here."""
         return self.duals()
 
     def near_solution(self) -> Mapping[int, Fraction | float]:
-        """`solution`: there is no quicker way to it here."""
+        """Return `solution`, which has no quicker approximation here."""
         return self.solution()
 
     def corner(self) -> dict[int, Fraction] | None:
-        """`solution`, which stays on the face of `keep_optimal`."""
+        """Return `solution`, which stays on the face of `keep_optimal`."""
         return self.solution()
 
     def keep_optimal(self) -> None:
-        """From now on stay on the face of optimal solutions: forbid what would lower the objective."""
+        """From now on stay on the face of optimal solutions: forbid all that lowers the objective."""
         self.optimise()
         objective = self._objective()
         self._allowed = self._allowed & (self._gains(objective) == 0)
         self._closed = self._closed | (objective[1:] > 0)
 
     def prefer(self, weights: NDArray[np.int64]) -> None:
-        """Move on the face to a solution of largest ``weights`` x, without giving up the first objective."""
+        """Move on the face to a solution of largest ``weights`` x, at the same value of the first objective."""
         first = self._costs[: self.columns]
         self._price(weights)
         self.optimise()
         self._price(first)
 
     def _entering(self, objective: Whole) -> int | None:
-        """The column (or slack, as -1 - row) of largest reduced cost, if one is above zero."""
+        """Return the column (or slack, as -1 - row) of largest reduced cost, if one is above zero."""
         gains = np.where(self._allowed, self._gains(objective), 0)
         best, gain = None, 0
         if gains.size:
@@ -204,13 +193,13 @@ class PackingSimplex:
         return -1 - row if -int(open_duals[row]) > gain else best
 
     def _peak(self) -> int:
-        """The largest entry of the table, whatever its sign; looked up once for each pivot."""
+        """Return the largest absolute entry of the table; computed once for each pivot."""
         if self._table_peak is None:
             self._table_peak = _largest(self._table)
         return self._table_peak
 
     def _column(self, number: int) -> Whole:
-        """A column as the current basis sees it, over the common denominator."""
+        """Return a column in terms of the current basis, over the common denominator."""
         table = self._table
         if number < 0:
             return table[:, -number].copy()
@@ -242,7 +231,7 @@ class PackingSimplex:
             self._table = fresh.astype(np.int64)
 
     def _leaving(self, column: Whole) -> int | None:
-        """The row of the lexicographically smallest ratio among rows where the column is above zero."""
+        """Return the row of the lexicographically smallest ratio among rows where the column is above zero."""
         divisors = column.tolist()
         rows = [i for i, b in enumerate(divisors) if b > 0]
         for entries in self._table.T if len(rows) > 1 else ():
@@ -262,7 +251,7 @@ class PackingSimplex:
 
 
 def _fitting(values: list[list[int]] | list[int]) -> Whole:
-    """An int64 array where the numbers are small, an array of Python integers otherwise."""
+    """Return an int64 array if the numbers are small, else an array of Python integers."""
     wide = np.array(values, dtype=object)
     return wide.astype(np.int64) if _largest(wide) < _SAFE >> 24 else wide
 

@@ -4,13 +4,13 @@
 
 It proves nothing: `topoplan.solve.simplex.guided_simplex` solves its last basis exactly. Columns are priced a few
 at a time, by gain over length. Ties are broken beforehand: the limits are raised by small fixed amounts (Charnes
-1952). At the optimum the true limits return, and the dual simplex (Lemke 1954) mends members that fell below zero:
+1952). At the optimum the true limits return, and the dual simplex (Lemke 1954) removes members that fell below zero:
 the member farthest below zero for its length leaves, at the least loss (dual steepest edge; Forrest, Goldfarb
 1992), with small fixed fees on nonbasic columns to break ties.
 
-Amounts are parts of the largest limit and rows are divided by their own, so a tolerance means the same in all
-programs. The basis inverse uses products and sums entry by entry only, row after row: libraries order the sums of a
-matrix product as the processor likes. A program of a few hundred rows takes some tens of microseconds a pivot.
+Amounts are fractions of the largest limit and rows are divided by their own, so a tolerance means the same in all
+programs. The basis inverse uses products and sums entry by entry only, row after row: in a matrix product the order
+of additions depends on the processor. A pivot takes some tens of microseconds in a few hundred rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,11 @@ from topoplan.solve.search_control import RandomStream
 Floats = NDArray[np.float64]
 
 _VANISHED = 1e-9
-"""Pivots of a fresh inverse below this one mean that the basis is as good as singular."""
+"""Pivots of a fresh inverse below this one mean that the basis is numerically singular."""
 
 
 class FloatBasis:
     """A basis of a program in rows, at first that of all slacks, and its inverse.
-
-    Parameters
-    ----------
-    rows : int
 
     Attributes
     ----------
@@ -40,7 +36,7 @@ class FloatBasis:
     inverse : (rows, rows) float64
         Transposed: ``inverse[k, i]`` is how much of member i one unit of row k needs.
     age : int
-        Pivots since the inverse was last made anew.
+        Pivots since the inverse was last recomputed.
     """
 
     def __init__(self, rows: int) -> None:
@@ -51,11 +47,10 @@ class FloatBasis:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.members)
 
     def seen(self, column: Floats) -> Floats:
-        """(rows,) float64: a column as the basis sees it, the amount of every member that makes it up.
+        """(rows,) float64: a column in terms of the basis, as the amount of every member.
 
         Examples
         --------
@@ -67,12 +62,12 @@ class FloatBasis:
         return np.asarray((self.inverse[used] * column[used, None]).sum(axis=0))
 
     def weighed(self, weights: Floats) -> Floats:
-        """(rows,) float64: what one unit of each row is worth where the members are worth ``weights``."""
+        """(rows,) float64: value of one unit of each row if the members have the values ``weights``."""
         used = np.flatnonzero(weights)
         return np.asarray((np.ascontiguousarray(self.inverse[:, used].T) * weights[used, None]).sum(axis=0))
 
     def pivot(self, row: int, entering: int, column: Floats) -> Floats:
-        """Let a column, given as the basis sees it, replace the member of a row; that row of the new inverse."""
+        """Replace the member of a row by a column, in terms of the basis; return that row of the new inverse."""
         fresh = self.inverse[:, row] / column[row]
         changed = np.flatnonzero(fresh)
         if 3 * len(changed) < self.rows:
@@ -86,7 +81,7 @@ class FloatBasis:
         return np.asarray(fresh)
 
     def refresh(self, table: Floats) -> bool:
-        """Make the inverse anew from the columns of the program; False where they hardly differ from dependent ones.
+        """Recompute the inverse from the columns of the program; return False if they are nearly dependent.
 
         Members may change their rows.
         """
@@ -107,25 +102,20 @@ class FloatBasis:
 
 
 FEASIBLE = 1e-9
-"""How far below zero a basic amount may lie."""
+"""Distance below zero that a basic amount may have."""
 
 GAINFUL = 1e-9
 """Gain per unit of a column above which it may enter the basis."""
 
 PIVOT = 1e-7
-"""The smallest number that may be divided by."""
+"""The smallest allowed divisor."""
 
 OLD = 100
-"""Pivots after which the inverse is made anew."""
+"""Pivots after which the inverse is recomputed."""
 
 
 class FloatProgram:
-    """A program, and a basis of it, at first that of all slacks.
-
-    Parameters
-    ----------
-    limits : (rows,) float64
-        Right-hand sides b, zero or more.
+    """A program with limits b, zero or more, and a basis of it, at first that of all slacks.
 
     Attributes
     ----------
@@ -136,11 +126,9 @@ class FloatProgram:
     closed : (rows,) bool
         Rows whose slack may not.
     limits : (rows,) float64
-        Limits that the basis is held to, scaled.
+        Limits that the basis satisfies, scaled.
     held : (rows,) float64
         Amount of every member, scaled.
-    pivots : int
-        Pivots made so far.
 
     Examples
     --------
@@ -170,12 +158,10 @@ class FloatProgram:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.held)
 
     @property
     def columns(self) -> int:
-        """Number of columns, slacks apart."""
         return len(self.costs)
 
     @property
@@ -190,7 +176,7 @@ class FloatProgram:
 
     @property
     def value(self) -> float:
-        """Objective of the amounts held."""
+        """Objective of the current amounts."""
         return self.objective() * self._top
 
     @property
@@ -199,7 +185,7 @@ class FloatProgram:
         return np.asarray(self.prices() / self._scale)
 
     def solution(self) -> dict[int, float]:
-        """Amount of each column that has one above zero, by column number."""
+        """Return the amount of each column that has one above zero, by column number."""
         used = np.flatnonzero((self.members >= 0) & (self.held > FEASIBLE))
         amounts = (self.held[used] * self._top).tolist()
         return dict(sorted(zip(self.members[used].tolist(), amounts, strict=True)))
@@ -211,17 +197,17 @@ class FloatProgram:
             self._room = np.concatenate([self._room, np.zeros((self.rows, last))], axis=1)
         fresh = columns / self._scale[:, None]
         self._room[:, first:last] = fresh
-        # A slack has length 1 here, so a column of no entries at all is not infinitely steep.
+        # A slack has length 1 here, so an empty column is not infinitely steep.
         self.norms = np.concatenate([self.norms, 1 + (fresh * fresh).sum(axis=0)])
         self.costs = np.concatenate([self.costs, costs])
         self.allowed = np.concatenate([self.allowed, np.ones(len(costs), dtype=bool)])
 
     def scaled(self, value: float) -> float:
-        """An objective value in the unit of `objective`."""
+        """Return an objective value in the unit of `objective`."""
         return value / self._top
 
     def objective(self) -> float:
-        """Objective of the amounts held, scaled."""
+        """Return the objective of the current amounts, scaled."""
         return float(sum((self.held * self.member_costs()).tolist()))
 
     def member_costs(self) -> Floats:
@@ -235,7 +221,7 @@ class FloatProgram:
         return self.basis.weighed(self.member_costs())
 
     def priced(self, prices: Floats) -> Floats:
-        """(columns,) float64: what the columns cost at prices of the scaled rows."""
+        """(columns,) float64: costs of the columns at prices of the scaled rows."""
         return np.asarray((self.table * prices[:, None]).sum(axis=0))
 
     def gains(self) -> Floats:
@@ -243,13 +229,12 @@ class FloatProgram:
         return np.asarray(self.costs - self.priced(self.prices()))
 
     def seen(self, number: int) -> Floats:
-        """(rows,) float64: a column, or the slack -1 - row, as the basis sees it."""
+        """(rows,) float64: a column, or the slack -1 - row, in terms of the basis."""
         if number < 0:
             return np.array(self.basis.inverse[-1 - number])
         return self.basis.seen(self.table[:, number])
 
     def pivot(self, row: int, entering: int, column: Floats) -> Floats:
-        """Let a column, given as the basis sees it, replace the member of a row; that row of the new inverse."""
         step = self.held[row] / column[row]
         self.held -= step * column
         self.held[row] = step
@@ -257,24 +242,24 @@ class FloatProgram:
         return np.asarray(self.basis.pivot(row, entering, column))
 
     def holding(self, limits: Floats) -> Floats:
-        """(rows,) float64: what the members would hold at other scaled limits."""
+        """(rows,) float64: amounts of the members at other scaled limits."""
         return np.asarray((self.basis.inverse * limits[:, None]).sum(axis=0))
 
     def refresh(self) -> bool:
-        """Make the inverse and the amounts anew; False where the basis cannot be inverted."""
+        """Recompute the inverse and the amounts; return False if the basis cannot be inverted."""
         done = self.basis.refresh(self.table)
         self.held = self.holding(self.limits)
         return done
 
     def magnify(self, amounts: dict[int, float]) -> None:
-        """Hold amounts, of every member in true units, whatever the limits say."""
+        """Set amounts, of every member in true units, independent of the limits."""
         held = np.array([amounts[member] for member in self.members.tolist()])
         slack = self.members < 0
         held[slack] /= self._scale[-1 - self.members[slack]]
         self.held = held / self._top
 
     def restart(self, members: NDArray[np.int64]) -> None:
-        """Go on from another basis; from that of all slacks where rounding cannot invert it."""
+        """Continue from another basis; from that of all slacks if rounding cannot invert it."""
         self.limits = self.true_limits
         self.basis = FloatBasis(self.rows)
         self.basis.members = members
@@ -284,41 +269,28 @@ class FloatProgram:
 
 
 NEAR = 1e-9
-"""How far below a target, in parts of it, the objective may end."""
+"""Distance below a target, relative to it, at which the objective may end."""
 
 _RAISE = 1e-6
-"""The largest amount by which a limit is raised, in parts of it."""
+"""The largest amount by which a limit is raised, relative to it."""
 
 _STEPS = 1 << 20
 
 _CANDIDATES = 32
-"""Columns that are priced at every pivot; all others only when none of these is worth its place any more."""
+"""Columns that are priced at every pivot; all others only if none of these is good enough any more."""
 
 _FADED = 0.25
-"""Part of the best merit at the last pricing of all columns below which all are priced again."""
+"""Fraction of the best merit at the last pricing of all columns below which all are priced again."""
 
 _LOOK = 16
-"""Pivots between two looks at whether the target is reached."""
+"""Pivots between two checks whether the target is reached."""
 
 _LOST = 40
 """Pivots for each row and column after which the search is lost."""
 
 
 class FloatSimplex(FloatProgram):
-    """A program that can be solved.
-
-    Parameters
-    ----------
-    limits : (rows,) float64
-        Right-hand sides b, zero or more.
-
-    Examples
-    --------
-    >>> guide = FloatSimplex(np.array([4.0, 6.0]))
-    >>> guide.add(np.array([[1.0, 1, 2], [1, 3, 1]]), np.ones(3))
-    >>> guide.maximise(), guide.value, guide.members.tolist()
-    (True, 4.0, [0, -2])
-    """
+    """A program that can be solved."""
 
     def __init__(self, limits: Floats) -> None:
         super().__init__(limits)
@@ -327,10 +299,7 @@ class FloatSimplex(FloatProgram):
     def maximise(self, *, enough: float | None = None) -> bool:
         """Pivot until no allowed column or open slack gains, or until the objective is near ``enough``.
 
-        Returns
-        -------
-        bool
-            False where rounding led astray: too many pivots, or a basis that cannot be inverted.
+        Return False if rounding failed: too many pivots, or a basis that cannot be inverted.
         """
         goal = np.inf if enough is None else self.scaled(enough) * (1 - NEAR)
         self._raise_limits()
@@ -359,23 +328,15 @@ class FloatSimplex(FloatProgram):
         return False
 
     def mend(self, amounts: dict[int, float]) -> bool:
-        """Expel members that are below zero, by amounts better known than rounding shows them.
+        """Remove members below zero, by exact amounts of all members, scaled up by one factor.
 
-        Parameters
-        ----------
-        amounts : dict of int to float
-            Amount of every member, all magnified alike.
-
-        Returns
-        -------
-        bool
-            False where rounding led astray.
+        Return False if rounding failed.
         """
         self.magnify(amounts)
         return dual_simplex(self, self._stream) and self.refresh()
 
     def _entering(self, prices: Floats, chosen: NDArray[np.int64]) -> tuple[int, float, float]:
-        """The best of the chosen columns and of all slacks, its gain, and its merit: 0 where none gains."""
+        """Return the best of the chosen columns and of all slacks, its gain, and its merit: 0 if none gains."""
         best, gain, merit = 0, 0.0, 0.0
         if chosen.size:
             gains = self.costs[chosen] - (self.table[:, chosen] * prices[:, None]).sum(axis=0)
@@ -395,7 +356,7 @@ class FloatSimplex(FloatProgram):
         return np.sort(best[merits[best] > 0])
 
     def _leaving(self, column: Floats) -> int | None:
-        """The row of largest pivot among those that reach zero first, give or take `FEASIBLE` (Harris 1973)."""
+        """Return the row of largest pivot among the first to reach zero, within `FEASIBLE` (Harris 1973)."""
         rows = np.flatnonzero(column > PIVOT)
         if not rows.size:
             return None
@@ -405,7 +366,7 @@ class FloatSimplex(FloatProgram):
         return int(rows[np.where(first, pivots, 0).argmax()])
 
     def _raise_limits(self) -> None:
-        """Give every member a little more than it has, and every row the limit that this needs."""
+        """Raise every member a little, and every row's limit as this requires."""
         noise = self._stream.whole(self.rows, _STEPS)
         self.held = np.maximum(self.held, 0) + _RAISE * (_STEPS + noise) / (2.0 * _STEPS)
         slack = self.members < 0
@@ -415,7 +376,7 @@ class FloatSimplex(FloatProgram):
         self.limits += (columns * self.held[~slack][:, None]).sum(axis=0)
 
     def _arrived(self, goal: float) -> bool:
-        """Whether the basis is feasible at the true limits and reaches a goal there."""
+        """Return whether the basis is feasible at the true limits and reaches a goal there."""
         raised, self.held = self.held, self.holding(self.true_limits)
         arrived = self.held.min() > -FEASIBLE and self.objective() >= goal
         self.held = raised
@@ -431,7 +392,7 @@ class FloatSimplex(FloatProgram):
 
 
 def _merits(gains: Floats, norms: Floats) -> Floats:
-    """Squared gain per squared length: steep columns first."""
+    """Return squared gain per squared length: steep columns first."""
     return np.where(gains > GAINFUL, gains * gains / norms, 0)
 
 
@@ -443,19 +404,9 @@ _DUAL_LOST = 20
 
 
 def dual_simplex(program: FloatProgram, stream: RandomStream) -> bool:
-    """Pivot until no member of the basis is below zero.
+    """Pivot until no member of the basis is below zero, in a program in which no column gains.
 
-    Parameters
-    ----------
-    program : FloatProgram
-        No column gains.
-    stream : Stream
-        Where the fees come from.
-
-    Returns
-    -------
-    bool
-        False where rounding led astray: no column could replace a member, or too many did.
+    Return False if rounding failed: no column could replace a member, or too many pivots were needed.
 
     Examples
     --------
@@ -485,13 +436,13 @@ def dual_simplex(program: FloatProgram, stream: RandomStream) -> bool:
 
 
 def _variable_places(program: FloatProgram) -> NDArray[np.int64]:
-    """Place of every member among the columns and, behind them, the slacks."""
+    """Return the place of every member among the columns and, behind them, the slacks."""
     members = program.members
     return np.where(members >= 0, members, program.columns - 1 - members)
 
 
 def _replacement(program: FloatProgram, row: int, fees: Floats) -> int | None:
-    """The column or slack that may replace the member of a row at the least loss for each unit."""
+    """Return the column or slack that may replace the member of a row at the least loss for each unit."""
     columns = program.columns
     prices = program.basis.weighed(program.member_costs() - fees[_variable_places(program)])
     weights = program.basis.inverse[:, row]
@@ -507,7 +458,7 @@ def _replacement(program: FloatProgram, row: int, fees: Floats) -> int | None:
 
 
 def _refactorised(program: FloatProgram) -> bool:
-    """Make the inverse anew and keep what every member holds; False where that cannot be done."""
+    """Recompute the inverse and keep the amount of every member; return False if that is impossible."""
     held = dict(zip(program.members.tolist(), program.held.tolist(), strict=True))
     done = program.basis.refresh(program.table)
     program.held = np.array([held[member] for member in program.members.tolist()])

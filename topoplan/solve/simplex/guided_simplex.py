@@ -1,15 +1,15 @@
 """Solve large packing programs exactly: floating point finds the basis, rational arithmetic proves it.
 
 `PackingSimplex` pivots exactly, which is fast while numbers are short; measured bandwidths make them hundreds of
-digits long. Here `FloatSimplex` pivots, and the last basis is solved exactly (`ExactBasis`), as QSopt_ex does
-(Applegate, Cook, Dash, Espinoza 2007). If rounding passed off a basis as feasible or optimal, a `PackingSimplex`
-that starts from its columns finds the right one.
+digits long. Here `FloatSimplex` pivots, and the last basis is solved exactly (`ExactBasis`), as in QSopt_ex
+(Applegate, Cook, Dash, Espinoza 2007). If rounding made a basis look feasible or optimal, a `PackingSimplex` that
+starts from its columns finds the right one.
 
 Rows whose slack is basic have dual zero, so only the tight rows and the basic columns are solved for, by lifting
 digit by digit from a prime (Dixon 1982): one inverse modulo a prime p below 2^31 gives the solution of A x = b
 modulo p, the remainder divided by p is the right-hand side of the next digit, and n products give x modulo M = p^n.
-Fractions are read off modulo M (Wang 1981) over one common denominator d. With x = z / d modulo M, A z and d b
-agree modulo M; if both are too small to differ by M they are equal, which is the proof, mostly long before the
+Fractions are reconstructed modulo M (Wang 1981) over one common denominator d. With x = z / d modulo M, A z and d b
+agree modulo M; if both are too small to differ by M they are equal, which is the proof, usually long before the
 bound of Hadamard.
 """
 
@@ -28,30 +28,10 @@ from topoplan.solve.simplex.float_simplex import NEAR, FloatSimplex
 
 
 class ExactBasis:
-    """A basis, solved in exact arithmetic.
+    """A basis of A x <= b, solved in exact arithmetic.
 
-    Parameters
-    ----------
-    limits : sequence of int
-        Right-hand sides b.
-    columns : (rows, columns) int64
-        The matrix A.
-    costs : (columns,) int64
-        Objective coefficients.
-    members : (rows,) int64
-        The basic columns, and -1 - row for the slack of a row, in any order.
-
-    Raises
-    ------
-    ZeroDivisionError
-        The members are dependent.
-
-    Examples
-    --------
-    >>> columns = np.array([[1, 1, 2], [1, 3, 1]])
-    >>> basis = ExactBasis([4, 6], columns, np.array([1, 1, 1]), np.array([0, -2]))
-    >>> basis.feasible, basis.value, basis.solution(), basis.duals
-    (True, Fraction(4, 1), {0: Fraction(4, 1)}, ([1, 0], 1))
+    ``members`` are the basic columns, and -1 - row for the slack of a row, in any order; ZeroDivisionError if they are
+    dependent.
     """
 
     def __init__(
@@ -87,17 +67,16 @@ class ExactBasis:
 
     @cached_property
     def feasible(self) -> bool:
-        """True where no member is below zero."""
+        """Whether all members are at least zero."""
         return all(amount >= 0 for amount in self.held[0].values())
 
     @cached_property
     def value(self) -> Fraction:
-        """The objective."""
         amounts, denominator = self._amounts
         return Fraction(sum(c * x for c, x in zip(self._costs, amounts, strict=True)), denominator)
 
     def solution(self) -> dict[int, Fraction]:
-        """Amount of each column that has one above zero, by column number."""
+        """Return the amount of each column that has one above zero, by column number."""
         amounts, denominator = self._amounts
         return {
             number: Fraction(amount, denominator)
@@ -126,15 +105,7 @@ _MORE_DIGITS = 1.6
 class WholeSystem:
     """A square system of whole numbers that can be solved for many right-hand sides, from either side.
 
-    Parameters
-    ----------
-    matrix : (k, k) int64
-        Not singular.
-
-    Raises
-    ------
-    ZeroDivisionError
-        The matrix is singular, or at least modulo all `PRIMES`.
+    ZeroDivisionError if the matrix is singular, at least modulo all `PRIMES`.
 
     Examples
     --------
@@ -155,16 +126,16 @@ class WholeSystem:
         self._inverse = inverse
 
     def solve(self, right: Sequence[int]) -> tuple[list[int], int]:
-        """The solution x of A x = b: numerators, and their common denominator, one or more."""
+        """Return the solution x of A x = b: numerators, and their common denominator, one or more."""
         return _lifted(self._matrix, self._inverse, self._prime, right)
 
     def solve_rows(self, right: Sequence[int]) -> tuple[list[int], int]:
-        """The solution y of y A = c, as `solve` gives it."""
+        """Return the solution y of y A = c in the form of `solve`."""
         return _lifted(self._matrix.T, self._inverse.T, self._prime, right)
 
 
 def inverse_modulo(matrix: NDArray[np.int64], prime: int) -> NDArray[np.int64] | None:
-    """The inverse of a square matrix modulo a prime below 2^31, or None where it is singular there.
+    """Return the inverse of a square matrix modulo a prime below 2^31, or None if it is singular there.
 
     Examples
     --------
@@ -227,14 +198,14 @@ def _lifted(
 
 
 def _times(inverse: NDArray[np.int64], vector: NDArray[np.int64], prime: int) -> NDArray[np.int64]:
-    """Product modulo a prime below 2^31, in halves of 16 bits so that sums of up to 2^16 products fit."""
+    """Return a product modulo a prime below 2^31, in halves of 16 bits so that sums of up to 2^16 products fit."""
     upper = inverse @ (vector >> 16) % prime
     lower = inverse @ (vector & 0xFFFF) % prime
     return np.asarray(((upper << 16) + lower) % prime)
 
 
 def _joined(digits: list[NDArray[np.int64]], prime: int) -> list[int]:
-    """Numbers from their digits, the lowest first, two by two."""
+    """Combine digits, the lowest first, into numbers, two by two."""
     parts = [digit.astype(object) for digit in digits]
     base = prime
     while len(parts) > 1:
@@ -247,7 +218,7 @@ def _joined(digits: list[NDArray[np.int64]], prime: int) -> list[int]:
 
 
 def _fractions(values: list[int], modulus: int) -> tuple[list[int], int] | None:
-    """Numerators over one denominator of fractions known modulo a number, or None where that is too small."""
+    """Return numerators over one denominator of fractions known modulo a number, or None if that is too small."""
     bound = isqrt(modulus // 2)
     denominator = 1
     for value in values:
@@ -262,13 +233,13 @@ def _fractions(values: list[int], modulus: int) -> tuple[list[int], int] | None:
 
 
 def _centred(value: int, modulus: int) -> int:
-    """The remainder nearest to zero."""
+    """Return the remainder nearest to zero."""
     value %= modulus
     return value - modulus if 2 * value > modulus else value
 
 
 def _denominator(value: int, modulus: int, bound: int) -> int:
-    """The denominator of the fraction with numerator up to a bound that equals a value modulo a number."""
+    """Return the denominator of the fraction, with a bounded numerator, that equals a value modulo a number."""
     before, now = modulus, value
     last, here = 0, 1
     while now > bound:
@@ -279,13 +250,13 @@ def _denominator(value: int, modulus: int, bound: int) -> int:
 
 
 _UNIT = 1 << 50
-"""What the largest near dual value is rounded to."""
+"""Value to which the largest near dual value is rounded."""
 
 _SURELY_DEAR = 1e-6
-"""Loss for each unit beyond which a column is no candidate for an optimum, whatever rounding did."""
+"""Loss for each unit beyond which a column is not a candidate for an optimum, however rounding went."""
 
 _MENDS = 10
-"""Times that a basis is mended before the search goes on exactly."""
+"""Feasibility repairs of a basis before the search continues exactly."""
 
 _LARGEST = 900
 """Bits that a magnified amount may have."""
@@ -296,29 +267,12 @@ _ENTRIES = 4
 
 
 class GuidedSimplex:
-    """A packing program in the making: the interface of `PackingSimplex`.
+    """A packing program under construction, with the interface of `PackingSimplex`.
 
-    Parameters
-    ----------
-    limits : sequence of int
-        Right-hand sides b, one per row, zero or more.
-
-    Attributes
-    ----------
-    mends, repairs : int
-        How often a basis turned out not to be feasible, and how often only exact pivots could help.
-
-    Examples
-    --------
-    >>> program = GuidedSimplex([4, 6])
-    >>> program.add([[1, 1], [1, 3], [2, 1]], [1, 1, 1])
-    >>> program.optimise()
-    >>> program.value, program.solution(), program.duals()
-    (Fraction(4, 1), {0: Fraction(4, 1)}, ([1, 0], 1))
+    `mends` counts infeasible bases, and `repairs` the cases that only exact pivots could solve.
     """
 
     blur = Fraction(1, 1 << 28)
-    """Part of a price by which near dual values may be wrong."""
 
     def __init__(self, limits: Sequence[int]) -> None:
         self._limits = [int(limit) for limit in limits]
@@ -333,12 +287,10 @@ class GuidedSimplex:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self._limits)
 
     @property
     def columns(self) -> int:
-        """Number of columns, slacks apart."""
         return len(self._costs)
 
     @property
@@ -347,7 +299,6 @@ class GuidedSimplex:
         return self._guide.pivots * (_GUIDED_PIVOT_COST + self.rows**2 // _ENTRIES) + self._repair_work
 
     def add(self, columns: Sequence[Sequence[int]], costs: Sequence[int]) -> None:
-        """Append columns (each with one whole number per row) and their objective coefficients."""
         if columns:
             block = np.array(columns, dtype=np.int64).T
             self._columns = np.hstack([self._columns, block])
@@ -355,13 +306,13 @@ class GuidedSimplex:
             self._guide.add(block.astype(np.float64), np.array(costs, dtype=np.float64))
 
     def optimise(self, *, target: Fraction | None = None) -> None:
-        """Pivot until no known column seems to improve the objective, or until it comes near ``target``."""
+        """Pivot until no known column seems to improve the objective, or until it is near ``target``."""
         self._basis = None
         if not self._guide.maximise(enough=None if target is None else float(target)):
             self._repaired()
 
     def reaches(self, target: Fraction) -> bool:
-        """Whether the current basic solution is worth a target; where it is near, the search goes on to the end."""
+        """Return whether the current basic solution reaches a target; near it the search continues to the end."""
         if self._guide.value < float(target) * (1 - 2 * NEAR):
             return False
         basis = self._exact()
@@ -370,37 +321,34 @@ class GuidedSimplex:
         return self.value >= target
 
     def confirm(self) -> bool:
-        """Make sure that the basis is optimal for the known columns; False where it was not, and duals are new."""
+        """Ensure that the basis is optimal for the known columns; return False if it was not, and duals are new."""
         before = np.sort(self._guide.members)
         self.duals()
         return np.array_equal(before, np.sort(self._guide.members))
 
     @property
     def value(self) -> Fraction:
-        """Objective of the current basic solution."""
         return self._feasible().value
 
     @property
     def near_value(self) -> float:
-        """`value` to a few digits, in little time."""
+        """`value` to a few digits, quickly."""
         return self._guide.value
 
     def solution(self) -> dict[int, Fraction]:
-        """Value of each column that is above zero, by column number."""
         return self._feasible().solution()
 
     def near_solution(self) -> dict[int, float]:
-        """`solution` to a few digits, in little time."""
+        """Return `solution` to a few digits, quickly."""
         return self._guide.solution()
 
     def corner(self) -> dict[int, Fraction] | None:
-        """`solution` where it is on the face of `keep_optimal`; None where rounding has left that."""
+        """Return `solution` if it is on the face of `keep_optimal`; None if rounding has left it."""
         basis = self._exact()
         proved = basis is not None and basis.feasible and basis.value == self._best
         return basis.solution() if basis is not None and proved else None
 
     def duals(self) -> tuple[list[int], int]:
-        """Dual value of each row at the optimum of the known columns as whole numbers, and their common denominator."""
         basis = self._feasible()
         duals, denominator = basis.duals
         if min(duals) < 0 or any(gain > 0 for _, gain in self._near_gains(duals, denominator)):
@@ -408,7 +356,7 @@ class GuidedSimplex:
         return basis.duals
 
     def near_duals(self) -> tuple[list[int], int]:
-        """`duals` up to `blur`, in little time."""
+        """Return `duals` up to `blur`, quickly."""
         duals = np.maximum(self._guide.duals, 0)
         largest = float(duals.max())
         if largest == 0:
@@ -416,7 +364,6 @@ class GuidedSimplex:
         return np.rint(duals / largest * _UNIT).astype(np.int64).tolist(), round(_UNIT / largest)
 
     def keep_optimal(self) -> None:
-        """From now on stay on the face of optimal solutions: forbid what would lower the objective."""
         self.optimise()
         duals, denominator = self.duals()
         self._best = self.value
@@ -426,14 +373,13 @@ class GuidedSimplex:
         self._guide.closed = self._guide.closed | np.array([value > 0 for value in duals])
 
     def prefer(self, weights: NDArray[np.int64]) -> None:
-        """Move on the face towards a solution of largest ``weights`` x, without giving up the first objective."""
         self._basis = None
         first, self._guide.costs = self._guide.costs, weights / max(1, int(np.abs(weights).max()))
         self._guide.maximise()
         self._guide.costs = first
 
     def _near_gains(self, duals: list[int], denominator: int) -> list[tuple[int, int]]:
-        """Exact gain of every column that may be as good as free, over the common denominator."""
+        """Return the exact gain of every column whose cost is nearly zero, over the common denominator."""
         near = np.flatnonzero(self._guide.gains() > -_SURELY_DEAR)
         prices = np.array(duals, dtype=object)
         exact = self._costs[near].astype(object) * denominator - prices @ self._columns[:, near].astype(
@@ -442,7 +388,7 @@ class GuidedSimplex:
         return list(zip(near.tolist(), exact.tolist(), strict=True))
 
     def _feasible(self) -> ExactBasis:
-        """The current basis, or where that is not feasible one that is."""
+        """Return the current basis, or a feasible one if it is not."""
         for _ in range(_MENDS):
             basis = self._exact()
             if basis is None:
@@ -456,7 +402,7 @@ class GuidedSimplex:
         return self._repaired()
 
     def _exact(self) -> ExactBasis | None:
-        """The current basis solved exactly, or None if it is none."""
+        """Return the current basis solved exactly, or None if its members are dependent."""
         if self._basis is None:
             try:
                 self._basis = self._solved(self._guide.members)
@@ -468,7 +414,7 @@ class GuidedSimplex:
         return ExactBasis(self._limits, self._columns, self._costs, members)
 
     def _repaired(self) -> ExactBasis:
-        """The optimal basis of the known columns, found exactly from the columns of the current one."""
+        """Return the optimal basis of the known columns, found exactly from the columns of the current one."""
         self.repairs += 1
         members = self._guide.members
         program = PackingSimplex(self._limits)
@@ -482,7 +428,7 @@ class GuidedSimplex:
 
 
 def _magnified(basis: ExactBasis, top: int) -> dict[int, float]:
-    """Amounts of the members, so magnified that the one farthest below zero is at ``-top``."""
+    """Return amounts of the members, scaled so that the one farthest below zero is at ``-top``."""
     held, _ = basis.held
     least = -min(held.values())
     largest = least << _LARGEST

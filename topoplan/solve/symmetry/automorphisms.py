@@ -1,14 +1,14 @@
 """Find automorphisms of a labelled graph: extend permutations of ranks to all nodes, and build stabiliser chains.
 
-Extension: with every rank individualised, refinement tells most switches and NICs apart too; two copies of the
-graph, ranks coloured by number in one and by preimage in the other, show the image of each switch. Switches with
-the same links to the same nodes keep their order. Remaining ties are individualised, one pair of nodes at a time,
-without turning back: an extension may be missed, but every one that is returned has been checked on all links.
+Extension: with every rank individualised, refinement separates most switches and NICs too. Two copies of the graph,
+with ranks coloured by number in one and by preimage in the other, show the image of each switch. Switches with the
+same links to the same nodes keep their order. Remaining ties are individualised one pair of nodes at a time, without
+backtracking: an extension may be missed, but every one that is returned has been checked on all links.
 
 Chains of stabilisers (Schreier 1927, Sims 1970; McKay 1981): nodes b1, b2, … are individualised until refinement
-tells all nodes apart. From the last to the first, every node that might be an image of bi while b1 … b(i-1) stay is
-tried, unless known automorphisms already take bi there. The group has as many elements as the orbits of all bi
-multiplied. The search stops at a number of refinements that is the same on every machine, perhaps with a subgroup.
+separates all nodes. From the last to the first, every node that might be an image of bi while b1 … b(i-1) stay is
+tried, unless known automorphisms already take bi there. The order of the group is the product of the sizes of the
+orbits of all bi. The search stops at a fixed number of refinements, the same on every machine, perhaps with a subgroup.
 """
 
 from __future__ import annotations
@@ -28,23 +28,17 @@ MOST_INDIVIDUALISED = 16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Automorphism:
-    """A permutation of the nodes that keeps all labels, and what it does to the links.
-
-    Parameters
-    ----------
-    nodes, links : int64 arrays
-        Node i goes to ``nodes[i]``, link i to ``links[i]``.
-    """
+    """A permutation that keeps all labels: node i goes to ``nodes[i]``, link i to ``links[i]``."""
 
     nodes: Integers
     links: Integers
 
     def then(self, other: Automorphism) -> Automorphism:
-        """First this one, then the other."""
+        """Return the composition: first this one, then the other."""
         return Automorphism(other.nodes[self.nodes], other.links[self.links])
 
     def power(self, exponent: int) -> Automorphism:
-        """This one so many times, 0 or more."""
+        """Return this one applied ``exponent`` times, 0 or more."""
         result = Automorphism(np.arange(len(self.nodes)), np.arange(len(self.links)))
         square = self
         while exponent:
@@ -55,16 +49,16 @@ class Automorphism:
         return result
 
     def order(self) -> int:
-        """The least power, from 1, that is the identity."""
+        """Return the least power, from 1, that is the identity."""
         return lcm(*cycle_lengths(self.nodes))
 
     def commutes(self, other: Automorphism) -> bool:
-        """True where the order of the two does not matter."""
+        """Return whether the two commute."""
         return np.array_equal(self.nodes[other.nodes], other.nodes[self.nodes])
 
 
 def cycle_lengths(permutation: Integers) -> list[int]:
-    """The different lengths of a permutation's cycles, ascending.
+    """Return the different lengths of a permutation's cycles, ascending.
 
     Examples
     --------
@@ -84,41 +78,36 @@ def cycle_lengths(permutation: Integers) -> list[int]:
 
 
 def checked_automorphism(wiring: LabelledGraph, nodes: Integers) -> Automorphism | None:
-    """The automorphism that moves nodes so; None where it is none."""
+    """Return the automorphism with this image of each node; None if it does not keep all links."""
     links = wiring.image_of_links(nodes)
     return None if links is None else Automorphism(nodes, links)
 
 
 class PermutationExtender:
-    """Extends permutations of the ranks of one wiring to all its nodes.
-
-    Parameters
-    ----------
-    wiring : Wiring
-    """
+    """Extends permutations of the ranks of one labelled graph to all its nodes."""
 
     def __init__(self, wiring: LabelledGraph) -> None:
         self.wiring = wiring
-        self._by_twins = np.argsort(wiring.twins, kind="stable")
-        group = wiring.twins[self._by_twins]
-        self._twin_begins = np.searchsorted(group, wiring.twins)
-        self._twin_places = np.argsort(self._by_twins) - self._twin_begins
-        labels = wiring.node_labels * wiring.size + self._twin_places
+        self._by_group = np.argsort(wiring.twins, kind="stable")
+        group = wiring.twins[self._by_group]
+        self._group_begins = np.searchsorted(group, wiring.twins)
+        self._group_places = np.argsort(self._by_group) - self._group_begins
+        labels = wiring.node_labels * wiring.size + self._group_places
         self._others = np.unique(labels[wiring.ranks :], return_inverse=True)[1]
         path = [wiring.refined(self._coloured(np.arange(wiring.ranks)))]
         self._chosen: list[int] = []
-        while (alike := nodes_of_shared_colour(path[-1])).size and len(self._chosen) < MOST_INDIVIDUALISED:
-            self._chosen.append(int(alike[0]))
-            path.append(wiring.refined(individualised(path[-1], int(alike[0]))))
+        while (tied := nodes_of_shared_colour(path[-1])).size and len(self._chosen) < MOST_INDIVIDUALISED:
+            self._chosen.append(int(tied[0]))
+            path.append(wiring.refined(individualised(path[-1], int(tied[0]))))
         self._path = path
-        self._discrete = not alike.size
+        self._discrete = not tied.size
 
     def _coloured(self, number_of_rank: Integers) -> Integers:
-        """Every rank in the colour of a number, the other nodes by label and place among their twins."""
+        """Colour every rank by its number, the other nodes by label and place in their interchangeable group."""
         return np.concatenate((number_of_rank, self.wiring.ranks + self._others))
 
     def extend(self, ranks: Integers) -> Automorphism | None:
-        """An automorphism that permutes the ranks like this; None where none is found."""
+        """Return an automorphism that permutes the ranks in this way; None if none is found."""
         return self._follow(ranks, None)
 
     def _follow(self, ranks: Integers, first: int | None) -> Automorphism | None:
@@ -130,30 +119,30 @@ class PermutationExtender:
         for step, node in enumerate(self._chosen):
             image = first if step == 0 and first is not None else -1
             if image < 0:
-                alike = np.flatnonzero(colours == self._path[step][node])
-                if not alike.size:
+                tied = np.flatnonzero(colours == self._path[step][node])
+                if not tied.size:
                     return None
-                image = int(alike[0])
+                image = int(tied[0])
             colours = self.wiring.refined(individualised(colours, image))
         return matched_automorphism(self.wiring, self._path[-1], colours)
 
     @property
-    def twin_counts(self) -> tuple[int, ...]:
+    def group_sizes(self) -> tuple[int, ...]:
         """Sizes, from two, of the groups of nodes with the same links to and from the same nodes."""
         counts = np.bincount(self.wiring.twins)
         return tuple(np.unique(counts[counts > 1]).tolist())
 
-    def twins_turned(self, count: int, run: int, step: int) -> Automorphism | None:
-        """Every group of ``count`` twins rotated by ``step`` places within runs of ``run``; all else stays."""
-        begins, place = self._twin_begins, self._twin_places
+    def groups_rotated(self, count: int, run: int, step: int) -> Automorphism | None:
+        """Rotate every group of ``count`` interchangeable nodes by ``step`` places within runs of ``run``."""
+        begins, place = self._group_begins, self._group_places
         turned = begins + place - place % run + (place + step) % run
         nodes = np.arange(self.wiring.size)
         moving = np.bincount(self.wiring.twins, minlength=self.wiring.size)[self.wiring.twins] == count
-        nodes[moving] = self._by_twins[turned[moving]]
+        nodes[moving] = self._by_group[turned[moving]]
         return checked_automorphism(self.wiring, nodes)
 
     def planes_exchanged(self) -> Iterator[Automorphism]:
-        """Automorphisms that keep ranks and move switches that are no twins, as far as one choice decides them."""
+        """Yield automorphisms that keep ranks and move inequivalent switches, as far as one choice decides them."""
         if self._discrete and self._chosen:
             first = self._path[0]
             for image in np.flatnonzero(first == first[self._chosen[0]])[1:].tolist():
@@ -162,14 +151,14 @@ class PermutationExtender:
 
 
 def individualised(colours: Integers, node: int) -> Integers:
-    """The same colours with one node before the others of its colour."""
+    """Return the same colours with one node before the others of its colour."""
     apart = 2 * colours
     apart[node] -= 1
     return apart
 
 
 def matched_automorphism(wiring: LabelledGraph, left: Integers, right: Integers) -> Automorphism | None:
-    """The automorphism that takes each node to the one of its colour; None where colours or links differ."""
+    """Return the automorphism that takes each node to the one of its colour; None if colours or links differ."""
     from_order, to_order = np.argsort(left, kind="stable"), np.argsort(right, kind="stable")
     if not np.array_equal(left[from_order], right[to_order]):
         return None
@@ -179,58 +168,46 @@ def matched_automorphism(wiring: LabelledGraph, left: Integers, right: Integers)
 
 
 def nodes_of_shared_colour(colours: Integers) -> Integers:
-    """The nodes of the first colour that several share."""
+    """Return the nodes of the first colour that several share."""
     shared = np.flatnonzero(np.bincount(colours) > 1)
     return np.flatnonzero(colours == shared[0]) if len(shared) else shared
 
 
 MOST_ELEMENTS = 512
-"""Up to so many elements, a group is listed."""
+"""Elements up to which a group is listed."""
 
 MOST_PRODUCTS = 128
-"""So many products of two generators stand for a larger group."""
+"""Products of two generators that represent a larger group."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StabiliserChain:
-    """Generators of the automorphism group, or of what the search found of it.
-
-    Parameters
-    ----------
-    generators : tuple of Automorphism
-    order : int or None
-        Number of elements of the whole automorphism group; None where the search stopped at its limit.
-    """
+    """Generators of the automorphism group; ``order`` is None if the search stopped at its limit with a part of it."""
 
     generators: tuple[Automorphism, ...]
     order: int | None
 
 
 class _LimitReachedError(Exception):
-    """The search has refined as often as it may."""
+    """The search has used up its refinements."""
 
 
 class NodeSearch:
-    """Nodes that tell a coloured wiring apart, and how they can be laid on the nodes of a wiring.
+    """A base that separates all nodes of a coloured graph, and the isomorphisms from there to other graphs.
 
-    Parameters
-    ----------
-    wiring : Wiring
-    colours : int64 array (nodes,)
-        At least as fine as the node labels.
-    refinements : int or None
-        How often the search may refine a colouring; None for no limit.
+    ``colours``, int64 of shape (nodes,), are at least as fine as the node labels. ``refinements`` limits how often the
+    search may refine a colouring; None sets no limit.
     """
 
     def __init__(self, wiring: LabelledGraph, colours: Integers, refinements: int | None = None) -> None:
         self.wiring = wiring
-        # What begins below zero never gets there.
+        # A count that begins below zero never reaches it.
         self.left = -1 if refinements is None else refinements
         self.path = [self.refined(wiring, colours)]
         self.base: list[int] = []
-        while (alike := nodes_of_shared_colour(self.path[-1])).size:
-            self.base.append(int(alike[0]))
-            self.path.append(self.refined(wiring, individualised(self.path[-1], int(alike[0]))))
+        while (tied := nodes_of_shared_colour(self.path[-1])).size:
+            self.base.append(int(tied[0]))
+            self.path.append(self.refined(wiring, individualised(self.path[-1], int(tied[0]))))
 
     def refined(self, wiring: LabelledGraph, colours: Integers) -> Integers:
         if not self.left:
@@ -239,18 +216,15 @@ class NodeSearch:
         return wiring.refined(colours)
 
     def image_in(self, other: LabelledGraph, colours: Integers) -> Integers | None:
-        """Where the nodes go in another wiring, whose colours mean the same; None where it is not isomorphic."""
+        """Map the nodes to another graph whose colours mean the same; None if it is not isomorphic."""
         return self.onto(other, 0, self.refined(other, colours))
 
     def onto(
         self, wiring: LabelledGraph, depth: int, colours: Integers, first: int | None = None
     ) -> Integers | None:
-        """Where the nodes go in a wiring whose colours tell the images of ``base[:depth]`` apart.
+        """Map the nodes to a graph whose colours separate the images of ``base[:depth]``; None if no map exists.
 
-        Parameters
-        ----------
-        first : int or None
-            The image of base[depth]; None leaves it free.
+        ``first`` is the image of ``base[depth]``; None leaves it free.
         """
         if not np.array_equal(np.bincount(colours), np.bincount(self.path[depth])):
             return None
@@ -270,22 +244,16 @@ class NodeSearch:
 
 
 def stabiliser_chain(wiring: LabelledGraph, colours: Integers, *, refinements: int) -> StabiliserChain:
-    """The automorphisms that keep a colouring of the nodes.
+    """Return the automorphisms that keep a colouring of the nodes, at least as fine as the node labels.
 
-    Parameters
-    ----------
-    wiring : Wiring
-    colours : int64 array (nodes,)
-        At least as fine as the node labels.
-    refinements : int
-        How often the search may refine a colouring.
+    ``refinements`` limits how often the search may refine a colouring.
 
     Examples
     --------
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
     >>> from topoplan.machine.fabric_structure import labelled_graph_of
-    >>> wiring = wiring_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
+    >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
     >>> stabiliser_chain(wiring, wiring.node_labels, refinements=1000).order
     4
     """
@@ -315,7 +283,7 @@ def stabiliser_chain(wiring: LabelledGraph, colours: Integers, *, refinements: i
 
 
 def elements_or_products(wiring: LabelledGraph, chain: StabiliserChain) -> list[Automorphism]:
-    """All elements but the identity of a group of up to `MOST_ELEMENTS`; of another generators and their products."""
+    """Return all elements but the identity of a group of up to `MOST_ELEMENTS`, else generators and their products."""
     if chain.generators and chain.order is not None and chain.order <= MOST_ELEMENTS:
         elements = group_elements([each.nodes for each in chain.generators], chain.order)
         assert elements is not None, "the chain knows the order"
@@ -328,21 +296,17 @@ def elements_or_products(wiring: LabelledGraph, chain: StabiliserChain) -> list[
 def isomorphism(
     first: tuple[LabelledGraph, Integers], second: tuple[LabelledGraph, Integers], *, refinements: int
 ) -> Integers | None:
-    """Where the nodes of a coloured wiring go in another one; None where none is found within the work limit.
+    """Map the nodes of a coloured graph to another one; None if no isomorphism is found within the work limit.
 
-    Parameters
-    ----------
-    first, second : tuple of Wiring and int64 array (nodes,)
-        Link labels, node labels and colours mean the same in both.
-    refinements : int
-        How often the search may refine a colouring.
+    Link labels, node labels and colours mean the same in both. ``refinements`` limits how often the search may refine a
+    colouring.
 
     Examples
     --------
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
     >>> from topoplan.machine.fabric_structure import labelled_graph_of
-    >>> wiring = wiring_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
+    >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
     >>> halves = [wiring.part(np.arange(4)), wiring.part(np.arange(4, 8))]
     >>> isomorphism(*((half, half.node_labels) for half in halves), refinements=50).tolist()
     [0, 1, 2, 3]

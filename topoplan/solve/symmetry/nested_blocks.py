@@ -1,11 +1,11 @@
-"""Divide the ranks into nested blocks (pods, servers, boards) by the wires, and line up the blocks of one level.
+"""Divide the ranks into nested blocks (pods, servers, boards) by the wires, and align the blocks of one level.
 
-Devices are taken out from the top: network switches before devices inside servers, far ones before near ones; then
+Devices are removed from the top: network switches before devices inside servers, far ones before near ones; then
 links between servers, then thin direct links before thick ones. A connected remainder is a block, so blocks are
 nested. Server names are used if they are given and are not needed otherwise.
 
-Inside a parent block, child blocks of one type (as many ranks of each class) form a row, and their ranks are lined
-up by class and then by number. Whether a permutation of a row is a symmetry is not decided here.
+Inside a parent block, child blocks of one type (as many ranks of each class) form a row, and their ranks are aligned
+by class and then by number. Whether a permutation of a row is a symmetry is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -21,31 +21,28 @@ from topoplan.machine.topology import DEVICE_KINDS
 from topoplan.plans.permutation_groups import components
 
 MOST_BANDWIDTHS = 8
-"""Blocks by thickness of direct links only where these have so few different bandwidths."""
+"""Different bandwidths of direct links up to which their thickness makes blocks."""
 
 _REMOVED_FIRST = ("switch", "nic", "cpu", "pcie", "nvswitch")
 
 
 Level = tuple[Integers, ...]
-"""How the blocks of one level lie in those of the level above: for each type of parent and type of child with two
-children or more an int64 array (parents, children, ranks). Ranks at the same place of different children correspond."""
+"""The blocks of one level inside the blocks above: for each type of parent and type of child with two children or more
+an int64 array (parents, children, ranks). Ranks at the same place of different children correspond."""
 
 
 def nested_blocks(fabric: Fabric, wiring: LabelledGraph) -> tuple[Integers, ...]:
-    """Partitions of the nodes, each inside the one before; the last has single ranks.
+    """Return partitions of the nodes, each inside the one before; the last has single ranks.
 
-    Returns
-    -------
-    tuple of int64 arrays (nodes,)
-        The block of each node, as its smallest node; -1 for nodes that have been taken out. Partitions that divide
-        the ranks no further than the one before are left out.
+    They map each node to its block's smallest node; -1 for removed nodes. Partitions that divide the ranks no further
+    than the one before are left out.
 
     Examples
     --------
     >>> import topoplan
     >>> from topoplan.machine.fabric_structure import labelled_graph_of
     >>> fabric = Fabric(topoplan.load("dgx-1v").subset([0, 1, 2, 3]), ("pcie",))
-    >>> [sorted(set(blocks[:4].tolist())) for blocks in nested_blocks(fabric, wiring_of(fabric))]
+    >>> [sorted(set(blocks[:4].tolist())) for blocks in nested_blocks(fabric, labelled_graph_of(fabric))]
     [[0], [0, 2], [0, 1, 2, 3]]
     """
     device = {each.name: each for each in fabric.topology.devices}
@@ -94,7 +91,7 @@ def nested_blocks(fabric: Fabric, wiring: LabelledGraph) -> tuple[Integers, ...]
 
 
 def _distances(wiring: LabelledGraph) -> Integers:
-    """Fewest links, either way, from each node to a rank; the number of nodes where there is no way."""
+    """Return the fewest links, either way, from each node to a rank; the number of nodes if it is unreachable."""
     distance = np.full(wiring.size, wiring.size, dtype=np.int64)
     distance[: wiring.ranks] = 0
     tails, heads = np.r_[wiring.tails, wiring.heads], np.r_[wiring.heads, wiring.tails]
@@ -107,14 +104,9 @@ def _distances(wiring: LabelledGraph) -> Integers:
 
 
 def block_members(blocks: Integers, *, classes: Integers, order: Integers) -> list[tuple[bytes, Integers]]:
-    """Type and ranks of every block, by the block's label.
+    """Return type and ranks of every block of a partition of `nested_blocks`, by the block's label.
 
-    Parameters
-    ----------
-    blocks : int64 array (nodes,)
-        A partition of `nested_blocks`.
-    classes, order : int64 arrays (ranks,)
-        The classes in a block are its type; its ranks are listed by class, then by ``order``, then by number.
+    The classes in a block are its type; its ranks are listed by class, then by ``order``, then by number.
     """
     ranks = len(classes)
     flat = np.lexsort((np.arange(ranks), order, classes, blocks[:ranks]))
@@ -125,21 +117,14 @@ def block_members(blocks: Integers, *, classes: Integers, order: Integers) -> li
 def aligned_children(
     parents: Integers, children: Integers, *, classes: Integers, among: Integers, within: Integers
 ) -> tuple[Level, Integers]:
-    """The rows of children in the parents, and the place of each rank in its parent.
+    """Return the rows of children in the parents, and the place of each rank in its parent.
 
-    Parameters
-    ----------
-    parents, children : int64 arrays (nodes,)
-        Two partitions of `nested_blocks`, the coarser first.
-    classes : int64 array (ranks,)
-        Types are told apart by the classes of their ranks.
-    among, within : int64 arrays (ranks,)
-        Children of a row are listed by ``among`` of their first rank, then by number; their ranks by class, then by
-        ``within``, then by number.
+    Both are partitions of `nested_blocks`. The classes of ranks make the types of blocks. Children of a row are listed
+    by ``among`` of their first rank, then by number; their ranks by class, then by ``within``, then by number.
 
     Examples
     --------
-    Ranks 0 and 1 in one server, 2 to 5 in another, of which 2 is unlike the others.
+    Ranks 0 and 1 in one server, 2 to 5 in another, of which 2 differs from the others.
 
     >>> parents, children, equal = np.array([0, 0, 2, 2, 2, 2]), np.arange(6), np.zeros(6, dtype=int)
     >>> classes = np.array([0, 0, 1, 2, 2, 2])
@@ -157,18 +142,18 @@ def aligned_children(
         members = np.concatenate([child for _, child in listed])
         place[members] = np.arange(len(members))
         kind = tuple(text for text, _ in listed)
-        for text, alike in groupby(listed, key=lambda child: child[0]):
-            row = [child for _, child in alike]
+        for text, equivalent in groupby(listed, key=lambda child: child[0]):
+            row = [child for _, child in equivalent]
             if len(row) > 1:
                 rows.setdefault((kind, text), []).append(row)
     return tuple(np.array(each, dtype=np.int64) for each in rows.values()), place
 
 
 def row_rotations(level: Level, ranks: int) -> Iterator[Integers]:
-    """Permutations of the ranks that rotate children in their rows, the likeliest symmetries first.
+    """Yield permutations of the ranks that rotate children in their rows, the likeliest symmetries first.
 
-    First every row by one child; then by d places within runs of m children, where d divides m and m the length of
-    the row: in all rows that can, and in each kind of row alone.
+    Every row rotates by one child first; then by d places within runs of m children, where d divides m and m the length
+    of the row: in all rows that can, and in each kind of row alone.
 
     Examples
     --------
@@ -190,7 +175,7 @@ def row_rotations(level: Level, ranks: int) -> Iterator[Integers]:
 
 
 def _rotated(ranks: int, rows: Sequence[tuple[Integers, int, int]]) -> Integers:
-    """The ranks with these rows rotated by d places within runs of m children."""
+    """Return the ranks with these rows rotated by d places within runs of m children."""
     moved = np.arange(ranks, dtype=np.int64)
     for row, m, d in rows:
         place = np.arange(row.shape[1])

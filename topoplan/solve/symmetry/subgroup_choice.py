@@ -1,9 +1,9 @@
 """Choose small groups of automorphisms that still join as many links as possible.
 
 Every tree of a packing is copied for each element of the group, so of two groups with the same orbits the smaller
-one serves better. Two ways: from all elements of a small group, grow the subgroup that joins most; and from parts
-that commute, such as rotations at different levels, keep those powers that the limit allows, after rotations of
-unrelated nodes have been put into one. Counts of orbits leave out links that lie on no way between ranks.
+one serves better. From all elements of a small group, the subgroup that joins most is grown greedily. From parts that
+commute, such as rotations at different levels, powers within the limit are chosen, after rotations of unrelated nodes
+have been merged. Counts of orbits leave out links that are not on a route between ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Part = tuple[Automorphism, ...]
 """Generators of a subgroup; the parts of one group commute with each other."""
 
 MOST_CHOICES = 256
-"""Choices of powers that are all looked at; beyond, one power after another is given up."""
+"""Choices of powers up to which all are tried; beyond, one power after another is given up."""
 
 _STARTS = 6
 _ORDERS_TRIED = 32
@@ -31,32 +31,25 @@ _ORDERS_TRIED = 32
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OrbitCount:
-    """Counts the orbits that a packing program would have.
-
-    Parameters
-    ----------
-    wiring : Wiring
-    useful : bool array (links,)
-        Links that lie on a way between ranks.
-    """
+    """Counts the orbits that a packing program would have; ``useful`` links lie on a route between ranks."""
 
     wiring: LabelledGraph
     useful: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
     def none(self) -> Integers:
-        """Every link alone."""
+        """Return the partition with every link alone."""
         return np.arange(len(self.useful), dtype=np.int64)
 
     def joined(self, label: Integers, more: Automorphism) -> Integers:
-        """Link orbits after one more generator."""
+        """Return the link orbits after one more generator."""
         return components(len(label), label, label[more.links])[label]
 
     def links(self, label: Integers) -> int:
-        """Number of orbits of useful links."""
+        """Return the number of orbits of useful links."""
         return int(np.count_nonzero((label == np.arange(len(label))) & self.useful))
 
     def rows(self, generators: Sequence[Automorphism]) -> int:
-        """Orbits of useful links and of ranks, together: the rows that a program would have."""
+        """Return the orbits of useful links and of ranks, together: the rows that a program would have."""
         label = orbits(len(self.useful), [each.links for each in generators])
         nodes = orbits(self.wiring.size, [each.nodes for each in generators])
         ranks = nodes[: self.wiring.ranks]
@@ -64,7 +57,7 @@ class OrbitCount:
 
 
 def useful_nodes(wiring: LabelledGraph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Nodes that are no dead ends: devices other than ranks with fewer than two neighbours, repeatedly.
+    """Return the nodes that are not dead ends, which are devices other than ranks with one neighbour, repeatedly.
 
     Examples
     --------
@@ -72,7 +65,7 @@ def useful_nodes(wiring: LabelledGraph) -> np.ndarray[tuple[int], np.dtype[np.bo
 
     >>> import topoplan
     >>> from topoplan.machine.fabric_structure import machine_labelled_graph
-    >>> wiring = machine_wiring(topoplan.load("dgx-1v"), ("pcie",))
+    >>> wiring = machine_labelled_graph(topoplan.load("dgx-1v"), ("pcie",))
     >>> pairs = [wiring.part(np.array([*pair, *range(8, wiring.size)])) for pair in ((0, 1), (0, 7))]
     >>> [int(useful_nodes(pair).sum()) for pair in pairs]
     [3, 6]
@@ -95,26 +88,16 @@ def useful_nodes(wiring: LabelledGraph) -> np.ndarray[tuple[int], np.dtype[np.bo
 
 
 def useful_links(wiring: LabelledGraph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Links that lie on a way between ranks: both ends are `useful_nodes`."""
+    """Return the links on a route between ranks: both ends are `useful_nodes`."""
     present = useful_nodes(wiring)
     return np.asarray(present[wiring.tails] & present[wiring.heads])
 
 
 def best_subgroup(count: OrbitCount, elements: Sequence[Automorphism], *, largest: int) -> Part:
-    """Generators, from some elements, of a group of at most ``largest`` elements that has few orbits.
+    """Return generators, from some elements, of a group of at most ``largest`` elements that has few orbits.
 
-    Greedy: again and again the element that joins most. The best first element of each order is tried.
-
-    Parameters
-    ----------
-    count : OrbitCount
-    elements : sequence of Automorphism
-    largest : int
-
-    Returns
-    -------
-    tuple of Automorphism
-        Empty where no element joins links within the limit.
+    Each step greedily adds the element that joins most; the best first element of each order is tried. The result is
+    empty if no element joins links within the limit.
     """
     none = count.none()
     best: Part = ()
@@ -149,17 +132,11 @@ def _grown(count: OrbitCount, elements: Sequence[Automorphism], first: Automorph
 
 
 def commuting_subgroup(count: OrbitCount, parts: Sequence[Part], *, largest: int) -> tuple[Automorphism, ...]:
-    """Generators of a group of at most ``largest`` elements made of parts that commute.
+    """Return generators of a group of at most ``largest`` elements made of parts that commute.
 
-    Rotations are first split into those of prime-power order. Two of them become one where no orbit is lost: turning
-    three servers and three GPUs of a fourth takes 3 elements together and 9 apart. Then each keeps the power that
+    Rotations are first split into powers of prime-power order. Two of them are merged if no orbit is lost: rotating
+    three servers and three GPUs of a fourth takes 3 elements together and 9 separately. Then each keeps the power that
     leaves the fewest orbits within the limit.
-
-    Parameters
-    ----------
-    count : OrbitCount
-    parts : sequence of tuples of Automorphism
-    largest : int
     """
     pieces: list[Part] = []
     for part in parts:
@@ -187,7 +164,7 @@ def _order(parts: Sequence[Part], largest: int) -> int | None:
 
 
 def _prime_powers(element: Automorphism) -> list[Automorphism]:
-    """Powers of an element, of prime-power orders, that together generate what it generates."""
+    """Return powers of an element, of prime-power orders, that together generate the same group."""
     order = element.order()
     found, rest, prime = [], order, 2
     while rest > 1:
@@ -202,7 +179,7 @@ def _prime_powers(element: Automorphism) -> list[Automorphism]:
 
 
 def _merged(count: OrbitCount, pieces: list[Part]) -> list[Part]:
-    """Pairs of rotations of one prime made one rotation, as long as no orbit is lost."""
+    """Merge pairs of rotations of one prime as long as no orbit is lost."""
     target = count.rows(list(chain.from_iterable(pieces)))
     orders = [piece[0].order() if len(piece) == 1 else 0 for piece in pieces]
     i = 0
@@ -222,7 +199,7 @@ def _merged(count: OrbitCount, pieces: list[Part]) -> list[Part]:
 
 
 def _weakened(piece: Part) -> list[Part]:
-    """The piece and its subgroups down to nothing: for a rotation of prime-power order all of them."""
+    """Return the piece and its subgroups down to nothing: for a rotation of prime-power order all of them."""
     if len(piece) > 1:
         return [piece, ()]
     order = piece[0].order()
@@ -238,7 +215,7 @@ def _weakened(piece: Part) -> list[Part]:
 def _weakened_to_limit(
     count: OrbitCount, options: Sequence[Sequence[Part]], largest: int
 ) -> tuple[Automorphism, ...]:
-    """Weaken one piece by one step, always the one that costs fewest orbits, until the limit is kept."""
+    """Weaken one piece by one step, always the one that costs fewest orbits, until the limit is met."""
     level = [0] * len(options)
     while True:
         chosen = [each[place] for each, place in zip(options, level, strict=True)]

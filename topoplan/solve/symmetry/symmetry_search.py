@@ -1,15 +1,15 @@
 """Find a small group of automorphisms of a fabric with few orbits of ranks and links.
 
-First the symmetries that follow the blocks of ranks, lined up by number; then, if the classes of an equitable
-partition leave something to gain and equivalent blocks were not joined, lined up by their wires; and on fabrics of
-up to `MOST_RANKS_IN_FULL` ranks all automorphisms. The best of the groups found is taken.
+Symmetries that follow the blocks of ranks, aligned by number, come first. If the classes of an equitable partition
+leave something to gain and equivalent blocks were not joined, blocks are aligned by their wires. On fabrics of up to
+`MOST_RANKS_IN_FULL` ranks all automorphisms follow. The best of the groups found is taken.
 
 Blocks (`BlockSymmetry`): servers, leaves and pods are rotated in all blocks of a kind at once. Level by level, each
-accepted part commutes with those before, so S servers of n GPUs get a group of S n elements, one for each rank. For
-blocks with an irregular inside, a good group of one block acts in all of them at once. Twin switches turn along
-with the rotations that have room for them, which costs no element. Every guess is checked on all links. Missed are
-symmetries across blocks, and those hidden by numbering; `BlockSymmetry.parts` can also line ranks up by the wires,
-which is slower.
+accepted part commutes with the earlier ones, so S servers of n GPUs get a group of S n elements, one for each rank. For
+blocks with an irregular inside, a good group of one block acts in all of them at once. Interchangeable switches rotate
+along with the rotations that have room for them, which costs no element. Every guess is checked on all links. Missed
+are symmetries across blocks and symmetries hidden by numbering; `BlockSymmetry.parts` can also align ranks by the
+wires, which is slower.
 """
 
 from __future__ import annotations
@@ -55,32 +55,24 @@ from topoplan.solve.symmetry.subgroup_choice import (
 )
 
 MOST_RANKS_IN_BLOCK = 64
-"""Up to so many ranks, all automorphisms of a block are looked for."""
+"""Ranks up to which all automorphisms of a block are searched."""
 
 MOST_REFINEMENTS = 500
 """Work limit of the search inside one block."""
 
 GUESSED_LINKS = 1_000_000
-"""Work limit of the rotations tried at one level: links looked at."""
+"""Work limit of the rotations tried at one level, in links checked."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CommutingParts:
-    """Subgroups that commute with each other.
-
-    Parameters
-    ----------
-    parts : tuple of tuples of Automorphism
-        Generators of each.
-    links : int64 array (links,)
-        The orbits of links that all of them make together.
-    """
+    """Subgroups that commute with each other: the generators of each, and the orbits of links under all of them."""
 
     parts: tuple[Part, ...]
     links: Integers
 
     def accepting(self, count: OrbitCount, part: Part) -> CommutingParts:
-        """With one more part, if it commutes with all others and joins links; else unchanged."""
+        """Add one more part if it commutes with all others and joins links; else return this object."""
         label = self.links
         for each in part:
             if not all(each.commutes(other) for known in self.parts for other in known):
@@ -94,15 +86,8 @@ class CommutingParts:
 class BlockSymmetry:
     """The search on one fabric.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    count : OrbitCount
-        Of the fabric's wiring.
-    classes : int64 array (nodes,)
-        An equitable partition that no automorphism may leave.
-    fewest : int
-        Orbits of useful links below which no group can get.
+    ``count`` is of the fabric's labelled graph. ``classes``, of shape (nodes,), are an equitable partition that no
+    automorphism may leave. No group has less than ``fewest`` orbits of useful links.
     """
 
     def __init__(self, fabric: Fabric, count: OrbitCount, classes: Integers, *, fewest: int) -> None:
@@ -115,16 +100,11 @@ class BlockSymmetry:
         self._blocks = nested_blocks(fabric, self._wiring)
 
     def parts(self, *, by_wires: bool, largest: int) -> tuple[CommutingParts, bool]:
-        """What is found, not yet cut down to a number of elements, and whether blocks lined up well.
+        """Return what is found, before any limit on elements, and whether blocks were aligned well.
 
-        They did where at every level like blocks were joined, or all the automorphisms of one acted on every one.
-
-        Parameters
-        ----------
-        by_wires : bool
-            Line up the ranks of like blocks by their wires, not by their numbers.
-        largest : int
-            Most elements that a group of the whole fabric may have; each block gets its share of them.
+        They were if at every level equivalent blocks were joined, or all automorphisms of one acted on each of them.
+        ``by_wires`` aligns the ranks of equivalent blocks by their wires instead of their numbers. ``largest`` is the
+        most elements that a group of the whole fabric may have; each block gets its share of them.
         """
         found = CommutingParts((), self._count.none())
         place = np.zeros(self._wiring.ranks, dtype=np.int64)
@@ -134,7 +114,7 @@ class BlockSymmetry:
             among = np.zeros_like(place)
             if by_wires:
                 seen = self._seen_outside(parents)
-                among = self._lined_up_by_wires(parents, seen) if finest else seen[: self._wiring.ranks]
+                among = self._aligned_by_wires(parents, seen) if finest else seen[: self._wiring.ranks]
             level, place = aligned_children(
                 parents, children, classes=self._of_ranks, among=among, within=place
             )
@@ -149,14 +129,14 @@ class BlockSymmetry:
         return self._with_switches(found), well
 
     def _seen_outside(self, blocks: Integers) -> Integers:
-        """For each node what it sees of the devices outside all blocks, told apart."""
+        """Return for each node a colour of its links to the devices outside all blocks, all kept distinct."""
         outside = np.flatnonzero(blocks < 0)
         colours = self._classes.copy()
         colours[outside] = self._wiring.size + np.arange(len(outside))
         return self._wiring.refined(colours)
 
-    def _lined_up_by_wires(self, blocks: Integers, seen: Integers) -> Integers:
-        """For each rank its place in its block, such that blocks of one type are isomorphic place by place."""
+    def _aligned_by_wires(self, blocks: Integers, seen: Integers) -> Integers:
+        """Return each rank's place in its block, such that blocks of one type are isomorphic place by place."""
         by_block = np.argsort(blocks, kind="stable")
         begins = np.flatnonzero(np.r_[True, np.diff(blocks[by_block]) != 0])
         nodes_of = {int(blocks[nodes[0]]): nodes for nodes in np.split(by_block, begins[1:])}
@@ -173,7 +153,7 @@ class BlockSymmetry:
                 models[text] = local, nodes, place[nodes[: len(members)]]
                 continue
             model, others, places = models[text]
-            # What is seen outside differs between leaves; its order inside the block is what can be compared.
+            # Colours from outside differ between leaves; their order inside the block can be compared.
             for one, two in (
                 (_dense(seen[others]), _dense(seen[nodes])),
                 (self._classes[others], self._classes[nodes]),
@@ -185,12 +165,12 @@ class BlockSymmetry:
         return place
 
     def _joins(self, found: CommutingParts, level: Level) -> bool:
-        """True where in every row ranks at the same place of all children are in one orbit."""
+        """Return whether in every row ranks at the same place of all children are in one orbit."""
         label = orbits(self._wiring.size, [each.nodes for part in found.parts for each in part])
         return all((label[row] == label[row[:, :1]]).all() for row in level)
 
     def _turned(self, found: CommutingParts, level: Level) -> CommutingParts:
-        """With rotations of children that are automorphisms, until the rows are joined."""
+        """Add rotations of children that are automorphisms, until the rows are joined."""
         guesses = max(6, GUESSED_LINKS // max(1, len(self._wiring.tails)))
         for guess, ranks in enumerate(row_rotations(level, self._wiring.ranks)):
             if guess == guesses or self._joins(found, level):
@@ -203,16 +183,16 @@ class BlockSymmetry:
     def _inside(
         self, found: CommutingParts, parents: Integers, place: Integers, largest: int
     ) -> tuple[CommutingParts, bool]:
-        """With automorphisms of one block of each type, done in all blocks of the type at once.
+        """Add automorphisms of one block of each type, applied to all blocks of the type at once.
 
-        And whether all automorphisms of the blocks are known and those that were chosen act on every one.
+        Also return whether all automorphisms of the blocks are known and the chosen ones act on every block.
         """
         types: dict[bytes, list[Integers]] = {}
         for text, members in block_members(parents, classes=self._of_ranks, order=place):
             types.setdefault(text, []).append(members)
         complete = True
-        for alike in types.values():
-            blocks = np.array(alike)
+        for equivalent in types.values():
+            blocks = np.array(equivalent)
             size = blocks.shape[1]
             if size > MOST_RANKS_IN_BLOCK:
                 complete = False
@@ -232,9 +212,9 @@ class BlockSymmetry:
         return found, complete
 
     def _local(self, nodes: Integers, members: Integers, largest: int) -> tuple[list[Integers], bool]:
-        """Generators of a good group of one block, as permutations of places in the list of its ranks.
+        """Return generators of a good group of one block, as permutations of places in the list of its ranks.
 
-        And whether it was chosen among all automorphisms of the block.
+        Also return whether it was chosen among all automorphisms of the block.
         """
         local = self._wiring.part(nodes)
         inside = np.isin(self._wiring.tails, nodes) & np.isin(self._wiring.heads, nodes)
@@ -247,29 +227,29 @@ class BlockSymmetry:
         return [place[each.nodes[listed]] for each in generators], known
 
     def _with_switches(self, found: CommutingParts) -> CommutingParts:
-        """With automorphisms that move switches only, as far as possible inside rotations already there."""
-        for count in self._extender.twin_counts:
+        """Add automorphisms that move switches only, as far as possible inside rotations already there."""
+        for count in self._extender.group_sizes:
             left, step = count, 1
             for i, part in enumerate(found.parts):
                 run = gcd(part[0].order(), left) if len(part) == 1 else 1
                 if run == 1:
                     continue
-                twins = self._extender.twins_turned(count, step * run, step)
-                together = None if twins is None else self._together(found, i, twins)
+                rotation = self._extender.groups_rotated(count, step * run, step)
+                together = None if rotation is None else self._together(found, i, rotation)
                 if together is not None:
                     found, left, step = together, left // run, step * run
-            if left > 1 and (twins := self._extender.twins_turned(count, step * left, step)) is not None:
-                found = found.accepting(self._count, (twins,))
+            if left > 1 and (rotation := self._extender.groups_rotated(count, step * left, step)) is not None:
+                found = found.accepting(self._count, (rotation,))
         for each in self._extender.planes_exchanged():
             found = found.accepting(self._count, (each,))
         return found
 
-    def _together(self, found: CommutingParts, place: int, twins: Automorphism) -> CommutingParts | None:
-        """With the twins turning along with one part, where that joins as many links as turning them alone would."""
-        alone = found.accepting(self._count, (twins,))
+    def _together(self, found: CommutingParts, place: int, rotation: Automorphism) -> CommutingParts | None:
+        """Merge a rotation of switches into one part, if that joins as many links as the rotation alone would."""
+        alone = found.accepting(self._count, (rotation,))
         if alone is found:
             return None
-        both = (found.parts[place][0].then(twins),)
+        both = (found.parts[place][0].then(rotation),)
         parts = (*found.parts[:place], both, *found.parts[place + 1 :])
         generators = [each for part in parts for each in part]
         label = orbits(len(found.links), [each.links for each in generators])
@@ -279,43 +259,28 @@ class BlockSymmetry:
 
 
 def _dense(colours: Integers) -> Integers:
-    """Colours numbered from 0 in their order."""
+    """Number colours from 0 in their order."""
     return np.unique(colours, return_inverse=True)[1].astype(np.int64)
 
 
 MOST_RANKS_IN_FULL = 64
-"""Up to so many ranks, all automorphisms of a fabric are looked for."""
+"""Ranks up to which all automorphisms of a fabric are searched."""
 
 SEARCH_WORK = 400_000
-"""Work limit of that search: links of the fabric times refinements."""
+"""Work limit of that search, in links of the fabric times refinements."""
 
 
 def find_symmetry(
     fabric: Fabric, *, fixed: int | None = None, largest: int | None = None
 ) -> tuple[Permutation, ...]:
-    """Generators of a small group of automorphisms with few orbits of ranks and links.
+    """Return generators of a small group of automorphisms with few orbits of ranks and links.
 
-    Fewest orbits of links and ranks together, then fewest elements. Links to dead ends do not count.
+    They are permutations of `Fabric.nodes`, each checked on all links, or none if all ranks differ. The group has the
+    fewest orbits of links and ranks together, then the fewest elements; links to dead ends do not count. It is not
+    always the whole automorphism group, nor always the best one within the limit.
 
-    Parameters
-    ----------
-    fabric : Fabric
-    fixed : int or None
-        A rank that stays, the root of a broadcast.
-    largest : int or None
-        Most elements that the group may have; None allows four for each rank. Best is one for each rank. Never more
-        than a table of all elements can list.
-
-    Returns
-    -------
-    tuple of int64 arrays (nodes,)
-        Permutations of `Fabric.nodes`, each checked on all links; none where the ranks are all different. They do not
-        always generate the whole automorphism group, nor always the best group within the limit.
-
-    Raises
-    ------
-    UsageError
-        ``fixed`` is no rank, or ``largest`` is below 1.
+    ``fixed`` is a rank that stays, as the root of a broadcast. ``largest`` is the most elements that the group may
+    have, never more than a table of all elements can list; None allows four for each rank, and one for each is best.
 
     Examples
     --------
@@ -346,22 +311,20 @@ def find_symmetry(
         parts, _ = search.parts(by_wires=True, largest=limit)
         found.append(commuting_subgroup(count, parts.parts, largest=limit))
     if count.links(parts.links) > fewest and wiring.ranks <= MOST_RANKS_IN_FULL:
-        found.append(
-            _from_all_automorphisms(
-                count, colours, min(found, key=lambda each: _orbit_cost(count, each, limit)), limit
-            )
-        )
-    return tuple(each.nodes for each in min(found, key=lambda each: _orbit_cost(count, each, limit)))
+        best = min(found, key=lambda each: _orbit_cost(count, each, limit))
+        found.append(_from_all_automorphisms(count, colours, best, limit))
+    best = min(found, key=lambda each: _orbit_cost(count, each, limit))
+    return tuple(each.nodes for each in best)
 
 
 def _kinds_of_links(wiring: LabelledGraph, classes: Integers, count: OrbitCount) -> int:
-    """Different (class of tail, class of head, label) of useful links: no group has fewer orbits of them."""
+    """Count the (class of tail, class of head, label) of useful links: no group has fewer orbits of them."""
     kinds = np.stack((classes[wiring.tails], classes[wiring.heads], wiring.link_labels))
     return int(np.unique(kinds[:, count.useful], axis=1).shape[1])
 
 
 def _orbit_cost(count: OrbitCount, generators: Sequence[Automorphism], limit: int) -> tuple[int, int]:
-    """Orbits of links and ranks, then elements: the less the better."""
+    """Return orbits of links and ranks, then elements: less is better."""
     order = group_order([each.nodes for each in generators], limit)
     assert order is not None, "no group beyond the limit is ever chosen"
     return count.rows(generators), order
@@ -370,7 +333,7 @@ def _orbit_cost(count: OrbitCount, generators: Sequence[Automorphism], limit: in
 def _from_all_automorphisms(
     count: OrbitCount, colours: Integers, known: tuple[Automorphism, ...], limit: int
 ) -> tuple[Automorphism, ...]:
-    """A group chosen from all automorphisms, or from as many as are found; what is known where it cannot be better."""
+    """Return a group chosen from all automorphisms that are found, or the known group if that cannot be better."""
     refinements = SEARCH_WORK // max(1, len(count.useful))
     chain = stabiliser_chain(count.wiring, colours, refinements=refinements)
     small = chain.order is not None and chain.order <= MOST_ELEMENTS
