@@ -729,10 +729,7 @@ BUGS = (
         "collectives/torch/parameter_residuals.py",
         "ParameterResidual(self.residual + other.residual, velocity)",
         "ParameterResidual(self.residual, velocity)",
-        (
-            "collectives/torch/parameter_residuals.py",
-            "tests/jobs/test_torch_hook.py",
-        ),
+        ("tests/collectives/torch/test_parameter_residuals.py",),
     ),
     Bug(
         "torch-finished-twice",
