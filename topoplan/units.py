@@ -16,7 +16,7 @@ from topoplan.errors import UsageError
 TOLERANCE = 1e-9
 """Relative tolerance of every comparison between rates that went through floating point."""
 
-_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT]?)(i?)B?)?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -146,7 +146,7 @@ def parse_size(text: str) -> int:
     >>> parse_size("64KB"), parse_size("1.5M"), parse_size("7")
     (65536, 1572864, 7)
     """
-    match = _SIZE.match(text)
+    match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(
             f"size {text[:40]!r} is not a number with an optional KB, MB, GB or TB (for example 64MB)"

@@ -57,8 +57,8 @@ _ROW = re.compile(
     r"\|\s*(\d{1,3})\s+([A-Za-z]\S*(?: \S+)*)\s+(?:(?:On|Off|N/A|WDDM|TCC|MCDM)\s*)?"
     r"\|\s*(?:[0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d.*"
 )
-_PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*?)\s*")
-_ONE_TYPE = re.compile(r"\s*-?\s*GPU type:\s*(\S.*?)\s*")
+_PRODUCT_NAME = re.compile(r"\s*Product Name\s*:\s*(\S.*)")
+_ONE_TYPE = re.compile(r"\s*(?:-\s*)?GPU type:\s*(\S.*)")
 
 
 def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
@@ -87,7 +87,7 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
             numbers, name = (str(products),), found[1]
             products += 1
         elif found := _ONE_TYPE.fullmatch(line):
-            every = every or found[1]
+            every = every or found[1].strip()
         for number in numbers:
             names.setdefault(int(number), name.strip())
     return names, every

@@ -39,12 +39,12 @@ State = float | FarEnd | None
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _GPU = re.compile(r"\s*GPU\s+(\d{1,6})\s*:(.*)")
-_UUID = re.compile(r"(.*?)\(\s*UUID\s*:\s*([^)]*)\).*")
-_LINK = re.compile(r"\s*Link\s+(\d{1,4})\s*:\s*(.*?)\s*")
+_UUID = re.compile(r"(.*?)\(\s*UUID\s*:\s*([^()]*)\).*")
+_LINK = re.compile(r"\s*Link\s+(\d{1,4})\s*:(.*)")
 _NVML = re.compile(r".*?NVML\s*:\s*(.*)")
 _SPEED = re.compile(r"(\S+)\s*GB/s", re.IGNORECASE)
 _DOWN = re.compile(r"(Remote Device\s+)?<?\s*(inactive|n/a|disabled|down|off)\s*>?", re.IGNORECASE)
-_REMOTE = re.compile(r"(?:Remote Device\s+)?(\S+:\S+?\.\w)(?:\s*:\s*Link\s+(\S+))?", re.IGNORECASE)
+_REMOTE = re.compile(r"(?:Remote Device\s+)?(?=\S+:)(\S+\.\w)(?:\s*:\s*Link\s+(\S+))?", re.IGNORECASE)
 _HIDDEN = re.compile(r"[fF:.]+(?:\.0)?")
 
 
@@ -83,7 +83,7 @@ def read_sections(text: str) -> list[ListingSection]:
                 f"line {number} ({quoted(line)}) precedes every GPU line such as 'GPU 0: …'; {REMEDY}"
             )
         if link:
-            links.append((int(link[1]), link[2]))
+            links.append((int(link[1]), link[2].strip()))
         elif answer:
             _read_answer(sections[-1], answer[1])
     _read_links(sections[-1:], links)

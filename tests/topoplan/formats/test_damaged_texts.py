@@ -6,10 +6,16 @@ the reader's tests are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
 
 from tests.bench.mutations import outcome
 from tests.support.text_readers import Reader, readers
+from topoplan.errors import TopoplanError
+from topoplan.reading.load import load_text
+from topoplan.units import parse_size
 
 
 @pytest.mark.parametrize("reader", readers(), ids=lambda reader: reader.name)
@@ -19,3 +25,23 @@ def test_damaged_texts_leave_no_traceback(reader: Reader, number: int) -> None:
     for text in reader.texts:
         reader.read(text)
     assert outcome(reader, range(number)).tracebacks == {}
+
+
+@pytest.mark.parametrize(
+    ("read", "start", "repeated", "end"),
+    [
+        (parse_size, "0", " ", "x"),
+        (parse_size, "1", "0", "x"),
+        (load_text, "GPU 0: V100\nLink 0: 25", " ", "x GB/s"),
+        (load_text, "GPU 0: V100\nLink 0: Remote Device 25", ":", ""),
+        (load_text, "GPU 0: V100\nLink 0: a", ".a:", ""),
+        (load_text, "GPU 0: V100", "(UUID:", "\nLink 0: 25 GB/s"),
+        (load_text, "GPU type: H100", " ", "x\n\tGPU0\tGPU1\nGPU0\t X \tNV1\nGPU1\tNV1\t X \n"),
+    ],
+)
+def test_a_long_run_of_one_sign_is_read_in_one_pass(
+    read: Callable[[str], object], start: str, repeated: str, end: str
+) -> None:
+    """A pattern that tries again at each sign of a run would take minutes here."""
+    with suppress(TopoplanError):
+        read(start + repeated * 1_000_000 + end)
