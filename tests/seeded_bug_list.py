@@ -746,10 +746,7 @@ BUGS = (
         "collectives/lab/benchmark.py",
         "busbw=algbw * bus_factor(plan.collective, size)",
         "busbw=algbw / bus_factor(plan.collective, size)",
-        (
-            "tests/collectives/test_benchmark.py",
-            "tests/topoplan/cli/test_cli_bench.py",
-        ),
+        ("tests/collectives/test_benchmark.py",),
     ),
     Bug(
         "lab-wrong-elements",
