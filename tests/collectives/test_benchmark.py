@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+
 import topoplan
 from collectives import Communicator
 from collectives.lab.benchmark import BLOCK_SECONDS, MAX_CALLS, REPEATS, measure
@@ -41,3 +43,13 @@ def test_a_call_that_fills_a_block_is_one() -> None:
         row = measure(comm, nbytes=64, dtype="float32")
         assert comm.calls == 3 + REPEATS
     assert row.seconds >= 1.5 * BLOCK_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"), [("allreduce", 3 / 2), ("allgather", 3 / 4), ("broadcast", 1)]
+)
+def test_bus_bandwidth_is_what_a_ring_would_send_over_each_link(collective: str, factor: float) -> None:
+    with Communicator(topoplan.plan(topoplan.load("dgx-1v"), collective, gpus=range(4))) as comm:
+        row = measure(comm, nbytes=4096, dtype="float32")
+    assert row.algbw == pytest.approx(row.size / row.seconds / 1e9)
+    assert row.busbw == pytest.approx(factor * row.algbw)

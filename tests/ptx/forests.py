@@ -21,6 +21,7 @@ from collectives.tables.kernels.source import forest_source
 from tests.ptx.kernels import ARCHITECTURE, SWITCHING, ptx
 from tests.ptx.machine import KernelFault, Outcome, read, run_ranks
 from tests.ptx.text import Program
+from tests.support.hand_plans import three_phase_plan
 from tests.support.kernel_data import EVERY_CASE, averaged, bits_type, joined, same_bits, special
 from tests.support.ranks_on_machine import ARENA, Ranks
 from topoplan.plans.plan import Plan
@@ -42,7 +43,7 @@ class Case:
     ----------
     machine : str
         Of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before "adder"
-        they only add.
+        they only add. "three phases" is a plan by hand, of six ranks.
     collective : str
     gpus : tuple of int
         Of each server; empty for all.
@@ -88,6 +89,8 @@ class Case:
 
 @cache
 def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
+    if machine == "three phases":
+        return three_phase_plan([[0, 1, 2], [3, 4, 5]])
     servers, name = 2 if machine.startswith("2 x ") else 1, machine.removeprefix("2 x ")
     name, _, able = name.partition(" ")
     text = json.loads(topoplan.load(name).to_json())

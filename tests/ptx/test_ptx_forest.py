@@ -75,6 +75,12 @@ def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
     assert outcome(SAMPLE[number], seed=number) is None
 
 
+@pytest.mark.parametrize("domains", [(0, 0, 0, 1, 1, 1), (0,) * 6], ids=["messages", "stores"])
+def test_ranks_that_add_in_two_stages_keep_the_first_sum(domains: tuple[int, ...]) -> None:
+    case = Case("three phases", counts=(100, 33), domains=domains)
+    assert outcome(case, seed=1) is None
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(SAMPLE)))
 def test_they_do_in_other_orders_too(number: int) -> None:

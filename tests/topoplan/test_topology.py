@@ -229,7 +229,7 @@ def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says:
         dgx_1v().select(gpus)
 
 
-def test_of_a_c2c_and_a_pcie_link_between_two_devices_a_plan_takes_the_wider() -> None:
+def test_a_plan_takes_the_wider_of_a_c2c_and_a_pcie_link() -> None:
     devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("cpu0", "cpu"))
     ways = [(a, b) for gpu in ("gpu0", "gpu1") for a, b in ((gpu, "cpu0"), ("cpu0", gpu))]
     narrow = [Link(*ends, "pcie", 32.0) for ends in ways]

@@ -70,7 +70,7 @@ def test_a_rank_that_was_stopped_hears_that_the_others_have_given_it_up() -> Non
         stopped.agree(about, timeout=0.1)
 
 
-def test_of_several_failures_all_ranks_tell_the_earliest() -> None:
+def test_all_ranks_tell_the_earliest_of_several_failures() -> None:
     memory = memoryview(bytearray(ControlPage.size(3)))
     pages = [ControlPage(memory, rank) for rank in range(3)]
     for rank, time in ((0, 30), (1, 10), (2, 20)):

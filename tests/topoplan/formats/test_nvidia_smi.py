@@ -646,7 +646,7 @@ def test_bad_matrices_are_refused_with_row_column_and_value(text: str, says: lis
     assert "\n" not in message
 
 
-def test_of_gpus_of_several_generations_the_slowest_gives_the_rates() -> None:
+def test_the_slowest_of_several_generations_gives_the_rates() -> None:
     text = matrix_text(["GPU0", "GPU1"], lambda a, b: "NV2")
     listed = "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)\nGPU 1: Tesla V100-SXM2-16GB (UUID: GPU-2)\n"
     found = parse_nvidia_smi(text + listed)
