@@ -5,8 +5,8 @@ processes against each other belongs to a back end and is absent. Each size coun
 The line through the medians has the least sum of |alpha + n/beta - t| / t, with alpha >= 0. Such a line is among
 those through two points, or through one with alpha = 0 or 1/beta = 0 (Bloomfield and Steiger, Least Absolute
 Deviations, 1983: a vertex of the linear program), so all are tried. If every median is within e of the truth, so is the
-line within 2e / (1
-- e) on average.
+line within
+2e / (1 - e) on average.
 
 An outlier is off the median by more than `FACTOR` times the median absolute deviation, scaled to a normal distribution
 (Hampel 1974; factor: Iglewicz and Hoaglin, How to detect and handle outliers, 1993), and by more than `FLOOR` of the
