@@ -123,7 +123,7 @@ def test_an_axis_that_ranks_do_not_divide_is_refused() -> None:
 
 def test_the_plan_of_a_demand_has_no_equal_blocks_to_run() -> None:
     plan = topoplan.plan("dgx-1v", "alltoall", gpus=[0, 1], demand=[[0, 1], [2, 0]])
-    with Communicator(plan) as comm, pytest.raises(UsageError, match="equal blocks; plan it without"):
+    with Communicator(plan) as comm, pytest.raises(UsageError, match="equal blocks; plan without demand"):
         comm.all_to_all([np.zeros(2)] * 2)
 
 

@@ -89,7 +89,7 @@ def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
     )
     wrong = replace(made, shards=(Shard(Fraction(1), (stage,)),))
     with pytest.raises(
-        PlanError, match="shard 0, stage 0, rank 2: the route gpu0-gpu5 crosses gpu0->gpu5, where"
+        PlanError, match="shard 0, stage 0, rank 2: the route gpu0-gpu5 crosses gpu0->gpu5, which has no"
     ):
         crossed_links(wrong)
 

@@ -242,7 +242,7 @@ def test_forged_headers_are_refused_before_memory_is_set_aside() -> None:
         ({"universe": 2**32 - 1}, "outside the universe"),
         ({"width": 4}, "outside the universe"),
         ({"width": 2}, "begins with"),
-        ({"count": 2**40, "universe": 2**48}, "tells of 1099511627776 indices in"),
+        ({"count": 2**40, "universe": 2**48}, "has 1099511627776 indices in"),
         ({"universe": 2**50}, "at most 2\\^48 elements"),
         ({"universe": 4}, "5 indices of a universe of 4"),
     ):
