@@ -38,6 +38,7 @@ from collectives.lab.chaos_draws import (
     draw_fault,
 )
 from collectives.lab.chaos_rank import START_SECONDS, RankSettings, run_rank, warm_up
+from collectives.peers.membership_protocol import EXCLUDED
 from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
@@ -55,9 +56,6 @@ HANG_TIMEOUTS = 8
 """See `HANG_SECONDS`: survivors wait three timeouts at most for a failed rank, and again if another one fails
 meanwhile.
 """
-
-EXCLUDED_TEXT = "this rank is out since epoch"
-"""Error of a rank that was excluded while it was stopped."""
 
 MAX_FAULTS_PER_JOB = 50
 """Most faults of a job; then another begins."""
@@ -410,7 +408,7 @@ class _ChaosJob:
         if stopped:
             _signal(one.pid, signal.SIGCONT)
             self._listen_until(lambda: one.left is not None, self._hang_timeout)
-            if EXCLUDED_TEXT not in one.error:
+            if EXCLUDED not in one.error:
                 self._found("lost", f"rank {one.rank} resumes and gets the error {one.error or 'nothing'!r}")
         self._listen_until(lambda: one.ended, self._hang_timeout)
         if not one.ended:

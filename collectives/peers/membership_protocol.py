@@ -55,6 +55,8 @@ ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
 NOTICED = 3
 """Timeouts within which all ranks notice a failure: one waits for the failed rank, another for that one."""
 
+EXCLUDED = "this rank is excluded since epoch"  # begins the error of a rank that the others left out
+
 
 @dataclass(frozen=True, slots=True)
 class RankCard:
@@ -475,9 +477,8 @@ class MembershipProtocol:
     def _leave(self, epoch: int, others: Collection[int]) -> NoReturn:
         began = sum(number < OWN_NUMBERS for number in self._cards)
         raise BackendError(
-            f"this rank is excluded since epoch {epoch}: the survivors (original ranks {self._original_ranks(others)} "
-            f"of {began}) took it for failed or were asked to leave it out; its state is of epoch {self.epoch}, end "
-            "this process",
+            f"{EXCLUDED} {epoch}: the survivors (original ranks {self._original_ranks(others)} of {began}) took it for "
+            f"failed or were asked to leave it out; its state is of epoch {self.epoch}, end this process",
             rank=self._place(),
         )
 
