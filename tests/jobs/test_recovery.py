@@ -61,7 +61,7 @@ needs_mpi = pytest.mark.skipif(bool(without_mpi()), reason=without_mpi() or "it 
 
 
 def shared_memory() -> set[str]:
-    """Return the names in the folder of shared memory, but for those of MPI: other jobs of MPI may run beside this one."""
+    """Return the names in the folder of shared memory, but for those of MPI, whose other jobs may run beside."""
     folder = Path("/dev/shm")
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     return {
