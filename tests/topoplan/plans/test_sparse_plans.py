@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -79,11 +80,16 @@ def test_three_phases_are_as_fast_as_nics_take_entries_or_servers_sum(
 
 @pytest.mark.thorough
 def test_three_phases_over_servers_need_no_dense_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: object, **options: object) -> Plan:
-        raise AssertionError("a dense optimum is planned")
+    """A single server is planned for its certificate; the whole machine, 32 GPUs, is not."""
+    sizes = []
 
-    monkeypatch.setattr("topoplan.schedules.sparse_plan.plan", refused)
+    def planned(topology: Topology, *arguments: Any, **options: Any) -> Plan:
+        sizes.append(len(topology.gpus))
+        return topoplan.plan(topology, *arguments, **options)
+
+    monkeypatch.setattr("topoplan.schedules.sparse_plan.plan", planned)
     made = topoplan.sparse_plan(servers_of(8, 8, 8, 8, nics=4), density=0.01)
+    assert set(sizes) == {8}
     assert made.schedule == "sparse three-phase"
 
 
