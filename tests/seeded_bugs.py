@@ -60,18 +60,7 @@ def seed(bug: Bug, checkout: Path) -> str:
 
 def failing_test(checkout: Path, tests: Sequence[str], markers: str | None) -> str:
     """Run tests until one fails; return its name, or an empty text if all pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:randomly",
-        *tests,
-    ]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     if markers is not None:
         command += ["-m", markers]
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}

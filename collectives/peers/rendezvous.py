@@ -109,8 +109,8 @@ class Rendezvous:
 
     `address` is ``host:port`` (port 0: the system chooses) or ``unix:/path``; `UsageError` if it cannot be listened
     at. `size` and `job` are by default those of the first rank that connects. `host` is the rank that hosts it, None
-    in a launcher. `told` says that the job itself gave the address to its ranks: then all ranks that connect belong to
-    it.
+    in a launcher. With `job_made` the job itself made the address and gave it to its ranks, so all ranks that
+    connect belong to it.
 
     Examples
     --------
@@ -126,7 +126,7 @@ class Rendezvous:
         *,
         host: int | None = None,
         job: JobIdentity | None = None,
-        told: bool = False,
+        job_made: bool = False,
     ) -> None:
         asked = parse_address(address)
         try:
@@ -138,7 +138,7 @@ class Rendezvous:
         port = asked.port if asked.path else int(self._listener.getsockname()[1])
         self._where = Address(asked.host, port, asked.path)
         self._inode = os.lstat(asked.path).st_ino if asked.path else 0
-        self._size, self._host, self._given = size, host, told
+        self._size, self._host, self._job_made = size, host, job_made
         self._jobs: dict[tuple[str, str], tuple[JobIdentity, str]] = {}
         if job is not None:
             self._jobs[job.host, job.agent] = job, f"process {os.getpid()}, rank {host}"
@@ -408,7 +408,7 @@ class Rendezvous:
 
     def _wrong_job(self, hello: Message) -> str:
         """Return why a process of another job is refused; empty if it is not known to be of another one."""
-        if self._given:
+        if self._job_made:
             return ""
         job = JobIdentity.of_message(hello["job"])
         for known, holder in self._jobs.values():

@@ -48,7 +48,7 @@ def rendezvous_within(
     def offered() -> str:
         if members[0] != rank:
             return ""
-        places.append(Rendezvous(f"{local}:0", len(members), host=0, told=True).start())
+        places.append(Rendezvous(f"{local}:0", len(members), host=0, job_made=True).start())
         return places[0].address
 
     try:

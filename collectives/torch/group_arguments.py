@@ -69,7 +69,7 @@ def parts_of(line: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[to
 
 
 def copy_lines(targets: Sequence[torch.Tensor], lines: Sequence[torch.Tensor]) -> None:
-    """Copy lines into tensors, except those that share their memory."""
+    """Copy lines into tensors, except lines that share their memory."""
     with torch.inference_mode():
         for target, line in zip(targets, lines, strict=False):
             if target.data_ptr() != line.data_ptr():

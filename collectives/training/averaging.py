@@ -392,7 +392,7 @@ class StaleAverager(Averager):
         out: Any = None,
         parts: Sequence[BucketPart] | None = None,
     ) -> Handle[Any]:
-        """Send a gradient, and average it with those that have arrived.
+        """Send a gradient, and average it with the arrived ones.
 
         The first of a step waits if this rank is too far ahead; raises `BackendError` if a rank stalls meanwhile.
         """
@@ -436,7 +436,7 @@ class StaleAverager(Averager):
         return arrived
 
     def settle(self) -> None:
-        """Send the gradients of the step if all are finite; else keep those that arrived for the next step."""
+        """Send the gradients of the step if all are finite; else keep the arrived ones for the next step."""
         if self._finite:
             for key, own in self._unsent.items():
                 self.mailbox.post(key, own)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -107,8 +106,9 @@ WALKS = (
 
 def fork_second_rank() -> None:
     """Fork the second of two ranks; each has its place in the environment variables that torchrun sets."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    from tests.support.ports import free_port  # which imports the packages: a walk must find them unimported
+
+    port = free_port()
     rank = 0 if os.fork() else 1
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

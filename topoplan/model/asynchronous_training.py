@@ -14,6 +14,7 @@ links. Absent: the paper's linear program over measured times, and its monitor.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,9 +35,11 @@ class ClockRun:
     """Times of every step of every rank.
 
     ends: (N, K) float64, seconds at which each step ended.
+    waited: (N, K) float64, seconds in each step in which a rank waited for others.
     """
 
     ends: ClockTimes
+    waited: ClockTimes
 
     @property
     def seconds(self) -> float:
@@ -47,6 +50,25 @@ class ClockRun:
     def steps_per_second(self) -> float:
         """Steps per second of the slowest rank; infinite if nothing takes time."""
         return self.ends.shape[1] / self.seconds if self.seconds else math.inf
+
+    @property
+    def idle(self) -> ClockTimes:
+        """(N,): share of the time until its last step in which each rank waited."""
+        last = self.ends[:, -1]
+        idle: ClockTimes = np.divide(self.waited.sum(axis=1), last, out=np.zeros_like(last), where=last > 0)
+        return idle
+
+    def finished(self, seconds: float) -> NDArray[np.int64]:
+        """Return (N,): the steps that each rank has finished by then."""
+        finished: NDArray[np.int64] = (self.ends <= seconds * (1 + 1e-12)).sum(axis=1)
+        return finished
+
+    @property
+    def gaps(self) -> dict[int, int]:
+        """Number of steps that ended with each lead over the slowest rank, ascending by lead."""
+        slowest = np.minimum.reduce([np.searchsorted(row, self.ends, side="right") for row in self.ends])
+        ahead = np.arange(1, self.ends.shape[1] + 1)[None, :] - slowest
+        return dict(sorted(Counter(ahead.ravel().tolist()).items()))
 
 
 def run_clocks(
@@ -79,7 +101,7 @@ def run_clocks(
     if every < 1:
         raise UsageError(f"every must be 1 or more, got {every}")
     ranks, steps = times.shape
-    ends = np.zeros((ranks, steps))
+    ends, waited = np.zeros((ranks, steps)), np.zeros((ranks, steps))
     before = np.zeros(ranks)
     for step in range(steps):
         # last step that every rank must have ended before this one
@@ -88,9 +110,10 @@ def run_clocks(
         meets = (step + 1) % every == 0 and (staleness == 0 or every > 1)
         done = begin + times[:, step]
         met = np.full(ranks, done.max()) if meets else done
+        waited[:, step] = begin - before + met - done
         before = met + (send if every == 1 or meets else 0.0)
         ends[:, step] = before
-    return ClockRun(ends)
+    return ClockRun(ends, waited)
 
 
 Floats = NDArray[np.float64]

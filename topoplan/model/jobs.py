@@ -275,6 +275,14 @@ class IterationTraffic:
     def total(self) -> float:
         return self.gradients + self.boundary + self.inside
 
+    def seconds(self, ranks: int, *, allreduce: float, allgather: float) -> float:
+        """Return the time of the collectives one after another at algorithm bandwidths in GB/s, such as those of plans.
+
+        The forward gathers run at ``allgather``, and so do the backward sums, their reverse.
+        """
+        out = (ranks - 1) / ranks * 1e9
+        return self.gradients / (2 * out * allreduce) + (self.boundary + self.inside) / (out * allgather)
+
 
 def volume(
     layers: Sequence[ModelLayer], ranks: int, batch: int, *, cut: int | None = None, width: int = 4
@@ -307,6 +315,24 @@ def volume(
         moved[0] if moved else 0.0,
         sum(moved[1:]),
     )
+
+
+def best_cut(
+    layers: Sequence[ModelLayer],
+    ranks: int,
+    batch: int,
+    *,
+    allreduce: float,
+    allgather: float,
+    width: int = 4,
+) -> IterationTraffic:
+    """Return the cut whose collectives take the least time at algorithm bandwidths in GB/s; of several, the last.
+
+    >>> best_cut(NETWORKS["vgg16"](), 4, 32, allreduce=100.0, allgather=200.0).cut
+    13
+    """
+    found = [volume(layers, ranks, batch, cut=cut, width=width) for cut in range(len(layers), -1, -1)]
+    return min(found, key=lambda one: one.seconds(ranks, allreduce=allreduce, allgather=allgather))
 
 
 class _Shapes:

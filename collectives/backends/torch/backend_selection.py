@@ -343,7 +343,7 @@ def _at_rendezvous(
     try:
         if members.rank == 0:
             with suppress(TopoplanError, OSError):  # an empty address tells the others
-                place = Rendezvous(f"{_own_address()}:0", members.size, host=0, told=True).start()
+                place = Rendezvous(f"{_own_address()}:0", members.size, host=0, job_made=True).start()
                 own = place.address
         address = members.gather(own)[0]
         faults = ["rank 0 has no address for a rendezvous"]

@@ -74,7 +74,7 @@ def test_settings_choices_and_what_fell_back() -> None:
     """In the words of NCCL."""
     found = read(over_sockets())
     assert found.settings == (("NCCL_IB_DISABLE", "1"),)
-    assert [(told.kind, told.text) for told in found.told] == [
+    assert [(told.kind, told.text) for told in found.statements] == [
         ("network", "Socket"),
         ("no nvls", "NVLS multicast support is not available on dev 0"),
     ]
@@ -232,7 +232,7 @@ def test_a_text_in_which_nccl_says_nothing_is_no_log() -> None:
 
 def test_warnings_are_kept() -> None:
     """Whole, with their line."""
-    told = read("\nn:1:2 [0] enqueue.cc:10 NCCL WARN Cuda failure 'out of memory'").told
+    told = read("\nn:1:2 [0] enqueue.cc:10 NCCL WARN Cuda failure 'out of memory'").statements
     assert [(one.kind, one.line, one.text) for one in told] == [
         ("warning", 2, "Cuda failure 'out of memory'")
     ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import topoplan
 from topoplan.errors import UsageError
-from topoplan.model.jobs import NETWORKS, volume
+from topoplan.model.jobs import NETWORKS, best_cut, volume
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,21 @@ def test_vgg_on_four_ranks() -> None:
     compute = 0.166
     faster = (compute + data.total / 5e9) / (compute + (hybrid.gradients + hybrid.boundary) / 5e9)
     assert faster == pytest.approx(1.77, abs=0.005)
+
+
+def test_times_are_those_of_collectives_at_the_planned_rates() -> None:
+    """On a DGX-1V all GPUs: VGG's full layers are divided, ResNet's gradients are summed."""
+    rates = {name: topoplan.plan("dgx-1v", name).rate for name in ("allreduce", "allgather")}
+    vgg, resnet = (NETWORKS[name]() for name in ("vgg16", "resnet50"))
+    data = volume(vgg, 8, 16)
+    assert data.seconds(8, **rates) == pytest.approx(138_357_544 * 4 / (rates["allreduce"] * 1e9))
+    best = best_cut(vgg, 8, 16, **rates)
+    assert best.cut == 13
+    gathered = sum(layer.inputs for layer in vgg[13:]) * 8 * 16 * 4
+    sums = sum(layer.parameters for layer in vgg[:13]) * 4
+    wanted = sums / (rates["allreduce"] * 1e9) + 2 * gathered / (rates["allgather"] * 1e9)
+    assert best.seconds(8, **rates) == pytest.approx(wanted)
+    assert best_cut(resnet, 8, 16, **rates).cut >= len(resnet) - 1
 
 
 @pytest.mark.parametrize(("ranks", "batch", "cut"), [(0, 1, None), (2, 0, None), (2, 1, 17), (2, 1, -1)])

@@ -227,7 +227,7 @@ def _fallbacks(log: NcclLog, machine: Topology) -> Iterator[Finding]:
     able = [
         device for device in with_all_capabilities(with_capable(machine)).devices if device.kind == "nvswitch"
     ]
-    for event in log.told:
+    for event in log.statements:
         if event.kind == "no ib device" and nics:
             yield Finding(
                 "no ib",

@@ -142,12 +142,12 @@ class NcclLog:
     """NCCL's statements in a text.
 
     ``version`` is the first of ``versions``, empty if none is printed; ``settings`` are those of the environment;
-    ``told`` has each kind and text once; ``communicators`` come largest first.
+    ``statements`` has each kind and text once; ``communicators`` come largest first.
     """
 
     version: str
     settings: tuple[tuple[str, str], ...]
-    told: tuple[LogStatement, ...]
+    statements: tuple[LogStatement, ...]
     communicators: tuple[LoggedCommunicator, ...]
     versions: tuple[str, ...] = ()
 
