@@ -52,9 +52,7 @@ SHUTDOWN_NOTICE_SECONDS = 0.5  # time to reach all others with a shutdown notice
 ENDED = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
 """Errors of a connection to an ended process; other errors are the network's."""
 
-NOTICED = (
-    3  # timeouts within which all ranks notice a failure: one waits for the failed rank, another for that one
-)
+NOTICED = 3  # timeouts until all ranks notice a failure: one waits for the failed rank, another for that one
 EXCLUDED = "this rank is excluded since epoch"  # begins the error of a rank that the others left out
 
 
