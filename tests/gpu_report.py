@@ -52,7 +52,7 @@ LIMIT, FOLDER = "GPU_REPORT_SECONDS", "GPU_REPORT_FOLDER"
 """Environment variables of a row's processes: its limit, and the folder of its logs."""
 
 KERNELS = ROOT / "build" / "kernels"
-"""Compiled kernels, kept between rows and runs (`collectives.tables.kernels.compiler.CACHE`)."""
+"""Compiled kernels, kept between rows and runs (`collectives.tables.kernels.kernel_launch.CACHE`)."""
 
 ROW_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",

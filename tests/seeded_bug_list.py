@@ -159,7 +159,7 @@ BUGS = (
     Bug(
         "solve-flow-residual",
         "lost residual",
-        "topoplan/solve/maximum_flow.py",
+        "topoplan/solve/cuts_and_partitions.py",
         "self._residual[arc ^ 1] += pushed",
         "self._residual[arc ^ 1] += 0",
         ("tests/topoplan/bounds/test_bounds.py::test_a_flow_equals_its_cut_and_the_flow_of_networkx",),
@@ -539,7 +539,7 @@ BUGS = (
     Bug(
         "loopback-paced-link",
         "wrong unit",
-        "collectives/backends/loopback/paced_links.py",
+        "collectives/backends/loopback/paced_loopback.py",
         "(bandwidth * scale * 1e9)",
         "(bandwidth * scale * 8e9)",
         ("tests/collectives/backends/test_loopback_paced.py",),

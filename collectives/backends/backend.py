@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from collectives.peers.control_plane import ControlPlane, Signature
 from collectives.peers.membership_protocol import MembershipProtocol
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, TransferTable, place_in
 from topoplan.errors import BackendError
 from topoplan.machine.topology import Topology

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT, shard_bounds
 from topoplan.plans.structure import PlanRound, rounds

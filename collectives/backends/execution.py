@@ -38,8 +38,8 @@ from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore, pla
 from collectives.backends.request import CallKind, Request
 from collectives.peers.agreement import Gather, plan_on_one_rank
 from collectives.peers.control_plane import Signature, shape_text
-from collectives.tables.array_library import ArrayLibrary
 from collectives.tables.lowering import PlanKey, lower, lower_to
+from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
 from topoplan.errors import BackendError, RefusedError
 from topoplan.machine.topology import Topology

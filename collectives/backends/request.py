@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from collectives.backends.backend import Backend
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, given_block, result_block
 from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_TO_ALL

@@ -16,8 +16,8 @@ from collectives.communicator.handle import CallQueue, CollectiveOutcome, Handle
 from collectives.communicator.membership import CommunicatorMembers
 from collectives.sparse.exchange_choice import SparseExplanation
 from collectives.sparse.sparse_collective import LINES
-from collectives.sparse.sparse_request import SparseRequest, sparse_request
-from collectives.tables.array_library import ArrayLibrary
+from collectives.sparse.sparse_plans import SparseRequest, sparse_request
+from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import BackendError, RefusedError, UsageError
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from collectives.tables.array_library import ArrayLibrary
-from collectives.tables.numpy_arrays import NumpyArrays
+from collectives.tables.numpy_arrays import ArrayLibrary, NumpyArrays
 from topoplan.errors import RefusedError
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from collectives.peers.control_plane import Signature
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.sparse.exchange_choice import SparseExplanation
 from collectives.sparse.sparse_collective import SparseCollective
-from collectives.sparse.sparse_request import SparseRequest
+from collectives.sparse.sparse_plans import SparseRequest
 from collectives.tables.lowering import lower
 from topoplan.errors import BackendError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import Plans

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from collectives.sparse.exchange_choice import entry_count
 from collectives.sparse.selection.error_feedback import ErrorFeedback
 from collectives.sparse.selection.topk import index_type, topk
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import UsageError
 from topoplan.plans.shards import ALIGNMENT
 

@@ -27,7 +27,7 @@ from collectives.sparse.entry_arrays import (
 )
 from collectives.sparse.residuals import HandedOver, Residuals, select_entries
 from collectives.sparse.sparse_plans import RoundRunner
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.plans.plan import Plan
 
 GatherEntries = Callable[[list[Any]], list[Any]]

@@ -38,10 +38,8 @@ from collectives.sparse.exchanges import (
     part_borders,
 )
 from collectives.sparse.residuals import Residuals, ResidualSnapshot, finite_residual
-from collectives.sparse.sparse_plans import SparsePlans
-from collectives.sparse.sparse_request import SparseRequest
-from collectives.tables.array_library import ArrayLibrary
-from collectives.tables.numpy_arrays import LIMITS
+from collectives.sparse.sparse_plans import SparsePlans, SparseRequest
+from collectives.tables.numpy_arrays import LIMITS, ArrayLibrary
 from topoplan.errors import UsageError
 from topoplan.plans.shards import shard_bounds
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from collectives.sparse.entry_arrays import EntryArrays, HostEntryArrays
-from collectives.sparse.gpu_entry_arrays import GpuEntryArrays
-from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.sparse.gpu_entry_arrays import GpuEntryArrays, GpuErrorFeedback
 from collectives.tables.cupy_arrays import on_device
 from collectives.tables.torch_arrays import TorchArrays, check_cupy, gpu_device, stream_on_cupy
 from topoplan.errors import UsageError

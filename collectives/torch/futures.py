@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.communicator.handle import Handle
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import TopoplanError
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.sparse.exchange_choice import SparseExplanation
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
 from collectives.training.exchange_settings import FILTERS, ExchangeSettings, LossScale
 from collectives.training.gradient_filters import IntegerCodeExchange, SignificanceExchange

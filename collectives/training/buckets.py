@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.averaging import Averager
 from collectives.training.checkpoint_state import BucketPart, real_shape
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError

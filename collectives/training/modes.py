@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from collectives.tables.array_library import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import UsageError
 from topoplan.model.asynchronous_training import checked_probabilities, mixing_weights, strongest
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
+from collectives.sparse.gpu_entry_arrays import GpuErrorFeedback, add_entries_gpu
 from collectives.sparse.selection.gpu_topk import Addend, SelectionPasses, feed_gpu, topk_gpu
 from collectives.tables.cupy_arrays import load_cupy
 from tests.bench.gpu import RUNS, copy_bandwidth, gpu_seconds

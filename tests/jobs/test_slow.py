@@ -14,8 +14,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp import connections
 from collectives.backends.tcp import tcp_backend as tcp
-from collectives.backends.tcp.connections import tune
-from collectives.backends.tcp.link_addresses import Queue, link_rates
+from collectives.backends.tcp.connections import Queue, link_rates, tune
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.link_monitor import JUDGEMENT_CALLS, SlowLink, SlowRank
 from tests.support.job_meeting import in_shared_memory

@@ -16,7 +16,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator, lower
-from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import forest_source
 from tests.ptx.kernels import ARCHITECTURE, SWITCHING, ptx
 from tests.ptx.machine import KernelFault, Outcome, read, run_ranks

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import (
     FEEDBACK_LINES,
     TRY_PEERS,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from collectives import lower
-from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import TRY_PEERS, peers_source
 from tests.ptx.forests import (
     BUGS,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.kernel_launch import compile_source
 from tests.ptx.machine import KernelFault, Launch, Memory, Outcome, memories, read, run_ranks
 from tests.ptx.text import Program, PtxError
 from topoplan.errors import UsageError

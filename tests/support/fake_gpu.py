@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from collectives.tables import cupy_arrays
-from collectives.tables.kernels.compiler import nvrtc_of_cupy
+from collectives.tables.kernels.kernel_launch import nvrtc_of_cupy
 from tests.ptx.machine import library
 from tests.support.compiled_kernels import launch, widths
 from tests.support.fake_nccl import nccl_faces

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import ErrorFeedback
-from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback
+from collectives.sparse.gpu_entry_arrays import GpuErrorFeedback
 from collectives.tables.kernels.source import GRADIENT_DTYPES
 from tests.support.selection_data import drawn, same
 

@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 
 from collectives import ErrorFeedback
 from collectives.sparse.entry_arrays import encode_entries
-from collectives.sparse.gpu_entry_arrays import decode_entries_gpu, encode_entries_gpu
-from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
+from collectives.sparse.gpu_entry_arrays import (
+    GpuErrorFeedback,
+    add_entries_gpu,
+    decode_entries_gpu,
+    encode_entries_gpu,
+)
 from collectives.sparse.selection.gpu_topk import feed_gpu, topk_gpu
 from collectives.tables.kernels.kernel_launch import TILE_BYTES, Chunks, Kernels, work_of
 from collectives.tables.kernels.source import BYTES, ELEMENTS, divide_kernel, join_kernel, kernel_names

@@ -106,7 +106,7 @@ def device() -> dict[str, Any]:
 
 
 def _hardware(found: dict[str, Any]) -> str:
-    from collectives.tables.kernels.compiler import nvrtc_of_cupy
+    from collectives.tables.kernels.kernel_launch import nvrtc_of_cupy
 
     cupy = kernels.cupy_here()
     runtime = cupy.cuda.runtime

@@ -25,8 +25,7 @@ from collectives.backends.nccl.window_engine import WindowEngine
 from collectives.peers.control_plane import Signature
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.tcp_control_plane import TcpControlPlane
-from collectives.tables.kernels.compiler import load_kernel
-from collectives.tables.kernels.kernel_launch import Kernels
+from collectives.tables.kernels.kernel_launch import Kernels, load_kernel
 from collectives.tables.kernels.source import forest_kernel_names
 from collectives.tables.transfer_table import result_blocks
 from tests.gpu_report import CannotRun

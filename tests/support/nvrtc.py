@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.kernel_launch import compile_source
 
 PATTERNS = ("nvidia/cuda_nvrtc/lib/libnvrtc.so.1*", "nvidia/cu1*/lib/libnvrtc.so.1*")
 
@@ -25,7 +25,7 @@ class Built:
 
 
 class Nvrtc:
-    """`collectives.tables.kernels.compiler.Nvrtc` of one library."""
+    """`collectives.tables.kernels.kernel_launch.Nvrtc` of one library."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))

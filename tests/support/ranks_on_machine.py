@@ -18,7 +18,7 @@ import numpy as np
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.nccl.window_engine import WindowEngine
 from collectives.peers.control_plane import Signature
-from collectives.tables.kernels.compiler import compile_source
+from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.lowering import lower
 from collectives.tables.transfer_table import result_blocks
 from tests.ptx.kernels import ARCHITECTURE, SWITCHING, program

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import topoplan
-from collectives.backends.tcp.link_addresses import parse_wires
+from collectives.backends.tcp.connections import parse_wires
 from tests.support import nccl_texts
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.nccl_debug_logs import healthy, over_sockets, without_peers

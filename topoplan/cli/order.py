@@ -22,7 +22,7 @@ from topoplan.cli.machine_options import (
     apply_overlay,
 )
 from topoplan.cli.output import check_target, print_json, print_notes, progress_line, table, write_whole
-from topoplan.cli.plan_mesh import add_options as add_mesh
+from topoplan.cli.plan_sets import add_mesh_options as add_mesh
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words, usable_fabric

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 
-from topoplan.cli import arguments, plan_mesh, plan_sizes, plan_survive
+from topoplan.cli import arguments, plan_sets, plan_sizes
 from topoplan.cli.machine_options import (
     RequestedMachine,
     add_cluster_options,
@@ -19,16 +19,20 @@ from topoplan.cli.output import (
     check_target,
     draw_plot,
     in_network_words,
+    phase_table,
     plan_notes,
     print_csv,
     print_json,
     print_notes,
     progress_line,
+    rank_names,
     rate_verdict,
+    tree_noun,
+    tree_rows,
+    tree_table,
     write_whole,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
-from topoplan.cli.tree_table import phase_table, rank_names, tree_noun, tree_rows, tree_table
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import ALL, Fabric, channel_words
 from topoplan.machine.notes import kind_of
@@ -130,8 +134,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
         help="write the plan file; - prints it in place of the summary",
     )
     plan_sizes.add_options(parser)
-    plan_mesh.add_options(parser)
-    plan_survive.add_options(parser)
+    plan_sets.add_mesh_options(parser)
+    plan_sets.add_survival_options(parser)
     parser.add_argument(
         "--bound-only",
         action="store_true",
@@ -164,8 +168,8 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name.replace("-", "_")) is not None and options.method != method:
             raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
     plan_sizes.check_options(options)
-    plan_mesh.check_options(options)
-    plan_survive.check_options(options)
+    plan_sets.check_mesh_options(options)
+    plan_sets.check_survival_options(options)
     sparse = is_sparse(options)
     if options.schedule != TREES or options.schedule_file is not None:
         _check_schedule(options)
@@ -178,9 +182,9 @@ def run(options: argparse.Namespace) -> int:
     if options.sizes is not None:
         return plan_sizes.run(options)
     if options.mesh is not None:
-        return plan_mesh.run(options)
+        return plan_sets.run_mesh(options)
     if options.survive is not None:
-        return plan_survive.run(options)
+        return plan_sets.run_survival(options)
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:

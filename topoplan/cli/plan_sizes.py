@@ -19,11 +19,11 @@ from topoplan.cli.output import (
     print_json,
     print_notes,
     progress_line,
+    rank_names,
     table,
     write_whole,
 )
 from topoplan.cli.sources import read_machine
-from topoplan.cli.tree_table import rank_names
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.plans.certificates.certificate import explain_certificate

@@ -22,11 +22,12 @@ from topoplan.cli.output import (
     print_json,
     print_notes,
     progress_line,
+    rank_names,
     table,
+    tree_noun,
     write_whole,
 )
 from topoplan.cli.sources import MACHINE_OPTIONS, apply_machine_options, read_plan_or_machine
-from topoplan.cli.tree_table import rank_names, tree_noun
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events

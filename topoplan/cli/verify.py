@@ -19,9 +19,9 @@ from topoplan.cli.output import (
     print_notes,
     progress_line,
     table,
+    tree_noun,
 )
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
-from topoplan.cli.tree_table import tree_noun
 from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
 from topoplan.engines.mscclpp_read import read_plan_file
 from topoplan.engines.mscclpp_read_back import check_execution_plan

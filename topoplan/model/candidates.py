@@ -29,8 +29,7 @@ from topoplan.plans.plan import Plan, check_collective
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules.low_latency import one_shot_along
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, cause
-from topoplan.solve.cuts_and_partitions import whole_capacities
-from topoplan.solve.maximum_flow import FlowNetwork
+from topoplan.solve.cuts_and_partitions import FlowNetwork, whole_capacities
 from topoplan.solve.packing.column_generation import ColumnGeneration
 from topoplan.solve.packing.packing_program import Packing, Pricing, has_exact_tables
 from topoplan.solve.planner import lower_trees, plan

@@ -26,7 +26,7 @@ from topoplan.machine.topology import Topology
 from topoplan.operate.link_loads import DIGITS, HopLoads, HopTable, OrderRates, least
 from topoplan.schedules.hamiltonian_cycles import all_cycles
 from topoplan.schedules.nccl_server_channels import summed
-from topoplan.solve.maximum_flow import FlowNetwork
+from topoplan.solve.cuts_and_partitions import FlowNetwork
 
 MOST_RANKS, MOST_SERVERS = 128, 32
 """Most ranks and servers for bounds by the hops between any two."""

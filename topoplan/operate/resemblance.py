@@ -20,7 +20,7 @@ from functools import lru_cache
 from topoplan.machine.topology import Link, Topology
 from topoplan.operate.faults import SLOW, lower_median
 from topoplan.reading.load import library, library_path, load
-from topoplan.reading.merge import DIFFERENT_CPUS, ONE_SWITCH, relation, upward_paths
+from topoplan.reading.pcie_tree import DIFFERENT_CPUS, ONE_SWITCH, relation, upward_paths
 
 ALIKE = 1.12
 """Rates of a wire within this factor are those of one kind of link: NVLinks of 25 GB/s measure 22 to 25."""

@@ -32,8 +32,7 @@ from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric
 from topoplan.machine.topology import Topology, format_value
 from topoplan.machine.topology_json import topology_from_object
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object
-from topoplan.plans.certificates.exchange import Demand
-from topoplan.plans.certificates.steiner import Steiner
+from topoplan.plans.certificates.exchange import Demand, Steiner
 from topoplan.plans.json_values import (
     check_format,
     check_known,

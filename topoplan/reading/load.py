@@ -55,7 +55,7 @@ def load(
         in place of NCCL's for XML.
     merge : as ``source``, optional
         Another description of the machine: NVLinks come from it, all else from ``source`` (see
-        `topoplan.reading.merge`). ``nvlink_gbps`` then applies to it.
+        `topoplan.reading.pcie_tree`). ``nvlink_gbps`` then applies to it.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def load(
         )
         if merge is None:
             return machine
-        from topoplan.reading.merge import merge_nvlink
+        from topoplan.reading.pcie_tree import merge_nvlink
 
         return merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
     text, where, name, folder = _find(source)
@@ -139,7 +139,7 @@ def load_text(
         return _read_machine(text, where, name, rates, folder=folder, single=single)
     if where == "stdin" and merge == "-":
         raise UsageError("stdin holds one description; give --merge a file")
-    from topoplan.reading.merge import gpu_bus_ids, merge_nvlink
+    from topoplan.reading.pcie_tree import gpu_bus_ids, merge_nvlink
 
     other = load(merge, nvlink_gbps=nvlink_gbps)
     rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}

@@ -32,8 +32,7 @@ from topoplan.plans.certificates.certificate import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
-from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, quick_bound
-from topoplan.solve.maximum_flow import equivalent_ranks
+from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.exact import ORDERS, ExactPacking, pack_exact, pack_low
 from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
 from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices

@@ -45,7 +45,7 @@ from collectives.backends.nccl.nccl_library import (
 )
 from collectives.peers.control_plane import ControlPlane
 from collectives.peers.shared_memory import RangeAllocator
-from collectives.tables.kernels.compiler import load_kernel
+from collectives.tables.kernels.kernel_launch import load_kernel
 from collectives.tables.kernels.source import TRY_PEERS, peers_source
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size

@@ -61,8 +61,7 @@ from collectives.peers.shared_memory import (
 )
 from collectives.peers.shared_memory_control_plane import HostExchange, SharedMemoryControlPlane
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
-from collectives.tables.array_library import ArrayLibrary
-from collectives.tables.numpy_arrays import PooledArrays
+from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
 from collectives.tables.transfer_table import result_blocks
 from topoplan.errors import BackendError, RefusedError, UsageError
 

@@ -31,7 +31,7 @@ from collectives.backends.backend import Call
 from collectives.backends.shared.program_runner import RankBuffers, rank_buffers_of
 from collectives.backends.tcp import compiled_exchange as machine
 from collectives.backends.tcp.chunk_order import orders
-from collectives.backends.tcp.link_addresses import Queue
+from collectives.backends.tcp.connections import Queue
 from collectives.peers.control_page import SHOWABLE, AddressedMemory, ScratchMemory
 from collectives.peers.control_plane import LENGTH, Waiting
 from collectives.tables.transfer_table import EdgeStream, TransferTable, place_in, row_of

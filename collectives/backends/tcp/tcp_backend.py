@@ -47,16 +47,18 @@ from collectives.backends.tcp.collective_state import (
     barrier_distances,
 )
 from collectives.backends.tcp.compiled_exchange import DIFFERS, ENDED, WAITING, compile_ahead
-from collectives.backends.tcp.connections import TcpConnections, link_use, set_pace
-from collectives.backends.tcp.link_addresses import (
+from collectives.backends.tcp.connections import (
     LinkAddresses,
     Queue,
+    TcpConnections,
     among,
     connection_of,
     connection_rates,
     connection_shares,
+    link_use,
     listed,
     read_wires,
+    set_pace,
     wires_of,
 )
 from collectives.peers.agreement import Gather
@@ -67,8 +69,7 @@ from collectives.peers.membership_protocol import MembershipProtocol, can_reach_
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous_state import Message
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
-from collectives.tables.array_library import ArrayLibrary
-from collectives.tables.numpy_arrays import PooledArrays
+from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
 from collectives.tables.transfer_table import EdgeStream, result_blocks
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology

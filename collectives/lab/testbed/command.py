@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_cluster_options, add_fault_options
-from topoplan.cli.output import plan_notes, print_json, print_notes, progress_line, table
+from topoplan.cli.output import plan_notes, print_json, print_notes, progress_line, rank_names, table
 from topoplan.cli.sources import apply_machine_options, read_plan_or_machine
-from topoplan.cli.tree_table import rank_names
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
@@ -130,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> int:
     """Run a plan while links become slower; exit status 1 if any element is wrong, or no rank replanned."""
-    from collectives.lab.testbed.link_drop import AFTER, run_drop
+    from collectives.lab.testbed.run import AFTER, run_drop
 
     if options.headroom is not None:
         raise UsageError("--headroom and --drop are two test beds; leave one out")

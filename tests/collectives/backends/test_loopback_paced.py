@@ -19,8 +19,16 @@ import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
 from collectives.backends.loopback.loopback_backend import Loopback
-from collectives.backends.loopback.paced_links import BURST, LinkPlayer, crossings, paced_links_of
-from collectives.backends.loopback.paced_loopback import AHEAD, ChunkMover, PacedLoopback, recut
+from collectives.backends.loopback.paced_loopback import (
+    AHEAD,
+    BURST,
+    ChunkMover,
+    LinkPlayer,
+    PacedLoopback,
+    crossings,
+    paced_links_of,
+    recut,
+)
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import EdgeStream, TransferTable, streams
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, stage

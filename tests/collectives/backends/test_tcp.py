@@ -25,8 +25,8 @@ from collectives.backends.tcp import tcp_backend
 from collectives.backends.tcp.chunk_order import orders
 from collectives.backends.tcp.collective_state import TcpProgram
 from collectives.backends.tcp.compiled_exchange import NUMBER
-from collectives.backends.tcp.connections import PACING
-from collectives.backends.tcp.link_addresses import (
+from collectives.backends.tcp.connections import (
+    PACING,
     base_queue,
     connection_rates,
     link_rates,

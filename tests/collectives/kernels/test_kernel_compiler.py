@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from collectives.tables.kernels import compiler
-from collectives.tables.kernels.compiler import compile_source, load_kernel, nvrtc_of_cupy, target_of
+from collectives.tables.kernels import kernel_launch
+from collectives.tables.kernels.kernel_launch import compile_source, load_kernel, nvrtc_of_cupy, target_of
 from collectives.tables.kernels.source import (
     FEEDBACK_LINES,
     kernel_names,
@@ -41,7 +41,7 @@ def test_no_instruction_of_any_kernel_flushes_denormals(which: str, monkeypatch:
     ptx = compile_source(SOURCES[which], 80, to="ptx").code
     assert ptx.count(b".entry") == {"joins": 65, "selection": 90}[which]
     assert ptx.count(b".ftz") == 0
-    monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "-ftz=true"))
+    monkeypatch.setattr(kernel_launch, "OPTIONS", (*kernel_launch.OPTIONS, "-ftz=true"))
     assert compile_source(SOURCES[which], 80, to="ptx").code.count(b".ftz") > 100
 
 
@@ -89,16 +89,16 @@ def test_a_cached_kernel_is_not_compiled_again_and_a_damaged_file_is(
         compiled.append(source)
         return compile_source(source, *arguments, **options)
 
-    monkeypatch.setattr(compiler, "compile_source", compile_once)
-    monkeypatch.setenv(compiler.CACHE, str(tmp_path / "kernels"))
+    monkeypatch.setattr(kernel_launch, "compile_source", compile_once)
+    monkeypatch.setenv(kernel_launch.CACHE, str(tmp_path / "kernels"))
     for _ in range(2):
-        compiler._compiled_for.cache_clear()  # as in another process
+        kernel_launch._compiled_for.cache_clear()  # as in another process
         load_kernel(cupy, source, "copy_4")
     (kept,) = (tmp_path / "kernels").iterdir()
     kept.write_bytes(kept.read_bytes()[:-8])
-    compiler._compiled_for.cache_clear()
+    kernel_launch._compiled_for.cache_clear()
     load_kernel(cupy, source, "copy_4")
-    compiler._compiled_for.cache_clear()
+    kernel_launch._compiled_for.cache_clear()
     assert len(compiled) == 2
     assert len(set(codes)) == 1
     assert kept.stat().st_size == 65 + len(codes[0])
@@ -108,10 +108,10 @@ def test_a_cache_that_cannot_be_written_does_not_stop_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(compiler.CACHE, str(tmp_path / "file"))
-    compiler._compiled_for.cache_clear()
+    monkeypatch.setenv(kernel_launch.CACHE, str(tmp_path / "file"))
+    kernel_launch._compiled_for.cache_clear()
     assert load_kernel(cupy_on("90")[0], kernel_source(["copy_4"]), "copy_4") == "copy_4"
-    compiler._compiled_for.cache_clear()
+    kernel_launch._compiled_for.cache_clear()
 
 
 def test_a_gpu_too_old_for_the_kernels_is_refused_with_what_to_install() -> None:

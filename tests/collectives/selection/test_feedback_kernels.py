@@ -11,9 +11,13 @@ import pytest
 
 from collectives import ErrorFeedback
 from collectives.sparse.entry_arrays import decode_entries, encode_entries
-from collectives.sparse.gpu_entry_arrays import decode_entries_gpu, encode_entries_gpu
+from collectives.sparse.gpu_entry_arrays import (
+    GpuErrorFeedback,
+    add_entries_gpu,
+    decode_entries_gpu,
+    encode_entries_gpu,
+)
 from collectives.sparse.selection import gpu_topk
-from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback, add_entries_gpu
 from collectives.tables.kernels.kernel_launch import THREADS
 from collectives.tables.kernels.source import FEEDBACK_LINES, selection_source
 from tests.support.fake_streams import Machine

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import collectives
+from collectives.sparse.gpu_entry_arrays import GpuErrorFeedback
 from collectives.sparse.selection import gpu_topk
-from collectives.sparse.selection.gpu_error_feedback import GpuErrorFeedback
 from collectives.sparse.selection.gpu_topk import feed_gpu, topk_gpu
 from collectives.tables.kernels.kernel_launch import digits
 from tests.support.fake_streams import Machine

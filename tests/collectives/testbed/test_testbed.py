@@ -21,7 +21,6 @@ import topoplan
 from collectives import Communicator
 from collectives.lab.benchmark import METHODS
 from collectives.lab.testbed import sandbox
-from collectives.lab.testbed.link_drop import MAX_RUNS_DURING, PHASES
 from collectives.lab.testbed.network import (
     HEADER_FACTOR,
     ShapedNetwork,
@@ -35,7 +34,7 @@ from collectives.lab.testbed.network import (
     wires_file,
 )
 from collectives.lab.testbed.rank import expected_result, make_input
-from collectives.lab.testbed.run import ScheduleMeasurement, ShapedRunOutcome
+from collectives.lab.testbed.run import MAX_RUNS_DURING, PHASES, ScheduleMeasurement, ShapedRunOutcome
 from tests.support.hand_plans import forest_plan
 from tests.support.small_machines import tailed_triangle, thin_cycle
 from topoplan.cli.main import main

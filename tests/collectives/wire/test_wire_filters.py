@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.sparse.codec import MESSAGE_HEADER, VALUE_DTYPES, VALUE_FORMATS, WireFormat, frame, unframe
-from collectives.sparse.key_caching import KeyCache
+from collectives.sparse.codec import (
+    MESSAGE_HEADER,
+    VALUE_DTYPES,
+    VALUE_FORMATS,
+    KeyCache,
+    WireFormat,
+    frame,
+    unframe,
+)
 from collectives.sparse.quantization import from_fixed_point, narrow, to_fixed_point, widen
 from topoplan.errors import UsageError
 

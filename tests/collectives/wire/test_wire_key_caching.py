@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from collectives.sparse.codec import WireFormat, frame, framed_bytes, unframe
-from collectives.sparse.key_caching import KeyCache
+from collectives.sparse.codec import KeyCache, WireFormat, frame, framed_bytes, unframe
 from topoplan.errors import UsageError
 
 UNIVERSE = 5000

@@ -25,8 +25,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Cut, Lengths, Partition, Trivial
 from topoplan.plans.certificates.forest_length import forest_length
-from topoplan.solve.cuts_and_partitions import best_bound
-from topoplan.solve.maximum_flow import FlowNetwork
+from topoplan.solve.cuts_and_partitions import FlowNetwork, best_bound
 
 MACHINES = direct_machines(most=6) | direct_machines(most=5, bandwidths=WRITTEN) | switched_machines()
 

@@ -32,8 +32,14 @@ from topoplan.plans.certificates.forest_length import (
     forest_length,
     zero_length_components,
 )
-from topoplan.solve.cuts_and_partitions import best_bound, smallest_cut, whole_capacities
-from topoplan.solve.maximum_flow import FlowNetwork, Quotient, equivalent_ranks
+from topoplan.solve.cuts_and_partitions import (
+    FlowNetwork,
+    Quotient,
+    best_bound,
+    equivalent_ranks,
+    smallest_cut,
+    whole_capacities,
+)
 
 FEW = st.sampled_from([1.0, 2.0])
 """Few different bandwidths, so that devices look alike."""

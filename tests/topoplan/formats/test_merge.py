@@ -16,8 +16,8 @@ from tests.support.nccl_texts import BRIDGE, NIC, bus, cpu, gpu_pci, machine, nv
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import Link, Topology
-from topoplan.reading.merge import merge_nvlink
 from topoplan.reading.nccl.topology_xml import parse_nccl_xml
+from topoplan.reading.pcie_tree import merge_nvlink
 
 MATRIX = "\tGPU0\tGPU1\nGPU0\t X \tNV2\nGPU1\tNV2\t X \n"
 

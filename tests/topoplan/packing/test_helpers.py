@@ -24,7 +24,7 @@ from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.certificates.certificate import Cut, Lengths
-from topoplan.plans.certificates.steiner import Steiner
+from topoplan.plans.certificates.exchange import Steiner
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 

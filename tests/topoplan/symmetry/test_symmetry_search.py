@@ -31,8 +31,7 @@ from topoplan.plans.permutation_groups import (
     link_orbits,
     orbits,
 )
-from topoplan.solve.symmetry.subgroup_choice import useful_links
-from topoplan.solve.symmetry.symmetry_search import find_symmetry
+from topoplan.solve.symmetry.symmetry_search import find_symmetry, useful_links
 
 
 def found(fabric: Fabric, **options: int) -> tuple[int, int, int]:

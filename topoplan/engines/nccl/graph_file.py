@@ -19,7 +19,7 @@ from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
 from topoplan.engines.nccl.identities import gpu_numbers
-from topoplan.engines.nccl.xml_text import nccl_xml
+from topoplan.engines.nccl.xml_tree import nccl_xml
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import is_amd

@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from topoplan.engines.nccl.host_tree import NcclHostTree
+from topoplan.engines.nccl.xml_tree import NcclHostTree
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.hardware import socket_bandwidth
 from topoplan.machine.host import bus_id, plain_bus_id

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 
 from topoplan.engines.exported import Exported, one_server
-from topoplan.engines.nccl.host_tree import NcclHostTree, gpu_links, host_tree
 from topoplan.engines.nccl.identities import (
     CpuIdentity,
     bus_ids,
@@ -28,7 +27,7 @@ from topoplan.engines.nccl.identities import (
     gpu_numbers,
     numa_nodes,
 )
-from topoplan.engines.nccl.xml_text import nccl_xml
+from topoplan.engines.nccl.xml_tree import NcclHostTree, gpu_links, host_tree, nccl_xml
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import (
     GpuIdentity,

@@ -31,7 +31,7 @@ from topoplan.machine.fabric import ALL, CHANNEL_CHOICES, Fabric
 from topoplan.machine.fabric_structure import Integers, LabelledGraph, machine_labelled_graph
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.solve.symmetry.automorphisms import NodeSearch
-from topoplan.solve.symmetry.subgroup_choice import useful_nodes
+from topoplan.solve.symmetry.symmetry_search import useful_nodes
 
 VECTOR_LIMIT = 20_000
 """Most compared allocations, up to swaps of equal GPUs: a few seconds on a machine of 16 GPUs."""

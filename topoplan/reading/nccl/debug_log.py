@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from topoplan.machine.host import plain_bus_id
-from topoplan.reading.nccl.log_lines import ENDLESS, log_lines, split_label
-from topoplan.reading.nccl.perf_text import LoggedRank
+from topoplan.reading.nccl.perf_text import ENDLESS, LoggedRank, log_lines, split_label
 
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 """NCCL's algorithms by their numbers, as its tuner plugin names them."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from topoplan.errors import UsageError
-from topoplan.reading.nccl.log_lines import ENDLESS
 from topoplan.reading.nccl.perf_text import (
+    ENDLESS,
     PROGRAMS,
     LoggedRank,
     LoggedRow,

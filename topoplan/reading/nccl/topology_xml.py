@@ -331,7 +331,8 @@ def parse_nccl_xml(
     The rates are in GB/s per direction of one NVLink or XGMI link, of every PCIe link, and between CPUs, in place of
     the file's and NCCL's. ``gpu_ids`` are bus ids that are known from elsewhere to be those of GPUs: a ``pci`` element
     without class is a GPU there. Assumptions become ``notes``. GPUs without ``gpu`` element have no NVLinks: see
-    `topoplan.reading.merge`. A TopologyError, such as for a file on which NCCL fails, names line, element, attribute.
+    `topoplan.reading.pcie_tree`. A TopologyError, such as for a file on which NCCL fails, names line, element and
+    attribute.
 
     >>> gpu = '<pci busid="0000:0{}:00.0" class="0x030200" link_speed="8 GT/s" link_width="16"><gpu dev="{}" ' \\
     ...       'sm="70" rank="{}" gdr="1"><nvlink target="0000:0{}:00.0" count="2" tclass="0x030200"/></gpu></pci>'

@@ -20,7 +20,7 @@ from topoplan.machine.notes import Note
 from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import OneFabric
-from topoplan.plans.certificates.steiner import Steiner, inner_devices
+from topoplan.plans.certificates.exchange import Steiner, inner_devices
 from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_steiner_tree
 from topoplan.plans.plan import TREES, Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
