@@ -63,7 +63,7 @@ BUGS = (
         "topoplan/machine/fabric.py",
         "link.bandwidth > widest[ends].bandwidth",
         "link.bandwidth < widest[ends].bandwidth",
-        ("tests/topoplan/test_topology.py",),
+        ("tests/topoplan/machine/test_topology.py",),
     ),
     Bug(
         "machine-oversubscription",
@@ -71,7 +71,7 @@ BUGS = (
         "topoplan/machine/cluster_network.py",
         "for (out, _), number in down.items()) / ratio",
         "for (out, _), number in down.items()) * ratio",
-        ("tests/topoplan/clusters/test_clusters.py",),
+        ("tests/topoplan/machine/test_clusters.py",),
     ),
     Bug(
         "machine-slowest-bridge",
@@ -79,7 +79,7 @@ BUGS = (
         "topoplan/machine/host_topology.py",
         "bandwidth = min(slowest, device.bandwidth)",
         "bandwidth = max(slowest, device.bandwidth)",
-        ("tests/topoplan/hosts/test_hosts.py", "tests/topoplan/formats/test_nccl_xml.py"),
+        ("tests/topoplan/machine/test_hosts.py", "tests/topoplan/reading/test_nccl_xml.py"),
     ),
     # topoplan: reading
     Bug(
@@ -88,7 +88,7 @@ BUGS = (
         "topoplan/reading/slurm.py",
         "found += [str(number).zfill(len(first))",
         "found += [str(number)",
-        ("topoplan/reading/slurm.py", "tests/topoplan/formats/test_slurm.py"),
+        ("topoplan/reading/slurm.py", "tests/topoplan/reading/test_slurm.py"),
     ),
     Bug(
         "reading-slowest-generation",
@@ -96,7 +96,7 @@ BUGS = (
         "topoplan/reading/nvidia_smi_topology.py",
         "min(known, key=lambda one: (one.pcie, one.nvlink))",
         "max(known, key=lambda one: (one.pcie, one.nvlink))",
-        ("tests/topoplan/formats/test_nvidia_smi.py",),
+        ("tests/topoplan/reading/test_nvidia_smi.py",),
     ),
     # topoplan: plans
     Bug(
@@ -162,7 +162,7 @@ BUGS = (
         "topoplan/solve/cuts_and_partitions.py",
         "self._residual[arc ^ 1] += pushed",
         "self._residual[arc ^ 1] += 0",
-        ("tests/topoplan/bounds/test_bounds.py::test_a_flow_equals_its_cut_and_the_flow_of_networkx",),
+        ("tests/topoplan/solve/test_bounds.py::test_a_flow_equals_its_cut_and_the_flow_of_networkx",),
     ),
     Bug(
         "solve-split-bound",
@@ -171,7 +171,7 @@ BUGS = (
         "rate=sum(one.rate for one in alone)",
         "rate=max(one.rate for one in alone)",
         (
-            "tests/topoplan/bounds/test_bounds.py::test_bounds_of_channels_that_a_buffer_is_divided_between_add_up",
+            "tests/topoplan/solve/test_bounds.py::test_bounds_of_channels_that_a_buffer_is_divided_between_add_up",
         ),
     ),
     Bug(
@@ -180,7 +180,7 @@ BUGS = (
         "topoplan/solve/packing/multiplicative_weights.py",
         "(load / self.capacity).max()",
         "(load / self.capacity).mean()",
-        ("tests/topoplan/packing/test_mwu.py",),
+        ("tests/topoplan/solve/test_mwu.py",),
     ),
     Bug(
         "solve-orbit-widths",
@@ -188,7 +188,7 @@ BUGS = (
         "topoplan/solve/packing/packing_program.py",
         "limits[row] = c // common * self.widths[row]",
         "limits[row] = c // common",
-        ("topoplan/solve/packing/packing_program.py", "tests/topoplan/packing/test_exact.py"),
+        ("topoplan/solve/packing/packing_program.py", "tests/topoplan/solve/test_exact.py"),
     ),
     # topoplan: schedules
     Bug(
@@ -214,7 +214,7 @@ BUGS = (
         "topoplan/model/closed_form.py",
         "math.ceil(share * nbytes / chunk_bytes)",
         "math.floor(share * nbytes / chunk_bytes)",
-        ("topoplan/model/closed_form.py", "tests/topoplan/simulation/test_simulation.py"),
+        ("topoplan/model/closed_form.py", "tests/topoplan/model/test_simulation.py"),
     ),
     Bug(
         "model-busy-link",
@@ -222,7 +222,7 @@ BUGS = (
         "topoplan/model/event_simulation.py",
         "busy[number] = True",
         "busy[number] = False",
-        ("tests/topoplan/simulation/test_simulation.py",),
+        ("tests/topoplan/model/test_simulation.py",),
     ),
     Bug(
         "model-algorithm-bandwidth",
@@ -230,7 +230,7 @@ BUGS = (
         "topoplan/model/closed_form.py",
         "return self.nbytes / self.seconds / 1e9",
         "return self.nbytes / self.seconds / 2**30",
-        ("topoplan/model/closed_form.py", "tests/topoplan/simulation/test_simulation.py"),
+        ("topoplan/model/closed_form.py", "tests/topoplan/model/test_simulation.py"),
     ),
     # topoplan: operate
     Bug(
@@ -239,7 +239,7 @@ BUGS = (
         "topoplan/operate/calibration/fit.py",
         "HockneyLine(alpha, 1e-9 / slope,",
         "HockneyLine(alpha, 1e-6 / slope,",
-        ("topoplan/operate/calibration/fit.py", "tests/topoplan/calibration/test_calibration_fit.py"),
+        ("topoplan/operate/calibration/fit.py", "tests/topoplan/operate/test_calibration_fit.py"),
     ),
     Bug(
         "operate-slow-link",
@@ -247,7 +247,7 @@ BUGS = (
         "topoplan/operate/faults.py",
         "link.bandwidth < SLOW * wanted.bandwidth",
         "wanted.bandwidth < SLOW * link.bandwidth",
-        ("topoplan/operate/faults.py", "tests/topoplan/health/test_diagnosis.py"),
+        ("topoplan/operate/faults.py", "tests/topoplan/operate/test_diagnosis.py"),
     ),
     Bug(
         "operate-missing-nic",
@@ -255,7 +255,7 @@ BUGS = (
         "topoplan/operate/diagnosis.py",
         "if count < usual",
         "if count < usual - 1",
-        ("tests/topoplan/health/test_diagnosis.py",),
+        ("tests/topoplan/operate/test_diagnosis.py",),
     ),
     # topoplan: engines
     Bug(
@@ -264,7 +264,7 @@ BUGS = (
         "topoplan/engines/msccl_write.py",
         "int(block.needed)",
         "int(False)",
-        ("tests/topoplan/export/test_export_msccl.py",),
+        ("tests/topoplan/engines/test_export_msccl.py",),
     ),
     Bug(
         "engines-tuner-range",
@@ -272,7 +272,7 @@ BUGS = (
         "topoplan/engines/nccl/tuner_file.py",
         "following.start - 1",
         "following.start",
-        ("topoplan/engines/nccl/tuner_file.py", "tests/topoplan/export/test_nccl_tuner.py"),
+        ("topoplan/engines/nccl/tuner_file.py", "tests/topoplan/engines/test_nccl_tuner.py"),
     ),
     Bug(
         "engines-net-number",
@@ -280,7 +280,7 @@ BUGS = (
         "topoplan/engines/nccl/topology_file.py",
         'number += max(1, len(device.fact("adapter").split("+")))',
         "number += 1",
-        ("tests/topoplan/export/test_export_nccl_topo.py",),
+        ("tests/topoplan/engines/test_export_nccl_topo.py",),
     ),
     # topoplan: cli
     Bug(
@@ -308,7 +308,7 @@ BUGS = (
         "conflicts.update(())",
         (
             "collectives/tables/lowering.py",
-            "tests/collectives/lowering/test_lowering.py",
+            "tests/collectives/tables/test_lowering.py",
         ),
     ),
     Bug(
@@ -319,7 +319,7 @@ BUGS = (
         "np.diff(bounds) // chunk_elements",
         (
             "collectives/tables/lowering.py",
-            "tests/collectives/lowering/test_lowering.py",
+            "tests/collectives/tables/test_lowering.py",
         ),
     ),
     Bug(
@@ -330,7 +330,7 @@ BUGS = (
         "return element - start",
         (
             "collectives/tables/transfer_table.py",
-            "tests/collectives/execution/test_all_to_all.py",
+            "tests/collectives/backends/test_all_to_all.py",
         ),
     ),
     Bug(
@@ -397,7 +397,7 @@ BUGS = (
         "collectives/backends/plan_and_chunk_store.py",
         "return plan, self.backend, 1 <<",
         'return "", self.backend, 1 <<',
-        ("tests/collectives/execution/test_chunk_size.py",),
+        ("tests/collectives/backends/test_chunk_size.py",),
     ),
     Bug(
         "backends-divisible-length",
@@ -415,7 +415,7 @@ BUGS = (
         "lines += []",
         (
             "tests/collectives/backends/test_shared_run.py",
-            "tests/collectives/execution/test_repeats.py",
+            "tests/collectives/backends/test_repeats.py",
         ),
     ),
     Bug(
@@ -453,7 +453,7 @@ BUGS = (
         "part.start",
         (
             "tests/collectives/backends/test_tcp.py",
-            "tests/collectives/execution/test_all_to_all.py",
+            "tests/collectives/backends/test_all_to_all.py",
         ),
     ),
     Bug(
@@ -552,8 +552,8 @@ BUGS = (
         "(chosen.bits & data.mask) > data.infinity",
         "(chosen.bits & data.mask) > data.mask",
         (
-            "tests/collectives/selection/test_selection_robustness.py",
-            "tests/collectives/selection/test_selection.py",
+            "tests/collectives/sparse/test_selection_robustness.py",
+            "tests/collectives/sparse/test_selection.py",
         ),
     ),
     Bug(
@@ -563,8 +563,8 @@ BUGS = (
         "np.searchsorted(reached, k)",
         'np.searchsorted(reached, k, "right")',
         (
-            "tests/collectives/selection/test_selection.py",
-            "tests/collectives/selection/test_selection_roads.py",
+            "tests/collectives/sparse/test_selection.py",
+            "tests/collectives/sparse/test_selection_roads.py",
         ),
     ),
     Bug(
@@ -573,7 +573,7 @@ BUGS = (
         "collectives/sparse/selection/error_feedback.py",
         "put_back(data.bits, others.indices, others.bits)",
         "put_back(data.bits, others.indices[:0], others.bits[:0])",
-        ("tests/collectives/selection/test_error_feedback.py",),
+        ("tests/collectives/sparse/test_error_feedback.py",),
     ),
     Bug(
         "selection-buffer-in-use",
@@ -582,8 +582,8 @@ BUGS = (
         "sys.getrefcount(self._results[place]) <= FREE_REFERENCES",
         "place >= 0",
         (
-            "tests/collectives/selection/test_error_feedback.py",
-            "tests/collectives/selection/test_error_feedback_steps.py",
+            "tests/collectives/sparse/test_error_feedback.py",
+            "tests/collectives/sparse/test_error_feedback_steps.py",
         ),
     ),
     Bug(
@@ -593,9 +593,9 @@ BUGS = (
         "if check != zlib.crc32(raw[:_CHECK_AT] + bytes(4) + raw[_CHECK_AT + 4 :]):",
         "if check < 0:",
         (
-            "tests/collectives/wire/test_wire_values.py",
-            "tests/collectives/wire/test_wire_indices.py",
-            "tests/collectives/wire",
+            "tests/collectives/sparse/test_wire_values.py",
+            "tests/collectives/sparse/test_wire_indices.py",
+            "tests/collectives/sparse",
         ),
     ),
     Bug(
@@ -605,8 +605,8 @@ BUGS = (
         "fixed.scales[np.flatnonzero(~finite) // block] = np.nan",
         "np.flatnonzero(~finite)",
         (
-            "tests/collectives/wire/test_wire_values.py",
-            "tests/collectives/wire",
+            "tests/collectives/sparse/test_wire_values.py",
+            "tests/collectives/sparse",
         ),
     ),
     Bug(
@@ -615,7 +615,7 @@ BUGS = (
         "collectives/sparse/quantization.py",
         "int(uniform < value - below)",
         "int(uniform < 0.5)",
-        ("tests/collectives/wire/test_wire_values.py",),
+        ("tests/collectives/sparse/test_wire_values.py",),
     ),
     Bug(
         "codec-index-gap",
@@ -623,7 +623,7 @@ BUGS = (
         "collectives/sparse/index_packing.py",
         "index += quotient * modulus + remainder + 1",
         "index += quotient * modulus + remainder",
-        ("tests/collectives/wire/test_wire_indices.py",),
+        ("tests/collectives/sparse/test_wire_indices.py",),
     ),
     Bug(
         "residuals-loss-scale",
@@ -640,7 +640,7 @@ BUGS = (
         "arrays.add(residuals[rank].whole.residual, one.lost)",
         "arrays.add(residuals[rank].whole.residual.copy(), one.lost)",
         (
-            "tests/collectives/wire/test_wire_filters.py",
+            "tests/collectives/sparse/test_wire_filters.py",
             "tests/collectives/sparse/test_sparse_all_reduce.py",
         ),
     ),
@@ -678,7 +678,7 @@ BUGS = (
         "(gradient_norm - weight_decay * weight_norm)",
         (
             "collectives/training/trust_ratios.py",
-            "tests/collectives/optimisers/test_parallel_norms_steps.py",
+            "tests/collectives/training/test_parallel_norms_steps.py",
         ),
     ),
     Bug(
@@ -746,7 +746,7 @@ BUGS = (
         "collectives/lab/benchmark.py",
         "busbw=algbw * bus_factor(plan.collective, size)",
         "busbw=algbw / bus_factor(plan.collective, size)",
-        ("tests/collectives/test_benchmark.py",),
+        ("tests/collectives/lab/test_benchmark.py",),
     ),
     Bug(
         "lab-wrong-elements",
@@ -756,7 +756,7 @@ BUGS = (
         "return int(np.count_nonzero(found < wanted))",
         (
             "collectives/lab/chaos_draws.py",
-            "tests/collectives/chaos/test_work.py",
+            "tests/collectives/lab/test_work.py",
         ),
     ),
     Bug(
@@ -767,7 +767,7 @@ BUGS = (
         "rate = round(bandwidth * 1e9 * scale)",
         (
             "collectives/lab/testbed/network.py",
-            "tests/collectives/testbed/test_testbed.py",
+            "tests/collectives/lab/test_testbed.py",
         ),
     ),
 )

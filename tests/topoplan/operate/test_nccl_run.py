@@ -6,7 +6,7 @@ import pytest
 
 import topoplan
 from tests.support.nccl_debug_logs import DebugLog, healthy, over_sockets, without_peers
-from tests.topoplan.formats.test_debug_log import OLDER
+from tests.topoplan.reading.test_debug_log import OLDER
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.nccl_run import NcclRun, judge_nccl

@@ -87,7 +87,7 @@ def _symmetries(machine: Topology) -> tuple[tuple[int, ...], ...]:
 
 
 PLAN = """
-from tests.topoplan.packing.test_irregular import LAST_BIT, mesh
+from tests.topoplan.solve.test_irregular import LAST_BIT, mesh
 import topoplan
 for machine in (mesh(11, 5), LAST_BIT):
     print(topoplan.plan(machine, "allgather").digest)

@@ -19,7 +19,7 @@ from tests.bench.fabric_machines import MACHINES
 from tests.support.checkout import ROOT
 from tests.support.regular_fabrics import CHANNELS, cluster, hybrid_cubes, library, shuffled, torus, wire
 from tests.support.small_fabrics import direct_machines, switched_machines
-from tests.topoplan.symmetry.test_symmetry import all_automorphisms
+from tests.topoplan.solve.test_symmetry import all_automorphisms
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import labelled_graph_of

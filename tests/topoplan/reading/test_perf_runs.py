@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.support.perf_logs import FACTORS, PerfLog
-from tests.topoplan.formats.test_debug_log import LABELS
+from tests.topoplan.reading.test_debug_log import LABELS
 from topoplan.errors import UsageError
 from topoplan.reading.nccl.debug_log import parse_nccl_log
 from topoplan.reading.nccl.perf_json import parse_perf_runs
