@@ -48,17 +48,7 @@ COSTS = ROOT / "build" / "engine-costs.json"
 
 
 class Ranks:
-    """Some ranks on the GPU that is current, each with an arena, a stream and an engine of its own.
-
-    Parameters
-    ----------
-    cupy : module
-    size, blocks : int
-    arena : int
-        Bytes.
-    **settings : int
-        Of the engine.
-    """
+    """Some ranks on the GPU that is current, each with an arena, a stream and an engine of its own."""
 
     def __init__(
         self, cupy: Any, size: int, *, arena: int, timeout: float = SECONDS, **settings: int

@@ -19,11 +19,9 @@ import pynvml
 import pytest
 
 from tests.support.fake_machine.ask import LINKS, ask
-from tests.support.fake_machine.broken import HALF_SPEED, refusals
 from tests.support.fake_machine.description import FakeMachine, Gpu
-from tests.support.fake_machine.fixtures import Installer
-from tests.support.fake_machine.library import SONAME, build_libraries
-from tests.support.fake_machine.machines import MACHINES
+from tests.support.fake_machine.fixtures import SONAME, Installer, build_libraries
+from tests.support.fake_machine.machines import HALF_SPEED, MACHINES, refusals
 from tests.support.fake_machine.nvml_text import common_ancestor, nvml_bus_id
 from topoplan.machine.library import LIBRARY
 

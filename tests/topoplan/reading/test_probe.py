@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from tests.support.fake_machine.fixtures import Installer
-from tests.support.fake_machine.install import FakeHost
+from tests.support.fake_machine.fixtures import FakeHost, Installer
 from tests.support.fake_machine.machines import MACHINES
 from topoplan.cli.show import link_summary
 from topoplan.machine.topology import Topology
