@@ -41,8 +41,7 @@ from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.plans.structure import connections_line, connections_needed, phases
 from topoplan.solve.cuts_and_partitions import best_bound
-from topoplan.solve.packing.exact import ORDERS
-from topoplan.solve.planner import METHODS, TOLERANCE
+from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
