@@ -1,7 +1,7 @@
 """Length of the cheapest forest that one byte of a collective can use when every link has a length.
 
-It turns any lengths into a bound (`topoplan.plans.certificates.certificate.Lengths`): distances between ranks over any routes
-(`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967), in
+It turns any lengths into a bound (`topoplan.plans.certificates.certificate.Lengths`): distances between ranks over any
+routes (`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967), in
 integers of any size. Devices at distance zero from each other both ways are contracted: a server whose inner links have
 no length counts as a single vertex.
 
