@@ -31,9 +31,8 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, warning
 from topoplan.machine.hardware import with_capable
-from topoplan.machine.notes import warning
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.comparison import LATENCY, Attainable, attainable

@@ -33,9 +33,8 @@ from topoplan.cli.output import (
     write_whole,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, kind_of
 from topoplan.machine.fabric import ALL, Fabric, channel_words
-from topoplan.machine.notes import kind_of
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.json_values import finite

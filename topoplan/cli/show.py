@@ -28,7 +28,6 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
-from topoplan.machine.notes import listed
 from topoplan.machine.topology import FACTS, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
@@ -36,7 +35,7 @@ from topoplan.operate.plot.tree_layout import grow_forest
 from topoplan.reading.load import library, load
 from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
 from topoplan.reading.probe import probe
-from topoplan.units import counted, exact
+from topoplan.units import counted, exact, listed
 
 TreeNode = tuple[str, str]
 """A device and an empty text, or a CPU and one of its host bridges."""

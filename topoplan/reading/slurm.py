@@ -275,7 +275,6 @@ def _scalar(text: str, number: int) -> object:
 
 
 _CONF = re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*=")
-_YAML = re.compile(r"(?m)^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:")
 _PAIR = re.compile(r"([A-Za-z]+)=(\S+)")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -315,11 +314,6 @@ class _TreePart:
     children: tuple[str, ...]
     nodes: tuple[str, ...]
     where: str
-
-
-def is_slurm(text: str) -> bool:
-    """Return whether a text looks like one of the two files."""
-    return bool(_CONF.search(text) or _YAML.search(text))
 
 
 def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:

@@ -35,7 +35,6 @@ from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.exact import ORDERS, ExactPacking, pack_exact, pack_low
 from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
-from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
 
@@ -83,6 +82,9 @@ def _slowest_of_kind(fabric: Fabric) -> dict[Link, float]:
             slowest[link] = floor
     return slowest
 
+
+MOST_INNER, MOST_INNER_RANKS = 16, 64
+"""Inner vertices other than helpers, and ranks, up to which trees are packed over inner vertices."""
 
 METHODS = ("exact", "mwu", "three-phase")
 
@@ -356,6 +358,13 @@ def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
     return replace(certified, notes=(*made.notes, note))
 
 
+def has_inner_vertices(fabric: Fabric) -> bool:
+    """Return whether trees of a fabric may pass devices other than ranks, few enough to pack trees over them."""
+    inner = {name for op in ("reduce", "broadcast") for name in fabric.inner_devices(op)}
+    few = len(inner) - len(fabric.helpers) <= MOST_INNER
+    return bool(inner) and few and 1 < fabric.size <= MOST_INNER_RANKS
+
+
 def _plan_exact(
     fabric: Fabric,
     collective: str,
@@ -366,6 +375,9 @@ def _plan_exact(
     tolerance: float,
 ) -> Plan:
     inner = has_inner_vertices(fabric)
+    if inner:
+        from topoplan.solve.packing.inner_vertices import plan_over_inner_vertices
+
     if inner and fabric.helpers:
         known: Plan | None = None
         alone = fabric.forwarding_only()

@@ -17,8 +17,17 @@ from topoplan.machine.hardware import (
     socket_bandwidth,
     xgmi_bandwidth,
 )
-from topoplan.machine.host import Host, HostCpu, HostGpu, HostNic, NvlinkBundle, PciDevice, bus_id
-from topoplan.machine.host_topology import host_topology, switch_tree
+from topoplan.machine.host_topology import (
+    Host,
+    HostCpu,
+    HostGpu,
+    HostNic,
+    NvlinkBundle,
+    PciDevice,
+    bus_id,
+    host_topology,
+    switch_tree,
+)
 from topoplan.machine.library import HostSide, direct_box, nvswitch_box
 
 PEX = "1000:c010:1000:a096"

@@ -9,12 +9,12 @@ import pytest
 import topoplan
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import usable_fabric
+from topoplan.machine.fabric_structure import orbits
 from topoplan.machine.topology import Topology
 from topoplan.model import event_simulation
 from topoplan.model.closed_form import clock, simulate
 from topoplan.model.dataflow import dataflow
 from topoplan.model.event_simulation import run_events
-from topoplan.plans.permutation_groups import orbits
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ImageShards, Shard
 from topoplan.solve.symmetry.symmetry_search import find_symmetry

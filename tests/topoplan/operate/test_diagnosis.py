@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import topoplan
 from tests.bench.fabric_machines import MACHINES
 from tests.support.listings import EACH_MATRIX
-from topoplan.machine.notes import warnings_first
+from topoplan.errors import warnings_first
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.operate.compare.costs import costs_of

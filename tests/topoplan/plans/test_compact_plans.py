@@ -29,11 +29,11 @@ from tests.support.small_fabrics import (
 from topoplan.errors import PlanError
 from topoplan.machine.cluster import nvswitch_cluster
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import group_elements, is_automorphism
 from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
 from topoplan.plans.loads import forest_rate, link_loads
 from topoplan.plans.minimum_trees import UNREACHABLE
-from topoplan.plans.permutation_groups import group_elements, is_automorphism
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.solve.cuts_and_partitions import best_bound

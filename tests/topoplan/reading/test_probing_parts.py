@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from topoplan.machine.host import NvlinkBundle, bus_id
-from topoplan.machine.host_topology import switch_tree
+from topoplan.machine.host_topology import NvlinkBundle, bus_id, switch_tree
 from topoplan.reading.probe import (
     MOST_AGE,
     MOST_AGE_AMISS,

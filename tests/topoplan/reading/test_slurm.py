@@ -15,13 +15,12 @@ from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.machine.topology import Device, Topology
-from topoplan.reading.load import load_network
+from topoplan.reading.load import form_of, load_network
 from topoplan.reading.slurm import (
     AGGREGATED,
     LINK_SPEED,
     expand_hostlist,
     fold_hostlist,
-    is_slurm,
     parse_slurm,
     read_yaml,
 )
@@ -281,8 +280,7 @@ def test_nodes_that_nothing_joins_or_that_are_not_there_are_refused() -> None:
 def test_a_file_is_recognised_and_as_a_machine_refused_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "topology.conf"
     path.write_text(CONF)
-    assert is_slurm(CONF)
-    assert is_slurm(YAML)
+    assert form_of(CONF) == form_of(YAML) == "slurm"
     found = load_network(path)
     assert isinstance(found, NodeNetwork)
     assert found.name == "topology"

@@ -16,8 +16,7 @@ import topoplan
 from tests.support.small_fabrics import both_ways, direct_machines, machine, switched_machines
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Device, Link, Topology
-from topoplan.plans.permutation_groups import (
+from topoplan.machine.fabric_structure import (
     equitable_partition,
     group_elements,
     group_order,
@@ -26,6 +25,7 @@ from topoplan.plans.permutation_groups import (
     link_permutation,
     orbits,
 )
+from topoplan.machine.topology import Device, Link, Topology
 
 FEW = st.sampled_from([1.0, 2.0])
 """Few different bandwidths, so that small machines have symmetries."""

@@ -22,15 +22,15 @@ from tests.support.small_fabrics import direct_machines, switched_machines
 from tests.topoplan.solve.test_symmetry import all_automorphisms
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import labelled_graph_of
-from topoplan.machine.topology import Device, Topology
-from topoplan.plans.permutation_groups import (
+from topoplan.machine.fabric_structure import (
     equitable_partition,
     group_order,
     is_automorphism,
+    labelled_graph_of,
     link_orbits,
     orbits,
 )
+from topoplan.machine.topology import Device, Topology
 from topoplan.solve.symmetry.symmetry_search import find_symmetry, useful_links
 
 

@@ -12,9 +12,8 @@ import pytest
 import topoplan
 from topoplan.cli.main import main
 from topoplan.cli.plan import print_plan
-from topoplan.errors import UsageError
+from topoplan.errors import Note, UsageError, kind_of
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.notes import Note, kind_of
 from topoplan.machine.topology import Topology
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.plan import COLLECTIVES

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import Note, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.notes import Note
 from topoplan.plans.certificates.certificate import Certificate, Lengths
 from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound
