@@ -142,9 +142,9 @@ def _check_gpu(name: str) -> None:
     from collectives.backends.nccl.nccl_library import find_library
     from collectives.tables.cupy_arrays import load_cupy
 
-    cupy = load_cupy(name)
+    load_cupy(name)
     if name == "nccl":
-        find_library(cupy)
+        find_library()
 
 
 RUN_HELPERS = ("loopback", "paced loopback", "shared", "mpi", "tcp")

@@ -288,7 +288,7 @@ def window_backend(
     fault = ""
     try:
         cupy = check_cupy("the windows engine")
-        find_library(cupy)
+        find_library()
     except UsageError as error:
         fault = str(error)
 

@@ -30,7 +30,7 @@ from collectives.backends.stepped_program import (
     VECTOR,
     ProgramMessage,
     ProgramStep,
-    ProgramStream,
+    SteppedProgram,
     program_of,
 )
 from collectives.backends.stepped_program import ProgramMessage as Move
@@ -131,12 +131,11 @@ def program(
     """
     one = RankArrays(rank, given, None, block, None)
     found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
-    (stream,) = found.streams
-    return TorchProgram(tuple(_torch_steps(stream, ahead)), found.scratch)
+    return TorchProgram(tuple(_torch_steps(found, ahead)), found.scratch)
 
 
-def _torch_steps(stream: ProgramStream, ahead: bool) -> list[TorchStep]:
-    steps, joins = stream.steps, _joins(stream.joins)
+def _torch_steps(found: SteppedProgram, ahead: bool) -> list[TorchStep]:
+    steps, joins = found.steps, _joins(found.joins)
     turns: list[TorchStep] = []
     leaving: list[tuple[int, ProgramMessage]] = []
     started: tuple[ProgramMessage, ...] = ()

@@ -221,8 +221,6 @@ def test_ranks_agree_and_tell_each_other_texts_between_collectives(
 
 # ---- with graphs: NCCL frees a communicator only when they are gone
 
-BINDINGS = ("nccl4py", "cupy")
-
 
 def with_a_graph(comm: Communicator, cupy: ModuleType) -> Any:
     """Run until the collective is replayed as a graph; what it runs on."""
@@ -236,10 +234,7 @@ def farewells() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("nccl")]
 
 
-@pytest.mark.parametrize("bindings", BINDINGS)
-def test_a_refusal_after_a_graph_reaches_every_rank_at_once(
-    machine: Machine, cupy: ModuleType, bindings: str
-) -> None:
+def test_a_refusal_after_a_graph_reaches_every_rank_at_once(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 3
     seconds = [0.0] * 3
 
@@ -251,7 +246,7 @@ def test_a_refusal_after_a_graph_reaches_every_rank_at_once(
         finally:
             seconds[rank] = time.monotonic() - started
 
-    results = on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task, bindings=bindings)
+    results = on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task)
     assert machine.graph_launches > 0, results
     assert isinstance(results[1], UsageError)
     assert all("refused the collective: rank 1 has a ndarray" in str(results[rank]) for rank in (0, 2))
@@ -259,9 +254,8 @@ def test_a_refusal_after_a_graph_reaches_every_rank_at_once(
     assert farewells() == []
 
 
-@pytest.mark.parametrize("bindings", BINDINGS)
 def test_a_rank_that_goes_after_a_graph_is_named_by_the_others_at_once(
-    machine: Machine, cupy: ModuleType, bindings: str
+    machine: Machine, cupy: ModuleType
 ) -> None:
     machine.gpus = 3
     seconds = [0.0] * 3
@@ -276,16 +270,15 @@ def test_a_rank_that_goes_after_a_graph_is_named_by_the_others_at_once(
         finally:
             seconds[rank] = time.monotonic() - started
 
-    results = on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task, bindings=bindings)
+    results = on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task)
     assert all(isinstance(results[rank], BackendError) and results[rank].peer == 2 for rank in (0, 1))
     assert max(seconds) < SECONDS
     assert farewells() == []
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("bindings", BINDINGS)
 def test_a_failure_inside_a_collective_that_is_replayed_ends_on_every_rank(
-    machine: Machine, cupy: ModuleType, bindings: str
+    machine: Machine, cupy: ModuleType
 ) -> None:
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "chain")
@@ -299,14 +292,11 @@ def test_a_failure_inside_a_collective_that_is_replayed_ends_on_every_rank(
                 return comm.all_reduce(given, out=out)
         return comm.all_reduce(given, out=out)
 
-    results = on_every_rank(cupy, plan, task, timeout=WAITED, bindings=bindings)
+    results = on_every_rank(cupy, plan, task, timeout=WAITED)
     assert all(f"waited {WAITED:g} s for rank" in str(result) for result in results), results
 
 
-@pytest.mark.parametrize("bindings", BINDINGS)
-def test_closing_after_a_graph_takes_no_time_and_leaves_no_thread(
-    machine: Machine, cupy: ModuleType, bindings: str
-) -> None:
+def test_closing_after_a_graph_takes_no_time_and_leaves_no_thread(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 3
     seconds = [0.0] * 3
 
@@ -316,7 +306,7 @@ def test_closing_after_a_graph_takes_no_time_and_leaves_no_thread(
         comm.close()
         seconds[rank] = time.monotonic() - started
 
-    outcome(on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task, bindings=bindings))
+    outcome(on_every_rank(cupy, forest_plan(3, "allreduce", "star"), task))
     assert machine.graph_launches > 0
     assert max(seconds) < SECONDS
     assert farewells() == []
@@ -346,9 +336,8 @@ def test_an_error_of_the_gpu_is_told_at_once_by_the_rank_that_met_it(
     assert time.monotonic() - started < SECONDS
 
 
-@pytest.mark.parametrize("bindings", BINDINGS)
-def test_a_state_of_nccl_that_cupy_has_no_name_for_is_an_error_like_others(
-    machine: Machine, cupy: ModuleType, bindings: str
+def test_an_error_that_nccl_reports_ends_the_collective_on_all_ranks(
+    machine: Machine, cupy: ModuleType
 ) -> None:
     machine.gpus = 2
 
@@ -361,15 +350,16 @@ def test_a_state_of_nccl_that_cupy_has_no_name_for_is_an_error_like_others(
                 return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
         return comm.all_reduce(cupy.zeros(4, dtype=np.float32))
 
-    results = on_every_rank(cupy, forest_plan(2, "allreduce", "chain"), task, bindings=bindings)
+    results = on_every_rank(cupy, forest_plan(2, "allreduce", "chain"), task)
     assert all("NCCL reports" in str(result) for result in results)
 
 
-@pytest.mark.parametrize("bindings", BINDINGS)
+@pytest.mark.parametrize("blocking", [False, True])
 def test_communicators_are_aborted_beside_a_running_call_only_where_it_waits_without_end(
-    machine: Machine, cupy: ModuleType, bindings: str
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, blocking: bool
 ) -> None:
     """Rank 2 comes to its first message after the others have given up, so they cannot connect to it."""
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", str(int(blocking)))
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "star", root=2)
     gave_up = threading.Barrier(3)
@@ -385,10 +375,10 @@ def test_communicators_are_aborted_beside_a_running_call_only_where_it_waits_wit
             if rank != 2:
                 gave_up.wait(60)
 
-    results = on_every_rank(cupy, plan, task, timeout=WAITED, bindings=bindings)
+    results = on_every_rank(cupy, plan, task, timeout=WAITED)
     assert all(isinstance(result, BackendError) for result in results), results
     beside = [misuse for misuse in machine.misuses if "beside" in misuse]
-    assert bool(beside) == (bindings == "cupy")
+    assert bool(beside) == blocking
     machine.misuses.clear()
 
 
@@ -460,11 +450,11 @@ def test_ranks_that_see_one_gpu_each_do_not_share_it(
     found = from_environments(
         machine,
         4,
-        lambda comm, backend, rank: (backend.arrays.device, backend.about["ranks_per_gpu"]),
+        lambda comm, backend, rank: backend.arrays.device,
         LOCAL_RANK="{rank}",
         LOCAL_WORLD_SIZE="4",
     )
-    assert found == [(0, 1)] * 4
+    assert found == [0] * 4
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
 
 
@@ -562,10 +552,10 @@ def test_a_place_that_makes_no_sense_is_refused(
 def test_settings_that_make_no_sense_are_refused(cupy: ModuleType) -> None:
     with Rendezvous("127.0.0.1:0", 1) as meeting:
         world = TcpControlPlane(meeting.address, 0, 1)
-        with pytest.raises(UsageError, match="lanes 'rings' are unknown; use 'steps' or 'trees'"):
-            NcclBackend(cupy, world, lanes="rings")
-        with pytest.raises(UsageError, match=r"got \d+, 0 and"):
-            NcclBackend(cupy, world, ranks_per_gpu=0)
+        with pytest.raises(UsageError, match="the engine 'rings' is unknown; use auto, windows or messages"):
+            NcclBackend(cupy, world, engine="rings")
+        with pytest.raises(UsageError, match=r"above 0, .* got 0 and"):
+            NcclBackend(cupy, world, step_bytes=0)
         world.close()
 
 

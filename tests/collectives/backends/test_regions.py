@@ -35,7 +35,7 @@ def about(comm: Communicator, rank: int) -> tuple[str, tuple[int, ...]]:
 
 def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", **options: Any) -> list[Any]:
     plan = forest_plan(size, collective, "binary")
-    settings = {"region_bytes": REGION, "bindings": "nccl4py", **options}
+    settings = {"region_bytes": REGION, **options}
     return on_every_rank(cupy, plan, task, **settings)
 
 
@@ -81,7 +81,7 @@ def test_collectives_of_several_hosts_have_the_bits_of_loopback(
     pairs: Machine, cupy: ModuleType, collective: str, length: int
 ) -> None:
     pairs.peers = True
-    settings = {"region_bytes": REGION, "bindings": "nccl4py", "chunk_bytes": 1 << 20, "timeout": 40.0}
+    settings = {"region_bytes": REGION, "chunk_bytes": 1 << 20, "timeout": 40.0}
     check_bits(cupy, collective, length, calls=2, **settings, engine="windows")
     assert pairs.memory == {}
 
@@ -160,11 +160,14 @@ def test_timeouts_that_sockets_do_not_take_are_refused(
         NcclBackend(cupy, None, timeout=timeout)  # type: ignore[arg-type]
 
 
-def test_bindings_without_windows_are_named(machine: Machine, cupy: ModuleType) -> None:
+def test_a_library_without_windows_is_named(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.gpus, machine.peers, machine.windows = 2, True, (True, True)
-    text = said(cupy, 2, bindings=["nccl4py", "cupy"])
-    assert text == (
-        "windows over peer access (windows need nccl4py and NCCL 2.29.7 or newer, and rank 1 has 2.30.3 by cupy)"
+    monkeypatch.setattr(fake_nccl, "VERSION", (2, 29, 3))
+    assert said(cupy, 2) == (
+        "windows over peer access (windows need NCCL 2.29.7 or newer, and rank 0 has 2.29.3 by nccl4py for 2.32.3, "
+        "/fake/libnccl.so.2)"
     )
 
 
@@ -181,7 +184,7 @@ def test_windows_are_had_from_an_nccl_that_is_older_than_the_bindings(
     def task(comm: Communicator, rank: int) -> str:
         backend: Any = comm._open().backend
         with pytest.raises(bindings.NCCLError, match="InvalidUsage"):
-            bindings.comm_query_properties(backend._connections._made[0].handle)
+            bindings.comm_query_properties(backend._connection.link.handle)
         return about(comm, rank)[0]
 
     assert outcome(run(cupy, 2, task)) == ["windows over windows and multicast"] * 2

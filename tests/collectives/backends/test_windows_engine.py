@@ -37,7 +37,7 @@ def about(comm: Communicator, rank: int) -> str:
 
 def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", **options: Any) -> list[Any]:
     plan = forest_plan(size, collective, "binary")
-    return on_every_rank(cupy, plan, task, region_bytes=REGION, bindings="nccl4py", **options)
+    return on_every_rank(cupy, plan, task, region_bytes=REGION, **options)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_results_have_the_bits_of_loopback_with_one_launch_each(
     machine: Machine, cupy: ModuleType, collective: str, length: int
 ) -> None:
     machine.gpus, machine.peers = 4, True
-    settings = {"region_bytes": REGION, "bindings": "nccl4py", "chunk_bytes": 1 << 20, "timeout": 40.0}
+    settings = {"region_bytes": REGION, "chunk_bytes": 1 << 20, "timeout": 40.0}
     check_bits(cupy, collective, length, calls=3, **settings)
     # three calls and one empty run on each rank, behind the two runs that try the peers
     assert machine.launches == 4 * (4 + 2)
