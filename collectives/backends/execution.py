@@ -43,7 +43,6 @@ from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
 from topoplan.errors import BackendError, RefusedError
 from topoplan.machine.topology import Topology
-from topoplan.model.closed_form import simulate
 from topoplan.plans.plan import Plan, Plans
 
 Array = TypeVar("Array")
@@ -404,10 +403,6 @@ class Execution(Generic[Array]):
             if isinstance(error, BackendError) or not isinstance(error, Exception):
                 self._note_failure(error)
             raise
-
-    def model_seconds(self, collective: str, nbytes: int) -> float:
-        """Return the model's time of a collective on a buffer of so many bytes, on the machine of the plan."""
-        return simulate(self.plan(collective, nbytes), nbytes=nbytes).seconds
 
     def _plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
         return self.store.plan(

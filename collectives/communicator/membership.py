@@ -39,9 +39,8 @@ from collectives.communicator.recovery import (
 )
 from collectives.peers.control_plane import Signature
 from collectives.peers.membership_protocol import MembershipProtocol
-from collectives.sparse.exchange_choice import SparseExplanation
+from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
-from collectives.sparse.sparse_plans import SparseRequest
 from collectives.tables.lowering import lower
 from topoplan.errors import BackendError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import Plans
@@ -330,14 +329,14 @@ class CommunicatorMembers:
     ) -> tuple[SparseRequest, SparseExplanation]:
         """Return a request and its exchange: the quickest one if fewer ranks do not support the one asked for."""
         try:
-            return asked, sparse.explain(asked)
+            return asked, sparse.choose(asked)
         except UsageError as error:
             if isinstance(error, RefusedError) or not self.epoch or asked.exchange == "auto":
                 raise
             note = f"epoch {self.epoch}: exchange 'auto' in place of exchange {asked.exchange!r}: {error}"
             self.notes = self.notes if note in self.notes else (*self.notes, note)
             asked = replace(asked, exchange="auto")
-            return asked, sparse.explain(asked)
+            return asked, sparse.choose(asked)
 
     def _without_failed(
         self, error: BackendError, progress: RecoveryProgress
