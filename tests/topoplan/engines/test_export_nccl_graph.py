@@ -223,7 +223,6 @@ def test_an_allocation_is_named_by_nvml_numbers_in_hexadecimal() -> None:
 
 
 def test_names_without_numbers_are_counted() -> None:
-    """Where GPUs are not called gpu<n>, dev is their place."""
     machine = full_mesh(3)
     names = {"gpu0": "left", "gpu1": "middle", "gpu2": "right"}
     renamed = Topology(
@@ -263,7 +262,6 @@ def test_shares_that_need_too_many_channels_are_rounded_and_said() -> None:
 
 
 def test_small_shares_are_left_out_and_said() -> None:
-    """A ring with a hundredth of the buffer gets none of sixteen channels."""
     plan = ring_plan({(0, 1, 2, 3): Fraction(99, 100), (0, 3, 2, 1): Fraction(1, 100)})
     exported = export_plan(plan, "nccl-graph")
     assert set(map(tuple, channels(exported, set(range(4)))[0])) == {(0, 1, 2, 3)}
@@ -305,7 +303,6 @@ def test_other_plans_are_refused(method: object) -> None:
 
 
 def test_plans_of_several_servers_or_one_gpu_are_refused() -> None:
-    """A graph file describes one server, and rings need two GPUs."""
     cluster = topoplan.nvswitch_cluster(2, gpus=4)
     with pytest.raises(UsageError, match=r"spans 2 servers, and nccl-graph describes one"):
         export_plan(topoplan.ring(cluster), "nccl-graph")
@@ -315,7 +312,6 @@ def test_plans_of_several_servers_or_one_gpu_are_refused() -> None:
 
 
 def test_gpus_that_nothing_joins_are_refused() -> None:
-    """Without NVLink or PCIe between them NCCL would need a network."""
     apart = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
     with pytest.raises(InfeasibleError, match="no NVLink, PCIe or network path"):
         export_machine(apart, "nccl-graph")
@@ -324,7 +320,6 @@ def test_gpus_that_nothing_joins_are_refused() -> None:
 
 
 def test_nccls_ways_on_a_dgx_1v() -> None:
-    """NVLink where it is, else through one GPU."""
     paths = NcclPaths(topoplan.load("dgx-1v"))
     names = [f"gpu{i}" for i in range(8)]
     assert [paths.hop("gpu0", name).kind for name in names[1:]] == ["NVL"] * 4 + ["NVB"] * 3
@@ -364,7 +359,6 @@ def test_the_gpus_that_nccl_passes_through(name: str) -> None:
     ],
 )
 def test_nccls_ways_elsewhere(name: str, ends: tuple[str, str], kind: str) -> None:
-    """Over an NVSwitch, one PCIe switch, two sockets."""
     assert NcclPaths(topoplan.load(name)).hop(*ends).kind == kind
 
 
@@ -403,7 +397,6 @@ def test_several_switches_are_one_to_nvlink() -> None:
     st.integers(min_value=1, max_value=MOST_CHANNELS),
 )
 def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
-    """All are dealt, and each order gets its exact number rounded down or up."""
     shares = {(str(place),): Fraction(part, sum(parts)) for place, part in enumerate(parts)}
     numbers = apportioned(shares, count)
     assert sum(numbers.values()) == count

@@ -139,7 +139,6 @@ def test_a_real_machine_is_read_from_our_file_again(path: Path) -> None:
 
 @EACH_REAL
 def test_the_rules_accept_real_files(path: Path) -> None:
-    """Otherwise it would prove nothing that they accept ours."""
     read_as_nccl(path.read_text(encoding="utf-8"), most_nodes=8192)
 
 
@@ -195,7 +194,6 @@ def test_amd_machines_are_written_for_rccl() -> None:
 
 
 def test_the_exporter_knows_a_machine_and_a_plan() -> None:
-    """A plan's file is that of its machine, cut down to its GPUs."""
     machine = topoplan.load("dgx-2")
     plan = topoplan.plan(machine, gpus=[3, 9, 11, 15])
     assert export_plan(plan, "nccl-topo") == export_machine(machine.subset([3, 9, 11, 15]), "nccl-topo")
@@ -219,7 +217,6 @@ def test_the_exporter_knows_a_machine_and_a_plan() -> None:
     ],
 )
 def test_compute_capability_follows_from_the_model(model: str, sm: str) -> None:
-    """And is marked as taken from there; a stated one comes first."""
     found = gpu_identity(Device("gpu0", "gpu", model=model), amd=False)
     assert (found.attributes, found.invented, found.guessed) == ((("sm", sm),), ("sm",), False)
     stated = gpu_identity(Device("gpu0", "gpu", model=model, facts=facts(sm=53)), amd=False)
@@ -268,7 +265,6 @@ def test_an_unknown_gpu_is_left_to_the_driver() -> None:
     ],
 )
 def test_a_processor_follows_from_its_model(model: str, vendor: str, family: int, number: int) -> None:
-    """Family and model as NCCL writes them into its own files."""
     found = dict(cpu_identity(Device("cpu0", "cpu", model=model), 100.0).attributes)
     assert found == {"arch": "x86_64", "vendor": vendor, "familyid": str(family), "modelid": str(number)}
 
@@ -283,7 +279,6 @@ def test_of_an_unknown_processor_the_rate_is_nearest(rate: float) -> None:
 
 @given(st.sampled_from(sorted(LANE_RATES)), st.integers(min_value=1, max_value=16))
 def test_what_pcie_can_have_is_met_exactly(speed: str, lanes: int) -> None:
-    """Any lane rate with any number of lanes."""
     bandwidth = counted_bandwidth(speed, lanes)
     assert counted_bandwidth(*nearest_pcie(float(bandwidth))) == bandwidth
 
@@ -364,7 +359,6 @@ SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch
     ],
 )  # fmt: skip
 def test_what_the_file_cannot_hold_is_refused(machine: Callable[[], Topology], message: str) -> None:
-    """In one line that names the device or link, never left out in silence."""
     with pytest.raises(UsageError) as caught:
         nccl_topo_xml(machine())
     assert message in str(caught.value)

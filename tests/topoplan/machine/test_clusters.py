@@ -266,7 +266,6 @@ def test_an_allocation_whose_nics_hang_on_other_gpus_is_served_through_one_of_th
 
 
 def test_a_nic_that_no_pcie_path_joins_to_the_allocation_is_wired_straight() -> None:
-    """The GPU that is used has no PCIe at all in the description."""
     box = Topology(
         "islands",
         (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("nic0", "nic"), Device("cpu0", "cpu")),
@@ -328,7 +327,6 @@ def test_a_machine_without_nvlink_keeps_its_pcie_tree() -> None:
 def test_an_allocation_takes_the_network_only_where_it_must(
     gpus: list[int], channels: tuple[str, ...]
 ) -> None:
-    """Inside a server NVLink, else PCIe; across servers NVLink and network."""
     pair = cluster([Server(V100S, count=2)], nic_gbps=100)
     assert topoplan.plan(pair, "allreduce", gpus=gpus).channels == channels
 
@@ -343,8 +341,6 @@ def test_different_servers_keep_their_names_and_say_their_own() -> None:
 
 
 class TestNetworks:
-    """Switches and what joins them."""
-
     def test_rails(self) -> None:
         """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
         for rails, number in ((None, 8), (2, 2), (3, 3)):
@@ -376,7 +372,6 @@ class TestNetworks:
         assert [speeds(made)[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
 
     def test_one_leaf_needs_no_spine(self) -> None:
-        """All servers on one leaf are on one switch."""
         made = cluster([Server(A100S, count=2)], nic_gbps=200, network="fat-tree", leaf_size=4)
         assert [device.name for device in made.devices if device.kind == "switch"] == ["leaf0"]
 
@@ -390,21 +385,16 @@ class TestNetworks:
 
 
 class TestAlike:
-    """Servers that are wired alike."""
-
     def test_one_that_is_broken_stands_apart(self) -> None:
-        """Of four servers the third lacks a link."""
         made = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
         assert equivalent_servers(made) == (("s0", "s1", "s3"), ("s2",))
         assert representative_servers(made).servers == ("s0", "s2")
 
     def test_a_machine_is_its_own_excerpt(self) -> None:
-        """Nothing is left out where there is one server."""
         assert representative_servers(V100S) == V100S
 
     @pytest.mark.parametrize("network", NETWORKS)
     def test_an_excerpt_holds_the_way_to_the_other_servers(self, network: str) -> None:
-        """One server, its switches, and the spine above them."""
         settings = {"leaf_size": 2} if network == "fat-tree" else {}
         settings |= {} if network == "switch" else {"oversubscription": 2}
         made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
@@ -446,7 +436,6 @@ def box(**changes: object) -> dict[str, object]:
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(settings: dict[str, object], says: str) -> None:
-    """Before anything is built; the message names the field and the value."""
     with pytest.raises(UsageError) as caught:
         cluster(**settings)  # type: ignore[arg-type]
     assert says in str(caught.value)
@@ -464,20 +453,17 @@ def test_what_makes_no_sense_is_refused_in_one_line(settings: dict[str, object],
     ],
 )
 def test_a_server_that_is_none_is_refused(settings: dict[str, object], says: str) -> None:
-    """A cluster, a GPU that is not there, a number that is none."""
     with pytest.raises(UsageError, match=says):
         Server(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("settings", [{"servers": 0}, {"nvlink": 0.0}, {"nic": float("nan")}, {"rails": 9}])
 def test_shapes_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
-    """The message names the field."""
     with pytest.raises(UsageError, match=next(iter(settings))):
         nvswitch_cluster(**{"servers": 2, **settings})  # type: ignore[arg-type]
 
 
 def test_the_estimate_of_memory_grows_with_devices_and_links() -> None:
-    """A device and a link take a few hundred bytes each."""
     assert 100 < estimated_bytes(devices=1, links=0) < 1000
     assert 100 < estimated_bytes(devices=0, links=1) < 1000
 
@@ -490,7 +476,6 @@ def test_rails_of_servers_that_share_no_rail_may_be_joined_by_a_third() -> None:
 
 
 def test_links_of_a_server_keep_count_and_latency() -> None:
-    """Only the names change."""
     fast = Topology(
         "pair",
         (Device("a", "gpu"), Device("b", "gpu")),
