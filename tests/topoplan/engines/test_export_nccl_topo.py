@@ -79,9 +79,8 @@ DUMPED = """<system version="1">
 def same(first: Topology, second: Topology) -> None:
     """Equal in GPUs and their order, and in all devices and links."""
     assert first.gpus == second.gpus
-    assert {device.name: device for device in first.devices} == {
-        device.name: device for device in second.devices
-    }
+    devices, others = ({device.name: device for device in one.devices} for one in (first, second))
+    assert devices == others
     assert set(first.links) == set(second.links)
     assert first.peer_access == second.peer_access
 
@@ -97,23 +96,34 @@ def named(
     return {(names[src], names[dst], kind): rate for (src, dst, kind), rate in links.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_library_machine_comes_back_from_its_file(name: str) -> None:
-    """Names, kinds, models, bus ids, NUMA nodes, facts, bandwidths and counts: what was invented is unset again."""
+    """What was invented is unset again; NCCL's arithmetic gives the machine's links, and rates of PCIe exactly."""
     machine = topoplan.load(name)
-    same(topoplan.load(nccl_topo_xml(machine).text), machine)
+    exported = nccl_topo_xml(machine)
+    same(topoplan.load(exported.text), machine)
+    found = named(exported, nccl_links(read_as_nccl(exported.text)))
+    kind = {"nvlink": "nvl", "pcie": "pci", "sys": "sys"}
+    assert set(found) == {(link.src, link.dst, kind[link.channel]) for link in machine.links}
+    for link in machine.links:
+        if link.channel == "pcie":
+            assert found[link.src, link.dst, "pci"] == Fraction(link.bandwidth)
 
 
-@pytest.mark.parametrize("gpus", [[1, 4, 5, 7], [0, 1, 2], [6]])
+@pytest.mark.parametrize("gpus", [[1, 4, 5, 7], [6]])
 def test_an_allocation_keeps_the_numbers_of_its_gpus(gpus: list[int]) -> None:
     """``dev`` and the names are those of the whole machine; the ranks are those of the allocation."""
     part = topoplan.load("dgx-1v").subset(gpus)
     text = nccl_topo_xml(part).text
-    found = [
-        (int(gpu.attrib["dev"]), int(gpu.attrib["rank"])) for gpu in ElementTree.fromstring(text).iter("gpu")
+    found = [gpu.attrib for gpu in ElementTree.fromstring(text).iter("gpu")]
+    assert [(int(gpu["dev"]), int(gpu["rank"])) for gpu in found] == [
+        (gpu, rank) for rank, gpu in enumerate(gpus)
     ]
-    assert found == [(gpu, rank) for rank, gpu in enumerate(gpus)]
     assert topoplan.load(text).gpus == part.gpus
+    if gpus == [6]:
+        made = export_plan(topoplan.plan("dgx-1v", gpus=gpus), "nccl-topo")
+        assert made == export_machine(part, "nccl-topo")
 
 
 def test_what_was_read_from_xml_is_read_from_our_file_again() -> None:
@@ -159,19 +169,6 @@ def test_the_rules_reject_what_nccl_cannot_read(good: str, bad: str) -> None:
         read_as_nccl(bad)
 
 
-@pytest.mark.parametrize("name", EXPORTED)
-def test_nccl_reads_every_link_of_the_file(name: str) -> None:
-    """Its arithmetic gives the machine's links; rates of PCIe exactly, of NVLink and sockets NCCL's own."""
-    machine = topoplan.load(name)
-    exported = nccl_topo_xml(machine)
-    found = named(exported, nccl_links(read_as_nccl(exported.text)))
-    kind = {"nvlink": "nvl", "pcie": "pci", "sys": "sys"}
-    assert set(found) == {(link.src, link.dst, kind[link.channel]) for link in machine.links}
-    for link in machine.links:
-        if link.channel == "pcie":
-            assert found[link.src, link.dst, "pci"] == Fraction(link.bandwidth)
-
-
 def test_known_rates_of_a_dgx_1v() -> None:
     """20 GB/s for an NVLink of a V100, 12 for PCIe of generation 3, 6 between sockets of a Xeon E5 v4."""
     exported = nccl_topo_xml(topoplan.load("dgx-1v"))
@@ -191,12 +188,6 @@ def test_amd_machines_are_written_for_rccl() -> None:
     assert "<nvlink" not in exported.text
     found = named(exported, nccl_links(read_as_nccl(exported.text)))
     assert found["gpu0", "gpu1", "nvl"] == 4 * 36
-
-
-def test_the_exporter_knows_a_machine_and_a_plan() -> None:
-    machine = topoplan.load("dgx-2")
-    plan = topoplan.plan(machine, gpus=[3, 9, 11, 15])
-    assert export_plan(plan, "nccl-topo") == export_machine(machine.subset([3, 9, 11, 15]), "nccl-topo")
 
 
 @pytest.mark.parametrize(
