@@ -70,7 +70,6 @@ def test_a_file_builds_what_the_function_does() -> None:
 
 
 def test_a_fat_tree_from_a_file() -> None:
-    """Leaves of one server each."""
     made = topoplan.load(json.dumps(network_json(kind="fat-tree", leaf_size=1)))
     assert [device.name for device in made.devices if device.kind == "switch"] == ["leaf0", "leaf1", "spine0"]
 
@@ -96,7 +95,6 @@ def test_machines_are_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_built_is_a_topology_file_like_any_other() -> None:
-    """Written as topology JSON it reads back equal."""
     made = topoplan.load(json.dumps(cluster_json()))
     assert topoplan.load(made.to_json()) == made
 
@@ -148,7 +146,6 @@ def test_what_is_built_is_a_topology_file_like_any_other() -> None:
     ],
 )
 def test_bad_files_are_refused_in_one_line_that_names_the_key(value: dict[str, object], says: str) -> None:
-    """Unknown keys, wrong types, numbers that make no sense."""
     with pytest.raises((TopologyError, UsageError)) as caught:
         topoplan.load(json.dumps(value))
     assert says in str(caught.value)
@@ -156,7 +153,6 @@ def test_bad_files_are_refused_in_one_line_that_names_the_key(value: dict[str, o
 
 
 def test_a_cluster_is_no_server_of_a_cluster(tmp_path: Path) -> None:
-    """Not even of itself."""
     file = tmp_path / "self.json"
     file.write_text(json.dumps(server_json(machine="self.json")))
     with pytest.raises(TopologyError, match=r"servers\[0\]: self\.json: it is a cluster"):
@@ -164,7 +160,6 @@ def test_a_cluster_is_no_server_of_a_cluster(tmp_path: Path) -> None:
 
 
 def test_bandwidths_of_nvidia_smi_text_belong_to_a_server() -> None:
-    """Given for the whole cluster they are refused."""
     with pytest.raises(UsageError, match="states its own bandwidths"):
         topoplan.load(json.dumps(cluster_json()), nvlink_gbps=25)
 
@@ -172,7 +167,6 @@ def test_bandwidths_of_nvidia_smi_text_belong_to_a_server() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_mutated_file_is_read_or_refused(data: st.DataObject) -> None:
-    """Any value in place of any field raises nothing but the two errors."""
     value = json.loads(json.dumps(network_json(kind="rail-optimised", rails=2, oversubscription=2, nics=3)))
     odd = st.sampled_from(
         [None, True, -1, 0, 1, 1.5, 10**30, float("nan"), "", "0-1", "dgx-2", [], [0], {}, [{}]]
@@ -184,7 +178,6 @@ def test_a_mutated_file_is_read_or_refused(data: st.DataObject) -> None:
 
 
 def test_a_switch_without_ports_is_refused() -> None:
-    """In topology JSON: a link has been forgotten."""
     text = json.dumps(
         {
             "format": "topoplan.topology/1",

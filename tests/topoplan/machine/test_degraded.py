@@ -69,7 +69,6 @@ def test_a_slow_link_is_as_fast_as_it_is_said_to_be() -> None:
 
 
 def test_a_gpu_that_is_out_leaves_the_names_of_the_others() -> None:
-    """Its links go with it: the same machine as the allocation of the others."""
     left = topoplan.without_gpus(V100S, [5, 2, 5])
     assert left.gpus == ("gpu0", "gpu1", "gpu3", "gpu4", "gpu6", "gpu7")
     assert left.links == V100S.subset([0, 1, 3, 4, 6, 7]).links
@@ -85,7 +84,6 @@ def test_a_dead_nic_leaves_the_others_their_rate() -> None:
 
 
 def test_a_device_may_have_a_dash_in_its_name() -> None:
-    """The two ends are what the machine knows, wherever the dash is."""
     renamed = cluster([Server(V100S)], nic_gbps=100, network="rail-optimised")
     odd = topoplan.load(
         '{"format": "topoplan.topology/1", "devices": [{"name": "a-0", "kind": "gpu"}, {"name": "b-1", "kind": '
@@ -96,7 +94,6 @@ def test_a_device_may_have_a_dash_in_its_name() -> None:
 
 
 def test_changes_leave_notes_in_order() -> None:
-    """One for each kind, on top of those that the machine has."""
     broken = topoplan.without_links(V100S, ["gpu0-gpu3", "gpu1-gpu2"])
     broken = topoplan.slow_links(broken, {"gpu0-gpu1": 5})
     broken = topoplan.without_gpus(topoplan.without_devices(broken, ["nic0"]), [7])
@@ -109,7 +106,6 @@ def test_changes_leave_notes_in_order() -> None:
 
 
 def test_nothing_taken_out_is_the_same_machine() -> None:
-    """No links, no GPUs, no note."""
     assert topoplan.without_links(V100S, []) == V100S == topoplan.slow_links(V100S, {})
     assert topoplan.without_gpus(V100S, []) == V100S == topoplan.without_devices(V100S, [])
 
@@ -145,7 +141,6 @@ def test_less_machine_is_never_more_rate(data: st.DataObject) -> None:
     ],
 )
 def test_a_link_that_is_not_there_is_refused_with_what_is_near(wire: str, says: str) -> None:
-    """By both functions that name links."""
     for call in (
         lambda: topoplan.without_links(V100S, [wire]),
         lambda: topoplan.slow_links(V100S, {wire: 1}),
@@ -179,7 +174,6 @@ def test_speeds_that_make_no_sense_are_refused(speeds: dict[str, float], says: s
     [(["gpu1"], "gpu1 is GPU 1; take it out by its number"), (["nik0"], "did you mean nic0?")],
 )
 def test_devices_that_cannot_go_are_refused(names: list[str], says: str) -> None:
-    """GPUs have numbers; names must exist."""
     with pytest.raises(UsageError) as caught:
         topoplan.without_devices(V100S, names)
     assert says in str(caught.value)
@@ -189,6 +183,5 @@ def test_devices_that_cannot_go_are_refused(names: list[str], says: str) -> None
     ("gpus", "says"), [([8], "GPU 8 is out of range"), (range(8), "all 8 GPUs of dgx-1v")]
 )
 def test_gpus_that_cannot_go_are_refused(gpus: list[int], says: str) -> None:
-    """Out of range, or every one of them."""
     with pytest.raises(UsageError, match=says):
         topoplan.without_gpus(V100S, gpus)

@@ -14,7 +14,6 @@ from topoplan.machine.named_nodes import domain
 
 @pytest.mark.parametrize("size", [4, 8, 12, 24, 36, 72])
 def test_a_domain_has_its_gpus_trays_and_one_switch(size: int) -> None:
-    """A CPU for two GPUs, a NIC for each, and every NVLink of theirs."""
     rack = topoplan.load("gb200-nvl72")
     part = domain(rack, size)
     kinds = [device.kind for device in part.devices]
@@ -54,7 +53,6 @@ def test_three_domains_of_a_rack_by_option_are_those_that_were_measured(
 
 
 def test_domains_of_several_racks_and_the_whole_rack(run: Run) -> None:
-    """Servers times domains; a domain of all GPUs is the rack itself."""
     found = json.loads(
         run("plan", "gb200-nvl72", "--domain", "36", "--servers", "2", "--bound-only", "--json")[1]
     )

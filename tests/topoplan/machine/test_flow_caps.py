@@ -58,7 +58,6 @@ def test_the_rate_with_one_connection_is_what_the_fullest_pair_allows() -> None:
 
 
 def test_rates_and_bounds_do_not_depend_on_the_cap() -> None:
-    """It is a fact of the NICs alone; without one nothing is said."""
     capped, free = topoplan.plan(pair(5)), topoplan.plan(pair(None))
     assert (capped.rate, capped.bound, capped.shards) == (free.rate, free.bound, free.shards)
     assert connections_needed(free) is None
@@ -67,7 +66,6 @@ def test_rates_and_bounds_do_not_depend_on_the_cap() -> None:
 
 
 def test_a_server_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
-    """In the file of a cluster, beside that of the network."""
     path = tmp_path / "two.json"
     servers = [{"machine": "dgx-1v", "gpus": [0]}, {"machine": "dgx-1v", "gpus": [0], "flow_gbps": 10}]
     network = {"nic_gbps": 40, "nics": 1, "flow_gbps": 5}
@@ -81,7 +79,6 @@ def test_a_server_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line, and an object in JSON; neither where there is no cap."""
     words = ["plan", "dgx-1v", "--gpus", "0,8", "--servers", "2", "--nic-gbps", "40", "--nics", "1"]
     assert main([*words, "--flow-gbps", "5"]) == 0
     out = capsys.readouterr().out
@@ -96,7 +93,6 @@ def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("flow", [0, -5, float("nan"), "5", True])
 def test_what_is_no_rate_is_refused(flow: object) -> None:
-    """By the cluster and by a server of it."""
     with pytest.raises(UsageError, match="flow_gbps"):
         pair(flow)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="flow_gbps"):
@@ -104,6 +100,5 @@ def test_what_is_no_rate_is_refused(flow: object) -> None:
 
 
 def test_without_servers_the_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """It belongs to a cluster."""
     assert main(["plan", "dgx-1v", "--flow-gbps", "5"]) == 2
     assert "--flow-gbps belongs to a cluster" in capsys.readouterr().err

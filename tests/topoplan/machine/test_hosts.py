@@ -94,7 +94,6 @@ def test_what_is_no_bus_id_is_refused(text: str) -> None:
 
 
 def test_rates_are_those_of_nccl_and_rccl() -> None:
-    """NCCL src/graph/topo.h and kvDictPciGen; RCCL's XGMI widths."""
     assert [nvlink_bandwidth(sm) for sm in (60, 61, 70, 75, 80, 86, 89, 90, 100, 120)] == [
         18.0, 18.0, 20.0, 20.0, 20.0, 12.0, 20.0, 20.6, 40.1, 40.1,
     ]  # fmt: skip
@@ -184,7 +183,6 @@ def test_a_gen5_chip_is_told_by_its_level_and_other_chips_stay_apart() -> None:
 
 @given(st.data())
 def test_the_cut_down_tree_lets_every_pair_through_at_the_rate_of_the_whole_one(data: st.DataObject) -> None:
-    """The slowest link between two GPUs is the same before and after."""
     size = data.draw(st.integers(2, 10))
     tree: list[PciDevice] = []
     for i in range(size):

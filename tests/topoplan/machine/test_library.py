@@ -65,7 +65,6 @@ def test_nvlink_connects_all_gpus_of_each_nvlink_machine(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_machine_names_its_sources_and_one_server(name: str) -> None:
-    """Figures without a source do not belong into the library."""
     machine = load(name)
     assert machine.name == name
     assert machine.servers == ("s0",)
@@ -167,7 +166,6 @@ def test_the_nics_of_cloud_servers_are_on_the_switches_of_their_gpus(
 
 
 def test_nvswitches_say_from_the_third_generation_on_that_they_could_copy_and_add() -> None:
-    """None does by default, and a plan does not state what is not used."""
     able = {"dgx-h100", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72", "p5.48xlarge"}
     for name in NAMES:
         machine = load(name)
@@ -180,7 +178,6 @@ def test_nvswitches_say_from_the_third_generation_on_that_they_could_copy_and_ad
 
 
 def test_pcie_x8_has_no_nvlink() -> None:
-    """Its GPUs reach each other through two switches and two CPUs only."""
     machine = load("pcie-x8")
     assert {link.channel for link in machine.links} == {"pcie", "sys"}
 

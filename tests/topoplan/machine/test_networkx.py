@@ -29,7 +29,6 @@ def pair(**link: object) -> nx.MultiDiGraph:
 
 @pytest.mark.parametrize("name", library())
 def test_machines_of_the_library_survive_the_graph(name: str) -> None:
-    """Devices, links, their order, notes, source, facts and peer access."""
     machine = topoplan.load(name)
     assert topoplan.load(machine.to_networkx()) == machine
 
@@ -37,12 +36,10 @@ def test_machines_of_the_library_survive_the_graph(name: str) -> None:
 @given(direct_machines() | switched_machines())
 @settings(max_examples=50, deadline=None)
 def test_any_machine_survives_the_graph_and_has_its_plan(machine: Topology) -> None:
-    """Also where no order of nodes gives back the order of the links."""
     assert topoplan.load(machine.to_networkx()) == machine
 
 
 def test_the_graph_says_what_the_machine_says() -> None:
-    """Every attribute is there, also where it has its default."""
     graph = DGX.to_networkx()
     assert type(graph) is nx.MultiDiGraph
     assert list(graph) == [device.name for device in DGX.devices]
@@ -85,7 +82,6 @@ def test_the_bound_of_a_broadcast_is_the_cut_that_networkx_finds() -> None:
 
 
 def test_two_links_of_one_channel_between_two_devices_are_refused() -> None:
-    """As in a file: their bandwidths belong together."""
     graph = pair()
     graph.add_edge("a", "b", channel="nvlink", bandwidth=25.0)
     with pytest.raises(TopologyError, match=r"a->b \(nvlink\) is listed twice; list it once with the summed"):
@@ -110,7 +106,6 @@ def test_two_links_of_one_channel_between_two_devices_are_refused() -> None:
     ],
 )
 def test_a_graph_that_is_no_machine_is_refused_in_one_line(graph: nx.Graph, says: str) -> None:
-    """With the attribute and where it stands."""
     with pytest.raises(TopologyError) as caught:
         topoplan.load(graph)
     assert says in str(caught.value)
@@ -147,7 +142,6 @@ def test_the_loads_of_a_plan_are_the_sums_over_its_trees() -> None:
 
 
 def test_one_gpu_has_a_tree_without_edges() -> None:
-    """Nothing moves."""
     trees = topoplan.plan(DGX, "broadcast", gpus=[3]).to_networkx()
     assert [(list(tree), tree.number_of_edges()) for tree in trees] == [(["gpu3"], 0)]
 

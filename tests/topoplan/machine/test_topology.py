@@ -106,7 +106,6 @@ def test_a_mutated_file_is_read_or_refused_by_a_topology_error(data: st.DataObje
 
 @given(st.text(max_size=40))
 def test_text_that_is_no_topology_is_refused(text: str) -> None:
-    """No text of a few random characters is a machine."""
     with pytest.raises(TopologyError):
         parse_topology_json(text)
 
@@ -160,7 +159,6 @@ def link_json(**changes: object) -> str:
     ],
 )
 def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
-    """The message is one line and holds the offending value or key."""
     with pytest.raises(TopologyError) as caught:
         parse_topology_json(text)
     assert says in str(caught.value)
@@ -198,7 +196,6 @@ def test_facts_may_have_any_key() -> None:
 
 
 def test_a_file_without_format_is_told_how_to_begin() -> None:
-    """And one that misspells the key, by which it is meant."""
     value = json.loads(machine_json())
     del value["format"]
     with pytest.raises(TopologyError, match=r'no \'format\'; begin it with "format": "topoplan\.topology/1"'):
@@ -217,14 +214,12 @@ def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
 
 
 def test_the_subset_of_all_gpus_is_the_machine() -> None:
-    """None and every number name the same allocation."""
     machine = dgx_2()
     assert machine.subset(None) == machine == machine.subset(range(16))
 
 
 @pytest.mark.parametrize(("gpus", "says"), [([8], "8"), ([-1], "-1"), ([1, 1], "twice"), ([], "empty")])
 def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says: str) -> None:
-    """Out of range, repeated or none at all."""
     with pytest.raises(UsageError, match=says):
         dgx_1v().select(gpus)
 

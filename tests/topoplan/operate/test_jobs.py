@@ -84,7 +84,6 @@ def test_no_way_to_divide_nvlink_machines_is_better(
 @settings(max_examples=6, deadline=None)
 @given(direct_machines(most=5, symmetric=True))
 def test_no_way_to_divide_random_machines_is_better(machine: Topology) -> None:
-    """Jobs over direct links have no link in common."""
     size = len(machine.gpus)
     for sizes in ((2, size - 2), (2, 1)):
         reached = all(any(one.rate for one in recommend(machine, one)) for one in sizes if 2 <= one <= size)
@@ -201,7 +200,6 @@ def test_millions_of_ways_are_not_all_looked_at() -> None:
 
 
 def test_what_was_not_looked_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least part is still the largest, the sum perhaps not."""
     whole = divide("dgx-1p", [5, 3])
     monkeypatch.setattr(jobs_module, "MOST_WAYS", 1)
     found = divide("dgx-1p", [5, 3])

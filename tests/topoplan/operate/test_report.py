@@ -141,7 +141,6 @@ def test_a_page_says_what_the_plan_says() -> None:
 
 @pytest.mark.thorough
 def test_a_page_names_the_faults_of_a_machine() -> None:
-    """A dead link stands under health with what it costs."""
     page = parsed(made("broken dgx-1v"))
     (row,) = [row for row in page.rows if row and row[0] == "link missing"]
     assert row[1:4] == ["gpu0-gpu3", "no NVLink", "2 NVLinks of 25 GB/s"]
@@ -186,7 +185,6 @@ def test_texts_of_a_file_are_escaped() -> None:
     ids=str,
 )
 def test_other_requests_have_a_page(options: dict[str, object], sections: int) -> None:
-    """One GPU, paths, a root, blocks of ranks, all wires."""
     text = report_page(topoplan.load("v100x4"), sizes=[1 << 20], **options)  # type: ignore[arg-type]
     assert well_formed(text).tags["section"] == sections
 
@@ -267,7 +265,6 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_gpu_that_is_taken_out_is_on_no_part_of_the_page(run: Run, tmp_path: Path) -> None:
-    """It is neither drawn nor recommended, and the others keep their numbers."""
     path = tmp_path / "report.html"
     assert run("report", "v100x4", "-o", str(path), "--sizes", "1MB,1MB", "--without-gpu", "1")[0] == 0
     page = well_formed(path.read_text(encoding="utf-8"))
