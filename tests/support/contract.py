@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import topoplan
 from collectives import Communicator
 from tests.support.hand_plans import SHAPES, forest_plan
-from topoplan.plans.plan import ALL_COLLECTIVES
+from topoplan.plans.plan import ALL_COLLECTIVES, Plan
+from topoplan.schedules.low_latency import one_shot
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
 SIZES = (0, 1, 7, 1003)
-GROUPS = (*ALL_COLLECTIVES, "types", "in place")
+ONE_SHOT = "one shot"
+GROUPS = (*ALL_COLLECTIVES, "types", "in place", "exchanges")
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,9 @@ class Case:
 
 @cache
 def cases(group: str, ranks: int = 4) -> tuple[Case, ...]:
-    """The cases of a group: a collective, all types, or results in the place of the input."""
-    return tuple({"types": _types, "in place": _in_place}.get(group, _sizes)(group, ranks))
+    """The cases of a group: a collective, all types, results in the place of the input, or exchanges of arrays."""
+    kinds = {"types": _types, "in place": _in_place, "exchanges": _exchanges}
+    return tuple(kinds.get(group, _sizes)(group, ranks))
 
 
 def _sizes(collective: str, ranks: int) -> Iterator[Case]:
@@ -68,6 +72,20 @@ def _in_place(group: str, ranks: int) -> Iterator[Case]:
     for shape in sorted(SHAPES):
         for collective in ("allreduce", "broadcast"):
             yield Case(ranks, collective, shape, 500, chunk_bytes=100, in_place=True)
+
+
+def _exchanges(group: str, ranks: int) -> Iterator[Case]:
+    for count in SIZES:
+        yield Case(ranks, "allreduce", ONE_SHOT, count)
+    for dtype, op in (("float64", "avg"), ("int32", "avg"), ("float16", "max"), ("uint8", "prod")):
+        yield Case(ranks, "allreduce", ONE_SHOT, 177, dtype, op, in_place=op == "max")
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan of a case: a forest by hand, or one exchange of whole arrays."""
+    if case.shape == ONE_SHOT:
+        return one_shot(topoplan.load("dgx-1v"), gpus=range(case.ranks))
+    return forest_plan(case.ranks, case.collective, case.shape, root=case.root)
 
 
 def fitting(collective: str, ranks: int, count: int) -> int:
@@ -116,8 +134,7 @@ def digest(result: NDArray[Any] | None) -> str:
 @cache
 def expected(case: Case) -> tuple[str, ...]:
     """The digests of the results of one thread on numpy arrays, one for each rank."""
-    plan = forest_plan(case.ranks, case.collective, case.shape, root=case.root)
-    with Communicator(plan, chunk_bytes=case.chunk_bytes) as comm:
+    with Communicator(plan_of(case), chunk_bytes=case.chunk_bytes) as comm:
         return tuple(digest(result) for result in collective_of(comm, case)(inputs(case)))
 
 
@@ -137,8 +154,7 @@ def run_cases(
 
 
 def _run(backend: Any, case: Case, here: Any, back: Any) -> list[str]:
-    plan = forest_plan(case.ranks, case.collective, case.shape, root=case.root)
-    comm = Communicator(plan, backend, chunk_bytes=case.chunk_bytes)
+    comm = Communicator(plan_of(case), backend, chunk_bytes=case.chunk_bytes)
     given = inputs(case)
     arrays = [here(given[rank]) for rank in backend.ranks]
     alone = len(arrays) < case.ranks
