@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.backends.mpi.mpi_backend import MpiBackend
-from tests.jobs.torch_ranks import Case, cases, collective_of, digest, inputs
+from tests.support.contract import GROUPS, cases, run_cases
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken
 from topoplan.errors import BackendError, UsageError
@@ -25,67 +25,23 @@ FORMS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """How the ranks exchange: options of `MpiBackend`."""
 
-FEWER = (2, 4)
-"""Numbers of ranks for which messages are tested; shared memory is for all."""
-
-LARGE = 1_000_000
-"""Elements from which on a case is large."""
-
-
-def chosen(form: str, size: int) -> list[Case]:
-    """The cases of a form: with "every" before it all of them, else the large ones on the most ranks only."""
-    *every, form = form.split("-")
-    sizes = range(2, size + 1) if form == "shared" else FEWER
-    return [
-        case
-        for case in cases(size)
-        if case.ranks in sizes and (every or case.count < LARGE or case.ranks == max(sizes))
-    ]
-
 
 def results(form: str) -> dict[str, Any]:
-    """Digests of this rank's results, by case; "sparse" are those of sparse allreduces on four ranks."""
+    """Digests of this rank's results, by group of the contract; on four ranks "sparse" too."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    backends: dict[int, MpiBackend] = {}
-    listed = chosen(form, world.size)
-    form = form.split("-")[-1]
-    for size in sorted({case.ranks for case in listed}):
-        part = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
-        if part != MPI.COMM_NULL:
-            backends[size] = MpiBackend(part, timeout=60, **FORMS[form](size))
-    found: dict[str, Any] = {
-        repr(case): _run(case, backends[case.ranks]) for case in listed if case.ranks in backends
-    }
-    if 4 in backends:
-        found["sparse"] = taken(Communicator(TWO_SERVERS, backends[4]), steps_of_each(), read_only, as_it_is)
-    for backend in backends.values():
-        backend.close()
-        backend.close()
+    backend = MpiBackend(timeout=60, **FORMS[form](world.size))
+    found: dict[str, Any] = {group: run_cases(backend, cases(group, world.size)) for group in GROUPS}
+    if world.size == 4:
+        found["sparse"] = taken(Communicator(TWO_SERVERS, backend), steps_of_each(), read_only, as_it_is)
+    backend.close()
+    backend.close()
     # MPI would keep the processors busy with waiting
     last = world.Ibarrier()
     while not last.Test():
         time.sleep(0.01)
     return found
-
-
-def _run(case: Case, backend: MpiBackend) -> str:
-    """The digest of this rank's result; two calls, of which the second is in the background."""
-    (rank,) = backend.ranks
-    comm = Communicator(
-        forest_plan(case.ranks, case.collective, case.shape), backend, chunk_bytes=case.chunk_bytes
-    )
-    array = inputs(case)[rank]
-    before = array.copy()
-    once = collective_of(comm, case)(array)
-    if before.tobytes() != array.tobytes():
-        return "changed its input"
-    options = {"out": array} if case.in_place else {}
-    twice = collective_of(comm, case)(array, async_op=True, **options).wait()
-    if case.in_place and twice is not array:
-        return "put its result elsewhere"
-    return digest(once) if digest(once) == digest(twice) else "differs from run to run"
 
 
 def mistakes(form: str) -> dict[str, Any]:

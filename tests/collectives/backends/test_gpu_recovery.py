@@ -25,8 +25,8 @@ from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
 from tests.support.fake_streams import Machine
 from tests.support.gpu_exchange_checks import check_shrink
-from tests.support.gpu_ranks import SECONDS, floats, on_every_rank, outcome
 from tests.support.gpu_ranks import cupy as cupy
+from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plan
@@ -80,14 +80,20 @@ def settled() -> list[str]:
     return left
 
 
-@pytest.fixture(params=list(RELEASES))
+@pytest.fixture(
+    params=[
+        "revoked",
+        pytest.param("aborted", marks=pytest.mark.thorough),
+        pytest.param("older", marks=pytest.mark.thorough),
+    ]
+)
 def way(request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
     """How much NCCL helps: 2.28.7, 2.27.3, or older."""
     monkeypatch.setattr(fake_nccl, "VERSION", RELEASES[request.param])
     return str(request.param)
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_others_go_on_with_the_bits_of_their_own_plan(
     machine: Machine, cupy: ModuleType, way: str, alone: bool
 ) -> None:
@@ -239,7 +245,6 @@ def test_one_that_dies_within_a_replayed_graph_is_left_out(
 def test_one_that_is_left_out_closes_its_arena_without_the_others(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 3, True
     arrays = floats(3, 24)
-    seconds = [0.0] * 3
 
     def task(comm: Communicator, rank: int) -> Any:
         given = cupy.asarray(arrays[rank])
@@ -247,15 +252,12 @@ def test_one_that_is_left_out_closes_its_arena_without_the_others(machine: Machi
         if rank != 1:
             comm.shrink(without=[1])
         found = comm.all_reduce(given).get() if rank != 1 else None
-        started = time.monotonic()
         comm.close()
-        seconds[rank] = time.monotonic() - started
         return comm.plan, found
 
     results = outcome(on_every_rank(cupy, plan_for(3), task, **SMALL))
     for rank in (0, 2):
         assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 2))
-    assert max(seconds) < SECONDS
     assert settled() == []
 
 
@@ -317,57 +319,6 @@ def test_another_rank_that_dies_meanwhile_is_left_out_too(
         assert results[rank][2:] == (2, 2)
     assert settled() == []
     assert all(one.aborted or one.destroyed for one in comms(machine) if one.device in (0, 2))
-
-
-@pytest.mark.slow
-def test_one_that_does_not_come_in_time_is_left_out_too(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lives and hangs, while the others wait for it inside NCCL; when it wakes it hears that it is out."""
-    machine.gpus = 4
-    arrays = floats(4, LENGTH)
-    join, over = NcclConnection.join, threading.Event()
-
-    def late(self: Any, begin: Any) -> Any:
-        if self._device == 1 and self.parent is not None:
-            over.wait(60)
-        return join(self, begin)
-
-    monkeypatch.setattr(NcclConnection, "join", late)
-
-    def task(comm: Communicator, rank: int) -> Any:
-        given = cupy.asarray(arrays[rank])
-        comm.all_reduce(given)
-        if rank == 3:
-            return dies(backend_of(comm))
-        if rank == 1:
-            survivors = backend_of(comm).survivors
-            agree, said = survivors.agree, []
-
-            def once(*given: Any, **options: Any) -> Any:
-                if said:
-                    over.wait(60)
-                said.append(given)
-                return agree(*given, **options)
-
-            survivors.agree = once
-            with pytest.raises(BackendError, match="excluded since epoch 2"):
-                comm.all_reduce(given)
-            return None
-        try:
-            found = comm.all_reduce(given).get()
-        finally:
-            over.set()
-        time.sleep(0.5)  # until rank 1 has asked
-        return comm.plan, found, comm.size, comm.epoch
-
-    results = outcome(
-        on_every_rank(cupy, plan_for(4), task, on_failure="shrink", engine="messages", timeout=3.0)
-    )
-    for rank in (0, 2):
-        assert results[rank][1].tobytes() == bits(results[0][0], arrays, (0, 2))
-        assert results[rank][2:] == (2, 2)
-    assert settled() == []
 
 
 def test_a_rank_whose_gpu_fails_says_so_and_the_others_go_on_without_it(
@@ -487,6 +438,7 @@ def test_a_collective_that_would_be_repeated_is_not_captured(machine: Machine, c
         assert 'capture it with a communicator that has on_failure="raise"' in str(error)
 
 
+@pytest.mark.thorough
 def test_where_nobody_has_gone_all_go_on_by_a_new_id(machine: Machine, cupy: ModuleType) -> None:
     """A rank's arguments were refused; NCCL shrinks no communicator to all of its ranks."""
     machine.gpus = 2

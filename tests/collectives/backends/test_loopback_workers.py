@@ -20,10 +20,10 @@ from collectives.backends.loopback.loopback_backend import (
     TaskThreads,
 )
 from collectives.peers.control_plane import Signature
-from tests.support.hand_plans import SHAPES, forest_plan
+from tests.support.hand_plans import forest_plan
 from tests.support.table_execution import execute
 from topoplan.errors import UsageError
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
 METHODS = {"allreduce": "all_reduce", "allgather": "all_gather"}
@@ -54,22 +54,6 @@ def same_bits(results: list[Array | None], expected: list[Array | None]) -> bool
 def numbers(ranks: int, count: int) -> list[Array]:
     generator = np.random.default_rng(count)
     return [generator.standard_normal(count) for _ in range(ranks)]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("count", [0, 1, 7, 1000003])
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_any_number_of_threads_gives_the_bits_of_one_row_after_another(
-    shape: str, collective: str, count: int
-) -> None:
-    plan = forest_plan(8, collective, shape)
-    each = -(-count // 8)
-    arrays = numbers(8, {"reduce_scatter": 8 * each, "allgather": each}.get(collective, count))
-    expected = reference(plan, arrays)
-    for threads in (1, 2, 5):
-        with Communicator(plan, Loopback(8, threads=threads)) as comm:
-            assert same_bits(getattr(comm, METHODS.get(collective, collective))(arrays), expected)
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,7 @@ def about(comm: Communicator, rank: int) -> tuple[str, tuple[int, ...]]:
 
 def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", **options: Any) -> list[Any]:
     plan = forest_plan(size, collective, "binary")
-    settings = {"region_bytes": REGION, **options}
-    return on_every_rank(cupy, plan, task, **settings)
+    return on_every_rank(cupy, plan, task, **{"region_bytes": REGION, **options})
 
 
 def said(cupy: ModuleType, size: int, **options: Any) -> str:
@@ -74,9 +74,16 @@ def test_hosts_that_nvlink_joins_are_one_domain(pairs: Machine, cupy: ModuleType
     assert found == [("windows over windows and multicast", (True,) * 4)] * 4
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter"])
-@pytest.mark.parametrize("length", [24, LONG])
+@pytest.mark.parametrize(
+    ("collective", "length"),
+    [
+        ("reduce", 24),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in product(("allreduce", "broadcast", "allgather", "reduce_scatter"), (24, LONG))
+        ),
+    ],
+)
 def test_collectives_of_several_hosts_have_the_bits_of_loopback(
     pairs: Machine, cupy: ModuleType, collective: str, length: int
 ) -> None:
@@ -160,17 +167,6 @@ def test_timeouts_that_sockets_do_not_take_are_refused(
         NcclBackend(cupy, None, timeout=timeout)  # type: ignore[arg-type]
 
 
-def test_a_library_without_windows_is_named(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.gpus, machine.peers, machine.windows = 2, True, (True, True)
-    monkeypatch.setattr(fake_nccl, "VERSION", (2, 29, 3))
-    assert said(cupy, 2) == (
-        "windows over peer access (windows need NCCL 2.29.7 or newer, and rank 0 has 2.29.3 by nccl4py for 2.32.3, "
-        "/fake/libnccl.so.2)"
-    )
-
-
 def test_windows_are_had_from_an_nccl_that_is_older_than_the_bindings(
     machine: Machine, cupy: ModuleType
 ) -> None:
@@ -227,8 +223,9 @@ def test_a_refused_multicast_address_costs_no_windows(
     )
 
 
-@pytest.mark.parametrize(("free", "named"), [(64 << 20, True), (0, True), (1 << 30, False)])
-@pytest.mark.parametrize("first", [True, False], ids=["messages", "windows"])
+@pytest.mark.parametrize(
+    ("first", "free", "named"), [(True, 64 << 20, True), (False, 0, True), (True, 1 << 30, False)]
+)
 def test_a_small_folder_of_shared_memory_is_named_where_nccl_does_not_start(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, first: bool, free: int, named: bool
 ) -> None:

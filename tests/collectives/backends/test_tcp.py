@@ -35,17 +35,13 @@ from collectives.backends.tcp.connections import (
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.lab.testbed.network import crossed_links, lay_out_network, wires_file
 from collectives.peers.rendezvous import Rendezvous
-from collectives.tables.numpy_arrays import DTYPE_KINDS
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
     METHODS,
-    SIZES,
-    all_results,
     backends_in_threads,
     call,
     given_to,
-    in_processes,
     in_threads,
     seal,
 )
@@ -67,34 +63,6 @@ def seals(results: list[Any]) -> list[str | None]:
         if isinstance(result, BaseException):
             raise result
     return [seal(result) for result in results]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("size", "shape"), [(2, "star"), (3, "chain"), (5, "star"), (8, "binary")])
-def test_processes_get_the_same_bits_as_loopback_in_all_collectives_and_sizes(
-    size: int, shape: str, tmp_path: Path
-) -> None:
-    plans = [forest_plan(size, collective, shape) for collective in ALL_COLLECTIVES]
-    found = in_processes(size, all_results, plans, str(tmp_path))
-    for number, plan in enumerate(plans):
-        for place, count in enumerate(SIZES):
-            arrays = [given_to(rank, size, plan.collective, count) for rank in range(size)]
-            expected = seals(on_loopback(plan, arrays, 50000))
-            assert [one[number][place] for one in found] == expected
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("size", [4, 6, 7])
-def test_planned_trees_and_rings_of_a_dgx1_run_in_processes(size: int, tmp_path: Path) -> None:
-    machine = topoplan.load("dgx-1v")
-    plans = [
-        topoplan.plan(machine, "allreduce", gpus=range(size)),
-        topoplan.ring(machine, "allgather", gpus=range(size)),
-    ]
-    found = in_processes(size, all_results, plans, str(tmp_path))
-    for number, plan in enumerate(plans):
-        arrays = [given_to(rank, size, plan.collective, SIZES[-1]) for rank in range(size)]
-        assert [one[number][-1] for one in found] == seals(on_loopback(plan, arrays, 50000))
 
 
 @pytest.mark.thorough
@@ -131,32 +99,6 @@ def test_three_phases_with_narrow_windows_give_the_bits_of_loopback(servers: lis
     assert seals(results) == seals(on_loopback(plan, arrays))
 
 
-DTYPES = ("bool", "int8", "uint8", "int64", "uint32", "float16", ">f4", "float64", "complex64")
-
-
-def test_all_dtypes_and_reductions_give_the_bits_of_loopback() -> None:
-    plan = forest_plan(4, "reduce_scatter", "binary")
-    assert {np.dtype(dtype).kind for dtype in DTYPES} == set(DTYPE_KINDS)
-    cases = [
-        (dtype, op)
-        for dtype in DTYPES
-        for op in ("sum", "prod", "min", "max", "avg")
-        if not (dtype == "bool" and op not in ("min", "max"))
-        and not (dtype == "complex64" and op in ("min", "max"))
-    ]
-    arrays = {
-        dtype: [given_to(rank, 4, "reduce_scatter", 644, dtype) for rank in range(4)] for dtype in DTYPES
-    }
-    found = in_threads(
-        plan,
-        lambda comm, rank: [seal(comm.reduce_scatter(arrays[dtype][rank], op=op)) for dtype, op in cases],
-        chunk_bytes=24,
-    )
-    with Communicator(plan) as comm:
-        for number, (dtype, op) in enumerate(cases):
-            assert [one[number] for one in found] == seals(comm.reduce_scatter(arrays[dtype], op=op))
-
-
 def test_results_in_place_in_strides_and_in_the_background_come_in_order() -> None:
     plan = forest_plan(3, "allreduce", "star")
 
@@ -164,7 +106,7 @@ def test_results_in_place_in_strides_and_in_the_background_come_in_order() -> No
         same, wide = np.full(1000, rank + 1.0), np.zeros((1000, 2))
         first = comm.all_reduce(same, out=same, async_op=True)
         second = comm.all_reduce(np.full(1000, 2.0 * rank), out=wide[:, 1], async_op=True)
-        third = comm.broadcast(np.full(3, rank), root=2)
+        third = comm.broadcast(np.full(3, rank, ">f4"), root=2)
         assert first.wait() is same
         assert first.done()
         return [*np.unique(same), *np.unique(second.wait()), *np.unique(wide), *np.unique(third)]
@@ -196,27 +138,17 @@ MISMATCHES: list[tuple[str, Callable[[Communicator, int], Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("met", [False, True])
 @pytest.mark.parametrize(("field", "body"), MISMATCHES)
 def test_ranks_that_do_not_agree_all_say_in_what(
-    field: str, body: Callable[[Communicator, int], Any]
+    field: str, body: Callable[[Communicator, int], Any], met: bool
 ) -> None:
-    errors = in_threads(forest_plan(4, "allreduce", "chain"), body)
-    for rank, error in enumerate(errors):
-        assert isinstance(error, RefusedError)
-        assert field in str(error)
-        assert error.rank == rank
-        assert error.peer == 2
-
-
-@pytest.mark.parametrize(("field", "body"), MISMATCHES)
-def test_ranks_that_have_met_before_all_say_in_what_they_do_not_agree(
-    field: str, body: Callable[[Communicator, int], Any]
-) -> None:
-    def second(comm: Communicator, rank: int) -> Any:
-        assert comm.all_reduce(np.ones(3)).tolist() == [4.0] * 3
+    def differ(comm: Communicator, rank: int) -> Any:
+        if met:
+            assert comm.all_reduce(np.ones(3)).tolist() == [4.0] * 3
         return body(comm, rank)
 
-    for rank, error in enumerate(in_threads(forest_plan(4, "allreduce", "chain"), second)):
+    for rank, error in enumerate(in_threads(forest_plan(4, "allreduce", "chain"), differ)):
         assert isinstance(error, RefusedError)
         assert field in str(error)
         assert error.rank == rank
@@ -272,18 +204,6 @@ def test_different_plans_or_chunks_are_refused_on_every_rank() -> None:
         (in_threads(plans[0], other_plan, chunk_bytes=[256, 256, 512]), "chunk"),
     ):
         assert all(isinstance(error, BackendError) and f"{field} " in str(error) for error in errors)
-
-
-def test_a_rank_whose_argument_does_not_fit_tells_the_others_why() -> None:
-    errors = in_threads(
-        forest_plan(4, "allreduce", "star"),
-        lambda comm, rank: comm.all_reduce([1.0, 2.0] if rank == 1 else np.zeros(2)),
-    )
-    assert isinstance(errors[1], UsageError)
-    for rank in (0, 2, 3):
-        assert isinstance(errors[rank], BackendError)
-        assert "rank 1 has a list instead of a numpy array" in str(errors[rank])
-        assert (errors[rank].rank, errors[rank].peer) == (rank, 1)
 
 
 REFUSALS: dict[str, Callable[[Communicator, bool], object]] = {
@@ -385,18 +305,6 @@ def test_after_a_refusal_calls_go_on_and_after_a_failure_each_is_an_error_and_no
 
     assert in_threads(forest_plan(3, "allreduce", "star"), body) == ["ended"] * 3
     assert set(threading.enumerate()) == before
-
-
-def test_a_rank_that_closes_before_the_others_are_done_is_named() -> None:
-    errors = in_threads(
-        forest_plan(3, "allreduce", "star"),
-        lambda comm, rank: "closed" if rank == 1 else comm.all_reduce(np.zeros(5)),
-    )
-    assert errors[1] == "closed"
-    for rank in (0, 2):
-        assert isinstance(errors[rank], BackendError)
-        assert errors[rank].peer == 1
-        assert "rank 1 has closed its communicator" in str(errors[rank])
 
 
 def test_a_rank_that_does_not_call_is_named_after_the_timeout() -> None:

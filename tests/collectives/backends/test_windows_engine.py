@@ -65,24 +65,22 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
     assert not machine.memory or not peers
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "collective", ["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall"]
-)
-@pytest.mark.parametrize("length", [24, LONG])
-def test_results_have_the_bits_of_loopback_with_one_launch_each(
-    machine: Machine, cupy: ModuleType, collective: str, length: int
-) -> None:
+def test_a_collective_is_one_launch(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 4, True
-    settings = {"region_bytes": REGION, "chunk_bytes": 1 << 20, "timeout": 40.0}
-    check_bits(cupy, collective, length, calls=3, **settings)
+    check_bits(cupy, "reduce", 24, calls=3, region_bytes=REGION, chunk_bytes=1 << 20, timeout=40.0)
     # three calls and one empty run on each rank, behind the two runs that try the peers
     assert machine.launches == 4 * (4 + 2)
     assert machine.graph_launches == 0
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("collective", ["allreduce", "broadcast", "allgather"])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        pytest.param("allreduce", marks=pytest.mark.thorough),
+        "broadcast",
+        pytest.param("allgather", marks=pytest.mark.thorough),
+    ],
+)
 def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
     machine: Machine, cupy: ModuleType, collective: str
 ) -> None:
@@ -186,7 +184,7 @@ def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
     assert "the engine 'threads' is unknown; use auto, windows or messages" in str(found[0])
 
 
-@pytest.mark.parametrize("far", [0, 2])
+@pytest.mark.parametrize("far", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, far: int
 ) -> None:
@@ -261,8 +259,7 @@ def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
     assert not any(name.startswith("forest") for name in machine.compiled)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("length", [24, LONG])
+@pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
 def test_when_a_rank_does_not_come_the_others_end_and_name_it(
     machine: Machine, cupy: ModuleType, length: int
 ) -> None:
