@@ -151,6 +151,7 @@ def random_machine(seed: int) -> Topology:
     return Topology(f"random {seed}", tuple(order), tuple(links))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 def test_the_graph_of_routes_has_the_simple_paths_that_are_allowed_and_no_others(seed: int) -> None:
     """By enumeration: paths between ranks over devices, those with a device that must not be passed left out."""
@@ -183,7 +184,8 @@ def test_the_graph_of_routes_has_the_simple_paths_that_are_allowed_and_no_others
         assert allowed == every
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(8))
 def test_bounds_count_the_same_routes_as_plans(seed: int) -> None:
     machine = random_machine(seed)
     open_ = replace(
