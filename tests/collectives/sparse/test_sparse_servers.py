@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
-from collectives.backends.loopback.loopback_backend import Loopback
-from collectives.peers.control_plane import Signature
+from collectives.backends.execution import Execution
 from collectives.training.averaging import InStepAverager
 from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.report import Recorder
@@ -84,28 +83,21 @@ def test_nothing_is_lost_in_a_hundred_steps(gpus: tuple[int, ...]) -> None:
             assert np.array_equal(summed + kept, given), exchange
 
 
-class Disagreeing(Loopback):
-    """Has to ask other processes about every new plan, and hears that one is gone."""
-
-    def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
-        raise BackendError("the peer died", rank=0, peer=1)
-
-    def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        return [text] * self.size
-
-
 @pytest.mark.parametrize("exchange", ["servers", "tree", "auto"])
 def test_a_gradient_on_whose_plan_ranks_cannot_agree_is_kept_by_every_rank_in_training_too(
-    exchange: str,
+    exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And counts in the next step that does run: nothing of it is lost."""
+
+    def planned(*arguments: Any, **options: Any) -> Any:
+        raise BackendError("the peer died", rank=0, peer=1)
+
     plan = topoplan.plan(servers_of((3, 5)))
     generator = np.random.default_rng(3)
     lost, next_one = ([generator.integers(-99, 100, SIZE).astype(float) for _ in range(8)] for _ in range(2))
     settings = ExchangeSettings(density=0.01, exchange=exchange)
-    with Communicator(plan, Disagreeing(8)) as comm:
+    with Communicator(plan) as comm, monkeypatch.context() as patch:
+        patch.setattr(Execution, "planned", planned)
         averager = InStepAverager(comm, settings, Recorder("test", ranks=8))
         with pytest.raises(BackendError, match="the peer died"):
             averager.start("bucket", lost)
