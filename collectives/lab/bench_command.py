@@ -386,7 +386,6 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
     without.
     """
     import topoplan
-    from collectives.backends.backend import GathersTexts
     from collectives.peers.agreement import plan_on_one_rank
 
     def make() -> Plan:
@@ -395,7 +394,7 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
         return topoplan.ring(plan.topology, plan.collective, root=plan.root)
 
     try:
-        if isinstance(backend, GathersTexts):
+        if backend.one_rank:
             return plan_on_one_rank(backend.gather_texts, make, rank=backend.ranks[0])
         return make()
     except InfeasibleError as error:

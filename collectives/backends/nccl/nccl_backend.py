@@ -102,10 +102,9 @@ class NcclBackend(OneRank):
     """
 
     name = "nccl"
-    one_rank = True
+    arrays: CupyArrays
     direct = False
     averages = True
-    chunk_bytes: int | None = None
 
     def __init__(
         self,

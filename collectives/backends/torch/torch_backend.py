@@ -206,11 +206,9 @@ class TorchBackend(OneRank):
     _world: GroupControlPlane
 
     name = "torch"
-    one_rank = True
+    arrays: TorchArrays
     direct = False
     averages = False
-    chunk_bytes: int | None = None
-    survivors: MembershipProtocol | None
 
     _lanes = 1
     """The next number of a back end that this process knows."""
@@ -290,10 +288,6 @@ class TorchBackend(OneRank):
         """Return the back end of a rank that survived in a job, or joined it: over a new gloo group."""
         group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=timeout)
         return cls(group, timeout=timeout, served={"cpu": "gloo"}, survivors=survivors)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         assert self.survivors is not None, "looked at before"
