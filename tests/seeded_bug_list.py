@@ -197,7 +197,7 @@ BUGS = (
         "topoplan/schedules/binary_trees.py",
         "second = {(child + 1) % count: (parent + 1) % count for",
         "second = {(child + 2) % count: (parent + 2) % count for",
-        ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_double_binary_tree.py"),
+        ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_binary_trees.py"),
     ),
     Bug(
         "schedules-double-wires",
