@@ -14,7 +14,7 @@ import pytest
 from collectives.communicator.launch import mpiexec_command, run_mpi
 from tests.faults.mpi import Round, one_round
 from tests.support.checkout import ROOT
-from tests.support.contract import GROUPS, cases, expected
+from tests.support.contract import GROUPS, SUMS_OF_MESH, cases, expected
 from tests.support.sparse_steps import of_each_rank, steps_of_each
 from topoplan.errors import UsageError
 
@@ -30,7 +30,7 @@ LIMIT = 100
 """Seconds after which processes hang."""
 
 
-def ranks(scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
+def ranks(scenario: str, size: int, folder: Path) -> list[Any]:
     """What each of so many processes found in a scenario of `mpi_ranks`."""
     program = [sys.executable, str(ROOT / "tests" / "jobs" / "mpi_ranks.py"), scenario, str(folder)]
     done = subprocess.run(
@@ -52,6 +52,19 @@ def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_p
             assert [one for (one,) in digests] == list(expected(case)), case
     if size == 4:
         assert [one["sparse"] for one in found] == of_each_rank(steps_of_each())
+        assert [one["mesh"] for one in found] == SUMS_OF_MESH
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("tell", "rank 2, peer 0, step 7: out of paper: now"),
+        ("away", "waited 0.5 s for ranks that have not called this collective"),
+    ],
+)
+def test_control_messages_over_mpi_reach_all_ranks(what: str, text: str, tmp_path: Path) -> None:
+    assert all(text in found for found in ranks(f"control {what}", 3, tmp_path))
 
 
 @pytest.fixture(scope="module", params=["shared", "messages", "mixed"])
