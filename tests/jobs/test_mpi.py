@@ -133,7 +133,7 @@ def test_all_ranks_find_one_chunk_size(mistakes: list[dict[str, Any]]) -> None:
     assert all(one["chunks"]["kind"] == "nothing" for one in mistakes)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "number"), [("shared", signal.SIGKILL), ("mixed", signal.SIGKILL), ("shared", signal.SIGSTOP)]
 )
