@@ -18,12 +18,12 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.gpu_loopback import program_of as loopback_program
 from collectives.backends.stepped_program import program_of as nccl_program
 from collectives.tables.transfer_table import streams
-from tests.collectives.backends.test_loopback import run
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan, three_phase_plan
+from tests.support.tcp_jobs import call
 from topoplan.plans.plan import ALL_COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
@@ -42,7 +42,7 @@ def expected(
 ) -> list[np.ndarray | None]:
     """What the loopback on numpy arrays gives."""
     with Communicator(plan, chunk_bytes=1 << 20) as comm:
-        return run(comm, collective, arrays, **options)
+        return call(comm, collective, arrays, **options)
 
 
 def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
@@ -62,7 +62,7 @@ def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_othe
     with Communicator(plan, LoopbackGpu(cupy, 6, step_bytes=2000), chunk_bytes=100) as comm:
         for seed in range(4):
             arrays = floats(6, 1806, seed=seed)
-            results = run(comm, collective, [cupy.asarray(array) for array in arrays])
+            results = call(comm, collective, [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, collective, arrays))
     assert machine.graph_launches == 3
 
@@ -92,7 +92,7 @@ def test_a_caller_may_copy_while_a_graph_is_captured(
                 monkeypatch.setattr(
                     type(backend.arrays.kernels), "launch", lambda _, *rest: launch_beside_a_copy(*rest)
                 )
-            results = run(comm, "allreduce", [cupy.asarray(array) for array in arrays])
+            results = call(comm, "allreduce", [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, "allreduce", arrays))
     assert copied
     assert all(one == [0.0, 1.0, 2.0] for one in copied)
@@ -118,7 +118,7 @@ def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
         found = []
         for arrays in rounds:
             given.set(arrays[rank])
-            outs.append(run(comm, collective, given, out=outs[-1]))
+            outs.append(call(comm, collective, given, out=outs[-1]))
             found.append(None if outs[-1] is None else outs[-1].get())
         return found
 
