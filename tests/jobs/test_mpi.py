@@ -85,9 +85,7 @@ def test_another_collective_on_one_rank_is_refused_on_all(mistakes: list[dict[st
 
 
 @pytest.mark.thorough
-def test_an_argument_that_does_not_fit_is_the_same_error_on_all_ranks(
-    mistakes: list[dict[str, Any]],
-) -> None:
+def test_a_wrong_argument_is_one_error(mistakes: list[dict[str, Any]]) -> None:
     raised = [one["no array"] for one in mistakes]
     assert {one["kind"] for one in raised} == {"RefusedError"}
     assert {one["text"].split(" has a list")[0] for one in raised} == {
@@ -96,9 +94,7 @@ def test_an_argument_that_does_not_fit_is_the_same_error_on_all_ranks(
     assert [one.get("peer") for one in raised] == [1] * 4
 
 
-def test_a_communicator_is_usable_after_refusals_and_not_after_a_failure(
-    mistakes: list[dict[str, Any]],
-) -> None:
+def test_usable_after_refusals_not_after_a_failure(mistakes: list[dict[str, Any]]) -> None:
     assert all(one["after refusals"]["kind"] == "nothing" for one in mistakes)
     assert all("failed in an earlier collective" in one["after failure"]["text"] for one in mistakes)
 
@@ -137,9 +133,7 @@ def test_all_ranks_find_one_chunk_size(mistakes: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("form", "number"), [("shared", signal.SIGKILL), ("mixed", signal.SIGKILL), ("shared", signal.SIGSTOP)]
 )
-def test_survivors_name_a_rank_that_dies_or_stalls_and_nothing_is_left(
-    form: str, number: signal.Signals
-) -> None:
+def test_survivors_name_a_dead_or_stalled_rank(form: str, number: signal.Signals) -> None:
     complaints, noticed = one_round(Round(form, victim=2, number=number, delay=0.05, elements=1 << 21))
     assert complaints == []
     assert len(noticed) == 3

@@ -34,9 +34,7 @@ def test_nccl4py_is_taken_where_it_is_else_cupy(cupy: ModuleType, monkeypatch: p
     assert find_library(cupy).name == "cupy"
 
 
-def test_nccl4py_that_finds_an_older_library_than_it_can_call_or_none_is_left_for_cupy(
-    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nccl4py_without_its_library_is_left(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(version=SimpleNamespace(major=2, minor=21, micro=5), path="/old/libnccl.so.2")
     for found in (old, None):
         told = SimpleNamespace(libnccl=found, nccl_bindings=SimpleNamespace(major=2, minor=32, micro=3))
@@ -57,9 +55,7 @@ def test_a_missing_library_is_named_with_what_to_install(cupy: ModuleType, witho
 
 
 @pytest.mark.parametrize("bindings", ["nccl4py", "cupy"])
-def test_a_library_too_old_for_several_ranks_on_a_gpu_is_named_with_its_version_and_path(
-    cupy: ModuleType, bindings: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_library_is_named(cupy: ModuleType, bindings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS"):
         monkeypatch.setenv(name, "")
     assert prepare_library(cupy, trees=False, ranks_per_gpu=2, bindings=bindings).name == bindings
@@ -78,9 +74,7 @@ def test_the_path_of_a_loaded_library_is_read_from_the_process() -> None:
     assert found == "" or (os.path.exists(found) and "libnccl.so" in found)
 
 
-def test_ids_of_old_and_new_cupy_reach_a_communicator_as_they_were(
-    machine: Machine, cupy: ModuleType, without_nccl4py: None
-) -> None:
+def test_ids_of_old_and_new_cupy_are_kept(machine: Machine, cupy: ModuleType, without_nccl4py: None) -> None:
     """CuPy has bytes since release 14, before that a tuple of signed numbers."""
     nccl: Any = sys.modules["cupy.cuda.nccl"]
     library = find_library(cupy)
@@ -138,9 +132,7 @@ def test_an_abort_waits_for_the_call_that_runs_and_refuses_those_that_come_later
         call()
 
 
-def test_the_fake_notices_calls_beside_each_other_and_before_a_communicator_is_ready(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_the_fake_notices_calls_beside_each_other(machine: Machine, cupy: ModuleType) -> None:
     comm = fake_nccl.Comm(machine, bytes(128), 1, 0)
     comm.begin()
     beside = threading.Thread(target=comm.begin)

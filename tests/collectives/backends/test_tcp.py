@@ -143,9 +143,7 @@ MISMATCHES: list[tuple[str, Callable[[Communicator, int], Any]]] = [
 
 @pytest.mark.parametrize("met", [False, True])
 @pytest.mark.parametrize(("field", "body"), MISMATCHES)
-def test_ranks_that_do_not_agree_all_say_in_what(
-    field: str, body: Callable[[Communicator, int], Any], met: bool
-) -> None:
+def test_ranks_say_how_they_differ(field: str, body: Callable[[Communicator, int], Any], met: bool) -> None:
     def differ(comm: Communicator, rank: int) -> Any:
         if met:
             assert comm.all_reduce(np.ones(3)).tolist() == [4.0] * 3
@@ -166,9 +164,7 @@ def test_ranks_that_do_not_agree_all_say_in_what(
         (lambda comm: comm._open().backend.largest(1.0), "do different things"),
     ],
 )
-def test_a_rank_that_does_not_come_to_a_later_meeting_is_named_at_once(
-    body: Callable[[Any], Any], message: str
-) -> None:
+def test_a_rank_that_does_not_come_is_named_at_once(body: Callable[[Any], Any], message: str) -> None:
     def second(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(np.ones(3))
         return body(comm) if rank == 1 else comm.all_reduce(np.ones(3))
@@ -187,9 +183,7 @@ SHAPED += [("sparse", lambda comm, array: comm.sparse_all_reduce(array, density=
 
 
 @pytest.mark.parametrize(("name", "body"), SHAPED, ids=[name for name, _ in SHAPED])
-def test_arrays_of_as_many_elements_and_another_shape_are_refused(
-    name: str, body: Callable[[Communicator, Array], Any]
-) -> None:
+def test_refuses_arrays_of_another_shape(name: str, body: Callable[[Communicator, Array], Any]) -> None:
     """Their elements do not mean the same."""
 
     def with_shape(comm: Communicator, rank: int) -> Any:
@@ -226,9 +220,7 @@ REFUSALS: dict[str, Callable[[Communicator, bool], object]] = {
 
 
 @pytest.mark.parametrize("options", [{}, {"on_failure": "shrink"}])
-def test_what_does_not_fit_on_all_ranks_or_on_one_is_refused_by_all_and_calls_go_on(
-    options: dict[str, Any],
-) -> None:
+def test_refusals_are_told_to_all_and_calls_continue(options: dict[str, Any]) -> None:
     def body(backend: TcpBackend, rank: int) -> list[list[str]]:
         with Communicator(forest_plan(3, "allreduce", "star"), backend, **options) as comm:
             found: list[list[str]] = []
@@ -289,9 +281,7 @@ def test_a_schedule_of_density_that_raises_on_one_rank_is_an_error_on_all() -> N
     )
 
 
-def test_after_a_refusal_calls_go_on_and_after_a_failure_each_is_an_error_and_nothing_is_left_running() -> (
-    None
-):
+def test_a_failed_communicator_stays_failed_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
 
     def body(comm: Communicator, rank: int) -> str:

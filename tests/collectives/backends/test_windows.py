@@ -95,9 +95,7 @@ def test_a_collective_is_one_launch(machine: Machine, cupy: ModuleType) -> None:
         pytest.param("allgather", marks=pytest.mark.thorough),
     ],
 )
-def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
-    machine: Machine, cupy: ModuleType, collective: str
-) -> None:
+def test_results_in_arenas_are_written_by_peers(machine: Machine, cupy: ModuleType, collective: str) -> None:
     machine.gpus, machine.peers = 3, True
     arrays = floats(3, LONG)
     plan = forest_plan(3, collective, "binary")
@@ -133,9 +131,7 @@ def test_results_in_arrays_of_empty_are_written_by_the_rank_that_has_them_first(
 
 
 @pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
-def test_a_collective_is_captured_in_a_graph_of_the_caller_and_replayed_on_new_data(
-    machine: Machine, cupy: ModuleType, length: int
-) -> None:
+def test_a_graph_of_the_caller_is_replayed(machine: Machine, cupy: ModuleType, length: int) -> None:
     machine.gpus, machine.peers = 2, True
     arrays = floats(2, length)
     together = threading.Barrier(2)
@@ -182,9 +178,7 @@ def recorded(cupy: Any) -> Any:
     return event
 
 
-def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_all_ranks_refuse_an_unavailable_engine(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 2
     found = run_engine(cupy, 2, about_engine, engine="windows")
     assert [type(one) for one in found] == [UsageError] * 2
@@ -199,9 +193,7 @@ def test_an_engine_that_cannot_be_had_is_refused_in_one_line_alike(
 
 
 @pytest.mark.parametrize("far", [0, pytest.param(2, marks=pytest.mark.thorough)])
-def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, far: int
-) -> None:
+def test_lost_stores(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, far: int) -> None:
     """Copies through the host may get through where stores of a kernel do not: rank 1's stores to one rank are lost."""
     machine.gpus, machine.peers = 3, True
     genuine = device_arenas._CudaArenas._reach
@@ -222,9 +214,7 @@ def test_an_address_that_leads_elsewhere_is_noticed_before_it_is_used(
     assert len(machine.memory) == 1  # what rank 1 has beside its arena
 
 
-def test_a_rank_that_fails_ends_the_kernels_that_wait_for_it(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_trial_ends_all(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpus, machine.peers = 3, True
     genuine = device_arenas._PeerTrial._run
 
@@ -252,9 +242,7 @@ def test_ranks_that_want_different_engines_are_told_so(machine: Machine, cupy: M
     assert "must be a multiple of 512" in str(found[0])
 
 
-def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_messages_are_used_without_room(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
     assert outcome(run_engine(cupy, 2, about_engine, engine="messages")) == ["messages"] * 2
     arrays = floats(2, LONG)
@@ -274,9 +262,7 @@ def test_messages_are_used_where_they_are_asked_for_or_a_plan_has_no_room(
 
 
 @pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
-def test_when_a_rank_does_not_come_the_others_end_and_name_it(
-    machine: Machine, cupy: ModuleType, length: int
-) -> None:
+def test_a_rank_that_does_not_launch_is_named(machine: Machine, cupy: ModuleType, length: int) -> None:
     """Its own agreement fails first; so one is made to end between that and its kernel."""
     machine.gpus, machine.peers = 3, True
     arrays = floats(3, length)
@@ -326,9 +312,7 @@ def test_steps_fail_on_all_ranks_alike() -> None:
         steps.take(lambda: 7)
 
 
-def test_groups_of_a_mesh_have_communicators_and_regions_of_their_own(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_groups_of_a_mesh_have_arenas_of_their_own(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 4, True
     mesh = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])
 
@@ -368,9 +352,7 @@ def pairs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_ranks_reach_those_of_their_host_and_messages_go_to_the_others(
-    pairs: Machine, cupy: ModuleType, windows: bool
-) -> None:
+def test_ranks_reach_arenas_of_their_host(pairs: Machine, cupy: ModuleType, windows: bool) -> None:
     pairs.windows, pairs.peers = (windows, False), True
     found = outcome(run(cupy, 4, about))
     kind = "windows" if windows else "peer access"
@@ -397,9 +379,7 @@ def test_hosts_that_nvlink_joins_are_one_domain(pairs: Machine, cupy: ModuleType
         ),
     ],
 )
-def test_collectives_of_several_hosts_have_the_bits_of_loopback(
-    pairs: Machine, cupy: ModuleType, collective: str, length: int
-) -> None:
+def test_hosts_exchange_messages(pairs: Machine, cupy: ModuleType, collective: str, length: int) -> None:
     pairs.peers = True
     settings = {"region_bytes": REGION, "chunk_bytes": 1 << 20, "timeout": 40.0}
     check_bits(cupy, collective, length, calls=2, **settings, engine="windows")
@@ -431,7 +411,7 @@ def test_processes_of_a_host_open_handles_and_threads_of_one_do_not(
     assert machine.opened == []
 
 
-def test_several_processes_on_a_gpu_use_messages(
+def test_processes_that_share_a_gpu(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.gpus, machine.peers = 2, True
@@ -444,9 +424,7 @@ def test_several_processes_on_a_gpu_use_messages(
     assert said(cupy, 2).startswith("windows over ipc"), "under the multi-process service"
 
 
-def test_ranks_that_share_a_gpu_need_streams_that_run_side_by_side(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_of_a_shared_gpu(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpus, machine.peers = 2, True
     cupy.cuda.runtime.deviceGetPCIBusId = lambda device: "0000:01:00.0"
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "3")
@@ -480,9 +458,7 @@ def test_timeouts_that_sockets_do_not_take_are_refused(
         NcclBackend(cupy, None, timeout=timeout)  # type: ignore[arg-type]
 
 
-def test_windows_are_had_from_an_nccl_that_is_older_than_the_bindings(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_windows_of_an_nccl_older_than_its_bindings(machine: Machine, cupy: ModuleType) -> None:
     """As with the libnccl that a torch brings: it refuses the bindings' question for its properties."""
     import sys
 
@@ -499,9 +475,7 @@ def test_windows_are_had_from_an_nccl_that_is_older_than_the_bindings(
     assert outcome(run(cupy, 2, task)) == ["windows over windows and multicast"] * 2
 
 
-def test_where_nccl_makes_no_windows_the_reason_names_the_versions_and_nothing_of_them_is_left(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_without_windows_the_versions_are_named(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus, machine.peers = 2, True
 
     def task(comm: Communicator, rank: int) -> str:
@@ -518,9 +492,7 @@ def test_where_nccl_makes_no_windows_the_reason_names_the_versions_and_nothing_o
     assert machine.memory == {}
 
 
-def test_a_refused_multicast_address_costs_no_windows(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_multicast_address(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     machine.gpus, machine.windows = 2, (True, True)

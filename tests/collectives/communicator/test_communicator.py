@@ -247,9 +247,7 @@ def lines(text: str) -> list[dict[str, str]]:
     return [dict(word.split("=", 1) for word in line.split()[1:]) for line in told]
 
 
-def test_a_line_tells_what_ran_how_and_how_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_is_a_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TOPOPLAN_DEBUG", "1")
     plan = forest_plan(4, "allreduce", "star")
     with Communicator(plan, chunk_bytes=1024) as comm:
