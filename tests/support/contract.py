@@ -11,11 +11,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
 from tests.support.hand_plans import SHAPES, forest_plan
+from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_COLLECTIVES, Plan
 from topoplan.schedules.low_latency import one_shot
 
@@ -198,3 +200,22 @@ def of_all(results: list[Any]) -> list[Any]:
         if isinstance(one, BaseException):
             raise one
     return results
+
+
+MESH = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])
+SUMS_OF_MESH = [[4.0, 3.0, 10.0], [6.0, 3.0, 10.0], [4.0, 7.0, 10.0], [6.0, 7.0, 10.0]]
+"""Of ranks 1 to 4 along dp, along tp, and over all."""
+
+
+def sums_of_mesh(comm: Communicator) -> list[float]:
+    """Sums of this rank's number, from 1, along both axes at once and over all ranks; other axes are refused."""
+    (rank,) = comm.ranks
+    given = np.full(1000, rank + 1, np.float32)
+    with comm.split(MESH, "dp") as dp, comm.split(MESH, "tp") as tp:
+        handles = [dp.all_reduce(given, async_op=True), tp.all_reduce(given, async_op=True)]
+        sums = [float(handle.wait()[1]) for handle in handles]
+    with pytest.raises(
+        UsageError, match="the ranks split by different meshes or axes; give all of them the same"
+    ):
+        comm.split(MESH, "dp" if rank else "tp")
+    return [*sums, float(comm.all_reduce(given)[1])]

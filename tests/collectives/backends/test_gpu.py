@@ -57,9 +57,7 @@ def test_copies_on_the_gpu_keep_every_bit(cupy: Any, itemsize: int) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_loopback_on_the_gpu_has_the_bits_of_loopback(
-    cupy: Any, shape: str, collective: str, graphs: bool
-) -> None:
+def test_loopback_on_gpu_has_loopbacks_bits(cupy: Any, shape: str, collective: str, graphs: bool) -> None:
     check_loopback(cupy, shape, collective, graphs=graphs)
 
 
@@ -101,9 +99,7 @@ def nccl(cupy: Any) -> NcclLibrary:
         pytest.skip(str(error))
 
 
-def test_a_rank_that_sends_to_itself_gets_its_bytes_step_by_step_and_as_a_graph(
-    cupy: Any, nccl: NcclLibrary
-) -> None:
+def test_messages_to_itself_arrive_in_steps_and_as_a_graph(cupy: Any, nccl: NcclLibrary) -> None:
     check_messages_to_itself(cupy, nccl)
 
 

@@ -18,12 +18,12 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.gpu_loopback import program_of as loopback_program
 from collectives.backends.stepped_program import program_of as nccl_program
 from collectives.tables.transfer_table import streams
-from tests.collectives.backends.test_loopback import run
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan, three_phase_plan
+from tests.support.tcp_jobs import call
 from topoplan.plans.plan import ALL_COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
@@ -42,7 +42,7 @@ def expected(
 ) -> list[np.ndarray | None]:
     """What the loopback on numpy arrays gives."""
     with Communicator(plan, chunk_bytes=1 << 20) as comm:
-        return run(comm, collective, arrays, **options)
+        return call(comm, collective, arrays, **options)
 
 
 def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
@@ -54,22 +54,18 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
 
 
 @pytest.mark.parametrize(("collective", "order"), few(zip(ALL_COLLECTIVES, ORDERS * 2, strict=True)))
-def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_other_arrays(
-    machine: Machine, cupy: ModuleType, collective: str, order: str
-) -> None:
+def test_loopback_repeats_its_bits(machine: Machine, cupy: ModuleType, collective: str, order: str) -> None:
     machine.order = order
     plan = forest_plan(6, collective, "binary")
     with Communicator(plan, LoopbackGpu(cupy, 6, step_bytes=2000), chunk_bytes=100) as comm:
         for seed in range(4):
             arrays = floats(6, 1806, seed=seed)
-            results = run(comm, collective, [cupy.asarray(array) for array in arrays])
+            results = call(comm, collective, [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, collective, arrays))
     assert machine.graph_launches == 3
 
 
-def test_a_caller_may_copy_while_a_graph_is_captured(
-    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_may_copy_during_capture(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a training loop does that puts gradients into the next bucket: another thread, the stream of the library."""
     backend, plan = LoopbackGpu(cupy, 6, step_bytes=2000), forest_plan(6, "allreduce", "binary")
     launch, copied = backend.arrays.kernels.launch, []
@@ -92,7 +88,7 @@ def test_a_caller_may_copy_while_a_graph_is_captured(
                 monkeypatch.setattr(
                     type(backend.arrays.kernels), "launch", lambda _, *rest: launch_beside_a_copy(*rest)
                 )
-            results = run(comm, "allreduce", [cupy.asarray(array) for array in arrays])
+            results = call(comm, "allreduce", [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, "allreduce", arrays))
     assert copied
     assert all(one == [0.0, 1.0, 2.0] for one in copied)
@@ -115,7 +111,7 @@ def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
         found = []
         for arrays in rounds:
             given.set(arrays[rank])
-            outs.append(run(comm, collective, given, out=outs[-1]))
+            outs.append(call(comm, collective, given, out=outs[-1]))
             found.append(None if outs[-1] is None else outs[-1].get())
         return found
 
@@ -128,9 +124,7 @@ def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
     assert (machine.graph_launches > 0) == graphs
 
 
-def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_arrays(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_graphs_are_replayed_only_when_all_ranks_have_them(machine: Machine, cupy: ModuleType) -> None:
     """In each round every rank takes one of two arrays, so all mixtures of old and new addresses come up."""
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "chain")
@@ -154,9 +148,7 @@ def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_ar
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_every_byte_that_nccl_moves_starts_on_a_border_of_16(
-    machine: Machine, cupy: ModuleType, dtype: str
-) -> None:
+def test_messages_of_nccl_are_aligned(machine: Machine, cupy: ModuleType, dtype: str) -> None:
     """Elsewhere its kernels copy byte by byte."""
     machine.gpus = 8
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
@@ -180,9 +172,7 @@ def plans() -> dict[str, Plan]:
     ("name", "order"),
     few(product(("three phases", "dgx-1v", "ring", "double binary tree"), ORDERS), 12),
 )
-def test_plans_of_real_machines_have_the_same_bits_on_both(
-    machine: Machine, cupy: ModuleType, name: str, order: str
-) -> None:
+def test_real_plans_have_loopbacks_bits(machine: Machine, cupy: ModuleType, name: str, order: str) -> None:
     machine.gpus, machine.order = 8, order
     plan, arrays = plans()[name], floats(8, 2011)
     wanted = expected(plan, "allreduce", arrays)
@@ -195,9 +185,7 @@ def test_plans_of_real_machines_have_the_same_bits_on_both(
 
 
 @pytest.mark.parametrize("backend", ["loopback-gpu", "nccl"])
-def test_inputs_stay_and_out_arrays_are_filled_in_place_strided_and_beside_others(
-    machine: Machine, cupy: ModuleType, backend: str
-) -> None:
+def test_out_may_be_strided_or_the_input(machine: Machine, cupy: ModuleType, backend: str) -> None:
     machine.gpus = 4
     plan = forest_plan(4, "allreduce", "binary")
     arrays = floats(4, (6, 10))
@@ -222,9 +210,7 @@ def test_inputs_stay_and_out_arrays_are_filled_in_place_strided_and_beside_other
         assert np.array_equal(given[rank].get(), wanted[rank])
 
 
-def test_a_collective_waits_for_what_the_callers_stream_still_has_to_do(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_a_collective_waits_for_the_callers_stream(machine: Machine, cupy: ModuleType) -> None:
     machine.order = "last"
     plan = forest_plan(3, "allreduce", "star")
     with Communicator(plan, "loopback-gpu") as comm:
@@ -236,9 +222,7 @@ def test_a_collective_waits_for_what_the_callers_stream_still_has_to_do(
         assert all(handle.wait()[0].get().tolist() == [6.0] * 100 for handle in handles)
 
 
-def test_collectives_in_the_background_follow_one_another_on_every_rank(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_background_collectives_follow_one_another(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "chain")
     arrays = floats(3, 300)

@@ -112,9 +112,7 @@ def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: M
 
 
 @pytest.mark.thorough
-def test_a_gpu_that_stands_still_ends_the_collective_on_every_rank(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_a_hanging_gpu_ends_the_collective_on_all_ranks(machine: Machine, cupy: ModuleType) -> None:
     """Rank 3's stream hangs in front of its messages; results stay what they were."""
     machine.gpus = 4
     outs: list[Any] = [None] * 4
@@ -141,9 +139,7 @@ def test_a_gpu_that_stands_still_ends_the_collective_on_every_rank(
 @pytest.mark.parametrize(
     "state", ["remote process gone", pytest.param("NCCL_ERROR_TIMEOUT", marks=pytest.mark.thorough)]
 )
-def test_an_error_of_nccl_ends_this_collective_and_later_ones(
-    machine: Machine, cupy: ModuleType, state: str
-) -> None:
+def test_an_nccl_error_ends_later_calls_too(machine: Machine, cupy: ModuleType, state: str) -> None:
     machine.gpus = 2
 
     def task(comm: Communicator, rank: int) -> Any:
@@ -286,7 +282,7 @@ def from_environments(
     return results
 
 
-def test_a_launchers_environment_gives_each_process_its_rank_and_gpu(
+def test_a_launcher_gives_each_rank_a_gpu(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks on one of two GPUs, as LOCAL_RANK says; NCCL is told how many are on a GPU."""
@@ -305,7 +301,7 @@ def test_a_launchers_environment_gives_each_process_its_rank_and_gpu(
     assert os.environ["NCCL_MAX_CTAS"] == "4"
 
 
-def test_ranks_that_see_one_gpu_each_do_not_share_it(
+def test_ranks_that_see_one_gpu_each(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a GPU for each task, or a container for each rank: all call theirs 0, and the host has many ranks."""
@@ -333,9 +329,7 @@ def test_ranks_that_see_one_gpu_each_do_not_share_it(
 
 
 @pytest.mark.parametrize("peers", [True, False], ids=["windows", "messages"])
-def test_arrays_made_after_the_back_end_are_on_its_gpu_and_no_rank_makes_a_context_on_gpu_0(
-    machine: Machine, cupy: ModuleType, peers: bool
-) -> None:
+def test_no_rank_makes_a_context_on_gpu_0(machine: Machine, cupy: ModuleType, peers: bool) -> None:
     """GPU 0 is another process's alone (EXCLUSIVE_PROCESS), and the ranks are on GPUs 1 and 2."""
     machine.gpus, machine.peers, machine.exclusive = 3, peers, {0}
     arrays = floats(2, 5000)
@@ -353,9 +347,7 @@ def test_arrays_made_after_the_back_end_are_on_its_gpu_and_no_rank_makes_a_conte
 
 
 @pytest.mark.parametrize("options", [{}, {"device": 5}], ids=str)
-def test_a_gpu_that_does_not_take_a_process_is_named_in_one_line(
-    machine: Machine, cupy: ModuleType, options: dict[str, int]
-) -> None:
+def test_an_exclusive_gpu_is_named(machine: Machine, cupy: ModuleType, options: dict[str, int]) -> None:
     """Another process has it in compute mode EXCLUSIVE_PROCESS, or there is none of this number."""
     machine.gpus, machine.exclusive = 2, {1}
     with Rendezvous("127.0.0.1:0", 1) as meeting:
@@ -367,7 +359,7 @@ def test_a_gpu_that_does_not_take_a_process_is_named_in_one_line(
             NcclBackend.from_environment(environment=place, **options)
 
 
-def test_a_process_that_joins_a_job_names_a_gpu_that_does_not_take_it(
+def test_a_joining_rank_names_its_gpu(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.gpus, machine.exclusive = 2, {1}
@@ -387,9 +379,7 @@ def test_a_process_that_joins_a_job_names_a_gpu_that_does_not_take_it(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("one_each", [False, True], ids=["all GPUs", "one GPU each"])
-def test_processes_of_a_launcher_work_on_a_gpu_each_and_on_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_each: bool
-) -> None:
+def test_processes_use_their_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_each: bool) -> None:
     """What the report runs on real GPUs, in two processes with stand-ins of their own."""
     for name, value in customized(tmp_path, gpus=3, one_each=one_each).items():
         monkeypatch.setenv(name, value)

@@ -94,9 +94,7 @@ def way(request: pytest.FixtureRequest, cupy: ModuleType, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_the_others_go_on_with_the_bits_of_their_own_plan(
-    machine: Machine, cupy: ModuleType, way: str, alone: bool
-) -> None:
+def test_survivors_have_their_plans_bits(machine: Machine, cupy: ModuleType, way: str, alone: bool) -> None:
     """One dies in front of a collective that is replayed as a graph; a revoked communicator is shrunk."""
     machine.gpus = 4
     arrays = floats(4, LENGTH)
@@ -129,9 +127,7 @@ def test_the_others_go_on_with_the_bits_of_their_own_plan(
     assert all(one.aborted or one.destroyed for one in comms(machine) if one.device != 2)
 
 
-def test_one_that_lives_is_left_out_and_its_communicator_is_shrunk_without_an_error(
-    machine: Machine, cupy: ModuleType, way: str
-) -> None:
+def test_a_live_rank_is_excluded_without_an_error(machine: Machine, cupy: ModuleType, way: str) -> None:
     """NCCL can since 2.27.3; what is left may be one rank, whose collectives are copies."""
     machine.gpus = 3
     arrays = floats(3, LENGTH)
@@ -161,9 +157,7 @@ def test_one_that_lives_is_left_out_and_its_communicator_is_shrunk_without_an_er
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("windows", [True, False])
-def test_kernels_that_wait_for_a_dead_rank_end_and_new_arenas_are_made(
-    machine: Machine, cupy: ModuleType, windows: bool
-) -> None:
+def test_kernels_that_wait_for_a_dead_rank_end(machine: Machine, cupy: ModuleType, windows: bool) -> None:
     """Those of before are kept, since a rank that is taken for dead may still write there."""
     machine.gpus, machine.peers, machine.windows = 3, True, (windows, False)
     arrays = floats(3, 24)
@@ -201,9 +195,7 @@ def test_kernels_that_wait_for_a_dead_rank_end_and_new_arenas_are_made(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("deaf", [False, True])
-def test_one_that_dies_within_a_replayed_graph_is_left_out(
-    machine: Machine, cupy: ModuleType, deaf: bool
-) -> None:
+def test_a_death_within_a_replayed_graph(machine: Machine, cupy: ModuleType, deaf: bool) -> None:
     """Where the graph goes on although its communicator is revoked, that is aborted, and they go on by a new id."""
     machine.gpus, machine.deaf_graphs = 3, deaf
     arrays = floats(3, LENGTH)
@@ -321,9 +313,7 @@ def test_another_rank_that_dies_meanwhile_is_left_out_too(
     assert all(one.aborted or one.destroyed for one in comms(machine) if one.device in (0, 2))
 
 
-def test_a_rank_whose_gpu_fails_says_so_and_the_others_go_on_without_it(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_survivors_exclude_a_rank_whose_gpu_fails(machine: Machine, cupy: ModuleType) -> None:
     """No later call of CUDA's mends it, so this process takes no part any more."""
     machine.gpus = 3
     arrays = floats(3, LENGTH)
@@ -348,9 +338,7 @@ def test_a_rank_whose_gpu_fails_says_so_and_the_others_go_on_without_it(
         assert results[rank][2][0].startswith("epoch 1: without rank 1: 2 ranks (gpu0 gpu2)")
 
 
-def test_a_collective_that_is_repeated_still_waits_for_what_the_caller_told_the_gpu(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_a_repeated_collective_waits_for_the_callers_stream(machine: Machine, cupy: ModuleType) -> None:
     """The gradients come late: after the rank has died, and after the others have gone on."""
     machine.gpus = 3
     arrays = floats(3, LENGTH)
@@ -513,9 +501,7 @@ def test_a_newcomer_takes_the_place_of_the_dead_by_a_new_id(
 
 
 @pytest.mark.thorough
-def test_a_newcomer_that_has_no_such_nccl_says_so_and_the_others_go_on_without_it(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomer_without_nccl(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.gpus = 3
     arrays = floats(3, LENGTH)
     invitations: Queue[str] = Queue()

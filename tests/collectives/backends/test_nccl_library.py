@@ -81,9 +81,7 @@ def test_an_abort_waits_for_the_call_that_runs_and_refuses_those_that_come_later
         call()
 
 
-def test_the_fake_notices_calls_beside_each_other_and_before_a_communicator_is_ready(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_the_fake_notices_calls_beside_each_other(machine: Machine, cupy: ModuleType) -> None:
     comm = fake_nccl.Comm(machine, bytes(128), 1, 0)
     comm.begin()
     beside = threading.Thread(target=comm.begin)

@@ -1,4 +1,4 @@
-"""The tcp back end: the same results as loopback, bit for bit, and one clear error on every rank."""
+"""The tcp back end: the same results as loopback, bit for bit, one clear error on every rank, and its footprint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator, lower
 from collectives.backends.tcp import tcp_backend
-from collectives.backends.tcp.chunk_order import orders
+from collectives.backends.tcp.chunk_order import footprint, orders
 from collectives.backends.tcp.collective_state import TcpProgram
 from collectives.backends.tcp.connections import (
     PACING,
@@ -46,7 +46,9 @@ from tests.support.tcp_jobs import (
     seal,
 )
 from topoplan.errors import BackendError, RefusedError, UsageError
-from topoplan.plans.plan import ALL_COLLECTIVES, Plan
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
 Array = NDArray[Any]
@@ -140,9 +142,7 @@ MISMATCHES: list[tuple[str, Callable[[Communicator, int], Any]]] = [
 
 @pytest.mark.parametrize("met", [False, True])
 @pytest.mark.parametrize(("field", "body"), MISMATCHES)
-def test_ranks_that_do_not_agree_all_say_in_what(
-    field: str, body: Callable[[Communicator, int], Any], met: bool
-) -> None:
+def test_ranks_say_how_they_differ(field: str, body: Callable[[Communicator, int], Any], met: bool) -> None:
     def differ(comm: Communicator, rank: int) -> Any:
         if met:
             assert comm.all_reduce(np.ones(3)).tolist() == [4.0] * 3
@@ -163,9 +163,7 @@ def test_ranks_that_do_not_agree_all_say_in_what(
         (lambda comm: comm._open().backend.largest(1.0), "do different things"),
     ],
 )
-def test_a_rank_that_does_not_come_to_a_later_meeting_is_named_at_once(
-    body: Callable[[Any], Any], message: str
-) -> None:
+def test_a_rank_that_does_not_come_is_named_at_once(body: Callable[[Any], Any], message: str) -> None:
     def second(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(np.ones(3))
         return body(comm) if rank == 1 else comm.all_reduce(np.ones(3))
@@ -184,9 +182,7 @@ SHAPED += [("sparse", lambda comm, array: comm.sparse_all_reduce(array, density=
 
 
 @pytest.mark.parametrize(("name", "body"), SHAPED, ids=[name for name, _ in SHAPED])
-def test_arrays_of_as_many_elements_and_another_shape_are_refused(
-    name: str, body: Callable[[Communicator, Array], Any]
-) -> None:
+def test_refuses_arrays_of_another_shape(name: str, body: Callable[[Communicator, Array], Any]) -> None:
     """Their elements do not mean the same."""
 
     def with_shape(comm: Communicator, rank: int) -> Any:
@@ -223,9 +219,7 @@ REFUSALS: dict[str, Callable[[Communicator, bool], object]] = {
 
 
 @pytest.mark.parametrize("options", [{}, {"on_failure": "shrink"}])
-def test_what_does_not_fit_on_all_ranks_or_on_one_is_refused_by_all_and_calls_go_on(
-    options: dict[str, Any],
-) -> None:
+def test_refusals_are_told_to_all_and_calls_continue(options: dict[str, Any]) -> None:
     def body(backend: TcpBackend, rank: int) -> list[list[str]]:
         with Communicator(forest_plan(3, "allreduce", "star"), backend, **options) as comm:
             found: list[list[str]] = []
@@ -286,9 +280,7 @@ def test_a_schedule_of_density_that_raises_on_one_rank_is_an_error_on_all() -> N
     )
 
 
-def test_after_a_refusal_calls_go_on_and_after_a_failure_each_is_an_error_and_nothing_is_left_running() -> (
-    None
-):
+def test_a_failed_communicator_stays_failed_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
 
     def body(comm: Communicator, rank: int) -> str:
@@ -508,3 +500,52 @@ def test_a_forked_child_that_ends_does_not_close_the_communicator_of_its_parent(
             return total
 
     assert backends_in_threads(2, body) == [[0, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_scratch_is_at_most_fan_in_times_depth(collective: str, shape: str) -> None:
+    """Two chunks for each joining stream and one for every level it waits; partial sums are no more than that again."""
+    plan = forest_plan(8, collective, shape)
+    found = footprint(plan)
+    assert max(found.scratch) <= 2 * found.fan_in * (plan.depth + 2)
+    if collective in ("broadcast", "allgather"):
+        assert max(found.scratch) == 0
+
+
+def test_memory_does_not_grow_with_the_number_of_chunks_a_chain_holds() -> None:
+    """In a chain a rank joins one child: nothing has to wait for a sibling."""
+    found = footprint(forest_plan(8, "allreduce", "chain"))
+    assert set(found.scratch) == set(found.held) == {0}
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        (forest_plan(8, "allreduce", "chain"), 14),
+        (forest_plan(8, "allreduce", "star"), 2),
+        (three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]), 8),
+    ],
+)
+def test_a_chunk_takes_a_step_for_every_hop_of_its_longest_way(plan: Plan, steps: int) -> None:
+    assert footprint(plan).steps == steps
+
+
+@pytest.mark.thorough
+def test_plans_of_a_million_edges_are_refused() -> None:
+    plan = topoplan.plan(cluster([Server(topoplan.load("dgx-a100"), count=128)], nic_gbps=200), "allgather")
+    with pytest.raises(UsageError, match=f"at most 200000 tree edges .*, got {1024 * 1023};"):
+        footprint(plan)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_an_all_to_all_keeps_chunks_only_of_blocks_that_it_relays(shape: str) -> None:
+    """Two for each such block and one for every level; along stars, where nothing is relayed, none."""
+    plan = forest_plan(8, "alltoall", shape)
+    relayed = [0] * 8
+    for shard in plan.shards:
+        for edge in shard.stages[0].top_down()[:-1]:
+            relayed[edge.child] += 1
+    for chunks, blocks in zip(footprint(plan).scratch, relayed, strict=True):
+        assert chunks <= 2 * blocks * (plan.depth + 2)
+    assert (max(relayed) == 0) == (shape == "star")
