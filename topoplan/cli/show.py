@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
-from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, check_csv
+from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, check_csv, declare
 from topoplan.cli.machine_options import add_cluster_options, add_fault_options
 from topoplan.cli.output import (
     check_plot,
@@ -407,16 +407,15 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def add_probe_options(parser: OneLineParser) -> None:
-    parser.add_argument("-o", metavar="F.json", dest="output", help="write the machine as topology JSON")
-    parser.add_argument(
-        "--refresh",
-        action="store_true",
-        help="read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10 minutes",
-    )
-    parser.add_argument(
-        "--sysfs-root",
-        metavar="DIR",
-        help="folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else /sys)",
+    declare(
+        parser,
+        """
+        -o F.json         write the machine as topology JSON
+        --refresh         read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10
+                          minutes
+        --sysfs-root DIR  folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else
+                          /sys)
+        """,
     )
     add_plot(parser, "the machine")
     add_json(parser)

@@ -274,9 +274,7 @@ def test_on_one_host_a_chain_takes_as_many_operations_as_a_star() -> None:
     chunk=st.integers(1, 320),
     seed=st.integers(0, 1000),
 )
-def test_three_phases_run_on_any_division_into_hosts(
-    servers: list[int], count: int, chunk: int, seed: int
-) -> None:
+def test_three_phases_run_on_any_hosts(servers: list[int], count: int, chunk: int, seed: int) -> None:
     size = sum(servers)
     first = np.cumsum([0, *servers])
     plan = three_phase_plan([list(range(a, b)) for a, b in itertools.pairwise(first)])

@@ -43,9 +43,6 @@ from topoplan.solve.search_control import (
     time_limit_note,
 )
 
-ORDERS = ("height", "trees", "first")
-"""Objectives that come first among packings of equal rate."""
-
 FIRST_HEIGHTS = 3
 """Heights that are tried before trees of any height."""
 

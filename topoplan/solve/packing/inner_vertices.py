@@ -3,8 +3,8 @@
 The fabric is packed with its helpers and copying or adding switches as vertices of trees beside the ranks. Column
 generation prices cheapest Steiner trees (`topoplan.plans.minimum_trees`): trees that lead down may pass helpers and
 copying switches, trees that lead up helpers and adding switches, and an allreduce may have its root at a helper. The
-duals are the certificate (`topoplan.plans.certificates.Steiner`). In the plan a switch is again part of routes, and
-helpers are numbered after the ranks.
+duals are the certificate (`topoplan.plans.certificates.exchange.Steiner`). In the plan a switch is again part of
+routes, and helpers are numbered after the ranks.
 """
 
 from __future__ import annotations
