@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -34,15 +34,16 @@ from collectives.training.checkpoint_state import (
     unscaled_state,
     warn_of_unused_state,
 )
-from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
-from collectives.training.gradient_filters import IntegerCodes, Significance
-from collectives.training.low_rank import LowRank
-from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Mode, Proximal, mode_of
+from collectives.training.exchange_settings import (
+    ExchangeOptions,
+    ExchangeSettings,
+    GivenScale,
+    LossScale,
+    check_options,
+)
+from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Proximal
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
-
-if TYPE_CHECKING:
-    from collectives.sparse.codec import WireFormat
 
 FORMAT = "topoplan.gradients/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1."""
@@ -146,14 +147,6 @@ class GradientSynchronizer:
         *,
         backend: str | Backend[Any] = "mpi",
         bucket_bytes: int = BUCKET_BYTES,
-        density: Density | None = None,
-        exchange: str = "auto",
-        momentum: float = 0.0,
-        wire: WireFormat | None = None,
-        mode: Mode | str | None = None,
-        low_rank: LowRank | int | None = None,
-        codes: IntegerCodes | int | None = None,
-        significance: Significance | float | None = None,
         loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
@@ -162,19 +155,11 @@ class GradientSynchronizer:
         on_change: Callable[[int, int], object] | None = None,
         invitation: str | None = None,
         name: str = "gradients",
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        self.mode = mode_of(mode)
-        self._sparse = density is not None
-        how = ExchangeSettings(
-            density,
-            exchange,
-            momentum,
-            wire,
-            self.mode,
-            low_rank=LowRank.of(low_rank),
-            codes=IntegerCodes.of(codes),
-            significance=Significance.of(significance),
-        )
+        check_options(options, "GradientSynchronizer.__init__")
+        how = ExchangeSettings.of(**options)
+        self.mode, self._sparse = how.mode, how.density is not None
         scale = LossScale(loss_scale)
         self._joining = invitation is not None
         opened: Backend[Any] | None = None
