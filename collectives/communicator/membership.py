@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives.backends.backend import Backend, Call, Follows, HasEngines, RankArrays, Recovers
+from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.execution import Execution
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import Request, request
@@ -124,7 +124,7 @@ class CommunicatorMembers:
     def survivors(self, to: str) -> MembershipProtocol:
         """Return the membership protocol, to do something; UsageError if the back end has none."""
         backend = self.execution.backend
-        if not isinstance(backend, Recovers) or backend.survivors is None:
+        if backend.survivors is None:
             raise UsageError(f"cannot {to}: {RECOVERY_UNSUPPORTED.format(name=backend.name)}")
         if backend.survivors.beside is not None:
             raise UsageError(
@@ -355,8 +355,7 @@ class CommunicatorMembers:
     def _state(self, progress: RecoveryProgress | None = None) -> RecoveryState:
         """Return the state of this process for a recovery."""
         backend = self.execution.backend
-        about = backend.about if isinstance(backend, Recovers) else {}
-        settings = replace(self._settings, backend=backend.name, about=about)
+        settings = replace(self._settings, backend=backend.name, about=backend.about)
         return RecoveryState(
             backend, self.membership, self.plans, settings, self.epoch, progress or RecoveryProgress()
         )
@@ -388,9 +387,9 @@ class CommunicatorMembers:
         """Switch to another plan and back end."""
         backend = execution.backend
         self._present = execution, membership
-        self._survivors = backend.survivors if isinstance(backend, Recovers) else None
+        self._survivors = backend.survivors
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
-        self.engine = backend.about_engine if isinstance(backend, HasEngines) else ""
+        self.engine = backend.about_engine
         self._restart_monitor()
 
     def _adopt(self, made: Plans, membership: Membership) -> None:
@@ -446,7 +445,6 @@ def serve_as_helper(backend: Backend[Any], store: PlanStore) -> int:
     """
     if not is_helper(backend):
         raise UsageError("serve is for helpers, and this process is a rank; call collectives")
-    assert isinstance(backend, Follows), "only such back ends have helpers"
     done = 0
     while (asked := backend.follow()) is not None:
         try:
