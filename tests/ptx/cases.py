@@ -186,7 +186,7 @@ NO_NUMBER = {"bfloat16": 0x7FFF, "float16": 0x7FFF, "float32": 0x7FFFFFFF, "floa
 class Addend:
     """What a kernel adds to the elements that it reads: nothing, or a gradient, through a velocity or not."""
 
-    kind: str  # "", "feed", "feedback" or "momentum"
+    kind: str  # "", "feedback" or "momentum"
     dtype: str
     given: str
     x: Array
@@ -207,9 +207,7 @@ class Addend:
         momentum = np.array([0.5], dtype=bits_type(dtype))
         kept, speed, sums = x.copy(), velocity.copy(), x.copy()
         with np.errstate(all="ignore"):
-            if kind == "feed":
-                sums = kept = narrow(wide(x, dtype) + wide(gradient, dtype), dtype)
-            elif kind:
+            if kind:
                 step = wide(gradient, given).astype(dtype)
                 if kind == "momentum":
                     step = velocity * momentum[0] + step
@@ -232,8 +230,6 @@ class Addend:
         places.append(
             memory.put("gradient", self.gradient, writable=False, shift=shift * self.gradient.itemsize)
         )
-        if self.kind == "feed":
-            return places
         if self.kind == "feedback":
             return [*places, 0, 0]
         places.append(memory.put("velocity", self.velocity, shift=shift * size))
@@ -528,8 +524,6 @@ def parsed(kernel: str) -> tuple[str, str, str, str]:
     if given in GRADIENT_DTYPES["float64"] and head:
         kind, _, form = head.partition("_")
         return (form, kind, dtype, given) if kind != "take" else (head, "", dtype, given)
-    if form.startswith("feed_"):
-        return form.removeprefix("feed_"), "feed", dtype, dtype
     return form, "", dtype, ""
 
 
