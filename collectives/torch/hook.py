@@ -53,7 +53,6 @@ from collectives.training.exchange_settings import (
     ExchangeSettings,
     GivenScale,
     LossScale,
-    check_options,
 )
 from collectives.training.modes import BSP, Gossip, mode_of
 from collectives.training.report import Recorder, log_start, register_recorder
@@ -181,7 +180,6 @@ class HookState:
         invitation: str | None = None,
         **options: Unpack[ExchangeOptions],
     ) -> None:
-        check_options(options, "HookState.__init__")
         listed = None if parameters is None else tensors_of(parameters)
         given = {
             name: value

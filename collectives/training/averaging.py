@@ -30,6 +30,7 @@ from collectives.sparse.exchange_choice import SparseExplanation
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
 from collectives.training.exchange_settings import ExchangeSettings, LossScale
+from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.report import Recorder
@@ -190,6 +191,7 @@ class InStepAverager(Averager):
         self.settings = settings
         self._filter = None if settings.filter is None else settings.filter.exchange(communicator)
         self._memory = None if self._filter is None else self._filter.memory
+        self._filter_text = f"{settings.filter or ''}"
 
     def start(
         self,
@@ -220,9 +222,7 @@ class InStepAverager(Averager):
             if parts is None:
                 elements = elements_of(comm, gradients)
                 parts = (BucketPart(key, 0, elements, (elements,)),)
-            filtered = self._filter.start(
-                key, gradients, parts=parts, step=step, scale=scale, op=op, out=out, async_op=async_op
-            )
+            filtered = self._filter.start(FilterCall(key, gradients, parts, step, scale, op, out, async_op))
         note: Mapping[str, Any] | None
         if filtered is not None:
             handle, part, words = filtered
@@ -268,16 +268,16 @@ class InStepAverager(Averager):
 
     def end_step(self) -> None:
         super().end_step()
-        if (memory := self._memory) is not None:
-            memory.end_step()
+        if self._memory is not None:
+            self._memory.end_step()
 
     def give_up(self) -> None:
         super().give_up()
-        if (memory := self._memory) is not None:
-            memory.finite = False
-            memory.settle()
-        if keys := self._keys:
-            self._keys = set()
+        if self._memory is not None:
+            self._memory.finite = False
+            self._memory.settle()
+        keys, self._keys = self._keys, set()
+        if keys:
             self.communicator.end_sparse_step(keys, lost=True)
 
     def _check_finite(self, memory: FilterState, averages: Any) -> Any:
@@ -301,10 +301,10 @@ class InStepAverager(Averager):
 
     def filter_state(self) -> dict[str, Any]:
         kept = super().filter_state() if self._memory is None else self._memory.state()
-        return {**kept, "filter": self.settings.filter_text}
+        return {**kept, "filter": self._filter_text}
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
-        memory, fits = self._memory, state["filter"] == self.settings.filter_text
+        memory, fits = self._memory, state["filter"] == self._filter_text
         if memory is not None:
             memory.restore(state if fits else EMPTY_STATE)
         return describe_state(state) if memory is None or not fits else ""
@@ -623,9 +623,8 @@ def _note(density: float, how: str, bound: float = math.inf) -> dict[str, Any]:
 
 def _sparse_note(chosen: SparseExplanation, density: float) -> dict[str, Any]:
     """Return the fields of the record of a sparse exchange."""
-    dense = chosen.exchange == "dense"
     bound = math.inf if chosen.plan is None else chosen.plan.bound
-    return _note(1.0 if dense else density, chosen.exchange, bound)
+    return _note(1.0 if chosen.exchange == "dense" else density, chosen.exchange, bound)
 
 
 def nbytes_of(comm: Communicator, gradients: Any) -> int:

@@ -6,19 +6,19 @@ Ranks compare the settings by their text before the first step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
 from collectives.sparse.selection.error_feedback import checked_density
+from collectives.training.gradient_filters import IntegerCodes, Significance
+from collectives.training.low_rank import LowRank
 from collectives.training.modes import BSP, Mode, mode_of
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
-    from collectives.training.gradient_filters import IntegerCodes, Significance
-    from collectives.training.low_rank import LowRank
 
 
 class HasScale(Protocol):
@@ -34,16 +34,15 @@ Density = float | Callable[[int], float]
 GivenScale = float | Callable[[], float] | HasScale
 """The loss scale of gradients, or what returns it in each step."""
 
-FILTERS = ("low_rank", "codes", "significance")
-"""Filters of dense gradients."""
+FILTERS = {"low_rank": LowRank, "codes": IntegerCodes, "significance": Significance}
+"""Settings of the filters of dense gradients."""
 
 NARROW = ("float16", "bfloat16")
 """Types to which dense gradients may be rounded."""
 
 
 class LossScale:
-    """Factor that gradients of a step were multiplied by: a number, a function, or an object with ``get_scale()``; 1 by
-    default.
+    """Factor of the gradients of a step: a number, a function, or an object with ``get_scale()``; 1 by default.
 
     `given` says whether there is one. Raises `UsageError` for anything else.
 
@@ -96,24 +95,6 @@ class ExchangeOptions(TypedDict, total=False):
     low_rank: LowRank | int | None
     codes: IntegerCodes | int | None
     significance: Significance | float | None
-
-
-def check_options(given: Mapping[str, object], function: str) -> None:
-    """Raise TypeError for a keyword argument that is not in `ExchangeOptions`, before other ranks wait for this one."""
-    for name in given:
-        if name not in ExchangeOptions.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-def _filter_settings(name: str) -> type[Any]:
-    """Return the class of a filter's settings."""
-    if name == "low_rank":
-        from collectives.training.low_rank import LowRank
-
-        return LowRank
-    from collectives.training.gradient_filters import IntegerCodes, Significance
-
-    return IntegerCodes if name == "codes" else Significance
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +155,15 @@ class ExchangeSettings:
         given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
         return (
             f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
-            f"compress {self.compress}" + (f", {self.filter_text}" if self.filter_text else "")
+            f"compress {self.compress}" + (f", {self.filter}" if self.filter else "")
         )
 
     @classmethod
     def of(cls, *, compress: str | None = None, **given: Unpack[ExchangeOptions]) -> ExchangeSettings:
         """Return settings of the arguments of a user: a mode also by its name, a filter by its first number."""
         options: dict[str, Any] = {**given, "mode": mode_of(given.get("mode")), "compress": compress}
-        for name in FILTERS:
-            value = options.get(name)
-            if value is not None and not isinstance(value, kind := _filter_settings(name)):
+        for name, kind in FILTERS.items():
+            if not isinstance(value := options.get(name), kind | None):
                 options[name] = kind(value)
         return cls(**options)
 
@@ -191,11 +171,6 @@ class ExchangeSettings:
     def filter(self) -> LowRank | IntegerCodes | Significance | None:
         """The settings of the filter of dense gradients; None without one."""
         return next((one for one in map(self.__getattribute__, FILTERS) if one is not None), None)
-
-    @property
-    def filter_text(self) -> str:
-        """Text of the filter's settings; empty without one."""
-        return "" if self.filter is None else f"{self.filter}"
 
     def density_at(self, step: int) -> float:
         """Return the density of a step; 1 for dense gradients.

@@ -46,6 +46,20 @@ Filtered = tuple[Handle[Any], float, str]
 """Handle of the average, share of the gradient's bytes that a rank sends, and how they travel."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FilterCall:
+    """The arguments of `Averager.start`, with the step of training and its loss scale."""
+
+    key: str
+    gradients: Any
+    parts: Sequence[BucketPart]
+    step: int
+    scale: float
+    op: str
+    out: Any
+    async_op: bool
+
+
 class GradientFilter(ABC):
     """Averages dense gradients in another form; `memory` is the state from step to step, None without one."""
 
@@ -58,19 +72,8 @@ class GradientFilter(ABC):
         self.communicator = communicator
 
     @abstractmethod
-    def start(
-        self,
-        key: str,
-        gradients: Any,
-        *,
-        parts: Sequence[BucketPart],
-        step: int,
-        scale: float,
-        op: str,
-        out: Any,
-        async_op: bool,
-    ) -> Filtered | None:
-        """Start as `Averager.start`, with the loss scale; None for a gradient that travels as it is in this step."""
+    def start(self, call: FilterCall) -> Filtered | None:
+        """Start as `Averager.start`; None for a gradient that travels as it is in this step."""
 
     def _listed(self, gradients: Any) -> list[Any]:
         """Return a gradient for each rank of this process; UsageError if they are not floats."""
@@ -168,20 +171,9 @@ class IntegerCodeExchange(GradientFilter):
         super().__init__(communicator)
         self.settings = settings
 
-    def start(
-        self,
-        key: str,
-        gradients: Any,
-        *,
-        parts: Sequence[BucketPart],
-        step: int,
-        scale: float,
-        op: str,
-        out: Any,
-        async_op: bool,
-    ) -> Filtered:
+    def start(self, call: FilterCall) -> Filtered:
         comm, library, how = self.communicator, self.communicator.arrays, self.settings
-        given = self._listed(gradients)
+        given = self._listed(call.gradients)
         lines = [_floats(library.values(one)) for one in given]
         ranges = [library.wrapped(largest_magnitudes(one, how.block)) for one in lines]
         ranks = reduce_line(comm, ranges, "max")
@@ -192,13 +184,13 @@ class IntegerCodeExchange(GradientFilter):
         if undefined is not None:
             largest[broken] = 0
             lines = [np.where(undefined, line.dtype.type(0), line) for line in lines]
-        seed = how.seed << 32 | zlib.crc32(key.encode())
+        seed = how.seed << 32 | zlib.crc32(call.key.encode())
         made = [
             to_fixed_point(
                 line,
                 bits=how.bits,
                 seed=seed,
-                step=step,
+                step=call.step,
                 stream=rank,
                 block=how.block,
                 ranks=ranks,
@@ -210,16 +202,16 @@ class IntegerCodeExchange(GradientFilter):
         scales = made[0].scales
 
         adding = codes[0] if comm.one_rank else codes
-        asynchronous = async_op or comm.on_failure == "shrink"
+        asynchronous = call.async_op or comm.on_failure == "shrink"
         handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
         def decoded(_: Any) -> Any:
             total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
             # a sum of gradients that were divided before is their average already
-            average = total if op == "sum" else total / np.float32(rank_count(handle, comm))
+            average = total if call.op == "sum" else total / np.float32(rank_count(handle, comm))
             if undefined is not None:
                 average[undefined] = np.nan
-            return distribute_average(comm, average, given, out)
+            return distribute_average(comm, average, given, call.out)
 
         part = how.nbytes(lines[0].size) / max(lines[0].size * library.itemsize(given[0]), 1)
         return handle.then(decoded), part, f"{how.bits} bits"
@@ -324,25 +316,14 @@ class SignificanceExchange(GradientFilter):
         self.settings = settings
         self.memory = FilterState()
 
-    def start(
-        self,
-        key: str,
-        gradients: Any,
-        *,
-        parts: Sequence[BucketPart],
-        step: int,
-        scale: float,
-        op: str,
-        out: Any,
-        async_op: bool,
-    ) -> Filtered:
+    def start(self, call: FilterCall) -> Filtered:
         comm, library = self.communicator, self.communicator.arrays
-        given, words = self._listed(gradients), f"above {self.settings.threshold:g}"
+        given, words = self._listed(call.gradients), f"above {self.settings.threshold:g}"
         wide = np.float64 if library.dtype(given[0]) == "float64" else np.float32
         lines = [library.values(one).reshape(-1).astype(wide) for one in given]
-        chosen = self._choose(key, parts, lines, scale)
+        chosen = self._choose(call, lines)
         counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
-        ranks, asynchronous = reduce_line(comm, counts, "max"), async_op or comm.on_failure == "shrink"
+        ranks, asynchronous = reduce_line(comm, counts, "max"), call.async_op or comm.on_failure == "shrink"
         most, size, item = int(library.values(counts[0])[0]), lines[0].size, lines[0].itemsize
         entry = np.dtype([("index", np.uint32), ("value", wide)])
         if size > 1 << 32 or most * entry.itemsize * ranks >= 2 * size * item:
@@ -352,8 +333,8 @@ class SignificanceExchange(GradientFilter):
 
             def whole(_: Any) -> Any:
                 total: Line = np.asarray(library.values(sent[0]))
-                over = 1 if op == "sum" else rank_count(adds, comm)
-                return distribute_average(comm, total / wide(over), given, out, self.memory)
+                over = 1 if call.op == "sum" else rank_count(adds, comm)
+                return distribute_average(comm, total / wide(over), given, call.out, self.memory)
 
             return adds.then(whole), 1.0, words
         messages = []
@@ -371,7 +352,7 @@ class SignificanceExchange(GradientFilter):
                 part = message[1 : int(message["index"][0]) + 1]
                 total[part["index"]] += part["value"]
             return distribute_average(
-                comm, total / wide(1 if op == "sum" else len(all_of)), given, out, self.memory
+                comm, total / wide(1 if call.op == "sum" else len(all_of)), given, call.out, self.memory
             )
 
         handle = Handle.around(
@@ -379,16 +360,14 @@ class SignificanceExchange(GradientFilter):
         )
         return handle.then(added), min((most + 1) * entry.itemsize / max(size * item, 1), 1.0), words
 
-    def _choose(
-        self, key: str, parts: Sequence[BucketPart], lines: list[Line], scale: float
-    ) -> list[tuple[NDArray[np.int64], Line]]:
+    def _choose(self, call: FilterCall, lines: list[Line]) -> list[tuple[NDArray[np.int64], Line]]:
         """Return indices and values that each rank of this process sends; keep the others."""
         how = self.settings
-        sketches = self._sketches(key) if how.admission > 1 else []
-        self.memory.add_to(parts, lines, scale=scale)
+        sketches = self._sketches(call.key) if how.admission > 1 else []
+        self.memory.add_to(call.parts, lines, scale=call.scale)
         found = []
         for place, line in enumerate(lines):
-            indices = np.flatnonzero(~(np.abs(line) <= how.threshold * scale))
+            indices = np.flatnonzero(~(np.abs(line) <= how.threshold * call.scale))
             if sketches:
                 sketches[place].add(indices)
                 often = sketches[place].estimate(indices) >= how.admission
@@ -396,7 +375,7 @@ class SignificanceExchange(GradientFilter):
             found.append((indices, line[indices]))
             line[indices] = 0
         if how.feedback:
-            self.memory.keep(parts, lines, scale=scale)
+            self.memory.keep(call.parts, lines, scale=call.scale)
         return found
 
     def _sketches(self, key: str) -> list[CountMin]:

@@ -39,7 +39,6 @@ from collectives.training.exchange_settings import (
     ExchangeSettings,
     GivenScale,
     LossScale,
-    check_options,
 )
 from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Proximal
 from collectives.training.report import Recorder, log_start, register_recorder
@@ -157,7 +156,6 @@ class GradientSynchronizer:
         name: str = "gradients",
         **options: Unpack[ExchangeOptions],
     ) -> None:
-        check_options(options, "GradientSynchronizer.__init__")
         how = ExchangeSettings.of(**options)
         self.mode, self._sparse = how.mode, how.density is not None
         scale = LossScale(loss_scale)
@@ -186,9 +184,8 @@ class GradientSynchronizer:
             self._averager = make_averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._confirmed_step = 0
-            self._last_with_data = (
-                0  # place of a rank of this process that had data in the last step with data
-            )
+            # place of a rank of this process that had data in the last step with data
+            self._last_with_data = 0
             self._diverged = False
             self._proximal: Proximal | None = None
             if isinstance(self.mode, LocalSGD) and self.mode.proximal:
@@ -588,12 +585,8 @@ class GradientSynchronizer:
             memory.append(BucketMemory(bucket, shapes, comm, likes))
             if how.density is not None and not self._joining:
                 lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
-                comm.exchange_for(
-                    lines[0] if comm.one_rank else lines,
-                    density=how.density_at(0),
-                    exchange=how.exchange,
-                    wire=how.wire,
-                )
+                given = lines[0] if comm.one_rank else lines
+                comm.exchange_for(given, density=how.density_at(0), exchange=how.exchange, wire=how.wire)
         return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.checkpoint_state import BucketPart, FilterState
-from collectives.training.gradient_filters import Filtered, GradientFilter, distribute_average
+from collectives.training.gradient_filters import FilterCall, Filtered, GradientFilter, distribute_average
 from collectives.training.modes import check_count
 from topoplan.errors import UsageError
 
@@ -121,29 +121,20 @@ class LowRankExchange(GradientFilter):
         self.settings = settings
         self.memory = FilterState()
 
-    def start(
-        self,
-        key: str,
-        gradients: Any,
-        *,
-        parts: Sequence[BucketPart],
-        step: int,
-        scale: float,
-        op: str,
-        out: Any,
-        async_op: bool,
-    ) -> Filtered | None:
+    def start(self, call: FilterCall) -> Filtered | None:
         comm, library, how = self.communicator, self.communicator.arrays, self.settings
-        thin = how.thin(key, parts, step)
+        thin = how.thin(call.key, call.parts, call.step)
         if not thin:
             return None
-        given = self._listed(gradients)
-        approximated = {at.key for at in thin} if how.matrices == "layers" else {one.name for one in parts}
-        held = [one for one in parts if one.name in approximated]
-        whole = [one for one in parts if one.name not in approximated]
+        given = self._listed(call.gradients)
+        approximated = (
+            {at.key for at in thin} if how.matrices == "layers" else {one.name for one in call.parts}
+        )
+        held = [one for one in call.parts if one.name in approximated]
+        whole = [one for one in call.parts if one.name not in approximated]
         values = [library.values(one).reshape(-1) for one in given]
         lines = [one.astype(np.float32) for one in values]
-        self.memory.add_to(held, lines, scale=scale)
+        self.memory.add_to(held, lines, scale=call.scale)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
         rights = [self._right(at) for at in thin]
         with np.errstate(invalid="ignore"):
@@ -154,7 +145,7 @@ class LowRankExchange(GradientFilter):
                 ]
                 for mine, one in zip(matrices, values, strict=True)
             ]
-        summed = self._sum(products, given, op, async_op=False).wait()
+        summed = self._sum(products, given, call.op, async_op=False).wait()
         # parameters that travel whole have arrived with the first sum
         total = values[0].astype(np.result_type(values[0].dtype, np.float32))
         for part, line in zip(whole, summed[len(thin) :], strict=True):
@@ -165,7 +156,7 @@ class LowRankExchange(GradientFilter):
         def undefined() -> Any:
             for at in thin:
                 total[at.start : at.stop] = np.nan
-            return distribute_average(comm, total, given, out, self.memory)
+            return distribute_average(comm, total, given, call.out, self.memory)
 
         if not _finite(summed[: len(thin)]):
             return Handle.of(undefined()), travels, f"rank {how.rank}"
@@ -180,17 +171,17 @@ class LowRankExchange(GradientFilter):
                 average = outer(left, right).reshape(-1)[: at.stop - at.start]
                 total[at.start : at.stop] = average
                 # gradients that were divided before: each rank has given its part of the sum
-                share = average / np.float32(comm.size) if op == "sum" else average
+                share = average / np.float32(comm.size) if call.op == "sum" else average
                 for line in lines:
                     line[at.start : at.stop] -= share
                 dead = ~right.any(axis=0)
                 kept = np.where(dead, _initial_factor(at.key, at.columns, how.rank), right)
                 self.memory.keep_arrays(at.key, [kept])
             if how.feedback:
-                self.memory.keep(held, lines, scale=scale)
-            return distribute_average(comm, total, given, out, self.memory)
+                self.memory.keep(held, lines, scale=call.scale)
+            return distribute_average(comm, total, given, call.out, self.memory)
 
-        handle = self._sum(again, given, op, async_op=async_op).then(product)
+        handle = self._sum(again, given, call.op, async_op=call.async_op).then(product)
         return handle, travels, f"rank {how.rank}"
 
     def _right(self, at: ThinMatrix) -> Matrix:

@@ -26,7 +26,7 @@ from collectives.tables.kernels.kernel_launch import (
 from collectives.tables.kernels.source import GRADIENT_DTYPES, KEY_BITS
 from tests.ptx.machine import KernelFault, Memory, run
 from tests.ptx.text import Program
-from tests.support.kernel_data import averaged, bits_type, joined, narrowed, same_bits, special, widened
+from tests.support.kernel_data import averaged, bits_type, joined, same_bits, special, widened
 from tests.support.selection_data import drawn, key_of, reference
 
 Array = NDArray[Any]
@@ -82,11 +82,6 @@ MOST_STEPS = 200_000_000
 def wide(values: Array, dtype: str) -> Array:
     """Numbers to compute with: singles for bfloat16, others as they are."""
     return widened(values) if dtype == "bfloat16" else values
-
-
-def narrow(values: Array, dtype: str) -> Array:
-    """Back to how the dtype is stored."""
-    return narrowed(values) if dtype == "bfloat16" else values
 
 
 # ---- joins, averages, copies
