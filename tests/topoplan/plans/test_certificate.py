@@ -36,7 +36,6 @@ from topoplan.plans.certificates.certificate import (
 )
 from topoplan.plans.certificates.exchange import BetweenServersBound, EntryBound, InsideServerBound
 from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
-from topoplan.solve.cuts_and_partitions import best_bound
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
 ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
@@ -125,22 +124,6 @@ def test_any_partition_bounds_the_allreduce(topology: Topology, data: st.DataObj
             bound(Partition(parts), topology, "allreduce")
     else:
         assert bound(Partition(parts), topology, "allreduce") >= optimum(topology, "allreduce")
-
-
-@given(switched_machines() | direct_machines(most=5), ANY_COLLECTIVE)
-@settings(max_examples=60, deadline=None)
-def test_lengths_of_one_across_a_cut_or_partition_prove_as_much(topology: Topology, collective: str) -> None:
-    """A cut is a certificate by lengths: with 1 on each link that it counts, the dual bound is no weaker."""
-    root = 0 if collective in ROOTED else None
-    fabric = nvlink(topology)
-    certificate = best_bound(fabric, collective, root)
-    value = certificate.bound(fabric, collective, root)
-    if isinstance(certificate, Lengths):
-        return
-    counted = certificate.link_lengths(fabric, collective)
-    crossing = [link for link, length in zip(fabric.links, counted, strict=True) if length]
-    unit = Lengths(tuple((link.src, link.dst, Fraction(1)) for link in crossing))
-    assert unit.bound(fabric, collective, root) <= value
 
 
 @st.composite

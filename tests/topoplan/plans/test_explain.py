@@ -138,11 +138,3 @@ def test_unequal_lengths_are_weights(values: list[int]) -> None:
     sentence = explain_certificate(explained)
     assert stated_bound(sentence) == pytest.approx(bound, rel=2e-5)
     assert bool(WEIGHTED.fullmatch(sentence)) == (len({y for y in values if y}) > 1)
-
-
-def test_a_link_that_is_named_twice() -> None:
-    """Of two lengths for one link the last counts, as it does in the bound."""
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1])
-    certificate = Lengths(tuple(("gpu0", "gpu1", Fraction(y)) for y in (9, 1)))
-    explained, bound = proved(plan, certificate)
-    assert stated_bound(explain_certificate(explained)) == bound

@@ -116,16 +116,6 @@ def test_a_single_plan_is_a_book_of_one_range(collective: str) -> None:
     assert plan.digest != book.digest
 
 
-def test_the_digest_tells_apart_what_differs() -> None:
-    """Other crossovers or other plans; not the time it took to make them."""
-    made = by_hand()
-    moved = by_hand(starts=(0, 101, 5000))
-    swapped = SizePlans(tuple(replace(one, plan=made.plans[0]) for one in made.ranges))
-    timed = SizePlans(tuple(replace(one, plan=one.plan.timed(3.0)) for one in made.ranges))
-    assert len({made.digest, moved.digest, swapped.digest}) == 3
-    assert timed.digest == made.digest
-
-
 @pytest.mark.parametrize(
     ("spans", "message"),
     [

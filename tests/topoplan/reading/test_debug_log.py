@@ -41,13 +41,6 @@ def test_ranks_rings_trees_and_ways_come_back(make: type[DebugLog]) -> None:
         assert count == hops.count((joined.source, joined.target))
 
 
-def test_bus_ids_are_as_the_kernel_writes_them() -> None:
-    """NCCL prints 6000 for 0000:06:00.0, and 10b000 for 0001:0b:00.0."""
-    assert read(healthy()).communicators[0].ranks[0].busid == "0000:06:00.0"
-    line = "n:1:2 [0] NCCL INFO comm 0x7f rank 0 nranks 2 cudaDev 0 busId 10b000 - Init COMPLETE"
-    assert read(line).communicators[0].ranks[0].busid == "0001:0b:00.0"
-
-
 def test_the_order_of_the_ranks_lines_does_not_matter() -> None:
     """They print at once; each rank keeps its own order."""
     lines = healthy().text().splitlines()
@@ -111,14 +104,6 @@ def test_ways_of_many_releases(line: str, via: str) -> None:
     """From 2.4 on, with what launchers and NCCL put before a line."""
     ((joined, count),) = read(line).communicators[0].joined()
     assert (joined.source, joined.target, via_kind(joined.via), count) == (0, 1, via, 1)
-
-
-def test_communicators_are_kept_apart() -> None:
-    """By their commId; the largest comes first."""
-    small = DebugLog(hosts=(("node1", 2),), rings=[(0, 1)]).text().replace("1234abcd5678", "77")
-    found = read(small + healthy().text())
-    assert [one.size for one in found.communicators] == [8, 2]
-    assert found.communicators[1].rings == {0: (0, 1), 1: (0, 1), 2: (0, 1)}
 
 
 OLDER = """ip-a:21:86 [0] NCCL INFO NCCL version 2.9.9+cuda11.0

@@ -71,12 +71,6 @@ def test_a_rate_must_be_a_finite_number_above_zero(rate: float) -> None:
         load(PAIR, pcie_gbps=rate)
 
 
-def test_rates_are_refused_for_a_machine_that_states_its_own() -> None:
-    """They would silently do nothing."""
-    with pytest.raises(UsageError, match="states its own bandwidths"):
-        load("dgx-1v", nvlink_gbps=22)
-
-
 @pytest.mark.parametrize(
     ("name", "near"), [("dgx-1", "dgx-1"), ("dgx1v", "dgx-1v"), ("DGX-2", "dgx-2"), ("dgxa100", "dgx-a100")]
 )

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import topoplan
 from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
@@ -66,11 +65,6 @@ def rate_of(machine: Topology, channel: str) -> set[float]:
     return {link.bandwidth / link.count for link in machine.links if link.channel == channel}
 
 
-DGX_1_SHAPE = {
-    **{f"gpu{i}": f"pcie{i // 2}" for i in range(8)},
-    **{f"pcie{i}": f"cpu{i // 2}" for i in range(4)},
-}
-
 # name: GPUs, NVLinks in all, links per GPU if switched, GB/s per NVLink, groups of GPUs on one CPU
 REAL = {
     "a100x4_nv4_della": (4, 24, None, 25.0, ["01", "23"]),
@@ -119,23 +113,6 @@ def test_every_real_matrix_is_in_the_table_above(machines_dir: Path) -> None:
     """A file that is added to the folder must be read too."""
     files = {path.stem for path in (machines_dir / "nvidia-smi").glob("*.txt")}
     assert {name for name in files if not name.endswith(".nvlink")} == set(REAL)
-
-
-def test_listings_of_nvidia_smi_nvlink_are_refused(machines_dir: Path) -> None:
-    """They are another command's output, and the message names the right one."""
-    listings = sorted((machines_dir / "nvidia-smi").glob("*.nvlink.txt"))
-    assert listings
-    for path in listings:
-        with pytest.raises(TopologyError, match="topo -m"):
-            parse_nvidia_smi(path.read_text())
-
-
-def test_the_real_dgx_1v_is_the_librarys(machines_dir: Path) -> None:
-    """Same NVLinks and same PCIe tree of the GPUs; the real one prints its NICs in another order."""
-    machine = parse_nvidia_smi((machines_dir / "nvidia-smi" / "dgx1_v100.txt").read_text())
-    assert nvlinks_of(machine) == nvlinks_of(LIBRARY["dgx-1v"]())
-    tree = {child: parent for child, parent in parents_of(machine).items() if not child.startswith("nic")}
-    assert tree == DGX_1_SHAPE
 
 
 def code_between(machine: Topology, *, hide: bool) -> Callable[[str, str], str]:
@@ -261,24 +238,6 @@ def test_rates_of_several_links_stay_as_exact_as_they_are_written(
             assert exact(link.bandwidth) == Fraction(link.count * thousandths, 1000)
 
 
-def test_a_box_of_single_double_and_triple_links_has_few_trees_of_simple_shares() -> None:
-    """At 25.781 GB/s per link, where a rounded 77.343 once gave 5, 5 and 10 trees and shares of 2578100000000000ths."""
-    codes = {(0, 1): 1, (2, 3): 1, (0, 2): 2, (1, 3): 2, (0, 3): 3, (1, 2): 3}
-
-    def code(first: str, second: str) -> str:
-        i, j = sorted((int(first[3:]), int(second[3:])))
-        return f"NV{codes[i, j]}"
-
-    machine = parse_nvidia_smi(matrix_text([f"GPU{i}" for i in range(4)], code), nvlink_gbps=25.781)
-    plans = {name: topoplan.plan(machine, name) for name in ("allreduce", "broadcast", "allgather")}
-    assert {name: (plan.rate, plan.trees) for name, plan in plans.items()} == {
-        "allreduce": (103.124, 3),
-        "broadcast": (154.686, 4),
-        "allgather": (206.248, 6),
-    }
-    assert {shard.share.denominator for plan in plans.values() for shard in plan.shards} == {2, 3, 4, 6, 8}
-
-
 SAMPLE = (
     matrix_text(
         ["GPU0", "GPU1", "GPU2", "GPU3", "mlx5_0", "mlx5_1"],
@@ -298,13 +257,6 @@ def test_a_damaged_matrix_is_read_or_refused_in_one_line(data: st.DataObject) ->
     with contextlib.suppress(TopologyError, UsageError):
         machine = parse_nvidia_smi(text)
         assert Fabric(machine, ("pcie",)).unreachable() == ()
-
-
-@given(st.text(max_size=60))
-def test_random_text_is_refused(text: str) -> None:
-    """And by a TopologyError only."""
-    with pytest.raises(TopologyError):
-        parse_nvidia_smi(text)
 
 
 def test_escapes_comments_and_prose_around_the_table_are_skipped() -> None:
@@ -497,13 +449,6 @@ def test_numa_nodes_are_kept_where_one_is_printed(printed: str, numa: int | None
     assert parse_nvidia_smi(text).device("gpu0").numa == numa
 
 
-def test_one_visible_gpu_is_a_machine() -> None:
-    """A job that was given one GPU sees a one by one matrix."""
-    machine = parse_nvidia_smi(uniform(1, ""))
-    assert machine.gpus == ("gpu0",)
-    assert parents_of(machine) == {"gpu0": "cpu0"}
-
-
 def test_cut_rows_are_filled_by_symmetry_with_a_note() -> None:
     """Sixteen columns and two rows of an NVSwitch machine still are sixteen GPUs on the switch."""
     names = [f"GPU{i}" for i in range(16)]
@@ -543,11 +488,6 @@ def test_the_row_sum_tells_switch_and_generation(
     assert any("--pcie-gbps" in note for note in machine.notes)
 
 
-def test_direct_nv6_says_that_it_may_be_a_part_of_an_nvswitch_machine() -> None:
-    """Four of a DGX-2's GPUs print what four directly joined H100 print."""
-    assert any("NVSwitch machine look the same" in note for note in parse_nvidia_smi(uniform(4, "NV6")).notes)
-
-
 def test_a_gpu_without_nvlink_is_not_joined_to_the_switch() -> None:
     """A board with a failed GPU: seven on the switch, one on PCIe only."""
     names = [f"GPU{i}" for i in range(8)]
@@ -585,13 +525,6 @@ def test_affinity_overrules_sys_only_where_it_differs_between_gpus() -> None:
     bound = matrix_text(names, lambda a, b: "SYS", affinity=lambda name: "1-1")
     assert len(cpus_of(parents_of(parse_nvidia_smi(told)))) == 2
     assert len(cpus_of(parents_of(parse_nvidia_smi(bound)))) == 4
-
-
-def test_devices_that_nothing_places_are_assumed_on_one_cpu_with_a_note() -> None:
-    """NVLink between all and no affinity: the codes are gone."""
-    machine = parse_nvidia_smi(uniform(4, "NV4"))
-    assert set(parents_of(machine).values()) == {"cpu0"}
-    assert any("assumed at root ports of cpu0" in note for note in machine.notes)
 
 
 def test_codes_that_contradict_each_other_are_noted_and_the_nearer_is_kept() -> None:

@@ -119,12 +119,6 @@ def test_what_is_not_of_links_is_skipped() -> None:
     assert parse_nvlink_status(dressed) == plain
 
 
-def test_the_same_listing_twice_is_that_listing() -> None:
-    """Files that were put together may repeat themselves."""
-    text = Listings(topoplan.load("dgx-1v"), links=8).status()
-    assert parse_nvlink_status(text + text) == parse_nvlink_status(text)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -228,17 +222,3 @@ def test_a_damaged_listing_is_read_or_refused(data: st.DataObject) -> None:
         assert sorted({gpu.number for gpu in gpus}) == [gpu.number for gpu in gpus]
     with contextlib.suppress(TopologyError):
         topoplan.overlay(topoplan.load("v100x4"), mutated(SAMPLE, data, words=WORDS) + "\n")
-
-
-@given(st.text(max_size=60))
-def test_random_text_is_refused(text: str) -> None:
-    """And by a TopologyError only."""
-    with pytest.raises(TopologyError):
-        parse_nvlink_status(text)
-
-
-@pytest.mark.parametrize("part", ["\n", "#\n", "GPU 0:\n", " ", "Link 0:"])
-def test_long_texts_without_a_listing_are_refused(part: str) -> None:
-    """In time that grows with their length: the square of the blank lines before."""
-    with pytest.raises(TopologyError):
-        parse_nvlink_status(part * 50_000)

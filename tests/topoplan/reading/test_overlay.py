@@ -21,7 +21,6 @@ from topoplan.reading.nvlink_overlay import Sum, narrow_ranges
 
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
-MI250 = topoplan.load("mi250")
 FOUR = topoplan.load("v100x4")
 HALF = Fraction(1, 2)
 
@@ -60,18 +59,6 @@ def test_one_dead_wire_of_a_pair_leaves_the_other() -> None:
     assert topoplan.verify(topoplan.plan(broken)).exact_rate == Fraction(575, 7)
 
 
-def test_a_dead_link_is_what_without_link_takes_out() -> None:
-    """Both wires 0-3 down, or the single wire 0-1: the same machine with the same note."""
-    for wires, name in (
-        ([("gpu0", "gpu3", 0), ("gpu0", "gpu3", 1)], "gpu0-gpu3"),
-        ([("gpu0", "gpu1", 0)], "gpu0-gpu1"),
-    ):
-        listings = Listings(V100S, dead=wires)
-        assert topoplan.overlay(V100S, listings.status(), listings.remotes()) == topoplan.without_links(
-            V100S, [name]
-        )
-
-
 def test_dead_wires_into_a_switch_need_no_far_ends() -> None:
     """GPU 4 of a DGX H100 lists 16 of 18 links: 400 of 450 GB/s; all out-links 3550, each byte 14 times: 253.571."""
     machine = topoplan.load("dgx-h100")
@@ -92,21 +79,6 @@ def test_slow_wires_into_a_switch_count_by_their_speed() -> None:
         "taken out: 1 of 12 NVLinks gpu5-nvswitch0",
         "slowed: gpu5-nvswitch0 to 237.5 GB/s (3 of 11 NVLinks)",
     )
-
-
-def test_a_slow_wire_between_two_gpus_is_found_from_its_two_ends() -> None:
-    """GPUs 1 and 2 of a DGX-1V each list one link at half speed: one of their two wires, 37.5 of 50 GB/s."""
-    status = Listings(V100S, speeds={("gpu1", "gpu2", 0): HALF}).status()
-    broken = topoplan.overlay(V100S, status)
-    assert broken.links == topoplan.slow_links(V100S, {"gpu1-gpu2": 37.5}).links
-    assert broken.notes[-1] == "slowed: gpu1-gpu2 to 37.5 GB/s (1 of 2 NVLinks)"
-
-
-def test_most_links_may_be_slow() -> None:
-    """What one link does, all can: eleven of twelve at half speed leave 300 * (1 + 11/2) / 12 = 162.5 GB/s."""
-    wires = [wire for wire in wires_of(A100S) if "gpu2" in wire]
-    status = Listings(A100S, speeds=dict.fromkeys(wires[1:], HALF)).status([2])
-    assert nvlinks(topoplan.overlay(A100S, status))["gpu2", "nvswitch0"] == (162.5, 12)
 
 
 def test_all_links_at_half_the_nominal_rate_are_slow() -> None:
@@ -165,17 +137,6 @@ def test_far_ends_tell_by_bus_ids_that_the_topology_knows() -> None:
         ("gpu3", "gpu7"),
         ("gpu7", "gpu3"),
     }
-
-
-def test_one_gpus_far_ends_alone_may_leave_it_open() -> None:
-    """Without bus ids, GPU 3's three ids with 2, 2 and 1 links are GPUs 0, 2 and 7; with 1, 1 and 1 they may be any."""
-    first = Listings(V100S, dead=[("gpu1", "gpu3", 0)])
-    assert topoplan.overlay(V100S, first.remotes([3], renumbered=True)).links == first.damaged().links
-    second = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu2", "gpu3", 0), ("gpu3", "gpu7", 0)])
-    assert refusal(V100S, second.remotes([3], renumbered=True)) == (
-        "gpu3 has 3 of 6 NVLinks down, and which is open: 0 to 2 of 2 gpu0-gpu3, 0 to 1 of 1 gpu1-gpu3, 0 to 2 of 2 "
-        "gpu2-gpu3, 0 to 1 of 1 gpu3-gpu7; add nvidia-smi nvlink -R of all GPUs, which states where each link leads"
-    )
 
 
 def test_wires_that_are_anyones_guess_are_refused_with_the_candidates() -> None:
@@ -442,15 +403,6 @@ def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_p
     assert f"topoplan {command}: error: {status}: gpu0 has 1 of 6 NVLinks down" in err
 
 
-def test_an_exported_machine_is_the_one_with_the_overlay(tmp_path: Path, run: Run) -> None:
-    """NCCL's file has nine of twelve NVLinks where three of a GPU are dead."""
-    path, out = tmp_path / "s.txt", tmp_path / "topo.xml"
-    path.write_text(Listings(A100S, dead=wires_of(A100S)[:3]).status())
-    code, _, _ = run(["export", "dgx-a100", "--to", "nccl-topo", "--overlay", str(path), "-o", str(out)])
-    assert code == 0
-    assert nvlinks(topoplan.load(out))["gpu0", "nvswitch0"] == (225.0, 9)
-
-
 def test_an_overlay_holds_for_every_server_of_a_cluster(tmp_path: Path, run: Run) -> None:
     """It is put on the machine before that becomes a cluster."""
     path = tmp_path / "s.txt"
@@ -496,20 +448,3 @@ def test_a_listing_given_as_the_machine_is_sent_to_the_overlay(tmp_path: Path, r
     code, _, err = run(["plan", str(path)])
     assert (code, err.count("\n")) == (2, 1)
     assert "give it to --overlay, and the machine itself" in err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["-", "--overlay", "-"],
-        ["dgx-1v", "--overlay", "-", "--overlay", "-"],
-        ["dgx-1v", "--merge", "-", "--overlay", "-"],
-    ],
-)
-def test_stdin_is_one_input_of_a_command(run: Run, arguments: list[str]) -> None:
-    """The second would find it empty."""
-    code, _, err = run(["plan", *arguments])
-    assert (code, err) == (
-        2,
-        "topoplan plan: error: stdin is read once; give a file to all but one of TOPO, --merge and --overlay\n",
-    )

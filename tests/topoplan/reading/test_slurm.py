@@ -67,15 +67,6 @@ def test_a_topology_conf_is_a_tree_and_its_nodes_in_slurms_order() -> None:
     assert (found.name, found.blocks, found.notes) == ("here", False, (LINK_SPEED,))
 
 
-def test_blocks_of_a_topology_conf_stand_side_by_side() -> None:
-    found = parse_slurm(
-        "BlockName=b1 Nodes=Node[104-106]\nBlockName=b2 Nodes=Node[201-202],Node205\nBlockSizes=3,6\n"
-    )
-    assert found.blocks
-    assert found.switches == (("b1", ""), ("b2", ""))
-    assert [home for _, home in found.nodes] == ["b1"] * 3 + ["b2"] * 3
-
-
 def test_of_a_topology_yaml_the_default_is_taken_or_the_one_of_a_name() -> None:
     found = parse_slurm(YAML)
     assert found.blocks
@@ -214,11 +205,7 @@ def test_lists_of_names_with_several_brackets_and_words() -> None:
 
 def test_yaml_of_lists_keys_quotes_and_comments() -> None:
     text = "a: [1, 'x y']\nb:\n- c: 1\n  d:\n    e: f#g  # comment\n-\n  - h\nempty:\n"
-    assert read_yaml(text) == {
-        "a": ["1", "x y"],
-        "b": [{"c": "1", "d": {"e": "f#g"}}, ["h"]],
-        "empty": None,
-    }
+    assert read_yaml(text) == {"a": ["1", "x y"], "b": [{"c": "1", "d": {"e": "f#g"}}, ["h"]], "empty": None}
 
 
 def test_uplinks_carry_what_hangs_below_by_the_oversubscription_nodes_of_others_included() -> None:

@@ -30,40 +30,18 @@ def test_elements_attributes_and_lines_are_read() -> None:
     )
 
 
-def test_children_are_found_by_name() -> None:
-    """In the order of the text."""
-    root = parse_xml("<a><b/><c/><b/></a>")
-    assert [child.name for child in root.all("b", "c")] == ["b", "c", "b"]
-    assert len(root.all("b")) == 2
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         (BOMB, "line 1: document type declarations and entities are refused"),
         (EXTERNAL, "line 1: document type declarations and entities are refused"),
-        (
-            '\n<a>\n<b c="&x;"/></a>',
-            "line 3: the XML text is not well-formed (undefined entity)",
-        ),
-        (
-            "<a>\n<b>\n",
-            "line 3: the XML text ends too early, inside <b>; give the whole file",
-        ),
+        ('\n<a>\n<b c="&x;"/></a>', "line 3: the XML text is not well-formed (undefined entity)"),
+        ("<a>\n<b>\n", "line 3: the XML text ends too early, inside <b>; give the whole file"),
         ("<a>\n<b c='1", "line 2: the XML text ends too early, inside <a>; give the whole file"),
-        (
-            "<a>\n<b></a>",
-            "line 2: the XML text is not well-formed (mismatched tag), inside <b>",
-        ),
-        (
-            "<a/><a/>",
-            "line 1: the XML text is not well-formed (junk after document element)",
-        ),
+        ("<a>\n<b></a>", "line 2: the XML text is not well-formed (mismatched tag), inside <b>"),
+        ("<a/><a/>", "line 1: the XML text is not well-formed (junk after document element)"),
         ("<a>\nhello</a>", "line 2: text 'hello' between elements"),
-        (
-            "<a b='1' b='2'/>",
-            "line 1: the XML text is not well-formed (duplicate attribute)",
-        ),
+        ("<a b='1' b='2'/>", "line 1: the XML text is not well-formed (duplicate attribute)"),
         ("<a" * 3, "line 1: the XML text is not well-formed"),
         ("", "line 1: the XML text ends too early; give the whole file"),
         ("<a b='&#10;'/>", "line 1: a 'b' is longer than 4096 characters or cannot be printed"),

@@ -61,19 +61,6 @@ def box(switch_of: list[int], *, link: float = 12.0, sockets: float = 40.0) -> T
     return Topology("box", tuple(devices), tuple(links))
 
 
-def switched(size: int, ports: list[float]) -> Topology:
-    """GPUs with a port of so many GB/s on each of several NVSwitches."""
-    devices = [Device(f"gpu{gpu}", "gpu") for gpu in range(size)]
-    devices += [Device(f"nvswitch{plane}", "nvswitch") for plane in range(len(ports))]
-    links = [
-        Link(u, v, "nvlink", port)
-        for gpu in range(size)
-        for plane, port in enumerate(ports)
-        for u, v in ((f"gpu{gpu}", f"nvswitch{plane}"), (f"nvswitch{plane}", f"gpu{gpu}"))
-    ]
-    return Topology("switched", tuple(devices), tuple(links))
-
-
 def exact_rate(plan: Plan) -> Fraction:
     rate = verify(plan).exact_rate
     assert rate is not None
@@ -122,19 +109,6 @@ def test_the_rings_of_a_plan_share_no_wire() -> None:
         wires = {(link.src, link.dst): link.count for link in plan.topology.links}
         assert all(used[pair] <= count for pair, count in wires.items()), row.gpus
         assert set(used) <= set(wires)
-
-
-@pytest.mark.thorough
-def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings() -> None:
-    better = 0
-    for row in allocations():
-        for collective in COLLECTIVES:
-            relay = exact_rate(ring(dgx1(row.machine), collective, gpus=row.gpus, kind="relay"))
-            direct = nvlink_ring(row, collective)
-            if direct is not None:
-                assert relay >= exact_rate(direct), (row.gpus, collective)
-                better += relay > exact_rate(direct)
-    assert better > 0
 
 
 @pytest.mark.thorough
@@ -310,12 +284,6 @@ def test_behind_an_nvswitch_one_logical_ring_runs_at_the_port_rate(kind: str) ->
         assert "single logical ring over the NVSwitch" in plan.notes[0]
 
 
-def test_each_plane_of_switches_carries_a_ring_at_the_rate_of_its_ports() -> None:
-    plan = ring(switched(4, [50.0, 50.0, 25.0]))
-    assert exact_rate(plan) == Fraction(125 * 4, 6)
-    assert plan.trees == 12
-
-
 def test_two_gpus_have_one_ring_there_and_back_for_each_wire_and_one_has_none() -> None:
     machine = dgx1("dgx-1v")
     alone = ring(machine, gpus=[5])
@@ -338,12 +306,6 @@ def test_the_root_is_named_by_gpu_number_and_stands_in_the_plan_by_rank() -> Non
     assert (plan.ranks, plan.root) == (("gpu4", "gpu5", "gpu7"), 1)
     assert {shard.stages[0].root for shard in plan.shards} == {1}
     assert ring(machine, "reduce", gpus=[7, 5, 4]).root == 0
-
-
-def test_the_fall_back_to_pcie_is_noted() -> None:
-    machine = topoplan.load("dgx-1v")
-    assert "no NVLink ring exists (the search was exhaustive)" in ring(machine, gpus=[1, 4, 5, 7]).notes[0]
-    assert "NVLink does not connect" in ring(machine, gpus=[0, 5]).notes[0]
 
 
 def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
@@ -457,20 +419,6 @@ def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
     """Three DGX H100: 8 NICs over 2 * 23 / 24 bytes, 208.696 GB/s with direct NICs, 200.348 behind PCIe slots."""
     made = topoplan.cluster([topoplan.Server("dgx-h100", count=3)], nic_gbps=400, nic_access=access, **drawn)
     assert topoplan.verify(topoplan.ring(made)).exact_rate == Fraction(8 * nic * 24, 46)
-
-
-@pytest.mark.parametrize(
-    ("name", "servers", "gbps", "rate"),
-    [("dgx-h100", 2, 400, Fraction(640, 3)), ("dgx-a100", 4, 200, Fraction(3200, 31))],
-)
-def test_rings_of_direct_nics_are_those_of_another_program(
-    name: str, servers: int, gbps: int, rate: Fraction
-) -> None:
-    """Answers of another program for servers behind one switch."""
-    made = topoplan.cluster(
-        [topoplan.Server(name, count=servers)], nic_gbps=gbps, nic_access="direct", network="switch"
-    )
-    assert topoplan.verify(topoplan.ring(made)).exact_rate == rate
 
 
 @pytest.mark.parametrize("servers", [3])

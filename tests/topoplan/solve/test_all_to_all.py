@@ -214,9 +214,3 @@ def test_lengths_prove_what_no_cut_does() -> None:
     plan = topoplan.plan(machine(3, wires), "alltoall")
     assert isinstance(plan.certificate, Cut | Lengths)
     assert exact_rate(plan) == 2
-
-
-def test_one_gpu_keeps_its_block() -> None:
-    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[3])
-    assert plan.rate == float("inf")
-    topoplan.verify(plan)

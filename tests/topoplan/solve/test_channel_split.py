@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -406,32 +405,6 @@ def test_a_machine_without_one_of_the_channels_is_refused() -> None:
             topoplan.plan(machine, channels="nvlink+pcie")
         assert caught.value.cut == ("gpu0",)
         assert "\n" not in str(caught.value)
-
-
-def test_one_gpu_needs_no_second_channel() -> None:
-    """Nothing moves, whatever the channels and the size."""
-    plan = topoplan.plan(DGX, "broadcast", gpus=[3], channels="nvlink+pcie", nbytes=GB)
-    assert topoplan.verify(plan).exact_rate is None
-
-
-@pytest.mark.thorough
-def test_every_allocation_of_a_dgx_1v_that_nvlink_connects_can_be_split() -> None:
-    """All 4-GPU allocations: rate and bound are the sums of both channels', and verified."""
-    for gpus in combinations(range(8), 4):
-        try:
-            nvlink = topoplan.plan(DGX, "allreduce", gpus=gpus, channels="nvlink")
-        except InfeasibleError:
-            continue
-        pcie = topoplan.plan(DGX, "allreduce", gpus=gpus, channels="pcie")
-        plan = hybrid_plan([nvlink, pcie], nbytes=None)
-        assert topoplan.verify(plan).optimal
-        assert plan.bound == pytest.approx(nvlink.bound + pcie.bound, rel=1e-12)
-
-
-def test_a_machine_that_states_no_time_is_told_what_was_assumed() -> None:
-    """The note gives the seconds and the key to set."""
-    plan = topoplan.plan(topoplan.load("dgx-h100"), "allgather", channels="nvlink+pcie", nbytes=8 * GB)
-    assert any("not stated: 3.7 ms assumed" in note and "peer_access" in note for note in plan.notes)
 
 
 def test_a_split_plan_runs() -> None:

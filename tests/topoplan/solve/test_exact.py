@@ -195,21 +195,6 @@ def test_any_part_of_a_switched_box_is_planned_at_one_port(collective: str, gpus
     assert made.height <= 2
 
 
-def test_one_weak_port_leaves_no_one_hop_forest() -> None:
-    """With one port at 125 of 150 GB/s equal stars waste the others: trees do better, and are proved optimal."""
-    box = topoplan.load("dgx-2").subset(range(8))
-    links = tuple(
-        replace(link, bandwidth=125.0)
-        if "gpu3" in (link.src, link.dst) and link.channel == "nvlink"
-        else link
-        for link in box.links
-    )
-    made = proved(replace(box, links=links), "allreduce")
-    assert made.schedule == "trees"
-    assert made.rate == pytest.approx(83.9285714, rel=1e-8)
-    assert made.rate > 125 * 8 / 14
-
-
 def test_of_two_wires_between_the_same_devices_the_wider_is_used() -> None:
     """A GPU with PCIe and C2C to its CPU: a route names devices only, so a plan can speak of one of them."""
     links = [

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import topoplan
-from tests.support.small_fabrics import both_ways, height_of, machine, parents_of_trees
+from tests.support.small_fabrics import height_of, parents_of_trees
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.forest_length import cheapest_forest
 from topoplan.plans.minimum_trees import (
     UNREACHABLE,
@@ -22,7 +21,6 @@ from topoplan.plans.minimum_trees import (
     cheapest_arborescence,
     cheapest_spanning_tree,
 )
-from topoplan.plans.plan import Plan
 from topoplan.solve.hop_constrained_search import low_arborescences, lowest_heights
 from topoplan.solve.packing.packing_program import Packing, Pricing, length_of
 
@@ -156,17 +154,6 @@ def test_the_oracle_offers_nothing_where_no_tree_is_low_enough() -> None:
 
 
 Costs = NDArray[np.int64]
-
-
-def direct(pairs: dict[tuple[int, int], int], unit: float) -> Topology:
-    size = 1 + max(map(max, pairs))
-    return machine(size, both_ways({(f"gpu{a}", f"gpu{b}"): n * unit for (a, b), n in pairs.items()}))
-
-
-def torus(rows: int, columns: int) -> Topology:
-    ranks = [(i, j) for i in range(rows) for j in range(columns)]
-    steps = [(i, j, (i + di) % rows, (j + dj) % columns) for i, j in ranks for di, dj in ((0, 1), (1, 0))]
-    return direct({(i * columns + j, k * columns + m): 1 for i, j, k, m in steps}, 10.0)
 
 
 def weight(cost: Costs, parent: list[int]) -> int:
@@ -333,18 +320,3 @@ def test_every_further_edge_of_height_pays_where_the_root_is_dear() -> None:
         assert parent is not None
         check_tree(cost, parent, 0, height)
         assert weight(cost, parent) == best
-
-
-def proved(topology: Topology, collective: str) -> Plan:
-    """The plan, after the independent check found its rate equal to its bound."""
-    made = topoplan.plan(topology, collective, root=0 if collective == "broadcast" else None)
-    assert topoplan.verify(made).optimal
-    return made
-
-
-@pytest.mark.parametrize("collective", ["allgather", "allreduce"])
-def test_a_torus_needs_no_more_height_than_its_diameter(collective: str) -> None:
-    """4 x 4: the farthest rank is four hops away."""
-    made = proved(torus(4, 4), collective)
-    assert made.height == 4
-    assert made.notes == ()
