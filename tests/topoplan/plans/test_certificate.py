@@ -194,11 +194,7 @@ TRIANGLE = machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu1", "gpu2"): 2.0, (
         (Cut(("gpu0", "gpu7")), "allgather", "device 'gpu7', which the topology does not have"),
         (Cut(()), "allgather", "at least one rank"),
         (Cut(("gpu1",)), "reduce", "must hold the root, rank 0"),
-        (
-            Partition((("gpu0",), ("gpu1", "gpu2"))),
-            "broadcast",
-            "a partition bounds allreduce, not broadcast",
-        ),
+        (Partition((("gpu0",), ("gpu1", "gpu2"))), "broadcast", "a partition bounds allreduce, not"),
         (Partition((("gpu0", "gpu1"), ("gpu1", "gpu2"))), "allreduce", "gpu1 stands in two parts"),
         (Partition((("gpu0", "gpu1", "gpu2"),)), "allreduce", "at least two parts"),
         (Partition((("gpu0",), ("gpu1", "rack"))), "allreduce", "device 'rack'"),
@@ -258,7 +254,6 @@ def test_lengths_before_a_switch_that_copies_or_behind_one_that_adds_prove_nothi
 
 
 def test_a_rank_out_of_reach_is_named() -> None:
-    """Distances need a path between every two ranks."""
     fabric = nvlink(machine(3, both_ways({("gpu0", "gpu2"): 1.0})))
     with pytest.raises(PlanError, match="rank 0 does not reach rank 1"):
         forest_length(fabric, [1, 1], "allreduce", None)
@@ -288,7 +283,6 @@ def test_every_kind_reads_what_it_wrote(certificate: Certificate) -> None:
 
 @pytest.mark.parametrize("inner", KINDS[4:], ids=lambda one: one.kind)
 def test_what_is_made_of_others_is_made_of_one_fabric_each(inner: Certificate) -> None:
-    """Nesting has an end in every kind."""
     for outer in (KINDS[4], KINDS[5], KINDS[6]):
         value = outer.to_object()
         holder = value["parts"][0] if outer.kind == "channels" else value  # type: ignore[index]

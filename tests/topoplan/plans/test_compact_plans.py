@@ -291,10 +291,7 @@ WRONG: list[tuple[Callable[[JsonPlan], object], str]] = [
     (setter("s0.gpu0"), "symmetry must be a list, not str"),
     (setter([["s0.gpu0", "s0.gpu1"]]), "symmetry 0 must be an object, not list"),
     (setter([{"s0.gpu0": 5}]), "symmetry 0 must be a text, not 5"),
-    (
-        setter([{}, {"s0.gpu0": "gpu99"}]),
-        "symmetry 1 moves 's0.gpu0' to 'gpu99'; both must be devices of the plan",
-    ),
+    (setter([{}, {"s0.gpu0": "gpu99"}]), "symmetry 1 moves 's0.gpu0' to 'gpu99'; both must be devices of"),
     (setter([{"pcie0": "s0.gpu0"}]), "symmetry 0 moves 'pcie0' to 's0.gpu0'; both must be devices"),
     (setter([{"s0.gpu0": "s0.gpu1"}]), f"{NO_LINKS} onto equal links"),
     (setter([{"s0.gpu0": "rail0", "rail0": "s0.gpu0"}]), NO_LINKS),

@@ -205,10 +205,7 @@ def test_what_is_no_plan_file_is_refused(text: str, message: str) -> None:
         (lambda v: v["shards"][1].update(share=0.25), "shard 1: share must be a rational number in quotes"),
         (lambda v: v["shards"][1].update(share="1/0"), "shard 1: share must be a rational number"),
         (lambda v: v["shards"][1].update(share="1e999999999"), "shard 1: share must be a rational number"),
-        (
-            lambda v: v["shards"][1].update(share="1/" + "9" * 5000),
-            "shard 1: share must be a rational number",
-        ),
+        (lambda v: v["shards"][1].update(share="1/" + "9" * 5000), "shard 1: share must be a rational"),
         (lambda v: v["shards"].__setitem__(1, []), "shard 1 must be an object, not list"),
         (lambda v: v["shards"][1]["stages"].__setitem__(0, 7), "shard 1, stage 0 must be an object, not int"),
         (lambda v: stage(v).pop("op"), "shard 1, stage 1: op must be a text"),

@@ -183,7 +183,6 @@ def test_a_wrong_plan_in_any_range_is_found() -> None:
 def test_a_wrong_key_is_named_with_its_range(
     change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    """On one line."""
     value = json.loads(by_hand().to_json())
     change(value)
     with pytest.raises(PlanError) as caught:

@@ -92,14 +92,6 @@ def test_shares_of_the_owners_load_the_nics_of_a_server_almost_evenly() -> None:
     assert plan.notes[0].startswith("stays 7.17% below the bound of")
 
 
-@pytest.mark.parametrize(("servers", "bits"), [(2, 40.5), pytest.param(16, 64, marks=pytest.mark.thorough)])
-def test_bytes_through_the_nics_are_those_of_the_formula(servers: int, bits: float) -> None:
-    plan = topoplan.sparse_plan(servers_of(*[8] * servers), density=0.01, entry_bits=bits)
-    busy = topoplan.simulate(plan, nbytes=10**8).link_bytes
-    out = sum(nbytes for (src, dst), nbytes in busy.items() if src.startswith("s0.") and dst == "switch0")
-    assert out == pytest.approx((servers - 1) * 0.01 * bits / 32 * 10**8)
-
-
 def other_stages(plan: Plan, change: Callable[[tuple[Stage, ...]], Iterable[Stage]]) -> Plan:
     """The plan with other stages in every shard."""
     return replace(plan, shards=tuple(Shard(s.share, tuple(change(s.stages))) for s in plan.shards))

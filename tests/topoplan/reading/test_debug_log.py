@@ -24,7 +24,6 @@ def read(log: DebugLog | str) -> NcclLog:
 
 @pytest.mark.parametrize("make", [healthy, without_peers, over_sockets])
 def test_ranks_rings_trees_and_ways_come_back(make: type[DebugLog]) -> None:
-    """Each as it was written."""
     log = make()
     found = read(log)
     (one,) = found.communicators
@@ -42,7 +41,6 @@ def test_ranks_rings_trees_and_ways_come_back(make: type[DebugLog]) -> None:
 
 
 def test_the_order_of_the_ranks_lines_does_not_matter() -> None:
-    """They print at once; each rank keeps its own order."""
     lines = healthy().text().splitlines()
     whose = [line.split(" NCCL ")[0] for line in lines]
     turns = whose[:]
@@ -181,7 +179,6 @@ def test_the_number_of_ranks_is_never_that_of_the_largest_rank(
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_labels_colours_and_line_ends_change_nothing(label: str, end: str) -> None:
-    """Hosts, devices and ways come back."""
     text = end.join(label + line for line in OLDER.splitlines()) + end
     assert read(text) == read(OLDER)
 
@@ -198,7 +195,6 @@ def test_lines_without_host_and_process_are_told_apart_by_their_device(label: st
 
 
 def test_lines_that_ran_into_one_are_two() -> None:
-    """Processes print at once, and a line break is lost."""
     lines = OLDER.splitlines()
     joined = "\n".join(["".join(lines[1:3]), lines[0], *lines[3:]])
     found = read(joined).communicators[0]
@@ -210,13 +206,11 @@ def test_lines_that_ran_into_one_are_two() -> None:
 
 
 def test_a_text_in_which_nccl_says_nothing_is_no_log() -> None:
-    """And one line of it is."""
     assert parse_nccl_log("roses are red\n") is None
     assert read("n:1:2 [0] NCCL INFO Bootstrap: Using eth0") == NcclLog("", (), (), ())
 
 
 def test_warnings_are_kept() -> None:
-    """Whole, with their line."""
     told = read("\nn:1:2 [0] enqueue.cc:10 NCCL WARN Cuda failure 'out of memory'").statements
     assert [(one.kind, one.line, one.text) for one in told] == [
         ("warning", 2, "Cuda failure 'out of memory'")
@@ -224,7 +218,6 @@ def test_warnings_are_kept() -> None:
 
 
 def test_a_cut_log_has_what_it_has() -> None:
-    """Cut anywhere, it is read without an error."""
     text = healthy().text()
     for end in range(0, len(text), 997):
         found = parse_nccl_log(text[:end])

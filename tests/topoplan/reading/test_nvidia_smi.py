@@ -269,7 +269,6 @@ def test_escapes_comments_and_prose_around_the_table_are_skipped() -> None:
 
 
 def test_a_header_whose_names_run_together_is_read() -> None:
-    """As web pages print it when tabs are lost."""
     text = uniform(3, "NV1").replace("\tGPU0\tGPU1\tGPU2", "    GPU0GPU1GPU2mlx5_0\tmlx5_1\tCPU Affinity")
     rows = [line + "\tSYS\tSYS\t0-7" if line.startswith("GPU") else line for line in text.splitlines()]
     machine = parse_nvidia_smi("\n".join(rows))
@@ -281,7 +280,6 @@ def test_a_header_whose_names_run_together_is_read() -> None:
 
 
 def test_old_codes_mean_what_their_successors_mean() -> None:
-    """SOC is SYS and PSB (two GPUs on one board) is PIX."""
     for old, new in (("SOC", "SYS"), ("PSB", "PIX")):
         assert parse_nvidia_smi(uniform(2, old)) == parse_nvidia_smi(uniform(2, new))
 
@@ -335,7 +333,6 @@ def test_a_lost_blank_that_two_splits_explain_is_refused() -> None:
 
 
 def test_a_run_of_cells_that_does_not_fit_is_refused() -> None:
-    """A blank is missing elsewhere too."""
     with pytest.raises(
         TopologyError, match="row GPU0: 'SYSSYS' has lost a blank, but split the row does not fit"
     ):
@@ -444,7 +441,6 @@ def test_topo_p2p_alone_says_what_to_give() -> None:
 
 @pytest.mark.parametrize(("printed", "numa"), [("3", 3), ("0-1", None), ("0,8,252-255", None), ("N/A", None)])
 def test_numa_nodes_are_kept_where_one_is_printed(printed: str, numa: int | None) -> None:
-    """A list or N/A says nothing about one node."""
     text = matrix_text(["GPU0"], lambda a, b: "", affinity=lambda name: f"0-3\t{printed}")
     assert parse_nvidia_smi(text).device("gpu0").numa == numa
 
@@ -506,18 +502,6 @@ def test_a_gpu_with_dead_links_to_the_switch_has_fewer() -> None:
     assert counts == {f"gpu{i}": 10 if i == 3 else 12 for i in range(8)}
 
 
-def test_affinity_places_gpus_whose_codes_are_hidden() -> None:
-    """Two sockets with two GPUs each, NVLink between all: only CPU affinity tells who sits where."""
-    text = matrix_text(
-        [f"GPU{i}" for i in range(4)],
-        lambda a, b: "NV4",
-        affinity=lambda name: "0-7" if name < "GPU2" else "8-15",
-    )
-    machine = parse_nvidia_smi(text)
-    assert parents_of(machine) == {"gpu0": "cpu0", "gpu1": "cpu0", "gpu2": "cpu1", "gpu3": "cpu1"}
-    assert sum("placed by CPU affinity" in note for note in machine.notes) == 1
-
-
 def test_affinity_overrules_sys_only_where_it_differs_between_gpus() -> None:
     """Firmware may print SYS everywhere, and a job bound to one core prints one affinity everywhere."""
     names = [f"GPU{i}" for i in range(4)]
@@ -571,7 +555,6 @@ def damaged(old: str, new: str, *, gpus: int = 3) -> str:
     ],
 )
 def test_bad_matrices_are_refused_with_row_column_and_value(text: str, says: list[str]) -> None:
-    """One line that says where, what, and what to do."""
     with pytest.raises(TopologyError) as caught:
         parse_nvidia_smi(text)
     message = str(caught.value)

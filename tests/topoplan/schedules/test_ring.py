@@ -137,16 +137,6 @@ def test_every_collective_over_every_kind_of_ring_verifies(collective: str, kind
     assert 0 < plan.rate <= plan.bound
 
 
-def test_a_full_mesh_has_as_many_rings_as_links_except_for_four_and_six_gpus() -> None:
-    """Tillson 1980: the complete directed graph is a union of Hamiltonian cycles except for 4 and 6 vertices."""
-    found = {
-        size: disjoint_rings([[int(u != v) for v in range(size)] for u in range(size)])
-        for size in range(2, 9)
-    }
-    assert [len(found[size].rings) for size in range(2, 9)] == [1, 2, 2, 4, 4, 6, 7]
-    assert all(search.exhaustive for search in found.values())
-
-
 def most_rings(lanes: list[list[int]]) -> int:
     """Largest number of disjoint Hamiltonian cycles, by trying all sets."""
     size = len(lanes)

@@ -370,7 +370,6 @@ def test_verify_refuses_a_certificate_of_other_channels() -> None:
     ],
 )
 def test_plan_files_with_a_wrong_certificate_are_refused(parts: object, message: str) -> None:
-    """The fault is named, and nesting has an end."""
     value = json.loads(pair_plan([]).to_json())
     value["certificate"]["parts"] = parts
     with pytest.raises(PlanError, match=message):
@@ -384,11 +383,7 @@ def test_plan_files_with_a_wrong_certificate_are_refused(parts: object, message:
             (DGX, {"channels": one}, r"unknown; use one of auto, .*nvlink\+pcie")
             for one in ("pcie+nvlink", "")
         ),
-        (
-            DGX,
-            {"nbytes": GB},
-            r"a size matters only to channels nvlink\+pcie, all, all-staged; leave it out with",
-        ),
+        (DGX, {"nbytes": GB}, r"a size matters only to channels nvlink\+pcie, all, all-staged; leave it"),
         (DGX, {"channels": "nvlink+pcie", "nbytes": -1}, "a buffer of -1 bytes cannot be planned for"),
     ],
 )
