@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -431,35 +430,6 @@ def test_bridges_are_switches(device: str) -> None:
     assert not topology.notes
 
 
-def test_what_our_exporter_states_beyond_nccl_is_read() -> None:
-    """Names, models and exact rates; what it had to invent says nothing of the machine."""
-    link = nvlink(bus(1), 2, bandwidth=50.1)
-    gpu = gpu_pci(
-        0, link, place={"name": "left", "model": "V100", "bandwidth": 11.5, "assumed": "busid class"}
-    )
-    net = element("net", name="x", dev=0, speed=1000, assumed="name speed")
-    nic = pci("ffff:80:01.0", element("nic", net), device=NIC, name="port", model="CX-6", assumed="busid")
-    known = {
-        "name": "hub",
-        "model": "EPYC",
-        "socket": 19.25,
-        "assumed": "numaid arch vendor familyid modelid",
-    }
-    topology = parse_nccl_xml(
-        system(cpu(0, gpu, gpu_pci(1), nic, **known), cpu(1, assumed="numaid"), name="box")
-    )
-    left, right, hub, other, port = topology.devices
-    assert (topology.name, left.name, right.name, hub.name, other.name, port.name) == (
-        *("box", "left", "gpu1", "hub", "cpu1", "port"),
-    )
-    assert (left.model, left.busid, left.numa, right.busid, right.numa) == ("V100", "", None, bus(1), None)
-    assert (hub.model, hub.numa, hub.facts, other.numa) == ("EPYC", None, (), None)
-    assert (port.model, port.busid, port.facts) == ("CX-6", "", ())
-    assert nvlinks(topology) == {("left", "gpu1"): (2, 50.1)}
-    assert wires(topology, "pcie")["left", "hub"] == 11.5
-    assert wires(topology, "sys") == {("hub", "cpu1"): 19.25, ("cpu1", "hub"): 6.0}
-
-
 def twice(text: str) -> str:
     return text.replace(bus(1), bus(0))
 
@@ -523,80 +493,6 @@ def test_load_recognises_xml_and_names_the_machine_after_its_file(tmp_path: Path
     path.write_text(twice(pair()))
     with pytest.raises(TopologyError, match=f"node7.txt: line 6: pci busid {bus(0)} occurs twice"):
         topoplan.load(path)
-
-
-ATTRIBUTES = (
-    "busid",
-    "class",
-    "count",
-    "target",
-    "tclass",
-    "dev",
-    "sm",
-    "speed",
-    "numaid",
-    "link_width",
-    "version",
-)
-VALUES = st.sampled_from(
-    [
-        *("", "0", "1", "-1", "2", "99999", "1" * 40, "0x", "x", GPU, BRIDGE, NIC),
-        NVSWITCH,
-        bus(0),
-        bus(1),
-        HIDDEN,
-        "&lt;",
-    ]
-)
-
-
-@pytest.mark.thorough
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_a_damaged_file_is_a_machine_or_one_line(data: st.DataObject) -> None:
-    """Lines lost, doubled or moved, text cut, values replaced: a Topology or a TopologyError, nothing else."""
-    gpus = data.draw(st.integers(1, 4))
-    text = machine(gpus, {(0, 1): 2, (2, 3): 1}, switched=data.draw(st.integers(0, 2)), nics=2)
-    text = text.replace("\n</system>", f"\n{element('cpu', gpu_pci(9), numaid=5, arch='arm64')}\n</system>")
-    for _ in range(data.draw(st.integers(0, 4))):
-        lines = text.split("\n")
-        kind = data.draw(st.sampled_from(["drop", "double", "move", "cut", "value", "letter", "rename"]))
-        line = data.draw(st.integers(0, len(lines) - 1))
-        place = data.draw(st.integers(0, len(text)))
-        if kind == "drop":
-            del lines[line]
-        elif kind == "double":
-            lines.insert(line, lines[line])
-        elif kind == "move":
-            lines.insert(data.draw(st.integers(0, len(lines) - 1)), lines.pop(line))
-        elif kind == "value":
-            for attribute in ATTRIBUTES:
-                head, found, tail = lines[line].partition(f' {attribute}="')
-                if found and data.draw(st.booleans()):
-                    _, quote, rest = tail.partition('"')
-                    lines[line] = f"{head}{found}{data.draw(VALUES)}{quote}{rest}"
-        text = "\n".join(lines)
-        if kind == "cut":
-            text = text[:place]
-        elif kind == "letter":
-            text = text[:place] + data.draw(st.characters()) + text[place + 1 :]
-        elif kind == "rename":
-            old, new = (
-                data.draw(st.sampled_from(["pci", "gpu", "nvlink", "nic", "net", "cpu", "c2c", "xgmi"]))
-                for _ in "12"
-            )
-            text = text.replace(f"<{old} ", f"<{new} ").replace(f"</{old}>", f"</{new}>")
-    try:
-        topology = parse_nccl_xml(text)
-    except TopologyError as error:
-        message = str(error)
-    else:
-        message = ""
-        assert topology.gpus
-        with contextlib.suppress(topoplan.InfeasibleError):
-            assert topoplan.verify(topoplan.plan(topology, "broadcast")).rate > 0
-    assert "\n" not in message
-    assert len(message) < 400
 
 
 BOMB = '<!DOCTYPE lolz [<!ENTITY a "lol"><!ENTITY b "&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;">]><system>&c;</system>'

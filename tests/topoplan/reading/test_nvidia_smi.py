@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import combinations
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.mutated_texts import mutated
-from topoplan.errors import TopologyError, UsageError
+from topoplan.errors import TopologyError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.host_topology import cpus_of
 from topoplan.machine.library import LIBRARY
@@ -236,27 +234,6 @@ def test_rates_of_several_links_stay_as_exact_as_they_are_written(
     for link in machine.links:
         if link.channel == "nvlink":
             assert exact(link.bandwidth) == Fraction(link.count * thousandths, 1000)
-
-
-SAMPLE = (
-    matrix_text(
-        ["GPU0", "GPU1", "GPU2", "GPU3", "mlx5_0", "mlx5_1"],
-        code_between(LIBRARY["dgx-1v"]().subset([0, 1, 2, 3]), hide=True),
-        affinity=lambda name: "0-19,40-59\t0" if name.startswith("GPU") else "",
-    )
-    .replace("mlx5_0", "NIC0")
-    .replace("mlx5_1", "NIC1")
-)
-
-
-@given(st.data())
-@settings(max_examples=300, deadline=None)
-def test_a_damaged_matrix_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
-    """Characters, words and lines removed, repeated, swapped or replaced raise nothing but our errors."""
-    text = mutated(SAMPLE, data, words=("NV2", "SYS", "X", "GPU0", "\x1b[4m", "", "-1", "NV99", "\0", "é"))
-    with contextlib.suppress(TopologyError, UsageError):
-        machine = parse_nvidia_smi(text)
-        assert Fabric(machine, ("pcie",)).unreachable() == ()
 
 
 def test_escapes_comments_and_prose_around_the_table_are_skipped() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from tests.support.mutated_texts import mutated
 from tests.support.nvlink_listings import Listings, Wire, bus_ids, wires_of
 from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
@@ -172,28 +170,6 @@ def test_what_was_listed_is_read_back(data: st.DataObject) -> None:
     up = Counter(end for wire in wires_of(machine) if wire not in dead for end in wire[:2])
     assert {f"gpu{gpu.number}": len(gpu.active) for gpu in read} == {gpu: up[gpu] for gpu in machine.gpus}
     assert all(link.remote and link.remote_link is not None for gpu in read for link in gpu.active)
-
-
-SAMPLE = (
-    Listings(topoplan.load("v100x4"), dead=wires_of(topoplan.load("v100x4"))[:2]).status()
-    + Listings(topoplan.load("v100x4"), dead=wires_of(topoplan.load("v100x4"))[:2]).remotes()
-)
-
-
-WORDS = ("<inactive>", "GPU", "99:", "0.0", "\x1b[4m", "", "-1", "NVML:", "\0", "٣", "FFFF:FF")
-
-
-@pytest.mark.thorough
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_a_damaged_listing_is_read_or_refused(data: st.DataObject) -> None:
-    """Nothing but TopologyError, and an overlay of what was read is a topology or refused likewise."""
-    with contextlib.suppress(TopologyError):
-        gpus = parse_nvlink_status(mutated(SAMPLE, data, words=WORDS))
-        assert gpus
-        assert sorted({gpu.number for gpu in gpus}) == [gpu.number for gpu in gpus]
-    with contextlib.suppress(TopologyError):
-        topoplan.overlay(topoplan.load("v100x4"), mutated(SAMPLE, data, words=WORDS) + "\n")
 
 
 V100S = topoplan.load("dgx-1v")

@@ -6,9 +6,7 @@ import contextlib
 import json
 from dataclasses import replace
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
 
 from tests.support.perf_logs import FACTORS, PerfLog
 from tests.topoplan.reading.test_debug_log import LABELS
@@ -306,28 +304,6 @@ def test_what_is_amiss_leaves_a_warning(line: str, told: str) -> None:
 def test_another_text_has_no_run() -> None:
     for text in ("roses are red\n", "GPU0\tGPU1\n", "1 2 3\n4 5 6\n", "# a comment\n"):
         assert parse_perf_runs(text) == ()
-
-
-@hypothesis.given(st.data())
-@hypothesis.settings(max_examples=25)
-def test_no_damage_ends_in_an_error(data: st.DataObject) -> None:
-    """Lines left out, doubled or cut, bytes changed: runs with warnings, or none."""
-    lines = PerfLog(sizes=[1024, 4096, 1 << 20]).text().splitlines()
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(lines) - 1))
-        kind = data.draw(st.sampled_from(["drop", "double", "cut", "change"]))
-        if kind == "drop" and len(lines) > 1:
-            del lines[place]
-        elif kind == "double":
-            lines.insert(place, lines[place])
-        elif lines[place]:
-            column = data.draw(st.integers(0, len(lines[place]) - 1))
-            new = (
-                "" if kind == "cut" else data.draw(st.characters(codec="ascii")) + lines[place][column + 1 :]
-            )
-            lines[place] = lines[place][:column] + new
-    for run in parse_perf_runs("\n".join(lines)):
-        assert all(row.timing.seconds > 0 and row.size >= 0 for row in run.rows)
 
 
 def test_the_json_of_nccl_tests_is_the_same_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.machine.topology import Device, Topology
@@ -161,28 +159,6 @@ def test_what_makes_no_network_is_told_with_its_place(text: str, told: str) -> N
         parse_slurm(text)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_damaged_texts_are_read_or_refused(data: st.DataObject) -> None:
-    text = data.draw(st.sampled_from([CONF, YAML]))
-    words = [
-        "SwitchName=leaf1",
-        "Nodes=",
-        "[",
-        "]",
-        "- ",
-        ":",
-        "\t",
-        "leaf1",
-        "node[01-08]",
-        "'",
-        "spine",
-        "99",
-    ]
-    with contextlib.suppress(TopologyError, UsageError):
-        assert parse_slurm(mutated(text, data, words=words)).nodes
 
 
 STEMS, NUMBERS = st.sampled_from(["n", "gpu-", "r1c", ""]), st.sampled_from(["", "7", "08", "9", "10", "100"])

@@ -26,7 +26,7 @@ from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
 from topoplan.schedules.ring import ring, server_rings, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
-from topoplan.schedules.routes import DirectRoutes, Layer
+from topoplan.schedules.routes import DirectRoutes
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
@@ -436,38 +436,6 @@ def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
         lengths = [len(hop) for hop in one.hops]
         assert sorted(lengths) == [1] * 14 + [4, 4]
     assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(48 * 16, 30)
-
-
-@pytest.mark.parametrize(
-    "fabric",
-    [
-        Fabric(topoplan.load("dgx-1v"), ("nvlink",)),
-        Fabric(topoplan.load("dgx-1v"), ("pcie",)),
-        Fabric(topoplan.load("mi250"), ("pcie",)),
-        usable_fabric(topoplan.nvswitch_cluster(3, gpus=4)),
-        usable_fabric(dgx_1v_servers(2)),
-    ],
-    ids=["nvlink", "pcie", "cpus", "rails", "one switch"],
-)
-def test_routes_are_the_shortest_of_all_arcs(fabric: Fabric) -> None:
-    """The search from both ends finds the links of what the enumeration of all routes finds, and its widest."""
-    every: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for arc in fabric.arcs:
-        every.setdefault((arc.tail, arc.head), []).append(arc.links)
-    routes = DirectRoutes(fabric)
-    even, odd = ([Fraction(number % 2 == rest) for number in range(len(fabric.links))] for rest in (0, 1))
-
-    def links_of(layer: Layer) -> set[int]:
-        return {number for number, _, _ in layer}
-
-    for pair in permutations(range(fabric.size), 2):
-        known = every.get(pair, [])
-        shortest = min(map(len, known), default=0)
-        short = [links for links in known if len(links) == shortest]
-        assert tuple(map(links_of, routes.layers(*pair))) == tuple(map(set, zip(*short, strict=True)))
-        for width in (fabric.capacity, even, odd):
-            best = max(short, key=lambda links, width=width: min(width[link] for link in links), default=None)
-            assert routes.shortest(*pair, width) == best
 
 
 @pytest.mark.thorough

@@ -255,11 +255,6 @@ def test_a_ring_runs_over_the_channel_that_is_asked_for(run: Run, tmp_path: Path
     assert run("verify", str(path))[0] == 0
 
 
-def test_three_phases_by_name_are_the_method(run: Run) -> None:
-    cluster = ("plan", "v100x4", "--servers", "2", "--nic-gbps", "100", "--nics", "1", "-o", "-")
-    assert run(*cluster, "--schedule", "three-phase")[1] == run(*cluster, "--method", "three-phase")[1]
-
-
 def test_trees_are_what_is_planned_anyway(run: Run) -> None:
     assert run("plan", "v100x4", "--schedule", "trees", "-o", "-") == run("plan", "v100x4", "-o", "-")
     assert run("plan", "v100x4", "--schedule", "trees", "--method", "mwu", "--epsilon", "0.1")[0] == 0
