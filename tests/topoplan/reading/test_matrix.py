@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
@@ -125,6 +125,7 @@ def test_host_bridges_tell_node_from_phb() -> None:
     assert {pair: shown[pair[0], pair[1]] for pair in wanted} == wanted
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=2, max_size=8))
 def test_any_text_without_lone_switches_comes_back(places: list[tuple[int, int, int, int]]) -> None:
     """CPU, host bridge, cascade and switch of each device, two devices at every place: all codes are printed again."""

@@ -140,15 +140,7 @@ def code_between(machine: Topology, *, hide: bool) -> Callable[[str, str], str]:
 
 @pytest.mark.parametrize(
     ("name", "nvlink", "pcie"),
-    [
-        ("dgx-1p", None, None),
-        ("dgx-1v", None, None),
-        ("dgx-2", None, None),
-        ("dgx-a100", None, None),
-        ("dgx-h100", None, None),
-        ("dgx-b200", 50.0, None),
-        ("pcie-x8", None, 24.0),
-    ],
+    [("dgx-1v", None, None), ("dgx-a100", None, None), ("dgx-b200", 50.0, None), ("pcie-x8", None, 24.0)],
 )
 def test_library_machines_survive_being_printed_by_nvidia_smi(
     name: str, nvlink: float | None, pcie: float | None
@@ -175,7 +167,7 @@ def host_trees(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int, in
 
 
 @given(host_trees(), st.sampled_from(["\t", "    "]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_fully_printed_tree_is_recovered(
     tree: tuple[list[str], dict[str, tuple[int, int, int]]], separator: str
 ) -> None:
@@ -196,7 +188,7 @@ def test_any_fully_printed_tree_is_recovered(
 
 
 @given(st.integers(2, 8), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_direct_nvlink_graph_is_recovered(gpus: int, data: st.DataObject) -> None:
     """Counts that fit one GPU are direct links, pair by pair, and PCIe still connects everything."""
     pairs = list(combinations(range(gpus), 2))
@@ -331,20 +323,15 @@ NAMES = {
 
 
 @pytest.mark.parametrize("report", NAMES)
-@pytest.mark.parametrize(
-    ("model", "nvlink", "pcie"),
-    [("NVIDIA GB200", 50.0, 48.0), ("NVIDIA H100 80GB HBM3", 25.0, 48.0), ("NVIDIA B200", 50.0, 48.0)],
-)
-def test_the_report_around_a_matrix_names_the_gpus(
-    report: str, model: str, nvlink: float, pcie: float
-) -> None:
+def test_the_report_around_a_matrix_names_the_gpus(report: str) -> None:
     """NV18 of a switch is 25 or 50 GB/s a link by the GPU's name, whichever tool wrote it and wherever it stands."""
-    text = NAMES[report].format(model)
-    for whole in (f"{text}\n\n{uniform(3, 'NV18')}", f"{uniform(3, 'NV18')}\n{text}"):
-        machine = parse_nvidia_smi(whole)
-        assert {machine.device(gpu).model for gpu in machine.gpus} == {model}
-        assert (rate_of(machine, "nvlink"), rate_of(machine, "pcie")) == ({nvlink}, {pcie})
-        assert not any("not printed" in note for note in machine.notes)
+    for model, nvlink in {"NVIDIA GB200": 50.0, "NVIDIA H100 80GB HBM3": 25.0, "NVIDIA B200": 50.0}.items():
+        text = NAMES[report].format(model)
+        for whole in (f"{text}\n\n{uniform(3, 'NV18')}", f"{uniform(3, 'NV18')}\n{text}"):
+            machine = parse_nvidia_smi(whole)
+            assert {machine.device(gpu).model for gpu in machine.gpus} == {model}
+            assert (rate_of(machine, "nvlink"), rate_of(machine, "pcie")) == ({nvlink}, {48.0})
+            assert not any("not printed" in note for note in machine.notes)
 
 
 def test_names_of_other_gpus_are_not_used() -> None:
@@ -435,18 +422,10 @@ def test_cut_rows_are_filled_by_symmetry_with_a_note() -> None:
 @pytest.mark.parametrize(
     ("gpus", "code", "switched", "rate", "pcie"),
     [
-        (4, "NV1", False, 20.0, 12.0),
-        (2, "NV1", False, 25.0, 12.0),
-        (2, "NV4", False, 14.0625, 24.0),
-        (4, "NV2", False, 25.0, 12.0),
-        (4, "NV4", False, 25.0, 24.0),
-        (4, "NV6", False, 25.0, 48.0),
-        (5, "NV6", True, 25.0, 12.0),
-        (2, "NV12", False, 25.0, 24.0),
-        (3, "NV12", True, 25.0, 24.0),
-        (8, "NV8", True, 25.0, 24.0),
-        (2, "NV18", False, 25.0, 48.0),
-        (8, "NV18", True, 25.0, 48.0),
+        *[(4, "NV1", False, 20.0, 12.0), (2, "NV1", False, 25.0, 12.0), (2, "NV4", False, 14.0625, 24.0)],
+        *[(4, "NV2", False, 25.0, 12.0), (4, "NV4", False, 25.0, 24.0), (4, "NV6", False, 25.0, 48.0)],
+        *[(5, "NV6", True, 25.0, 12.0), (2, "NV12", False, 25.0, 24.0), (3, "NV12", True, 25.0, 24.0)],
+        *[(8, "NV8", True, 25.0, 24.0), (2, "NV18", False, 25.0, 48.0), (8, "NV18", True, 25.0, 48.0)],
     ],
 )
 def test_the_row_sum_tells_switch_and_generation(

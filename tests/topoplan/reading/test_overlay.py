@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
@@ -14,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.checkout import Run
 from tests.support.nvlink_listings import Listings, Wire, bus_ids, wires_of
-from topoplan.cli.main import main
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.reading.nvlink_overlay import Sum, narrow_ranges
@@ -52,42 +51,35 @@ def test_the_real_h100_has_eighteen_links_into_four_switch_chips(machines_dir: P
     assert (gpu.links[4].remote_link, gpu.links[4].speed, gpu.total) == (41, None, None)
 
 
-@pytest.mark.parametrize(
-    "value", ["<inactive>", "inactive", "N/A", "<N/A>", "Disabled", "0.000 GB/s", "0 GB/s"]
-)
-def test_every_word_for_a_link_that_is_down(value: str) -> None:
+def test_every_word_for_a_link_that_is_down() -> None:
     """Drivers have said it in several ways; a link of no speed is down too."""
-    gpu = gpu_of("Link 0: 25 GB/s", f"Link 1: {value}")
-    assert [(link.index, link.speed) for link in gpu.active] == [(0, 25.0)]
-    assert gpu.total == 2
+    for value in ("<inactive>", "inactive", "N/A", "<N/A>", "Disabled", "0.000 GB/s", "0 GB/s"):
+        gpu = gpu_of("Link 0: 25 GB/s", f"Link 1: {value}")
+        assert ([(link.index, link.speed) for link in gpu.active], gpu.total) == ([(0, 25.0)], 2)
 
 
-def test_a_gpu_all_of_whose_links_are_down_lists_none() -> None:
-    """The driver's sentence may stand below the GPU line or in it."""
+def test_gpus_without_links_that_are_up() -> None:
+    """All down: the driver's sentence stands below the GPU line or in it. Not Supported is no damage: 0 links."""
     sentence = "NVML: Unable to retrieve NVLink information as all links are inActive"
-    for text in (
-        f"GPU 1: NVIDIA B200 (UUID: {UUID}1)\n{sentence}",
-        f"GPU 1: NVIDIA B200 (UUID: {UUID}1) {sentence}",
-    ):
-        assert parse_nvlink_status(text) == (GpuNvlinks(1, "NVIDIA B200", f"{UUID}1", (), None),)
-
-
-def test_a_gpu_without_nvlink_has_none() -> None:
-    """Not Supported is no damage: the GPU has 0 links."""
+    for end in (f"\n{sentence}", f" {sentence}"):
+        (gpu,) = parse_nvlink_status(f"GPU 1: NVIDIA B200 (UUID: {UUID}1){end}")
+        assert gpu == GpuNvlinks(1, "NVIDIA B200", f"{UUID}1", (), None)
     text = "GPU 0: NVIDIA RTX 4090\n\t NVML: Unable to retrieve NVLink information: Not Supported"
     assert parse_nvlink_status(text) == (GpuNvlinks(0, "NVIDIA RTX 4090", "", (), 0),)
 
 
-def test_far_ends_that_are_hidden_are_up_and_unknown() -> None:
-    """What NVML fills in for a switch that is not visible."""
-    for device in ("FFFFFFFF:FF:FF.0", "FFFFFFFF:FFFF:FF.F"):
-        (link,) = gpu_of(f"Link 0: Remote Device {device}: Link 255").links
-        assert (link.active, link.remote, link.remote_link) == (True, "", None)
-
-
-def test_far_ends_without_link_numbers_are_read() -> None:
-    (link,) = gpu_of("Link 0: 00000000:0A:00.0").links
-    assert (link.active, link.remote, link.remote_link) == (True, "0000:0a:00.0", None)
+@pytest.mark.parametrize(
+    ("far", "remote"),
+    [
+        ("Remote Device FFFFFFFF:FF:FF.0: Link 255", ""),
+        ("Remote Device FFFFFFFF:FFFF:FF.F: Link 255", ""),
+        ("00000000:0A:00.0", "0000:0a:00.0"),
+    ],
+)
+def test_far_ends_that_are_hidden_or_have_no_link_number_are_up(far: str, remote: str) -> None:
+    """What NVML fills in for a switch that is not visible; and as ``nvidia-smi nvlink -p`` prints them."""
+    (link,) = gpu_of(f"Link 0: {far}").links
+    assert (link.active, link.remote, link.remote_link) == (True, remote, None)
 
 
 def test_what_is_not_of_links_is_skipped() -> None:
@@ -155,7 +147,7 @@ def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_what_was_listed_is_read_back(data: st.DataObject) -> None:
     """Links that are up and down, and where those that are up lead, for any set of dead wires, numbered anew or not."""
@@ -423,7 +415,7 @@ def damages(draw: st.DrawFn, machine: Topology) -> Listings:
     return Listings(machine, dead, shares, links=draw(st.sampled_from([0, 12, 18])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(["dgx-1v", "mi250", "v100x4", "nvlink-x4"]), st.booleans())
 def test_full_listings_give_the_damaged_machine_back(data: st.DataObject, name: str, known: bool) -> None:
     """-s and -R of all GPUs tell every wire, with the bus ids of the machine known or not."""
@@ -435,7 +427,7 @@ def test_full_listings_give_the_damaged_machine_back(data: st.DataObject, name: 
     assert seen.links == listings.damaged().links
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(["dgx-1v", "mi250", "v100x4"]))
 def test_what_is_read_from_numbers_alone_is_never_wrong(data: st.DataObject, name: str) -> None:
     """-s of some GPUs, and -R of some, gives the damage that these GPUs have, or is refused as open."""
@@ -489,7 +481,7 @@ def solutions(puzzle: Puzzle) -> list[tuple[int, ...]]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(puzzles())
 def test_what_is_narrowed_holds_for_all_solutions(puzzle: Puzzle) -> None:
     """No solution is cut off, by enumeration; where every range is one number it is the one solution."""
@@ -513,19 +505,6 @@ def test_what_sums_leave_open_stays_open_and_long_chains_end() -> None:
     assert chain == [(1, 1)] * 400
 
 
-Run = Callable[[Sequence[str]], tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(arguments: Sequence[str]) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("command", ["plan", "show", "compare", "simulate"])
 def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_path: Path, run: Run) -> None:
@@ -535,11 +514,11 @@ def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_p
     status, remotes = tmp_path / "s.txt", tmp_path / "R.txt"
     status.write_text(listings.status())
     remotes.write_text(listings.remotes(renumbered=True))
-    asked = [command, "dgx-1v", "--overlay", str(status)]
-    code, out, _ = run([*asked, "--overlay", str(remotes)])
+    asked = (command, "dgx-1v", "--overlay", str(status))
+    code, out, _ = run(*asked, "--overlay", str(remotes))
     assert code == 0
     assert "taken out: link gpu0-gpu1, gpu4-gpu5" in out
-    code, out, err = run(asked)
+    code, out, err = run(*asked)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert f"topoplan {command}: error: {status}: gpu0 has 1 of 6 NVLinks down" in err
 
@@ -548,9 +527,8 @@ def test_an_overlay_holds_for_every_server_of_a_cluster(tmp_path: Path, run: Run
     """It is put on the machine before that becomes a cluster."""
     path = tmp_path / "s.txt"
     path.write_text(Listings(A100S, dead=wires_of(A100S)[:3]).status())
-    code, out, _ = run(
-        ["show", "dgx-a100", "--servers", "2", "--nic-gbps", "200", "--overlay", str(path), "--json"]
-    )
+    cluster = ("dgx-a100", "--servers", "2", "--nic-gbps", "200")
+    code, out, _ = run("show", *cluster, "--overlay", str(path), "--json")
     assert code == 0
     links = nvlinks(topoplan.load(out))
     assert links["s0.gpu0", "s0.nvswitch0"] == links["s1.gpu0", "s1.nvswitch0"] == (225.0, 9)
@@ -573,17 +551,14 @@ def test_far_ends_alone_say_nothing_of_speeds() -> None:
     assert topoplan.overlay(FOUR, Listings(FOUR).remotes()).notes[-1] == f"{note} (speeds are not listed)"
 
 
-def test_an_overlay_of_a_plan_file_is_refused(tmp_path: Path, run: Run) -> None:
-    plan = tmp_path / "plan.json"
+def test_an_overlay_belongs_to_a_machine(tmp_path: Path, run: Run) -> None:
+    """A plan file has settled its machine; a listing is none."""
+    plan, listing = tmp_path / "plan.json", tmp_path / "s.txt"
     plan.write_text(topoplan.plan(V100S, gpus=[0, 1]).to_json())
-    code, _, err = run(["simulate", str(plan), "--overlay", "-"])
-    assert (code, err.count("\n")) == (2, 1)
-    assert "--overlay does not go with a plan file" in err
-
-
-def test_a_listing_given_as_the_machine_is_sent_to_the_overlay(tmp_path: Path, run: Run) -> None:
-    path = tmp_path / "s.txt"
-    path.write_text(Listings(V100S).status())
-    code, _, err = run(["plan", str(path)])
-    assert (code, err.count("\n")) == (2, 1)
-    assert "give it to --overlay, and the machine itself" in err
+    listing.write_text(Listings(V100S).status())
+    for command, told in (
+        (("simulate", str(plan), "--overlay", "-"), "--overlay does not go with a plan file"),
+        (("plan", str(listing)), "give it to --overlay, and the machine itself"),
+    ):
+        code, _, err = run(*command)
+        assert (code, err.count("\n"), told in err) == (2, 1, True)
