@@ -215,9 +215,9 @@ LONG = {
 @pytest.mark.parametrize(
     "lead", ["", "h:1:2 [0] NCCL INFO Channel 00/0 : 0 -> 1 via ", "# Rank 0 ", '{"results": ["']
 )
-def test_a_line_of_a_megabyte_is_read_in_linear_time(lead: str, piece: str) -> None:
+def test_a_long_line_is_read_in_linear_time(lead: str, piece: str) -> None:
     """60 KB took half a minute; a reader that is quadratic would not end here."""
-    text = lead + piece * (1_000_000 // len(piece)) + "!"
+    text = lead + piece * (250_000 // len(piece)) + "!"
     with contextlib.suppress(UsageError):
         parse_perf_runs(text)
     parse_nccl_log(text)
