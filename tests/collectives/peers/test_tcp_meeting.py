@@ -369,7 +369,6 @@ def test_a_second_process_for_a_rank_of_one_job_ends_both() -> None:
 
 
 LAUNCHED = JobIdentity(host="h", launchers=((12, 700), (11, 650)), session=11)
-STEP = (("Slurm step", "7.0"),)
 IDENTITIES = [
     (replace(LAUNCHED, launchers=((13, 701), (11, 650))), False),  # the launcher's other rank
     (replace(LAUNCHED, launchers=((22, 800), (21, 750))), True),
@@ -525,36 +524,6 @@ def test_ranks_that_have_met_keep_their_address_from_another_rank_0_and_free_the
     for release in releases:
         release()
     assert "only 1 of 2 ranks came" in come_as_rank_0(address)
-
-
-@pytest.mark.thorough
-def test_a_second_job_over_shared_memory_ends_the_first_where_nothing_tells_them_apart() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    places = [threading.Thread(target=lambda rank=rank: be(rank)) for rank in range(2)]
-    told: dict[int, str] = {}
-    opened, came = threading.Barrier(3), threading.Event()
-
-    def be(rank: int) -> None:
-        plan = forest_plan(2, "allreduce", "chain")
-        with Communicator(plan, SharedBackend.met_at(address, rank, 2, timeout=20)) as comm:
-            comm.all_reduce(np.ones(3))
-            opened.wait()
-            came.wait()
-            try:
-                comm.all_reduce(np.ones(3))
-            except BackendError as error:
-                told[rank] = str(error)
-
-    for place in places:
-        place.start()
-    opened.wait()
-    reason = come_as_rank_0(address)
-    came.set()
-    for place in places:
-        place.join()
-    assert "two processes came to" in reason
-    assert sorted(told) == [0, 1]
-    assert all("two processes came to" in text for text in told.values())
 
 
 def test_fields_that_one_call_leaves_out_do_not_explain_a_difference() -> None:
