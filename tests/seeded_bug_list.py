@@ -197,7 +197,7 @@ BUGS = (
         "topoplan/schedules/binary_trees.py",
         "second = {(child + 1) % count: (parent + 1) % count for",
         "second = {(child + 2) % count: (parent + 2) % count for",
-        ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_double_binary_tree.py"),
+        ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_binary_trees.py"),
     ),
     Bug(
         "schedules-double-wires",
@@ -548,10 +548,7 @@ BUGS = (
         "collectives/sparse/selection/topk.py",
         "(chosen.bits & data.mask) > data.infinity",
         "(chosen.bits & data.mask) > data.mask",
-        (
-            "tests/collectives/sparse/test_selection_robustness.py",
-            "tests/collectives/sparse/test_selection.py",
-        ),
+        ("tests/collectives/sparse/test_topk.py",),
     ),
     Bug(
         "selection-certain-entries",
@@ -560,8 +557,8 @@ BUGS = (
         "np.searchsorted(reached, k)",
         'np.searchsorted(reached, k, "right")',
         (
-            "tests/collectives/sparse/test_selection.py",
-            "tests/collectives/sparse/test_selection_roads.py",
+            "tests/collectives/sparse/test_topk.py",
+            "tests/collectives/sparse/test_gpu_topk.py",
         ),
     ),
     Bug(
@@ -578,10 +575,7 @@ BUGS = (
         "collectives/sparse/selection/error_feedback.py",
         "sys.getrefcount(self._results[place]) <= FREE_REFERENCES",
         "place >= 0",
-        (
-            "tests/collectives/sparse/test_error_feedback.py",
-            "tests/collectives/sparse/test_error_feedback_steps.py",
-        ),
+        ("tests/collectives/sparse/test_error_feedback.py",),
     ),
     Bug(
         "codec-checksum",
@@ -589,11 +583,7 @@ BUGS = (
         "collectives/sparse/codec.py",
         "if check != zlib.crc32(raw[:_CHECK_AT] + bytes(4) + raw[_CHECK_AT + 4 :]):",
         "if check < 0:",
-        (
-            "tests/collectives/sparse/test_wire_values.py",
-            "tests/collectives/sparse/test_wire_indices.py",
-            "tests/collectives/sparse",
-        ),
+        ("tests/collectives/sparse/test_codec.py",),
     ),
     Bug(
         "codec-not-finite",
@@ -601,10 +591,7 @@ BUGS = (
         "collectives/sparse/codec.py",
         "fixed.scales[np.flatnonzero(~finite) // block] = np.nan",
         "np.flatnonzero(~finite)",
-        (
-            "tests/collectives/sparse/test_wire_values.py",
-            "tests/collectives/sparse",
-        ),
+        ("tests/collectives/sparse/test_codec.py",),
     ),
     Bug(
         "codec-biased-rounding",
@@ -612,7 +599,7 @@ BUGS = (
         "collectives/sparse/quantization.py",
         "int(uniform < value - below)",
         "int(uniform < 0.5)",
-        ("tests/collectives/sparse/test_wire_values.py",),
+        ("tests/collectives/sparse/test_quantization.py",),
     ),
     Bug(
         "codec-index-gap",
@@ -620,7 +607,7 @@ BUGS = (
         "collectives/sparse/index_packing.py",
         "index += quotient * modulus + remainder + 1",
         "index += quotient * modulus + remainder",
-        ("tests/collectives/sparse/test_wire_indices.py",),
+        ("tests/collectives/sparse/test_index_packing.py",),
     ),
     Bug(
         "residuals-loss-scale",
@@ -636,10 +623,7 @@ BUGS = (
         "collectives/sparse/exchanges.py",
         "arrays.add(residuals[rank].whole.residual, one.lost)",
         "arrays.add(residuals[rank].whole.residual.copy(), one.lost)",
-        (
-            "tests/collectives/sparse/test_wire_filters.py",
-            "tests/collectives/sparse/test_sparse_all_reduce.py",
-        ),
+        ("tests/collectives/sparse/test_sparse_all_reduce.py",),
     ),
     # collectives: communicator
     Bug(

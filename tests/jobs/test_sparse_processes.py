@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.sparse.codec import WireFormat
 from tests.support.sparse_steps import (
     EXCHANGES,
     TWO_SERVERS,
@@ -83,6 +84,7 @@ OTHER_CALLS: dict[str, dict[str, Any]] = {
     "exchange": {"exchange": "pairs"},
     "op": {"op": "avg"},
     "key": {"key": "other"},
+    "wire": {"wire": WireFormat()},
 }
 AGREED = ("density", "exchange")
 """What ranks find to differ while one of them plans: then nobody has put a gradient into the sum of a server yet."""

@@ -13,15 +13,24 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator
 from collectives.sparse.codec import WireFormat
+from topoplan.machine.topology import Topology
 
 Array = NDArray[Any]
 
 EXCHANGES = ("dense", "pairs", "servers", "tree", "balanced")
+DGX = topoplan.load("dgx-1v")
 TWO_SERVERS = topoplan.plan(
-    topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), gpus=[0, 1], count=2)], nic_gbps=25),
-    "allreduce",
+    topoplan.cluster([topoplan.Server(DGX, gpus=[0, 1], count=2)], nic_gbps=25), "allreduce"
 )
 SIZE = 701
+
+
+def servers_of(gpus: tuple[int, ...]) -> Topology:
+    """Return DGX-1V servers with the first so many GPUs of each, or one of them alone."""
+    if len(gpus) == 1:
+        return DGX.subset(list(range(gpus[0])))
+    servers = [topoplan.Server(DGX, list(range(number))) for number in gpus]
+    return topoplan.cluster(servers, nic_gbps=100, nics=1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ def test_bandwidths_are_those_of_memory(cupy: Any) -> None:
 @pytest.fixture(scope="module")
 def nccl(cupy: Any) -> NcclLibrary:
     try:
-        return find_library(cupy)
+        return find_library()
     except UsageError as error:
         pytest.skip(str(error))
 
@@ -108,12 +108,11 @@ def test_nccl_with_one_rank(nccl: NcclLibrary) -> None:
     assert ended, text
 
 
-@pytest.mark.parametrize("lanes", ["steps", "trees"])
-def test_nccl_with_a_rank_on_every_gpu(cupy: Any, nccl: NcclLibrary, lanes: str) -> None:
+def test_nccl_with_a_rank_on_every_gpu(cupy: Any, nccl: NcclLibrary) -> None:
     gpus = min(8, cupy.cuda.runtime.getDeviceCount())
     if gpus < 2:
         pytest.skip("one GPU only")
-    ended, text = start(gpus, "check", port=free_port(), lanes=lanes)
+    ended, text = start(gpus, "check", port=free_port())
     assert ended, text
 
 
@@ -122,9 +121,7 @@ def test_nccl_with_several_ranks_on_one_gpu(nccl: NcclLibrary, ranks: int) -> No
     """Experimental in NCCL; only where NCCL itself refuses is it skipped."""
     if nccl.version < SHARED_GPU:
         pytest.skip(f"NCCL {describe_library(nccl)} puts one rank on a GPU; 2.30.3 and newer can do more")
-    ended, text = start(
-        ranks, "check", port=free_port(), ranks_per_gpu=ranks, cuda_visible_devices=0, timeout=180
-    )
+    ended, text = start(ranks, "check", port=free_port(), cuda_visible_devices=0, timeout=180)
     refused = None if ended else refused_by_nccl(text)
     if refused:
         pytest.skip(f"NCCL does not run {ranks} ranks on this GPU: {refused}")

@@ -310,11 +310,11 @@ def test_ranks_that_see_one_gpu_each(
     found = from_environments(
         machine,
         4,
-        lambda comm, backend, rank: (backend.arrays.device, backend.about["ranks_per_gpu"]),
+        lambda comm, backend, rank: backend.arrays.device,
         LOCAL_RANK="{rank}",
         LOCAL_WORLD_SIZE="4",
     )
-    assert found == [(0, 1)] * 4
+    assert found == [0] * 4
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
 
 
@@ -387,10 +387,10 @@ def test_settings_that_make_no_sense_are_refused(cupy: ModuleType) -> None:
         NcclBackend.from_environment(environment={})
     with Rendezvous("127.0.0.1:0", 1) as meeting:
         world = TcpControlPlane(meeting.address, 0, 1)
-        with pytest.raises(UsageError, match="lanes 'rings' are unknown; use 'steps' or 'trees'"):
-            NcclBackend(cupy, world, lanes="rings")
-        with pytest.raises(UsageError, match=r"got \d+, 0 and"):
-            NcclBackend(cupy, world, ranks_per_gpu=0)
+        with pytest.raises(UsageError, match="the engine 'rings' is unknown; use auto, windows or messages"):
+            NcclBackend(cupy, world, engine="rings")
+        with pytest.raises(UsageError, match=r"above 0, .* got 0 and"):
+            NcclBackend(cupy, world, step_bytes=0)
         world.close()
 
 

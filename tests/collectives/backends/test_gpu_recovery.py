@@ -17,7 +17,7 @@ from collectives import Communicator
 from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.nccl import nccl_backend as backend_module
 from collectives.backends.nccl.nccl_backend import NcclBackend
-from collectives.backends.nccl.nccl_communicators import NcclCommunicators
+from collectives.backends.nccl.nccl_communicators import NcclConnection
 from collectives.peers.membership_protocol import MembershipProtocol
 from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
@@ -279,7 +279,7 @@ def test_another_rank_that_dies_meanwhile_is_left_out_too(
     if where == "at the first text":
         monkeypatch.setattr(MembershipProtocol, "gather", dying(MembershipProtocol.gather))
     elif where == "in NCCL":
-        monkeypatch.setattr(NcclCommunicators, "join", dying(NcclCommunicators.join))
+        monkeypatch.setattr(NcclConnection, "join", dying(NcclConnection.join))
     else:
         monkeypatch.setattr(NcclBackend, "_open_engine", dying(NcclBackend._open_engine))
     meet = NcclBackend.__init__

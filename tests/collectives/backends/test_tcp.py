@@ -23,7 +23,6 @@ from collectives import Communicator, lower
 from collectives.backends.tcp import tcp_backend
 from collectives.backends.tcp.chunk_order import footprint, orders
 from collectives.backends.tcp.collective_state import TcpProgram
-from collectives.backends.tcp.compiled_exchange import NUMBER
 from collectives.backends.tcp.connections import (
     PACING,
     base_queue,
@@ -364,7 +363,7 @@ def test_a_chunk_that_is_not_expected_is_named_with_its_sender(monkeypatch: pyte
 
     def numbered_otherwise(call: Any, rank: int, *rest: Any) -> TcpProgram:
         program = of(call, rank, *rest)
-        program.streams[:, NUMBER] += 10 * (rank == 0)
+        program.streams["number"] += 10 * (rank == 0)
         return program
 
     monkeypatch.setattr(TcpProgram, "of", numbered_otherwise)

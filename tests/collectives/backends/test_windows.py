@@ -436,6 +436,17 @@ def test_streams_of_a_shared_gpu(machine: Machine, cupy: ModuleType, monkeypatch
     assert said(cupy, 2) == "messages: rank 0 has 264MB free on its GPU, and a region takes 272MB"
 
 
+def test_a_library_without_windows_is_named(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    monkeypatch.setattr(fake_nccl, "VERSION", (2, 29, 3))
+    assert said(cupy, 2) == (
+        "windows over peer access (windows need NCCL 2.29.7 or newer, and rank 0 has 2.29.3 by nccl4py for 2.32.3, "
+        "/fake/libnccl.so.2)"
+    )
+
+
 def test_windows_of_an_nccl_older_than_its_bindings(machine: Machine, cupy: ModuleType) -> None:
     """As with the libnccl that a torch brings: it refuses the bindings' question for its properties."""
     import sys
@@ -447,7 +458,7 @@ def test_windows_of_an_nccl_older_than_its_bindings(machine: Machine, cupy: Modu
     def task(comm: Communicator, rank: int) -> str:
         backend: Any = comm._open().backend
         with pytest.raises(bindings.NCCLError, match="InvalidUsage"):
-            bindings.comm_query_properties(backend._connections._made[0].handle)
+            bindings.comm_query_properties(backend._connection.link.handle)
         return about(comm, rank)[0]
 
     assert outcome(run(cupy, 2, task)) == ["windows over windows and multicast"] * 2

@@ -24,7 +24,6 @@ Crossings = Callable[[Plan, TransferTable, int], list[Crossing]]
 
 BACKENDS: dict[str, Crossings] = {
     "nccl": nccl_crossings,
-    "nccl, lanes of trees": lambda *call: nccl_crossings(*call, by_tree=True),
     "torch": torch_crossings,
 }
 

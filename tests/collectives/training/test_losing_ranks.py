@@ -14,8 +14,8 @@ from collectives import Communicator, GradientSynchronizer, report
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.low_rank import LowRank
 from collectives.training.modes import Gossip
-from tests.collectives.sparse.test_sparse_servers import servers_of
 from tests.faults.recovery import plan_for
+from tests.support.sparse_steps import servers_of
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
 

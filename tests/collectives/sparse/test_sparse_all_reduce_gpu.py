@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ from numpy.typing import NDArray
 
 from collectives import Communicator
 from collectives.sparse.codec import WireFormat
-from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import on_every_rank, outcome
-from tests.support.selection_on_cpu import Launches, install_selection
+from tests.support.selection_on_cpu import Launches
 from tests.support.sparse_steps import (
     EXCHANGES,
     TWO_SERVERS,
@@ -27,16 +27,7 @@ from topoplan.errors import BackendError
 
 Array = NDArray[Any]
 Fake = tuple[Any, Launches]
-
-
-@pytest.fixture
-def machine() -> Machine:
-    return Machine(gpus=len(TWO_SERVERS.ranks))
-
-
-@pytest.fixture
-def fake(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    return install_selection(monkeypatch, machine)
+VALUES: tuple[Any, ...] = ("as given", "float16", "fixed8")
 
 
 def wanted(steps: list[Step]) -> Any:
@@ -49,29 +40,25 @@ def on_one_gpu(cupy: Any, steps: list[Step]) -> Any:
         return taken(comm, steps, cupy.asarray, lambda array: array.get())
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(fake: Fake, momentum: float) -> None:
-    steps = steps_of_each(momentum=momentum)
-    assert on_one_gpu(fake[0], steps) == wanted(steps)
+STEPS: dict[str, Callable[[], list[Step]]] = {
+    **{
+        f"values {values}": partial(
+            steps_of_each, EXCHANGES[1:], count=2, wire=WireFormat(values=values, seed=3)
+        )
+        for values in VALUES
+    },
+    "no momentum": partial(steps_of_each, momentum=0.0),
+    "momentum": partial(steps_of_each, momentum=0.9),
+    "float16": partial(mixed_steps, "float16"),
+    "float64": partial(mixed_steps, "float64"),
+    **{f"{size} elements": partial(steps_of_each, count=2, size=size) for size in (0, 1, 3)},
+}
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("values", ["as given", "float16", "fixed8"])
-def test_wire_formats_have_the_same_bits_on_a_gpu(fake: Fake, values: Any) -> None:
-    steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values=values, seed=3))
-    assert on_one_gpu(fake[0], steps) == wanted(steps)
-
-
-@pytest.mark.thorough
-def test_other_dtypes_and_a_change_of_exchange_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
-    steps = [*mixed_steps("float16"), *mixed_steps("float64")]
-    assert on_one_gpu(fake[0], steps) == wanted(steps)
-
-
-@pytest.mark.thorough
-def test_gradients_of_few_elements_have_the_same_bits_on_a_gpu(fake: Fake) -> None:
-    steps = [step for size in (0, 1, 3) for step in steps_of_each(count=2, size=size)]
+@pytest.mark.parametrize("name", STEPS)
+def test_all_ranks_on_one_gpu_have_the_bits_of_numpy_arrays(fake: Fake, name: str) -> None:
+    steps = STEPS[name]()
     assert on_one_gpu(fake[0], steps) == wanted(steps)
 
 
@@ -89,7 +76,8 @@ def test_ranks_with_a_gpu_each_have_the_bits_of_numpy_arrays(fake: Fake) -> None
         assert own_kept == [[one[rank]] for one in kept]
 
 
-def test_bfloat16_is_kept_in_float32_and_rounded_once_on_a_gpu(fake: Fake) -> None:
+@pytest.mark.thorough
+def test_bfloat16_has_a_residual_of_float32_and_is_rounded_once(fake: Fake) -> None:
     bfloat16 = pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own").bfloat16
     cupy, _ = fake
     with Communicator(TWO_SERVERS, "loopback-gpu") as one, Communicator(TWO_SERVERS) as other:
@@ -124,7 +112,7 @@ def test_gradients_and_messages_stay_on_the_gpu(fake: Fake, monkeypatch: pytest.
     assert any(name.startswith("feedback") for name in launches.names)
 
 
-def test_a_nan_shows_on_all_ranks_and_changes_nothing_on_a_gpu(fake: Fake) -> None:
+def test_a_nan_shows_on_all_ranks_and_leaves_no_trace(fake: Fake) -> None:
     cupy, _ = fake
     first, second = (step.gradients for step in steps_of("pairs", count=2))
     second[2][[17, 400]] = np.nan
@@ -140,8 +128,8 @@ def test_a_nan_shows_on_all_ranks_and_changes_nothing_on_a_gpu(fake: Fake) -> No
             assert np.array_equal(one["residual"], other["residual"])
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_what_is_kept_on_a_gpu_follows_the_loss_scale(fake: Fake, momentum: float) -> None:
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.thorough), 0.9])
+def test_residuals_follow_the_loss_scale(fake: Fake, momentum: float) -> None:
     cupy, _ = fake
     how: Any = {"density": 0.02, "exchange": "pairs", "momentum": momentum}
     with Communicator(TWO_SERVERS) as one, Communicator(TWO_SERVERS, "loopback-gpu") as other:
@@ -154,7 +142,7 @@ def test_what_is_kept_on_a_gpu_follows_the_loss_scale(fake: Fake, momentum: floa
             assert np.array_equal(a["residual"], b["residual"])
 
 
-def test_a_state_of_numpy_arrays_goes_on_on_a_gpu(fake: Fake) -> None:
+def test_a_state_of_numpy_arrays_is_restored_on_a_gpu(fake: Fake) -> None:
     cupy, _ = fake
     first, second = (step.gradients for step in steps_of("tree", count=2))
     with Communicator(TWO_SERVERS) as one, Communicator(TWO_SERVERS, "loopback-gpu") as other:
@@ -169,7 +157,8 @@ def test_a_state_of_numpy_arrays_goes_on_on_a_gpu(fake: Fake) -> None:
             assert [result.get().tobytes() for result in results] == [result.tobytes() for result in again]
 
 
-def test_results_go_where_they_are_asked_to_with_fewer_bits(fake: Fake) -> None:
+@pytest.mark.thorough
+def test_writes_float16_averages_to_out(fake: Fake) -> None:
     cupy, _ = fake
     (step,) = steps_of("pairs", count=1, dtype="float16")
     with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
@@ -183,7 +172,7 @@ def test_results_go_where_they_are_asked_to_with_fewer_bits(fake: Fake) -> None:
         assert not any(room.get()[:, 0].any() for room in rooms)
 
 
-def test_values_beyond_the_wire_are_sent_in_parts_and_infinities_shown_on_a_gpu(fake: Fake) -> None:
+def test_values_beyond_the_encoding_are_sent_in_parts_and_infinities_shown(fake: Fake) -> None:
     cupy, _ = fake
     steps = steps_of_each(EXCHANGES[1:], count=2, wire=WireFormat(values="float16"))
     for step in steps:
@@ -197,7 +186,8 @@ def test_values_beyond_the_wire_are_sent_in_parts_and_infinities_shown_on_a_gpu(
         assert not any(one["residual"].any() for one in comm.sparse_state()[""])
 
 
-def test_calls_in_the_background_follow_one_another_on_a_gpu(fake: Fake) -> None:
+@pytest.mark.thorough
+def test_asynchronous_calls_finish_in_order(fake: Fake) -> None:
     cupy, _ = fake
     steps = mixed_steps()
     with Communicator(TWO_SERVERS, "loopback-gpu") as one, Communicator(TWO_SERVERS) as other:
@@ -215,8 +205,9 @@ def test_calls_in_the_background_follow_one_another_on_a_gpu(fake: Fake) -> None
             assert [found.get().tobytes() for found in handle.wait()] == [line.tobytes() for line in total]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("exchange", ["pairs", "dense", "balanced"])
-def test_gpus_that_are_let_down_keep_what_was_not_summed(fake: Fake, exchange: str) -> None:
+def test_a_refused_call_keeps_the_gradient_in_the_residual(fake: Fake, exchange: str) -> None:
     cupy, _ = fake
     first, second = (
         [np.round(gradient * 50) for gradient in step.gradients] for step in steps_of("pairs", count=2)
