@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -258,32 +257,6 @@ def check_refusals(ranks: list[dict[str, tuple[str, Any, Any]]]) -> None:
                 assert peer == 1, (name, text)
             elif name.endswith("on all"):
                 assert peer is None, (name, text)
-
-
-def as_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What the body returns, or raises, for each rank, each a thread."""
-    results: list[Any] = [None] * size
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = body(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return results
-
-
-def of_all(results: list[Any]) -> list[Any]:
-    """The results, when no rank failed."""
-    for one in results:
-        if isinstance(one, BaseException):
-            raise one
-    return results
 
 
 MESH = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])

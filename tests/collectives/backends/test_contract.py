@@ -22,11 +22,9 @@ from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.contract import (
     GROUPS,
     Case,
-    as_threads,
     cases,
     check_refusals,
     expected,
-    of_all,
     refusals,
     run_cases,
 )
@@ -34,7 +32,7 @@ from tests.support.fake_streams import Machine
 from tests.support.file_gather import FileGather
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
-from tests.support.job_meeting import Meeting
+from tests.support.job_meeting import Meeting, as_threads, of_all
 from tests.support.ports import free_port
 from tests.support.tcp_jobs import in_processes
 

@@ -26,6 +26,7 @@ from tests.support.gpu_ranks import SECONDS, floats, on_every_rank, outcome
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
+from tests.support.job_meeting import as_threads
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
@@ -249,27 +250,18 @@ def from_environments(
     machine: Machine, ranks: int, task: Callable[[Communicator, NcclBackend, int], Any], **place: str
 ) -> list[Any]:
     """What the task returns or raises on each rank, each a thread that a launcher gave its place."""
-    results: list[Any] = [None] * ranks
 
-    def be(rank: int) -> None:
-        try:
-            told = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TOPOPLAN_RENDEZVOUS": meeting.address}
-            mine = {name: value.format(rank=rank, next=rank + 1) for name, value in place.items()}
-            backend = NcclBackend.from_environment(
-                environment={**told, **mine}, timeout=20.0, region_bytes=8 << 20
-            )
-            with Communicator(forest_plan(ranks, "allreduce", "binary"), backend, timeout=20.0) as comm:
-                results[rank] = task(comm, backend, rank)
-        except Exception as error:
-            results[rank] = error
+    def be(rank: int) -> Any:
+        told = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TOPOPLAN_RENDEZVOUS": meeting.address}
+        mine = {name: value.format(rank=rank, next=rank + 1) for name, value in place.items()}
+        backend = NcclBackend.from_environment(
+            environment={**told, **mine}, timeout=20.0, region_bytes=8 << 20
+        )
+        with Communicator(forest_plan(ranks, "allreduce", "binary"), backend, timeout=20.0) as comm:
+            return task(comm, backend, rank)
 
     with Rendezvous("127.0.0.1:0", ranks) as meeting:
-        threads = [threading.Thread(target=be, args=[rank]) for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    return results
+        return as_threads(ranks, be)
 
 
 def test_a_launcher_gives_each_rank_a_gpu(
