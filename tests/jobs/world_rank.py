@@ -1,8 +1,7 @@
 """A process of `test_worlds`: says its rank twice, then waits for what befalls the job, and prints it.
 
-``python world_rank.py tcp WHAT ADDRESS RANK SIZE`` or ``mpiexec ... python world_rank.py mpi WHAT``. Before the second
-time the last rank kills itself (``die``), stops itself (``stop``), reports trouble (``tell``) or stays away for a while
-(``away``).
+``python world_rank.py WHAT ADDRESS RANK SIZE``. Before the second time the last rank kills itself (``die``), stops
+itself (``stop``), reports trouble (``tell``) or stays away for a while (``away``).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import signal
 import sys
 import time
 
-from collectives.peers.control_plane import ControlPlane
+from collectives.peers.tcp_control_plane import TcpControlPlane
 from topoplan.errors import BackendError
 
 TIMEOUT = 0.5
@@ -20,8 +19,8 @@ TIMEOUT = 0.5
 
 def main() -> None:
     """Be one rank."""
-    kind, what, *place = sys.argv[1:]
-    world = _world(kind, place)
+    what, address, rank, size = sys.argv[1:]
+    world = TcpControlPlane(address, int(rank), int(size))
     assert world.gather(b"%d" % world.rank, timeout=20) == [b"%d" % rank for rank in range(world.size)]
     print("met", flush=True)
     if world.rank == world.size - 1:
@@ -37,18 +36,6 @@ def main() -> None:
         print(f"rank {world.rank} raised ({error})", flush=True)
         assert world.trouble() is not None
     world.close()
-
-
-def _world(kind: str, place: list[str]) -> ControlPlane:
-    if kind == "mpi":
-        from mpi4py import MPI
-
-        from collectives.peers.control_plane import MpiControlPlane
-
-        return MpiControlPlane(MPI.COMM_WORLD)
-    from collectives.peers.tcp_control_plane import TcpControlPlane
-
-    return TcpControlPlane(place[0], int(place[1]), int(place[2]))
 
 
 if __name__ == "__main__":

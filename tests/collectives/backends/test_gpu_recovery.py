@@ -18,8 +18,6 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.nccl import nccl_backend as backend_module
 from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.backends.nccl.nccl_communicators import NcclConnection
-from collectives.communicator.recovery import can_recover
-from collectives.peers.control_plane import ControlPlane
 from collectives.peers.membership_protocol import MembershipProtocol
 from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
@@ -602,29 +600,6 @@ def test_a_newcomer_that_has_no_such_nccl_says_so_and_the_others_go_on_without_i
         assert found.tobytes() == bits(plan, arrays, (0, 1))
     assert told == ["nccl4py is missing"]
     assert settled() == []
-
-
-def test_ranks_that_do_not_meet_at_a_rendezvous_cannot_go_on(machine: Machine, cupy: ModuleType) -> None:
-    class Alone(ControlPlane):
-        def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-            return [data]
-
-        def trouble(self) -> BackendError | None:
-            return None
-
-        def tell(self, error: BackendError) -> None: ...
-
-        def stalled(self, timeout: float) -> None: ...
-
-        def close(self) -> None: ...
-
-    backend = NcclBackend(cupy, Alone(0, 1))
-    assert not can_recover(backend)
-    with (
-        Communicator(topoplan.plan(topoplan.load("dgx-1v"), gpus=[3]), backend) as comm,
-        pytest.raises(BackendError, match="nccl where its ranks meet at a rendezvous"),
-    ):
-        comm.shrink()
 
 
 def test_loopback_gpu_goes_on_without_ranks_as_loopback_does(machine: Machine, cupy: ModuleType) -> None:
