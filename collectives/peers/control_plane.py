@@ -233,8 +233,6 @@ def _after_call(*values: str | int | None) -> str:
     return json.dumps(dict(zip(_NAMES[1:], values, strict=True)))[1:]
 
 
-BLOCK_BYTES = 640  # bytes of the first gather of a `BlockControlPlane`: a signature fits, with some text
-
 COLLECTIVE, VALUE, TEXT, SHUTDOWN_NOTICE = b"c", b"v", b"t", b"f"
 """Kinds of control messages; ranks that exchange different kinds must not mistake one for the other."""
 
@@ -337,29 +335,6 @@ class ControlPlane(ABC):
                     peer=peer,
                 )
         return [one[1:] for one in said]
-
-
-class BlockControlPlane(ControlPlane):
-    """A control plane over blocks whose lengths all ranks must know in advance.
-
-    All ranks first send a block of `BLOCK_BYTES` with the length of the message in front. Longer messages end in a
-    second round without padding: if one of 1024 ranks sends a plan, the others do not send as much.
-    """
-
-    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        message = len(data).to_bytes(4, "big") + data
-        blocks = self._exchange(message[:BLOCK_BYTES].ljust(BLOCK_BYTES), [BLOCK_BYTES] * self.size, timeout)
-        lengths = [4 + int.from_bytes(block[:4], "big") for block in blocks]
-        if max(lengths) > BLOCK_BYTES:
-            rest = self._exchange(
-                message[BLOCK_BYTES:], [max(0, length - BLOCK_BYTES) for length in lengths], timeout
-            )
-            blocks = [block + more for block, more in zip(blocks, rest, strict=True)]
-        return [block[4:length] for block, length in zip(blocks, lengths, strict=True)]
-
-    @abstractmethod
-    def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        """Return the bytes of every rank, in order of rank, of these lengths."""
 
 
 def waits_for_no_peer() -> Waiting:
