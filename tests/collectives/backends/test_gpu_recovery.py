@@ -221,7 +221,7 @@ def test_a_death_within_a_replayed_graph(machine: Machine, cupy: ModuleType, dea
         assert machine.graph_launches > before
         assert (raised.value.rank, raised.value.peer) == (rank, 2)
         comm.shrink()
-        assert (comm.epoch, backend_of(comm)._connections.shrunk) == (1, not deaf)
+        assert (comm.epoch, backend_of(comm)._connection.shrunk) == (1, not deaf)
         return comm.plan, comm.all_reduce(given, out=out).get()
 
     results = outcome(on_every_rank(cupy, plan_for(3), task, engine="messages"))
@@ -467,14 +467,14 @@ def test_a_newcomer_takes_the_place_of_the_dead_by_a_new_id(
             given = cupy.asarray(arrays[comm.rank])
             sums = [comm.all_reduce(given).get() for _ in range(4)]
         # what is left behind: of the first three the arenas of all, while there was a dead one
-        return comm.plan, sums, comm.engine, backend_of(comm)._connections.shrunk, len(machine.memory)
+        return comm.plan, sums, comm.engine, backend_of(comm)._connection.shrunk, len(machine.memory)
 
     def task(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(cupy.asarray(arrays[rank]))
         if rank == 1:
             return dies(backend_of(comm))
         two = comm.all_reduce(cupy.asarray(arrays[rank])).get()
-        assert backend_of(comm)._connections.shrunk
+        assert backend_of(comm)._connection.shrunk
         if rank == 0:
             invitations.put(comm.invitation)
         while not (joined := comm.grow()):
