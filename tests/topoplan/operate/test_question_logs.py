@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.support.question_logs import FOLDER, INVENTED, LOGS
 
 
-@pytest.mark.parametrize("name", LOGS)
-def test_the_logs_of_the_pages_are_their_writers_own(name: str) -> None:
+def test_the_logs_of_the_pages_are_those_of_their_writers() -> None:
     """After a change: ``python -m tests.support.question_logs``."""
-    assert (FOLDER / name).read_text(encoding="utf-8") == INVENTED + LOGS[name]
-
-
-def test_the_folder_holds_no_other_log() -> None:
-    assert {path.name for path in FOLDER.iterdir()} == set(LOGS)
+    found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+    assert found == {name: INVENTED + text for name, text in LOGS.items()}

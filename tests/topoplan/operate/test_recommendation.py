@@ -59,18 +59,14 @@ def check_against_all(
 @pytest.mark.parametrize(
     ("name", "count", "free"),
     [
-        ("v100x4", 2, None),
         ("v100x4", 3, None),
         ("pcie-x8", 3, (0, 1, 4, 6)),
         ("dgx-1p", 3, (0, 1, 2, 5, 6)),
-        pytest.param("dgx-1v", 2, None, marks=pytest.mark.thorough),
+        ("pcie-x8", 4, None),
         ("dgx-1v", 4, (0, 1, 4, 5, 7)),
-        pytest.param("dgx-1v", 4, None, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", 5, None, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", 3, None, marks=pytest.mark.thorough),
-        pytest.param("dgx-1p", 4, None, marks=pytest.mark.thorough),
-        pytest.param("pcie-x8", 2, None, marks=pytest.mark.thorough),
-        pytest.param("pcie-x8", 4, None, marks=pytest.mark.thorough),
+        ("dgx-1v", 3, None),
+        ("dgx-1v", 4, None),
+        ("dgx-1p", 4, None),
     ],
 )
 def test_every_set_is_as_fast_as_when_planned_on_its_own(
@@ -80,7 +76,7 @@ def test_every_set_is_as_fast_as_when_planned_on_its_own(
 
 
 @pytest.mark.thorough
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(direct_machines(most=5))
 def test_random_machines_too(machine: Topology) -> None:
     check_against_all(machine, 2)
@@ -89,27 +85,23 @@ def test_random_machines_too(machine: Topology) -> None:
 
 
 @pytest.mark.thorough
-def test_the_halves_of_the_cube_come_first() -> None:
+def test_known_sets_of_known_machines() -> None:
+    """Each half of the cube leaves the other; 12,870 sets of 8 behind NVSwitches are planned once."""
     sets = recommend("dgx-1v", 4)
     assert [(one.gpus, one.following, one.left) for one in sets[:2]] == [
         ((0, 1, 2, 3), 75.0, 75.0),
         ((4, 5, 6, 7), 75.0, 75.0),
     ]
     assert sets[2].rate < 75
+    sets = recommend("dgx-2", 8)
+    assert len(sets) == comb(16, 8)
+    assert {(one.rate, one.number, one.following) for one in sets} == {(sets[0].rate, 1, sets[0].rate)}
 
 
 def test_of_equally_fast_pairs_those_come_first_that_leave_a_fast_rest() -> None:
     """Behind a thin uplink, two GPUs of one switch leave the pair of the other switch."""
     sets = check_against_all(topoplan.load("pcie-x8"), 3, free=(0, 1, 2, 4, 5))
     assert sets[0].gpus == (0, 1, 2)
-
-
-@pytest.mark.thorough
-def test_the_sixteen_gpus_of_a_dgx_2_are_alike() -> None:
-    """12,870 sets of 8, planned once."""
-    sets = recommend("dgx-2", 8)
-    assert len(sets) == comb(16, 8)
-    assert {(one.rate, one.number, one.following) for one in sets} == {(sets[0].rate, 1, sets[0].rate)}
 
 
 @pytest.mark.parametrize(
@@ -127,16 +119,12 @@ def test_what_cannot_be_chosen_is_said(count: int, free: tuple[int, ...] | None,
         recommend("dgx-1v", count, free=free)
 
 
-def test_too_many_sets_are_refused_before_any_is_planned() -> None:
+def test_refuses_too_many_sets_before_any_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"got more than 10\^306 among 1024 GPUs"):
         recommend(topoplan.nvswitch_cluster(128), 512)
-    with pytest.raises(
-        UsageError, match=r"sets of 8 GPUs must be at most 20,000, got 10,518,300 among 32 GPUs"
-    ):
+    told = r"sets of 8 GPUs must be at most 20,000, got 10,518,300 among 32 GPUs"
+    with pytest.raises(UsageError, match=told):
         recommend(topoplan.nvswitch_cluster(4), 8)
-
-
-def test_too_many_kinds_of_sets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topoplan.operate.compare.recommendation.MOST_CLASSES", 2)
     with pytest.raises(UsageError, match=r"classes of 2 GPUs must be at most 2, got 3 of 28 sets"):
         recommend("dgx-1v", 2)
