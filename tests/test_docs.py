@@ -27,6 +27,7 @@ import pytest
 import topoplan
 from tests.support.checkout import ROOT
 from tests.support.ports import free_port
+from tests.support.question_logs import FOLDER, INVENTED, LOGS
 from topoplan.reading.pcie_tree import relation_matrix
 
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
@@ -261,3 +262,9 @@ def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:
     for value in trees:
         assert topoplan.plan_from_trees("dgx-1v", "allreduce", value["trees"], gpus=[1, 4, 5, 7]).rate > 0
     assert trees
+
+
+def test_the_logs_of_the_pages_are_those_of_their_writers() -> None:
+    """After a change: ``python -m tests.support.question_logs``."""
+    found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+    assert found == {name: INVENTED + text for name, text in LOGS.items()}

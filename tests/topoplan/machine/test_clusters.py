@@ -94,21 +94,18 @@ def test_a_nic_carries_what_its_slot_and_its_port_do(gbps: float, carried: float
     )
 
 
-def test_each_nic_of_a_dgx_1v_serves_the_two_gpus_of_its_switch() -> None:
-    """NIC i sends for GPUs 2i and 2i + 1, and its plug into the PCIe switch is gone; the GPUs' plugs stay."""
+def test_each_nic_serves_the_gpus_of_its_switch() -> None:
+    """NIC i of a DGX-1V sends for GPUs 2i and 2i + 1; its plug into the PCIe switch is gone, the GPUs' plugs stay.
+
+    A PCIe switch of a DGX A100 holds two GPUs and two NICs: each GPU has one, or its slot would count twice.
+    """
     one = cluster([Server(V100S)], nic_gbps=100)
     senders = {(src, dst) for src, dst in speeds(one) if dst.endswith(".tx")}
     assert senders == {(f"s0.gpu{i}", f"s0.nic{i // 2}.tx") for i in range(8)}
     assert not any("nic" in src + dst for src, dst in speeds(one, "pcie"))
     assert ("s0.gpu0", "s0.pcie0") in speeds(one, "pcie")
-
-
-def test_nics_beside_the_same_gpus_share_them_out() -> None:
-    """A PCIe switch of a DGX A100 holds two GPUs and two NICs: each GPU has one, or its slot would count twice."""
-    one = cluster([Server(A100S)], nic_gbps=200)
-    assert {(src, dst) for src, dst in speeds(one) if dst.startswith("s0.nic")} == {
-        (sender, f"s0.nic{i}") for i in range(8) for sender in (f"s0.gpu{i}", "switch0")
-    }
+    wires = {(src, dst) for src, dst in speeds(cluster([Server(A100S)], nic_gbps=200)) if dst[:6] == "s0.nic"}
+    assert wires == {(sender, f"s0.nic{i}") for i in range(8) for sender in (f"s0.gpu{i}", "switch0")}
 
 
 def test_nics_behind_one_pcie_link_have_an_even_part_of_it() -> None:
@@ -302,69 +299,59 @@ def test_different_servers_keep_their_names_and_say_their_own() -> None:
     assert any(note.startswith("dgx-a100: NICs of 200 Gb/s") for note in mixed.notes)
 
 
-class TestNetworks:
-    def test_rails(self) -> None:
-        """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
-        for rails, number in ((None, 8), (2, 2), (3, 3)):
-            made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", rails=rails)
-            switches = [device.name for device in made.devices if device.kind == "switch"]
-            assert switches == [f"rail{i}" for i in range(number)]
-            assert all(
-                int(dst[4:]) == int(src[-1]) % number
-                for src, dst in speeds(made)
-                if src.startswith("s") and dst.startswith("rail")
-            )
-
-    @pytest.mark.parametrize(("ratio", "uplink"), [(1, 48.0), (2, 24.0), (3, 16.0), (1.5, 32.0)])
-    def test_a_spine_joins_rails_at_their_downlinks_over_the_oversubscription(
-        self, ratio: float, uplink: float
-    ) -> None:
-        """Two servers of 24 GB/s on each rail."""
-        made = cluster(
-            [Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", oversubscription=ratio
-        )
-        assert {speed for (src, dst), speed in speeds(made).items() if "spine0" in (src, dst)} == {uplink}
-
-    def test_a_fat_tree_fills_its_leaves_in_order(self) -> None:
-        """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast; one has no spine.
-
-        Of two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, a broadcast has 48 GB/s.
-        """
-
-        def tree(count: int, leaf_size: int) -> Topology:
-            return cluster(
-                [Server(A100S, count=count)],
-                nic_gbps=200,
-                network="fat-tree",
-                leaf_size=leaf_size,
-                oversubscription=4,
-            )
-
-        made = tree(5, 2)
-        assert {dst for (src, dst) in speeds(made) if src.startswith("s3.")} >= {"leaf1"}
-        assert [speeds(made)[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
-        assert [device.name for device in tree(2, 4).devices if device.kind == "switch"] == ["leaf0"]
-        assert topoplan.plan(tree(2, 1), "broadcast", gpus=[0, 1, 2, 8]).bound == 24
-        assert speeds(tree(2, 1))["leaf0", "spine0"] == 48
+def switches(machine: Topology) -> list[str]:
+    return [device.name for device in machine.devices if device.kind == "switch"]
 
 
-class TestAlike:
-    def test_one_that_is_broken_stands_apart(self) -> None:
-        made = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
-        assert equivalent_servers(made) == (("s0", "s1", "s3"), ("s2",))
-        assert representative_servers(made).servers == ("s0", "s2")
+@pytest.mark.parametrize(("rails", "number"), [(None, 8), (2, 2), (3, 3)])
+def test_rails(rails: int | None, number: int) -> None:
+    """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
+    made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", rails=rails)
+    assert switches(made) == [f"rail{i}" for i in range(number)]
+    wires = [(src, dst) for src, dst in speeds(made) if src[0] == "s" and dst.startswith("rail")]
+    assert all(int(dst[4:]) == int(src[-1]) % number for src, dst in wires)
 
-    def test_a_machine_is_its_own_excerpt(self) -> None:
-        assert representative_servers(V100S) == V100S
 
-    @pytest.mark.parametrize("network", NETWORKS)
-    def test_an_excerpt_holds_the_way_to_the_other_servers(self, network: str) -> None:
-        settings = {"leaf_size": 2} if network == "fat-tree" else {}
-        settings |= {} if network == "switch" else {"oversubscription": 2}
-        made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
-        part = representative_servers(made)
-        assert part.servers == ("s0",)
-        assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
+@pytest.mark.parametrize(("ratio", "uplink"), [(1, 48.0), (3, 16.0), (1.5, 32.0)])
+def test_a_spine_joins_rails_at_their_downlinks_over_the_oversubscription(
+    ratio: float, uplink: float
+) -> None:
+    """Two servers of 24 GB/s on each rail."""
+    made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", oversubscription=ratio)
+    assert {speed for ends, speed in speeds(made).items() if "spine0" in ends} == {uplink}
+
+
+def test_a_fat_tree_fills_its_leaves_in_order() -> None:
+    """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast; one leaf has no spine.
+
+    Of two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, a broadcast has 48 GB/s.
+    """
+
+    def tree(count: int, leaf_size: int) -> Topology:
+        settings = {"network": "fat-tree", "leaf_size": leaf_size, "oversubscription": 4}
+        return cluster([Server(A100S, count=count)], nic_gbps=200, **settings)  # type: ignore[arg-type]
+
+    made = speeds(tree(5, 2))
+    assert {dst for src, dst in made if src.startswith("s3.")} >= {"leaf1"}
+    assert [made[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
+    assert switches(tree(2, 4)) == ["leaf0"]
+    assert topoplan.plan(tree(2, 1), "broadcast", gpus=[0, 1, 2, 8]).bound == 24
+    assert speeds(tree(2, 1))["leaf0", "spine0"] == 48
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_representative_servers_keep_the_way_to_the_others(network: str) -> None:
+    """A broken server stands apart; a machine is its own excerpt."""
+    settings = {"leaf_size": 2} if network == "fat-tree" else {}
+    settings |= {} if network == "switch" else {"oversubscription": 2}
+    made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
+    part = representative_servers(made)
+    assert part.servers == ("s0",)
+    assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
+    broken = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
+    assert equivalent_servers(broken) == (("s0", "s1", "s3"), ("s2",))
+    assert representative_servers(broken).servers == ("s0", "s2")
+    assert representative_servers(V100S) == V100S
 
 
 def box(**changes: object) -> dict[str, object]:

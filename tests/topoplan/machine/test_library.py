@@ -51,11 +51,7 @@ def test_each_file_is_what_its_generator_makes(tmp_path: Path) -> None:
 def test_each_machine_is_connected_and_names_its_sources(name: str) -> None:
     """No cut separates two GPUs on PCIe or on NVLink, and wires have equal directions."""
     machine = load(name)
-    channels = (
-        {"pcie", "nvlink"}
-        - ({"pcie"} if name in RACKS else set())
-        - ({"nvlink"} if name == "pcie-x8" else set())
-    )
+    channels = ["pcie"] if name == "pcie-x8" else ["nvlink"] if name in RACKS else ["pcie", "nvlink"]
     for channel in channels:
         fabric = Fabric(machine, (channel,))
         assert fabric.unreachable() == ()
