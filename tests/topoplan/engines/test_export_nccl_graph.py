@@ -23,8 +23,8 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.plan import COLLECTIVES, Plan
 from topoplan.plans.shards import Shard
-from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, chain_rate, ring_bandwidth
-from topoplan.schedules.nccl_search import chain_choice, counted_machine, plan_orders
+from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, ring_bandwidth
+from topoplan.schedules.nccl_search import counted_machine, plan_orders
 
 BLINK = [1, 4, 5, 7]
 """GPUs of a DGX-1V without an NVLink ring (Blink, figure 2)."""
@@ -327,15 +327,6 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
     assert sum(numbers.values()) == count
     for order, share in shares.items():
         assert abs(numbers.get(order, 0) - share * count) < 1
-
-
-@pytest.mark.parametrize("size", [3, 4, 6])
-def test_chains_of_a_switch_fill_its_ports(size: int) -> None:
-    """Ends of chains load a port half as much as the GPUs between, so so many chains that ends fall evenly are best."""
-    machine = topoplan.load("dgx-2").subset(range(size))
-    paths = NcclPaths(machine)
-    chosen = chain_choice(machine, paths, [], size)
-    assert chain_rate(paths, Counter(chosen)) == Fraction(150 * size, 2 * (size - 1))
 
 
 def test_rings_of_plans_are_recognised_by_shape() -> None:

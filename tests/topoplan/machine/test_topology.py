@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
+from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.library import dgx_1v, dgx_2
 from topoplan.machine.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
 from topoplan.machine.topology_json import parse_topology_json
-from topoplan.reading.load import library
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
@@ -221,7 +221,7 @@ def pair(**link: object) -> nx.MultiDiGraph:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", library())
+@pytest.mark.parametrize("name", library_cases())
 def test_machines_of_the_library_survive_the_graph(name: str) -> None:
     machine = topoplan.load(name)
     assert topoplan.load(machine.to_networkx()) == machine
@@ -262,16 +262,6 @@ def test_a_graph_changed_with_networkx_is_the_machine_that_is_left() -> None:
     assert topoplan.plan(left).rate == pytest.approx(78.571428)
     graph.add_edge("gpu0", "gpu5", channel="nvlink", bandwidth=np.float32(12.5), count=np.int64(1))
     assert topoplan.load(graph).links[-1] == topoplan.Link("gpu0", "gpu5", "nvlink", 12.5)
-
-
-def test_the_bound_of_a_broadcast_is_the_cut_that_networkx_finds() -> None:
-    """Edmonds: the least cut between the root and any other GPU, here 150 GB/s of a DGX-1V."""
-    wires = nx.DiGraph()
-    for src, dst, link in DGX.to_networkx().edges(data=True):
-        if link["channel"] == "nvlink":
-            wires.add_edge(src, dst, capacity=link["bandwidth"])
-    cuts = [nx.minimum_cut_value(wires, "gpu0", gpu) for gpu in DGX.gpus[1:]]
-    assert min(cuts) == topoplan.bound(DGX, "broadcast").rate == 150.0
 
 
 def twice() -> nx.MultiDiGraph:

@@ -151,6 +151,7 @@ def test_time_grows_with_size(schedule: str, sizes: list[int]) -> None:
     assert all(one <= other * (1 + TOLERANCE) for one, other in pairwise(times))
 
 
+@pytest.mark.thorough
 def test_a_compact_plan_takes_as_long_as_all_its_trees() -> None:
     plan = topoplan.plan(topoplan.nvswitch_cluster(1, gpus=72), "allreduce")
     assert isinstance(plan.shards, ImageShards)

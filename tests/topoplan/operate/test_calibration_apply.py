@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.small_fabrics import both_ways, machine
+from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
@@ -22,7 +24,6 @@ from topoplan.model.dataflow import device_kinds, link_latency
 from topoplan.operate.calibration.calibrated_topology import MARK, calibrated
 from topoplan.operate.calibration.fit import Measurement, PairSamples
 from topoplan.operate.device_matching import match_gpus
-from topoplan.reading.load import library
 from topoplan.reading.pcie_tree import relation_matrix
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
@@ -109,6 +110,15 @@ def copied_through_the_host() -> Measurement:
     return copied(V100S, lambda *ends: 6.0 if ends in HOST_COPIES else rate(*ends), refused=HOST_COPIES)
 
 
+APART = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
+PLANES = machine(
+    3,
+    both_ways({(f"gpu{i}", name): rate for name, rate in (("sw0", 100.0), ("sw1", 50.0)) for i in range(3)}),
+    switches=2,
+)
+"""Two switches of 100 and 50 GB/s for each GPU."""
+
+
 SLOT = {("gpu1", "cpu0"): 3.0, ("cpu0", "gpu1"): 3.0}
 KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], list[str]]] = {
     "one slow direction": (
@@ -143,6 +153,21 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
         {("gpu0", "cpu0"): 15.0, ("cpu0", "cpu1"): 15.0, ("cpu1", "gpu2"): 15.0},
         ["faster than stated, as copies show that were held back elsewhere: gpu0>cpu0, cpu1>gpu2"],
     ),
+    "two GPUs that nothing joins": (
+        APART,
+        partial(copied, APART, lambda *_: 10),
+        {},
+        [
+            "0 of 0 links measured: each as fast as the fastest copy that crosses it",
+            "copies without a route in the topology, without effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
+        ],
+    ),
+    "120 GB/s striped over switches of 100 and 50 side by side": (
+        PLANES,
+        partial(copied, PLANES, lambda *_: 120),
+        {ends: 80.0 if "sw0" in ends else 40.0 for ends in ((one.src, one.dst) for one in PLANES.links)},
+        [],
+    ),
     "refused peer access, copies over PCIe": (
         V100S,
         copied_through_the_host,
@@ -160,7 +185,7 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
 
 class TestKnownAnswers:
     @pytest.mark.sampled
-    @pytest.mark.parametrize("name", library())
+    @pytest.mark.parametrize("name", library_cases())
     def test_links_as_fast_as_stated_change_nothing(self, name: str) -> None:
         """Bandwidths and plans stay, whichever link of a route is the narrowest; latencies add up along a route."""
         machine = topoplan.load(name)
@@ -194,21 +219,6 @@ class TestKnownAnswers:
             made = calibrated(machine, found, date=DATE).topology
             known = {} if found == whole else {(link.src, link.dst): pytest.approx(speed, rel=1e-3)}
             assert changes(machine, made) == known
-
-    def test_a_copy_is_striped_over_switches_that_lie_side_by_side(self) -> None:
-        """Two switches of 100 and 50 GB/s for each GPU: 120 GB/s measured are 80 and 40."""
-        wires = {"sw0": 100.0, "sw1": 50.0}
-        devices = [Device(f"gpu{i}", "gpu") for i in range(3)] + [Device(name, "nvswitch") for name in wires]
-        links = [
-            Link(*ends, "nvlink", speed)
-            for name, speed in wires.items()
-            for i in range(3)
-            for ends in ((f"gpu{i}", name), (name, f"gpu{i}"))
-        ]
-        machine = Topology("planes", tuple(devices), tuple(links))
-        made = calibrated(machine, copied(machine, lambda *_: 120), date=DATE).topology
-        assert {link.bandwidth for link in made.links if "sw0" in (link.src, link.dst)} == {80.0}
-        assert {link.bandwidth for link in made.links if "sw1" in (link.src, link.dst)} == {40.0}
 
     @pytest.mark.parametrize("case", KNOWN)
     def test_changes_the_links_that_copies_show(self, case: str) -> None:
@@ -253,7 +263,7 @@ class TestInvariants:
         assert made.links == again.links
 
     @pytest.mark.sampled
-    @pytest.mark.parametrize("name", library())
+    @pytest.mark.parametrize("name", library_cases())
     def test_copies_go_where_the_matrix_says_and_by_as_few_links_as_there_are(self, name: str) -> None:
         """NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU."""
         machine = topoplan.load(name)
@@ -293,14 +303,6 @@ class TestInvariants:
         )
         assert second.source == (
             "calibrated 2026-11-22: by hand, 64KB to 256MB, median of 3; links that were not measured: a drawing"
-        )
-
-    def test_copies_without_a_way_in_the_topology_are_named_and_have_no_effect(self) -> None:
-        apart = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
-        made = calibrated(apart, copied(apart, lambda *_: 10), date=DATE)
-        assert made.notes == (
-            f"{MARK}0 of 0 links measured: each as fast as the fastest copy that crosses it",
-            f"{MARK}copies without a route in the topology, without effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
         )
 
     def test_a_pair_of_another_machine_is_refused(self) -> None:

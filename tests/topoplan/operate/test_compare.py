@@ -422,13 +422,6 @@ def test_nvls_is_a_rival_where_the_switch_copies_and_adds() -> None:
     assert not any("NVLS" in note for note in plain.notes)
 
 
-def test_on_two_dgx_a100_nccls_tree_is_the_rival() -> None:
-    """1200/7 of 520/3 GB/s, where rings have 320/3."""
-    row = compare(topoplan.cluster([topoplan.Server("dgx-a100", count=2)], nic_gbps=200, nic_access="direct"))
-    assert (row.nccl_kind, row.ring) == ("nccl tree", pytest.approx(320 / 3))
-    assert row.nccl_ratio == pytest.approx((520 / 3) / (1200 / 7))
-
-
 def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:
     """Infinite rates and missing ratios are null; the rest is the row as it stands."""
     row = compare(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])

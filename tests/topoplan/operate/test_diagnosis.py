@@ -21,13 +21,13 @@ from tests.bench.fabric_machines import MACHINES
 from tests.support.damaged_machines import IN_TEXT, KINDS, as_text, damaged, read_library
 from tests.support.listings import EACH_MATRIX, each
 from tests.support.listings import MACHINES as LISTINGS
+from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError
 from topoplan.machine.notes import warnings_first
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.operate.compare.costs import costs_of
 from topoplan.operate.diagnosis import diagnose, machine_warnings
-from topoplan.reading.load import library
 
 
 def found(machine: Topology) -> list[str]:
@@ -38,7 +38,7 @@ def found(machine: Topology) -> list[str]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", library())
+@pytest.mark.parametrize("name", library_cases())
 def test_library_machines_have_no_warning(name: str) -> None:
     machine = topoplan.load(name)
     assert found(machine) == []
@@ -262,7 +262,7 @@ def test_every_kind_of_damage_is_found(kind: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", library())
+@pytest.mark.parametrize("name", library_cases())
 def test_whole_machines_are_healthy(name: str) -> None:
     machine = topoplan.load(name)
     assert diagnose(machine).resembles == name

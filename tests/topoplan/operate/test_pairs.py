@@ -87,13 +87,6 @@ def test_one_switch_takes_as_many_rounds_as_are_needed(servers: int, rounds: int
     assert made.classes == made.finest
 
 
-def test_leaves_of_four_take_one_round_more() -> None:
-    """Each uplink carries one test of a round, and then one of the three other hosts has no partner."""
-    _, made = planned(fat_tree(32))
-    assert (len(made.rounds), made.fewest, made.classes, made.finest) == (4, 4, 40, 40)
-    assert made.wide[0] == ("leaf0-spine0", 25.0, 12.5)
-
-
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(1, 3), st.sampled_from([1.0, 2.0]))
 @settings(max_examples=12)
 def test_no_plan_is_below_the_bound(hosts: int, leaf: int, times: int, ratio: float) -> None:

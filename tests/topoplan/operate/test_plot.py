@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -473,12 +471,3 @@ def test_sweep_draws_the_points_it_is_given() -> None:
     check_readable(figure)
     with pytest.raises(UsageError, match="needs a size above zero bytes"):
         draw_sweep({"nothing": []})
-
-
-def test_importing_the_plot_room_does_not_load_matplotlib() -> None:
-    code = (
-        "import sys, topoplan.operate.plot.machine, topoplan.operate.plot.trees, "
-        "topoplan.operate.plot.charts, topoplan.operate.plot.charts;"
-        "sys.exit('matplotlib' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
