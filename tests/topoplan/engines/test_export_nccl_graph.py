@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.hand_plans import chain, full_mesh, plan_of, stage
 from tests.support.nccl_rules import nccl_channels, read_as_nccl
+from tests.support.small_fabrics import both_ways, machine
 from topoplan.engines.exported import Exported
 from topoplan.engines.registry import export_machine, export_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Topology
 from topoplan.plans.plan import COLLECTIVES, Plan
 from topoplan.plans.shards import Shard
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, ring_bandwidth
@@ -301,19 +302,11 @@ def test_nccls_ways_from_gpu0(name: str, channels: str, kinds: dict[int, str]) -
 def test_several_switches_are_one_to_nvlink() -> None:
     """A GPU on two planes stripes over both: parts in proportion to the width of the ways, together the whole rate."""
     gpus = [f"gpu{i}" for i in range(4)]
-    devices = (*(Device(gpu, "gpu") for gpu in gpus), Device("a", "nvswitch"), Device("b", "nvswitch"))
-    wires = [
-        Link(*ends, "nvlink", rate)
-        for gpu in gpus
-        for plane, rate in (("a", 100.0), ("b", 50.0))
-        for ends in ((gpu, plane), (plane, gpu))
-    ]
-    paths = NcclPaths(Topology("planes", devices, tuple(wires)))
+    wires = {(gpu, plane): rate for gpu in gpus for plane, rate in (("sw0", 100.0), ("sw1", 50.0))}
+    paths = NcclPaths(machine(4, both_ways(wires), switches=2))
     parts = paths.hop("gpu0", "gpu1").part.items()
-    assert {link.dst: share for link, share in parts if link.dst in ("a", "b")} == {
-        "a": Fraction(2, 3),
-        "b": Fraction(1, 3),
-    }
+    found = {link.dst: share for link, share in parts if link.dst != "gpu1"}
+    assert found == {"sw0": Fraction(2, 3), "sw1": Fraction(1, 3)}
     assert ring_bandwidth(paths, {tuple(gpus): 1}) == 150
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from tests.bench.fabric_machines import MACHINES
 from tests.support.damaged_machines import IN_TEXT, KINDS, as_text, damaged, read_library
 from tests.support.listings import EACH_MATRIX, each
 from tests.support.listings import MACHINES as LISTINGS
+from tests.support.small_fabrics import both_ways
+from tests.support.small_fabrics import machine as small_machine
 from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError
 from topoplan.machine.notes import warnings_first
@@ -103,7 +105,7 @@ FAULTS: list[tuple[Callable[[], Topology], list[str]]] = [
     ),
     # two islands of GPUs
     (
-        lambda: joined(5, [(0, 1), (1, 0), (1, 2), (2, 1), (3, 4), (4, 3)]),
+        lambda: small_machine(5, both_ways({(f"gpu{i}", f"gpu{i + 1}"): 25.0 for i in (0, 1, 3)})),
         ["gpu3,4: no path to gpu0-2 and back, should be one"],
     ),
 ]
@@ -127,14 +129,9 @@ def changed(machine: Topology, ends: tuple[str, str], **fields: object) -> Topol
     return replace(machine, links=tuple(kept))
 
 
-def joined(gpus: int, pairs: Sequence[tuple[int, int]]) -> Topology:
-    """GPUs with links in these directions."""
-    links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", 25.0) for a, b in pairs)
-    return Topology("islands", tuple(Device(f"gpu{i}", "gpu") for i in range(gpus)), links)
-
-
 def test_a_gpu_that_cannot_answer_is_named() -> None:
-    assert found(joined(2, [(0, 1)]))[-1] == "gpu1: no path to gpu0 and back, should be one"
+    made = small_machine(2, {("gpu0", "gpu1"): 25.0})
+    assert found(made)[-1] == "gpu1: no path to gpu0 and back, should be one"
 
 
 def test_nics_of_a_numa_node_without_gpus_are_named() -> None:
