@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -260,68 +260,51 @@ def without(machine: Topology, *pairs: tuple[str, str]) -> Topology:
 
 
 CPU1 = Device("cpu1", "cpu", "s0")
-CPU2 = Device("cpu2", "cpu", "s0")
-SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch", "s0"))
+
+
+def changed(machine: Topology, kind: str, **fields: Any) -> Topology:
+    """The machine with fields of all devices of a kind replaced."""
+    devices = (replace(one, **fields) if one.kind == kind else one for one in machine.devices)
+    return replace(machine, devices=tuple(devices))
+
+
+SMALL = small()
+TWO_CPUS = small(*both("cpu0", "cpu1", "sys", 10.0), devices=(CPU1,))
+THREE_CPUS = small(
+    *both("cpu0", "cpu1", "sys", 10.0),
+    *both("cpu0", "cpu2", "sys", 5.0),
+    *both("cpu1", "cpu2", "sys", 10.0),
+    devices=(CPU1, Device("cpu2", "cpu", "s0")),
+)
+TWO_SWITCHES = small(
+    *(link for i in (0, 1) for link in both(f"gpu{i}", f"nvswitch{i}", "nvlink", 50.0)),
+    devices=tuple(Device(f"nvswitch{i}", "nvswitch", "s0") for i in (0, 1)),
+)
 
 
 @pytest.mark.parametrize(
     ("machine", "message"),
     [
-        (lambda: topoplan.load("mi250x"), "gpu1 is joined to nic0 by PCIe"),
-        (lambda: small(Link("gpu0", "gpu1", "nvlink", 25.0)), "gpu0->gpu1 (nvlink) has no reverse direction"),
-        (lambda: without(small(), ("cpu0", "gpu1")), "gpu1->cpu0 (pcie) has 12 GB/s and none back"),
-        (
-            lambda: topoplan.slow_links(small(), {"gpu1->cpu0": 3.0}),
-            "(pcie) has 3 GB/s and 12 back" ,
-        ),
-        (lambda: without(small(), ("cpu0", "gpu1"), ("gpu1", "cpu0")), "gpu1 has no PCIe path to a CPU"),
-        (lambda: small(devices=(CPU1,)), "cpu0 and cpu1 are not joined"),
-        (
-            lambda: small(
-                *both("cpu0", "cpu1", "sys", 10.0),
-                *both("cpu0", "cpu2", "sys", 5.0),
-                *both("cpu1", "cpu2", "sys", 10.0),
-                devices=(CPU1, CPU2),
-            ),
-            "cpu0 reaches other CPUs at 5, 10 GB/s",
-        ),
-        (
-            lambda: small(*both("gpu0", "cpu1", "pcie", 12.0), devices=(CPU1,)),
-            "PCIe is not a tree below one CPU each",
-        ),
-        (
-            lambda: small(
-                *both("gpu0", "nvswitch0", "nvlink", 50.0),
-                *both("gpu1", "nvswitch1", "nvlink", 50.0),
-                devices=SWITCHES,
-            ),
-            "NCCL knows one NVSwitch",
-        ),
-        (lambda: topoplan.nvswitch_cluster(2, gpus=4), "choose one with --server, for example --server s0"),
-        (lambda: Topology("none", (Device("cpu0", "cpu"),), ()), "none has no GPU"),
-        (lambda: replace(small(), name="x" * 300), "is 300 bytes long, and NCCL reads 253"),
-        (lambda: replace(small(), name="a\x01"), "a character that XML does not allow"),
-        (
-            lambda: replace(
-                small(*both("cpu0", "cpu1", "sys", 10.0), devices=(replace(CPU1, numa=0),)),
-                devices=tuple(
-                    replace(device, numa=0) if device.kind == "cpu" else device
-                    for device in small(devices=(CPU1,)).devices
-                ),
-            ),
-            "cpu0 and cpu1 are both NUMA node 0",
-        ),
-        (
-            lambda: replace(
-                small(), devices=tuple(replace(device, busid="0000:01:00.0") for device in small().devices)
-            ),
-            "gpu0 and gpu1 both state bus id 0000:01:00.0",
-        ),
+        (topoplan.load("mi250x"), "gpu1 is joined to nic0 by PCIe"),
+        (small(Link("gpu0", "gpu1", "nvlink", 25.0)), "gpu0->gpu1 (nvlink) has no reverse direction"),
+        (without(SMALL, ("cpu0", "gpu1")), "gpu1->cpu0 (pcie) has 12 GB/s and none back"),
+        (topoplan.slow_links(SMALL, {"gpu1->cpu0": 3.0}), "(pcie) has 3 GB/s and 12 back"),
+        (without(SMALL, ("cpu0", "gpu1"), ("gpu1", "cpu0")), "gpu1 has no PCIe path to a CPU"),
+        (small(devices=(CPU1,)), "cpu0 and cpu1 are not joined"),
+        (THREE_CPUS, "cpu0 reaches other CPUs at 5, 10 GB/s"),
+        (small(*both("gpu0", "cpu1", "pcie", 12.0), devices=(CPU1,)), "PCIe is not a tree below one CPU"),
+        (TWO_SWITCHES, "NCCL knows one NVSwitch"),
+        (topoplan.nvswitch_cluster(2, gpus=4), "choose one with --server, for example --server s0"),
+        (Topology("none", (Device("cpu0", "cpu"),), ()), "none has no GPU"),
+        (replace(SMALL, name="x" * 300), "is 300 bytes long, and NCCL reads 253"),
+        (replace(SMALL, name="a\x01"), "a character that XML does not allow"),
+        (changed(TWO_CPUS, "cpu", numa=0), "cpu0 and cpu1 are both NUMA node 0"),
+        (changed(SMALL, "gpu", busid="0000:01:00.0"), "gpu0 and gpu1 both state bus id 0000:01:00.0"),
     ],
-)  # fmt: skip
-def test_what_the_file_cannot_hold_is_refused(machine: Callable[[], Topology], message: str) -> None:
+)
+def test_refuses_what_the_file_cannot_hold(machine: Topology, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        nccl_topo_xml(machine())
+        nccl_topo_xml(machine)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -353,23 +336,13 @@ def test_one_server_of_a_cluster() -> None:
 
 def test_what_is_left_out_is_said() -> None:
     """Latencies, switches that copy, facts without a place, NICs on no CPU: a note for each."""
-    machine = small(
-        *both("gpu0", "nvswitch0", "nvlink", 50.0, 2),
-        *both("gpu1", "nvswitch0", "nvlink", 50.0, 2),
-        devices=(
-            Device("nvswitch0", "nvswitch", "s0", model="NVSwitch", multicast=True),
-            Device("nic0", "nic", "s0"),
-        ),
+    switch = Device("nvswitch0", "nvswitch", "s0", model="NVSwitch", multicast=True)
+    wires = (link for i in (0, 1) for link in both(f"gpu{i}", "nvswitch0", "nvlink", 50.0, 2))
+    machine = changed(
+        small(*wires, devices=(switch, Device("nic0", "nic", "s0"))), "gpu", facts=facts(uuid="GPU-1")
     )
-    machine = replace(
-        machine,
-        devices=tuple(
-            replace(device, facts=facts(uuid="GPU-1")) if device.name == "gpu0" else device
-            for device in machine.devices
-        ),
-        links=tuple(replace(link, latency=1e-6) if link.src == "gpu0" else link for link in machine.links),
-    )
-    notes = "\n".join(nccl_topo_xml(machine).notes)
+    links = tuple(replace(link, latency=1e-6) if link.src == "gpu0" else link for link in machine.links)
+    notes = "\n".join(nccl_topo_xml(replace(machine, links=links)).notes)
     for said in ("latency: gpu0->cpu0", "fact uuid: gpu0", "copy or add", "nic0"):
         assert said in notes
 
@@ -388,8 +361,7 @@ def test_a_file_says_its_notes_itself() -> None:
 
 def test_networks_are_numbered_over_all_nics_where_one_has_several() -> None:
     machine = topoplan.load("dgx-1v")
-    nics = [device.name for device in machine.devices if device.kind == "nic"]
-    adapters = dict(zip(nics, ("mlx5_0+mlx5_1", "mlx5_2"), strict=False))
+    adapters = {"nic0": "mlx5_0+mlx5_1", "nic1": "mlx5_2"}
     devices = tuple(
         replace(device, facts=facts(adapter=adapters[device.name])) if device.name in adapters else device
         for device in machine.devices

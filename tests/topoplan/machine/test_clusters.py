@@ -107,17 +107,22 @@ def test_each_nic_serves_the_gpus_of_its_switch() -> None:
     assert wires == {(sender, f"s0.nic{i}") for i in range(8) for sender in (f"s0.gpu{i}", "switch0")}
 
 
+def drawn(*wires: tuple[str, str, str, float]) -> Topology:
+    """A box of these wires, both ways; the kind of a device is its name without the number."""
+    names = dict.fromkeys(end for first, second, *_ in wires for end in (first, second))
+    devices = (Device(name, name.rstrip("0123456789")) for name in names)
+    return Topology("box", tuple(devices), tuple(link for wire in wires for link in both_ways(*wire)))
+
+
 def test_nics_behind_one_pcie_link_have_an_even_part_of_it() -> None:
     """Three NICs in one switch whose uplink of 24 GB/s leads to the GPUs carry 8 GB/s each, not 24."""
-    gpus = [f"gpu{i}" for i in range(3)]
-    devices = [Device(gpu, "gpu") for gpu in gpus] + [Device(f"nic{i}", "nic") for i in range(3)]
-    devices += [Device("cpu0", "cpu"), Device("pcie0", "pcie")]
-    links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
-    links += [wire for i in range(3) for wire in both_ways(f"nic{i}", "pcie0", "pcie", 24.0)]
-    links += [*both_ways("pcie0", "cpu0", "pcie", 24.0), *both_ways("gpu0", "gpu1", "nvlink", 50.0)]
-    wired = wire_server(
-        Topology("box", tuple(devices), tuple(links)), None, nics=None, rate=25.0, access="pcie"
+    box = drawn(
+        *((f"gpu{i}", "cpu0", "pcie", 24.0) for i in range(3)),
+        *((f"nic{i}", "pcie0", "pcie", 24.0) for i in range(3)),
+        ("pcie0", "cpu0", "pcie", 24.0),
+        ("gpu0", "gpu1", "nvlink", 50.0),
     )
+    wired = wire_server(box, None, nics=None, rate=25.0, access="pcie")
     assert [(port.out, port.back) for port in wired.ports] == [(8.0, 8.0)] * 3
 
 
@@ -146,27 +151,21 @@ def test_a_nic_for_storage_slows_no_other() -> None:
 
 def two_cpus() -> Topology:
     """Four GPUs and NIC mlx5_1 on one CPU; mlx5_10 and mlx5_2 on another one."""
-    gpus = [f"gpu{i}" for i in range(4)]
-    devices = [Device(gpu, "gpu") for gpu in gpus]
-    devices += [Device(f"nic{i}", "nic", facts=facts(adapter=f"mlx5_{n}")) for i, n in enumerate((1, 10, 2))]
-    devices += [Device("cpu0", "cpu"), Device("cpu1", "cpu")]
-    links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
-    links += [wire for i in range(3) for wire in both_ways(f"nic{i}", f"cpu{min(i, 1)}", "pcie", 24.0)]
-    links += [*both_ways("cpu0", "cpu1", "sys", 16.0)]
-    links += [wire for gpu in gpus[1:] for wire in both_ways("gpu0", gpu, "nvlink", 50.0)]
-    return Topology("box", tuple(devices), tuple(links))
+    box = drawn(
+        *((f"gpu{i}", "cpu0", "pcie", 24.0) for i in range(4)),
+        *((f"nic{i}", f"cpu{min(i, 1)}", "pcie", 24.0) for i in range(3)),
+        ("cpu0", "cpu1", "sys", 16.0),
+        *(("gpu0", f"gpu{i}", "nvlink", 50.0) for i in range(1, 4)),
+    )
+    adapters = {f"nic{i}": facts(adapter=f"mlx5_{n}") for i, n in enumerate((1, 10, 2))}
+    return replace(box, devices=tuple(replace(one, facts=adapters.get(one.name, ())) for one in box.devices))
 
 
 def test_nics_are_those_that_nccl_takes_unless_they_are_asked_for() -> None:
     """A NIC on another CPU is left out where one is nearer, though it would bring 16 GB/s; a number asks for it."""
-    ports = {
-        nics: [
-            (port.sender[:4], port.out)
-            for port in wire_server(two_cpus(), None, nics=nics, rate=25.0, access="pcie").ports
-        ]
-        for nics in (None, 1, 2)
-    }
-    assert ports == {None: [("nic0", 24.0)], 1: [("nic0", 24.0)], 2: [("nic0", 24.0), ("nic1", 16.0)]}
+    for nics, taken in ((None, {"nic0": 24.0}), (1, {"nic0": 24.0}), (2, {"nic0": 24.0, "nic1": 16.0})):
+        ports = wire_server(two_cpus(), None, nics=nics, rate=25.0, access="pcie").ports
+        assert {port.sender[:4]: port.out for port in ports} == taken
 
 
 @pytest.mark.parametrize(
@@ -236,10 +235,9 @@ def test_an_allocation_far_from_all_nics_is_served() -> None:
     assert topoplan.plan(pair, "broadcast").rate == 10
     wired = wire_server(topoplan.load("mi250x"), [0], nics=None, rate=50.0, access="pcie")
     assert [(port.sender, port.out) for port in wired.ports] == [("nic0", 24.0)]
-    links = [*both_ways("gpu0", "cpu0", "pcie", 12.0), *both_ways("nic0", "cpu0", "pcie", 12.0)]
-    links += both_ways("gpu0", "gpu1", "nvlink", 25.0)
-    kinds = {"gpu0": "gpu", "gpu1": "gpu", "nic0": "nic", "cpu0": "cpu"}
-    box = Topology("islands", tuple(Device(*one) for one in kinds.items()), tuple(links))
+    box = drawn(
+        ("gpu0", "cpu0", "pcie", 12.0), ("nic0", "cpu0", "pcie", 12.0), ("gpu0", "gpu1", "nvlink", 25.0)
+    )
     wired = wire_server(box, [1], nics=None, rate=25.0, access="pcie")
     found = [(link.src, link.dst) for link in wired.links if link.channel == "network"]
     assert found == [("gpu1", "nic0"), ("nic0", "gpu1")]

@@ -221,16 +221,3 @@ def test_the_command_tells_of_a_job_that_no_path_joins(run: Run, tmp_path: Path)
     told = "no NVLink, PCIe or network path of this description joins GPUs 2,3, so a job there does 0"
     assert told in run("recommend", str(file), "--jobs", "2,2")[1]
     assert "no NVLink" not in run("recommend", "v100x4", "--jobs", "2,2")[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
-        (("--jobs", "4", "--count", "2"), "say how many GPUs the job has with --count 4, or of several"),
-        (("--jobs", "4,6"), "jobs of 4 and 6 GPUs do not fit on 8"),
-    ],
-)
-def test_the_command_refuses_in_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
-    status, _, err = run("recommend", "dgx-1v", *arguments)
-    assert (status, err.count("\n"), told in err) == (2, 1, True)

@@ -128,47 +128,53 @@ def test_refuses_too_many_sets_before_any_is_planned(monkeypatch: pytest.MonkeyP
         recommend("dgx-1v", 2)
 
 
-class TestCommand:
-    def test_json_lists_every_set_best_first(self, run: Run) -> None:
-        """With the four keys that others rely on, under the machine's own numbers where a GPU is gone."""
-        out = run("recommend", "dgx-1v", "--count", "3", "--without-gpu", "0", "--json")[1]
-        sets = json.loads(out)["sets"]
-        assert len(sets) == comb(7, 3)
-        assert all({"gpus", "rate", "ring", "bound"} <= set(one) for one in sets)
-        assert [one["rate"] for one in sets] == sorted((one["rate"] for one in sets), reverse=True)
-        assert {gpu for one in sets for gpu in one["gpus"]} == set(range(1, 8))
-        assert sets[0]["busbw"] == pytest.approx(sets[0]["rate"] * 4 / 3)
+def test_the_command_lists_every_set_best_first(run: Run) -> None:
+    """With the four keys that others rely on, under the machine's own numbers where a GPU is gone."""
+    out = run("recommend", "dgx-1v", "--count", "3", "--without-gpu", "0", "--json")[1]
+    sets = json.loads(out)["sets"]
+    assert len(sets) == comb(7, 3)
+    assert all({"gpus", "rate", "ring", "bound"} <= set(one) for one in sets)
+    assert [one["rate"] for one in sets] == sorted((one["rate"] for one in sets), reverse=True)
+    assert {gpu for one in sets for gpu in one["gpus"]} == set(range(1, 8))
+    assert sets[0]["busbw"] == pytest.approx(sets[0]["rate"] * 4 / 3)
 
-    def test_text_says_what_is_best_and_what_it_leaves(self, run: Run) -> None:
-        out = run("recommend", "dgx-1v", "--count", "3")[1]
-        assert "56 sets of 3 GPUs, in 9 classes, best first" in out
-        assert "leaves 1,4-7: 62.5 GB/s for the next job of 3, 50 for one of all 5" in out
-        assert max(len(line) for line in out.splitlines()) <= 120
 
-    def test_where_no_set_is_joined_none_is_the_best(self, run: Run, tmp_path: Path) -> None:
-        devices = [{"name": f"gpu{number}", "kind": "gpu"} for number in range(3)]
-        file = tmp_path / "apart.json"
-        file.write_text(json.dumps({"format": "topoplan.topology/1", "devices": devices, "links": []}))
-        _, out, _ = run("recommend", str(file), "--count", "2")
-        assert "best   none: no path joins any 2 of these GPUs\n" in out
-        assert "leaves" not in out
-        assert "class 1: 0,1  0,2  1,2\n" in out
+def test_the_command_says_what_is_best_and_what_it_leaves(run: Run) -> None:
+    out = run("recommend", "dgx-1v", "--count", "3")[1]
+    assert "56 sets of 3 GPUs, in 9 classes, best first" in out
+    assert "leaves 1,4-7: 62.5 GB/s for the next job of 3, 50 for one of all 5" in out
+    assert max(len(line) for line in out.splitlines()) <= 120
 
-    @pytest.mark.thorough
-    def test_a_large_class_is_cut_in_text_only(self, run: Run) -> None:
-        out = run("recommend", "dgx-2", "--count", "8")[1]
-        assert "… and 12,800 more (--json, --csv)" in out
-        assert max(len(line) for line in out.splitlines()) <= 120
 
-    @pytest.mark.parametrize(
-        ("arguments", "told"),
-        [
-            ((), "say how many GPUs the job has with --count"),
-            (("--count", "0"), "must be a number of GPUs"),
-            (("--count", "4", "--json", "--csv"), "two forms of one answer"),
-            (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
-        ],
-    )
-    def test_bad_input_is_one_line(self, run: Run, arguments: tuple[str, ...], told: str) -> None:
-        status, _, err = run("recommend", "dgx-1v", *arguments)
-        assert (status, err.count("\n"), told in err) == (2, 1, True)
+def test_the_command_says_where_no_set_is_joined_none_is_the_best(run: Run, tmp_path: Path) -> None:
+    devices = [{"name": f"gpu{number}", "kind": "gpu"} for number in range(3)]
+    file = tmp_path / "apart.json"
+    file.write_text(json.dumps({"format": "topoplan.topology/1", "devices": devices, "links": []}))
+    _, out, _ = run("recommend", str(file), "--count", "2")
+    assert "best   none: no path joins any 2 of these GPUs\n" in out
+    assert "leaves" not in out
+    assert "class 1: 0,1  0,2  1,2\n" in out
+
+
+@pytest.mark.thorough
+def test_a_large_class_is_cut_in_text_only(run: Run) -> None:
+    out = run("recommend", "dgx-2", "--count", "8")[1]
+    assert "… and 12,800 more (--json, --csv)" in out
+    assert max(len(line) for line in out.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "say how many GPUs the job has with --count"),
+        (("--count", "0"), "must be a number of GPUs"),
+        (("--count", "4", "--json", "--csv"), "two forms of one answer"),
+        (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
+        (("--jobs", "4", "--count", "2"), "say how many GPUs the job has with --count 4, or of several"),
+        (("--jobs", "4,6"), "jobs of 4 and 6 GPUs do not fit on 8"),
+        (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
+    ],
+)
+def test_the_command_refuses_in_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
+    status, _, err = run("recommend", "dgx-1v", *arguments)
+    assert (status, err.count("\n"), told in err) == (2, 1, True)
