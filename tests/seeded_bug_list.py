@@ -264,7 +264,7 @@ BUGS = (
         "topoplan/engines/msccl_write.py",
         "int(block.needed)",
         "int(False)",
-        ("tests/topoplan/engines/test_export_msccl.py",),
+        ("tests/topoplan/engines/test_msccl.py",),
     ),
     Bug(
         "engines-tuner-range",
