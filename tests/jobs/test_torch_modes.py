@@ -82,7 +82,16 @@ def test_the_loop_of_the_page_on_training_runs_as_it_stands(tmp_path: Path) -> N
 
 def test_the_example_trains_and_reports(tmp_path: Path) -> None:
     out, plot = tmp_path / "told.json", tmp_path / "steps.png"
-    example = ["-m", "collectives.examples.train_cifar_like", "--steps", "40", "--every", "20", "--density", "0.05"]
+    example = [
+        "-m",
+        "collectives.examples.train_cifar_like",
+        "--steps",
+        "40",
+        "--every",
+        "20",
+        "--density",
+        "0.05",
+    ]
     text = torchrun(*example, "--out", str(out), "--plot", str(plot))
     assert "sparse gradients, BSP(), 2 ranks over shared: " in text
     assert "hook on 2 ranks, 40 steps of " in text
