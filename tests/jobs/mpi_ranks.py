@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives import Communicator
 from collectives.backends.mpi.mpi_backend import MpiBackend
-from tests.jobs.torch_ranks import Case, cases, collective_of, digest, inputs
+from tests.support.collective_cases import Case, cases, collective_of, digest, inputs
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken
 from topoplan.errors import BackendError, UsageError

@@ -14,8 +14,8 @@ import pytest
 from collectives.communicator.launch import mpiexec_command, run_mpi
 from tests.faults.mpi import Round, one_round
 from tests.jobs.mpi_ranks import chosen
-from tests.jobs.torch_ranks import expected
 from tests.support.checkout import ROOT
+from tests.support.collective_cases import expected
 from tests.support.sparse_steps import of_each_rank, steps_of_each
 from topoplan.errors import UsageError
 
