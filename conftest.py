@@ -1,8 +1,14 @@
-"""Which modules pytest leaves out when it collects doctests."""
+"""Which doctests pytest collects and which of them the default run takes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from _pytest.doctest import DoctestItem, DoctestModule
 
 WITH_TORCH = [
     "collectives/backends/torch/*",
@@ -12,3 +18,29 @@ WITH_TORCH = [
     "*/torch_entry_arrays.py",
 ]
 collect_ignore_glob = [] if find_spec("torch") else WITH_TORCH
+TESTS = Path(__file__).parent / "tests"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    """Leave out doctests of tests, which have none."""
+    found = yield
+    in_tests = TESTS in file_path.parents
+    return [one for one in found if not (in_tests and isinstance(one, DoctestModule))]
+
+
+def exporting_modules() -> set[str]:
+    """Return the modules that define what the packages export, and the units of the command line."""
+    packages = ["topoplan", "collectives", *(["collectives.torch"] if find_spec("torch") else [])]
+    exported = [getattr(module, name) for module in map(import_module, packages) for name in module.__all__]
+    return {"topoplan.units", *(getattr(one, "__module__", "") for one in exported)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the doctests of modules that export nothing as thorough."""
+    doctests = [item for item in items if isinstance(item, DoctestItem)]
+    exporting = exporting_modules() if doctests else set()
+    for item in doctests:
+        if item.dtest.globs["__name__"] not in exporting:
+            item.add_marker(pytest.mark.thorough)

@@ -197,7 +197,7 @@ BUGS = (
         "topoplan/schedules/binary_trees.py",
         "second = {(child + 1) % count: (parent + 1) % count for",
         "second = {(child + 2) % count: (parent + 2) % count for",
-        ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_double_binary_tree.py"),
+        ("topoplan/schedules/binary_trees.py", "tests/topoplan/schedules/test_binary_trees.py"),
     ),
     Bug(
         "schedules-double-wires",
@@ -330,7 +330,7 @@ BUGS = (
         "return element - start",
         (
             "collectives/tables/transfer_table.py",
-            "tests/collectives/backends/test_all_to_all.py",
+            "tests/collectives/backends/test_exchanges.py",
         ),
     ),
     Bug(
@@ -359,7 +359,7 @@ BUGS = (
         "collectives/peers/control_page.py",
         "return min(found, key=lambda failure: failure.time",
         "return max(found, key=lambda failure: failure.time",
-        ("tests/collectives/peers/test_peer_watchdog.py",),
+        ("tests/collectives/peers/test_shared_memory.py",),
     ),
     Bug(
         "peers-whole-message",
@@ -453,7 +453,7 @@ BUGS = (
         "part.start",
         (
             "tests/collectives/backends/test_tcp.py",
-            "tests/collectives/backends/test_all_to_all.py",
+            "tests/collectives/backends/test_exchanges.py",
         ),
     ),
     Bug(
@@ -480,10 +480,7 @@ BUGS = (
         "collectives/backends/nccl/device_arenas.py",
         "wanted = gpus[one.host, one.gpu] * nbytes + SPARE",
         "wanted = nbytes + SPARE",
-        (
-            "tests/collectives/backends/test_windows_engine.py",
-            "tests/collectives/backends/test_regions.py",
-        ),
+        ("tests/collectives/backends/test_windows.py",),
     ),
     Bug(
         "stepped-double-buffer",
@@ -493,7 +490,7 @@ BUGS = (
         "scratch + within",
         (
             "tests/collectives/backends/test_torch_program.py",
-            "tests/collectives/backends/test_gpu_backends.py",
+            "tests/collectives/backends/test_contract.py",
         ),
     ),
     Bug(
@@ -542,7 +539,7 @@ BUGS = (
         "collectives/backends/loopback/paced_loopback.py",
         "(bandwidth * scale * 1e9)",
         "(bandwidth * scale * 8e9)",
-        ("tests/collectives/backends/test_loopback_paced.py",),
+        ("tests/collectives/backends/test_loopback.py",),
     ),
     # collectives: sparse
     Bug(
@@ -740,7 +737,7 @@ BUGS = (
         "return int(np.count_nonzero(found < wanted))",
         (
             "collectives/lab/chaos_draws.py",
-            "tests/collectives/lab/test_work.py",
+            "tests/collectives/lab/test_chaos_draws.py",
         ),
     ),
     Bug(

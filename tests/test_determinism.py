@@ -1,4 +1,4 @@
-"""The same plan file byte for byte from ten processes with different hash seeds."""
+"""The same plan files byte for byte from processes with different hash seeds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from tests.support.checkout import ROOT
 
 PROGRAM = """
-import hashlib, sys
+import hashlib, json
 import topoplan
 from topoplan import Server, cluster, load, nvswitch_cluster, plan, without_devices, without_gpus
 from tests.support.irregular_fabrics import irregular, mi250
+from topoplan.operate.compare.comparison import compare_all
+from topoplan.operate.compare.table import to_object
 
 dgx = load("dgx-1v")
 def cluster_in_pieces():
@@ -41,25 +43,21 @@ made = {
 }
 for name, make in made.items():
     print(name, hashlib.sha256(make().to_json().encode()).hexdigest())
+print(json.dumps(to_object(compare_all(load("mi250x"), sizes=[3, 4]))))
 """
 
 
 def digests(seed: int) -> str:
-    environment = os.environ | {
-        "PYTHONHASHSEED": str(seed),
-        "PYTHONPATH": str(ROOT),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 @pytest.mark.thorough
-def test_plan_files_are_the_same_in_ten_processes() -> None:
+def test_plans_are_the_same_in_every_process() -> None:
     """Exact and mwu, clusters, a compact plan, irregular and broken machines, a split, plans by size, paths."""
     with ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(digests, range(1, 11)))
-    assert len(outputs[0].splitlines()) == PROGRAM.count("lambda:")
-    assert [output for output in outputs if output != outputs[0]] == []
+        outputs = list(pool.map(digests, range(1, 5)))
+    assert len(outputs[0].splitlines()) == PROGRAM.count("lambda:") + 1
+    assert set(outputs) == {outputs[0]}

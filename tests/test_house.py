@@ -35,12 +35,22 @@ ASK = "merge, delete or shorten; or raise the budget in tests/house.toml, with a
 
 
 @functools.cache
+def text_of(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return ast.parse(text_of(path))
 
 
 def lines_of(path: Path) -> int:
-    return len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    return text_of(path).count("\n")
+
+
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
+    return frozenset(imported(tree_of(path)))
 
 
 def dotted(path: Path) -> str:
@@ -101,7 +111,7 @@ def lone_modules() -> dict[str, str]:
     for path in FILES:
         if path.name == "__init__.py":
             continue
-        for name in imported(tree_of(path)):
+        for name in imports_of(path):
             module = name if name in names else name.rpartition(".")[0]
             if module in names and module != dotted(path):
                 importers[module].add(dotted(path))
@@ -117,11 +127,11 @@ def words() -> dict[str, list[str]]:
     allowed = set(BUDGET["words"]["exceptions"])
     found: dict[str, list[str]] = {pattern: [] for pattern in BUDGET["words"]["patterns"]}
     for path in FILES:
-        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1):
-            if line.strip() in allowed:
-                continue
-            for pattern, places in found.items():
-                if re.search(pattern, line):
+        text = text_of(path)
+        for pattern, places in found.items():
+            for match in re.finditer(pattern, text, re.MULTILINE):
+                number = text.count("\n", 0, match.end()) + 1
+                if text.split("\n")[number - 1].strip() not in allowed:
                     places.append(f"{path}:{number}")
     return found
 
@@ -191,7 +201,7 @@ def test_each_room_imports_only_rooms_before_it() -> None:
         allowed = rooms if here.startswith("__") else rooms[: rooms.index(here) + 1]
         # Commands that collectives adds are found by entry points and built of the command line's parts.
         command = here in BUDGET["order"]["commands"]
-        for name in sorted(set(imported(tree_of(path)))):
+        for name in sorted(imports_of(path)):
             parts = name.split(".")
             above = package == "topoplan" and parts[0] == "collectives"
             printing = package == "collectives" and parts[:2] == ["topoplan", "cli"] and not command
@@ -251,7 +261,7 @@ def picture() -> str:
     drawn -= {f"topoplan.{root}" for root in ("errors", "units", "plugins")}
     for path in FILES:
         room = ".".join(dotted(path).split(".")[:2])
-        for name in imported(tree_of(path)):
+        for name in imports_of(path):
             other = ".".join(name.split(".")[:2])
             excepted = f"{path} {name}" in BUDGET["order"]["exceptions"]
             if room in drawn and other in drawn - {room} and not excepted:

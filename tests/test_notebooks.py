@@ -87,7 +87,6 @@ def test_names_are_numbered_without_a_gap() -> None:
 
 @each_notebook
 def test_begins_with_its_number_and_one_question(path: Path) -> None:
-    """The first cell is a heading that asks, and no other heading is as high."""
     cells = read(path).cells
     number = path.name.split("-")[0]
     assert cells[0].cell_type == "markdown"
@@ -98,7 +97,6 @@ def test_begins_with_its_number_and_one_question(path: Path) -> None:
 
 @each_notebook
 def test_has_no_function_longer_than_eight_lines(path: Path) -> None:
-    """What is longer belongs in the package."""
     assert [name for cell in code_cells(read(path)) for name in long_functions(cell.source)] == []
 
 
@@ -124,7 +122,6 @@ def test_is_committed_as_run_from_top_to_bottom(path: Path) -> None:
 
 @each_notebook
 def test_names_no_path_of_the_machine_it_was_run_on(path: Path) -> None:
-    """Sources and printed text hold no absolute path."""
     notebook = read(path)
     text = "\n".join(
         [cell.source for cell in notebook.cells] + [printed(cell) for cell in code_cells(notebook)]

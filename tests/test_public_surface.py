@@ -100,7 +100,6 @@ def test_the_text_of_nvidia_smi_is_a_machine_too() -> None:
 
 
 def test_what_names_no_machine_is_refused_as_load_refuses_it() -> None:
-    """With the nearest name, or with what a machine can be read from."""
     with pytest.raises(UsageError, match="did you mean dgx-1v"):
         topoplan.plan("dgx1v")
     with pytest.raises(UsageError, match="cannot be read from dict; give a library name, a path, a text"):
@@ -122,7 +121,6 @@ def test_a_machine_is_given_back_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "mi250x", "pcie-x8"])
 def test_to_json_is_what_load_reads(name: str) -> None:
-    """The library's own files, byte for byte."""
     machine = topoplan.load(name)
     assert topoplan.load(machine.to_json()) == machine
     assert machine.to_json() == (ROOT / "topologies" / f"{name}.json").read_text(encoding="utf-8")
@@ -152,7 +150,6 @@ def test_the_version_is_stated_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_version_is_known_without_loading_anything() -> None:
-    """Not even topoplan's own rooms."""
     code = "import topoplan, sys; print(topoplan.__version__, *(n for n in sys.modules if n.startswith('topoplan')))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == [topoplan.__version__, "topoplan"]

@@ -1,4 +1,4 @@
-"""The exception tree of topoplan.
+"""Define the exceptions of topoplan, and notes on a machine or a plan, which are texts with a kind.
 
 ::
 
@@ -12,9 +12,15 @@
         └── RefusedError (UsageError) all ranks refused a collective before data moved; names the rank that differs
 
 Every message is one line: what happened with the values, then what to do.
+
+Files hold the text of a note alone, and a warning in a file begins with `WARNING`. The other kinds exist in the process
+only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
 
 
 class TopoplanError(Exception):
@@ -115,3 +121,57 @@ class RefusedError(BackendError, UsageError):
         self.peer = peer
         self.by_all = by_all
         self.next_call = next_call
+
+
+WARNING = "warning: "
+"""Beginning of a note on a fault in text; all other notes are assumptions or information."""
+
+Kind = Literal["", "warning", "filled in", "stopped", "height open", "height asked"]
+"""Kinds of a machine's notes: a warning, rows of a listing that were filled in, or neither. Of a plan's: its search ran
+out of time, or its height was not proved lowest or was limited on request."""
+
+
+class Note(str):
+    """A note with a kind, and with the devices that it names, if callers need them.
+
+    >>> note = Note("stopped after 1 s", "stopped")
+    >>> note, note.kind
+    ('stopped after 1 s', 'stopped')
+    """
+
+    kind: Kind
+    devices: tuple[str, ...]
+
+    def __new__(cls, text: str, kind: Kind, devices: tuple[str, ...] = ()) -> Note:
+        made = super().__new__(cls, text)
+        made.kind = kind
+        made.devices = devices
+        return made
+
+    def __getnewargs__(self) -> tuple[str, Kind, tuple[str, ...]]:  # type: ignore[override]
+        return str(self), self.kind, self.devices
+
+
+def warning(text: str) -> Note:
+    """Return a note on a fault."""
+    return Note(f"{WARNING}{text}", "warning")
+
+
+def kind_of(note: str) -> Kind:
+    """Return the kind of a note; plain text has the kind that a file implies.
+
+    >>> kind_of(warning("gpu0 has no NVLink")), kind_of("warning: from a file"), kind_of("PCIe assumed")
+    ('warning', 'warning', '')
+    """
+    if isinstance(note, Note):
+        return note.kind
+    return "warning" if note.startswith(WARNING) else ""
+
+
+def warnings_first(notes: Iterable[str]) -> tuple[str, ...]:
+    """Return the notes with warnings first, each once.
+
+    >>> warnings_first(["PCIe assumed", "warning: gpu0 has no NVLink", "PCIe assumed"])
+    ('warning: gpu0 has no NVLink', 'PCIe assumed')
+    """
+    return tuple(sorted(dict.fromkeys(notes), key=lambda note: kind_of(note) != "warning"))

@@ -13,6 +13,9 @@ from fractions import Fraction
 
 from topoplan.errors import UsageError
 
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Surrogates, which JSON escapes can express and no file can hold."""
+
 TOLERANCE = 1e-9
 """Relative tolerance of every comparison between rates that went through floating point."""
 
@@ -282,3 +285,21 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds * 1e6:.3g} us"
+
+
+def listed(names: Iterable[str], *, noun: str = "devices") -> str:
+    """Return names for a note: many devices as ranges of numbers, and of many names or ranges three and the last.
+
+    >>> listed(f"gpu{i}" for i in range(4, 16))
+    'gpu4-15 (12 devices)'
+    >>> listed(["gpu0", "gpu1", "nic0", "cpu0", "switch3", "switch4", "hub"])
+    'gpu0,1, nic0, cpu0 ... hub (7 devices)'
+    >>> listed(["gpu0-gpu1", "gpu0-gpu2", "gpu1-gpu2", "gpu1-gpu3", "gpu2-gpu3"], noun="pairs")
+    'gpu0-gpu1, gpu0-gpu2, gpu1-gpu2 ... gpu2-gpu3 (5 pairs)'
+    """
+    every = list(names)
+    if len(every) <= 4:
+        return ", ".join(every)
+    parts = name_ranges(every) if noun == "devices" else every
+    text = ", ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])} ... {parts[-1]}"
+    return f"{text} ({len(every)} {noun})"

@@ -1,21 +1,22 @@
-"""Define the back end protocol: it runs the rows of transfer tables for the ranks whose arrays this process holds.
+"""Define the back end: it runs the rows of transfer tables for the ranks whose arrays this process holds.
 
 The communicator checks arguments, plans, lowers, allocates memory and divides averages; a back end only moves and joins
-bytes. A `Call` describes one collective. Optional abilities are protocols of their own, checked at run time.
+bytes. A `Call` describes one collective. Methods of optional abilities do nothing, or refuse in one sentence.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 from collectives.peers.control_plane import ControlPlane, Signature
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, TransferTable, place_in
-from topoplan.errors import BackendError
+from topoplan.errors import BackendError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
 
@@ -100,127 +101,8 @@ class Call(Generic[Array]):
     memory: tuple[RankArrays[Array], ...]
 
 
-class Backend(Protocol[Array]):
-    """Moves bytes for some ranks.
-
-    Attributes
-    ----------
-    ranks : tuple of int
-        The ranks whose arrays this process holds: all of them in one process, else one.
-    one_rank : bool
-        A process holds one rank, so that methods take and return one array instead of a list.
-    size : int
-        Number of all ranks.
-    direct : bool
-        Results may be written to the caller's arrays. A back end that can fail after it has begun to write them says
-        False; its results are copied to the caller's arrays when they are complete.
-    averages : bool
-        It divides averages of `AVERAGED` types as it writes results; otherwise the communicator divides them.
-    chunk_bytes : int or None
-        The best chunk size; None if it depends on the machine and has to be found.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    one_rank: bool
-    size: int
-    direct: bool
-    averages: bool
-    chunk_bytes: int | None
-
-    @property
-    def arrays(self) -> ArrayLibrary[Array]:
-        """Return the library of its arrays."""
-
-    def run(self, call: Call[Array]) -> None:
-        """Run a collective to its end for the ranks of this process.
-
-        Raises
-        ------
-        RefusedError
-            A rank refused, or calls another collective: on all ranks, before anything moves.
-        BackendError
-            A peer died or stalled. The back end is unusable from then on.
-        """
-
-    def refuse(self, signature: Signature) -> None:
-        """Refuse a collective for this rank, for the reason in `Signature.refusal`; raises as `run`.
-
-        All ranks take part as in any collective, and all of them raise; nothing is done if all ranks are in this
-        process.
-        """
-
-    def largest(self, value: float) -> float:
-        """Return the largest of the values of all ranks, the same on every rank; all ranks must call it."""
-
-    def close(self) -> None:
-        """Release processes, connections and memory; a second call does nothing."""
-
-
-@runtime_checkable
-class GathersTexts(Protocol):
-    """A back end of one rank that gathers texts over the control plane that watches its collectives."""
-
-    def agree(self, signature: Signature) -> None:
-        """Compare with all ranks the next operation before they exchange texts about it.
-
-        Raises
-        ------
-        RefusedError
-            A rank means another one, or refuses: on all ranks.
-        BackendError
-            A rank died or stalled. The back end is unusable from then on.
-        """
-
-    def gather_texts(self, text: str) -> list[str]:
-        """Return the text of every rank, in order of rank; all ranks must call it, between collectives.
-
-        Raises
-        ------
-        BackendError
-            A rank died, stalled, or makes another call. The back end is unusable from then on.
-        """
-
-
-@runtime_checkable
-class Aborts(Protocol):
-    """A back end of one rank whose waits can be ended from another thread."""
-
-    def abort(self, error: BackendError) -> None:
-        """End every wait of this rank, and report the error to the other ranks; the back end is unusable afterwards."""
-
-
-@runtime_checkable
-class Follows(Protocol):
-    """A back end of one rank, or of a helper rank: a device without arrays, numbered behind the ranks."""
-
-    helpers: int
-
-    def follow(self) -> Signature | None:
-        """Wait for the next agreement that concerns this helper rank, and return it; None after the shutdown of the
-        ranks.
-
-        Raises
-        ------
-        BackendError
-            The job has failed. The back end is unusable from then on.
-        """
-
-
 PreparedRun = Callable[[int, int, int], None]
 """Run a collective of a kind: its number, and the addresses of input and result."""
-
-
-@runtime_checkable
-class PreparesRuns(Protocol):
-    """A back end of one rank with a faster path for calls like an earlier one."""
-
-    def repeated(self, call: Call[Any]) -> PreparedRun | None:
-        """Return what runs calls that differ from this one only in their number and in the addresses of their arrays.
-
-        It takes addresses of contiguous, aligned arrays, which overlap only if results replace their inputs; it divides
-        averages; and raises as `run`. None if that is not faster.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +117,6 @@ class TraceEvent:
     what: str
     start: int
     end: int
-
-
-@runtime_checkable
-class Traces(Protocol):
-    """A back end that records the events of its collectives."""
-
-    def trace(self, steps: list[TraceEvent] | None) -> None:
-        """Append the events of later collectives to a list; None ends that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,85 +143,148 @@ class LinkShare:
     wires: tuple[tuple[str, str, str], ...]
 
 
-@runtime_checkable
-class MeasuresLinks(Protocol):
-    """A back end of one rank that measures how fast its busy links are."""
+class Backend(ABC, Generic[Array]):
+    """Moves bytes for some ranks.
 
-    @property
-    def measures(self) -> bool:
-        """Return whether the system provides the counters."""
+    - `ranks`: the ranks whose arrays this process holds: all of them in one process, else one.
+    - `one_rank`: a process holds one rank, so that methods take and return one array instead of a list, and ranks agree
+      over a control plane.
+    - `size`: number of all ranks.
+    - `direct`: results may be written to the caller's arrays. A back end that can fail after it has begun to write them
+      says False; its results are copied to the caller's arrays when they are complete.
+    - `averages`: it divides averages of `AVERAGED` types as it writes results; otherwise the communicator does.
+    - `chunk_bytes`: the best chunk size; None if it depends on the machine and has to be found.
+    - `helpers`: processes of helper ranks, devices without arrays, numbered behind the ranks; None without such ranks.
+    - `survivors`: how survivors of a failure find each other; None if they cannot, or a new back end has taken it over.
+    - `about_engine`: how it moves data, and why not in a better way, the same on all ranks; empty without a choice.
+    """
 
-    def link_uses(self) -> Mapping[tuple[int, int, str], LinkUse]:
-        """Return the traffic over each link from this rank so far."""
+    name: str
+    ranks: tuple[int, ...]
+    one_rank: bool
+    size: int
+    direct: bool
+    averages: bool
+    arrays: ArrayLibrary[Array]
+    chunk_bytes: int | None = None
+    helpers: int | None = None
+    survivors: MembershipProtocol | None = None
+    about_engine: str = ""
 
-    def link_shares(self, plan: Plan, machine: Topology) -> Mapping[tuple[int, int, str], LinkShare]:
-        """Return the planned share of each link on a machine that has the links of the plan's, perhaps slower."""
+    @abstractmethod
+    def run(self, call: Call[Array]) -> None:
+        """Run a collective to its end for the ranks of this process.
 
+        Raises
+        ------
+        RefusedError
+            A rank refused, or calls another collective: on all ranks, before anything moves.
+        BackendError
+            A peer died or stalled. The back end is unusable from then on.
+        """
 
-@runtime_checkable
-class GivesMemory(Protocol):
-    """A back end of one rank with memory of its own kind, from which it makes fewer copies."""
+    @abstractmethod
+    def agree(self, signature: Signature) -> None:
+        """Compare with all ranks the next operation; raises as `run`."""
+
+    @abstractmethod
+    def largest(self, value: float) -> float:
+        """Return the largest of the values of all ranks, the same on every rank; all ranks must call it."""
+
+    @abstractmethod
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the text of every rank, in order of rank; all ranks must call it, between collectives.
+
+        Raises
+        ------
+        BackendError
+            A rank died, stalled, or makes another call. The back end is unusable from then on.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release processes, connections and memory; a second call does nothing."""
+
+    def refuse(self, signature: Signature) -> None:
+        """Refuse a collective for this rank, for the reason in `Signature.refusal`; raises as `run`.
+
+        All ranks take part as in any collective, and all of them raise; nothing is done if all ranks are in this
+        process.
+        """
+        self.agree(signature)
+
+    def abort(self, error: BackendError) -> None:
+        """End every wait of this rank, from any thread, and report the error to the other ranks; it is unusable
+        afterwards."""
+
+    def repeated(self, call: Call[Any]) -> PreparedRun | None:
+        """Return what runs calls that differ from this one only in their number and in the addresses of their arrays.
+
+        It takes addresses of contiguous, aligned arrays, which overlap only if results replace their inputs; it divides
+        averages; and raises as `run`. None if that is not faster.
+        """
+        return None
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
-        """Return a new contiguous array of the same dtype, contents undefined: in that memory while it lasts."""
+        """Return a new contiguous array of the same dtype, contents undefined, in memory with the fewest copies."""
+        return self.arrays.empty(shape, like)
 
     def writes(self, array: Any) -> bool:
-        """Return whether results may be written directly to this contiguous array, also if not all arrays allow it."""
+        """Return whether results may be written directly to this contiguous array."""
+        return self.direct
 
-
-@runtime_checkable
-class Captures(Protocol):
-    """A back end whose collectives can be captured in graphs that the caller launches later."""
+    def trace(self, steps: list[TraceEvent] | None) -> None:
+        """Append the events of later collectives to a list, if it records them; None ends that."""
 
     @property
     def captures(self) -> bool:
-        """Return whether the caller captures a graph now."""
+        """Return whether the caller captures a graph now, into which collectives go."""
+        return False
 
+    @property
+    def measures(self) -> bool:
+        """Return whether it measures how fast its busy links are."""
+        return False
 
-@runtime_checkable
-class Splits(Protocol):
-    """A back end that can be split for groups of its ranks."""
+    def link_uses(self) -> Mapping[tuple[int, int, str], LinkUse]:
+        """Return the traffic over each link from this rank so far."""
+        raise self._lacks("counters of links")
+
+    def link_shares(self, plan: Plan, machine: Topology) -> Mapping[tuple[int, int, str], LinkShare]:
+        """Return the planned share of each link on a machine that has the links of the plan's, perhaps slower."""
+        raise self._lacks("counters of links")
+
+    def follow(self) -> Signature | None:
+        """Wait for the next agreement that concerns this helper rank, and return it; None after the ranks' shutdown.
+
+        Raises `BackendError` if the job has failed; the back end is unusable from then on.
+        """
+        raise self._lacks("helper ranks")
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
         """Return a new back end for each group that has ranks of this process; all ranks must call it at once.
 
-        Parameters
-        ----------
-        groups : sequence of sequence of int
-            Ranks; every rank is in one of them. Rank i of a new back end is the i-th of its group.
+        Every rank is in one of the groups. Rank i of a new back end is the i-th of its group.
         """
-
-
-@runtime_checkable
-class Recovers(Protocol):
-    """A back end of one rank whose ranks can recover from failures of others.
-
-    Attributes
-    ----------
-    survivors : MembershipProtocol or None
-        How survivors find each other; None if they cannot, or a new back end has taken it over.
-    about : dict
-        The settings for a rank that joins these, as JSON has it (`open_joining_backend`).
-    """
-
-    survivors: MembershipProtocol | None
+        raise UsageError(
+            f"the {self.name} back end cannot be split; make a communicator over the members of each group"
+        )
 
     @property
     def about(self) -> dict[str, Any]:
-        """See above."""
+        """Return the settings for a rank that joins these, as JSON has it (`open_joining_backend`)."""
+        return {}
 
     def go_on(self, gather: Callable[[str], list[str]], *, rank: int, size: int) -> Backend[Any]:
         """Return a new back end among the surviving ranks, with the same `survivors`; all of them call it.
 
-        This one ends, if it has not ended, but leaves `survivors` open. A second attempt may follow.
-
-        Parameters
-        ----------
-        gather : callable
-            An allgather of texts among those ranks.
-        rank, size : int
-            This rank among them, and their number.
+        This one ends, if it has not ended, but leaves `survivors` open. A second attempt may follow. `gather` is an
+        allgather of texts among those ranks; `rank` and `size` are this rank among them, and their number.
         """
+        raise self._lacks("recovery")
+
+    def _lacks(self, what: str) -> UsageError:
+        return UsageError(f"the {self.name} back end has no {what}")
 
 
 def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
@@ -355,19 +292,10 @@ def group_of(groups: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
     return next(group for group in groups if rank in group)
 
 
-@runtime_checkable
-class HasEngines(Protocol):
-    """A back end that moves data in one of several ways.
+class OneRank(Backend[Any]):
+    """A back end of one rank, whose control messages between collectives go over a `ControlPlane`, `_world`."""
 
-    `about_engine` says which one, and why no better one; empty if it has no choice. It is the same on all ranks.
-    """
-
-    about_engine: str
-
-
-class OneRank:
-    """Control messages between collectives of back ends of one rank with a `ControlPlane`, `_world`."""
-
+    one_rank = True
     _world: ControlPlane
     _timeout: float
 
@@ -384,9 +312,6 @@ class OneRank:
         with self._reporting_failures():
             self._world.agree(signature, timeout=self._timeout)
 
-    def refuse(self, signature: Signature) -> None:
-        self.agree(signature)
-
     def abort(self, error: BackendError) -> None:
         self._world.abort(error)
 
@@ -399,14 +324,17 @@ class OneRank:
         return nullcontext()
 
 
-class AllRanks:
-    """Common part of back ends that hold all ranks in one process."""
+class AllRanks(Backend[Array]):
+    """A back end that holds all ranks in one process."""
 
     one_rank = False
     direct = True
     averages = False
 
-    def refuse(self, signature: Signature) -> None: ...
+    def agree(self, signature: Signature) -> None: ...
 
     def largest(self, value: float) -> float:
         return value
+
+    def gather_texts(self, text: str) -> list[str]:
+        return [text] * self.size

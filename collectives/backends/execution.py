@@ -23,13 +23,9 @@ from typing import Any, Generic, TypeVar
 from collectives.backends.backend import (
     AVERAGED,
     DIVIDED_FIRST,
-    Aborts,
     Backend,
     Call,
-    GathersTexts,
-    GivesMemory,
     PreparedRun,
-    PreparesRuns,
     RankArrays,
 )
 from collectives.backends.exchange_rounds import ExchangeRounds
@@ -43,7 +39,6 @@ from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
 from topoplan.errors import BackendError, RefusedError
 from topoplan.machine.topology import Topology
-from topoplan.model.closed_form import simulate
 from topoplan.plans.plan import Plan, Plans
 
 Array = TypeVar("Array")
@@ -65,7 +60,7 @@ PlanQuery = tuple[str, int | None, str | None, Any, Any]
 class PreparedCall:
     """The common part of all calls of one kind, for the one rank of this process.
 
-    `run` is that of `PreparesRuns.repeated`, `dtype` the array library's, `kept` the `local_copy_parts`.
+    `run` is that of `Backend.repeated`, `dtype` the array library's, `kept` the `local_copy_parts`.
     """
 
     run: PreparedRun
@@ -128,8 +123,7 @@ class Execution(Generic[Array]):
         self._prints = setting == "all" or (setting not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str, str], Array] = {}
         self._lowered: dict[CallKind, tuple[PlanKey, TransferTable, Signature]] = {}
-        self._prepares = isinstance(backend, PreparesRuns) and not self._prints
-        self._memory_source = backend if isinstance(backend, GivesMemory) else None
+        self._prepares = backend.one_rank and not self._prints
         self._prepared: dict[PlanQuery, PreparedCall] = {}
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
 
@@ -145,8 +139,7 @@ class Execution(Generic[Array]):
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if divides_first(kind):
             memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
-        if self.backend.direct or self._memory_source:
-            memory = copy_overlapping_inputs(memory, library)
+        memory = copy_overlapping_inputs(memory, library)
         agreed = signature.of_call(self._calls)
         if request.about is not None:
             # helper ranks read the reduction at the start
@@ -233,7 +226,6 @@ class Execution(Generic[Array]):
             or self.backend.ranks[0] not in kind.holders
         ):
             return
-        assert isinstance(self.backend, PreparesRuns), "looked at before"
         run = self.backend.repeated(call)
         if run is not None:
             _remember(self._prepared, key, PreparedCall.of(run, kind, call, first.dtype))
@@ -377,7 +369,7 @@ class Execution(Generic[Array]):
         All ranks must want the same `collective`, `root` and `about`. Raises `TopoplanError` if planning fails; the
         communicator stays usable.
         """
-        if not isinstance(self.backend, GathersTexts):
+        if not self.backend.one_rank:
             return plan_locally(make)
         with self._agreed_gather(
             plan=self.store.digest[:16], collective=collective, root=root, op=about
@@ -386,8 +378,6 @@ class Execution(Generic[Array]):
 
     def gather_texts(self, text: str) -> list[str]:
         """Return the text of every rank, in order of rank; if all ranks are in this process, copies of this one."""
-        if not isinstance(self.backend, GathersTexts):
-            return [text] * self.backend.size
         with self._agreed_gather(collective="texts") as gather:
             return gather(text)
 
@@ -395,7 +385,6 @@ class Execution(Generic[Array]):
     def _agreed_gather(self, **agreed: Any) -> Iterator[Gather]:
         """Yield an allgather of texts after all ranks have agreed on its purpose."""
         backend = self.backend
-        assert isinstance(backend, GathersTexts), "looked at before"
         self._check_alive()
         try:
             backend.agree(self._signature(**agreed))
@@ -404,10 +393,6 @@ class Execution(Generic[Array]):
             if isinstance(error, BackendError) or not isinstance(error, Exception):
                 self._note_failure(error)
             raise
-
-    def model_seconds(self, collective: str, nbytes: int) -> float:
-        """Return the model's time of a collective on a buffer of so many bytes, on the machine of the plan."""
-        return simulate(self.plan(collective, nbytes), nbytes=nbytes).seconds
 
     def _plan(self, collective: str, root: int | None, nbytes: int) -> Plan:
         return self.store.plan(
@@ -454,9 +439,7 @@ class Execution(Generic[Array]):
 
     def _writes_to(self, output: Array) -> bool:
         """Return whether the back end may write a result to the caller's array itself."""
-        if not self.backend.arrays.contiguous(output):
-            return False
-        return self.backend.direct or (self._memory_source is not None and self._memory_source.writes(output))
+        return self.backend.arrays.contiguous(output) and self.backend.writes(output)
 
     def _divided(self, line: Array, rank: int) -> Array:
         """Return a rank's input of an average, divided by the number of ranks, in memory of this module."""
@@ -502,8 +485,7 @@ class Execution(Generic[Array]):
         rank = self.backend.ranks[0]
         self.aborted = self._failed = True
         self.failure = BackendError(reason, rank=rank, peer=rank)
-        if isinstance(self.backend, Aborts):
-            self.backend.abort(self.failure)
+        self.backend.abort(self.failure)
 
     def refuse(self, reason: str) -> None:
         """Refuse a collective with all ranks, because this rank's arguments do not fit; return if all ranks refuse by

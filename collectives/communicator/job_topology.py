@@ -28,7 +28,7 @@ from collectives.peers.agreement import (
     plan_on_one_rank,
 )
 from topoplan.errors import PlanError, ProbeError, UsageError
-from topoplan.machine.host import plain_bus_id
+from topoplan.machine.host_topology import plain_bus_id
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.topology_json import parse_topology_json
 from topoplan.plans.plan import Plan, Plans, check_collective

@@ -1,7 +1,7 @@
 """Find slow links and stragglers from measured collectives, the same on all ranks, and replan around slow links.
 
 Ranks measure collectives of `MIN_MONITORED_BYTES` or more: duration, and bytes and busy time of each link where the
-back end is `MeasuresLinks`. Every `JUDGEMENT_CALLS` of them they exchange the figures, and each judges the same texts.
+back end `measures` them. Every `JUDGEMENT_CALLS` of them they exchange the figures, and each judges the same texts.
 Links are compared with each other, since a planned GB/s need not hold where the job runs: a connection is slow below
 `SLOW_SHARE` of its planned rate times the median of its kind. The fewest links that explain this are slow
 (`topoplan.operate.calibration.slow_links`). A straggler needs less than `SLOW_SHARE` of the others' time: they wait
@@ -20,7 +20,7 @@ from math import ceil
 from statistics import median, median_low
 from typing import Any
 
-from collectives.backends.backend import Backend, GathersTexts, LinkShare, LinkUse, MeasuresLinks
+from collectives.backends.backend import Backend, LinkShare, LinkUse
 from collectives.backends.execution import Execution
 from collectives.backends.request import Request
 from collectives.communicator.recovery import Membership, PlanChange, replan_for_change
@@ -360,7 +360,7 @@ class LinkMonitor:
         self._membership = membership
         self._replans = replans
         backend = execution.backend
-        self._links = backend if isinstance(backend, MeasuresLinks) and backend.measures else None
+        self._links = backend if backend.measures else None
         self._detector = SlowLinkDetector(plans.topology, plans.ranks)
         self._shares: dict[str, Mapping[LinkQueue, LinkShare]] = {}
         self._windows: dict[LinkQueue, _LinkWindow] = {}
@@ -484,14 +484,14 @@ class LinkMonitor:
 
 def check_monitoring(backend: Backend[Any], plans: Plans, *, replans: bool) -> None:
     """Raise `UsageError` if a back end cannot be monitored: one process, helpers, or no measured links."""
-    if not isinstance(backend, GathersTexts):
+    if not backend.one_rank:
         raise UsageError(
             f"the {backend.name} back end has all ranks in one process, so none can be slower than another; "
             "leave on_slow out"
         )
     if any(plan.helpers for plan in plans.plans):
         raise UsageError("a plan with helpers cannot be monitored; leave on_slow out")
-    if replans and not (isinstance(backend, MeasuresLinks) and backend.measures):
+    if replans and not backend.measures:
         raise UsageError(
             f"the {backend.name} back end cannot measure its links here, so it cannot replan for them; "
             "use on_slow='report' for slow ranks, or tcp on Linux"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from collectives.backends.backend import Backend, Call, Follows, HasEngines, RankArrays, Recovers
+from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.execution import Execution
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import Request, request
@@ -39,9 +39,8 @@ from collectives.communicator.recovery import (
 )
 from collectives.peers.control_plane import Signature
 from collectives.peers.membership_protocol import MembershipProtocol
-from collectives.sparse.exchange_choice import SparseExplanation
+from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
-from collectives.sparse.sparse_plans import SparseRequest
 from collectives.tables.lowering import lower
 from topoplan.errors import BackendError, PlanError, RefusedError, UsageError
 from topoplan.plans.plan import Plans
@@ -125,7 +124,7 @@ class CommunicatorMembers:
     def survivors(self, to: str) -> MembershipProtocol:
         """Return the membership protocol, to do something; UsageError if the back end has none."""
         backend = self.execution.backend
-        if not isinstance(backend, Recovers) or backend.survivors is None:
+        if backend.survivors is None:
             raise UsageError(f"cannot {to}: {RECOVERY_UNSUPPORTED.format(name=backend.name)}")
         if backend.survivors.beside is not None:
             raise UsageError(
@@ -330,14 +329,14 @@ class CommunicatorMembers:
     ) -> tuple[SparseRequest, SparseExplanation]:
         """Return a request and its exchange: the quickest one if fewer ranks do not support the one asked for."""
         try:
-            return asked, sparse.explain(asked)
+            return asked, sparse.choose(asked)
         except UsageError as error:
             if isinstance(error, RefusedError) or not self.epoch or asked.exchange == "auto":
                 raise
             note = f"epoch {self.epoch}: exchange 'auto' in place of exchange {asked.exchange!r}: {error}"
             self.notes = self.notes if note in self.notes else (*self.notes, note)
             asked = replace(asked, exchange="auto")
-            return asked, sparse.explain(asked)
+            return asked, sparse.choose(asked)
 
     def _without_failed(
         self, error: BackendError, progress: RecoveryProgress
@@ -356,8 +355,7 @@ class CommunicatorMembers:
     def _state(self, progress: RecoveryProgress | None = None) -> RecoveryState:
         """Return the state of this process for a recovery."""
         backend = self.execution.backend
-        about = backend.about if isinstance(backend, Recovers) else {}
-        settings = replace(self._settings, backend=backend.name, about=about)
+        settings = replace(self._settings, backend=backend.name, about=backend.about)
         return RecoveryState(
             backend, self.membership, self.plans, settings, self.epoch, progress or RecoveryProgress()
         )
@@ -389,9 +387,9 @@ class CommunicatorMembers:
         """Switch to another plan and back end."""
         backend = execution.backend
         self._present = execution, membership
-        self._survivors = backend.survivors if isinstance(backend, Recovers) else None
+        self._survivors = backend.survivors
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
-        self.engine = backend.about_engine if isinstance(backend, HasEngines) else ""
+        self.engine = backend.about_engine
         self._restart_monitor()
 
     def _adopt(self, made: Plans, membership: Membership) -> None:
@@ -447,7 +445,6 @@ def serve_as_helper(backend: Backend[Any], store: PlanStore) -> int:
     """
     if not is_helper(backend):
         raise UsageError("serve is for helpers, and this process is a rank; call collectives")
-    assert isinstance(backend, Follows), "only such back ends have helpers"
     done = 0
     while (asked := backend.follow()) is not None:
         try:

@@ -19,7 +19,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from operator import index
 from typing import Any
 
-from collectives.backends.backend import Backend, Recovers, Splits
+from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_joining_backend
 from collectives.backends.plan_and_chunk_store import plan_locally
 from collectives.peers.agreement import compressed_plan, decompressed_plan, plan_on_one_rank
@@ -234,7 +234,7 @@ class RecoveryProgress:
 class JoinSettings:
     """The settings of a communicator, for a joining rank.
 
-    `about` are the settings of the back end (`Recovers.about`). `timeout` is in seconds, and `chunk_bytes` None for
+    `about` are the settings of the back end (`Backend.about`). `timeout` is in seconds, and `chunk_bytes` None for
     the back end's own choice.
     """
 
@@ -274,9 +274,7 @@ class RecoveryState:
 
 def can_recover(backend: Backend[Any]) -> bool:
     """Return whether a back end's ranks can continue when one of them fails."""
-    if not backend.one_rank:
-        return isinstance(backend, Splits)
-    return isinstance(backend, Recovers) and backend.survivors is not None
+    return not backend.one_rank or backend.survivors is not None
 
 
 def checked_ranks(backend: Backend[Any], without: Collection[int]) -> tuple[int, ...]:
@@ -330,7 +328,6 @@ def recover(
     if not backend.one_rank:
         seats = [seat for rank, seat in enumerate(state.membership.seats) if rank not in without]
         return recover_in_process(state, seats)
-    assert isinstance(backend, Recovers), "can_recover holds"
     survivors, timeout = backend.survivors, state.terms.timeout
     assert survivors is not None, "can_recover holds"
     # an earlier attempt may have reached an agreement
@@ -353,7 +350,6 @@ def recover(
 
 def recover_in_process(state: RecoveryState, seats: Sequence[int]) -> RecoveryResult:
     """Recover with these original ranks, if one process holds all ranks."""
-    assert isinstance(state.backend, Splits), "can_recover holds"
     membership = state.membership.at(seats)
     changed = membership != state.membership
     plans = plan_locally(membership.plan) if changed else state.plans
@@ -447,7 +443,6 @@ def _rebuild(
             known.terms.backend, gather, rank, size, survivors, known.terms.timeout, known.terms.about
         )
     else:
-        assert isinstance(state.backend, Recovers), "can_recover holds"
         if survivors.beside is not None:
             survivors.beside(gather, rank, size, survivors.local)
         made = state.backend.go_on(gather, rank=rank, size=size)
@@ -462,6 +457,6 @@ def _rebuild(
         made.survivors = None
         made.close()
         raise
-    if state is not None and isinstance(state.backend, Recovers):
+    if state is not None:
         state.backend.survivors = None
     return RecoveryResult(made, membership, plans, survivors.epoch, tuple(progresses))

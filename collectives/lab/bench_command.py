@@ -93,18 +93,15 @@ class FaultRow:
 
 def add_chaos(parser: arguments.OneLineParser) -> None:
     """Add ``--chaos`` and ``--seed``."""
-    parser.add_argument(
-        "--chaos",
-        type=arguments.number(arguments.TINY, MAX_SECONDS, "number of seconds above zero, such as 60"),
-        metavar="SECONDS",
-        help="kill, stop and slow ranks at random for so long, and check every element of the survivors' results, of "
-        "all collectives and of sizes up to the largest of --sizes (shared, tcp, mpi)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=arguments.whole_number(0, 2**63 - 1, "seed such as 1"),
-        metavar="N",
-        help="of --chaos: the same faults in the same order (default: a new one, which is printed)",
+    arguments.declare(
+        parser,
+        """
+        --chaos SECONDS  kill, stop and slow ranks at random for so long, and check every element of the survivors'
+                         results, of all collectives and of sizes up to the largest of --sizes (shared, tcp, mpi)
+        --seed N         of --chaos: the same faults in the same order (default: a new one, which is printed)
+        """,
+        chaos=arguments.number(arguments.TINY, MAX_SECONDS, "number of seconds above zero, such as 60"),
+        seed=arguments.whole_number(0, 2**63 - 1, "seed such as 1"),
     )
 
 
@@ -247,77 +244,43 @@ COLUMN_HEADS = (
 
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plan_file(parser)
-    parser.add_argument(
-        "--backend",
-        default="loopback",
-        metavar="B",
-        help="loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, shared, mpi, torch, nccl: "
-        "one process for each rank, started here unless mpiexec or torchrun did",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("auto", "windows", "messages"),
-        default="auto",
-        help="with nccl, and torch on GPUs: windows, one kernel for each collective that writes to the other GPUs' "
-        "memory; messages, NCCL's sends and receives (default: windows if all ranks have them)",
-    )
-    parser.add_argument(
-        "--inexact",
-        action="store_true",
-        help="with windows: let switches add (NVLink SHARP), in an order of their own",
-    )
-    parser.add_argument(
-        "--np",
-        type=arguments.whole_number(1, 99_999, "number of processes such as 4"),
-        metavar="N",
-        help="processes to start (default: the plan's ranks)",
+    arguments.declare(
+        parser,
+        """
+        --backend B  loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, shared, mpi,
+                     torch, nccl: one process for each rank, started here unless mpiexec or torchrun did
+        --engine {auto,windows,messages}  with nccl, and torch on GPUs: windows, one kernel for each collective that
+                     writes to the other GPUs' memory; messages, NCCL's sends and receives (default: windows if all
+                     ranks have them)
+        --inexact    with windows: let switches add (NVLink SHARP), in an order of their own
+        --np N       processes to start (default: the plan's ranks)
+        """,
+        backend={"default": "loopback"},
+        engine={"default": "auto"},
+        np=arguments.whole_number(1, 99999, "number of processes such as 4"),
     )
     arguments.add_sizes(parser, "64KB:16MB")
-    parser.add_argument(
-        "--dtype",
-        default="float32",
-        metavar="T",
-        help="float16, bfloat16, float32, float64, complex64, complex128, int8 to int64, uint8 to uint64, bool "
-        "(default: float32)",
-    )
-    parser.add_argument(
-        "--rivals",
-        action="store_true",
-        help="time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce the back "
-        "end's own one",
-    )
-    parser.add_argument(
-        "--paced",
-        action="store_true",
-        help="let every link run at its bandwidth times --scale, and print the model's times (loopback, tcp)",
-    )
-    parser.add_argument(
-        "--scale",
-        type=arguments.positive_factor,
-        metavar="F",
-        help="of the bandwidths of --paced (default: 1e-3)",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="F.json",
-        help="write when each rank began and ended calls of the largest size as a Chrome trace, with --paced beside "
-        "the model's run",
-    )
-    parser.add_argument(
-        "--chunk",
-        type=arguments.size,
-        metavar="S",
-        help="longest piece that moves at once (default: that of the back end, or the fastest found)",
-    )
-    parser.add_argument(
-        "--chunk-file", metavar="F.json", help="file in which found chunk sizes are looked up and stored"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=arguments.seconds,
-        metavar="S",
-        help=f"seconds that a rank waits for a step before it gives up (default: {TIMEOUT:g}, with --chaos "
-        f"{CHAOS_TIMEOUT:g})",
+    arguments.declare(
+        parser,
+        f"""
+        --dtype T            float16, bfloat16, float32, float64, complex64, complex128, int8 to int64, uint8 to
+                             uint64, bool (default: float32)
+        --rivals             time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce
+                             the back end's own one
+        --paced              let every link run at its bandwidth times --scale, and print the model's times
+                             (loopback, tcp)
+        --scale F            of the bandwidths of --paced (default: 1e-3)
+        --trace F.json       write when each rank began and ended calls of the largest size as a Chrome trace, with
+                             --paced beside the model's run
+        --chunk S            longest piece that moves at once (default: that of the back end, or the fastest found)
+        --chunk-file F.json  file in which found chunk sizes are looked up and stored
+        --timeout S          seconds that a rank waits for a step before it gives up (default: {TIMEOUT:g}, with
+                             --chaos {CHAOS_TIMEOUT:g})
+        """,
+        dtype={"default": "float32"},
+        scale=arguments.positive_factor,
+        chunk=arguments.size,
+        timeout=arguments.seconds,
     )
     add_chaos(parser)
     arguments.add_json(parser)
@@ -423,7 +386,6 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
     without.
     """
     import topoplan
-    from collectives.backends.backend import GathersTexts
     from collectives.peers.agreement import plan_on_one_rank
 
     def make() -> Plan:
@@ -432,7 +394,7 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
         return topoplan.ring(plan.topology, plan.collective, root=plan.root)
 
     try:
-        if isinstance(backend, GathersTexts):
+        if backend.one_rank:
             return plan_on_one_rank(backend.gather_texts, make, rank=backend.ranks[0])
         return make()
     except InfeasibleError as error:

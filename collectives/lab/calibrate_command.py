@@ -33,6 +33,7 @@ from topoplan.cli.arguments import (
     add_json,
     add_machine,
     add_sizes,
+    declare,
     first_set_option,
     whole_number,
 )
@@ -345,16 +346,19 @@ _DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
 def add_options(parser: OneLineParser) -> None:
     add_machine(parser, otherwise="the result of topoplan probe")
     add_allocation(parser)
-    parser.add_argument(
-        "-o", metavar="F.json", dest="output", help="write the measured machine, topology JSON"
-    )
+    declare(parser, "-o F.json  write the measured machine, topology JSON")
     add_sizes(parser, "64KB:256MB")
-    parser.add_argument(
-        "--repeats",
-        type=whole_number(MIN_REPEATS, MAX_REPEATS, f"number of repeats from {MIN_REPEATS} to {MAX_REPEATS}"),
-        default=REPEATS,
-        metavar="N",
-        help=f"copies of each size, {MIN_REPEATS} to {MAX_REPEATS}; the median counts (default: {REPEATS})",
+    declare(
+        parser,
+        f"""
+        --repeats N  copies of each size, {MIN_REPEATS} to {MAX_REPEATS}; the median counts (default: {REPEATS})
+        """,
+        repeats={
+            "type": whole_number(
+                MIN_REPEATS, MAX_REPEATS, f"number of repeats from {MIN_REPEATS} to {MAX_REPEATS}"
+            ),
+            "default": REPEATS,
+        },
     )
     add_json(parser)
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from collectives.backends.backend import Backend
 from collectives.backends.mpi.mpi_backend import MpiBackend
-from collectives.backends.open_backend import JOINED
+from collectives.backends.open_backend import BACKENDS
 from collectives.backends.shared.compiled_program import compile_ahead
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.compiled_exchange import compile_ahead as compile_loops_ahead
@@ -197,7 +197,7 @@ class _RankLoop:
         self._own = comm.plan.collective
         self._round = 1
         self._invitation = ""
-        self._can_grow = comm.backend in JOINED
+        self._can_grow = BACKENDS[comm.backend].join is not None
 
     def run(self) -> None:
         """Run rounds until all ranks agree to end."""

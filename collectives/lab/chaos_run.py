@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from collectives.backends.open_backend import JOINED
+from collectives.backends.open_backend import BACKENDS as RECORDS
 from collectives.communicator.launch import die_with_parent, end_mpiexec, mpiexec_command, start_mpiexec
 from collectives.lab.chaos_draws import (
     BURST,
@@ -174,7 +174,7 @@ def run_chaos_jobs(
             try:
                 job.start()
                 for _ in range(MAX_FAULTS_PER_JOB):
-                    gone = job.gone if settings.backend in JOINED else ()
+                    gone = job.gone if RECORDS[settings.backend].join else ()
                     if time.monotonic() >= until or not (gone or len(job.there) > MIN_SURVIVORS):
                         break
                     what = draw_fault(settings.seed, number, job.there, timeout=settings.timeout, gone=gone)

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.sparse.exchange_choice import entry_count
-from collectives.sparse.selection.error_feedback import ErrorFeedback
+from collectives.sparse.selection.error_feedback import ErrorFeedback, checked_density
 from collectives.sparse.selection.topk import index_type, topk
 from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.errors import UsageError
@@ -182,6 +181,17 @@ class EntryMessages(Generic[Line]):
         return self._arrays.decode(
             message, size=self._sizes[shard], dtype=self.dtype, wire=self._wires[shard]
         )
+
+
+def entry_count(size: int, density: float) -> int:
+    """Return the number of entries of a density, at least one if there are any; UsageError for an invalid density.
+
+    Examples
+    --------
+    >>> entry_count(1000, 0.01), entry_count(10, 0.01), entry_count(0, 0.01)
+    (10, 1, 0)
+    """
+    return min(size, max(1, round(checked_density(density) * size)))
 
 
 def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | None) -> int:

@@ -1,22 +1,60 @@
-"""Choose the exchange of a sparse gradient by the model: the whole gradient, or its entries in one of four ways.
+"""Check the arguments of a sparse allreduce, and choose its exchange by the model: dense, or one of four for entries.
 
 An allreduce of d elements of b bytes sends 2 (N - 1) / N d b bytes over each link of a ring, gathering k entries of b
 + i bytes from each of N ranks (N - 1) k (b + i): so on a ring entries win below a density k / d of 2 b / (N (b + i)).
 The model evaluates this for the machine's links and all plans. The time of selecting and adding entries is left out.
+
+A call plans only exchanges that may be the fastest: one is ruled out, without a plan, by a lower bound of its time
+(`SparsePlans.least_seconds`) above the time of another. An explanation plans all of them, on its rank alone. Plans are
+kept: one for each exchange and each size of the entries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from hashlib import sha256
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from collectives.backends.backend import Backend
+from collectives.backends.execution import Execution
+from collectives.backends.plan_and_chunk_store import plan_locally
+from collectives.backends.request import check_inputs, check_outputs
+from collectives.peers.control_plane import shape_text
+from collectives.sparse.entry_arrays import entry_count, message_bytes, place_bytes
+from collectives.sparse.exchanges import RoundRunner
 from collectives.sparse.selection.error_feedback import checked_density
-from topoplan.errors import UsageError
+from topoplan.errors import InfeasibleError, RefusedError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import FabricServers
+from topoplan.model.closed_form import simulate
+from topoplan.model.dataflow import LAUNCH, device_kinds, link_latency
 from topoplan.plans.plan import Plan
-from topoplan.units import format_size
+from topoplan.plans.verify import verify
+from topoplan.schedules.low_latency import lowest_tree, one_hop
+from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
+from topoplan.units import exact, format_size
+
+if TYPE_CHECKING:
+    from collectives.sparse.codec import WireFormat
 
 EXCHANGES = ("auto", "dense", "pairs", "servers", "tree", "balanced")
+
+TREES = ("tree", "balanced")
+"""Exchanges of entries on trees."""
+
+MOST_RANKS = 64
+"""Most ranks for trees on entries: every rank would be the root of a star to all others."""
+
+MARGIN = 1 - 1e-9
+"""Factor of lower bounds, for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +73,8 @@ class SparseExplanation:
         Bytes of the gathered messages of all ranks, with padding.
     reason : str
     seconds : mapping of str to float
-        Model times: for "auto" of all exchanges of this machine, else of the one that was named.
+        Model times: of `explain` for "auto" those of all exchanges of this machine, of a call those that were not ruled
+        out by a lower bound, else that of the one that was named.
     plan : Plan or None
         The plan that runs, unless entries are gathered: that of the allreduce, or the sparse plan.
     """
@@ -57,8 +96,105 @@ class SparseExplanation:
 
     @property
     def pairs_seconds(self) -> float:
-        """Model time of gathered entries; NaN if another exchange was named."""
+        """Model time of gathered entries; NaN if it was not computed."""
         return self.seconds.get("pairs", math.nan)
+
+
+class ExchangeTimes:
+    """Model times of the exchanges of one gradient, each computed when it is asked for."""
+
+    def __init__(self, plans: SparsePlans, asked: SparseRequest) -> None:
+        self._plans = plans
+        self._asked = asked
+        self._share = asked.entry_share
+        self._entries = entry_count(asked.size, asked.density)
+        self._nbytes = asked.size * np.dtype(asked.dtype).itemsize
+        message = message_bytes(self._entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
+        self._gathered = plans.ranks * place_bytes(message)
+        self._seconds: dict[str, float] = {}
+        self._least: dict[str, float] = {}
+
+    def explain(self) -> SparseExplanation:
+        """Return the exchange, with the times of all exchanges of this machine if none is named."""
+        if check_exchange(self._asked.exchange) != "auto":
+            return self.choose()
+        for name in ("dense", "pairs", *self._plans.possible(self._share)):
+            self._time(name)
+        return self._explanation(choose_exchange(self._seconds, sparse=self._entries < self._asked.size))
+
+    def choose(self) -> SparseExplanation:
+        """Return the exchange, by the times of those that may be the fastest."""
+        named = check_exchange(self._asked.exchange)
+        if named != "auto":
+            self._time(named)
+            return self._explanation(named)
+        self._time("dense")
+        if self._entries == self._asked.size:
+            return self._explanation("dense")
+        rivals = ("pairs", *self._plans.applicable())
+        least = self._plans.least_seconds(rivals, self._share, self._nbytes, gathered=self._gathered)
+        self._take_fastest(
+            {name: least[name] for name in rivals if name not in TREES or "servers" not in rivals}
+        )
+        if "servers" in rivals and "servers" not in self._seconds:
+            # trees compete only where there are no three phases, which a plan shows
+            trees = {name: least[name] for name in rivals if name in TREES}
+            if min(trees.values(), default=math.inf) <= min(self._seconds.values()) and not self._plans.has(
+                "servers", self._share
+            ):
+                self._least.pop("servers", None)
+                self._take_fastest(trees)
+        return self._explanation(choose_exchange(self._seconds, sparse=True))
+
+    def _take_fastest(self, least: dict[str, float]) -> None:
+        """Compute times in the order of their lower bounds, until one is below all bounds that are left."""
+        left = dict(least)
+        while left:
+            name = min(left, key=left.__getitem__)
+            if left[name] > min(self._seconds.values()):
+                self._least.update(left)
+                return
+            del left[name]
+            if name == "pairs" or self._plans.has(name, self._share):
+                self._time(name)
+
+    def _time(self, name: str) -> None:
+        if name == "dense":
+            self._seconds[name] = self._plans.dense_seconds("allreduce", self._nbytes)
+        elif name == "pairs":
+            self._seconds[name] = self._plans.dense_seconds("allgather", self._gathered)
+        else:
+            self._seconds[name] = self._plans.seconds(name, self._share, self._nbytes)
+
+    def _explanation(self, chosen: str) -> SparseExplanation:
+        plan = None
+        if chosen == "dense":
+            plan = self._plans.dense("allreduce", self._nbytes)
+        elif chosen != "pairs":
+            plan = self._plans.runner(chosen, self._share).plan
+        return SparseExplanation(chosen, self._entries, self._gathered, self._reason(), self._seconds, plan)
+
+    def _reason(self) -> str:
+        """Return the reason for the exchange, in words."""
+        gathered = f"{format_size(self._gathered)} together, take"
+        names = {
+            "pairs": f"{self._entries} of {self._asked.size} entries of each of {self._plans.ranks} ranks, {gathered}",
+            "dense": f"the whole gradient, {format_size(self._nbytes)}, takes",
+            "servers": "three phases over servers",
+            "tree": "one tree",
+            "balanced": "balanced trees",
+        }
+        times = [
+            f"{names[name]} {self._seconds[name] * 1e3:.3g} ms" for name in names if name in self._seconds
+        ]
+        times += [
+            f"{names[name]} at least {self._least[name] * 1e3:.3g} ms"
+            for name in names
+            if name in self._least
+        ]
+        if self._asked.exchange != "auto":
+            return f"asked for; by the model {times[0]}"
+        return "by the model " + ", ".join((", and ".join(times[:2]), *times[2:]))
 
 
 def check_exchange(exchange: str) -> str:
@@ -80,40 +216,316 @@ def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
     'servers'
     """
     rivals = ("dense", "pairs", "servers") if "servers" in seconds else EXCHANGES
-    return min((name for name in seconds if name in rivals), key=seconds.__getitem__) if sparse else "dense"
+    return (
+        min((name for name in EXCHANGES if name in seconds and name in rivals), key=seconds.__getitem__)
+        if sparse
+        else "dense"
+    )
 
 
-def explain_choice(
-    seconds: Mapping[str, float],
-    *,
-    asked: bool,
-    entries: int,
-    size: int,
-    ranks: int,
-    gathered: int,
-    nbytes: int,
-) -> str:
-    """Return the reason for an exchange, in words."""
-    names = {
-        "pairs": f"{entries} of {size} entries of each of {ranks} ranks, {format_size(gathered)} together, take",
-        "dense": f"the whole gradient, {format_size(nbytes)}, takes",
-        "servers": "three phases over servers",
-        "tree": "one tree",
-        "balanced": "balanced trees",
-    }
-    times = [f"{names[name]} {seconds[name] * 1e3:.3g} ms" for name in names if name in seconds]
-    if asked:
-        return f"asked for; by the model {times[0]}"
-    first, second, *others = times
-    return ", ".join((f"by the model {first}, and {second}", *others))
+@dataclass(frozen=True, slots=True)
+class ServerCuts:
+    """The links around each server with ranks, or around each rank if there is one server.
 
-
-def entry_count(size: int, density: float) -> int:
-    """Return the number of entries of a density, at least one if there are any; UsageError for an invalid density.
-
-    Examples
-    --------
-    >>> entry_count(1000, 0.01), entry_count(10, 0.01), entry_count(0, 0.01)
-    (10, 1, 0)
+    `members` are the ranks of each, `into` and `out` its capacities in bytes per second, and `latency` the least
+    start-up of a route from one to another, in seconds.
     """
-    return min(size, max(1, round(checked_density(density) * size)))
+
+    members: tuple[int, ...]
+    into: tuple[float, ...]
+    out: tuple[float, ...]
+    latency: float
+
+    @classmethod
+    def around(cls, servers: FabricServers) -> ServerCuts:
+        """Return the cuts of a fabric."""
+        fabric = servers.fabric
+        home = {name: name for name in fabric.ranks}
+        if len(servers.names) > 1:
+            home = {device.name: device.server for device in fabric.topology.devices}
+        members = Counter(home[name] for name in fabric.ranks)
+        into, out = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
+        kinds, networked = device_kinds(fabric.topology), "network" in fabric.channels
+        entering = leaving = direct = math.inf
+        for link, capacity in zip(fabric.links, fabric.capacity, strict=True):
+            src, dst = home.get(link.src), home.get(link.dst)
+            if src == dst:
+                continue
+            counts = not networked or link.latency is not None or link.channel in ("network", "nvlink")
+            seconds = link_latency(link, kinds) if counts else 0.0
+            if src in out:
+                out[src] += float(capacity) * 1e9
+                leaving = min(leaving, seconds)
+            if dst in into:
+                into[dst] += float(capacity) * 1e9
+                entering = min(entering, seconds)
+            if src in out and dst in into:
+                direct = min(direct, seconds)
+        return cls(
+            tuple(members.values()),
+            tuple(into.values()),
+            tuple(out.values()),
+            min(direct, leaving + entering),
+        )
+
+
+class SparsePlans:
+    """Plans on which entries move, for the machine of a communicator; `local` makes them on this rank alone.
+
+    Else one rank makes each plan for all, which must ask for the same ones.
+    """
+
+    def __init__(self, execution: Execution[Any], *, local: bool = False) -> None:
+        self.ranks = execution.backend.size
+        self._execution = execution
+        self._store = execution.store.copied() if local else None
+        self._runners: dict[tuple[str, Fraction], RoundRunner[Any]] = {}
+        self._seconds: dict[tuple[str, Fraction, int], float] = {}
+        self._elements: dict[str, Plan] = {}
+        self._absent: dict[str, str] = {}
+
+    def dense(self, collective: str, nbytes: int) -> Plan:
+        """Return the plan of a collective on elements for a buffer of so many bytes."""
+        if self._store is not None:
+            return self._store.plan(collective, None, nbytes)
+        return self._execution.plan(collective, nbytes)
+
+    def dense_seconds(self, collective: str, nbytes: int) -> float:
+        """Return the model time of such a plan."""
+        return simulate(self.dense(collective, nbytes), nbytes=nbytes).seconds
+
+    def applicable(self) -> tuple[str, ...]:
+        """Return the exchanges with plans of their own that such a machine may have."""
+        return tuple(name for name in ("servers", *TREES) if not self._reason(name))
+
+    def possible(self, entries: Fraction) -> tuple[str, ...]:
+        """Return the exchanges that have a plan on this machine; ``entries`` as in `runner`."""
+        return tuple(name for name in ("servers", *TREES) if self.has(name, entries))
+
+    def has(self, exchange: str, entries: Fraction) -> bool:
+        """Return whether this machine has an exchange, which is then planned; ``entries`` as in `runner`."""
+        return not self._missing(exchange, entries)
+
+    def runner(self, exchange: str, entries: Fraction) -> RoundRunner[Any]:
+        """Return the rounds of a verified sparse plan; UsageError if this machine has none.
+
+        `entries` is the bytes of entries for a byte of the gradient.
+        """
+        missing = self._missing(exchange, entries)
+        if missing:
+            others = ", ".join(("dense", "pairs", *self.possible(entries)))
+            raise UsageError(f"no exchange {exchange!r} here: {missing}; use {others}")
+        return self._runners[exchange, entries]
+
+    def seconds(self, exchange: str, entries: Fraction, nbytes: int) -> float:
+        """Return the model time of an exchange for a gradient of so many bytes."""
+        key = (exchange, entries, nbytes)
+        if key not in self._seconds:
+            self._seconds[key] = simulate(self.runner(exchange, entries).plan, nbytes=nbytes).seconds
+        return self._seconds[key]
+
+    def least_seconds(
+        self, exchanges: Sequence[str], entries: Fraction, nbytes: int, *, gathered: int
+    ) -> dict[str, float]:
+        """Return lower bounds of the model times of exchanges, from the links around servers, without a plan.
+
+        Every round takes a launch, a start-up, and the bytes that must enter or leave a server over its capacity; with
+        one server, or one rank on each, a rank stands for a server. Of G servers, all but one receive what is gathered
+        from the others (pairs), the entries of G - 1 others (servers), or the sums (trees), which G - 1 have sent up.
+        """
+        ranks, between = self.ranks, self._cuts
+        if ranks == 1:
+            return dict.fromkeys(exchanges, 0.0)
+        count, start = len(between.members), LAUNCH + between.latency
+        packed = nbytes * float(entries)
+        bounds = {
+            "pairs": start
+            + max(
+                gathered * (ranks - members) / ranks / into
+                for members, into in zip(between.members, between.into, strict=True)
+            ),
+            "servers": 3 * LAUNCH + between.latency + packed * (count - 1) / min(between.into),
+            "tree": 2 * start + packed * (1 / max(between.into) + 1 / max(between.out)),
+            "balanced": 2 * start + packed * (count - 1) * (1 / sum(between.into) + 1 / sum(between.out)),
+        }
+        return {name: bounds[name] * MARGIN for name in exchanges}
+
+    @property
+    def _channels(self) -> str:
+        return "+".join(self._execution.channels)
+
+    @cached_property
+    def _servers(self) -> FabricServers:
+        return FabricServers(Fabric(self._execution.topology, self._execution.channels))
+
+    @cached_property
+    def _cuts(self) -> ServerCuts:
+        return ServerCuts.around(self._servers)
+
+    def _missing(self, exchange: str, entries: Fraction) -> str:
+        """Return why this machine has no such exchange; empty if it has one, which is then planned."""
+        if exchange not in self._absent:
+            self._absent[exchange] = self._reason(exchange)
+        if not self._absent[exchange] and (exchange, entries) not in self._runners:
+            try:
+                made = self._plan(exchange, entries)
+            except RefusedError:
+                raise
+            except (InfeasibleError, UsageError):
+                self._absent[exchange] = "the machine has no way for it"
+            else:
+                verify(made)
+                self._runners[exchange, entries] = RoundRunner(self._execution, made)
+        return self._absent[exchange]
+
+    def _plan(self, exchange: str, entries: Fraction) -> Plan:
+        if exchange != "servers":
+            return sparse_trees(self._trees_of(exchange), entries=entries)
+        topology, channels = self._execution.topology, self._channels
+        return self._made(
+            lambda: sparse_servers(topology, entries=entries, channels=channels), f"servers, {entries}"
+        )
+
+    def _made(self, make: Callable[[], Plan], about: str) -> Plan:
+        if self._store is not None:
+            made = plan_locally(make)
+        else:
+            made = self._execution.planned(make, collective="allreduce", about=f"plan of {about}")
+        assert isinstance(made, Plan), "no plans by size"
+        return made
+
+    def _reason(self, exchange: str) -> str:
+        """Return why an exchange does not apply here; empty if it does."""
+        ranks, servers = self.ranks, len(self._servers.names)
+        if ranks == 1:
+            return "one rank exchanges nothing"
+        if exchange == "servers":
+            return (
+                ""
+                if 1 < servers < ranks
+                else f"it is for several servers with several ranks, not {servers} for {ranks}"
+            )
+        if len(self._execution.channels) > 1 and "network" not in self._execution.channels:
+            return "the buffer is divided between channels"
+        return "" if ranks <= MOST_RANKS else f"it is looked for up to {MOST_RANKS} ranks"
+
+    def _trees_of(self, exchange: str) -> Plan:
+        """Return the allreduce of elements on whose trees entries move."""
+        if exchange not in self._elements:
+            topology, channels = self._execution.topology, self._channels
+            if exchange == "tree":
+                found = self._made(lambda: lowest_tree(topology, channels=channels), "one low tree")
+            else:
+                try:
+                    found = self._made(lambda: one_hop(topology, channels=channels), "stars")
+                except InfeasibleError:
+                    found = self.dense("allreduce", 1 << 30)
+            self._elements[exchange] = found
+        return self._elements[exchange]
+
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""dtypes of gradients; those of 16 bits are kept, selected and sent in float32."""
+
+OPERATIONS = ("sum", "avg")
+
+NOMINAL = 1 << 20  # elements of the gradient whose bits per entry plans and models use
+
+LEAST_SHARE = Fraction(1, 10**9)
+"""Smallest share of the bytes for which plans are made; a density below it still selects one entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRequest:
+    """A sparse allreduce with valid arguments.
+
+    `inputs` and `outputs` are by rank of this process. `size` is in elements; `dtype` is that of residuals and
+    messages.
+    """
+
+    inputs: list[Any]
+    outputs: Sequence[Any | None]
+    op: str
+    shape: tuple[int, ...]
+    size: int
+    dtype: str
+    density: float
+    exchange: str
+    wire: WireFormat | None
+    key: str
+    momentum: float
+    loss_scale: float
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The fields that determine the exchange."""
+        return self.size, self.dtype, self.density, self.exchange, self.wire
+
+    @property
+    def entry_share(self) -> Fraction:
+        """Bytes of entries for a byte of the gradient, as plans and models use them: those of a large gradient."""
+        entries = entry_count(NOMINAL, self.density)
+        nbytes = message_bytes(entries, size=NOMINAL, dtype=self.dtype, wire=self.wire)
+        share = exact(self.density) * Fraction(nbytes, entries * np.dtype(self.dtype).itemsize)
+        return max(share, LEAST_SHARE)
+
+    def about(self, exchange: str) -> str:
+        """Describe the elements of an exchange, for comparison between ranks."""
+        text = (
+            f"sparse {self.op} of {shape_text(self.shape)} {self.dtype}, {float(self.density)} by {exchange}"
+        )
+        if self.wire is not None:
+            text += f", {self.wire.values} {self.wire.indices}"
+        if self.loss_scale != 1:
+            text += f", loss scale {self.loss_scale:g}"
+        return text + (f", key {_in_short(self.key)}" if self.key else "")
+
+
+def sparse_request(
+    backend: Backend[Any],
+    arrays: Any,
+    *,
+    density: float,
+    exchange: str,
+    wire: WireFormat | None,
+    out: Any = None,
+    op: str = "sum",
+    key: str = "",
+    momentum: float = 0.0,
+    loss_scale: float = 1.0,
+) -> SparseRequest:
+    """Check the arguments of a sparse allreduce; UsageError names the rank and the argument."""
+    library = backend.arrays
+    inputs = check_inputs([arrays] if backend.one_rank else arrays, backend.ranks, library)
+    checked_density(density)
+    dtype = library.dtype(inputs[0])
+    if dtype not in DTYPES:
+        raise UsageError(f"gradients of {dtype} cannot be made sparse; give {', '.join(DTYPES)}")
+    if op not in OPERATIONS:
+        raise UsageError(f"op of a sparse allreduce must be {' or '.join(OPERATIONS)}, got {op!r}")
+    if not (isinstance(loss_scale, Real) and 0 < loss_scale < math.inf):
+        raise UsageError(
+            f"loss_scale must be above 0 and finite, got {loss_scale!r}; give that of the gradients"
+        )
+    shape = library.shape(inputs[0])
+    outputs = check_outputs(
+        [out] if backend.one_rank and out is not None else out,
+        backend.ranks,
+        library,
+        shape=shape,
+        like=inputs[0],
+        holders=backend.ranks,
+    )
+    size = 1
+    for length in shape:
+        size *= length
+    kept = "float64" if dtype == "float64" else "float32"
+    return SparseRequest(
+        inputs, outputs, op, shape, size, kept, density, exchange, wire, key, momentum, float(loss_scale)
+    )
+
+
+def _in_short(name: str) -> str:
+    """Return a key as short text; a long one as its beginning and a digest."""
+    shown = name.encode("ascii", "replace").decode()[:32]
+    return shown if shown == name else f"{shown} {sha256(name.encode()).hexdigest()[:8]}"

@@ -14,8 +14,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Generic
 
+from collectives.backends.execution import Execution
 from collectives.sparse.entry_arrays import (
     EncodedEntries,
     Entries,
@@ -26,9 +28,9 @@ from collectives.sparse.entry_arrays import (
     place_bytes,
 )
 from collectives.sparse.residuals import HandedOver, Residuals, select_entries
-from collectives.sparse.sparse_plans import RoundRunner
 from collectives.tables.numpy_arrays import ArrayLibrary
 from topoplan.plans.plan import Plan
+from topoplan.plans.structure import rounds
 
 GatherEntries = Callable[[list[Any]], list[Any]]
 """Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each rank."""
@@ -134,6 +136,77 @@ class PairExchange(Generic[Line]):
             self._arrays.add(total, messages.decoded(message, 0))
         self._arrays.store(result, total)
         return result
+
+
+class RoundRunner(Generic[Line]):
+    """The rounds of one sparse plan for one communicator."""
+
+    def __init__(self, execution: Execution[Line], plan: Plan) -> None:
+        self.plan = plan
+        self.rounds = rounds(plan)
+        self._execution = execution
+        self._reached = [
+            [
+                tuple(sorted({edge.child for stage in shard.stages for edge in stage.edges}))
+                for shard in one.plan.shards[: len(one.senders)]
+            ]
+            for one in self.rounds
+        ]
+
+    def elements(
+        self,
+        number: int,
+        borders: Sequence[int],
+        *,
+        op: str | None,
+        given: Sequence[Line],
+        results: Sequence[Line],
+        about: str,
+    ) -> None:
+        """Run a round on elements, as `Execution.run_round`; shard s ends at ``borders[s]``."""
+        part = self.rounds[number].plan
+        self._execution.run_round(part, tuple(borders), op=op, given=given, results=results, about=about)
+
+    def exchange(
+        self,
+        number: int,
+        lengths: Sequence[int],
+        sent: Mapping[tuple[int, int], Any],
+        arrays: EntryArrays[Line],
+        *,
+        about: str,
+    ) -> dict[int, list[tuple[int, int, Any]]]:
+        """Run a round on entries.
+
+        `lengths` are the bytes of a message of every shard of the sparse plan, 0 if its entries are sent with
+        another's. `sent` has the messages (arrays of uint8) of this process's ranks by (rank, shard). Returns the
+        received messages of each rank of this process as (shard, sender, message), in the order of shards and senders.
+        """
+        one = self.rounds[number]
+        backend = self._execution.backend
+        library = backend.arrays
+        padded = [place_bytes(length) for length in lengths]
+        borders = tuple(accumulate(sum(padded[shard] for shard in together) for together in one.shards))
+        total = borders[-1] if borders else 0
+        areas = {rank: arrays.area(total) for rank in backend.ranks}
+        arrived: dict[int, list[tuple[int, int, Any]]] = {rank: [] for rank in backend.ranks}
+        coming = []
+        start = 0
+        for place, (together, sender) in enumerate(zip(one.shards, one.senders, strict=True)):
+            for shard in together:
+                stop = start + lengths[shard]
+                if sender in areas and lengths[shard]:
+                    arrays.store(library.part(areas[sender], start, stop), sent[sender, shard])
+                coming += [
+                    (rank, shard, sender, start) for rank in self._reached[number][place] if rank in areas
+                ]
+                start += padded[shard]
+        lines = list(areas.values())
+        self._execution.run_round(one.plan, borders, op=None, given=lines, results=lines, about=about)
+        for rank, shard, sender, start in sorted(coming):
+            part = library.part(areas[rank], start, start + lengths[shard])
+            arrived[rank].append((shard, sender, arrays.values(part)))
+        return arrived
 
 
 REDUCE_PHASE, EXCHANGE_PHASE, BROADCAST_PHASE = range(3)  # the rounds of a plan of three phases

@@ -13,7 +13,7 @@ then the one before the call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,14 +22,8 @@ import numpy as np
 
 from collectives.backends.execution import Execution
 from collectives.backends.request import request
-from collectives.sparse.entry_arrays import EntryArrays, EntryMessages, Line, message_bytes, place_bytes
-from collectives.sparse.exchange_choice import (
-    SparseExplanation,
-    check_exchange,
-    choose_exchange,
-    entry_count,
-    explain_choice,
-)
+from collectives.sparse.entry_arrays import EntryArrays, EntryMessages, Line
+from collectives.sparse.exchange_choice import ExchangeTimes, SparseExplanation, SparsePlans, SparseRequest
 from collectives.sparse.exchanges import (
     DenseExchange,
     PairExchange,
@@ -38,7 +32,6 @@ from collectives.sparse.exchanges import (
     part_borders,
 )
 from collectives.sparse.residuals import Residuals, ResidualSnapshot, finite_residual
-from collectives.sparse.sparse_plans import SparsePlans, SparseRequest
 from collectives.tables.numpy_arrays import LIMITS, ArrayLibrary
 from topoplan.errors import UsageError
 from topoplan.plans.shards import shard_bounds
@@ -65,18 +58,30 @@ class SparseCollective:
         self._not_finite: set[str] = set()
         self._called: set[str] = set()
         """Keys with a call since the end of the last step; what `_before` holds of others is older."""
+        self._chosen: dict[tuple[object, ...], SparseExplanation] = {}
         self._explained: dict[tuple[object, ...], SparseExplanation] = {}
+        self._local_plans: SparsePlans | None = None
 
-    def explain(self, asked: SparseRequest) -> SparseExplanation:
-        """Return the exchange of a gradient and its reason; UsageError for an unknown or impossible one."""
+    def choose(self, asked: SparseRequest) -> SparseExplanation:
+        """Return the exchange of a gradient; UsageError for an unknown or impossible one."""
         known = self.known(asked)
         if known is None:
-            known = self._explained[asked.kind] = self._explain(asked)
+            times = ExchangeTimes(self._plans, asked)
+            known = self._chosen[asked.kind] = times.choose()
         return known
 
     def known(self, asked: SparseRequest) -> SparseExplanation | None:
-        """Return an earlier result of `explain` for such a gradient; None without one."""
-        return self._explained.get(asked.kind)
+        """Return an earlier result of `choose` for such a gradient; None without one."""
+        return self._chosen.get(asked.kind)
+
+    def explain(self, asked: SparseRequest) -> SparseExplanation:
+        """Return the exchange of a gradient with the times of all exchanges; raises as `choose`."""
+        if self._local_plans is None:
+            one = self._execution.backend.one_rank
+            self._local_plans = SparsePlans(self._execution, local=True) if one else self._plans
+        if asked.kind not in self._explained:
+            self._explained[asked.kind] = ExchangeTimes(self._local_plans, asked).explain()
+        return self._explained[asked.kind]
 
     def prepare(self, asked: SparseRequest) -> list[Residuals]:
         """Return the residuals of a key, made at its first use; UsageError for another size, dtype or momentum."""
@@ -257,43 +262,6 @@ class SparseCollective:
                 feedback.restore(one)
             made.append(Residuals(feedback, arrays, fresh=False))
         return made
-
-    def _explain(self, asked: SparseRequest) -> SparseExplanation:
-        exchange, entries = asked.exchange, entry_count(asked.size, asked.density)
-        ranks = self._execution.backend.size
-        nbytes = asked.size * np.dtype(asked.dtype).itemsize
-        message = message_bytes(entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
-        gathered = ranks * place_bytes(message)
-        share = asked.entry_share
-        times: dict[str, Callable[[], float]] = {
-            "dense": lambda: self._execution.model_seconds("allreduce", nbytes),
-            "pairs": lambda: self._execution.model_seconds("allgather", gathered),
-        }
-        if check_exchange(exchange) == "auto":
-            seconds = {name: time() for name, time in times.items()}
-            seconds.update(
-                (name, self._plans.seconds(name, share, nbytes)) for name in self._plans.possible(share)
-            )
-            chosen = choose_exchange(seconds, sparse=entries < asked.size)
-        else:
-            chosen = exchange
-            time = times.get(exchange, lambda: self._plans.seconds(exchange, share, nbytes))
-            seconds = {exchange: time()}
-        plan = None
-        if chosen not in ("dense", "pairs"):
-            plan = self._plans.runner(chosen, share).plan
-        elif chosen == "dense":
-            plan = self._execution.plan("allreduce", nbytes)
-        reason = explain_choice(
-            seconds,
-            asked=exchange != "auto",
-            entries=entries,
-            size=asked.size,
-            ranks=ranks,
-            gathered=gathered,
-            nbytes=nbytes,
-        )
-        return SparseExplanation(chosen, entries, gathered, reason, seconds, plan)
 
     def _exchange(self, asked: SparseRequest, arrays: EntryArrays[Any], exchange: str) -> Exchange[Any]:
         backend = self._execution.backend

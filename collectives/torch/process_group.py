@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import topoplan
-from collectives.backends.backend import Recovers
 from collectives.backends.torch.backend_selection import backend_of
 from collectives.backends.torch.process_groups import (
     WATCHDOG_FACTOR,
@@ -384,7 +383,7 @@ class PlannedGroup(GroupCollectives):
                     engine = os.environ.get(ENGINE) or "auto"
                     backend = backend_of(self, gather, timeout=self._timeout, engine=engine)
                     on_error.callback(backend.close)
-                    if isinstance(backend, Recovers) and backend.survivors is not None:
+                    if backend.survivors is not None:
                         backend.survivors.beside = self._recover
                     self.communicator = Communicator(
                         verdict.plan, backend, timeout=self._timeout, on_failure=on_failure

@@ -262,7 +262,7 @@ class InStepAverager(Averager):
             handle = Handle.around(found)
             note = None
             if not isinstance(found, Handle):
-                chosen = comm.explain(gradients, density=density, exchange=how.exchange, wire=how.wire)
+                chosen = comm.exchange_for(gradients, density=density, exchange=how.exchange, wire=how.wire)
                 note = _sparse_note(chosen, density)
 
         def over() -> None:

@@ -603,7 +603,7 @@ class GradientSynchronizer:
             memory.append(BucketMemory(bucket, shapes, comm, likes))
             if how.density is not None and not self._joining:
                 lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
-                comm.explain(
+                comm.exchange_for(
                     lines[0] if comm.one_rank else lines,
                     density=how.density_at(0),
                     exchange=how.exchange,

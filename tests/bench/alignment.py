@@ -68,15 +68,13 @@ def packed_share(crossings: list[Crossing]) -> float:
     return sum(one.nbytes for one in crossings if one.packed) / sum(one.nbytes for one in crossings)
 
 
-def nccl_crossings(
-    plan: Plan, table: TransferTable, itemsize: int, *, by_tree: bool = False
-) -> list[Crossing]:
-    """The messages of the nccl back end, with one lane for all trees or one for each."""
+def nccl_crossings(plan: Plan, table: TransferTable, itemsize: int) -> list[Crossing]:
+    """The messages of the nccl back end."""
     sends: dict[int, ProgramMessage] = {}
     receives: dict[int, ProgramMessage] = {}
     for one in memory_of(plan, table.count):
-        made = program_of(table, one, itemsize, step_bytes=STEP_BYTES, by_tree=by_tree)
-        for step in (step for stream in made.streams for step in stream.steps):
+        made = program_of(table, one, itemsize, step_bytes=STEP_BYTES)
+        for step in made.steps:
             sends.update((message.row, message) for message in step.sends)
             receives.update((message.row, message) for message in step.receives)
     return [

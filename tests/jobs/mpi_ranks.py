@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+import topoplan
 from collectives import Communicator
 from collectives.backends.mpi.mpi_backend import MpiBackend
-from tests.support.collective_cases import Case, cases, collective_of, digest, inputs
+from collectives.peers.control_plane import MpiControlPlane
+from tests.support.contract import GROUPS, MESH, cases, run_cases, sums_of_mesh
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken
 from topoplan.errors import BackendError, UsageError
@@ -25,44 +27,19 @@ FORMS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """How the ranks exchange: options of `MpiBackend`."""
 
-FEWER = (2, 4)
-"""Numbers of ranks for which messages are tested; shared memory is for all."""
-
-LARGE = 1_000_000
-"""Elements from which on a case is large."""
-
-
-def chosen(form: str, size: int) -> list[Case]:
-    """The cases of a form: with "every" before it all of them, else the large ones on the most ranks only."""
-    *every, form = form.split("-")
-    sizes = range(2, size + 1) if form == "shared" else FEWER
-    return [
-        case
-        for case in cases(size)
-        if case.ranks in sizes and (every or case.count < LARGE or case.ranks == max(sizes))
-    ]
-
 
 def results(form: str) -> dict[str, Any]:
-    """Digests of this rank's results, by case; "sparse" are those of sparse allreduces on four ranks."""
+    """Digests of this rank's results, by group of the contract; on four ranks "sparse" too."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    backends: dict[int, MpiBackend] = {}
-    listed = chosen(form, world.size)
-    form = form.split("-")[-1]
-    for size in sorted({case.ranks for case in listed}):
-        part = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
-        if part != MPI.COMM_NULL:
-            backends[size] = MpiBackend(part, timeout=60, **FORMS[form](size))
-    found: dict[str, Any] = {
-        repr(case): _run(case, backends[case.ranks]) for case in listed if case.ranks in backends
-    }
-    if 4 in backends:
-        found["sparse"] = taken(Communicator(TWO_SERVERS, backends[4]), steps_of_each(), read_only, as_it_is)
-    for backend in backends.values():
-        backend.close()
-        backend.close()
+    backend = MpiBackend(timeout=60, **FORMS[form](world.size))
+    found: dict[str, Any] = {group: run_cases(backend, cases(group, world.size)) for group in GROUPS}
+    if world.size == 4:
+        found["sparse"] = taken(Communicator(TWO_SERVERS, backend), steps_of_each(), read_only, as_it_is)
+        found["mesh"] = sums_of_mesh(Communicator(topoplan.plan(MESH.topology, "allreduce"), backend))
+    backend.close()
+    backend.close()
     # MPI would keep the processors busy with waiting
     last = world.Ibarrier()
     while not last.Test():
@@ -70,22 +47,24 @@ def results(form: str) -> dict[str, Any]:
     return found
 
 
-def _run(case: Case, backend: MpiBackend) -> str:
-    """The digest of this rank's result; two calls, of which the second is in the background."""
-    (rank,) = backend.ranks
-    comm = Communicator(
-        forest_plan(case.ranks, case.collective, case.shape), backend, chunk_bytes=case.chunk_bytes
-    )
-    array = inputs(case)[rank]
-    before = array.copy()
-    once = collective_of(comm, case)(array)
-    if before.tobytes() != array.tobytes():
-        return "changed its input"
-    options = {"out": array} if case.in_place else {}
-    twice = collective_of(comm, case)(array, async_op=True, **options).wait()
-    if case.in_place and twice is not array:
-        return "put its result elsewhere"
-    return digest(once) if digest(once) == digest(twice) else "differs from run to run"
+def control(what: str) -> str:
+    """What this rank hears when the last one reports trouble ("tell") or does not come ("away")."""
+    from mpi4py import MPI
+
+    world = MpiControlPlane(MPI.COMM_WORLD)
+    assert world.gather(b"%d" % world.rank, timeout=20) == [b"%d" % rank for rank in range(world.size)]
+    if world.rank == world.size - 1:
+        if what == "tell":
+            world.tell(BackendError("out of paper: now", rank=world.rank, peer=0, step=7))
+        time.sleep(1.5 * (what == "away"))
+    try:
+        world.gather(b"again", timeout=0.5)
+        found = ""
+    except BackendError as error:
+        assert world.trouble() is not None
+        found = str(error)
+    world.close()
+    return found
 
 
 def mistakes(form: str) -> dict[str, Any]:
@@ -214,7 +193,7 @@ def main() -> None:
     from mpi4py import MPI
 
     scenario, form = sys.argv[1].split()
-    found = {"results": results, "mistakes": mistakes}[scenario](form)
+    found = {"results": results, "mistakes": mistakes, "control": control}[scenario](form)
     Path(sys.argv[2], f"{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(found))
 
 

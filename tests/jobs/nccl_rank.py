@@ -1,12 +1,12 @@
 """One rank of an nccl communicator in a process of its own: ``python -m tests.jobs.nccl_rank check,close``.
 
-Its place comes from the environment (see `NcclBackend.from_environment`); ``RANKS_PER_GPU``, ``LANES``, ``OVERLAP``,
-``GRAPHS``, ``ENGINE``, ``EXACT``, ``CHUNK``, ``COUNTS`` (of elements, for ``check``), ``MACHINE`` and ``WAIT_SECONDS``
-choose settings. The tasks are done one after another. Each rank prints its engine first, and a line for each task that
-ended well. ``refuse`` and ``die`` come after calls whose graph was captured and replayed, and print in how many seconds
-the error came; ``die-inside`` and ``die-running`` kill the last rank while kernels of the others wait for it. The
-communicator is unusable after these. ``shrink`` and ``leave`` come after replayed calls too: the last rank is killed,
-or left out and added again, and the others continue, and print how and in how many seconds.
+Its place comes from the environment (see `NcclBackend.from_environment`); ``GRAPHS``, ``ENGINE``, ``EXACT``,
+``CHUNK``, ``COUNTS`` (of elements, for ``check``), ``MACHINE`` and ``WAIT_SECONDS`` choose settings. The tasks are
+done one after another. Each rank prints its engine first, and a line for each task that ended well. ``refuse`` and
+``die`` come after calls whose graph was captured and replayed, and print in how many seconds the error came; ``die-
+inside`` and ``die-running`` kill the last rank while kernels of the others wait for it. The communicator is unusable
+after these. ``shrink`` and ``leave`` come after replayed calls too: the last rank is killed, or left out and added
+again, and the others continue, and print how and in how many seconds.
 """
 
 from __future__ import annotations
@@ -99,14 +99,10 @@ def main() -> None:
     """Be one rank."""
     print_stacks_before_the_limit()
     options: dict[str, Any] = {
-        "lanes": os.environ.get("LANES", "steps"),
-        "overlap": os.environ.get("OVERLAP", "1") == "1",
         "graphs": os.environ.get("GRAPHS", "1") == "1",
         "engine": os.environ.get("ENGINE", "messages"),
         "exact": os.environ.get("EXACT", "1") == "1",
     }
-    if os.environ.get("RANKS_PER_GPU"):
-        options["ranks_per_gpu"] = int(os.environ["RANKS_PER_GPU"])
     timeout = float(os.environ.get("WAIT_SECONDS", "30"))
     backend = NcclBackend.from_environment(timeout=timeout, **options)
     gpus = list(range(backend.size))
@@ -214,32 +210,21 @@ def _compare(cupy: Any, comm: Communicator, rank: int, rival: Callable[[Any], An
 @contextmanager
 def _rival(cupy: Any, comm: Communicator, rank: int) -> Iterator[Callable[[Any], Any]]:
     """NCCL's own allreduce of an array among the same ranks, ended when it returns."""
-    from collectives.backends.nccl.nccl_library import ID_BYTES, find_library
+    from collectives.backends.nccl.nccl_library import find_library
 
-    library = find_library(cupy)
-    said = np.zeros(ID_BYTES, dtype=np.uint8)
+    library = find_library()
+    said = np.zeros(128, dtype=np.uint8)
     if rank == 0:
         said = np.frombuffer(library.unique_id(), dtype=np.uint8)
     unique_id = comm.broadcast(cupy.asarray(said), root=0).get().tobytes()
     stream = cupy.cuda.Stream(non_blocking=True)
-    if library.name == "nccl4py":
-        core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
-        made = core.Communicator.init(comm.size, rank, core.UniqueId.from_bytes(unique_id))
-        numbers = {"int32": int(core.INT32), "float32": int(core.FLOAT32)}
+    core, bindings = import_module("nccl.core"), import_module("nccl.bindings.nccl")
+    made = core.Communicator.init(comm.size, rank, core.UniqueId.from_bytes(unique_id))
+    numbers = {"int32": int(core.INT32), "float32": int(core.FLOAT32)}
 
-        def queue(given: Any, out: Any) -> None:
-            kind, handle = numbers[given.dtype.name], bindings.Comm(made.ptr)
-            bindings.all_reduce(
-                given.data.ptr, out.data.ptr, given.size, kind, int(core.SUM), handle, stream.ptr
-            )
-    else:
-        nccl = import_module("cupy.cuda.nccl")
-        made = nccl.NcclCommunicator(comm.size, unique_id, rank)
-        numbers = {"int32": nccl.NCCL_INT32, "float32": nccl.NCCL_FLOAT32}
-
-        def queue(given: Any, out: Any) -> None:
-            kind = numbers[given.dtype.name]
-            made.allReduce(given.data.ptr, out.data.ptr, given.size, kind, nccl.NCCL_SUM, stream.ptr)
+    def queue(given: Any, out: Any) -> None:
+        kind, handle = numbers[given.dtype.name], bindings.Comm(made.ptr)
+        bindings.all_reduce(given.data.ptr, out.data.ptr, given.size, kind, int(core.SUM), handle, stream.ptr)
 
     def reduced(given: Any) -> Any:
         out = cupy.empty(given.shape, dtype=given.dtype)
@@ -407,8 +392,8 @@ def _goes_on(comm: Communicator, task: str, started: float, without: tuple[int, 
     seconds = time.monotonic() - started
     assert (comm.size, comm.epoch) == (size - 1, 1), f"{comm.size} ranks, epoch {comm.epoch}"
     backend: Any = comm._open().backend  # type: ignore[attr-defined]
-    shrinking, shrunk = backend.library.shrinking, backend._connections.shrunk
-    able = shrinking is not None and (bool(without) or shrinking.revokes)
+    library, shrunk = backend.library, backend._connection.shrunk
+    able = library.shrinks if without else library.revokes
     assert shrunk == able, f"ncclCommShrink was {'' if shrunk else 'not '}used"
     check(comm, comm.rank, AFTERWARDS)
     how = "ncclCommShrink" if shrunk else "a new id"

@@ -15,40 +15,13 @@ from collectives import ASP, BSP, SSP, Communicator, Gossip, GradientSynchronize
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.training.modes import Straggler
 from tests.support.file_gather import FileGather
-from tests.support.tcp_jobs import call, given_to, seal
 from topoplan.errors import BackendError
 from topoplan.plans.plan import Plan
-
-COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "alltoall")
 
 
 def plan_for(size: int) -> Plan:
     """Trees of several levels where there are several."""
     return topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3][:size])
-
-
-def agreement(comm: Communicator, rank: int) -> Any:
-    """Seals of the results of all collectives."""
-    seals = []
-    for collective in COLLECTIVES:
-        for count in (0, 1, 7, 100003):
-            for dtype in ("float32", "int64"):
-                given = given_to(rank, comm.size, collective, count, dtype)
-                seals.append(seal(call(comm, collective, given)))
-    for step in range(3):
-        gradient = np.random.default_rng([rank, step]).standard_normal(5003).astype(np.float32)
-        for exchange in ("pairs", "tree", "balanced"):
-            found = comm.sparse_all_reduce(gradient, density=0.01, exchange=exchange, key=exchange)
-            seals.append(seal(found))
-    return seals
-
-
-def in_place(comm: Communicator, rank: int) -> Any:
-    """Averages of whole numbers into the input itself, again and again."""
-    array = np.full(50_000, rank * 12.0)
-    for _ in range(3):
-        comm.all_reduce(array, op="avg", out=array)
-    return [float(array[0]), float(array[-1])]
 
 
 def killed(comm: Communicator, rank: int) -> Any:
@@ -125,9 +98,7 @@ def trained(comm: Communicator, rank: int) -> Any:
 
 GATHER: list[FileGather] = []
 
-WHAT = {
-    one.__name__: one for one in (agreement, trained, in_place, killed, stopped, different, torch_tensors)
-}
+WHAT = {one.__name__: one for one in (trained, killed, stopped, different, torch_tensors)}
 
 
 def be(what: str, rank: int, size: int, folder: str, told: Connection) -> None:

@@ -159,22 +159,6 @@ def test_a_rank_that_was_killed_comes_back_and_the_first_plan_with_it(backend: s
     assert len({one["epoch"] for one in reports}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tcp", "shared"])
-def test_ranks_come_and_go_many_times(backend: str) -> None:
-    chosen = np.random.default_rng(5)
-    with job(4, backend) as made:
-        for _ in range(8):
-            made.kill(int(chosen.integers(4)))
-            if chosen.integers(2):
-                made.kill(int(chosen.integers(3)))
-                made.start(newcomer, 4, str(made.folder), None)
-            made.start(newcomer, 4, str(made.folder), None)
-        reports = made.reports()
-    assert [one["bad"] for one in reports] == [0] * 4
-    assert {one["sum"] for one in reports} == {fresh_sum(4)}
-
-
 def test_bad_invitations_and_closed_doors_say_so() -> None:
     for text in ("", "{}", '["topoplan.invitation/1", []]', '["other", [[0, "127.0.0.1", 9, "x"]]]'):
         with pytest.raises(UsageError, match="invitation must be the text of"):

@@ -16,6 +16,8 @@ from tests.support.fake_machine.fixtures import Installer
 from tests.support.fake_machine.machines import MACHINES
 from topoplan.errors import UsageError
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 try:
     mpiexec_command(1)
@@ -59,7 +61,6 @@ def test_processes_agree_on_a_plan_and_run_it(found: list[dict[str, Any]]) -> No
     assert (told[0]["right"], told[0]["kept"]) == (True, True)
 
 
-@pytest.mark.thorough
 def test_processes_that_see_one_gpu_each_get_one_plan_for_two_hosts(found: list[dict[str, Any]]) -> None:
     told = [one["gpus"] for one in found]
     machine = MACHINES["dgx1v"]()

@@ -13,9 +13,8 @@ import pytest
 
 from collectives.communicator.launch import mpiexec_command, run_mpi
 from tests.faults.mpi import Round, one_round
-from tests.jobs.mpi_ranks import chosen
 from tests.support.checkout import ROOT
-from tests.support.collective_cases import expected
+from tests.support.contract import GROUPS, SUMS_OF_MESH, cases, expected
 from tests.support.sparse_steps import of_each_rank, steps_of_each
 from topoplan.errors import UsageError
 
@@ -31,7 +30,7 @@ LIMIT = 100
 """Seconds after which processes hang."""
 
 
-def ranks(scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
+def ranks(scenario: str, size: int, folder: Path) -> list[Any]:
     """What each of so many processes found in a scenario of `mpi_ranks`."""
     program = [sys.executable, str(ROOT / "tests" / "jobs" / "mpi_ranks.py"), scenario, str(folder)]
     done = subprocess.run(
@@ -44,21 +43,28 @@ def ranks(scenario: str, size: int, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "size"),
-    [
-        ("shared", 8),
-        ("messages", 4),
-        ("mixed", 4),
-        pytest.param("every-shared", 8, marks=pytest.mark.slow),
-        pytest.param("every-mixed", 4, marks=pytest.mark.slow),
-    ],
+    [("shared", 4), ("messages", 4), ("mixed", 4), pytest.param("shared", 8, marks=pytest.mark.slow)],
 )
 def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_path: Path) -> None:
     found = ranks(f"results {form}", size, tmp_path)
-    listed = chosen(form, size)
-    assert len(listed) > 50
-    for case in listed:
-        assert [one[repr(case)] for one in found[: case.ranks]] == expected(case), case
-    assert [one["sparse"] for one in found[:4]] == of_each_rank(steps_of_each())
+    for group in GROUPS:
+        for case, *digests in zip(cases(group, size), *(one[group] for one in found), strict=True):
+            assert [one for (one,) in digests] == list(expected(case)), case
+    if size == 4:
+        assert [one["sparse"] for one in found] == of_each_rank(steps_of_each())
+        assert [one["mesh"] for one in found] == SUMS_OF_MESH
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("tell", "rank 2, peer 0, step 7: out of paper: now"),
+        ("away", "waited 0.5 s for ranks that have not called this collective"),
+    ],
+)
+def test_control_messages_over_mpi_reach_all_ranks(what: str, text: str, tmp_path: Path) -> None:
+    assert all(text in found for found in ranks(f"control {what}", 3, tmp_path))
 
 
 @pytest.fixture(scope="module", params=["shared", "messages", "mixed"])
@@ -79,9 +85,7 @@ def test_another_collective_on_one_rank_is_refused_on_all(mistakes: list[dict[st
 
 
 @pytest.mark.thorough
-def test_an_argument_that_does_not_fit_is_the_same_error_on_all_ranks(
-    mistakes: list[dict[str, Any]],
-) -> None:
+def test_a_wrong_argument_is_one_error(mistakes: list[dict[str, Any]]) -> None:
     raised = [one["no array"] for one in mistakes]
     assert {one["kind"] for one in raised} == {"RefusedError"}
     assert {one["text"].split(" has a list")[0] for one in raised} == {
@@ -90,9 +94,7 @@ def test_an_argument_that_does_not_fit_is_the_same_error_on_all_ranks(
     assert [one.get("peer") for one in raised] == [1] * 4
 
 
-def test_a_communicator_is_usable_after_refusals_and_not_after_a_failure(
-    mistakes: list[dict[str, Any]],
-) -> None:
+def test_usable_after_refusals_not_after_a_failure(mistakes: list[dict[str, Any]]) -> None:
     assert all(one["after refusals"]["kind"] == "nothing" for one in mistakes)
     assert all("failed in an earlier collective" in one["after failure"]["text"] for one in mistakes)
 
@@ -127,13 +129,11 @@ def test_all_ranks_find_one_chunk_size(mistakes: list[dict[str, Any]]) -> None:
     assert all(one["chunks"]["kind"] == "nothing" for one in mistakes)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "number"), [("shared", signal.SIGKILL), ("mixed", signal.SIGKILL), ("shared", signal.SIGSTOP)]
 )
-def test_survivors_name_a_rank_that_dies_or_stalls_and_nothing_is_left(
-    form: str, number: signal.Signals
-) -> None:
+def test_survivors_name_a_dead_or_stalled_rank(form: str, number: signal.Signals) -> None:
     complaints, noticed = one_round(Round(form, victim=2, number=number, delay=0.05, elements=1 << 21))
     assert complaints == []
     assert len(noticed) == 3

@@ -8,14 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from collectives import Communicator
-from collectives.peers.shared_memory import lock_fence, meet
-from tests.jobs.shared_ranks import COLLECTIVES, be, plan_for
+from collectives.peers.shared_memory import meet
+from tests.jobs.shared_ranks import be
 from tests.support.forking import forking
-from tests.support.tcp_jobs import call, given_to, seal
 from topoplan.errors import UsageError
 
 
@@ -44,39 +41,6 @@ def job(what: str, size: int, folder: Path) -> list[Any]:
             process.kill()
             process.join()
     return told
-
-
-def on_loopback(size: int) -> list[list[str | None]]:
-    """What `shared_ranks.agreement` must see."""
-    seals: list[list[str | None]] = [[] for _ in range(size)]
-    with Communicator(plan_for(size)) as comm:
-        for collective in COLLECTIVES:
-            for count in (0, 1, 7, 100003):
-                for dtype in ("float32", "int64"):
-                    given = [given_to(rank, size, collective, count, dtype) for rank in range(size)]
-                    for rank, result in enumerate(call(comm, collective, given)):
-                        seals[rank].append(seal(result))
-        for step in range(3):
-            gradients = [
-                np.random.default_rng([rank, step]).standard_normal(5003).astype(np.float32)
-                for rank in range(size)
-            ]
-            for exchange in ("pairs", "tree", "balanced"):
-                results = comm.sparse_all_reduce(gradients, density=0.01, exchange=exchange, key=exchange)
-                for rank, result in enumerate(results):
-                    seals[rank].append(seal(result))
-    return seals
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("size", [2, 4])
-def test_results_are_those_of_loopback_bit_for_bit(size: int, tmp_path: Path) -> None:
-    assert job("agreement", size, tmp_path) == on_loopback(size)
-
-
-@pytest.mark.thorough
-def test_inputs_may_be_averaged_in_place(tmp_path: Path) -> None:
-    assert job("in_place", 3, tmp_path) == [[12.0, 12.0]] * 3
 
 
 def test_survivors_name_a_rank_that_was_killed(tmp_path: Path) -> None:
@@ -147,9 +111,3 @@ def test_ranks_that_cannot_see_the_memory_of_the_first_are_refused_on_all() -> N
         UsageError, match=r"ranks cannot share memory: rank 1 says it cannot see the memory of rank 0"
     ):
         meet(gather, rank=1, size=2)
-
-
-def test_a_lock_is_the_fence_where_processors_need_one() -> None:
-    fence = lock_fence()
-    assert fence() is None
-    assert fence() is None

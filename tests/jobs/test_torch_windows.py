@@ -53,9 +53,7 @@ def gpus(machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     install(monkeypatch)
     on_gpu_0(monkeypatch)
     seen_by(cupy, monkeypatch)
-    monkeypatch.setattr(
-        backend_selection, "NcclBackend", partial(NcclBackend, region_bytes=8 << 20, bindings="nccl4py")
-    )
+    monkeypatch.setattr(backend_selection, "NcclBackend", partial(NcclBackend, region_bytes=8 << 20))
     monkeypatch.setattr(backend_selection, "TorchArrays", lambda devices: TorchArrays([torch.device("cpu")]))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     return cupy

@@ -13,7 +13,6 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from collectives import Communicator
 from collectives.backends.torch import backend_selection
 from collectives.backends.torch.group_messages import NcclMessages
 from collectives.backends.torch.torch_backend import TorchBackend
-from tests.support.collective_cases import Case, cases, collective_of, digest, expected, inputs
+from tests.support.contract import GROUPS, Case, cases, expected, run_cases
 from tests.support.fake_torch_cuda import Batches, install, on_gpu_0
 from tests.support.hand_plans import forest_plan
 from tests.support.rank_scenarios import run_scenarios, scenario
@@ -36,6 +35,7 @@ from tests.support.sparse_steps import (
     taken,
 )
 from topoplan.errors import BackendError, RefusedError
+from topoplan.plans.plan import ALL_COLLECTIVES
 
 LIMIT = timedelta(seconds=60)
 
@@ -66,46 +66,41 @@ def backends() -> dict[int, TorchBackend]:
     }
 
 
+def cases_of(ranks: int) -> list[Case]:
+    """Return the whole contract of four ranks, and every third case of the collectives of others."""
+    if ranks == 4:
+        return [case for group in GROUPS for case in cases(group, ranks)]
+    return [case for group in ALL_COLLECTIVES for case in cases(group, ranks)][::3]
+
+
+def of_cases(ranks: int) -> list[list[str]]:
+    """Return the digests of this rank by case, or nothing where it is not in the group of so many ranks."""
+    if ranks not in backends():
+        return []
+    return run_cases(backends()[ranks], cases_of(ranks), here=lambda array: torch.from_numpy(array.copy()))
+
+
 @scenario(6)
 def results_are_loopbacks_bit_for_bit() -> None:
-    """Every collective, 2 to 6 ranks in groups of their own, 0 to 1000003 elements, every dtype and reduction."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mine, every = [_digest(case, backends()) for case in cases(size)], [None] * size
-    dist.all_gather_object(every, mine)
-    if rank == 0:
-        for case, *found in zip(cases(size), *every, strict=True):  # type: ignore[misc]
-            assert found == [""] * (size - case.ranks) + expected(case), case
-
-
-def _digest(case: Case, over: dict[int, TorchBackend]) -> str:
-    """Return a case's result here; empty where this process is not in the group."""
-    if case.ranks not in over:
-        return ""
-    backend = over[case.ranks]
-    plan = forest_plan(case.ranks, case.collective, case.shape)
-    comm = Communicator(plan, backend, chunk_bytes=case.chunk_bytes)
-    array = inputs(case)[backend.ranks[0]]
-    tensor = torch.from_numpy(array.copy())
-    if case.in_place:
-        result = collective_of(comm, case)(tensor, out=tensor)
-        assert result is tensor
-    else:
-        result = collective_of(comm, case)(tensor)
-        assert torch.from_numpy(array).equal(tensor) or np.isnan(array).any()
-    return digest(None if result is None else result.numpy())
+    """Of groups of 2 to 6 ranks; the contract of four has every dtype and reduction."""
+    for ranks in range(2, 7):
+        every: list[Any] = [None] * 6
+        dist.all_gather_object(every, of_cases(ranks))
+        if dist.get_rank() == 0:
+            wanted = [expected(case) for case in cases_of(ranks)]
+            for number, one in enumerate(every[6 - ranks :]):
+                assert one == [[digests[number]] for digests in wanted]
 
 
 @scenario(6)
 def steps_in_batches_without_tags_give_the_same_bits() -> None:
     """NCCL's way to use a group, over gloo."""
+    tagged = of_cases(6)
     backend: Any = backends()[6]
-    some = [case for case in cases(6) if case.ranks == 6 and case.count < 1000000]
-    assert len(some) >= 30
-    tagged = [_digest(case, backends()) for case in some]
     kept = backend._wires
     wires = NcclMessages(Batches(dist.group.WORLD), torch.device("cpu"), timeout=60)  # type: ignore[arg-type]
     backend._wires = {"cpu": wires}
-    assert [_digest(case, backends()) for case in some] == tagged
+    assert of_cases(6) == tagged
     backend._wires = kept
 
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from tests.ptx.machine import FIRST, LAST, KernelFault, Memory, read, run
 from tests.ptx.text import PtxError, float_bits
 
+pytestmark = pytest.mark.thorough
+
 Array = NDArray[Any]
 
 ORDERS = (FIRST, LAST, *range(8))

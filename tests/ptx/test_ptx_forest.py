@@ -1,6 +1,7 @@
 """The kernels of the windows engine as PTX, all ranks at once in a weak memory: right to the bit, or late and told so.
 
-By default a sample; the rest is slow. No GPU is asked for: what only one can show is in ``docs/limits.md``.
+By default one case of each kind of kernel; a sample is thorough, all of it slow.
+No GPU is asked for: what only one can show is in ``docs/limits.md``.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ SAMPLE = (
 )
 
 
+DEFAULT = (0, 12, 15, 27, 38)
+"""Of the sample in the default run: large, small, direct stores, a switch, and messages."""
+
 PAIR = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
 ALONE = (
     Case("dgx-1v", gpus=QUAD, counts=(300,), domains=(0, 0, 0, 1)),
@@ -69,8 +73,13 @@ ALONE = (
 """Ranks that pass on what messages bring, without a step of their own in between."""
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("number", range(len(SAMPLE)))
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number in DEFAULT else pytest.param(number, marks=pytest.mark.thorough)
+        for number in range(len(SAMPLE))
+    ],
+)
 def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
     assert outcome(SAMPLE[number], seed=number) is None
 
@@ -96,7 +105,7 @@ def test_every_case_ends_with_the_bits_of_loopback(number: int) -> None:
         assert outcome(case, seed) is None
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("small", [False, True])
 def test_launches_are_replayed_on_new_data(small: bool) -> None:
     """As a graph does: nothing of a launch says how many there were before."""
@@ -110,7 +119,7 @@ def test_launches_are_replayed_on_new_data(small: bool) -> None:
         assert made.wrong() is None
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("victim", range(4))
 def test_when_a_rank_dies_the_others_end_and_name_it(victim: int, small: bool) -> None:
@@ -133,7 +142,7 @@ def test_when_a_rank_dies_the_others_end_and_name_it(victim: int, small: bool) -
             assert at in (rank, victim)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "victim"),
     [*((PAIR, victim) for victim in range(6)), *((case, victim) for case in ALONE for victim in range(4))],
@@ -159,6 +168,7 @@ def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(case:
             assert case is not PAIR or at == victim
 
 
+@pytest.mark.thorough
 def test_without_the_word_of_other_servers_such_an_end_is_noticed() -> None:
     careless = with_bug(
         "forest_sum_float32", [(r"if \(control\.others\[peer\]\)", "if (false)")], ARCHITECTURE
@@ -177,7 +187,7 @@ def test_without_the_word_of_other_servers_such_an_end_is_noticed() -> None:
     assert wrong
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("small", [False, True])
 def test_the_host_ends_kernels_that_wait_and_all_that_are_queued_behind(small: bool) -> None:
     made = prepared(Case("dgx-1v", gpus=QUAD, counts=(200, 100), small=small), timeout=10.0)
@@ -191,7 +201,7 @@ def test_the_host_ends_kernels_that_wait_and_all_that_are_queued_behind(small: b
         assert not made.got[1][rank].any()
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "collective", "gpus"),
     [
@@ -230,7 +240,7 @@ def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
         assert traffic["input"].read <= 4 * count * (2 if collective == "allreduce" else 1)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug: str) -> None:
     assert found(bug, range(12))
@@ -319,6 +329,7 @@ def test_a_rank_whose_stores_go_astray_is_named_by_the_one_that_misses_them() ->
     assert heard(0, astray=(2, 0)) == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -1,6 +1,6 @@
 """Every kernel as PTX on this processor, at random orders and with every check; and that the checks can fail.
 
-By default a sample; the rest is slow. The numbers of all: ``python -m tests.ptx``.
+All is thorough; beyond a sample it is slow. The numbers of all: ``python -m tests.ptx``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import pytest
 from tests.ptx.cases import cases, outcome
 from tests.ptx.kernels import JOINS, SELECTIONS, program, ptx
 from tests.ptx.mutants import MUTANT_SEEDS, SEEDS, SURVIVORS, found, mutants, reason
+
+pytestmark = pytest.mark.thorough
 
 SAMPLE = (
     *("join_sum_float16", "join_max_bfloat16", "join_prod_complex64", "join_min_uint8"),
@@ -29,13 +31,12 @@ MUTANTS_OF = (
     "feed_gather_float16",
     "momentum_take_back_float32_float32",
 )
-"""Kernels whose mutants the default run tries; without the cases of many blocks, so not all of them."""
+"""Kernels whose mutants `make test-all` tries; without the cases of many blocks, so not all of them."""
 
 MEET = tuple(name for name in SELECTIONS if not re.match("emit|zero", name))
 """Kernels with barriers, fences or atomics."""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", SAMPLE)
 def test_kernels_give_numpys_bits_and_keep_to_the_rules(name: str) -> None:
     light = [case for case in cases(name) if not case.heavy]
@@ -65,7 +66,6 @@ def bodies(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(("//", ".target", ".global"))]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", MUTANTS_OF)
 def test_kernels_that_lack_a_barrier_or_a_fence_are_found(name: str) -> None:
     light = [case for case in cases(name) if not case.heavy]
@@ -97,7 +97,6 @@ def test_kernels_that_lack_nothing_of_the_kind_are_left_out() -> None:
         assert not list(mutants(program(name)))
 
 
-@pytest.mark.thorough
 def test_no_instruction_of_the_sample_flushes_denormals() -> None:
     assert not [name for name in SAMPLE if any(".ftz" in text for text in program(name).texts)]
 

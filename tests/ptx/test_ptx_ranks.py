@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from collectives.tables.kernels.kernel_launch import compile_source
 from tests.ptx.machine import KernelFault, Launch, Memory, Outcome, memories, read, run_ranks
 from tests.ptx.text import Program, PtxError
-from topoplan.errors import UsageError
+
+pytestmark = pytest.mark.thorough
 
 Array = NDArray[Any]
 
@@ -653,113 +653,3 @@ def test_multicast_addresses_take_multimem_only_and_others_do_not() -> None:
 def test_reductions_that_ptxas_refuses_are_not_known(kind: str) -> None:
     with pytest.raises(PtxError, match="unknown instruction multimem"):
         kernel(REDUCE + f"{kind}, [%d0];")
-
-
-# ---- planted bugs, in what NVRTC makes of a ring buffer
-
-RING = r"""
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-__device__ void signal(u64* flag, u64 count) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(flag), "l"(count) : "memory");
-}
-
-__device__ void wait(const u64* flag, u64 count) {
-    u64 seen;
-    do {
-        asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(flag) : "memory");
-        if (seen < count) asm volatile("nanosleep.u32 20;");
-    } while ((long long)(seen - count) < 0);
-}
-
-// A sender's lane: two slots at the receiver, its flag there, and the credit that it gives back.
-extern "C" __global__ void send(u32* slots, u64* flag, const u64* credit, const u32* from, int rounds, u32 lane) {
-    slots += 2 * lane * blockDim.x;
-    for (u32 round = 0; round < rounds; ++round) {
-        if (threadIdx.x == 0 && round >= 2) wait(credit + lane, round - 1);
-        __syncthreads();  // may store
-        slots[(round & 1) * blockDim.x + threadIdx.x] = from[round * blockDim.x + threadIdx.x];
-        __syncthreads();  // has stored
-        if (threadIdx.x == 0) signal(flag + lane, round + 1);
-    }
-}
-
-extern "C" __global__ void receive(const u32* slots, u64* flag, u64* credit, u32* into, int rounds, int lanes) {
-    for (u32 round = 0; round < rounds; ++round)
-        for (u32 lane = 0; lane < lanes; ++lane) {
-            if (threadIdx.x == 0) wait(flag + lane, round + 1);
-            __syncthreads();  // may load
-            into[(round * lanes + lane) * blockDim.x + threadIdx.x] =
-                slots[(2 * lane + (round & 1)) * blockDim.x + threadIdx.x];
-            __syncthreads();  // has loaded
-            if (threadIdx.x == 0) signal(credit + lane, round + 1);
-        }
-}
-"""
-ROUNDS, THREADS, LANES = 5, 40, 2
-
-
-@cache
-def ring(old: str = "", new: str = "") -> dict[str, Program]:
-    """The kernels, one place of their source changed."""
-    assert not old or old in RING
-    try:
-        return read(compile_source(RING.replace(old, new) if old else RING, 80, to="ptx").code.decode())
-    except UsageError as error:
-        pytest.skip(str(error))
-
-
-def ring_wrong(programs: dict[str, Program], seed: int) -> str | None:
-    """What is wrong when two ranks send to a third one."""
-    rng = np.random.default_rng(seed)
-    slots = np.zeros(2 * LANES * THREADS, dtype=np.uint32)
-    flag, credit = np.zeros(LANES, dtype=np.uint64), np.zeros(LANES, dtype=np.uint64)
-    from_ = rng.integers(1, 2**32, (LANES, ROUNDS, THREADS), dtype=np.uint32)
-    into = np.zeros((ROUNDS, LANES, THREADS), dtype=np.uint32)
-    queues = []
-    for rank, memory in enumerate(memories(LANES + 1)):
-        arguments = [
-            memory.put("slots", slots, written=False),
-            memory.put("flag", flag),
-            memory.put("credit", credit),
-        ]
-        if rank < LANES:
-            arguments += [memory.put("from", from_[rank], writable=False), ROUNDS, rank]
-        else:
-            arguments += [memory.put("into", into, written=False), ROUNDS, LANES]
-        program = programs["send" if rank < LANES else "receive"]
-        queues.append([Launch(program, 1, THREADS, arguments, memory)])
-    try:
-        run_ranks(queues, seed=seed, most_steps=10**6)
-    except KernelFault as error:
-        return error.problem
-    return None if np.array_equal(into, from_.swapaxes(0, 1)) else "result"
-
-
-def test_a_ring_of_two_slots_is_right_in_every_order() -> None:
-    assert {ring_wrong(ring(), seed) for seed in SOME} == {None}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("__syncthreads();  // may store", ""),
-        ("__syncthreads();  // has stored", ""),
-        ("__syncthreads();  // may load", ""),
-        ("__syncthreads();  // has loaded", ""),
-        ("st.release", "st.relaxed"),
-        ("st.release.sys", "st.release.gpu"),
-        ("ld.acquire", "ld.relaxed"),
-        ("ld.acquire.sys", "ld.acquire.gpu"),
-        ("wait(credit + lane, round - 1)", "wait(credit + lane, round - 2)"),
-        ("wait(flag + lane, round + 1)", "wait(flag + lane, round)"),
-        ("round >= 2", "round >= 3"),
-        ("(2 * lane + (round & 1))", "(2 * lane)"),
-        ("flag + lane", "flag"),
-        ("credit + lane", "credit"),
-    ],
-)
-def test_a_bug_in_the_ring_is_found_at_some_order(old: str, new: str) -> None:
-    programs = ring(old, new)
-    assert any(ring_wrong(programs, seed) for seed in range(10))

@@ -1,8 +1,8 @@
-"""A stand-in for NCCL on the fake GPUs, with the faces of both packages that bring it to Python.
+"""A stand-in for NCCL on the fake GPUs, with the face of nccl4py.
 
 Messages of a pair match in the order in which they were issued; a group of a communicator ends when all its messages
 have moved, and the next one of its stream begins then. So what hangs in NCCL hangs here: a group's end until its peers
-have come for the first time (in the blocking face), freeing a communicator while graphs hold messages of it, and
+have come for the first time (with ``NCCL_COMM_BLOCKING=1``), freeing a communicator while graphs hold its messages, and
 everything for which a peer is missing. What NCCL forbids is written down in ``machine.misuses``: a call beside another
 thread's on one communicator, and one on a communicator that is not ready.
 """
@@ -10,6 +10,7 @@ thread's on one communicator, and one on a communicator that is not ready.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -29,15 +30,6 @@ REVOKE_SECONDS = 0.2
 UINT8 = 1
 VERSION, BINDINGS = (2, 30, 3), (2, 32, 3)
 """Of libnccl, and of the header that nccl4py's bindings were generated from."""
-
-
-class NcclError(RuntimeError):
-    """As CuPy's, which knows no names for some states: making one of these is a KeyError."""
-
-    def __init__(self, status: str) -> None:
-        if status in ("NCCL_ERROR_IN_PROGRESS", "NCCL_ERROR_TIMEOUT"):
-            raise KeyError(7)
-        super().__init__(status)
 
 
 class NCCLError(Exception):
@@ -305,46 +297,16 @@ class Groups:
         self.streams[stream].push(make)
 
 
-def nccl_module(machine: Any, groups: Groups, numbers: Iterator[int]) -> ModuleType:
-    """``cupy.cuda.nccl``: every call blocks until it has done its part."""
-    nccl = ModuleType("cupy.cuda.nccl")
-
-    class NcclCommunicator:
-        def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
-            self._comm = Comm(machine, commId, ndev, rank)
-            self._comm.wait_until_ready()
-
-        def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-            groups.call(self._comm, "send", sendbuf, count, datatype, peer, stream)
-
-        def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
-            groups.call(self._comm, "receive", recvbuf, count, datatype, peer, stream)
-
-        def abort(self) -> None:
-            self._comm.leave("aborted")
-
-        def destroy(self) -> None:
-            self._comm.leave("destroyed")
-
-        def check_async_error(self) -> None:
-            if machine.async_error:
-                raise NcclError(machine.async_error)
-
-    vars(nccl).update(
-        available=True,
-        NcclCommunicator=NcclCommunicator,
-        NcclError=NcclError,
-        NCCL_UINT8=UINT8,
-        get_unique_id=lambda: next(numbers).to_bytes(128, "big"),
-        get_version=lambda: 10000 * VERSION[0] + 100 * VERSION[1] + VERSION[2],
-        groupStart=groups.start,
-        groupEnd=lambda: groups.end(blocking=True),
-    )
-    return nccl
+def blocking() -> bool:
+    """Whether calls wait for other ranks."""
+    return os.environ.get("NCCL_COMM_BLOCKING") == "1"
 
 
 def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tuple[ModuleType, ModuleType]:
-    """``nccl.core`` and ``nccl.bindings.nccl``: no call waits, communicators tell when they are ready."""
+    """``nccl.core`` and ``nccl.bindings.nccl``: communicators tell when they are ready.
+
+    No call waits, but with ``NCCL_COMM_BLOCKING=1``.
+    """
     core, bindings = ModuleType("nccl.core"), ModuleType("nccl.bindings.nccl")
     comms: dict[int, Comm] = {}
 
@@ -382,6 +344,8 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         def init(cls, nranks: int, rank: int, unique_id: UniqueId, config: Any = None) -> Communicator:
             assert config.blocking is False
             comm = Comm(machine, bytes(unique_id), nranks, rank)
+            if blocking():
+                comm.wait_until_ready()
             comms[id(comm)] = comm
             return cls(id(comm))
 
@@ -480,7 +444,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         try:
             yield
         finally:
-            groups.end(blocking=False)
+            groups.end(blocking=blocking())
 
     def send(sendbuff: int, count: int, datatype: int, peer: int, comm: Handle, stream: int) -> None:
         groups.call(comm.comm, "send", sendbuff, count, datatype, peer, stream)
@@ -528,8 +492,6 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
 
 
 def nccl_faces(machine: Any, streams: Mapping[int, Any]) -> dict[str, ModuleType]:
-    """The modules of both packages, by name, for one machine."""
-    groups, numbers = Groups(machine, streams), machine.numbers
-    core, bindings = nccl4py_modules(machine, groups, numbers)
-    faces = (nccl_module(machine, groups, numbers), core, bindings)
+    """The modules of nccl4py, by name, for one machine."""
+    faces = nccl4py_modules(machine, Groups(machine, streams), machine.numbers)
     return {face.__name__: face for face in faces}

@@ -36,7 +36,7 @@ def messages_to_itself() -> str:
     from tests.support.gpu_exchange_checks import alone, check_messages_to_itself, to_itself
 
     cupy = cupy_here()
-    nccl = find_library(cupy)
+    nccl = find_library()
     check_messages_to_itself(cupy, nccl)
     rates = []
     with alone(cupy, nccl) as link:
@@ -59,7 +59,7 @@ def abort_beside_a_graph() -> str:
     from tests.support.gpu_exchange_checks import check_abort_beside_a_graph
 
     cupy = cupy_here()
-    seconds = check_abort_beside_a_graph(cupy, find_library(cupy))
+    seconds = check_abort_beside_a_graph(cupy, find_library())
     return f"ended {seconds:.3f} s after the graph was dropped"
 
 
@@ -68,7 +68,7 @@ def close_behind_a_graph() -> str:
     from tests.support.gpu_exchange_checks import check_close_behind_a_graph
 
     cupy = cupy_here()
-    return f"{check_close_behind_a_graph(cupy, find_library(cupy)):.3f} s"
+    return f"{check_close_behind_a_graph(cupy, find_library()):.3f} s"
 
 
 def said(text: str, task: str) -> dict[int, str]:
@@ -105,7 +105,7 @@ def ranks(count: int, tasks: str, *, shared: bool, timeout: float, **settings: o
     """What some ranks print that do tasks; on one GPU, or with a GPU each."""
     from tests.jobs.nccl_rank import refused_by_nccl, start
 
-    place: dict[str, object] = {"ranks_per_gpu": count, **_first_gpu()} if shared else {}
+    place: dict[str, object] = _first_gpu() if shared else {}
     ended, text = start(count, tasks, port=free_port(), timeout=timeout, **place, **settings)
     print(text)
     refused = refused_by_nccl(text + _nccl_logs()) if shared and not ended else None

@@ -131,13 +131,11 @@ def _nccl(found: dict[str, Any]) -> str:
     from topoplan.errors import UsageError
 
     try:
-        library = find_library(kernels.cupy_here())
+        library = find_library()
     except UsageError as error:
         found["nccl"] = str(error)
         return f"NCCL: {error}"
-    found.update(
-        nccl=library.version, nccl_path=library.path, nccl_by=library.name, nccl4py=_version("nccl4py")
-    )
+    found.update(nccl=library.version, nccl_path=library.path, nccl4py=_version("nccl4py"))
     return f"NCCL {describe_library(library)}; nccl4py {found['nccl4py']}"
 
 
@@ -233,7 +231,6 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("nccl-each/graphs", EACH, 100, ON_EACH),
     Row("nccl-each/steps", partial(EACH, "check,sparse,close", graphs=0), 100, ON_EACH),
-    Row("nccl-each/trees", partial(EACH, "check,close", lanes="trees"), 100, ON_EACH),
     Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 60, ON_EACH),
     Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 60, ON_EACH),
     Row("nccl-each/shrink", partial(ranks.going_on, 0, "shrink", shared=False), 60, ON_EACH),
@@ -295,7 +292,6 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("nccl-2/graphs", PAIR, 60, SHARED_GPU, True),
     Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 60, SHARED_GPU, True),
-    Row("nccl-2/trees", partial(PAIR, "check,close", lanes="trees"), 60, SHARED_GPU, True),
     Row("nccl-2/refusal", partial(ranks.failure_of, 2, "refuse", shared=True), 60, SHARED_GPU, True),
     Row("nccl-2/death", partial(ranks.failure_of, 2, "die", shared=True), 60, SHARED_GPU),
     Row("nccl-3/shrink", partial(ranks.going_on, 3, "shrink", shared=True), 60, SHARED_GPU),

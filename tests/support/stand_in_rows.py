@@ -106,7 +106,7 @@ def start(
     """Do as `nccl_rank.start`, with a thread in place of each process."""
     lines: list[str] = []
     lock = threading.Lock()
-    wanted = {name: settings[name] for name in ("lanes", "engine") if name in settings}
+    wanted = {name: settings[name] for name in ("engine",) if name in settings}
     flags = {name: bool(settings[name]) for name in ("graphs", "exact") if name in settings}
     machine.gpus = ranks
     if settings.get("nccl_win_enable") == 0:
@@ -195,7 +195,7 @@ def messages(cupy: Any) -> str:
     """Do as the row of this name, without its times."""
     from collectives.backends.nccl.nccl_library import find_library
 
-    gpu_exchange_checks.check_messages_to_itself(cupy, find_library(cupy), (1, 16, 3001))
+    gpu_exchange_checks.check_messages_to_itself(cupy, find_library(), (1, 16, 3001))
     return "right at any alignment, by steps and as a graph"
 
 

@@ -26,7 +26,6 @@ METHODS = {
     "reduce_scatter": "reduce_scatter",
     "alltoall": "all_to_all",
 }
-SIZES = (0, 1, 7, 1000003)
 
 SECONDS = 60.0
 """Timeout of ranks that should never need it."""
@@ -121,17 +120,3 @@ def in_processes(size: int, body: Callable[..., Any], *arguments: Any) -> list[A
             process.join(SECONDS)
             process.kill()
     return [reported[rank] for rank in range(size)]
-
-
-def all_results(rank: int, plans: list[Plan], meeting: str) -> list[list[str | None]]:
-    """The life of a process: every collective in every size."""
-    size = len(plans[0].ranks)
-    found = []
-    for number, plan in enumerate(plans):
-        backend = TcpBackend(rank, size, rendezvous=f"unix:{meeting}/{number}")
-        with Communicator(plan, backend, chunk_bytes=50000) as comm:
-            results = [
-                call(comm, plan.collective, given_to(rank, size, plan.collective, count)) for count in SIZES
-            ]
-        found.append([seal(result) for result in results])
-    return found

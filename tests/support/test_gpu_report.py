@@ -355,9 +355,8 @@ def test_the_row_of_bfloat16_holds_on_the_stand_in(cupy: ModuleType) -> None:
     assert gpu_kernel_rows.bfloat16().startswith("sum, avg")
 
 
-@pytest.mark.parametrize("name", ["nccl4py", "cupy"])
-def test_a_rank_that_sends_to_itself_holds_on_the_stand_in(cupy: Any, name: str) -> None:
-    nccl = find_library(cupy, name=name)
+def test_a_rank_that_sends_to_itself_holds_on_the_stand_in(cupy: Any) -> None:
+    nccl = find_library()
     gpu_exchange_checks.check_messages_to_itself(cupy, nccl, (1, 16, 3001))
     assert gpu_exchange_checks.check_abort_beside_a_graph(cupy, nccl) < 5
     assert gpu_exchange_checks.check_close_behind_a_graph(cupy, nccl) < 4

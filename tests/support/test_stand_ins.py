@@ -23,7 +23,7 @@ from tests.support import fake_cupy as wires
 from tests.support import gpu_facts
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import fake_cupy
-from tests.support.fake_nccl import CommShrinkFlag, Groups, Result, nccl4py_modules, nccl_faces, nccl_module
+from tests.support.fake_nccl import CommShrinkFlag, Groups, Result, nccl4py_modules, nccl_faces
 from tests.support.fake_streams import Machine
 
 OWN = {
@@ -102,11 +102,11 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 SHRINKS = """
 import time
 from collectives.backends.nccl.nccl_library import find_library
-library = find_library(None, name="nccl4py")
+library = find_library()
 parent = library.connect(3, 0, bytes(128))
 assert parent.ready()
-library.shrinking.revoke(parent)
-child, looks = library.shrinking.shrink(parent, [2, 1]), 0
+parent.revoke()
+child, looks = parent.shrink([2, 1]), 0
 while not child.ready():
     looks += 1
     time.sleep(0.01)
@@ -164,7 +164,7 @@ WINDOWS = """
 import sys
 from importlib import import_module
 from collectives.backends.nccl.nccl_library import describe_library, find_library
-library = find_library(None, name="nccl4py")
+library = find_library()
 link = library.connect(8, 1, bytes(128))
 bindings = import_module("nccl.bindings.nccl")
 try:
@@ -172,13 +172,12 @@ try:
     print("properties are told")
 except bindings.NCCLError as error:
     print("InvalidUsage" in str(error))
-windows = library.windows
-memory = windows.allocate(1024)
-window, none = windows.register(link, memory, 1024), windows.register(link, memory, 512)
-print(windows.team(link), window.made(), none.made(), window.multicast())
+memory = library.allocate(1024)
+window, none = link.register(memory, 1024), link.register(memory, 512)
+print(link.team(), window.made(), none.made(), window.multicast())
 print([window.address(peer) - memory if window.address(peer) else 0 for peer in (0, 3, 4)])
 window.close()
-windows.free(memory)
+library.free(memory)
 print(describe_library(library).rpartition(",")[0])
 """
 
@@ -230,11 +229,6 @@ def test_the_fake_cupy_has_no_name_that_cupy_lacks_when_it_has_just_been_importe
     assert missing(names, "cupy") == []
 
 
-def test_cupy_has_no_nccl_before_it_is_imported(cupy: None) -> None:
-    assert missing(["cupy.cuda.nccl"], "cupy") == ["cupy.cuda.nccl"]
-    assert missing(["cupy.cuda.nccl.available"], "cupy", "cupy.cuda.nccl") == []
-
-
 def test_cupy_has_every_name_of_it_that_the_product_uses(cupy: None) -> None:
     names = set()
     for path in (Path(topoplan.__file__).parents[1] / "collectives").rglob("*.py"):
@@ -242,30 +236,9 @@ def test_cupy_has_every_name_of_it_that_the_product_uses(cupy: None) -> None:
         if "cupy" in text:
             names |= {f"cupy.{name}" for name in re.findall(r"\bcupy\.((?:cuda\.)?(?:runtime\.)?\w+)", text)}
             names |= {f"cupy.cuda.runtime.{name}" for name in re.findall(r"\bruntime\.(\w+)\(", text)}
-    names = {name for name in names if not name.startswith(("cupy.__", "cupy.cuda.nccl"))}
+    names = {name for name in names if not name.startswith("cupy.__")}
     assert len(names) > 25
     assert missing(sorted(names), "cupy") == []
-
-
-def test_the_fake_nccl_of_cupy_has_its_names_and_signatures(cupy: None) -> None:
-    """Read from the text of the library, since it cannot be loaded where libnccl is missing."""
-    found = find_spec("cupy_backends.cuda.libs.nccl")
-    assert found is not None
-    assert found.origin is not None
-    text = Path(found.origin).read_bytes()
-    made = nccl_module(Machine(), Groups(Machine(), {}), count())
-    for name, value in vars(made.NcclCommunicator).items():
-        if not name.startswith("_"):
-            told = re.search(rb"NcclCommunicator\." + name.encode() + rb"\(self,? ?([^)]*)\)", text)
-            assert told is not None, name
-            words = [word.split()[-1].split("=")[0] for word in told[1].decode().split(", ") if word]
-            assert words == list(inspect.signature(value).parameters)[1:], name
-    told = re.search(rb"NcclCommunicator\(int ndev, bytes commId, int rank", text)
-    assert told is not None
-    assert list(inspect.signature(made.NcclCommunicator).parameters) == ["ndev", "commId", "rank"]
-    for name in vars(made):
-        if not name.startswith("_") and name != "available":
-            assert name.encode() in text, name
 
 
 def test_the_fake_nccl4py_has_its_names_and_signatures() -> None:
@@ -389,7 +362,7 @@ def test_the_library_in_c_has_the_prototypes_and_flags_of_ncclh() -> None:
 
 
 def test_the_fakes_stand_where_the_genuine_modules_are() -> None:
-    assert sorted(nccl_faces(Machine(), {})) == ["cupy.cuda.nccl", "nccl.bindings.nccl", "nccl.core"]
+    assert sorted(nccl_faces(Machine(), {})) == ["nccl.bindings.nccl", "nccl.core"]
 
 
 def test_with_the_genuine_packages_and_no_gpu_a_bench_over_nccl_gets_as_far_as_the_driver(

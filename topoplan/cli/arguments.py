@@ -7,6 +7,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
+from inspect import cleandoc
 from typing import NoReturn
 
 from topoplan.errors import UsageError
@@ -42,6 +43,40 @@ class OneLineParser(argparse.ArgumentParser):
         else:
             hint = f"see {self.prog} --help"
         return f"{word!r} is not understood; {hint}"
+
+
+Setting = Callable[[str], object] | Mapping[str, object]
+"""How an option is read: a parser of its value, or keywords of `add_argument`."""
+
+
+def declare(parser: argparse._ActionsContainer, text: str, **settings: Setting) -> None:
+    """Add options as ``--help`` prints them: name, metavar or ``{choices}``, two spaces and the help, a line for each.
+
+    Lines that are indented continue the help; an option without metavar is a flag. ``settings`` are by destination.
+    """
+    found: list[str] = []
+    for line in cleandoc(text).splitlines():
+        if line.startswith(" "):
+            found[-1] += f" {line.strip()}"
+        else:
+            found.append(line)
+    for line in found:
+        name, metavar, words = _DECLARED.fullmatch(line).groups()  # type: ignore[union-attr]
+        dest = "output" if name == "-o" else name.lstrip("-").replace("-", "_")
+        given = settings.get(dest, {})
+        keywords: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"type": given}
+        if metavar is None and not keywords:
+            keywords["action"] = "store_true"
+        elif metavar and metavar.startswith("{"):
+            keywords["choices"] = tuple(metavar[1:-1].split(","))
+        elif metavar:
+            keywords["metavar"] = metavar
+        if name == "-o":
+            keywords["dest"] = dest
+        parser.add_argument(name, help=words, **keywords)  # type: ignore[arg-type]
+
+
+_DECLARED = re.compile(r"(\S+)(?: (\S+))? {2,}(.+)")
 
 
 def gpu_list(text: str) -> tuple[int, ...]:
@@ -163,117 +198,83 @@ def add_machine(
 
     ``option`` names an option that takes TOPO in place of the argument, for commands whose argument is another file.
     """
-    names, place = (
-        ([option], {"dest": "topo"}) if option else (["topo"], {"nargs": "?" if otherwise else None})
-    )
-    parser.add_argument(
-        *names,
-        **place,
-        metavar="PLAN.json|TOPO" if or_plan else "TOPO",
-        help=("a plan file, " if or_plan else "")
-        + "a library machine (topoplan list), a network such as bcube:4,2, torus:3,3 or fat-tree:4@10 (GB/s), a "
-        "file, or - for stdin; topology JSON, cluster JSON, NCCL topology XML and the text of nvidia-smi topo -m, "
-        "rocm-smi --showtopo or amd-smi topology are recognised by content"
-        + (f" (default: {otherwise})" if otherwise else ""),
-    )
-    parser.add_argument(
-        "--nvlink-gbps",
-        type=bandwidth,
-        metavar="GB/s",
-        help="one NVLink in one direction, for nvidia-smi text and XML, which do not say: GB/s, or such as 200Gb/s",
-    )
-    parser.add_argument(
-        "--pcie-gbps",
-        type=bandwidth,
-        metavar="GB/s",
-        help="GB/s of one PCIe link in one direction, for nvidia-smi text and in place of NCCL's for XML",
-    )
-    parser.add_argument(
-        "--socket-gbps",
-        type=bandwidth,
-        metavar="GB/s",
-        help="GB/s between two CPU sockets in one direction, for nvidia-smi text and XML",
-    )
-    parser.add_argument(
-        "--merge",
-        metavar="TOPO2",
-        help="another description of the machine: NVLinks are taken from there, PCIe, CPUs and NICs from TOPO",
+    place: dict[str, object] = {"dest": "topo"} if option else {"nargs": "?" if otherwise else None}
+    declare(
+        parser,
+        f"""
+        {option or "topo"} {"PLAN.json|TOPO" if or_plan else "TOPO"}  {"a plan file, " if or_plan else ""}a library
+                           machine (topoplan list), a network such as bcube:4,2, torus:3,3 or fat-tree:4@10 (GB/s), a
+                           file, or - for stdin; topology JSON, cluster JSON, NCCL topology XML and the text of
+                           nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology are recognised by
+                           content{f" (default: {otherwise})" if otherwise else ""}
+        --nvlink-gbps GB/s  one NVLink in one direction, for nvidia-smi text and XML, which do not say: GB/s, or such as
+                            200Gb/s
+        --pcie-gbps GB/s    GB/s of one PCIe link in one direction, for nvidia-smi text and in place of NCCL's for XML
+        --socket-gbps GB/s  GB/s between two CPU sockets in one direction, for nvidia-smi text and XML
+        --merge TOPO2       another description of the machine: NVLinks are taken from there, PCIe, CPUs and NICs from
+                            TOPO
+        """,
+        **{option.lstrip("-") or "topo": place},
+        nvlink_gbps=bandwidth,
+        pcie_gbps=bandwidth,
+        socket_gbps=bandwidth,
     )
 
 
 def add_allocation(parser: OneLineParser) -> None:
-    parser.add_argument(
-        "--gpus", type=gpu_list, metavar="LIST", help="GPU numbers, such as 1,4,5,7 or 0-3 (default: all)"
-    )
+    declare(parser, "--gpus LIST  GPU numbers, such as 1,4,5,7 or 0-3 (default: all)", gpus=gpu_list)
 
 
 def add_collective(
     parser: OneLineParser, *, default: str | None = "allreduce", otherwise: str = "allreduce"
 ) -> None:
-    """Add ``--collective``; with a default of None a command can see that it was not given, and ``otherwise`` describes
-    its choice.
-    """
-    parser.add_argument(
-        "--collective",
-        default=default,
-        metavar="C",
-        help=f"{', '.join(ALL_COLLECTIVES)} (default: {otherwise})",
-    )
+    """Add ``--collective``; a default of None shows that it was not given, and ``otherwise`` describes its choice."""
+    text = f"--collective C  {', '.join(ALL_COLLECTIVES)} (default: {otherwise})"
+    declare(parser, text, collective={"default": default})
 
 
 def add_root(parser: OneLineParser) -> None:
-    parser.add_argument(
-        "--root",
-        type=whole_number(0, 999_999, "GPU number such as 0"),
-        metavar="R",
-        help="GPU number of the root of a broadcast or reduce (default: the first)",
-    )
+    text = "--root R  GPU number of the root of a broadcast or reduce (default: the first)"
+    declare(parser, text, root=whole_number(0, 999_999, "GPU number such as 0"))
 
 
 def add_sizes(parser: OneLineParser, default: str) -> None:
-    parser.add_argument(
-        "--sizes",
-        type=size_list,
-        default=default,
-        metavar="S",
-        help=f"bytes of the buffer: 1KB:1GB doubling, or 64KB,1MB,… (default: {default})",
-    )
+    text = f"--sizes S  bytes of the buffer: 1KB:1GB doubling, or 64KB,1MB,… (default: {default})"
+    declare(parser, text, sizes={"type": size_list, "default": default})
 
 
 def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None:
     """Add ``--channels`` and ``--size``; with a default of None a command can see that it was not given."""
-    parser.add_argument(
-        "--channels",
-        default=default,
-        metavar="CH",
-        help="auto (NVLink where it connects the GPUs, else NVLink islands with the PCIe between them, else PCIe, else "
-        "NVLink and the network together, else PCIe and the network), nvlink, pcie, nvlink+network, pcie+network; "
-        "nvlink+pcie: the buffer divided between a forest over each; all: one forest over both; all-staged: with PCIe "
-        "only by way of the CPUs' memory, which needs no switch of peer access (default: auto)",
-    )
-    parser.add_argument(
-        "--size",
-        type=size,
-        metavar="S",
-        help="with nvlink+pcie, the size of the buffer, such as 64MB: PCIe starts late and gets less of small ones; "
-        "with all and all-staged, whether NVLink alone is faster (default: the limit of large buffers)",
+    declare(
+        parser,
+        """
+        --channels CH  auto (NVLink where it connects the GPUs, else NVLink islands with the PCIe between them, else
+                       PCIe, else NVLink and the network together, else PCIe and the network), nvlink, pcie,
+                       nvlink+network, pcie+network; nvlink+pcie: the buffer divided between a forest over each; all:
+                       one forest over both; all-staged: with PCIe only by way of the CPUs' memory, which needs no
+                       switch of peer access (default: auto)
+        --size S       with nvlink+pcie, the size of the buffer, such as 64MB: PCIe starts late and gets less of small
+                       ones; with all and all-staged, whether NVLink alone is faster (default: the limit of large
+                       buffers)
+        """,
+        channels={"default": default},
+        size=size,
     )
 
 
 def add_plan_file(parser: OneLineParser, *, or_engines: bool = False) -> None:
     """Add PLAN.json, which may also be an engine's file with ``or_engines``."""
-    what = "a plan file" + (", an execution plan of MSCCL++, an algorithm of MSCCL" if or_engines else "")
-    parser.add_argument(
-        "plan", metavar="PLAN.json|FILE" if or_engines else "PLAN.json", help=f"{what}, or - for stdin"
-    )
+    engines = ", an execution plan of MSCCL++, an algorithm of MSCCL" if or_engines else ""
+    metavar = "PLAN.json|FILE" if or_engines else "PLAN.json"
+    declare(parser, f"plan {metavar}  a plan file{engines}, or - for stdin")
 
 
 def add_json(parser: OneLineParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    declare(parser, "--json  print one JSON object instead of text")
 
 
 def add_csv(parser: OneLineParser, what: str) -> None:
-    parser.add_argument("--csv", action="store_true", help=f"print {what} as comma-separated values")
+    declare(parser, f"--csv  print {what} as comma-separated values")
 
 
 def check_csv(options: argparse.Namespace) -> None:
@@ -289,27 +290,18 @@ PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
 def add_plot(parser: OneLineParser, what: str) -> None:
     """Add ``--plot`` and the options of a figure."""
     group = parser.add_argument_group("a figure", "drawn into a file; the same figure gives the same bytes")
-    group.add_argument("--plot", metavar="F.png", help=f"draw {what}; .svg and .pdf too")
-    group.add_argument(
-        "--plot-size",
-        type=page_size,
-        metavar="WxH",
-        help="inches of the page, such as 6x4; letters shrink if they need more room (default: what "
-        "the figure needs)",
-    )
-    group.add_argument(
-        "--dpi",
-        type=whole_number(10, 2400, "number of dots per inch such as 300"),
-        metavar="N",
-        help="of a .png (default: 150)",
-    )
-    group.add_argument(
-        "--font",
-        metavar="NAME",
-        help="serif, sans-serif, monospace, or a font that is installed (default: DejaVu Sans)",
-    )
-    group.add_argument(
-        "--plot-format", metavar="F", help="png, svg or pdf, whatever the name of the file ends with"
+    declare(
+        group,
+        f"""
+        --plot F.png     draw {what}; .svg and .pdf too
+        --plot-size WxH  inches of the page, such as 6x4; letters shrink if they need more room (default: what the
+                         figure needs)
+        --dpi N          of a .png (default: 150)
+        --font NAME      serif, sans-serif, monospace, or a font that is installed (default: DejaVu Sans)
+        --plot-format F  png, svg or pdf, whatever the name of the file ends with
+        """,
+        plot_size=page_size,
+        dpi=whole_number(10, 2400, "number of dots per inch such as 300"),
     )
 
 

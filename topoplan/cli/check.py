@@ -10,8 +10,7 @@ from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_cluster_options, add_fault_options
 from topoplan.cli.output import print_json, print_notes, printable, progress_line, table
 from topoplan.cli.sources import apply_machine_options, read_machine
-from topoplan.errors import UsageError
-from topoplan.machine.notes import kind_of
+from topoplan.errors import UsageError, kind_of
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import Cost, costs_of
 from topoplan.operate.diagnosis import Diagnosis, diagnose, warning_text

@@ -47,21 +47,15 @@ from topoplan.units import bus_factor, counted, name_ranges, number_ranges
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
-    parser.add_argument(
-        "--all-allocations",
-        action="store_true",
-        help="every allocation of 2 or more GPUs, of all or of the --gpus, up to isomorphism",
-    )
-    parser.add_argument(
-        "--gpu-counts",
-        type=arguments.gpu_list,
-        metavar="LIST",
-        help="with --all-allocations, only allocations of these numbers of GPUs, such as 3-8",
-    )
-    parser.add_argument(
-        "--without-each-server",
-        action="store_true",
-        help="on a cluster, the rate of packed trees with all servers and without each of them: the cost of each",
+    arguments.declare(
+        parser,
+        """
+        --all-allocations      every allocation of 2 or more GPUs, of all or of the --gpus, up to isomorphism
+        --gpu-counts LIST      with --all-allocations, only allocations of these numbers of GPUs, such as 3-8
+        --without-each-server  on a cluster, the rate of packed trees with all servers and without each of them: the
+                               cost of each
+        """,
+        gpu_counts=arguments.gpu_list,
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)
@@ -275,9 +269,7 @@ _RATE_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
 
 def add_diff_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
-    parser.add_argument(
-        "other", metavar="TOPO2", help="the other description, B where TOPO is A; - for stdin"
-    )
+    arguments.declare(parser, "other TOPO2  the other description, B where TOPO is A; - for stdin")
     arguments.add_json(parser)
     add_cluster_options(parser)
 

@@ -31,9 +31,8 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, warning
 from topoplan.machine.hardware import with_capable
-from topoplan.machine.notes import warning
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.comparison import LATENCY, Attainable, attainable
@@ -212,11 +211,13 @@ IN_NETWORK_NOTE = (
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
-    parser.add_argument(
-        "log",
-        nargs="?",
-        metavar="LOG",
-        help="output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file; - for stdin",
+    arguments.declare(
+        parser,
+        """
+        log LOG  output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file; - for
+                 stdin
+        """,
+        log={"nargs": "?"},
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
@@ -226,18 +227,15 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
-    tuning.add_argument(
-        "--tune",
-        metavar="ALGORITHM=LOG,…",
-        help="write the fastest choice by size, from a log of nccl-tests for each algorithm, or algorithm and "
-        "protocol, such as ring=A.log,tree/ll=B.log,nvls=C.log",
-    )
-    tuning.add_argument("-o", dest="output", metavar="F.csv", help="with --tune: the file (default: stdout)")
-    tuning.add_argument(
-        "--nccl-channels",
-        type=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
-        metavar="N",
-        help="with --tune: channels that NCCL has (default: from the logs or the machine)",
+    arguments.declare(
+        tuning,
+        """
+        --tune ALGORITHM=LOG,…  write the fastest choice by size, from a log of nccl-tests for each algorithm, or
+                                algorithm and protocol, such as ring=A.log,tree/ll=B.log,nvls=C.log
+        -o F.csv                with --tune: the file (default: stdout)
+        --nccl-channels N       with --tune: channels that NCCL has (default: from the logs or the machine)
+        """,
+        nccl_channels=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
     )
     add_cluster_options(parser)
     add_in_network(parser)

@@ -30,41 +30,40 @@ from topoplan.reading.load import read_text
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, or_plan=True)
     known = "; ".join(f"{name}: {found.line}" for name, found in FORMATS.items())
-    parser.add_argument("--to", required=True, metavar="FORMAT", help=known)
-    parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
+    arguments.declare(
+        parser,
+        f"""
+        --to FORMAT  {known}
+        -o F         write the file (default: stdout)
+        """,
+        to={"required": True},
+    )
     arguments.add_allocation(parser)
-    parser.add_argument("--server", metavar="NAME", help="which server of a cluster, such as s0")
-    parser.add_argument(
-        "--bus-ids",
-        metavar="FILE",
-        help=f"with nccl-topo, bus ids of the GPUs for a machine that states none: the output of {BUS_ID_QUERY}",
+    arguments.declare(
+        parser,
+        f"""
+        --server NAME   which server of a cluster, such as s0
+        --bus-ids FILE  with nccl-topo, bus ids of the GPUs for a machine that states none: the output of
+                        {BUS_ID_QUERY}
+        """,
     )
     engine = parser.add_argument_group("files of engines")
-    engine.add_argument(
-        "--size", dest="nbytes", type=arguments.size, metavar="S", help="bytes of the buffer, such as 256MB"
-    )
-    engine.add_argument(
-        "--max-blocks",
-        type=arguments.whole_number(1, 1024, "number of thread blocks from 1 to 1024"),
-        metavar="B",
-        help="most thread blocks of a GPU",
-    )
-    engine.add_argument(
-        "--chunks",
-        type=arguments.whole_number(1, 1 << 20, "number of chunks above zero"),
-        metavar="C",
-        help="chunks of the buffer (default: as the shares need, or within 1 %% of the rate)",
-    )
-    engine.add_argument(
-        "--chunk", type=arguments.size, metavar="C", help="bytes of the longest chunk of a trace"
-    )
-    engine.add_argument(
-        "--protocol",
-        choices=("simple", "ll"),
-        help="simple: signals beside the data; ll: flags in packets, for small buffers (default: simple)",
-    )
-    engine.add_argument(
-        "--runtime", choices=sorted(RUNTIMES), help="of MSCCL's files: whose limits to keep (default: msccl)"
+    arguments.declare(
+        engine,
+        """
+        --size S                bytes of the buffer, such as 256MB
+        --max-blocks B          most thread blocks of a GPU
+        --chunks C              chunks of the buffer (default: as the shares need, or within 1 %% of the rate)
+        --chunk C               bytes of the longest chunk of a trace
+        --protocol {simple,ll}  simple: signals beside the data; ll: flags in packets, for small buffers (default:
+                                simple)
+        --runtime               of MSCCL's files: whose limits to keep (default: msccl)
+        """,
+        size={"type": arguments.size, "dest": "nbytes"},
+        max_blocks=arguments.whole_number(1, 1024, "number of thread blocks from 1 to 1024"),
+        chunks=arguments.whole_number(1, 1 << 20, "number of chunks above zero"),
+        chunk=arguments.size,
+        runtime={"choices": sorted(RUNTIMES)},
     )
     add_fault_options(parser)
 
@@ -152,20 +151,16 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 def add_report_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
-    parser.add_argument(
-        "-o",
-        dest="output",
-        metavar="F.html",
-        help="write the page there; - prints it (required)",
-    )
+    arguments.declare(parser, "-o F.html  write the page there; - prints it (required)")
     arguments.add_allocation(parser)
     arguments.add_collective(parser)
     arguments.add_root(parser)
-    parser.add_argument(
-        "--channels",
-        default="auto",
-        metavar="CH",
-        help="channels of the trees, as for plan (default: auto)",
+    arguments.declare(
+        parser,
+        """
+        --channels CH  channels of the trees, as for plan (default: auto)
+        """,
+        channels={"default": "auto"},
     )
     arguments.add_sizes(parser, "1KB:1GB")
     add_cluster_options(parser)

@@ -16,6 +16,7 @@ from topoplan.cli.arguments import (
     OneLineParser,
     bandwidth,
     bandwidth_reader,
+    declare,
     first_set_option,
     gpu_list,
     number,
@@ -66,81 +67,52 @@ def _nic_choice(text: str) -> int | str:
 def add_cluster_options(parser: OneLineParser) -> None:
     """Add the options of servers, NICs and network."""
     group = parser.add_argument_group("a cluster", "servers of TOPO, joined by a network")
-    group.add_argument(
-        "--servers",
-        type=_count,
-        metavar="N",
-        help="servers; GPU numbers run through all of them (see also topoplan.cluster/1 files)",
-    )
-    group.add_argument(
-        "--domain",
-        type=_count,
-        metavar="N",
-        help="cut the NVLink domain of TOPO into domains of N GPUs, each of them a server of the cluster",
-    )
-    group.add_argument(
-        "--nic-gbps",
-        type=bandwidth_reader("Gb/s"),
-        metavar="Gb/s",
-        help="one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: as its NICs state)",
-    )
-    group.add_argument(
-        "--nics",
-        type=_nic_choice,
-        metavar="NAME,…|^NAME|K",
-        help="NICs of each server by name as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others; =mlx5_1 exactly), "
-        "or how many (default: NCCL's choice, the nearest of each GPU)",
-    )
-    group.add_argument("--network", metavar="KIND", help=f"{', '.join(NETWORKS)} (default: {NETWORKS[0]})")
-    group.add_argument(
-        "--rails",
-        type=_count,
-        metavar="R",
-        help="with rail-optimised, NIC i is on rail i mod R (default: a rail for each NIC)",
-    )
-    group.add_argument(
-        "--oversubscription",
-        type=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
-        metavar="F",
-        help="downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not joined)",
-    )
-    group.add_argument(
-        "--leaf-size", type=_count, metavar="L", help="with fat-tree, servers on each leaf switch"
-    )
-    group.add_argument(
-        "--nic-access",
-        metavar="HOW",
-        help=f"{' or '.join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its full rate "
-        f"(default: {NIC_ACCESS[0]})",
-    )
-    group.add_argument(
-        "--helpers",
-        type=_count,
-        metavar="K",
-        help="machines without GPUs on the network that add and copy, with NICs as the servers have (default: none)",
-    )
-    group.add_argument(
-        "--transport",
-        choices=tuple(TRANSPORTS),
-        metavar="HOW",
-        help=f"{', '.join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of the transport "
-        "between servers (default: the whole wire)",
-    )
-    group.add_argument(
-        "--flow-gbps",
-        type=bandwidth_reader("Gb/s"),
-        metavar="Gb/s",
-        help="most Gb/s that one connection gets of a NIC, as clouds cap it: the plan says how many it needs",
+    declare(
+        group,
+        f"""
+        --servers N            servers; GPU numbers run through all of them (see also topoplan.cluster/1 files)
+        --domain N             cut the NVLink domain of TOPO into domains of N GPUs, each of them a server of the
+                               cluster
+        --nic-gbps Gb/s        one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: as its
+                               NICs state)
+        --nics NAME,…|^NAME|K  NICs of each server by name as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others;
+                               =mlx5_1 exactly), or how many (default: NCCL's choice, the nearest of each GPU)
+        --network KIND         {", ".join(NETWORKS)} (default: {NETWORKS[0]})
+        --rails R              with rail-optimised, NIC i is on rail i mod R (default: a rail for each NIC)
+        --oversubscription F   downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not
+                               joined)
+        --leaf-size L          with fat-tree, servers on each leaf switch
+        --nic-access HOW       {" or ".join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its
+                               full rate (default: {NIC_ACCESS[0]})
+        --helpers K            machines without GPUs on the network that add and copy, with NICs as the servers have
+                               (default: none)
+        --transport HOW        {", ".join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of the
+                               transport between servers (default: the whole wire)
+        --flow-gbps Gb/s       most Gb/s that one connection gets of a NIC, as clouds cap it: the plan says how many
+                               it needs
+        """,
+        servers=_count,
+        domain=_count,
+        nic_gbps=bandwidth_reader("Gb/s"),
+        nics=_nic_choice,
+        rails=_count,
+        oversubscription=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
+        leaf_size=_count,
+        helpers=_count,
+        transport={"choices": tuple(TRANSPORTS)},
+        flow_gbps=bandwidth_reader("Gb/s"),
     )
 
 
 def add_in_network(parser: OneLineParser) -> None:
     """Add ``--in-network``."""
-    parser.add_argument(
-        "--in-network",
-        choices=tuple(IN_NETWORK_CHOICES),
-        metavar="WHICH",
-        help=f"{', '.join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the machine's file says)",
+    declare(
+        parser,
+        f"""
+        --in-network WHICH  {", ".join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the
+                            machine's file says)
+        """,
+        in_network={"choices": tuple(IN_NETWORK_CHOICES)},
     )
 
 
@@ -241,35 +213,22 @@ class RequestedMachine:
 def add_fault_options(parser: OneLineParser) -> None:
     """Add the options of a broken machine."""
     group = parser.add_argument_group("a broken machine", "each may be given several times")
-    group.add_argument(
-        "--overlay",
-        action="append",
-        metavar="FILE",
-        help="nvidia-smi nvlink -s and -R listings of this machine, whose dead links are taken out and slow ones "
-        "slowed; with --servers they hold for every server",
-    )
-    group.add_argument(
-        "--without-link",
-        action="append",
-        metavar="A-B",
-        help="take out the links between two devices, such as gpu0-gpu3, or 'gpu0->gpu3' for one direction",
-    )
-    group.add_argument(
-        "--slow-link",
-        action="append",
-        type=_speed,
-        metavar="A-B=GB/s",
-        help="links that are slower than they should be, GB/s per direction, such as gpu1-gpu2=12.5",
-    )
-    group.add_argument(
-        "--without-gpu",
-        action="append",
-        type=gpu_list,
-        metavar="LIST",
-        help="take out GPUs by number; the others keep their numbers",
-    )
-    group.add_argument(
-        "--without-device", action="append", metavar="NAME", help="take out a switch or NIC by name"
+    declare(
+        group,
+        """
+        --overlay FILE         nvidia-smi nvlink -s and -R listings of this machine, whose dead links are taken out
+                               and slow ones slowed; with --servers they hold for every server
+        --without-link A-B     take out the links between two devices, such as gpu0-gpu3, or 'gpu0->gpu3' for one
+                               direction
+        --slow-link A-B=GB/s   links that are slower than they should be, GB/s per direction, such as gpu1-gpu2=12.5
+        --without-gpu LIST     take out GPUs by number; the others keep their numbers
+        --without-device NAME  take out a switch or NIC by name
+        """,
+        overlay={"action": "append"},
+        without_link={"action": "append"},
+        slow_link={"action": "append", "type": _speed},
+        without_gpu={"action": "append", "type": gpu_list},
+        without_device={"action": "append"},
     )
 
 

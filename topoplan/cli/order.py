@@ -295,44 +295,33 @@ NOT_OF_TREES = dict.fromkeys(("servers", "network", "rails", "leaf_size", "helpe
 
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
-    parser.add_argument(
-        "--server",
-        metavar="TOPO",
-        help="with Slurm's topology.conf or topology.yaml as TOPO: the machine that each node is, such as dgx-h100",
-    )
-    parser.add_argument(
-        "--slurm-topology",
-        metavar="NAME",
-        help="this one of several in a topology.yaml (default: the cluster's)",
-    )
-    parser.add_argument(
-        "--hosts",
-        metavar="LIST|F",
-        help="hosts of the job in their present order, node[01-08,12] or a file with a host on each line: of TOPO's "
-        "nodes these (default: all, as Slurm lists them), or else names for the hosts of TOPO",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=arguments.gpu_list,
-        metavar="LIST",
-        help="GPU numbers of the ranks in their present order, such as 0,2,1,3 (default: all, by number)",
+    arguments.declare(
+        parser,
+        """
+        --server TOPO          with Slurm's topology.conf or topology.yaml as TOPO: the machine that each node is,
+                               such as dgx-h100
+        --slurm-topology NAME  this one of several in a topology.yaml (default: the cluster's)
+        --hosts LIST|F         hosts of the job in their present order, node[01-08,12] or a file with a host on each
+                               line: of TOPO's nodes these (default: all, as Slurm lists them), or else names for
+                               the hosts of TOPO
+        --gpus LIST            GPU numbers of the ranks in their present order, such as 0,2,1,3 (default: all, by
+                               number)
+        """,
+        gpus=arguments.gpu_list,
     )
     arguments.add_collective(parser)
     add_mesh(parser)
-    parser.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        metavar="NAME",
-        help="with --mesh, the weights of a kind of training in place of --axes: megatron "
-        f"({_preset_words('megatron')})",
+    arguments.declare(
+        parser,
+        f"""
+        --preset NAME    with --mesh, the weights of a kind of training in place of --axes: megatron
+                         ({_preset_words("megatron")})
+        --format FORMAT  {", ".join(FORMATS)}: a file of Open MPI or Slurm in place of a table
+        -o F             write the file (default: stdout)
+        """,
+        preset={"choices": tuple(PRESETS)},
+        format={"choices": FORMATS},
     )
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        metavar="FORMAT",
-        help=f"{', '.join(FORMATS)}: a file of Open MPI or Slurm in place of a table",
-    )
-    parser.add_argument("-o", dest="output", metavar="F", help="write the file (default: stdout)")
     arguments.add_json(parser)
     add_cluster_options(parser)
     add_fault_options(parser)

@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from topoplan.cli.arguments import PLOT_OPTIONS, first_set_option
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.machine.fabric import Fabric, channel_words
-from topoplan.machine.notes import kind_of, warnings_first
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.plans.shards import ImageShards, Shard, Stage, bracket_notation
 from topoplan.plans.structure import PlanPhases

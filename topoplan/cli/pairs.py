@@ -47,61 +47,34 @@ MAX_PRINTED, FAR_BELOW, FAR_ABOVE = 8, 0.7, 1.05
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     arguments.add_allocation(parser)
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        help="text, json, csv (a line for each test; as --json and --csv), or a script with which nccl-tests run the "
-        "rounds: mpirun starts every test here, ssh on the first of its two servers (default: text)",
-    )
-    parser.add_argument("-o", dest="output", metavar="F", help="write the script (default: stdout)")
-    parser.add_argument(
-        "--times",
-        type=arguments.whole_number(1, 64, "number of times from 1 to 64"),
-        default=TIMES,
-        metavar="K",
-        help=f"how often each link is crossed, by different pairs if possible (default: {TIMES})",
-    )
-    parser.add_argument(
-        "--every-gpu",
-        action="store_true",
-        help="on a cluster, test every GPU, which separates its route to a NIC from the wire (default: one per NIC)",
-    )
-    parser.add_argument(
-        "--one-way", action="store_true", help="test each direction by itself (default: both at once)"
-    )
-    parser.add_argument(
-        "--fill",
-        action="store_true",
-        help="rounds besides in which several pairs together fill the wires between switches that one pair does not",
-    )
-    parser.add_argument(
-        "--hosts",
-        metavar="LIST|F",
-        help="host names of the servers for the scripts and in the results, node[01-08,12] or a file with a host on "
-        "each line (default: s0, s1, …; in results their hosts in the order of their names)",
-    )
-    parser.add_argument(
-        "--size",
-        type=arguments.size,
-        default=SIZE,
-        metavar="S",
-        help="bytes of the buffer that the scripts send (default: 256MB)",
-    )
-    parser.add_argument(
-        "--results",
-        metavar="FILE",
-        help="GB/s of pairs, CSV or JSON as in docs/file-formats.md, or the output of topoplan calibrate --json: name "
-        "the slow links; exit status 1 if there are any",
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=arguments.number(0.001, 0.5, "part of a rate from 0.001 to 0.5"),
-        default=TOLERANCE,
-        metavar="T",
-        help=f"with --results, how far a healthy pair may be below the others (default: {TOLERANCE:g})",
-    )
-    parser.add_argument(
-        "--any-pair", action="store_true", help="with --results, take pairs that these rounds do not have too"
+    arguments.declare(
+        parser,
+        f"""
+        --format        text, json, csv (a line for each test; as --json and --csv), or a script with which
+                        nccl-tests run the rounds: mpirun starts every test here, ssh on the first of its two
+                        servers (default: text)
+        -o F            write the script (default: stdout)
+        --times K       how often each link is crossed, by different pairs if possible (default: {TIMES})
+        --every-gpu     on a cluster, test every GPU, which separates its route to a NIC from the wire (default: one
+                        per NIC)
+        --one-way       test each direction by itself (default: both at once)
+        --fill          rounds besides in which several pairs together fill the wires between switches that one pair
+                        does not
+        --hosts LIST|F  host names of the servers for the scripts and in the results, node[01-08,12] or a file with
+                        a host on each line (default: s0, s1, …; in results their hosts in the order of their names)
+        --size S        bytes of the buffer that the scripts send (default: 256MB)
+        --results FILE  GB/s of pairs, CSV or JSON as in docs/file-formats.md, or the output of topoplan calibrate
+                        --json: name the slow links; exit status 1 if there are any
+        --tolerance T   with --results, how far a healthy pair may be below the others (default: {TOLERANCE:g})
+        --any-pair      with --results, take pairs that these rounds do not have too
+        """,
+        format={"choices": FORMATS},
+        times={"type": arguments.whole_number(1, 64, "number of times from 1 to 64"), "default": TIMES},
+        size={"type": arguments.size, "default": SIZE},
+        tolerance={
+            "type": arguments.number(0.001, 0.5, "part of a rate from 0.001 to 0.5"),
+            "default": TOLERANCE,
+        },
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the tests")

@@ -33,17 +33,15 @@ from topoplan.cli.output import (
     write_whole,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, kind_of
 from topoplan.machine.fabric import ALL, Fabric, channel_words
-from topoplan.machine.notes import kind_of
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.plans.structure import connections_line, connections_needed, phases
 from topoplan.solve.cuts_and_partitions import best_bound
-from topoplan.solve.packing.exact import ORDERS
-from topoplan.solve.planner import METHODS, TOLERANCE
+from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
@@ -70,81 +68,51 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_allocation(parser)
     arguments.add_collective(parser)
     arguments.add_root(parser)
-    parser.add_argument(
-        "--method", default="exact", metavar="M", help=f"{', '.join(METHODS)} (default: exact)"
-    )
-    parser.add_argument(
-        "--schedule",
-        default=TREES,
-        metavar="NAME",
-        help="a schedule in place of packed trees, such as ring, one-hop or double-tree, or of an installed package; "
-        f"an unknown name lists all (default: {TREES})",
-    )
-    parser.add_argument(
-        "--schedule-file",
-        metavar="F.json",
-        help='trees of your own in place of packed ones, {"trees": [[[0, 1], [1, 2]], {"ring": [0, 1, 2]}]}; their '
-        "shares are chosen if the file leaves them out",
+    arguments.declare(
+        parser,
+        f"""
+        --method M              {", ".join(METHODS)} (default: exact)
+        --schedule NAME         a schedule in place of packed trees, such as ring, one-hop or double-tree, or of an
+                                installed package; an unknown name lists all (default: {TREES})
+        --schedule-file F.json  trees of your own in place of packed ones, {{"trees": [[[0, 1], [1, 2]], {{"ring":
+                                [0, 1, 2]}}]}}; their shares are chosen if the file leaves them out
+        """,
+        method={"default": "exact"},
+        schedule={"default": TREES},
     )
     arguments.add_channels(parser)
-    parser.add_argument(
-        "--order",
-        metavar="O",
-        help=f"with exact, the first criterion among equal rates: {', '.join(ORDERS)} (default: height)",
-    )
-    parser.add_argument(
-        "--height",
-        type=int,
-        metavar="H",
-        help="with exact, most edges between the root of a tree and its leaves, at whatever rate (default: no limit)",
-    )
-    parser.add_argument(
-        "--epsilon",
-        type=arguments.fraction,
-        help="with mwu, how far below the bound (default: 0.05)",
-    )
-    parser.add_argument(
-        "--threshold",
-        type=arguments.fraction,
-        help="with mwu, how far below the bound fewer trees may stay, or failing that below the packing's rate "
-        "(default: 0.05)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=arguments.seconds,
-        metavar="S",
-        help="with exact, seconds after which the best plan so far is taken, with its true gap (default: none)",
-    )
-    parser.add_argument(
-        "--demand",
-        metavar="F.json",
-        help='with alltoall, {"bytes": [[...], ...]}, where row sends to column: the least time for it',
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=arguments.fraction,
-        help="with exact and more than 32 GPUs that all differ in their measured bandwidths: how far below the bound a "
-        f"plan on the slowest link of each kind may stay (default: {TOLERANCE})",
+    arguments.declare(
+        parser,
+        f"""
+        --order O        with exact, the first criterion among equal rates: {", ".join(ORDERS)} (default: height)
+        --height H       with exact, most edges between the root of a tree and its leaves, at whatever rate
+                         (default: no limit)
+        --epsilon        with mwu, how far below the bound (default: 0.05)
+        --threshold      with mwu, how far below the bound fewer trees may stay, or failing that below the packing's
+                         rate (default: 0.05)
+        --time-limit S   with exact, seconds after which the best plan so far is taken, with its true gap (default:
+                         none)
+        --demand F.json  with alltoall, {{"bytes": [[...], ...]}}, where row sends to column: the least time for it
+        --tolerance      with exact and more than 32 GPUs that all differ in their measured bandwidths: how far
+                         below the bound a plan on the slowest link of each kind may stay (default: {TOLERANCE})
+        """,
+        height=int,
+        epsilon=arguments.fraction,
+        threshold=arguments.fraction,
+        time_limit=arguments.seconds,
+        tolerance=arguments.fraction,
     )
     add_sparse(parser)
-    parser.add_argument(
-        "-o",
-        dest="output",
-        metavar="F.json",
-        help="write the plan file; - prints it in place of the summary",
-    )
+    arguments.declare(parser, "-o F.json  write the plan file; - prints it in place of the summary")
     plan_sizes.add_options(parser)
     plan_sets.add_mesh_options(parser)
     plan_sets.add_survival_options(parser)
-    parser.add_argument(
-        "--bound-only",
-        action="store_true",
-        help="prove an upper bound, and make no plan: for thousands of GPUs",
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="print how the plan runs: pipeline, and memory beside the buffers",
+    arguments.declare(
+        parser,
+        """
+        --bound-only  prove an upper bound, and make no plan: for thousands of GPUs
+        --explain     print how the plan runs: pipeline, and memory beside the buffers
+        """,
     )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
@@ -450,17 +418,15 @@ OF_ELEMENTS = {
 
 def add_sparse(parser: arguments.OneLineParser) -> None:
     """Add ``--density`` and ``--entry-bits``."""
-    parser.add_argument(
-        "--density",
-        type=float,
-        metavar="D",
-        help="allreduce that exchanges this share of the elements, the largest: between servers, or on all trees",
-    )
-    parser.add_argument(
-        "--entry-bits",
-        type=float,
-        metavar="B",
-        help="with --density, bits of an entry, index and value, beside 32 of an element (default: 64)",
+    arguments.declare(
+        parser,
+        """
+        --density D     allreduce that exchanges this share of the elements, the largest: between servers, or on all
+                        trees
+        --entry-bits B  with --density, bits of an entry, index and value, beside 32 of an element (default: 64)
+        """,
+        density=float,
+        entry_bits=float,
     )
 
 

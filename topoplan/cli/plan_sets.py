@@ -55,18 +55,15 @@ SINGLE_PLAN_OPTIONS = {
 
 def add_mesh_options(parser: arguments.OneLineParser) -> None:
     """Add ``--mesh`` and its options."""
-    parser.add_argument(
-        "--mesh",
-        type=_axis_extents,
-        metavar="M",
-        help="plan the groups of a mesh at once, since they share links: dp=2,tp=4, the last axis fastest",
-    )
-    parser.add_argument(
-        "--axes",
-        type=_axis_weights,
-        metavar="A",
-        help="with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3 "
-        "(default: all equal; order does not guess them)",
+    arguments.declare(
+        parser,
+        """
+        --mesh M  plan the groups of a mesh at once, since they share links: dp=2,tp=4, the last axis fastest
+        --axes A  with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3
+                  (default: all equal; order does not guess them)
+        """,
+        mesh=_axis_extents,
+        axes=_axis_weights,
     )
 
 
@@ -200,11 +197,13 @@ MAX_LETTERS = 50
 
 def add_survival_options(parser: arguments.OneLineParser) -> None:
     """Add ``--survive``."""
-    parser.add_argument(
-        "--survive",
-        type=int,
-        metavar="K",
-        help="plan for every single failure (K is 1) of a GPU, link, switch or NIC too; -o writes all in one file",
+    arguments.declare(
+        parser,
+        """
+        --survive K  plan for every single failure (K is 1) of a GPU, link, switch or NIC too; -o writes all in one
+                     file
+        """,
+        survive=int,
     )
 
 

@@ -61,26 +61,19 @@ class RangeTimes:
 
 def add_options(parser: arguments.OneLineParser) -> None:
     """Add ``--sizes`` and its options."""
-    parser.add_argument(
-        "--sizes",
-        type=arguments.size_list,
-        nargs="?",
-        const=arguments.size_list("1KB:1GB"),
-        metavar="S",
-        help="the best schedule for each range of message sizes by model time, between the smallest and the largest of "
-        "these: 64KB:1GB, or 64KB,1MB,… (default: 1KB:1GB); -o writes them all into one file",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("messages", "windows"),
-        help="with --sizes, the engine: messages, copies that are started one by one, or windows, one kernel "
-        "for each collective that writes to the other GPUs' memory over NVLink; then blocks and chunks are chosen too "
-        "(default: messages)",
-    )
-    parser.add_argument(
-        "--engine-costs",
-        metavar="F.json",
-        help="with --engine windows, measured figures in place of NCCL's; python -m tests.gpu_report writes them",
+    arguments.declare(
+        parser,
+        """
+        --sizes S              the best schedule for each range of message sizes by model time, between the smallest
+                               and the largest of these: 64KB:1GB, or 64KB,1MB,… (default: 1KB:1GB); -o writes them
+                               all into one file
+        --engine {messages,windows}  with --sizes, the engine: messages, copies that are started one by one, or
+                               windows, one kernel for each collective that writes to the other GPUs' memory over
+                               NVLink; then blocks and chunks are chosen too (default: messages)
+        --engine-costs F.json  with --engine windows, measured figures in place of NCCL's; python -m
+                               tests.gpu_report writes them
+        """,
+        sizes={"type": arguments.size_list, "nargs": "?", "const": arguments.size_list("1KB:1GB")},
     )
 
 

@@ -35,23 +35,16 @@ from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
-    parser.add_argument(
-        "--count",
-        type=arguments.whole_number(1, 999_999, "number of GPUs"),
-        metavar="K",
-        help="GPUs of the job",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=_sizes,
-        metavar="LIST",
-        help="GPUs of several jobs, such as 4,2,2: the best way to divide the machine among them",
-    )
-    parser.add_argument(
-        "--free",
-        type=arguments.gpu_list,
-        metavar="LIST",
-        help="GPUs to choose from, such as 0,1,4-7 (default: all)",
+    arguments.declare(
+        parser,
+        """
+        --count K    GPUs of the job
+        --jobs LIST  GPUs of several jobs, such as 4,2,2: the best way to divide the machine among them
+        --free LIST  GPUs to choose from, such as 0,1,4-7 (default: all)
+        """,
+        count=arguments.whole_number(1, 999999, "number of GPUs"),
+        jobs=_sizes,
+        free=arguments.gpu_list,
     )
     arguments.add_collective(parser)
     arguments.add_json(parser)

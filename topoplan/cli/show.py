@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
-from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, check_csv
+from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, check_csv, declare
 from topoplan.cli.machine_options import add_cluster_options, add_fault_options
 from topoplan.cli.output import (
     check_plot,
@@ -28,7 +28,6 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
-from topoplan.machine.notes import listed
 from topoplan.machine.topology import FACTS, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
@@ -36,7 +35,7 @@ from topoplan.operate.plot.tree_layout import grow_forest
 from topoplan.reading.load import library, load
 from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
 from topoplan.reading.probe import probe
-from topoplan.units import counted, exact
+from topoplan.units import counted, exact, listed
 
 TreeNode = tuple[str, str]
 """A device and an empty text, or a CPU and one of its host bridges."""
@@ -408,16 +407,15 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def add_probe_options(parser: OneLineParser) -> None:
-    parser.add_argument("-o", metavar="F.json", dest="output", help="write the machine as topology JSON")
-    parser.add_argument(
-        "--refresh",
-        action="store_true",
-        help="read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10 minutes",
-    )
-    parser.add_argument(
-        "--sysfs-root",
-        metavar="DIR",
-        help="folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else /sys)",
+    declare(
+        parser,
+        """
+        -o F.json         write the machine as topology JSON
+        --refresh         read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10
+                          minutes
+        --sysfs-root DIR  folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else
+                          /sys)
+        """,
     )
     add_plot(parser, "the machine")
     add_json(parser)

@@ -47,13 +47,13 @@ from topoplan.units import bus_words, counted, format_size
 
 def add_job_options(parser: OneLineParser) -> None:
     """Add the options of jobs."""
-    parser.add_argument(
-        "--policy",
-        metavar="P[,P…]",
-        help=f"TOPO is a file of jobs, run under each of {', '.join(POLICIES)}; all: under all of them",
-    )
-    parser.add_argument(
-        "--queues", type=int, metavar="K", help="with crux, how many priorities the network has (default: 8)"
+    arguments.declare(
+        parser,
+        f"""
+        --policy P[,P…]  TOPO is a file of jobs, run under each of {", ".join(POLICIES)}; all: under all of them
+        --queues K       with crux, how many priorities the network has (default: 8)
+        """,
+        queues=int,
     )
 
 
@@ -154,15 +154,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_root(parser)
     arguments.add_channels(parser, default=None)
     arguments.add_sizes(parser, "1KB:1GB")
-    parser.add_argument(
-        "--trace", metavar="F.json", help="write the chunk-by-chunk run of the largest size as a Chrome trace"
-    )
-    parser.add_argument(
-        "--headroom",
-        type=arguments.link_fraction,
-        metavar="F",
-        help="print how long queues at switches grow in the run of the largest size, and without them: with every flow "
-        "paced at this part of its share of the links",
+    arguments.declare(
+        parser,
+        """
+        --trace F.json  write the chunk-by-chunk run of the largest size as a Chrome trace
+        --headroom F    print how long queues at switches grow in the run of the largest size, and without them:
+                        with every flow paced at this part of its share of the links
+        """,
+        headroom=arguments.link_fraction,
     )
     arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
     arguments.add_json(parser)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, first_set_option, gpu_list
+from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, declare, first_set_option, gpu_list
 from topoplan.cli.output import (
     in_network_words,
     plan_notes,
@@ -74,13 +74,13 @@ def read_engine_file(text: str, engine: str) -> Callable[[], EngineVerdict]:
 
 def add_options(parser: OneLineParser) -> None:
     add_plan_file(parser, or_engines=True)
-    parser.add_argument(
-        "--machine",
-        metavar="TOPO",
-        help="of an engine's file: print the load of this machine's links, and the rate",
-    )
-    parser.add_argument(
-        "--gpus", type=gpu_list, metavar="LIST", help="with --machine: its GPUs, rank by rank"
+    declare(
+        parser,
+        """
+        --machine TOPO  of an engine's file: print the load of this machine's links, and the rate
+        --gpus LIST     with --machine: its GPUs, rank by rank
+        """,
+        gpus=gpu_list,
     )
     add_json(parser)
 

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import stage_order
-from topoplan.plans.certificates.exchange import path_ends
 from topoplan.plans.plan import ALL_TO_ALL, Plan
-from topoplan.plans.shards import Shard, Stage
+from topoplan.plans.shards import Shard, Stage, path_ends
 
 MAX_REFERENCES = 8
 """Most remote buffers that one operation reads, and that it writes."""

@@ -225,6 +225,14 @@ class Fabric:
         used = set(self.nodes[self.size :])
         return frozenset(d.name for d in self.topology.devices if d.reduce and d.name in used)
 
+    def inner_devices(self, op: str) -> tuple[str, ...]:
+        """Devices that are not ranks and may be inner vertices of a tree of this kind, reduce or broadcast."""
+        merging = self.adding if op == "reduce" else self.copying
+        return (
+            *self.helpers,
+            *(name for name in self.nodes if name in merging and name not in self.helpers),
+        )
+
     @property
     def in_network(self) -> bool:
         """Whether a switch on usable links can copy or add."""

@@ -22,6 +22,7 @@ from typing import cast
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import FORMAT, Device, Link, Topology, format_value
+from topoplan.units import SURROGATES
 
 
 def object_of_graph(graph: object) -> dict[str, object]:
@@ -78,10 +79,6 @@ def _plain(value: object) -> object:
     if isinstance(value, (int, float)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
-
-
-SURROGATES = re.compile("[\ud800-\udfff]")
-"""Surrogates, which JSON escapes can express and no file can hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
-from topoplan.machine.host import bus_id, bus_id_order, plain_bus_id
+from topoplan.machine.host_topology import bus_id, bus_id_order, plain_bus_id
 from topoplan.machine.topology import Topology
 from topoplan.operate.calibration.calibrated_topology import abbreviated
 from topoplan.reading.nccl.perf_text import LoggedRank, PerfRun

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from topoplan.machine.notes import Note, kind_of, warning
+from topoplan.errors import Note, kind_of, warning
 from topoplan.machine.routing import has_peer_access, unstaged
 from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import equivalent_servers

@@ -17,8 +17,8 @@ from itertools import groupby
 import numpy as np
 
 from topoplan.errors import UsageError
+from topoplan.machine.fabric_structure import components
 from topoplan.machine.topology import Topology
-from topoplan.plans.permutation_groups import components
 from topoplan.reading.slurm import fold_hostlist
 
 

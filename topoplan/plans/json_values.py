@@ -14,8 +14,7 @@ from fractions import Fraction
 from typing import cast
 
 from topoplan.errors import PlanError, TopologyError
-from topoplan.machine.topology_json import SURROGATES, decode_json
-from topoplan.units import nearest_float
+from topoplan.units import SURROGATES, nearest_float
 
 _RATIONAL = re.compile(r"[+-]?[0-9]{1,1000}(?:/[0-9]{1,1000})?")
 """No exponents: ``1e999999999`` is short to write and too long to compute with."""
@@ -92,6 +91,8 @@ def read_fraction(item: object, where: str) -> Fraction:
 
 def parse_object(text: str) -> dict[str, object]:
     """Read the JSON object of a plan file of any format."""
+    from topoplan.machine.topology_json import decode_json
+
     try:
         value = decode_json(text, "the plan")
     except TopologyError as error:

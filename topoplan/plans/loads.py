@@ -19,7 +19,7 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.plans.permutation_groups import link_orbits
+from topoplan.machine.fabric_structure import link_orbits
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage, shard_counts
 
 

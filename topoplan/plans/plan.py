@@ -30,9 +30,7 @@ from typing import TYPE_CHECKING, cast
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric
 from topoplan.machine.topology import Topology, format_value
-from topoplan.machine.topology_json import topology_from_object
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object
-from topoplan.plans.certificates.exchange import Demand, Steiner
 from topoplan.plans.json_values import (
     check_format,
     check_known,
@@ -295,7 +293,7 @@ class Plan(Plans):
 
     @property
     def _needs_format_2(self) -> bool:
-        of_trees = isinstance(self.certificate, Steiner) or bool(self.helpers)
+        of_trees = self.certificate.kind == "steiner" or bool(self.helpers)
         union = not {*UNIONS}.isdisjoint(self.channels)
         return of_trees or union or self.collective == ALL_TO_ALL or self.exchanges
 
@@ -319,7 +317,7 @@ class Plan(Plans):
         """Number of equal blocks of the buffer in which shards lie; an all-to-all has those of all ranks together."""
         if self.collective in ("allgather", "reduce_scatter"):
             return len(self.ranks)
-        equal = self.collective == ALL_TO_ALL and not isinstance(self.certificate, Demand)
+        equal = self.collective == ALL_TO_ALL and self.certificate.kind != "demand"
         return len(self.ranks) ** 2 if equal else 1
 
     def bounds(self, count: int) -> list[int]:
@@ -501,6 +499,8 @@ def without_topology(plan: Plan) -> dict[str, object]:
 
 def embedded_topology(value: dict[str, object]) -> Topology:
     """Return the machine in the object of a plan file; PlanError if there is none."""
+    from topoplan.machine.topology_json import topology_from_object
+
     try:
         return topology_from_object(value.get("topology"))
     except TopologyError as error:

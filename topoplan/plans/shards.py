@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import LARGEST_TABLE, group_elements
 from topoplan.plans.json_values import (
     check_known,
     read_fraction,
@@ -33,7 +34,6 @@ from topoplan.plans.json_values import (
     read_texts,
     read_whole,
 )
-from topoplan.plans.permutation_groups import LARGEST_TABLE, group_elements
 from topoplan.units import name_ranges
 
 OPERATIONS = ("reduce", "broadcast", "gather")
@@ -440,6 +440,21 @@ def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str])
         there = Stage(stage.op, vertices[stage.root], edges, stage.entries)
         stages.append(replace(there, edges=there.top_down()))
     return Shard(shard.share, tuple(stages))
+
+
+def path_ends(shard: Shard) -> tuple[int, int]:
+    """Return source and destination of a shard of an all-to-all; PlanError if its tree is not a path."""
+    if len(shard.stages) != 1 or shard.stages[0].op != "broadcast" or shard.stages[0].entries is not None:
+        raise PlanError(
+            "must have one stage, a broadcast of elements, along which a block of an alltoall goes"
+        )
+    stage = shard.stages[0]
+    at = stage.root
+    for edge in stage.top_down():
+        if edge.parent != at:
+            raise PlanError(f"branches at rank {edge.parent}; a block of an alltoall takes a path")
+        at = edge.child
+    return stage.root, at
 
 
 def shard_counts(shards: Sequence[Shard]) -> tuple[tuple[Shard, int], ...]:

@@ -21,7 +21,6 @@ from topoplan.machine import variants
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
-from topoplan.plans.certificates.exchange import path_ends
 from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
 from topoplan.plans.plan import (
     ALL_TO_ALL,
@@ -32,7 +31,7 @@ from topoplan.plans.plan import (
     plan_text,
     without_topology,
 )
-from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of
+from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of, path_ends
 from topoplan.plans.verify import Verification, verify
 
 

@@ -11,23 +11,40 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.hardware import with_capable
-from topoplan.machine.named_nodes import NodeNetwork
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Topology, TopologyLike
-from topoplan.machine.topology_json import decode_json, object_of_graph, topology_from_object
 from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
 
+if TYPE_CHECKING:
+    from topoplan.machine.named_nodes import NodeNetwork
+
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
+
+_FORMS = {
+    "json": re.compile(r"\A\{"),
+    "nccl": re.compile(r"\A<"),
+    "slurm": re.compile(
+        r"(?im)^[ \t]*(?:SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*="
+        r"|^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:"
+    ),
+    "rocm-smi": re.compile(
+        r"(?:ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW) TABLE:|Link accessibility between two GPUs|Numa Nodes"
+        r"|(?:Weight|Hops|Link Type|Bandwidth) between two GPUs"
+    ),
+}
+"""Formats with a reader of their own, and how a text of each is recognised; nvidia-smi's reader takes all others."""
 
 _FORMATS = "topology JSON, NCCL topology XML or what nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology print"
 
@@ -74,6 +91,8 @@ def load(
     topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
     """
     if not isinstance(source, (str, os.PathLike)):
+        from topoplan.machine.topology_json import object_of_graph
+
         machine = source if isinstance(source, Topology) else _checked(object_of_graph(source))
         rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
         _check_no_rates(
@@ -161,27 +180,25 @@ def _read_machine(
     gpu_ids: Sequence[str] = (),
 ) -> Topology:
     """Return the machine of one description; ``merged`` with another one, ``gpu_ids`` are that one's bus ids."""
-    start = text.lstrip("\ufeff \t\r\n")[:1]
     try:
-        if not start:
+        if not (form := form_of(text)):
             raise TopologyError(f"the content is empty; give {_FORMATS}")
-        if start == "{":
+        if form == "json":
             _check_no_rates(rates, "topology JSON")
             return _from_json(text, folder, single)
-        if start == "<":
+        if form == "nccl":
             from topoplan.reading.nccl.topology_xml import UNNAMED, parse_nccl_xml
 
             topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology
-        from topoplan.reading.rocm_smi import is_rocm_smi, parse_rocm_smi
-        from topoplan.reading.slurm import is_slurm
-
-        if is_slurm(text):
+        if form == "slurm":
             raise UsageError(
                 "it states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with "
                 "--server dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
             )
-        if is_rocm_smi(text):
+        if form == "rocm-smi":
+            from topoplan.reading.rocm_smi import parse_rocm_smi
+
             topology = parse_rocm_smi(text, xgmi_optional=merged, known=_amd_machines, **rates)
         else:
             topology = parse_nvidia_smi(text, **rates)
@@ -189,6 +206,17 @@ def _read_machine(
         raise type(error)(f"{where}: {error}" if where else str(error)) from None
     topology = with_capable(topology)
     return replace(topology, name=name) if name else topology
+
+
+def form_of(text: str) -> str:
+    """Return the format of a text: a key of `_FORMS`, ``nvidia-smi`` for all others, and nothing for an empty text.
+
+    >>> form_of("SwitchName=s1 Nodes=n[1-2]"), form_of("GPU0 GPU1"), form_of(" {}")
+    ('slurm', 'nvidia-smi', 'json')
+    """
+    text = text.lstrip("\ufeff \t\r\n")
+    found = (form for form, pattern in _FORMS.items() if pattern.search(text))
+    return next(found, "nvidia-smi") if text else ""
 
 
 def _amd_machines() -> list[Topology]:
@@ -204,11 +232,11 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
 
     ``which`` selects one of several topologies by its name. Errors are those of `load`.
     """
-    from topoplan.reading.slurm import is_slurm, parse_slurm
-
     text, where, name, _ = _find(source)
-    if not is_slurm(text):
+    if form_of(text) != "slurm":
         return None
+    from topoplan.reading.slurm import parse_slurm
+
     try:
         return parse_slurm(text, name=name, which=which)
     except (TopologyError, UsageError) as error:
@@ -309,6 +337,8 @@ def decode_log(content: bytes) -> str:
 
 
 def _from_json(text: str, folder: str, single: bool) -> Topology:
+    from topoplan.machine.topology_json import decode_json
+
     value = decode_json(text)
     if not (isinstance(value, dict) and str(value.get("format")).startswith("topoplan.cluster/")):
         return _checked(value)
@@ -338,6 +368,8 @@ def _from_json(text: str, folder: str, single: bool) -> Topology:
 
 def _checked(value: object) -> Topology:
     """Return the machine of an object; refuse a switch without links, which have been forgotten."""
+    from topoplan.machine.topology_json import topology_from_object
+
     topology = topology_from_object(value)
     linked = {end for link in topology.links for end in (link.src, link.dst)}
     for device in topology.devices:

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from topoplan.errors import TopologyError
-from topoplan.machine.notes import listed
 from topoplan.reading.pcie_tree import CODES
+from topoplan.units import listed
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\[(?:\d{1,2}(?:;\d{1,2})*)?m")
 _GPU = re.compile(r"GPU\d{1,6}")

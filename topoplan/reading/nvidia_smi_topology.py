@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from topoplan.errors import Note, warning
 from topoplan.machine.hardware import (
     A100,
     GA102,
@@ -40,12 +41,11 @@ from topoplan.machine.hardware import (
     checked_rate,
 )
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links
-from topoplan.machine.notes import Note, listed, warning
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_matrix
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
-from topoplan.units import counted, several
+from topoplan.units import counted, listed, several
 
 _LONGEST_LINE = 300
 """Characters of the longest line that may hold a name."""

@@ -23,7 +23,7 @@ from fractions import Fraction
 
 from topoplan.errors import TopologyError
 from topoplan.machine.hardware import MOST_LINKS, GpuGeneration, compute_capability, generation_of
-from topoplan.machine.host import bus_id
+from topoplan.machine.host_topology import bus_id
 from topoplan.machine.topology import Device, Topology
 from topoplan.units import exact
 
@@ -177,7 +177,7 @@ class NvlinkState:
     """One NVLink of a GPU.
 
     ``speed`` is in GB/s per direction, None for a link that is down or without ``-s``. ``remote`` is the bus id of the
-    far end (see `topoplan.machine.host.bus_id`), empty if it is hidden or without ``-R``.
+    far end (see `topoplan.machine.host_topology.bus_id`), empty if it is hidden or without ``-R``.
     """
 
     index: int

@@ -25,9 +25,9 @@ from itertools import combinations
 
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import with_capable
-from topoplan.machine.host import plain_bus_id
-from topoplan.machine.notes import listed
+from topoplan.machine.host_topology import plain_bus_id
 from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.units import listed
 
 _ABOUT_NVLINK = re.compile("nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
 

@@ -28,11 +28,9 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-from topoplan.errors import ProbeError, TopologyError, UsageError
+from topoplan.errors import ProbeError, TopologyError, UsageError, kind_of
 from topoplan.machine.hardware import SOCKET, socket_bandwidth
-from topoplan.machine.host import Host, HostCpu, HostGpu, HostNic
-from topoplan.machine.host_topology import host_topology
-from topoplan.machine.notes import kind_of, listed
+from topoplan.machine.host_topology import Host, HostCpu, HostGpu, HostNic, host_topology
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Device, Topology, facts
 from topoplan.machine.topology_json import parse_topology_json
@@ -47,6 +45,7 @@ from topoplan.reading.probe_devices import (
 )
 from topoplan.reading.probe_driver import Driver, read_driver
 from topoplan.reading.probe_nvlinks import gpus_without_peer_access, nvlink_bundles, refused_access
+from topoplan.units import listed
 
 MOST_AGE = 24 * 3600.0
 """Seconds after which a cached probe expires."""

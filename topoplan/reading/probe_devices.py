@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from topoplan.machine.hardware import LANE, UNKNOWN_LANE, UNKNOWN_WIDTH
-from topoplan.machine.host import PciDevice
+from topoplan.machine.host_topology import PciDevice
 from topoplan.reading.pcie_tree import CODES, infer_pcie_tree
 from topoplan.reading.probe_driver import Driver, DriverGpu
 from topoplan.units import summed

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import TypeVar
 
 from topoplan.errors import ProbeError, TopologyError
-from topoplan.machine.host import bus_id
+from topoplan.machine.host_topology import bus_id
 
 Value = TypeVar("Value")
 

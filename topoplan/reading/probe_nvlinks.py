@@ -18,10 +18,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from topoplan.machine.hardware import GA102, P100, generation_of
-from topoplan.machine.host import NvlinkBundle
-from topoplan.machine.notes import listed
+from topoplan.machine.host_topology import NvlinkBundle
 from topoplan.reading.probe_driver import Driver, DriverGpu, DriverLink
-from topoplan.units import counted, summed
+from topoplan.units import counted, listed, summed
 
 
 def refused_access(
@@ -112,7 +111,8 @@ _HIDDEN = ""
 class ProbedNvlink:
     """A link that is up, as one end sees it, in GB/s per direction.
 
-    ``end`` is one of `topoplan.machine.host.NVLINK_ENDS`, ``target`` the bus id of the far end, empty if it is hidden.
+    ``end`` is one of `topoplan.machine.host_topology.NVLINK_ENDS`, ``target`` the bus id of the far end, empty if it is
+    hidden.
     """
 
     end: str

@@ -24,15 +24,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
 
-from topoplan.errors import TopologyError
+from topoplan.errors import TopologyError, warning
 from topoplan.machine.hardware import PCIE_X16, SOCKET, checked_rate
-from topoplan.machine.host import plain_bus_id
-from topoplan.machine.host_topology import both_ways, cpus_of, host_links
-from topoplan.machine.notes import listed, warning
+from topoplan.machine.host_topology import both_ways, cpus_of, host_links, plain_bus_id
 from topoplan.machine.routing import has_peer_access, without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
-from topoplan.units import several
+from topoplan.units import listed, several
 
 _SERVER = "s0"
 
@@ -67,10 +65,6 @@ WIRE = 50.0
 
 MOST_RENUMBERINGS = 10_000
 """Largest number of renumberings of GPUs that are compared; a graph with more is not looked up."""
-
-
-def is_rocm_smi(text: str) -> bool:
-    return any(_TITLE.search(line) for line in text.splitlines())
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,19 +141,7 @@ def by_number(name: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_ -]*")
-_QUOTED = re.compile(r"\"([^\"\\]*)\"|'([^']*)'")
-_COMMENT = re.compile(r"(?:^|\s)#.*$")
 _DEEPEST = 50
-
-
-@dataclass(frozen=True, slots=True)
-class _YamlLine:
-    """A line without its comment and indentation."""
-
-    number: int
-    indent: int
-    text: str
 
 
 def read_yaml(text: str) -> object:
@@ -162,120 +150,52 @@ def read_yaml(text: str) -> object:
     >>> read_yaml("- name: a\\n  sizes: [2, 4]\\n- name: 'b c'   # comment")
     [{'name': 'a', 'sizes': ['2', '4']}, {'name': 'b c'}]
     """
-    lines: list[_YamlLine] = []
-    for number, whole in enumerate(text.splitlines(), 1):
-        line = _COMMENT.sub("", whole).rstrip()
-        if not line.strip() or (not lines and line == "---"):
-            continue
-        body = line.lstrip(" ")
-        if body.startswith("\t"):
-            raise TopologyError(f"line {number} is indented by a tab, which YAML forbids; use spaces")
-        lines.append(_YamlLine(number, len(line) - len(body), body))
-    if not lines:
-        raise TopologyError("the YAML is empty")
-    reader = _YamlReader(lines)
-    value = reader.block(lines[0].indent, 0)
-    if reader.at < len(lines):
-        rest = lines[reader.at]
-        raise TopologyError(f"line {rest.number}: {rest.text[:60]!r} is indented as nothing above it")
-    return value
-
-
-class _YamlReader:
-    """Parses blocks; ``at`` is the index of the next line."""
-
-    def __init__(self, lines: Sequence[_YamlLine]) -> None:
-        self._lines = list(lines)
-        self.at = 0
-
-    def block(self, indent: int, depth: int) -> object:
-        """Parse the list or the mapping that begins at the next line."""
-        line = self._lines[self.at]
-        if depth > _DEEPEST:
-            raise TopologyError(f"line {line.number}: lists and keys are nested more than {_DEEPEST} deep")
-        return self._list(indent, depth) if _is_item(line.text) else self._mapping(indent, depth)
-
-    def _here(self, indent: int) -> _YamlLine | None:
-        line = self._lines[self.at] if self.at < len(self._lines) else None
-        if line is not None and line.indent > indent:
-            raise TopologyError(
-                f"line {line.number}: {line.text[:60]!r} is indented more than what it follows"
-            )
-        return line if line is not None and line.indent == indent else None
-
-    def _list(self, indent: int, depth: int) -> list[object]:
-        found: list[object] = []
-        while (line := self._here(indent)) is not None and _is_item(line.text):
-            rest = line.text[1:].lstrip()
-            if rest and (_key_and_value(rest) or _is_item(rest)):
-                inner = indent + len(line.text) - len(rest)
-                self._lines[self.at] = _YamlLine(line.number, inner, rest)
-                found.append(self.block(inner, depth + 1))
-            elif rest:
-                found.append(_scalar(rest, line.number))
-                self.at += 1
-            else:
-                self.at += 1
-                found.append(self._below(indent, depth, same=False))
-        return found
-
-    def _mapping(self, indent: int, depth: int) -> dict[str, object]:
-        found: dict[str, object] = {}
-        while (line := self._here(indent)) is not None and not _is_item(line.text):
-            pair = _key_and_value(line.text)
-            if pair is None:
-                raise TopologyError(
-                    f"line {line.number}: {line.text[:60]!r} is not a key with a value, such as nodes: n1"
-                )
-            key, value = pair
-            if key in found:
-                raise TopologyError(f"line {line.number}: key {key[:60]} occurs twice; write it once")
-            self.at += 1
-            found[key] = _scalar(value, line.number) if value else self._below(indent, depth, same=True)
-        return found
-
-    def _below(self, indent: int, depth: int, *, same: bool) -> object:
-        """Parse the block below a line; a list that belongs to a key may be indented as the key."""
-        if self.at == len(self._lines):
-            return None
-        line = self._lines[self.at]
-        if line.indent > indent or (same and line.indent == indent and _is_item(line.text)):
-            return self.block(line.indent, depth + 1)
-        return None
-
-
-def _key_and_value(text: str) -> tuple[str, str] | None:
-    """Return the key that a line begins with and the text after its colon; None if the line has no key."""
-    before, colon, value = text.partition(":")
-    key = before.rstrip()
-    if not colon or not _KEY.fullmatch(key) or (value and not value[0].isspace()):
-        return None
-    return key, value.strip()
-
-
-def _is_item(text: str) -> bool:
-    return text == "-" or text.startswith("- ")
-
-
-def _scalar(text: str, number: int) -> object:
-    """Parse a string, or a list of strings in brackets."""
-    quoted = _QUOTED.fullmatch(text)
-    if quoted:
-        return quoted[1] if quoted[1] is not None else quoted[2]
-    if text[0] in "\"'&*!|>{}%@`]":
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(
+            "topology.yaml needs PyYAML, which is not installed: pip install 'topoplan[yaml]'"
+        ) from None
+    try:
+        root = yaml.compose(text, getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise TopologyError(
-            f"line {number}: {text[:60]!r} is YAML that is not supported here; write plain text"
-        )
-    if text.startswith("["):
-        if not text.endswith("]"):
-            raise TopologyError(f"line {number}: {text[:60]!r} is a list that is not closed; end it with ]")
-        inner = text[1:-1].strip()
-        return [str(_scalar(part.strip() or "[", number)) for part in inner.split(",")] if inner else []
-    return text
+            f"line {line}: the YAML cannot be parsed: {error.problem or error.context}"
+        ) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise TopologyError(f"the YAML cannot be parsed: {' '.join(str(error).split())}"[:200]) from None
+    if root is None:
+        raise TopologyError("the YAML is empty")
+    seen: set[int] = set()
+
+    def value_of(node: yaml.Node, depth: int) -> object:
+        where = f"line {node.start_mark.line + 1}"
+        if depth > _DEEPEST:
+            raise TopologyError(f"{where}: lists and keys are nested more than {_DEEPEST} deep")
+        if id(node) in seen:
+            raise TopologyError(f"{where}: an alias repeats what an anchor names; write it out")
+        seen.add(id(node))
+        if not node.tag.endswith((":str", ":seq", ":map")):
+            raise TopologyError(f"{where}: {node.tag[:60]} is a tag, and Slurm has none; write plain text")
+        if isinstance(node, yaml.SequenceNode):
+            return [value_of(item, depth + 1) for item in node.value]
+        if isinstance(node, yaml.MappingNode):
+            found: dict[str, object] = {}
+            for key, value in node.value:
+                name, line = value_of(key, depth + 1), key.start_mark.line + 1
+                if not isinstance(name, str):
+                    raise TopologyError(f"line {line}: a key must be a text; write it as in nodes: n1")
+                if name in found:
+                    raise TopologyError(f"line {line}: key {name[:60]} occurs twice; write it once")
+                found[name] = value_of(value, depth + 1)
+            return found
+        return None if node.value == "" and not node.style else str(node.value)
+
+    return value_of(root, 0)
 
 
 _CONF = re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*=")
-_YAML = re.compile(r"(?m)^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:")
 _PAIR = re.compile(r"([A-Za-z]+)=(\S+)")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -315,11 +235,6 @@ class _TreePart:
     children: tuple[str, ...]
     nodes: tuple[str, ...]
     where: str
-
-
-def is_slurm(text: str) -> bool:
-    """Return whether a text looks like one of the two files."""
-    return bool(_CONF.search(text) or _YAML.search(text))
 
 
 def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:

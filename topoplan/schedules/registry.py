@@ -101,7 +101,7 @@ class Schedule:
     most_ranks : int or None
         Ranks up to which ``--sizes`` tries it.
     column : str
-        Head of its column in `topoplan.compare`; it has none there if empty.
+        Head of its column in `topoplan.operate.compare.comparison.compare`; it has none there if empty.
     timed : bool
         Whether ``--sizes`` tries it; a rival that is only compared is not chosen.
     beside : callable or None

@@ -24,8 +24,7 @@ import numpy as np
 
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric, channel_words
-from topoplan.machine.fabric_structure import Integers, labelled_graph_of
-from topoplan.plans.permutation_groups import components
+from topoplan.machine.fabric_structure import Integers, components, labelled_graph_of
 from topoplan.plans.plan import ROOTED
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.solve.cuts_and_partitions import best_bound, whole_capacities

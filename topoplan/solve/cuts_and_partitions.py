@@ -39,10 +39,9 @@ import numpy as np
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import labelled_graph_of
+from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric, Partition, Trivial
-from topoplan.plans.permutation_groups import equitable_partition
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.solve.symmetry.nested_blocks import nested_blocks

@@ -21,10 +21,14 @@ import numpy as np
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine import variants
 from topoplan.machine.fabric import CHANNEL_SPLITS, STAGED, Fabric, usable_fabric
-from topoplan.machine.fabric_structure import Integers, LabelledGraph, machine_labelled_graph
+from topoplan.machine.fabric_structure import (
+    Integers,
+    LabelledGraph,
+    colours_with_fixed,
+    machine_labelled_graph,
+)
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.plans.certificates.exchange import SparseCertificate
-from topoplan.plans.permutation_groups import colours_with_fixed
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.survival import (
     FailureOutcome,

@@ -33,15 +33,13 @@ from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
-from topoplan.solve.packing.exact import ORDERS, ExactPacking, pack_exact, pack_low
-from topoplan.solve.packing.fewest_trees import fewest_peeled, minimise_trees
-from topoplan.solve.packing.inner_vertices import has_inner_vertices, plan_over_inner_vertices
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
 
 if TYPE_CHECKING:
     from topoplan.plans.certificates.exchange import DemandMatrix
     from topoplan.solve.packing.all_to_all import Matrix
+    from topoplan.solve.packing.exact import ExactPacking
 
 BANDWIDTH_GAP = 1.25
 """The next wider link is of another kind from this ratio of bandwidths on."""
@@ -83,6 +81,12 @@ def _slowest_of_kind(fabric: Fabric) -> dict[Link, float]:
             slowest[link] = floor
     return slowest
 
+
+MOST_INNER, MOST_INNER_RANKS = 16, 64
+"""Inner vertices other than helpers, and ranks, up to which trees are packed over inner vertices."""
+
+ORDERS = ("height", "trees", "first")
+"""Objectives that come first among packings of equal rate."""
 
 METHODS = ("exact", "mwu", "three-phase")
 
@@ -277,6 +281,8 @@ def lower_trees(
         raise UsageError(
             "heights are not limited where switches or helpers copy or add; leave the height out"
         )
+    from topoplan.solve.packing.exact import pack_low
+
     packed = pack_low(
         fabric,
         made.collective,
@@ -356,6 +362,13 @@ def _certified_in_network(made: Plan, fabric: Fabric) -> Plan:
     return replace(certified, notes=(*made.notes, note))
 
 
+def has_inner_vertices(fabric: Fabric) -> bool:
+    """Return whether trees of a fabric may pass devices other than ranks, few enough to pack trees over them."""
+    inner = {name for op in ("reduce", "broadcast") for name in fabric.inner_devices(op)}
+    few = len(inner) - len(fabric.helpers) <= MOST_INNER
+    return bool(inner) and few and 1 < fabric.size <= MOST_INNER_RANKS
+
+
 def _plan_exact(
     fabric: Fabric,
     collective: str,
@@ -366,6 +379,9 @@ def _plan_exact(
     tolerance: float,
 ) -> Plan:
     inner = has_inner_vertices(fabric)
+    if inner:
+        from topoplan.solve.packing.inner_vertices import plan_over_inner_vertices
+
     if inner and fabric.helpers:
         known: Plan | None = None
         alone = fabric.forwarding_only()
@@ -399,6 +415,8 @@ def _plan_exact(
         composed = composed_optimum(fabric, collective, root=root, progress=progress)
         if composed is not None:
             return replace(composed, method="exact")
+    from topoplan.solve.packing.exact import pack_exact
+
     packed = pack_exact(fabric, collective, root=root, order=order, time_limit=deadline, progress=progress)
     made = _packed_plan(fabric, collective, root, packed)
     if inner and made.gap > 0 and not deadline.cut:
@@ -406,6 +424,8 @@ def _plan_exact(
             fabric, collective, root=root, known=made, deadline=deadline, progress=progress
         )
     if order == "trees" and LARGEST_EXACT < fabric.size <= MOST_PEELED and made.gap == 0:
+        from topoplan.solve.packing.fewest_trees import fewest_peeled
+
         bound = made.certificate.bound(fabric, collective, root) * packing.scale
         peeled = fewest_peeled(packing, bound, fewer_than=made.trees)
         if peeled is not None:
@@ -437,6 +457,7 @@ def _floored_plan(fabric: Fabric, symmetric: Plan, tolerance: float, *, final: b
 
 
 def _plan_mwu(fabric: Fabric, collective: str, root: int | None, epsilon: float, threshold: float) -> Plan:
+    from topoplan.solve.packing.fewest_trees import minimise_trees
     from topoplan.solve.packing.multiplicative_weights import pack_mwu
 
     packing = Packing(fabric, collective, root)

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric_structure import LARGEST_TABLE, components, group_elements, link_orbits, orbits
 from topoplan.machine.topology import physical_memory
 from topoplan.plans.minimum_trees import UNREACHABLE
-from topoplan.plans.permutation_groups import LARGEST_TABLE, components, group_elements, link_orbits, orbits
 from topoplan.units import format_size
 
 BYTES_PER_PAIR = 60

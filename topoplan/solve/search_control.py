@@ -13,8 +13,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import UsageError
-from topoplan.machine.notes import Note
+from topoplan.errors import Note, UsageError
 
 
 class RandomStream:

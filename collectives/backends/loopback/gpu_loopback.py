@@ -39,7 +39,7 @@ class _GpuProgram:
     graphs: dict[str, Any]
 
 
-class LoopbackGpu(AllRanks):
+class LoopbackGpu(AllRanks[Any]):
     """`Backend` of all ranks in this process, their arrays on one GPU.
 
     `device` is CUDA's number of the GPU, by default the current one. `step_bytes` is the least that a launch moves, if
@@ -48,7 +48,7 @@ class LoopbackGpu(AllRanks):
     """
 
     name = "loopback-gpu"
-    chunk_bytes: int | None = None
+    arrays: CupyArrays
 
     def __init__(
         self,

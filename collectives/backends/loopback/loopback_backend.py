@@ -238,7 +238,7 @@ TASKS_PER_THREAD = 8
 """Parts of each thread's work, so that a delayed thread leaves the rest to others."""
 
 
-class Loopback(AllRanks):
+class Loopback(AllRanks[NDArray[Any]]):
     """`Backend` of all ranks in this process.
 
     At most `threads` work, the caller's included; by default one for each core, up to `MOST_THREADS`. Ranks that get no

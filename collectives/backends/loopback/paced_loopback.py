@@ -402,7 +402,7 @@ SECONDS_PER_TRANSFER = 60e-6
 """The least seconds for each chunk transfer; it takes about a third of that on one core."""
 
 
-class PacedLoopback(AllRanks):
+class PacedLoopback(AllRanks[NDArray[Any]]):
     """`Backend` of all ranks in this process, on links that are as fast as those of the plan's machine.
 
     Results are those of `Loopback`, bit for bit. It keeps up if all links together carry less than the memory of one

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps, describe_failure
 from collectives.backends.nccl.nccl_communicators import (
     ABORT_SECONDS,
-    NcclCommunicators,
+    NcclConnection,
     short_of_shared_memory,
 )
 from collectives.backends.nccl.nccl_library import (
@@ -40,7 +40,6 @@ from collectives.backends.nccl.nccl_library import (
     NcclFailed,
     NcclLibrary,
     NcclWindow,
-    NcclWindows,
     describe_library,
 )
 from collectives.peers.control_plane import ControlPlane
@@ -203,7 +202,7 @@ def count_ranks_per_gpu(cupy: ModuleType, world: ControlPlane, device: int, *, t
 def open_device_arenas(
     cupy: ModuleType,
     library: NcclLibrary,
-    connections: NcclCommunicators,
+    connection: NcclConnection,
     steps: AgreedSteps,
     *,
     rank: int,
@@ -213,14 +212,12 @@ def open_device_arenas(
 ) -> DeviceArenas | str:
     """Return arenas of all ranks on the current GPU, or in one line why not; all ranks call it, with one result."""
     runtime = cupy.cuda.runtime
-    windows = library.windows
-    link = connections.have(1)[0]
 
     def look() -> dict[str, Any]:
         team = 0
-        if windows is not None:
-            with suppress(NcclFailed), connections.call():
-                team = windows.team(link)
+        if library.windows:
+            with suppress(NcclFailed), connection.call():
+                team = connection.link.team()
         return {
             "host": _host(),
             "process": _process(),
@@ -230,7 +227,7 @@ def open_device_arenas(
             "queues": _queues(os.environ.get(QUEUES, "")),
             "shares": _serves_processes(runtime, device),
             "nccl": describe_library(library),
-            "windows": windows is not None,
+            "windows": library.windows,
             "team": team,
         }
 
@@ -245,10 +242,9 @@ def open_device_arenas(
         why = _no_windows(ranks)
         ways: list[tuple[ArenaMapping, tuple[int, ...], threading.Event]] = []
         if not why:
-            assert windows is not None, "rank by rank"
             domains = (0,) * size if all(one.team == size for one in ranks) else by_host
             given_up = threading.Event()
-            by_nccl = _WindowArenas(cupy, library, windows, steps, rank, domains, nbytes, given_up)
+            by_nccl = _WindowArenas(cupy, library, steps, rank, domains, nbytes, given_up)
             ways.append((by_nccl, domains, given_up))
         ways.append((_CudaArenas(runtime, steps, rank, by_host, ranks, nbytes), by_host, threading.Event()))
         for way, reached, given_up in ways:
@@ -310,7 +306,7 @@ def _no_windows(ranks: Sequence[_RankReport]) -> str:
     old = next((number for number, one in enumerate(ranks) if not one.windows), None)
     if old is None:
         return ""
-    return f"windows need nccl4py and NCCL 2.29.7 or newer, and rank {old} has {ranks[old].nccl}"
+    return f"windows need NCCL 2.29.7 or newer, and rank {old} has {ranks[old].nccl}"
 
 
 def _leave(way: ArenaMapping, steps: AgreedSteps) -> None:
@@ -406,7 +402,6 @@ class _WindowArenas:
         self,
         cupy: Any,
         library: NcclLibrary,
-        windows: NcclWindows,
         steps: AgreedSteps,
         rank: int,
         domains: tuple[int, ...],
@@ -415,7 +410,6 @@ class _WindowArenas:
     ) -> None:
         self._cupy = cupy
         self._library = library
-        self._windows = windows
         self._steps = steps
         self._rank = rank
         self._members = [peer for peer, domain in enumerate(domains) if domain == domains[rank]]
@@ -471,7 +465,7 @@ class _WindowArenas:
             link = None
         with suppress(NcclFailed):
             if memory:
-                self._windows.free(memory)
+                self._library.free(memory)
         with suppress(NcclFailed):
             if link is not None:
                 link.destroy()
@@ -490,10 +484,10 @@ class _WindowArenas:
     def _register(self) -> bool:
         assert self._link is not None, "the step before"
         runtime = self._cupy.cuda.runtime
-        self._memory = self._windows.allocate(self._nbytes)
+        self._memory = self._library.allocate(self._nbytes)
         runtime.memset(self._memory, 0, self._nbytes)
         runtime.deviceSynchronize()
-        self._window = self._windows.register(self._link, self._memory, self._nbytes)
+        self._window = self._link.register(self._memory, self._nbytes)
         self._settle()
         return self._window.made()
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.backends.nccl.nccl_communicators import NcclCommunicators
+from collectives.backends.nccl.nccl_communicators import NcclConnection
 from collectives.backends.nccl.nccl_library import NcclCommunicator
 from collectives.backends.stepped_program import ProgramStep, SteppedProgram
 from collectives.tables.kernels.kernel_launch import DeviceWork, Kernels, work_of
@@ -36,63 +36,48 @@ NEW, SEEN, FIRST_GRAPH = 0, 1, 2
 class BoundProgram:
     """A program whose tables lie on the GPU.
 
-    `works` has one entry for each stream. `scratch` is a CuPy array or None. `steps` holds 0, 1, 2, … as int32, to mark
-    progress with.
+    `scratch` is a CuPy array or None. `steps` holds 0, 1, 2, … as int32, to mark progress with.
     """
 
     program: SteppedProgram
-    works: tuple[DeviceWork, ...]
+    work: DeviceWork
     scratch: Any
     steps: Any
 
 
 def bind_program(program: SteppedProgram, kernels: Kernels, cupy: ModuleType, itemsize: int) -> BoundProgram:
     """Copy a program's tables to the memory of the current GPU."""
-    longest = max((len(stream.steps) for stream in program.streams), default=0)
     return BoundProgram(
         program,
-        tuple(kernels.upload(work_of(stream.joins, itemsize), 3) for stream in program.streams),
+        kernels.upload(work_of(program.joins, itemsize), 3),
         cupy.empty(program.scratch, dtype=np.uint8) if program.scratch else None,
-        cupy.asarray(np.arange(longest + 1, dtype=np.int32)),
+        cupy.asarray(np.arange(len(program.steps) + 1, dtype=np.int32)),
     )
-
-
-@dataclass(slots=True, eq=False)
-class _Streams:
-    moving: Any
-    joining: Any
-    marking: Any
 
 
 class NcclStreams:
     """The streams of a rank, and what runs in them.
 
-    `kernels` of the GPU that is current now and in every call. The progress of `most` streams can be marked.
+    `kernels` of the GPU that is current now and in every call. `origin` is the stream before which everything starts,
+    and which continues when all has ended. `done` holds the steps of the running program whose messages have moved.
     """
 
-    def __init__(self, cupy: ModuleType, kernels: Kernels, *, most: int) -> None:
+    def __init__(self, cupy: ModuleType, kernels: Kernels) -> None:
         self._cupy: Any = cupy
         self._kernels = kernels
-        self._streams: list[_Streams] = []
-        self._memory: Any = cupy.cuda.alloc_pinned_memory(4 * most)
-        self.marks: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32, count=most)
-
-    @property
-    def origin(self) -> Any:
-        """Return the stream before which everything starts, and which continues when all has ended."""
-        self._have(1)
-        return self._streams[0].moving
+        self.origin, self._joining, self._marking = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+        self._memory: Any = cupy.cuda.alloc_pinned_memory(4)
+        self.done: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32, count=1)
 
     def send_addresses(self, bound: BoundProgram, addresses: NDArray[np.int64]) -> None:
-        """Copy the addresses of the buffers to the kernels' tables."""
+        """Copy the addresses of the buffers to the kernels' table."""
         with self.origin:
-            for work in bound.works:
-                work.bases.set(addresses)
+            bound.work.bases.set(addresses)
 
     def run(
         self,
         bound: BoundProgram,
-        connections: NcclCommunicators,
+        connection: NcclConnection,
         kernel: Any,
         addresses: NDArray[np.int64],
         check: Callable[[], None],
@@ -102,63 +87,45 @@ class NcclStreams:
         `addresses` has the buffers' three addresses. `check` is called before each step, and may raise to end the
         collective.
         """
-        programs = bound.program.streams
-        links = connections.have(len(programs))
-        self._have(len(programs))
-        origin = self.origin
-        begun = self._event(origin)
-        others = [
-            stream
-            for one in self._streams[: len(programs)]
-            for stream in (one.moving, one.joining, one.marking)
-        ][1:]
-        for stream in others:
-            stream.wait_event(begun)
-        turns = sorted(
-            (step.number, number, place)
-            for number, program in enumerate(programs)
-            for place, step in enumerate(program.steps)
-        )
-        joined: dict[tuple[int, int], Any] = {}
+        moving, joining, marking = self.origin, self._joining, self._marking
+        begun = self._event(moving)
+        joining.wait_event(begun)
+        marking.wait_event(begun)
+        joined: dict[int, Any] = {}
         where = [int(address) for address in addresses]
-        for _, number, place in turns:
+        for place, step in enumerate(bound.program.steps):
             check()
-            step, streams = programs[number].steps[place], self._streams[number]
             if step.joined is not None:
-                streams.moving.wait_event(joined[number, step.joined])
-            with connections.group():
-                self._move(step, links[number], streams.moving, where)
-            connections.settle(links[number], check)
-            moved = self._event(streams.moving)
-            self._mark(bound, number, place + 1, streams.marking, moved)
+                moving.wait_event(joined[step.joined])
+            with connection.group():
+                self._move(step, connection.link, where)
+            connection.settle(check)
+            moved = self._event(moving)
+            self._mark(bound, place + 1, moved)
             if step.join is not None:
-                streams.joining.wait_event(moved)
-                with streams.joining:
-                    self._kernels.launch(kernel, bound.works[number], step.join)
-                joined[number, place] = self._event(streams.joining)
-        for stream in others:
-            origin.wait_event(self._event(stream))
-
-    def _have(self, count: int) -> None:
-        while len(self._streams) < count:
-            self._streams.append(_Streams(*(self._cupy.cuda.Stream(non_blocking=True) for _ in range(3))))
+                joining.wait_event(moved)
+                with joining:
+                    self._kernels.launch(kernel, bound.work, step.join)
+                joined[place] = self._event(joining)
+        moving.wait_event(self._event(joining))
+        moving.wait_event(self._event(marking))
 
     def _event(self, stream: Any) -> Any:
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
 
-    def _move(self, step: ProgramStep, link: NcclCommunicator, stream: Any, where: list[int]) -> None:
+    def _move(self, step: ProgramStep, link: NcclCommunicator, where: list[int]) -> None:
         for one in step.sends:
-            link.send(where[one.buffer] + one.offset, one.nbytes, one.peer, stream.ptr)
+            link.send(where[one.buffer] + one.offset, one.nbytes, one.peer, self.origin.ptr)
         for one in step.receives:
-            link.receive(where[one.buffer] + one.offset, one.nbytes, one.peer, stream.ptr)
+            link.receive(where[one.buffer] + one.offset, one.nbytes, one.peer, self.origin.ptr)
 
-    def _mark(self, bound: BoundProgram, number: int, value: int, stream: Any, moved: Any) -> None:
-        stream.wait_event(moved)
+    def _mark(self, bound: BoundProgram, value: int, moved: Any) -> None:
+        self._marking.wait_event(moved)
         runtime = self._cupy.cuda.runtime
-        target, source = self._memory.ptr + 4 * number, bound.steps.data.ptr + 4 * value
-        runtime.memcpyAsync(target, source, 4, runtime.memcpyDeviceToHost, stream.ptr)
+        source = bound.steps.data.ptr + 4 * value
+        runtime.memcpyAsync(self._memory.ptr, source, 4, runtime.memcpyDeviceToHost, self._marking.ptr)
 
 
 @dataclass(slots=True)

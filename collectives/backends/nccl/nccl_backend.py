@@ -4,8 +4,7 @@ The ranks compare signatures before each collective. Every rank then runs its pr
 other GPUs' memory (`window_engine`); or messages grouped by steps that match on all ranks, and joins beside them
 (`stepped_program`). A collective returns when the GPU has finished.
 
-Tests without GPUs cannot show speeds, the overlap of NCCL's kernels and the joins, and several trees with a
-communicator each on a GPU that is too small for all their kernels.
+Tests without GPUs cannot show speeds, nor the overlap of NCCL's kernels and the joins.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from collectives.backends.nccl.nccl_communicators import (
     ABORT_SECONDS,
     DESTROY_SECONDS,
     CollectiveGuard,
-    NcclCommunicators,
+    NcclConnection,
     ParentCommunicator,
     prepare_library,
 )
@@ -55,15 +54,13 @@ from collectives.tables.transfer_table import Given
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 from topoplan.units import format_size
 
-MOST_STREAMS = 1024
-
 ENGINES = ("auto", "windows", "messages")
 
 REGION_BYTES = 256 << 20
 """The default for the memory of a GPU that the other GPUs write to."""
 
 DRAIN_SECONDS = 1.0
-"""Time for the GPU to finish queued work after the communicators are aborted."""
+"""Time for the GPU to finish queued work after the communicator is aborted."""
 
 NOTICE_SECONDS = 1.0
 """Time for a rank that gave up to report why."""
@@ -89,16 +86,7 @@ class NcclBackend(OneRank):
     - `device` is CUDA's number of the GPU, by default the current one.
     - `timeout` is in seconds: for the rendezvous, and for the next step of a collective.
     - `step_bytes`: the least that a rank sends in a step, if the buffer has as much.
-    - `lanes`: "steps" runs all trees in common steps on one communicator. "trees" gives each tree a communicator and
-      streams, and sets ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` unless it is set: communicators that run side by side can block
-      each other otherwise.
-    - `overlap`: join what has arrived while the next step moves.
-    - `graphs`: replay a collective as a CUDA graph from the third call with the same arrays on all ranks; never with
-      "trees", since graphs of several communicators can block each other.
-    - `ranks_per_gpu` above 1 lets NCCL (2.30 or newer) put several ranks on one GPU: it sets
-      ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS`` unless they are set, which must happen before the
-      process uses NCCL. By default the ranks count it by host and PCI bus id.
-    - `bindings`: "nccl4py", "cupy", or "auto" for the first that is installed.
+    - `graphs`: replay a collective as a CUDA graph from the third call with the same arrays on all ranks.
     - `engine`: "windows" runs one kernel for each collective, which writes to the other GPUs' memory. "messages" uses
       NCCL's sends and receives, and kernels that join. "auto" takes windows if all ranks have them and the plan fits.
     - `region_bytes`: memory of each GPU for windows, half of it for slots and flags, half for arrays of `empty`.
@@ -106,17 +94,17 @@ class NcclBackend(OneRank):
     - `arrays`, `survivors`, `parent`: taken over from an earlier back end of this rank. This one closes `survivors`.
 
     `about_engine` names the engine and why no better one is used; it is the same on all ranks. `survivors` becomes None
-    when this rank's GPU has failed: the others recover without it.
+    when this rank's GPU has failed: the others recover without it. NCCL 2.30 puts several ranks on one GPU, with
+    ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and a small ``NCCL_MAX_CTAS``, which are set here unless they are set.
 
     Raises `UsageError` if NCCL is missing, an argument is out of range, or windows are demanded and not available;
     `BackendError` if the ranks do not find each other.
     """
 
     name = "nccl"
-    one_rank = True
+    arrays: CupyArrays
     direct = False
     averages = True
-    chunk_bytes: int | None = None
 
     def __init__(
         self,
@@ -126,11 +114,7 @@ class NcclBackend(OneRank):
         device: int | None = None,
         timeout: float = 30.0,
         step_bytes: int = 2 << 20,
-        lanes: str = "steps",
-        overlap: bool = True,
         graphs: bool = True,
-        ranks_per_gpu: int | None = None,
-        bindings: str = "auto",
         engine: str = "auto",
         region_bytes: int = REGION_BYTES,
         exact: bool = True,
@@ -146,23 +130,16 @@ class NcclBackend(OneRank):
             raise UsageError(
                 f"the engine {engine!r} is unknown; use {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
             )
-        if lanes not in ("steps", "trees"):
-            raise UsageError(f"lanes {lanes!r} are unknown; use 'steps' or 'trees'")
-        given = 1 if ranks_per_gpu is None else ranks_per_gpu
-        if step_bytes < 1 or given < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
+        if step_bytes < 1 or not 0 < timeout <= LONGEST_TIMEOUT:
             raise UsageError(
-                f"step_bytes, ranks_per_gpu and timeout must be above 0, and timeout at most {LONGEST_TIMEOUT} s, "
-                f"got {step_bytes}, {given} and {timeout}"
+                f"step_bytes and timeout must be above 0, and timeout at most {LONGEST_TIMEOUT} s, got {step_bytes} "
+                f"and {timeout}"
             )
         if arrays is not None:
             device = arrays.device
         elif device is None:
             device = int(cupy.cuda.runtime.getDevice())
-        counted = count_ranks_per_gpu(cupy, world, device, timeout=timeout)
-        ranks_per_gpu = counted if ranks_per_gpu is None else ranks_per_gpu
-        self.library = prepare_library(
-            cupy, trees=lanes == "trees", ranks_per_gpu=ranks_per_gpu, bindings=bindings
-        )
+        self.library = prepare_library(count_ranks_per_gpu(cupy, world, device, timeout=timeout))
         self.rank = world.rank
         self.size = world.size
         self.ranks: tuple[int, ...] = (world.rank,)
@@ -175,21 +152,11 @@ class NcclBackend(OneRank):
         self._world = world
         self._timeout = timeout
         self._step_bytes = step_bytes
-        self._by_tree = lanes == "trees"
-        self._overlap = overlap
-        self._settings = {
-            "step_bytes": step_bytes,
-            "lanes": lanes,
-            "overlap": overlap,
-            "engine": engine,
-            "exact": exact,
-        }
-        self._graphs = graphs and lanes == "steps"
+        self._settings = {"step_bytes": step_bytes, "engine": engine, "exact": exact}
+        self._graphs = graphs
         self._shared_settings: dict[str, Any] = {
             **self._settings,
             "graphs": graphs,
-            "ranks_per_gpu": ranks_per_gpu,
-            "bindings": bindings,
             "region_bytes": region_bytes,
         }
         self._on_close: list[Callable[[], None]] = []
@@ -197,17 +164,17 @@ class NcclBackend(OneRank):
         self._captures = 0
         self._closed = False
         with self.arrays.here():
-            self._streams = NcclStreams(cupy, self.arrays.kernels, most=MOST_STREAMS)
-        self._connections = NcclCommunicators(
+            self._streams = NcclStreams(cupy, self.arrays.kernels)
+        self._connection = NcclConnection(
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
-        self._guard = CollectiveGuard(world, self._connections, timeout=timeout)
+        self._guard = CollectiveGuard(world, self._connection, timeout=timeout)
         self._engine: WindowEngine | None = None
         try:
-            self._connections.have(1)
+            self._connection.connect()
             self.about_engine = self._open_engine(region_bytes)
             self.survivors = self._survivors() if survivors is None else survivors
-            self._connections.keeps = self.survivors is not None
+            self._connection.keeps = self.survivors is not None
         except BaseException as error:
             self._end(self._failure(error))
             self.close()
@@ -306,7 +273,7 @@ class NcclBackend(OneRank):
                 timeout=self._timeout,
                 arrays=self.arrays,
                 survivors=survivors,
-                parent=self._connections.parent,
+                parent=self._connection.parent,
                 **self._shared_settings,
             )
         except Exception as error:
@@ -354,7 +321,7 @@ class NcclBackend(OneRank):
 
     def close(self) -> None:
         self._leave(together=True, ends=True)
-        self._connections.abort_parent()
+        self._connection.abort_parent()
         if self.survivors is not None:
             self.survivors.close()
 
@@ -367,11 +334,11 @@ class NcclBackend(OneRank):
         if self._guard.error is None:
             self._leave_engine(together=together)
             if ends:
-                self._connections.destroy_all()
+                self._connection.destroy()
             else:
-                self._connections.abort(idle=True)
+                self._connection.abort(idle=True)
             self._drop_graphs()
-            self._connections.wait_ended(DESTROY_SECONDS)
+            self._connection.wait_ended(DESTROY_SECONDS)
         self._world.close()
         self._programs.clear()
         for close in self._on_close:
@@ -467,7 +434,7 @@ class NcclBackend(OneRank):
             found = open_device_arenas(
                 self._cupy,
                 self.library,
-                self._connections,
+                self._connection,
                 steps,
                 rank=self.rank,
                 size=self.size,
@@ -544,11 +511,11 @@ class NcclBackend(OneRank):
 
     def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
         """Queue messages behind a kernel (`window_engine.Move`)."""
-        (link, *_), stream = self._connections.have(1), self._streams.origin.ptr
-        with self._connections.group():
+        link, stream = self._connection.link, self._streams.origin.ptr
+        with self._connection.group():
             for sends, peer, address, nbytes in messages:
                 (link.send if sends else link.receive)(address, nbytes, peer, stream)
-        self._connections.settle(link, self._guard.check)
+        self._connection.settle(self._guard.check)
 
     def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
         bound, replays = self._bound_program(call)
@@ -559,19 +526,18 @@ class NcclBackend(OneRank):
         if not len(call.table):
             return
         program = bound.program
-        self._connections.have(len(program.streams))
         kernel = self.arrays.kernels.compiled(call.op, call.dtype, call.itemsize)
-        marks = self._streams.marks
-        marks[: len(program.streams)] = 0
+        done = self._streams.done
+        done[0] = 0
         origin, ready = self._streams.origin, self._ready(stream)
-        with self._guard.watch(lambda: int(marks.sum()), lambda: waits_for(program, marks.tolist())):
+        with self._guard.watch(lambda: int(done[0]), lambda: waits_for(program, int(done[0]))):
             origin.wait_event(ready)
             self._streams.send_addresses(bound, addresses)
             if what == "capture":
                 self._capture(bound, replays, key, kernel, addresses)
             if what == "run":
                 replays.ran(key)
-                self._streams.run(bound, self._connections, kernel, addresses, self._guard.check)
+                self._streams.run(bound, self._connection, kernel, addresses, self._guard.check)
             else:
                 replays.graph(key).launch(origin)
             self._wait()
@@ -583,7 +549,7 @@ class NcclBackend(OneRank):
         self._captures += 1
         origin.begin_capture()
         try:
-            self._streams.run(bound, self._connections, kernel, addresses, self._guard.check)
+            self._streams.run(bound, self._connection, kernel, addresses, self._guard.check)
         except BaseException:
             # the stream must not stay in its capture, and nothing may hold what was captured
             with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
@@ -642,14 +608,7 @@ class NcclBackend(OneRank):
         one = call.memory[0]
         layout = (call.table, call.itemsize, one.given, one.block)
         if layout not in self._programs:
-            program = program_of(
-                call.table,
-                one,
-                call.itemsize,
-                step_bytes=self._step_bytes,
-                by_tree=self._by_tree,
-                overlap=self._overlap,
-            )
+            program = program_of(call.table, one, call.itemsize, step_bytes=self._step_bytes)
             self._programs[layout] = (
                 bind_program(program, self.arrays.kernels, self._cupy, call.itemsize),
                 GraphReplays(),
@@ -689,7 +648,7 @@ class NcclBackend(OneRank):
         return failure
 
     def _end(self, failure: BackendError) -> None:
-        """Abort the communicators, and let the GPU finish queued work before its memory is released."""
+        """Abort the communicator, and let the GPU finish queued work before its memory is released."""
         self._guard.stop(failure)
         engine = self._engine
         self._leave_engine(together=False)
@@ -697,10 +656,10 @@ class NcclBackend(OneRank):
             with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._gpu():
                 failure.add_note(engine.state())
         self._drop_graphs()
-        self._connections.wait_ended(ABORT_SECONDS)
-        if not self._drain() and self._connections.parent is not None:
+        self._connection.wait_ended(ABORT_SECONDS)
+        if not self._drain() and self._connection.parent is not None:
             # only an abort ends a kernel that has not read the stop word, as one in a graph
-            self._connections.abort_parent()
+            self._connection.abort_parent()
             self._drain()
 
     def _drain(self) -> bool:

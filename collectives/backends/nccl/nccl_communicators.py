@@ -1,4 +1,4 @@
-"""Hold the NCCL communicators of a rank: made together with all other ranks, aborted or abandoned alone.
+"""Hold the NCCL communicator of a rank: made together with all other ranks, aborted or abandoned alone.
 
 NCCL forbids aborting a communicator beside a running call on it. All calls pass here, one at a time, and an abort
 waits for the running one; if the library's calls can wait for other ranks (`NcclLibrary.waits`) the abort proceeds
@@ -7,8 +7,8 @@ thread of its own, and a query until it is queued; replayed graphs do not.
 
 Kernels and calls that wait for a peer wait without end; only an abort releases them. A thread (`CollectiveGuard`)
 watches every collective and aborts when a rank reports a failure, when NCCL reports an error, or when no step has
-ended within the timeout. If ranks may recover (`NcclCommunicators.keeps`), the first communicator is revoked
-instead, if NCCL can: its waits end too, and it stays. The survivors then shrink it, once: NCCL takes a second
+ended within the timeout. If ranks may recover (`NcclConnection.keeps`), the communicator is revoked instead, if NCCL
+can: its waits end too, and it stays. The survivors then shrink it, once: NCCL takes a second
 attempt for the first one. Without that they rendezvous by a new id, as at the start.
 """
 
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +41,7 @@ BLOCKED_CALL_SECONDS = 1.0
 """Seconds that aborting waits for a running call."""
 
 ABORT_SECONDS, DESTROY_SECONDS = 2.0, 5.0
-"""Time for NCCL to abort or destroy its communicators before a rank continues."""
+"""Time for NCCL to abort or destroy the communicator before a rank continues."""
 
 LOOK_SECONDS = 0.01
 
@@ -59,17 +58,15 @@ Place = Callable[[], tuple[int | None, int | None]]
 """Return the peer and the row of the table that a rank waits for."""
 
 SPINS = 200
-"""Looks of `NcclCommunicators.settle` before it sleeps in between."""
+"""Looks of `NcclConnection.settle` before it sleeps in between."""
 
 
-def prepare_library(cupy: ModuleType, *, trees: bool, ranks_per_gpu: int, bindings: str) -> NcclLibrary:
+def prepare_library(ranks_per_gpu: int) -> NcclLibrary:
     """Load NCCL after setting the variables that it reads at its first use; values that are set already stay."""
-    if trees:
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if ranks_per_gpu > 1:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
         os.environ.setdefault("NCCL_MAX_CTAS", str(max(1, 8 // ranks_per_gpu)))
-    return find_library(cupy, ranks_per_gpu=ranks_per_gpu, name=bindings)
+    return find_library(ranks_per_gpu=ranks_per_gpu)
 
 
 def short_of_shared_memory() -> str:
@@ -113,12 +110,12 @@ class ParentCommunicator:
                 self.link.abort()
 
 
-class NcclCommunicators:
-    """Communicators among the same ranks, as many as streams.
+class NcclConnection:
+    """The communicator of a rank, and the lock of its calls.
 
-    `timeout` is in seconds, for the other ranks. The first communicator may be made from `parent`, which is aborted
-    when that is ready, or when this one is. `keeps`: the first communicator is to stay, if NCCL can, when the others
-    are aborted; it is `parent` then. `shrunk`: the first communicator was made from another one.
+    `timeout` is in seconds, for the other ranks. The communicator may be made from `parent`, which is aborted when this
+    one is ready, or aborted. `keeps`: it is to stay, if NCCL can, when it would be aborted; it is `parent` then.
+    `shrunk`: it was made from another one.
     """
 
     def __init__(
@@ -139,54 +136,53 @@ class NcclCommunicators:
         self._world = world
         self._device = device
         self._timeout = timeout
-        self._made: list[NcclCommunicator] = []
+        self._link: NcclCommunicator | None = None
         self._calls = threading.Lock()
         self._ended = False
         self._gone = threading.Event()
 
-    def have(self, count: int) -> list[NcclCommunicator]:
-        """Return at least `count` communicators; all ranks make the same ones at the same time."""
-        while len(self._made) < count:
-            self._connect()
-        return self._made
+    @property
+    def link(self) -> NcclCommunicator:
+        """Return the communicator that `connect` has made."""
+        assert self._link is not None, "connected first"
+        return self._link
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Group the messages inside; raise `NcclFailed` if the communicators are being aborted, or NCCL refuses."""
+        """Group the messages inside; raise `NcclFailed` if the communicator is being aborted, or NCCL refuses."""
         with self.call(), self._library.group():
             yield
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Lock the communicators for the calls inside; raises as `group`."""
+        """Lock the communicator for the calls inside; raises as `group`."""
         with self._calls:
             self._check()
             yield
 
-    def settle(self, link: NcclCommunicator, check: Callable[[], None]) -> None:
-        """Wait until what was begun on a communicator is queued on its stream; `check` is called meanwhile, and may
-        raise."""
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait until what was begun is queued on its stream; `check` is called meanwhile, and may raise."""
         spins = 0
         while not self._library.waits:
             with self._calls:
                 self._check()
-                if link.ready():
+                if self.link.ready():
                     return
             try:
                 check()
             except BaseException:
-                self._wait_briefly(link)
+                self._wait_briefly()
                 raise
             spins += 1
             time.sleep(0 if spins < SPINS else 1e-4)
 
-    def _wait_briefly(self, link: NcclCommunicator) -> None:
+    def _wait_briefly(self) -> None:
         """Give NCCL's own thread time to queue what was begun: a capture must not end before."""
         end = time.monotonic() + BLOCKED_CALL_SECONDS
         with suppress(NcclFailed):
             while time.monotonic() < end:
                 with self._calls:
-                    if self._ended or link.ready():
+                    if self._ended or self.link.ready():
                         return
                 time.sleep(1e-3)
 
@@ -196,8 +192,7 @@ class NcclCommunicators:
             return None
         try:
             if not self._ended:
-                for link in self._made:
-                    link.ready()
+                self.link.ready()
         except Exception as error:  # of any kind: the guard's thread must live on
             return str(error) or type(error).__name__
         finally:
@@ -215,25 +210,25 @@ class NcclCommunicators:
             parent.used = True
             self._apart(parent.abort).join(ABORT_SECONDS)
 
-    def destroy_all(self) -> None:
-        """Begin to destroy all communicators; that waits for what other ranks still do, and they may be dead."""
+    def destroy(self) -> None:
+        """Begin to destroy the communicator; that waits for what other ranks still do, and they may be dead."""
         self._leave(lambda link: link.destroy())
 
     def wait_ended(self, seconds: float) -> bool:
-        """Wait up to `seconds` for what `abort` or `destroy_all` has begun; return whether it has ended."""
+        """Wait up to `seconds` for what `abort` or `destroy` has begun; return whether it has ended."""
         return not self._ended or self._gone.wait(seconds)
 
     def _leave(self, how: Callable[[NcclCommunicator], object]) -> None:
         if self._ended:
-            return  # they are being left already
+            return  # it is being left already
         self._ended = True
 
         def leave() -> None:
             if self._calls.acquire(timeout=BLOCKED_CALL_SECONDS):
                 self._calls.release()  # later calls see that it has ended
-            # side by side: kernels of one communicator may wait for another's
-            for thread in [self._apart(partial(how, link)) for link in self._made]:
-                thread.join()
+            link = self._link
+            if link is not None:
+                self._apart(lambda: how(link)).join()
             self._gone.set()
 
         threading.Thread(target=leave, name="nccl shutdown", daemon=True).start()
@@ -253,23 +248,18 @@ class NcclCommunicators:
 
     def _drop(self, link: NcclCommunicator) -> None:
         """Abort a communicator, and before it the one it is being made from, with which NCCL would continue."""
-        if self.parent is not None and link is self._made[0]:
+        if self.parent is not None:
             self.parent.abort()
         link.abort()
 
     def _keep_as_parent(self, link: NcclCommunicator, idle: bool) -> bool:
         """Keep an idle communicator as `parent` if that is wanted and possible; return whether it stays."""
-        if not self.keeps or link is not self._made[0]:
-            return False
-        shrinking = self._library.shrinking
-        if shrinking is None:
+        if not self.keeps or not (self._library.shrinks if idle else self._library.revokes):
             return False
         if not idle:
-            if not shrinking.revokes:
-                return False
             end = time.monotonic() + BLOCKED_CALL_SECONDS
             try:
-                shrinking.revoke(link)
+                link.revoke()
                 while not link.ready():
                     if time.monotonic() > end:
                         return False
@@ -280,7 +270,7 @@ class NcclCommunicators:
         return True
 
     def join(self, begin: Callable[[], NcclCommunicator]) -> NcclCommunicator:
-        """Make one more communicator with all ranks that begin the same; wait for them until it is aborted.
+        """Make the communicator with all ranks that begin the same; wait for them until it is aborted.
 
         The rank's GPU becomes current in the calling thread. Raises `NcclFailed` if NCCL refuses.
         """
@@ -289,7 +279,7 @@ class NcclCommunicators:
         with self._calls:
             late = self._ended
             # so that it can be aborted while it still looks for the others
-            self._made.append(link)
+            self._link = link
         if late:
             self._drop(link)
         while not self._ready(link):
@@ -298,11 +288,11 @@ class NcclCommunicators:
 
     def _check(self) -> None:
         if self._ended:
-            raise NcclFailed("the communicators were aborted")
+            raise NcclFailed("the communicator was aborted")
 
-    def _connect(self) -> None:
-        """Make one more communicator in a thread, since NCCL may wait for all ranks without end."""
-        begin = self._next_communicator()
+    def connect(self) -> None:
+        """Make the communicator in a thread, since NCCL may wait for all ranks without end; all ranks call this."""
+        begin = self._beginning()
         failure: list[BaseException] = []
 
         def join() -> None:
@@ -331,9 +321,9 @@ class NcclCommunicators:
             )
         self.abort_parent()
 
-    def _next_communicator(self) -> Callable[[], NcclCommunicator]:
-        """Return how the next communicator begins, the same on all ranks: by a shrink of the parent, or by a new id."""
-        world, parent, shrinking = self._world, self.parent, self._library.shrinking
+    def _beginning(self) -> Callable[[], NcclCommunicator]:
+        """Return how the communicator begins, the same on all ranks: by a shrink of the parent, or by a new id."""
+        world, parent = self._world, self.parent
         stays = parent is not None and not parent.used
         mine = {
             # NCCL keeps a thread for each id until all ranks have come
@@ -341,14 +331,14 @@ class NcclCommunicators:
             "parent": [parent.name, parent.rank] if parent is not None and stays else None,
         }
         texts = world.gather(json.dumps(mine).encode(), timeout=self._timeout)
-        self._name = self._name or hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+        self._name = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
         offers = [json.loads(one) for one in texts]
-        if parent is not None and shrinking is not None and all(one["parent"] for one in offers):
+        if parent is not None and self._library.shrinks and all(one["parent"] for one in offers):
             names, places = zip(*(one["parent"] for one in offers), strict=True)
             without = sorted({*range(parent.size)} - {*places})
             if len({*names}) == 1 and without and list(places) == sorted(places):
                 parent.used = self.shrunk = True
-                return lambda: shrinking.shrink(parent.link, without)
+                return lambda: parent.link.shrink(without)
         unique_id = bytes.fromhex(offers[0]["id"])
         if not unique_id:
             made = b"" if world.rank else self._library.unique_id()
@@ -368,15 +358,15 @@ class NcclCommunicators:
 
 
 class CollectiveGuard:
-    """Watch one collective at a time, and abort the communicators if no step ends within `timeout` seconds.
+    """Watch one collective at a time, and abort the communicator if no step ends within `timeout` seconds.
 
     `error` is the reason of the abort, or None.
     """
 
-    def __init__(self, world: ControlPlane, connections: NcclCommunicators, *, timeout: float) -> None:
+    def __init__(self, world: ControlPlane, connection: NcclConnection, *, timeout: float) -> None:
         self.error: BackendError | None = None
         self._world = world
-        self._connections = connections
+        self._connection = connection
         self._timeout = timeout
         self._progress: Callable[[], int] | None = None
         self._since = 0.0
@@ -411,12 +401,12 @@ class CollectiveGuard:
             raise self.error
 
     def stop(self, error: BackendError) -> None:
-        """Begin to abort the communicators, from any thread; the first error stays."""
+        """Begin to abort the communicator, from any thread; the first error stays."""
         with self._changed:
             self.error = self.error or error
             first, self._aborted = not self._aborted, True
         if first:
-            self._connections.abort()
+            self._connection.abort()
 
     def close(self) -> None:
         """End the thread; a second call does nothing."""
@@ -459,7 +449,7 @@ class CollectiveGuard:
 
     def _own_error(self) -> BackendError | None:
         """Return and report NCCL's own error."""
-        met = self._connections.error()
+        met = self._connection.error()
         if met is None:
             return None
         wait = self._world.waiting()

@@ -12,32 +12,25 @@ once. An operation that needs Python ends the call, which continues there when i
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.backends.shared.shared_program import (
     ASIDE,
     BLOCK,
-    BYTES,
     COPY,
     COPY_PAST,
     DIVIDE,
     FETCH,
     FETCHED_BLOCK,
     FIRST_ARRAY,
-    FIRST_INPUT,
-    FIRST_WAIT,
+    INPUT,
     JOIN_ONE,
-    KIND,
-    LAST_INPUT,
-    LAST_WAIT,
-    LEAST,
-    MEMORY,
-    OFFSET,
-    PLACE,
-    POST,
+    OPERATION,
+    PREREQUISITE,
     SOURCE,
-    TOGETHER,
     UNLESS_FAILED,
 )
 from collectives.backends.shared.shared_program import JOIN as JOINING
@@ -70,7 +63,7 @@ from collectives.tables.compiled import (
     stream_line,
 )
 
-TAKEN_NUMBERS = 1554891756
+TAKEN_NUMBERS = 529327478
 """A checksum of the numbers imported here: cached machine code depends on this file alone."""
 
 ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
@@ -134,13 +127,15 @@ _memcpy = from_system("memcpy", arguments=3)
 _memcmp = from_system("memcmp", arguments=3)
 
 Numbers = NDArray[np.int64]
+Records = Any
+"""An array of records, whose fields are attributes for numba."""
 
 
 @compiled
 def run(
-    operations: Numbers,
-    waits: Numbers,
-    inputs: Numbers,
+    operations: Records,
+    waits: Records,
+    inputs: Records,
     frame: Numbers,
     control: Word,
     own: Word,
@@ -177,22 +172,22 @@ def run(
         number = frame[POSITION]
         _note_time(frame, number, 0)
         if frame[DONE_ASIDE] == 0:
-            while operations[number, FIRST_WAIT] + frame[WAIT] < operations[number, LAST_WAIT]:
-                wait = operations[number, FIRST_WAIT] + frame[WAIT]
-                least = frame[BASE] + waits[wait, LEAST]
-                if not _wait(frame, control, own, ranks, waits[wait, PLACE], least):
+            while operations[number].first_wait + frame[WAIT] < operations[number].last_wait:
+                wait = operations[number].first_wait + frame[WAIT]
+                least = frame[BASE] + waits[wait].least
+                if not _wait(frame, control, own, ranks, waits[wait].place, least):
                     return WAITING
                 frame[WAIT] += 1
             _note_time(frame, number, 1)
-            if operations[number, KIND] == UNLESS_FAILED and _any_failed(control, ranks):
+            if operations[number].kind == UNLESS_FAILED and _any_failed(control, ranks):
                 return OTHERS_FAILED
             if not _done_here(operations, inputs, frame, number):
                 return NOT_READ if frame[UNREAD] else BY_PYTHON
         _note_time(frame, number, 2)
         frame[DONE_ASIDE] = 0
         frame[WAIT] = 0
-        frame[POSITION] += operations[number, TOGETHER]
-        post = operations[frame[POSITION] - 1, POST]
+        frame[POSITION] += operations[number].together
+        post = operations[frame[POSITION] - 1].post
         if post > 0:
             _post(frame, control, own, ranks, frame[BASE] + post)
     return ENDED
@@ -207,17 +202,17 @@ def _note_time(frame: Numbers, number: Word, which: Word) -> None:
 
 
 @compiled
-def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word) -> bool:
+def _done_here(operations: Records, inputs: Records, frame: Numbers, first: Word) -> bool:
     """Do the operations of the group that begins with `first`; return False if Python must."""
-    last = first + operations[first, TOGETHER]
+    last = first + operations[first].together
     for number in range(first, last):
-        kind = operations[number, KIND]
+        kind = operations[number].kind
         divides = kind == DIVIDE and frame[DIVISOR] != 0
         joins = kind in (JOINING, JOIN_ONE)
         if kind == ASIDE or (joins and frame[JOIN] == 0) or (divides and frame[DIVISION] == 0):
             return False
-    length = operations[first, BYTES]
-    alone = last - first == 1 and operations[first, KIND] in (COPY, COPY_PAST)
+    length = operations[first].bytes
+    alone = last - first == 1 and operations[first].kind in (COPY, COPY_PAST)
     block = length if alone else frame[BLOCK_BYTES]
     start = 0
     while start < length:
@@ -230,20 +225,20 @@ def _done_here(operations: Numbers, inputs: Numbers, frame: Numbers, first: Word
 
 @compiled
 def _do(
-    operations: Numbers, inputs: Numbers, frame: Numbers, number: Word, start: Word, length: Word
+    operations: Records, inputs: Records, frame: Numbers, number: Word, start: Word, length: Word
 ) -> None:
     """Do a part of an operation."""
-    kind, first = operations[number, KIND], operations[number, FIRST_INPUT]
-    target = _address(frame, operations[number, MEMORY], operations[number, OFFSET], start)
+    kind, first = operations[number].kind, operations[number].first_input
+    target = _address(frame, operations[number].memory, operations[number].offset, start)
     if kind in (COPY, COPY_PAST):
-        source = _address(frame, inputs[first, 0], inputs[first, 1], start)
-        if kind == COPY or (frame[IN_PLACE] and operations[number, MEMORY] >= FIRST_ARRAY):
+        source = _address(frame, inputs[first].memory, inputs[first].offset, start)
+        if kind == COPY or (frame[IN_PLACE] and operations[number].memory >= FIRST_ARRAY):
             _memcpy(target, source, length)
         else:
             _copy_past(target, source, length)
         return
     if kind == FETCH:
-        _fetch(frame, target, inputs[first, 0] - FIRST_ARRAY, inputs[first, 1] + start, length)
+        _fetch(frame, target, inputs[first].memory - FIRST_ARRAY, inputs[first].offset + start, length)
         return
     item = frame[ITEM]
     arguments = frame.ctypes.data + 8 * ARGUMENTS
@@ -258,11 +253,11 @@ def _do(
             frame[ARGUMENTS + 5] = 0
             call_numpy(frame[DIVISION], arguments, lengths, steps, frame[DIVISION_DATA])
         return
-    frame[ARGUMENTS] = _address(frame, inputs[first, 0], inputs[first, 1], start)
-    for one in range(first + 1, operations[number, LAST_INPUT]):
+    frame[ARGUMENTS] = _address(frame, inputs[first].memory, inputs[first].offset, start)
+    for one in range(first + 1, operations[number].last_input):
         if kind == JOIN_ONE and frame[ARGUMENTS] == target:
             frame[ARGUMENTS + 4 : ARGUMENTS + 7] = 0
-        frame[ARGUMENTS + 1] = _address(frame, inputs[one, 0], inputs[one, 1], start)
+        frame[ARGUMENTS + 1] = _address(frame, inputs[one].memory, inputs[one].offset, start)
         call_numpy(frame[JOIN], arguments, lengths, steps, frame[JOIN_DATA])
         frame[ARGUMENTS] = target
 
@@ -439,7 +434,7 @@ def alarm(futex: Word, control: Word, ranks: Word) -> None:
 
 def compile_ahead() -> None:
     """Compile `run` and `alarm`, or load them, before any peer waits for this rank."""
-    nothing = np.zeros((0, 1), dtype=np.int64)
+    operations, waits, inputs = (np.zeros(0, kind) for kind in (OPERATION, PREREQUISITE, INPUT))
     with compiled_by_one(run):
-        run(nothing, nothing, nothing, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)
+        run(operations, waits, inputs, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)
         alarm(0, 0, 0)

@@ -311,7 +311,7 @@ class ProgramRunner:
                 self._watch.check()
             if status == machine.NOT_READ:  # its process has ended, or is about to
                 peer = self._members[frame[machine.UNREAD] - 1]
-                self._watch.unreadable(peer, int(program.operations[position, operation.ROW]))
+                self._watch.unreadable(peer, int(program.operations["row"][position]))
             if status == machine.OTHERS_DIFFER:
                 assert differ is not None, "agreements compare"
                 differ()
@@ -329,8 +329,8 @@ class ProgramRunner:
             missing = (p for p in range(len(self._members)) if words[p * WORDS + NOTES] < least)
             place = next(missing, self._own)
         else:
-            number = program.operations[position, operation.FIRST_WAIT] + self._frame[machine.WAIT]
-            place, done, row = program.waits[number].tolist()
+            number = program.operations["first_wait"][position] + self._frame[machine.WAIT]
+            place, done, row = program.waits[number].item()
             name, least = DONE, base + done
         index = place * WORDS + name
         self._watch.look(lambda: words[index] >= least, self._members[place], row, begun)
@@ -359,11 +359,11 @@ def trace_events_of(
         came, ready, done = times[number + 1].tolist()
         one = program.operations[number]
         if ready - came > BRIEF:
-            places = program.waits[one[operation.FIRST_WAIT] : one[operation.LAST_WAIT], 0].tolist()
+            places = program.waits["place"][one["first_wait"] : one["last_wait"]].tolist()
             ranks = ", ".join(str(members[other]) for other in sorted(set(places)))
             steps.append(TraceEvent(row, f"wait for {ranks}", came, ready))
-        if one[operation.BYTES]:
-            work = f"{DOING[int(one[operation.KIND])]} {one[operation.BYTES]} B"
+        if one["bytes"]:
+            work = f"{DOING[int(one['kind'])]} {one['bytes']} B"
             steps.append(TraceEvent(row, work, ready, done))
     return steps
 
@@ -387,11 +387,9 @@ def _aside(
     messages: MessageTransport | None,
 ) -> None:
     """Do in Python the group of operations that begins at `position`."""
-    together = program.operations[
-        position : position + program.operations[position, operation.TOGETHER]
-    ].tolist()
-    head = together[0]
-    message, nbytes, arithmetic = head[operation.MESSAGE], head[operation.BYTES], work.buffers.arithmetic
+    head = program.operations[position]
+    together = program.operations[position:][: head["together"]]
+    message, nbytes, arithmetic = int(head["message"]), int(head["bytes"]), work.buffers.arithmetic
 
     def part(memory: int, offset: int, start: int, stop: int) -> Any:
         first = (offset + (0 if memory == operation.BLOCK else start)) // arithmetic.itemsize
@@ -400,8 +398,8 @@ def _aside(
     if messages is not None:
         for number in program.unsent.get(position, ()):
             messages.left(number)
-        if head[operation.MEMORY] < 0:
-            origins = program.inputs[head[operation.FIRST_INPUT] : head[operation.LAST_INPUT]].tolist()
+        if head["memory"] < 0:
+            origins = program.inputs[head["first_input"] : head["last_input"]].tolist()
             messages.send(
                 message, part(origins[0][0], origins[0][1], 0, nbytes)
             ) if message >= 0 else messages.finish()
@@ -413,10 +411,10 @@ def _aside(
         for start in range(0, nbytes, block or 1):
             stop = min(start + block, nbytes)
             for line in together:
-                target = part(line[operation.MEMORY], line[operation.OFFSET], start, stop)
-                origins = program.inputs[line[operation.FIRST_INPUT] : line[operation.LAST_INPUT]].tolist()
+                target = part(line["memory"], line["offset"], start, stop)
+                origins = program.inputs[line["first_input"] : line["last_input"]].tolist()
                 inputs = [part(origin[0], origin[1], start, stop) for origin in origins]
-                if line[operation.KIND] == operation.DIVIDE:
+                if line["kind"] == operation.DIVIDE:
                     if arithmetic.divisor != 1:
                         np.divide(target, arithmetic.divisor, out=target)
                 elif len(inputs) == 1:

@@ -87,10 +87,8 @@ class SharedBackend(OneRank):
     _world: SharedMemoryControlPlane
 
     name = "shared"
-    one_rank = True
     direct = True
     averages = True
-    survivors: MembershipProtocol | None
     on_close: list[Callable[[], None]]
     """Called by `close`, also after a recovery."""
 
@@ -134,7 +132,6 @@ class SharedBackend(OneRank):
         self._reading = ProcessMemoryAccess(self._control, placement)
         self._scratch = ScratchMemory()
         self._runner = ProgramRunner(self._control, self._world.watch, placement)
-        self.survivors = None
         self.on_close = []
         self._closed = False
         self._foreign_failure = ""
@@ -241,9 +238,6 @@ class SharedBackend(OneRank):
         import torch
 
         return torch.from_numpy(memory).view(like.dtype).view(shape)
-
-    def writes(self, array: Any) -> bool:
-        return self.direct
 
     def repeated(self, call: Call[Any]) -> PreparedRun | None:
         (memory,) = call.memory

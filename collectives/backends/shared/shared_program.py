@@ -28,6 +28,7 @@ from collectives.peers.control_page import HostPlacement
 from collectives.tables.transfer_table import Given, TransferTable, place_in, stream_of, streams
 
 Numbers = NDArray[np.int64]
+Records = NDArray[np.void]
 
 SOURCE, SHARED, SCRATCH, RESULT, SHOWN, BLOCK, FIRST_ARRAY = range(7)
 """The memories of a rank: its input; the memory that its host shares; memory for arriving messages; its result; the
@@ -49,25 +50,32 @@ from here on the input of every rank of the host, then the result of each, in ar
 FETCHED_BLOCK = 64 << 10
 """Bytes of a block if inputs are read from other processes."""
 
-# columns of operations
-COLUMNS = (
-    ROW,  # of the table
-    KIND,
-    TOGETHER,  # operations from here on that are done together, block by block
-    FIRST_WAIT,  # of the group
-    LAST_WAIT,  # exclusive
-    FIRST_INPUT,
-    LAST_INPUT,  # exclusive
-    MEMORY,  # target, -1 for sending
-    OFFSET,  # in bytes
-    BYTES,
-    MESSAGE,  # number of the message that it sends or waits for, or -1
-    POST,  # progress to publish after it, or 0
-) = range(12)
 
-PLACE, LEAST, WAITING_ROW = range(3)
-"""The columns of waits: the place of the awaited rank among those of the host, the progress that it must have
-published, and the row that needs it."""
+def _words(*names: str) -> np.dtype[np.void]:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+OPERATION = _words(
+    "row",  # of the table
+    "kind",
+    "together",  # operations from here on that are done together, block by block
+    "first_wait",  # of the group
+    "last_wait",  # exclusive
+    "first_input",
+    "last_input",  # exclusive
+    "memory",  # target, -1 for sending
+    "offset",  # in bytes
+    "bytes",
+    "message",  # number of the message that it sends or waits for, or -1
+    "post",  # progress to publish after it, or 0
+)
+
+PREREQUISITE = _words("place", "least", "row")
+"""The place of the awaited rank among those of the host, the progress that it must have published, and the row that
+needs it."""
+
+INPUT = _words("memory", "offset")
+"""A memory, and a byte of it."""
 
 Place = tuple[int, int]
 """A memory, and an element of it."""
@@ -98,7 +106,7 @@ class HostMessage:
 class SharedProgram:
     """All operations of a rank in one collective, in order; the last of them copy its result.
 
-    - `operations`: (O, `COLUMNS`). `waits`: (W, 3). `inputs`: (I, 2), memory and byte.
+    - `operations`: (O,) of `OPERATION`. `waits`: (W,) of `PREREQUISITE`. `inputs`: (I,) of `INPUT`.
     - `block_bytes` of a group's blocks: a multiple of every element, and at most the size of `BLOCK`'s areas.
     - `unsent`: for an operation the messages of this rank that must have left before.
     - `ends`: the end of the program, and of the alternatives behind it, for arrays in arenas and for inputs that all
@@ -108,9 +116,9 @@ class SharedProgram:
       messages or sums.
     """
 
-    operations: Numbers
-    waits: Numbers
-    inputs: Numbers
+    operations: Records
+    waits: Records
+    inputs: Records
     block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
     ends: tuple[int, int, int]
@@ -168,13 +176,13 @@ class ProgramBuilder:
             row_of_all = (row, kind, len(lines) - number, *bounds, memory, start * size)
             self._operations.append((*row_of_all, elements * size, message, post))
 
-    def arrays(self) -> tuple[Numbers, Numbers, Numbers]:
+    def arrays(self) -> tuple[Records, Records, Records]:
         """Return operations, waits and inputs of a `SharedProgram`."""
-        columns = ((self._operations, len(COLUMNS)), (self._waits, 3), (self._inputs, 2))
-        first, second, third = (
-            np.array(lines, dtype=np.int64).reshape(-1, width) for lines, width in columns
+        return (
+            np.array(self._operations, OPERATION),
+            np.array(self._waits, PREREQUISITE),
+            np.array(self._inputs, INPUT),
         )
-        return first, second, third
 
 
 NOWHERE: Place = (-1, 0)
@@ -267,7 +275,7 @@ def program_of(
         builder.add(ASIDE, 0, 0, [], NOWHERE)
     ending = np.flatnonzero(held.final & kept & (table.destination == rank))
     for wait in _complete(held, order, ending, placement):
-        builder.add(COPY, wait[WAITING_ROW], 0, [(SOURCE, 0)], (SOURCE, 0), waits=(wait,))
+        builder.add(COPY, wait[2], 0, [(SOURCE, 0)], (SOURCE, 0), waits=(wait,))
     parts = [
         (place_of(int(held.writes[row]), row)[1], starts[row] - blocks[rank][0], stops[row] - starts[row])
         for row in ending.tolist()

@@ -41,7 +41,7 @@ CALLS = 1 << 32
 
 CACHE_LINE = 64
 
-Numbers = NDArray[np.int64]
+Records = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +57,9 @@ class TcpProgram:
     rank: int
     parts: tuple[EdgeStream, ...]
     links: tuple[Queue, ...]
-    streams: Numbers
-    befores: Numbers
-    link_rows: Numbers
+    streams: Records
+    befores: Records
+    link_rows: Records
     partial_elements: int
     keeps: int
     buffers: int
@@ -97,7 +97,7 @@ class TcpProgram:
                 slots, slot = min(one.slots, one.stream.chunks), longest[one.stream.number]
                 partial[one.stream.shard] = (elements, slots, slot)
                 elements += slots * slot
-        streams = np.zeros((len(mine), len(machine.STREAM_COLUMNS)), dtype=np.int64)
+        streams = np.zeros(len(mine), machine.STREAM)
         befores: list[tuple[int, int]] = []
         keeps = buffers = first_chunk = 0
         for place, one in enumerate(mine):
@@ -133,25 +133,21 @@ class TcpProgram:
             # a chunk of a stream that is not held waits only at its link
             buffers += window if arrives else 0
         links = tuple(sorted({link for link, _, _ in carried}))
-        link_rows = np.zeros((len(links), machine.LINK_WORDS), dtype=np.int64)
+        link_rows = np.zeros(len(links), machine.LINK)
         for place, link in enumerate(links):
             numbers = [number for number, (other, _, _) in enumerate(carried) if other == link]
             left = sum(mine[number].stream.chunks for number in numbers)
-            link_rows[place, : machine.PACE] = (
-                -1,
-                link[0] == rank,
-                numbers[0],
-                numbers[-1] + 1,
-                left,
-            )
+            row = link_rows[place]
+            row["leaves"], row["left"] = link[0] == rank, left
+            row["first_stream"], row["last_stream"] = numbers[0], numbers[-1] + 1
             buffers += link[1] == rank
-        link_rows[:, machine.STREAM] = -1
+        link_rows["descriptor"] = link_rows["stream"] = -1
         return cls(
             rank,
             tuple(one.stream for one in mine),
             links,
             streams,
-            np.array(befores, dtype=np.int64).reshape(-1, 2),
+            np.array(befores, machine.BEFORE),
             link_rows,
             elements,
             keeps,
@@ -175,23 +171,23 @@ class TcpCollective:
         self.status = machine.WAITING
         self._table = table
         self._scratch = scratch
-        self._chunks = int(program.streams[:, machine.CHUNKS].sum())
+        self._chunks = int(program.streams["chunks"].sum())
         self._link_rows = program.link_rows.copy()
-        self._state = np.zeros((len(program.streams), 3), dtype=np.int64)
+        self._progress = np.zeros(len(program.streams), machine.PROGRESS)
         self._kept = np.zeros(program.keeps, dtype=np.int64)
         self._all_free = np.arange(program.buffers, dtype=np.int64)
         self._free = self._all_free.copy()
         self._polled = np.zeros((len(program.link_rows) + 1, 4), dtype=np.int16)
         self._polled.view(np.int32)[0, 0] = wakeup
         self._polled[0, 2] = machine.READ
-        self._frame = np.zeros(machine.EXCHANGE_FRAME, dtype=np.int64)
+        self._frame = np.zeros(1, machine.EXCHANGE)
         self._times = np.zeros((0, 2), dtype=np.int64)
         self.end()
 
     def reset(self) -> None:
         """Return to the state before `begin`."""
         self._link_rows[:] = self.program.link_rows
-        self._state[:] = 0
+        self._progress[:] = 0
         self._free[:] = self._all_free
 
     def end(self) -> None:
@@ -206,22 +202,14 @@ class TcpCollective:
         room = self._scratch.of(partial + program.buffers * program.buffer_bytes)
         self._buffers = buffers = rank_buffers_of(call)
         self._times = np.zeros((self._chunks if traced else 0, 2), dtype=np.int64)
-        self._frame[machine.LEFT : machine.TOUCHED + 1] = (
-            self._chunks,
-            call.signature.call % CALLS,
-            call.itemsize,
-            buffers.source_at,
-            buffers.result_at,
-            room.address,
-            room.address + partial,
-            program.buffer_bytes,
-            program.buffers,
-            0,
-            *(buffers.arithmetic.loops[:2] if buffers.aligned else (0, 0)),
-            0,
-            0,
-            time.monotonic_ns(),
-        )
+        state = self._frame[0]
+        state["left"], state["call"], state["item"] = self._chunks, call.signature.call % CALLS, call.itemsize
+        state["given_at"], state["result_at"] = buffers.source_at, buffers.result_at
+        state["partial_at"], state["buffers_at"] = room.address, room.address + partial
+        state["buffer_bytes"], state["free"] = program.buffer_bytes, program.buffers
+        state["join"], state["join_data"] = buffers.arithmetic.loops[:2] if buffers.aligned else (0, 0)
+        state["kept_chunks"] = state["aside"] = state["done_aside"] = 0
+        state["touched"] = time.monotonic_ns()
 
     def connect(self, descriptor: Callable[[Queue], int], paces: Mapping[Queue, float]) -> None:
         """Use the links that are open by now; to be called again until all are.
@@ -230,9 +218,10 @@ class TcpCollective:
         links that the system does not pace.
         """
         for place, link in enumerate(self.program.links):
-            if self._link_rows[place, machine.DESCRIPTOR] < 0:
-                self._link_rows[place, machine.DESCRIPTOR] = descriptor(link)
-                self._link_rows[place, machine.PACE] = max(1, round(paces[link])) if link in paces else 0
+            row = self._link_rows[place]
+            if row["descriptor"] < 0:
+                row["descriptor"] = descriptor(link)
+                row["pace"] = max(1, round(paces[link])) if link in paces else 0
 
     def go_on(self) -> None:
         """Move chunks until all is done, or Python has to look at something: see `status`."""
@@ -243,7 +232,7 @@ class TcpCollective:
                     program.streams,
                     program.befores,
                     self._link_rows,
-                    self._state,
+                    self._progress,
                     self._kept,
                     self._free,
                     self._frame,
@@ -258,41 +247,37 @@ class TcpCollective:
     @property
     def finished(self) -> bool:
         """Return whether this rank has sent and joined everything."""
-        return bool(self._frame[machine.LEFT] == 0)
+        return bool(self._frame["left"][0] == 0)
 
     def arrivals(self) -> Iterator[tuple[Queue, EdgeStream, int, int, int]]:
         """Yield the chunks that came: link, stream, chunk, and nanoseconds of its begin and end."""
         for row, link in zip(self._link_rows, self.program.links, strict=True):
-            for place in range(row[machine.FIRST_STREAM], row[machine.LAST_STREAM]):
+            for place in range(row["first_stream"], row["last_stream"]):
                 if link[1] == self.program.rank:
-                    first, stream = (
-                        self.program.streams[place, machine.FIRST_CHUNK],
-                        self.program.parts[place],
-                    )
+                    first, stream = self.program.streams["first_chunk"][place], self.program.parts[place]
                     for chunk, (start, end) in enumerate(self._times[first:][: stream.chunks].tolist()):
                         yield link, stream, chunk, start, end
 
     @property
     def touched(self) -> float:
         """Return the time of the last progress, on the steady clock."""
-        return float(self._frame[machine.TOUCHED]) / 1e9
+        return float(self._frame["touched"][0]) / 1e9
 
     def trouble(self) -> tuple[int, str]:
         """Return the peer with which a call failed, and how."""
-        link = self.program.links[self._frame[machine.TROUBLE]]
+        place = int(self._frame["trouble"][0])
+        link = self.program.links[place]
         leaves = link[0] == self.program.rank
         peer = link[1] if leaves else link[0]
         if self.status == machine.STRANGE:
-            call, number, chunk, nbytes = self._link_rows[
-                self._frame[machine.TROUBLE], machine.HEADER : machine.CREDIT
-            ]
+            call, number, chunk, nbytes = self._link_rows["header"][place]
             return peer, (
                 f"rank {peer} sent chunk {chunk} of stream {number} of collective {call} with {nbytes} bytes, "
                 "which is not expected now"
             )
         if self.status == machine.PEER_ENDED:
             return peer, f"rank {peer} closed its connection"
-        error = os.strerror(int(self._frame.view(np.int32)[2 * machine.ERROR :][:2].sum()))
+        error = os.strerror(int(self._frame["errno"][0]))
         if leaves:
             return peer, f"cannot send to rank {peer}: {error}"
         return peer, f"the connection from rank {peer} broke: {error}"
@@ -320,7 +305,7 @@ class TcpCollective:
         rows = []
         for place, stream in enumerate(self.program.parts):
             leaves = stream.source == self.program.rank
-            chunk = int(self._state[place, machine.DONE if leaves else machine.COME])
+            chunk = int(self._progress["done" if leaves else "come"][place])
             if chunk < stream.chunks and peer in (None, stream.source, stream.destination):
                 rows.append((leaves, chunk, stream.number, stream))
         if not rows:
@@ -330,25 +315,25 @@ class TcpCollective:
 
     def _join(self) -> None:
         """Add an arrived chunk with an operation that only Python has."""
-        place, buffers = int(self._frame[machine.ASIDE]), self._buffers
+        place, buffers = int(self._frame["aside"][0]), self._buffers
         assert buffers is not None, "between begin and end"
         row, room, itemsize = self.program.streams[place], self._scratch.of(0), buffers.arithmetic.itemsize
         as_elements = buffers.arithmetic.as_elements
-        number = int(self._state[place, machine.DONE])
+        number = int(self._progress["done"][place])
         first = number * self._table.chunk_elements
-        elements = min(self._table.chunk_elements, int(row[machine.LENGTH_OF]) - first)
-        buffer = self._kept[row[machine.KEPT] + number % row[machine.KEEPS]]
-        begin = self._frame[machine.BUFFERS_AT] - room.address + buffer * self.program.buffer_bytes
+        elements = min(self._table.chunk_elements, int(row["length"]) - first)
+        buffer = self._kept[row["kept"] + number % row["keeps"]]
+        begin = int(self._frame["buffers_at"][0]) - room.address + buffer * self.program.buffer_bytes
         arrived = as_elements(room.data[begin:][: elements * itemsize])
-        own = buffers.source[row[machine.FIRST] + first :][:elements]
-        if row[machine.SLOTS]:
+        own = buffers.source[row["first"] + first :][:elements]
+        if row["slots"]:
             sums = as_elements(room.data[: self.program.partial_elements * itemsize])
-            target = sums[row[machine.PLACE] + number % row[machine.SLOTS] * row[machine.SLOT] :][:elements]
+            target = sums[row["place"] + number % row["slots"] * row["slot"] :][:elements]
         else:
-            target = buffers.result[row[machine.PLACE] + first :][:elements]
+            target = buffers.result[row["place"] + first :][:elements]
         with np.errstate(all="ignore"):
-            buffers.arithmetic.combine(own if row[machine.OWN] else target, arrived, out=target)
-        self._frame[machine.DONE_ASIDE] = 1
+            buffers.arithmetic.combine(own if row["own"] else target, arrived, out=target)
+        self._frame["done_aside"] = 1
 
 
 def _longest(stream: EdgeStream, table: TransferTable) -> int:
@@ -416,13 +401,11 @@ class DisseminationBarrier:
         self._outbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self._inbox = AddressedMemory.of(np.empty(LENGTH + COMBINED_BYTES, np.uint8))
         self.shown = AddressedMemory.of(np.empty(size * 2 * SHOWABLE if size <= MOST_RANKS else 0, np.uint8))
-        self._frame = np.zeros(machine.FRAME, dtype=np.int64)
-        self._frame[machine.RANK : machine.RANKS + 1] = rank, size
-        self._frame[machine.OUTBOX : machine.SHOWN + 1] = (
-            self._outbox.address,
-            self._inbox.address,
-            self.shown.address,
-        )
+        self._frame = np.zeros(1, machine.BARRIER)
+        state = self._frame[0]
+        state["rank"], state["ranks"] = rank, size
+        state["outbox"], state["inbox"] = self._outbox.address, self._inbox.address
+        state["shown"] = self.shown.address
         self._rank, self._size = rank, size
         self._place = (0, 0, 0)
         self.touched = 0.0
@@ -433,16 +416,16 @@ class DisseminationBarrier:
         `source` is the address of the input that goes along, of `nbytes` on every rank.
         """
         self._outbox.data[:LENGTH] = np.frombuffer(note, np.uint8)
-        frame = self._frame
-        frame[machine.ROUND : machine.GOT + 1] = 0
-        frame[machine.GIVEN : machine.SOURCE + 1] = nbytes, source
+        state = self._frame[0]
+        state["round"] = state["sent"] = state["got"] = 0
+        state["given"], state["source"] = nbytes, source
         return self.go_on()
 
     def go_on(self) -> int:
         """Continue until all ranks have arrived, or Python has to look at something; return the result of `barrier`."""
         status = int(machine.barrier(self._rounds, self._frame, self._polled))
         if status == machine.WAITING:
-            place = tuple(self._frame[machine.ROUND : machine.GOT + 1].tolist())
+            place = self._frame[["round", "sent", "got"]][0].item()
             if place != self._place:
                 self._place, self.touched = place, time.monotonic()
         return status
@@ -450,7 +433,7 @@ class DisseminationBarrier:
     @property
     def peer(self) -> int:
         """Return the rank from which this one receives in the current round."""
-        number = min(int(self._frame[machine.ROUND]), len(self._rounds) - 1)
+        number = min(int(self._frame["round"][0]), len(self._rounds) - 1)
         return int((self._rank - (1 << number)) % self._size)
 
 

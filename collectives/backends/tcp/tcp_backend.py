@@ -116,10 +116,9 @@ class TcpBackend(OneRank):
     _world: TcpControlPlane
 
     name = "tcp"
-    one_rank = True
     direct = False
     averages = False
-    chunk_bytes: int | None = None
+    helpers: int
 
     def __init__(
         self,

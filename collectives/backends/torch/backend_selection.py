@@ -41,13 +41,14 @@ from collectives.tables.torch_arrays import TorchArrays, check_cupy, on_gpu, str
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 
-class WindowBackend:
+class WindowBackend(Backend[torch.Tensor]):
     """`Backend` of one rank of a process group over the windows of an nccl back end.
 
     `messages`, of the same ranks, carries tensors on the CPU; it is not closed. `close` calls all of `on_close`.
     """
 
     name = "nccl"
+    arrays: TorchArrays
     one_rank = True
     direct = False
     averages = True
@@ -74,8 +75,8 @@ class WindowBackend:
         )
         self._kernels.run(replace(call, memory=(replace(memory, source=source, result=result),)))
 
-    def refuse(self, signature: Signature) -> None:
-        self._kernels.refuse(signature)
+    def abort(self, error: BackendError) -> None:
+        self._kernels.abort(error)
 
     def largest(self, value: float) -> float:
         return self._kernels.largest(value)
@@ -288,7 +289,7 @@ def window_backend(
     fault = ""
     try:
         cupy = check_cupy("the windows engine")
-        find_library(cupy)
+        find_library()
     except UsageError as error:
         fault = str(error)
 

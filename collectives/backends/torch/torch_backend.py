@@ -30,7 +30,7 @@ from collectives.backends.stepped_program import (
     VECTOR,
     ProgramMessage,
     ProgramStep,
-    ProgramStream,
+    SteppedProgram,
     program_of,
 )
 from collectives.backends.stepped_program import ProgramMessage as Move
@@ -131,12 +131,11 @@ def program(
     """
     one = RankArrays(rank, given, None, block, None)
     found = program_of(table, one, itemsize, step_bytes=step_bytes, overlap=False)
-    (stream,) = found.streams
-    return TorchProgram(tuple(_torch_steps(stream, ahead)), found.scratch)
+    return TorchProgram(tuple(_torch_steps(found, ahead)), found.scratch)
 
 
-def _torch_steps(stream: ProgramStream, ahead: bool) -> list[TorchStep]:
-    steps, joins = stream.steps, _joins(stream.joins)
+def _torch_steps(found: SteppedProgram, ahead: bool) -> list[TorchStep]:
+    steps, joins = found.steps, _joins(found.joins)
     turns: list[TorchStep] = []
     leaving: list[tuple[int, ProgramMessage]] = []
     started: tuple[ProgramMessage, ...] = ()
@@ -207,11 +206,9 @@ class TorchBackend(OneRank):
     _world: GroupControlPlane
 
     name = "torch"
-    one_rank = True
+    arrays: TorchArrays
     direct = False
     averages = False
-    chunk_bytes: int | None = None
-    survivors: MembershipProtocol | None
 
     _lanes = 1
     """The next number of a back end that this process knows."""
@@ -291,10 +288,6 @@ class TorchBackend(OneRank):
         """Return the back end of a rank that survived in a job, or joined it: over a new gloo group."""
         group = gloo_among(gather, rank=rank, size=size, local=survivors.local, timeout=timeout)
         return cls(group, timeout=timeout, served={"cpu": "gloo"}, survivors=survivors)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {}
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         assert self.survivors is not None, "looked at before"

@@ -34,55 +34,41 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser, default=None)
     arguments.add_root(parser)
     arguments.add_sizes(parser, "16MB,64MB")
-    parser.add_argument(
-        "--schedules",
-        type=_parse_schedules,
-        metavar="LIST",
-        help="trees (or the plan of PLAN.json), ring (over NVLink, with relays if needed), pcie-ring, "
-        "three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring; of an "
-        "alltoall trees,one-hop)",
+    arguments.declare(
+        parser,
+        """
+        --schedules LIST  trees (or the plan of PLAN.json), ring (over NVLink, with relays if needed), pcie-ring,
+                          three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default:
+                          trees,ring; of an alltoall trees,one-hop)
+        """,
+        schedules=_parse_schedules,
     )
     rate = parser.add_mutually_exclusive_group()
-    rate.add_argument(
-        "--gbit-per-link",
-        type=arguments.positive_factor,
-        metavar="G",
-        help="Gbit/s at which the fastest wire runs here (default: the rate that two processor cores sustain)",
+    arguments.declare(
+        rate,
+        """
+        --gbit-per-link G  Gbit/s at which the fastest wire runs here (default: the rate that two processor cores
+                           sustain)
+        --scale F          rate of every link here over its bandwidth, such as 5e-4
+        """,
+        gbit_per_link=arguments.positive_factor,
+        scale=arguments.positive_factor,
     )
-    rate.add_argument(
-        "--scale",
-        type=arguments.positive_factor,
-        metavar="F",
-        help="rate of every link here over its bandwidth, such as 5e-4",
-    )
-    parser.add_argument(
-        "--chunk",
-        type=arguments.size,
-        default="128KB",
-        metavar="S",
-        help="longest piece that moves at once (default: 128KB)",
-    )
-    parser.add_argument(
-        "--runs",
-        type=arguments.whole_number(1, 1000, "whole number from 1 to 1000"),
-        default="3",
-        metavar="N",
-        help="runs of each schedule and size (default: 3)",
-    )
-    parser.add_argument(
-        "--headroom",
-        type=arguments.link_fraction,
-        metavar="F",
-        help="run each schedule also with every connection paced at this part of its share of the links, such as 0.95, "
-        "and measure heartbeats beside both",
-    )
-    parser.add_argument(
-        "--drop",
-        type=_parse_drop,
-        action="append",
-        metavar="A-B=F",
-        help="after --runs runs of the first schedule and size let a link fall to this part of its rate, such as "
-        "gpu0-gpu3=0.1, and continue until the ranks have replanned (on_slow); may be given several times",
+    arguments.declare(
+        parser,
+        """
+        --chunk S     longest piece that moves at once (default: 128KB)
+        --runs N      runs of each schedule and size (default: 3)
+        --headroom F  run each schedule also with every connection paced at this part of its share of the links,
+                      such as 0.95, and measure heartbeats beside both
+        --drop A-B=F  after --runs runs of the first schedule and size let a link fall to this part of its rate,
+                      such as gpu0-gpu3=0.1, and continue until the ranks have replanned (on_slow); may be given
+                      several times
+        """,
+        chunk={"type": arguments.size, "default": "128KB"},
+        runs={"type": arguments.whole_number(1, 1000, "whole number from 1 to 1000"), "default": "3"},
+        headroom=arguments.link_fraction,
+        drop={"type": _parse_drop, "action": "append"},
     )
     arguments.add_json(parser)
     add_cluster_options(parser)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from itertools import permutations
+from collections.abc import Iterable
+from itertools import permutations, product
 from types import ModuleType
 from typing import Any
 
@@ -17,16 +18,23 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.gpu_loopback import program_of as loopback_program
 from collectives.backends.stepped_program import program_of as nccl_program
 from collectives.tables.transfer_table import streams
-from tests.collectives.backends.test_loopback import run
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import floats, on_every_rank, outcome
 from tests.support.gpu_ranks import machine as machine
-from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
+from tests.support.hand_plans import forest_plan, three_phase_plan
+from tests.support.tcp_jobs import call
 from topoplan.plans.plan import ALL_COLLECTIVES, Plan
 
 ORDERS = ("first", "last", "random")
-SIZES = [*((shape, 5003) for shape in sorted(SHAPES)), ("binary", 0), ("star", 1), ("chain", 7)]
+
+
+def few(cases: Iterable[Any], every: int = 3) -> list[Any]:
+    """The cases, of which the default run takes one in so many."""
+    return [
+        pytest.param(*case, marks=pytest.mark.thorough if number % every else ())
+        for number, case in enumerate(cases)
+    ]
 
 
 def expected(
@@ -34,7 +42,7 @@ def expected(
 ) -> list[np.ndarray | None]:
     """What the loopback on numpy arrays gives."""
     with Communicator(plan, chunk_bytes=1 << 20) as comm:
-        return run(comm, collective, arrays, **options)
+        return call(comm, collective, arrays, **options)
 
 
 def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
@@ -45,65 +53,19 @@ def identical(found: list[object], wanted: list[np.ndarray | None]) -> bool:
     )
 
 
-# ---- all ranks on one GPU
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
-@pytest.mark.parametrize(("shape", "count"), SIZES)
-def test_loopback_on_a_gpu_has_the_bits_of_loopback(
-    cupy: ModuleType, shape: str, collective: str, count: int
-) -> None:
-    plan = forest_plan(5, collective, shape)
-    arrays = floats(5, (count + 4) // 5 * 5 if collective in ("reduce_scatter", "alltoall") else count)
-    with Communicator(plan, "loopback-gpu", chunk_bytes=256) as comm:
-        results = run(comm, collective, [cupy.asarray(array) for array in arrays])
-    assert identical(results, expected(plan, collective, arrays))
-
-
-# ---- one rank per GPU
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
-@pytest.mark.parametrize(("shape", "count"), SIZES)
-def test_nccl_has_the_bits_of_loopback(
-    machine: Machine, cupy: ModuleType, shape: str, collective: str, count: int
-) -> None:
-    machine.gpus = 5
-    plan = forest_plan(5, collective, shape)
-    arrays = floats(5, (count + 4) // 5 * 5 if collective in ("reduce_scatter", "alltoall") else count)
-    results = on_every_rank(
-        cupy,
-        plan,
-        lambda comm, rank: run(comm, collective, cupy.asarray(arrays[rank])),
-        step_bytes=600,
-    )
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    assert identical(results, expected(plan, collective, arrays))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
-def test_loopback_on_a_gpu_repeats_its_bits_step_by_step_and_as_a_graph_for_other_arrays(
-    machine: Machine, cupy: ModuleType, collective: str, order: str
-) -> None:
+@pytest.mark.parametrize(("collective", "order"), few(zip(ALL_COLLECTIVES, ORDERS * 2, strict=True)))
+def test_loopback_repeats_its_bits(machine: Machine, cupy: ModuleType, collective: str, order: str) -> None:
     machine.order = order
     plan = forest_plan(6, collective, "binary")
     with Communicator(plan, LoopbackGpu(cupy, 6, step_bytes=2000), chunk_bytes=100) as comm:
         for seed in range(4):
             arrays = floats(6, 1806, seed=seed)
-            results = run(comm, collective, [cupy.asarray(array) for array in arrays])
+            results = call(comm, collective, [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, collective, arrays))
     assert machine.graph_launches == 3
 
 
-def test_a_caller_may_copy_while_a_graph_is_captured(
-    cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_may_copy_during_capture(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a training loop does that puts gradients into the next bucket: another thread, the stream of the library."""
     backend, plan = LoopbackGpu(cupy, 6, step_bytes=2000), forest_plan(6, "allreduce", "binary")
     launch, copied = backend.arrays.kernels.launch, []
@@ -126,22 +88,17 @@ def test_a_caller_may_copy_while_a_graph_is_captured(
                 monkeypatch.setattr(
                     type(backend.arrays.kernels), "launch", lambda _, *rest: launch_beside_a_copy(*rest)
                 )
-            results = run(comm, "allreduce", [cupy.asarray(array) for array in arrays])
+            results = call(comm, "allreduce", [cupy.asarray(array) for array in arrays])
             assert identical(results, expected(plan, "allreduce", arrays))
     assert copied
     assert all(one == [0.0, 1.0, 2.0] for one in copied)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"bindings": "cupy"}, {"overlap": False}, {"lanes": "trees"}, {"graphs": False}],
-    ids=str,
+    ("order", "graphs", "collective"), few(product(ORDERS, (True, False), ALL_COLLECTIVES), 7)
 )
-@pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
-    machine: Machine, cupy: ModuleType, collective: str, how: dict[str, Any], order: str
+    machine: Machine, cupy: ModuleType, collective: str, graphs: bool, order: str
 ) -> None:
     """The first call runs step by step, the second is captured, the third replayed on other values."""
     machine.gpus, machine.order = 4, order
@@ -154,23 +111,20 @@ def test_nccl_repeats_its_bits_in_any_order_that_streams_may_run(
         found = []
         for arrays in rounds:
             given.set(arrays[rank])
-            outs.append(run(comm, collective, given, out=outs[-1]))
+            outs.append(call(comm, collective, given, out=outs[-1]))
             found.append(None if outs[-1] is None else outs[-1].get())
         return found
 
-    results = outcome(on_every_rank(cupy, plan, task, step_bytes=500, **how))
+    results = outcome(on_every_rank(cupy, plan, task, step_bytes=500, graphs=graphs))
     for number, arrays in enumerate(rounds):
         wanted = expected(plan, collective, arrays)
         assert [None if one is None else one.tobytes() for one in wanted] == [
             None if one[number] is None else one[number].tobytes() for one in results
         ]
-    replayed = not how.get("lanes") and how.get("graphs", True)
-    assert (machine.graph_launches > 0) == replayed
+    assert (machine.graph_launches > 0) == graphs
 
 
-def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_arrays(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_graphs_are_replayed_only_when_all_ranks_have_them(machine: Machine, cupy: ModuleType) -> None:
     """In each round every rank takes one of two arrays, so all mixtures of old and new addresses come up."""
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "chain")
@@ -192,11 +146,9 @@ def test_graphs_are_replayed_only_where_all_ranks_have_the_same_one_for_their_ar
     assert machine.graph_launches > 3 * len(rounds) / 2
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
-def test_every_byte_that_nccl_moves_starts_on_a_border_of_16(
-    machine: Machine, cupy: ModuleType, dtype: str
-) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_messages_of_nccl_are_aligned(machine: Machine, cupy: ModuleType, dtype: str) -> None:
     """Elsewhere its kernels copy byte by byte."""
     machine.gpus = 8
     plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
@@ -216,12 +168,11 @@ def plans() -> dict[str, Plan]:
     }
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["three phases", "dgx-1v", "ring", "double binary tree"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_plans_of_real_machines_have_the_same_bits_on_both(
-    machine: Machine, cupy: ModuleType, name: str, order: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "order"),
+    few(product(("three phases", "dgx-1v", "ring", "double binary tree"), ORDERS), 12),
+)
+def test_real_plans_have_loopbacks_bits(machine: Machine, cupy: ModuleType, name: str, order: str) -> None:
     machine.gpus, machine.order = 8, order
     plan, arrays = plans()[name], floats(8, 2011)
     wanted = expected(plan, "allreduce", arrays)
@@ -233,37 +184,8 @@ def test_plans_of_real_machines_have_the_same_bits_on_both(
     assert identical(outcome(results), wanted)
 
 
-OPERATIONS = [
-    (dtype, op) for dtype in ("float16", "int8", "uint64") for op in ("sum", "prod", "min", "max", "avg")
-]
-OPERATIONS += [
-    ("complex64", "sum"),
-    ("complex64", "avg"),
-    ("complex128", "sum"),
-    ("bool", "min"),
-    ("bool", "max"),
-]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("dtype", "op"), OPERATIONS)
-def test_every_reduction_has_the_bits_of_loopback_on_both(
-    machine: Machine, cupy: ModuleType, dtype: str, op: str
-) -> None:
-    machine.gpus = 3
-    plan = forest_plan(3, "allreduce", "star")
-    arrays = floats(3, (7, 31), dtype=dtype)
-    wanted = expected(plan, "allreduce", arrays, op=op)
-    with Communicator(plan, "loopback-gpu", chunk_bytes=64) as comm:
-        assert identical(comm.all_reduce([cupy.asarray(array) for array in arrays], op=op), wanted)
-    results = on_every_rank(cupy, plan, lambda comm, rank: comm.all_reduce(cupy.asarray(arrays[rank]), op=op))
-    assert identical(outcome(results), wanted)
-
-
 @pytest.mark.parametrize("backend", ["loopback-gpu", "nccl"])
-def test_inputs_stay_and_out_arrays_are_filled_in_place_strided_and_beside_others(
-    machine: Machine, cupy: ModuleType, backend: str
-) -> None:
+def test_out_may_be_strided_or_the_input(machine: Machine, cupy: ModuleType, backend: str) -> None:
     machine.gpus = 4
     plan = forest_plan(4, "allreduce", "binary")
     arrays = floats(4, (6, 10))
@@ -288,9 +210,7 @@ def test_inputs_stay_and_out_arrays_are_filled_in_place_strided_and_beside_other
         assert np.array_equal(given[rank].get(), wanted[rank])
 
 
-def test_a_collective_waits_for_what_the_callers_stream_still_has_to_do(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_a_collective_waits_for_the_callers_stream(machine: Machine, cupy: ModuleType) -> None:
     machine.order = "last"
     plan = forest_plan(3, "allreduce", "star")
     with Communicator(plan, "loopback-gpu") as comm:
@@ -302,9 +222,7 @@ def test_a_collective_waits_for_what_the_callers_stream_still_has_to_do(
         assert all(handle.wait()[0].get().tolist() == [6.0] * 100 for handle in handles)
 
 
-def test_collectives_in_the_background_follow_one_another_on_every_rank(
-    machine: Machine, cupy: ModuleType
-) -> None:
+def test_background_collectives_follow_one_another(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 3
     plan = forest_plan(3, "allreduce", "chain")
     arrays = floats(3, 300)

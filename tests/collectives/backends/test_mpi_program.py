@@ -21,24 +21,13 @@ from collectives.backends.shared.host_program import EACH, FETCHED, ROUNDS, host
 from collectives.backends.shared.shared_program import (
     ASIDE,
     BLOCK,
-    BYTES,
     DIVIDE,
     FIRST_ARRAY,
-    FIRST_INPUT,
-    FIRST_WAIT,
-    KIND,
-    LAST_INPUT,
-    LAST_WAIT,
-    MEMORY,
-    MESSAGE,
-    OFFSET,
-    POST,
     RESULT,
     SCRATCH,
     SHARED,
     SHOWN,
     SOURCE,
-    TOGETHER,
     HostMessage,
     SharedProgram,
     program_of,
@@ -109,45 +98,45 @@ class Machine:
         if rank.ended:
             return False
         line = rank.program.operations[rank.done]
-        waits = rank.program.waits[line[FIRST_WAIT] : line[LAST_WAIT]].tolist()
+        waits = rank.program.waits[line["first_wait"] : line["last_wait"]].tolist()
         unsent = set(rank.program.unsent.get(rank.done, ()))
-        if line[MEMORY] < 0 and line[MESSAGE] < 0:
+        if line["memory"] < 0 and line["message"] < 0:
             unsent = set(range(len(rank.program.leaving)))
         return (
             all(self.ranks[rank.host[place]].told >= least for place, least, _ in waits)
             and rank.left.issuperset(unsent)
-            and (line[MEMORY] < 0 or line[MESSAGE] < 0 or line[MESSAGE] in rank.arrived)
+            and (line["memory"] < 0 or line["message"] < 0 or line["message"] in rank.arrived)
         )
 
     def step(self, number: int) -> None:
         rank = self.ranks[number]
         together = rank.program.operations[
-            rank.done : rank.done + rank.program.operations[rank.done, TOGETHER]
+            rank.done : rank.done + rank.program.operations["together"][rank.done]
         ]
-        head = together[0].tolist()
-        block = head[BYTES] if len(together) == 1 else rank.program.block_bytes
-        for start in range(0, head[BYTES], block or 1):
-            for line in together.tolist():
-                self.do(rank, line, start, min(start + block, head[BYTES]))
-        if head[MEMORY] >= 0 and head[MESSAGE] >= 0:
-            following = rank.program.arriving[head[MESSAGE]].following
+        head = together[0]
+        block = head["bytes"] if len(together) == 1 else rank.program.block_bytes
+        for start in range(0, head["bytes"], block or 1):
+            for line in together:
+                self.do(rank, line, start, min(start + block, head["bytes"]))
+        if head["memory"] >= 0 and head["message"] >= 0:
+            following = rank.program.arriving[head["message"]].following
             rank.open += [following] if following >= 0 else []
         rank.done += len(together)
-        rank.told = max(rank.told, head[POST])
+        rank.told = max(rank.told, head["post"])
 
-    def do(self, rank: Rank, line: list[int], start: int, stop: int) -> None:
-        bounds = slice(line[FIRST_INPUT], line[LAST_INPUT])
+    def do(self, rank: Rank, line: np.void, start: int, stop: int) -> None:
+        bounds = slice(line["first_input"], line["last_input"])
         inputs = [
             rank.part(memory, offset, start, stop) for memory, offset in rank.program.inputs[bounds].tolist()
         ]
-        if line[MEMORY] >= 0 and line[KIND] != DIVIDE:
-            target = rank.part(line[MEMORY], line[OFFSET], start, stop)
+        if line["memory"] >= 0 and line["kind"] != DIVIDE:
+            target = rank.part(line["memory"], line["offset"], start, stop)
             total = inputs[0]
             for other in inputs[1:]:
                 total = total + other
             target[:] = total
-        elif line[KIND] == ASIDE and line[MESSAGE] >= 0:
-            rank.sent[line[MESSAGE]] = inputs[0]
+        elif line["kind"] == ASIDE and line["message"] >= 0:
+            rank.sent[line["message"]] = inputs[0]
 
     def deliverable(self, number: int) -> list[int]:
         """Messages that MPI may move now: the first of each stream that is sent and awaited."""
@@ -273,8 +262,8 @@ def test_on_one_host_a_chain_takes_as_many_operations_as_a_star() -> None:
         table = lower(forest_plan(4, "allreduce", shape), 1 << 20, chunk_elements=1 << 16)
         asked: dict[str, Any] = {"given": (0, 1 << 20), "blocks": ((0, 1 << 20),) * 4, "itemsize": 4}
         program = host_program_of(table, 2, **asked, block_bytes=1 << 14, methods=(ROUNDS,))
-        waits = program.operations[:, LAST_WAIT] - program.operations[:, FIRST_WAIT]
-        lengths.add((np.count_nonzero(waits), program.operations[:, POST].max(), program.shared_elements))
+        waits = program.operations["last_wait"] - program.operations["first_wait"]
+        lengths.add((np.count_nonzero(waits), program.operations["post"].max(), program.shared_elements))
     assert len(lengths) == 1
 
 
@@ -285,9 +274,7 @@ def test_on_one_host_a_chain_takes_as_many_operations_as_a_star() -> None:
     chunk=st.integers(1, 320),
     seed=st.integers(0, 1000),
 )
-def test_three_phases_run_on_any_division_into_hosts(
-    servers: list[int], count: int, chunk: int, seed: int
-) -> None:
+def test_three_phases_run_on_any_hosts(servers: list[int], count: int, chunk: int, seed: int) -> None:
     size = sum(servers)
     first = np.cumsum([0, *servers])
     plan = three_phase_plan([list(range(a, b)) for a, b in itertools.pairwise(first)])
@@ -327,10 +314,10 @@ def test_a_result_is_one_copy_and_its_copies_on_the_way_are_left_out() -> None:
     ]
     for rank, program in enumerate(programs):
         root = rank == plan.root
-        assert program.operations[:, POST].max() == (len(set(table.start.tolist())) if root else 0)
-        taken = program.operations[program.operations[:, MEMORY] == RESULT]
-        taken = taken[taken[:, KIND] != DIVIDE]
-        places = [(*program.inputs[line[FIRST_INPUT]], line[OFFSET], line[BYTES]) for line in taken]
+        assert program.operations["post"].max() == (len(set(table.start.tolist())) if root else 0)
+        taken = program.operations[program.operations["memory"] == RESULT]
+        taken = taken[taken["kind"] != DIVIDE]
+        places = [(*program.inputs[line["first_input"]], line["offset"], line["bytes"]) for line in taken]
         assert places == ([] if root else [(SHARED, 0, 0, 4 * 4096)])
 
 
@@ -346,6 +333,6 @@ def test_what_a_rank_adds_up_on_one_host_is_one_operation() -> None:
         blocks=result_blocks("reduce", root, 5, 5 * 373),
         itemsize=4,
     )
-    joins = program.operations[program.operations[:, POST] > 0]
+    joins = program.operations[program.operations["post"] > 0]
     assert len(joins) == len(set(table.start.tolist()))
-    assert (joins[:, LAST_INPUT] - joins[:, FIRST_INPUT]).tolist() == [5] * len(joins)
+    assert (joins["last_input"] - joins["first_input"]).tolist() == [5] * len(joins)

@@ -48,9 +48,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("collective", list(METHODS))
-def test_each_time_the_results_are_those_of_the_first(
-    collective: str, in_ranks: Any, repeats: list[str]
-) -> None:
+def test_repeated_calls_have_equal_results(collective: str, in_ranks: Any, repeats: list[str]) -> None:
     plan = forest_plan(3, collective, "chain")
     options = {"op": "avg"} if collective in ("allreduce", "reduce", "reduce_scatter") else {}
     given = [given_to(rank, 3, collective, 51) for rank in range(3)]
@@ -116,9 +114,7 @@ def test_arrays_may_lie_otherwise_than_the_first_on_one_rank_alone(kind: str, in
         (np.broadcast_to(np.zeros(1), 4), "read-only"),
     ],
 )
-def test_a_wrong_place_for_the_result_is_refused_as_in_the_first_call(
-    out: Any, named: str, in_ranks: Any
-) -> None:
+def test_refuses_a_wrong_out_in_a_later_call(out: Any, named: str, in_ranks: Any) -> None:
     def body(comm: Communicator, rank: int) -> str:
         comm.all_reduce(np.ones(4), out=np.empty(4))
         comm.all_reduce(np.ones(4), out=np.empty(4))

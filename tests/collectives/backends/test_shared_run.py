@@ -71,9 +71,7 @@ def posts_and_looks(words: Word, rounds: int, own: int) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("litmus", [passes_messages, posts_and_looks])
-def test_no_thread_sees_the_news_before_what_it_announces_nor_do_two_miss_each_other(
-    litmus: Callable[[int, int, int], int],
-) -> None:
+def test_words_and_fences_are_ordered(litmus: Callable[[int, int, int], int]) -> None:
     words = np.zeros(256, dtype=np.int64)
     litmus(words.ctypes.data, 0, 0)
     with ThreadPoolExecutor(2) as threads:

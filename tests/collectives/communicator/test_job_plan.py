@@ -76,9 +76,7 @@ def test_hosts_may_take_turns_and_only_the_wire_between_them_limits(host: str, o
     assert (plan.rate, plan.gap) == (0.125, 0)
 
 
-def test_unknown_network_speed_is_assumed_and_said(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_network_speed_is_assumed(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPOPLAN_SYSFS_ROOT", str(tmp_path))
     plan = plan_of([{"host": f"{host} {rank}"} for rank in range(2)])
     assert plan.rate == 1.25
@@ -99,7 +97,7 @@ def test_every_rank_stands_on_its_own_gpu_however_it_is_named(fake_here: Install
     assert plan.ranks == ("gpu4", "gpu5", "gpu7", "gpu1")
 
 
-def test_cuda_numbers_count_the_gpus_that_are_visible(
+def test_cuda_numbers_are_of_visible(
     fake_here: Installer, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_here("dgx1v")

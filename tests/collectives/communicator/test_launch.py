@@ -158,9 +158,7 @@ def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, t
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
 @pytest.mark.parametrize("backend", ["tcp", "mpi"])
-def test_a_command_that_is_told_to_end_ends_its_ranks_and_leaves_no_file(
-    backend: str, number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_terminated_command_ends_its_ranks(backend: str, number: signal.Signals, tmp_path: Path) -> None:
     if backend == "mpi":
         pytest.importorskip("mpi4py", reason="no mpi4py")
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -182,7 +180,7 @@ def test_a_command_that_is_told_to_end_ends_its_ranks_and_leaves_no_file(
     assert list(folder.iterdir()) == []
 
 
-def test_a_signal_that_asks_to_end_is_an_interrupt_inside_a_command(
+def test_a_signal_is_an_interrupt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So what it has started ends; a rank, which has started nothing, ends at once."""

@@ -181,7 +181,7 @@ def book() -> topoplan.SurvivalPlans:
     return topoplan.plan_survival("dgx-1v")
 
 
-def test_what_was_planned_ahead_is_not_planned_again(
+def test_plans_ahead_are_not_made_again(
     book: topoplan.SurvivalPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "replan", None)

@@ -69,9 +69,7 @@ def calibrate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 class TestKnownAnswers:
     """Machines whose wires are known."""
 
-    def test_a_dgx_1v_of_nominal_links_keeps_links_and_rate(
-        self, calibrate: Calibrate, tmp_path: Path
-    ) -> None:
+    def test_nominal_links_keep_their_rate(self, calibrate: Calibrate, tmp_path: Path) -> None:
         """Every bandwidth comes back to the last digit, latencies too; AllReduce stays at 600/7 GB/s."""
         path = tmp_path / "measured.json"
         assert calibrate(machine(), "dgx-1v", "-o", str(path)).endswith(f"written: {path}\n")
@@ -135,9 +133,7 @@ class TestKnownAnswers:
         calibrate(machine(slow), "dgx-a100", "-o", str(path))
         assert bandwidths(topoplan.load(path)) == bandwidths(slow) != bandwidths(stated)
 
-    def test_bus_ids_tell_the_gpus_apart_whatever_cuda_calls_them(
-        self, calibrate: Calibrate, tmp_path: Path
-    ) -> None:
+    def test_bus_ids_tell_gpus_apart(self, calibrate: Calibrate, tmp_path: Path) -> None:
         """CUDA's order reversed, and the topology knows its bus ids: the slow link is where it is."""
         slow = topoplan.slow_links(V100S, {"gpu1-gpu2": 25})
         driven = machine(slow)
@@ -188,9 +184,7 @@ class TestKnownAnswers:
 class TestPeerCopies:
     """The meter itself, on the fake's clock."""
 
-    def test_switching_times_are_those_of_all_pairs_and_nothing_else(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_switching_times_are_those_of_all_pairs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """k (k - 1) calls off and as many on; a refused pair costs nothing, and of two such GPUs nothing is known."""
         driven = machine(refused={frozenset(("gpu0", "gpu1"))})
         fake_cupy.install(monkeypatch, driven)
@@ -362,9 +356,7 @@ class TestErrors:
         """What happened with the values, then what to do."""
         assert calibrate(driven, *arguments, status=2) == f"topoplan calibrate: error: {message}\n"
 
-    def test_a_file_that_cannot_be_written_is_refused_before_the_first_copy(
-        self, calibrate: Calibrate, tmp_path: Path
-    ) -> None:
+    def test_refuses_a_folder_as_output(self, calibrate: Calibrate, tmp_path: Path) -> None:
         """No time is spent on it."""
         driven = machine()
         message = calibrate(driven, "dgx-1v", "-o", str(tmp_path), status=2)

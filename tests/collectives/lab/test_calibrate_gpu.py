@@ -46,9 +46,7 @@ def test_copies_between_all_gpus_fit_a_line(shown: Topology) -> None:
     assert all(0 < seconds < 60 for _, seconds in found.peer_access)
 
 
-def test_the_command_writes_a_machine_that_can_be_loaded(
-    shown: Topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes(shown: Topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From ``topoplan probe`` to a topology with today's source or, of one GPU, a note on its memory."""
     path = tmp_path / "measured.json"
     assert main(["calibrate", "--sizes", "64KB:64MB", "--repeats", "5", "--json", "-o", str(path)]) == 0

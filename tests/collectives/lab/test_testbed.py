@@ -251,9 +251,7 @@ def machine_file(folder: Path, machine: topoplan.Topology) -> str:
 
 @pytest.mark.thorough
 @needs_namespaces
-def test_trees_and_a_relaying_ring_run_on_real_links(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trees_and_a_ring_run_on_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every element is right, and no run is faster than its links allow but for what their buckets hold."""
     path = machine_file(tmp_path, tailed_triangle())
     options = ["--sizes", "1MB,4MB", "--gbit-per-link", "0.2", "--runs", "1", "--json"]
@@ -303,9 +301,7 @@ def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.thorough
 @needs_namespaces
-def test_heartbeats_wait_less_beside_data_that_is_paced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heartbeats_wait_less_with_pacing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All senders of a reduce meet at one port: without pacing its queue is most of what a heartbeat waits for."""
     asked = ["--gpus", "0-3", "--collective", "reduce", "--schedules", "one-hop", "--sizes", "16MB"]
     assert main(["testbed", "dgx-2", *asked, "--runs", "1", "--headroom", "0.9", "--json"]) == 0

@@ -413,9 +413,7 @@ VARIABLES: list[tuple[dict[str, str], dict[str, str], bool]] = [
 
 
 @pytest.mark.parametrize(("mine", "theirs", "differs"), VARIABLES)
-def test_jobs_are_told_apart_by_what_their_launchers_set(
-    mine: dict[str, str], theirs: dict[str, str], differs: bool
-) -> None:
+def test_jobs_differ_by_variables(mine: dict[str, str], theirs: dict[str, str], differs: bool) -> None:
     assert job_identity(2, mine).differs(job_identity(2, theirs)) == differs
 
 
@@ -450,9 +448,7 @@ def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shared"])
 @pytest.mark.parametrize("beside", [False, True], ids=["after", "beside"])
 @pytest.mark.parametrize("hosted", [False, True], ids=["rank 0 listens", "launcher listens"])
-def test_communicators_are_opened_in_a_row_and_beside_each_other(
-    shared: bool, beside: bool, hosted: bool
-) -> None:
+def test_communicators_open_in_a_row_and_together(shared: bool, beside: bool, hosted: bool) -> None:
     """Ranks run ahead of each other, since nothing keeps them together between two."""
     made: list[Any] = [[], [], []]
 
@@ -610,17 +606,13 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("environment", "message"), ENVIRONMENTS)
-def test_a_place_that_is_missing_or_wrong_in_the_environment_is_named(
-    environment: dict[str, str], message: str
-) -> None:
+def test_refuses_a_wrong_environment(environment: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TcpBackend.from_environment(environment=environment)
 
 
 @pytest.mark.parametrize(("agent", "offset"), [("False", 0), ("True", 1)])
-def test_the_master_port_is_the_rendezvous_unless_torchruns_own_store_listens_there(
-    agent: str, offset: int
-) -> None:
+def test_the_master_port_is_the_rendezvous_but_for_torchruns_store(agent: str, offset: int) -> None:
     port = free_port()
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - offset)}
     backend = TcpBackend.from_environment(environment={**place, "TORCHELASTIC_USE_AGENT_STORE": agent})
@@ -654,9 +646,7 @@ BLAMES: list[tuple[dict[int, Waiting], tuple[int, int, int] | None]] = [
 
 
 @pytest.mark.parametrize(("answers", "expected"), BLAMES)
-def test_the_end_of_the_chain_of_waiting_ranks_is_at_fault(
-    answers: dict[int, Waiting], expected: tuple[int, int, int] | None
-) -> None:
+def test_attributes_a_failure(answers: dict[int, Waiting], expected: tuple[int, int, int] | None) -> None:
     found = attribute_failure(0, answers, 8.0)
     assert (None if found is None else (found.rank, found.peer, found.step)) == expected
 
@@ -681,9 +671,7 @@ def link_to_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [regular_file, link_to_a_file, Path.mkdir, os.mkfifo])
-def test_a_path_that_is_not_a_stale_socket_stays_as_it_is(
-    make: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_path_that_is_not_a_socket_stays(make: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "here"
     make(path)
     before = os.lstat(path)
@@ -729,9 +717,7 @@ def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
             control.close()
 
 
-def test_a_rendezvous_that_is_stopped_gets_no_time_of_its_own_to_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stopped_rendezvous_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank has met is told there, and then it waits no longer than it has waited for another one anyway."""
     monkeypatch.setattr("collectives.peers.tcp_control_plane.GRACE_SECONDS", 9999)
     with (

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator, ErrorFeedback
-from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.backends.execution import Execution
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.peers.control_plane import Signature
 from collectives.sparse.codec import WireFormat
 from collectives.training.averaging import InStepAverager
 from collectives.training.exchange_settings import ExchangeSettings
@@ -508,25 +507,19 @@ def test_survivors_that_refuse_an_exchange_look_for_no_other(exchange: str) -> N
     assert backends_in_threads(3, body)[:2] == [[2.0, 2.0]] * 2
 
 
-class Disagreeing(Loopback):
-    """Has to ask other processes about every new plan, and hears that one is gone."""
-
-    def agree(self, signature: Signature) -> None:
-        """See `GathersTexts.agree`."""
+@pytest.mark.parametrize("exchange", ["servers", "tree", "auto"])
+def test_a_gradient_without_an_agreed_plan_counts_in_the_next_step(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*arguments: Any, **options: Any) -> Any:
         raise BackendError("the peer died", rank=0, peer=1)
 
-    def gather_texts(self, text: str) -> list[str]:
-        """See `GathersTexts.gather_texts`."""
-        return [text] * self.size
-
-
-@pytest.mark.parametrize("exchange", ["servers", "tree", "auto"])
-def test_a_gradient_without_an_agreed_plan_counts_in_the_next_step(exchange: str) -> None:
     plan = topoplan.plan(servers_of((3, 5)))
     generator = np.random.default_rng(3)
     lost, next_one = ([generator.integers(-99, 100, SIZE).astype(float) for _ in range(8)] for _ in range(2))
     settings = ExchangeSettings(density=0.01, exchange=exchange)
-    with Communicator(plan, Disagreeing(8)) as comm:
+    with Communicator(plan) as comm, monkeypatch.context() as patch:
+        patch.setattr(Execution, "planned", planned)
         averager = InStepAverager(comm, settings, Recorder("test", ranks=8))
         with pytest.raises(BackendError, match="the peer died"):
             averager.start("bucket", lost)

@@ -24,7 +24,6 @@ Crossings = Callable[[Plan, TransferTable, int], list[Crossing]]
 
 BACKENDS: dict[str, Crossings] = {
     "nccl": nccl_crossings,
-    "nccl, lanes of trees": lambda *call: nccl_crossings(*call, by_tree=True),
     "torch": torch_crossings,
 }
 
@@ -36,9 +35,7 @@ def all_packed(crossings: list[Crossing]) -> bool:
 @pytest.mark.sampled
 @pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("each", [1, 15, 16, 17, 1003])
-def test_chunks_start_on_borders_of_a_block_and_only_its_last_one_ends_elsewhere(
-    collective: str, each: int
-) -> None:
+def test_chunks_are_aligned_within_blocks(collective: str, each: int) -> None:
     """Whether blocks are multiples of the alignment or not."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), collective)
     count, block = plan.blocks * each, each
@@ -73,9 +70,7 @@ def test_every_message_of_an_allreduce_is_copied_in_packs(name: str, count: int)
 @pytest.mark.parametrize("itemsize", [1, 2, 8])
 @pytest.mark.parametrize("collective", GATHERED)
 @pytest.mark.parametrize("name", MACHINES)
-def test_messages_of_blocks_that_end_on_borders_are_copied_in_packs(
-    name: str, collective: str, itemsize: int
-) -> None:
+def test_messages_of_aligned_blocks_are_packed(name: str, collective: str, itemsize: int) -> None:
     plan = topoplan.plan(topoplan.load(name), collective)
     table = lower(plan, len(plan.ranks) * 16 * 1001, chunk_elements=1000)
     for crossings in BACKENDS.values():
@@ -108,9 +103,7 @@ class Recording(Loopback):
 @pytest.mark.thorough
 @pytest.mark.parametrize("wire", [None, WireFormat()], ids=["pairs of numbers", "packed"])
 @pytest.mark.parametrize("exchange", ["pairs", "servers", "tree", "balanced"])
-def test_messages_of_entries_start_on_borders_in_the_areas_that_they_cross_in(
-    exchange: str, wire: WireFormat | None
-) -> None:
+def test_messages_of_entries_are_aligned(exchange: str, wire: WireFormat | None) -> None:
     """Elements and entries alike; 8 bytes an entry, of which most messages have an odd number."""
     servers = [topoplan.Server(topoplan.load("dgx-1v"), list(range(number))) for number in (4, 4)]
     backend = Recording(8)

@@ -77,9 +77,7 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
         assert sorted(rank.communicate()[0].strip() for rank in ranks) == ["0", "0", "1"]
 
 
-def test_a_process_that_was_stopped_while_it_compiled_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_compiler_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives.tables.compiled, "COMPILE_SECONDS", 0.1)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "stopped_loops.py").write_text(LOOPS)

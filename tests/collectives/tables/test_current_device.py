@@ -36,9 +36,7 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice dev, unsigned int* flags, int* acti
 
 
 @pytest.mark.parametrize("exclusive", [set(), {0}], ids=["shared", "exclusive"])
-def test_a_thread_that_chose_no_gpu_stays_on_the_one_it_entered(
-    machine: Machine, cupy: ModuleType, exclusive: set[int]
-) -> None:
+def test_a_new_thread_stays_on_its_gpu(machine: Machine, cupy: ModuleType, exclusive: set[int]) -> None:
     machine.gpus, machine.exclusive = 2, exclusive
     with on_device(cupy, 1):
         cupy.empty(3)
@@ -47,9 +45,7 @@ def test_a_thread_that_chose_no_gpu_stays_on_the_one_it_entered(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_gpu_that_the_caller_uses_is_current_again_also_after_an_error(
-    machine: Machine, cupy: ModuleType, fails: bool
-) -> None:
+def test_the_callers_gpu_is_current_again(machine: Machine, cupy: ModuleType, fails: bool) -> None:
     machine.gpus = 3
     use_device(cupy, 2)
     try:

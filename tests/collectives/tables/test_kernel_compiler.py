@@ -78,9 +78,7 @@ def test_a_gpu_gets_machine_code_of_its_generation_and_one_that_is_newer_than_th
         assert codes[0].startswith(begin)
 
 
-def test_a_cached_kernel_is_not_compiled_again_and_a_damaged_file_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = kernel_source(["copy_4"])
     cupy, codes = cupy_on("90")
     compiled: list[str] = []
@@ -104,9 +102,7 @@ def test_a_cached_kernel_is_not_compiled_again_and_a_damaged_file_is(
     assert kept.stat().st_size == 65 + len(codes[0])
 
 
-def test_a_cache_that_cannot_be_written_does_not_stop_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(kernel_launch.CACHE, str(tmp_path / "file"))
     kernel_launch._compiled_for.cache_clear()

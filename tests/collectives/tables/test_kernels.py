@@ -53,9 +53,7 @@ def test_every_kernel_compiles_and_keeps_its_values_in_registers(release: int, a
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("release", "architecture"), [(12, 70), (12, 90), (13, 100)])
-def test_every_kernel_reads_and_writes_global_memory_in_vectors_of_16_bytes(
-    release: int, architecture: int
-) -> None:
+def test_kernels_access_memory_in_vectors(release: int, architecture: int) -> None:
     kernels = re.split(r"\.entry (\w+)\(", every_kernel(release, architecture).ptx)[1:]
     for name, body in zip(kernels[::2], kernels[1::2], strict=True):
         # own and what arrives, as many of each as are in flight

@@ -284,9 +284,7 @@ def random_plans(draw: st.DrawFn) -> Plan:
 
 @given(random_plans(), st.integers(0, 480), st.integers(1, 192))
 @settings(max_examples=150, deadline=None)
-def test_random_forests_lower_to_tables_that_are_right_in_every_order(
-    plan: Plan, count: int, chunk: int
-) -> None:
+def test_random_forests_lower_to_right_tables(plan: Plan, count: int, chunk: int) -> None:
     topoplan.verify(plan)
     check_table(lower(plan, elements(plan, count), chunk_elements=chunk), plan)
 

@@ -80,9 +80,7 @@ def test_an_allreduce_counts_every_chunk_on_every_edge() -> None:
 @pytest.mark.parametrize(
     "wire", [None, WireFormat(), WireFormat(values="float16")], ids=["pairs", "packed", "half"]
 )
-def test_what_crosses_nics_in_a_sparse_exchange_is_what_the_formula_says(
-    gpus: tuple[int, ...], wire: WireFormat | None
-) -> None:
+def test_bytes_over_nics_are_the_formulas(gpus: tuple[int, ...], wire: WireFormat | None) -> None:
     with Communicator(topoplan.three_phase(servers_of(*gpus))) as comm:
         given = gradients(comm.size)
         comm.sparse_all_reduce(given, density=0.02, exchange="servers", wire=wire)
@@ -128,9 +126,7 @@ def test_sockets_carry_what_is_counted() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("servers", "border"), [(2, 0.5), (4, 0.25), (8, 0.125)])
-def test_gradients_go_dense_above_the_density_at_which_entries_fill_the_nics_as_much(
-    servers: int, border: float
-) -> None:
+def test_dense_above_the_border(servers: int, border: float) -> None:
     """2 b / (m (b + i)) with values and indices of 4 bytes, where the network is far slower than the servers."""
     assert border == 2 * 4 / (servers * 8)
     with Communicator(topoplan.three_phase(servers_of(*[8] * servers, gbps=1))) as comm:

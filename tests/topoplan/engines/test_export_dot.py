@@ -30,7 +30,6 @@ def test_switches_on_the_way_are_named() -> None:
 
 
 def test_what_graphviz_could_not_draw_is_refused() -> None:
-    """More edges than a drawing holds."""
     plan = topoplan.plan(topoplan.nvswitch_cluster(16, gpus=8))
     with pytest.raises(UsageError, match="cannot be drawn"):
         export_plan(plan, "dot")

@@ -27,23 +27,21 @@ def exported(plan: Plan, **choices: int) -> tuple[AlgorithmFile, EngineVerdict]:
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
 @pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "mi250x", "pcie-x8"])
 def test_every_plan_of_the_library_runs_at_its_rate(machine: str, collective: str) -> None:
-    """What is sent loads the links as the plan says."""
     plan = topoplan.plan(machine, collective)
     _, verdict = exported(plan)
     loads = machine_loads(verdict.traffic, len(plan.ranks), plan.topology)
     assert float(loads.rate) == pytest.approx(plan.rate)
 
 
-def test_chains_around_a_ring_take_a_channel_for_each_way() -> None:
-    """A ring sums and hands on in one direction, so a pair of ranks would be connected twice in one channel."""
+def test_connections_decide_the_number_of_channels() -> None:
+    """A ring sums and hands on in one direction, so a pair of ranks would be connected twice in one channel.
+
+    Stars out of the eight roots of a DGX-A100 have no pair in common, stars in and out have.
+    """
     plan = topoplan.ring("v100x4")
     file, verdict = exported(plan)
     assert float(machine_loads(verdict.traffic, 4, plan.topology).rate) == pytest.approx(plan.rate)
     assert file.channels >= 2
-
-
-def test_trees_without_a_common_connection_share_a_channel() -> None:
-    """A DGX-A100: stars out of eight roots have no pair in common, stars in and out have."""
     assert exported(topoplan.plan("dgx-a100", "allgather"))[0].channels == 1
     assert exported(topoplan.plan("dgx-a100"))[0].channels == 8
 
@@ -51,7 +49,7 @@ def test_trees_without_a_common_connection_share_a_channel() -> None:
 def test_more_chunks_than_a_step_takes_are_several_steps() -> None:
     """A step moves at most 71 chunks."""
     plan = topoplan.plan("v100x4", "allgather")
-    file, _ = exported(plan, chunks=1200)
+    file, _ = exported(plan, chunks=300)
     counts = [step.count for block in file.gpus[0].blocks for step in block.steps]
     assert max(counts) == 71
     assert any(len(block.steps) > 1 for block in file.gpus[0].blocks)
@@ -67,9 +65,6 @@ def test_the_limits_of_a_runtime_are_kept() -> None:
     with pytest.raises(UsageError, match="more than the 3 of MSCCL"):
         export_plan(topoplan.plan("dgx-1v"), "msccl-xml", Choices(max_blocks=3))
 
-
-@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
-def test_rooted_collectives_are_refused(collective: str) -> None:
-    """The file has no key for the root."""
-    with pytest.raises(UsageError, match="cannot name a root"):
-        export_plan(topoplan.plan("dgx-1v", collective), "msccl-xml")
+    for collective in ("broadcast", "reduce"):
+        with pytest.raises(UsageError, match="cannot name a root"):
+            export_plan(topoplan.plan("v100x4", collective), "msccl-xml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -60,27 +61,24 @@ def test_the_rings_of_a_dgx_1v() -> None:
     assert crossed == {(link.src, link.dst): link.count for link in machine.links if link.channel == "nvlink"}
     assert stated_rates(exported)[0] == pytest.approx(600 / 7)
     assert counted_rates(exported)[0] == pytest.approx(68.5714)
-    graph = ElementTree.fromstring(exported.text)[0]
-    assert (graph.attrib["speedintra"], graph.attrib["typeintra"], graph.attrib["samechannels"]) == (
-        "20",
-        "NVL",
-        "0",
-    )
+    found = ElementTree.fromstring(exported.text)[0].attrib
+    stated = {"speedintra": "20", "typeintra": "NVL", "samechannels": "0"}
+    assert {key: found[key] for key in stated} == stated
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", [one for one in COLLECTIVES if one != "allreduce"])
 def test_rings_of_every_collective_are_the_same_graph(collective: str) -> None:
     """NCCL runs all five collectives on its rings; the plan's own direction is kept."""
-    machine = topoplan.load("dgx-1v")
-    exported = export_plan(topoplan.ring(machine, collective), "nccl-graph")
-    assert (
-        exported.text.split("\n", 3)[3].split("<graph ")[1:]
-        == (export_plan(topoplan.ring(machine), "nccl-graph").text.split("\n", 3)[3].split("<graph ")[1:])
+    made, summed = (
+        export_plan(topoplan.ring("dgx-1v", one), "nccl-graph") for one in (collective, "allreduce")
     )
-    assert f"of {collective}; the plan states" in exported.notes[1]
+    graphs, others = (one.text.split("\n", 3)[3].split("<graph ")[1:] for one in (made, summed))
+    assert graphs == others
+    assert f"of {collective}; the plan states" in made.notes[1]
 
 
-@pytest.mark.parametrize("gpus", [[0, 1, 2], [0, 1, 2, 3], [2, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("gpus", [[0, 1, 2], [2, 3, 6, 7]])
 def test_a_ring_plan_keeps_its_rate(gpus: list[int]) -> None:
     """Over direct NVLinks NCCL goes the plan's own ways, so that its rings give what the plan states."""
     machine = topoplan.load("dgx-1v")
@@ -127,6 +125,7 @@ def test_the_best_rings_and_chains_of_machines(
     """Rings as known; a chain crosses the link between sockets once and a ring twice, so chains win on PCIe.
 
     Speeds in the file are at NCCL's rates: nominal ones would make NCCL leave NVLS, which it rates itself.
+    A chain is a tree, so the optimum of the trees bounds it.
     """
     machine = topoplan.load(name)
     exported = export_machine(machine, "nccl-graph")
@@ -134,14 +133,8 @@ def test_the_best_rings_and_chains_of_machines(
     assert counted_rates(exported) == pytest.approx((rings * counted, chains * counted), rel=1e-4)
     found = channels(exported, set(range(len(machine.gpus))))
     assert len(found[0]) == len(found[1]) <= MOST_CHANNELS
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["dgx-1v", "dgx-2", "v100x4", "pcie-x8", "nvlink-x4"])
-def test_chains_never_beat_packed_trees(name: str) -> None:
-    """A chain is a tree, so the optimum of the trees bounds what NCCL's tree can give over the same wires."""
-    machine = topoplan.load(name)
-    assert stated_rates(export_machine(machine, "nccl-graph"))[1] <= topoplan.plan(machine).rate * (1 + 1e-4)
+    if len(machine.gpus) <= 8:
+        assert chains <= topoplan.plan(machine).rate * (1 + 1e-4)
 
 
 EXPECTED = {
@@ -225,16 +218,11 @@ def test_an_allocation_is_named_by_nvml_numbers_in_hexadecimal() -> None:
 def test_names_without_numbers_are_counted() -> None:
     """Where GPUs are not called gpu<n>, dev is their place."""
     machine = full_mesh(3)
-    names = {"gpu0": "left", "gpu1": "middle", "gpu2": "right"}
-    renamed = Topology(
-        "mesh",
-        tuple(Device(names[device.name], "gpu") for device in machine.devices),
-        tuple(Link(names[link.src], names[link.dst], "nvlink", 1.0) for link in machine.links),
-    )
-    assert (
-        export_machine(renamed, "nccl-graph").text.split("\n")[1:]
-        == (export_machine(machine, "nccl-graph").text.split("\n")[1:])
-    )
+    text = machine.to_json()
+    for old, new in (("gpu0", "left"), ("gpu1", "middle"), ("gpu2", "right")):
+        text = text.replace(f'"{old}"', f'"{new}"')
+    first, second = (export_machine(one, "nccl-graph").text for one in (topoplan.load(text), machine))
+    assert first.split("\n")[1:] == second.split("\n")[1:]
 
 
 def ring_plan(shares: dict[tuple[int, ...], Fraction]) -> Plan:
@@ -244,30 +232,29 @@ def ring_plan(shares: dict[tuple[int, ...], Fraction]) -> Plan:
     return plan_of(size, "broadcast", shards, root=0)
 
 
-def test_a_share_becomes_a_number_of_equal_channels() -> None:
-    """Shares of 2/3 and 1/3 are twice as many channels of one ring as of the other, though equally many are faster."""
-    plan = ring_plan({(0, 1, 2, 3): Fraction(2, 3), (0, 3, 2, 1): Fraction(1, 3)})
-    found = channels(export_plan(plan, "nccl-graph"), set(range(4)))[0]
-    numbers = Counter(map(tuple, found))
-    assert set(numbers) == {(0, 1, 2, 3), (0, 3, 2, 1)}
-    assert numbers[0, 1, 2, 3] == 2 * numbers[0, 3, 2, 1]
-
-
-def test_shares_that_need_too_many_channels_are_rounded_and_said() -> None:
-    """Shares of 10/21 and 11/21 are nearest to 7 and 8 of 15 channels, 1.79 % slower: 8/15 of the load for 11/21."""
-    plan = ring_plan({(0, 1, 2, 3): Fraction(10, 21), (0, 3, 2, 1): Fraction(11, 21)})
+@pytest.mark.parametrize(
+    ("share", "channels_each", "note"),
+    [
+        # twice as many channels of one ring as of the other, though equally many are faster
+        (Fraction(2, 3), None, ""),
+        # 1.79 % slower: 8/15 of the load for 11/21
+        (Fraction(10, 21), (7, 8), "15 come nearest: 1.79% slower than exact shares"),
+        (Fraction(99, 100), None, "1 of the 2 rings, with the smallest shares, left out"),
+    ],
+)
+def test_a_share_becomes_a_number_of_equal_channels(
+    share: Fraction, channels_each: tuple[int, int] | None, note: str
+) -> None:
+    plan = ring_plan({(0, 1, 2, 3): share, (0, 3, 2, 1): 1 - share})
     exported = export_plan(plan, "nccl-graph")
-    found = channels(exported, set(range(4)))[0]
-    assert Counter(map(tuple, found)) == {(0, 1, 2, 3): 7, (0, 3, 2, 1): 8}
-    assert any("15 come nearest: 1.79% slower than exact shares" in note for note in exported.notes)
-
-
-def test_small_shares_are_left_out_and_said() -> None:
-    """A ring with a hundredth of the buffer gets none of sixteen channels."""
-    plan = ring_plan({(0, 1, 2, 3): Fraction(99, 100), (0, 3, 2, 1): Fraction(1, 100)})
-    exported = export_plan(plan, "nccl-graph")
-    assert set(map(tuple, channels(exported, set(range(4)))[0])) == {(0, 1, 2, 3)}
-    assert any("1 of the 2 rings, with the smallest shares, left out" in note for note in exported.notes)
+    found = Counter(map(tuple, channels(exported, set(range(4)))[0]))
+    one, other = found[0, 1, 2, 3], found[0, 3, 2, 1]
+    assert one + other == sum(found.values())
+    if channels_each:
+        assert (one, other) == channels_each
+    else:
+        assert other == (one / 2 if share == Fraction(2, 3) else 0)
+    assert any(note in text for text in exported.notes)
 
 
 def test_a_plan_of_chains_is_the_tree_graph() -> None:
@@ -295,40 +282,27 @@ def test_both_graphs_have_equally_many_channels() -> None:
 
 
 @pytest.mark.parametrize("method", [topoplan.plan, topoplan.one_hop, topoplan.double_binary_tree])
-def test_other_plans_are_refused(method: object) -> None:
-    """Trees that branch cannot be run by NCCL inside a server; the message says what to export instead."""
-    plan = method(topoplan.load("dgx-2"))  # type: ignore[operator]
+def test_refuses_trees_that_branch(method: Callable[[str], Plan]) -> None:
+    """NCCL cannot run them inside a server; the message says what to export instead."""
     with pytest.raises(UsageError) as caught:
-        export_plan(plan, "nccl-graph")
+        export_plan(method("dgx-2"), "nccl-graph")
     assert "cannot run packed trees inside a server" in str(caught.value)
     assert "topoplan export TOPO --to nccl-graph" in str(caught.value)
 
 
-def test_plans_of_several_servers_or_one_gpu_are_refused() -> None:
-    """A graph file describes one server, and rings need two GPUs."""
+def test_refuses_plans_of_several_servers_one_gpu_and_gpus_that_nothing_joins() -> None:
+    """A graph file describes one server, and rings need two GPUs; otherwise NCCL would need a network."""
     cluster = topoplan.nvswitch_cluster(2, gpus=4)
     with pytest.raises(UsageError, match=r"spans 2 servers, and nccl-graph describes one"):
         export_plan(topoplan.ring(cluster), "nccl-graph")
     assert channels(export_machine(cluster, "nccl-graph", server="s1"), {0, 1, 2, 3})
     with pytest.raises(UsageError, match="has 1 GPU here"):
         export_machine(topoplan.load("dgx-1v").subset([3]), "nccl-graph")
-
-
-def test_gpus_that_nothing_joins_are_refused() -> None:
-    """Without NVLink or PCIe between them NCCL would need a network."""
     apart = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
     with pytest.raises(InfeasibleError, match="no NVLink, PCIe or network path"):
         export_machine(apart, "nccl-graph")
     with pytest.raises(InfeasibleError, match="neither NVLink nor PCIe leads from gpu0 to gpu1"):
         NcclPaths(apart).hop("gpu0", "gpu1")
-
-
-def test_nccls_ways_on_a_dgx_1v() -> None:
-    """NVLink where it is, else through one GPU."""
-    paths = NcclPaths(topoplan.load("dgx-1v"))
-    names = [f"gpu{i}" for i in range(8)]
-    assert [paths.hop("gpu0", name).kind for name in names[1:]] == ["NVL"] * 4 + ["NVB"] * 3
-    assert min(link.bandwidth for link in paths.hop("gpu0", "gpu7").part) == 50.0
 
 
 THROUGH = {
@@ -355,47 +329,43 @@ def test_the_gpus_that_nccl_passes_through(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ends", "kind"),
+    ("name", "channels", "kinds"),
     [
-        ("dgx-2", ("gpu0", "gpu15"), "NVL"),
-        ("pcie-x8", ("gpu0", "gpu3"), "PIX"),
-        ("pcie-x8", ("gpu3", "gpu4"), "SYS"),
-        ("nvlink-x4", ("gpu0", "gpu3"), "NVL"),
+        ("dgx-1v", "all", {1: "NVL", 2: "NVL", 3: "NVL", 4: "NVL", 5: "NVB", 6: "NVB", 7: "NVB"}),
+        ("dgx-2", "all", {15: "NVL"}),
+        ("pcie-x8", "all", {3: "PIX", 4: "SYS"}),
+        ("nvlink-x4", "all", {3: "NVL"}),
+        # one switch, a cascade of switches, two switches of one CPU, both CPUs
+        ("dgx-2", "pcie", {1: "PIX", 2: "PXB", 4: "PHB", 8: "SYS"}),
     ],
 )
-def test_nccls_ways_elsewhere(name: str, ends: tuple[str, str], kind: str) -> None:
-    """Over an NVSwitch, one PCIe switch, two sockets."""
-    assert NcclPaths(topoplan.load(name)).hop(*ends).kind == kind
-
-
-def test_nccls_ways_over_pcie_of_a_dgx_2() -> None:
-    """Without NVLink: one switch, a cascade of switches, two switches of one CPU, both CPUs."""
-    whole = topoplan.load("dgx-2")
-    bare = replace(whole, links=tuple(link for link in whole.links if link.channel != "nvlink"))
-    paths = NcclPaths(bare)
-    found = [paths.hop("gpu0", f"gpu{other}").kind for other in (1, 2, 4, 8)]
-    assert found == ["PIX", "PXB", "PHB", "SYS"]
+def test_nccls_ways_from_gpu0(name: str, channels: str, kinds: dict[int, str]) -> None:
+    """NVLink where it is, else through one GPU, else over PCIe."""
+    whole = topoplan.load(name)
+    links = tuple(link for link in whole.links if channels == "all" or link.channel != "nvlink")
+    paths = NcclPaths(replace(whole, links=links))
+    assert {other: paths.hop("gpu0", f"gpu{other}").kind for other in kinds} == kinds
+    if name == "dgx-1v":
+        assert min(link.bandwidth for link in paths.hop("gpu0", "gpu7").part) == 50.0
 
 
 def test_several_switches_are_one_to_nvlink() -> None:
     """A GPU on two planes stripes over both: parts in proportion to the width of the ways, together the whole rate."""
-    devices = (
-        *(Device(f"gpu{i}", "gpu") for i in range(4)),
-        Device("a", "nvswitch"),
-        Device("b", "nvswitch"),
-    )
+    gpus = [f"gpu{i}" for i in range(4)]
+    devices = (*(Device(gpu, "gpu") for gpu in gpus), Device("a", "nvswitch"), Device("b", "nvswitch"))
     wires = [
         Link(*ends, "nvlink", rate)
-        for i in range(4)
+        for gpu in gpus
         for plane, rate in (("a", 100.0), ("b", 50.0))
-        for ends in ((f"gpu{i}", plane), (plane, f"gpu{i}"))
+        for ends in ((gpu, plane), (plane, gpu))
     ]
     paths = NcclPaths(Topology("planes", devices, tuple(wires)))
-    part = {
-        link.dst: share for link, share in paths.hop("gpu0", "gpu1").part.items() if link.dst in ("a", "b")
+    parts = paths.hop("gpu0", "gpu1").part.items()
+    assert {link.dst: share for link, share in parts if link.dst in ("a", "b")} == {
+        "a": Fraction(2, 3),
+        "b": Fraction(1, 3),
     }
-    assert part == {"a": Fraction(2, 3), "b": Fraction(1, 3)}
-    assert ring_bandwidth(paths, {tuple(f"gpu{i}" for i in range(4)): 1}) == 150
+    assert ring_bandwidth(paths, {tuple(gpus): 1}) == 150
 
 
 @given(
@@ -403,7 +373,6 @@ def test_several_switches_are_one_to_nvlink() -> None:
     st.integers(min_value=1, max_value=MOST_CHANNELS),
 )
 def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
-    """All are dealt, and each order gets its exact number rounded down or up."""
     shares = {(str(place),): Fraction(part, sum(parts)) for place, part in enumerate(parts)}
     numbers = apportioned(shares, count)
     assert sum(numbers.values()) == count
@@ -411,7 +380,7 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
         assert abs(numbers.get(order, 0) - share * count) < 1
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 6])
+@pytest.mark.parametrize("size", [3, 4, 6])
 def test_chains_of_a_switch_fill_its_ports(size: int) -> None:
     """Ends of chains load a port half as much as the GPUs between, so so many chains that ends fall evenly are best."""
     machine = topoplan.load("dgx-2").subset(range(size))

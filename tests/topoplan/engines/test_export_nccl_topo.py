@@ -79,9 +79,8 @@ DUMPED = """<system version="1">
 def same(first: Topology, second: Topology) -> None:
     """Equal in GPUs and their order, and in all devices and links."""
     assert first.gpus == second.gpus
-    assert {device.name: device for device in first.devices} == {
-        device.name: device for device in second.devices
-    }
+    devices, others = ({device.name: device for device in one.devices} for one in (first, second))
+    assert devices == others
     assert set(first.links) == set(second.links)
     assert first.peer_access == second.peer_access
 
@@ -97,23 +96,34 @@ def named(
     return {(names[src], names[dst], kind): rate for (src, dst, kind), rate in links.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_library_machine_comes_back_from_its_file(name: str) -> None:
-    """Names, kinds, models, bus ids, NUMA nodes, facts, bandwidths and counts: what was invented is unset again."""
+    """What was invented is unset again; NCCL's arithmetic gives the machine's links, and rates of PCIe exactly."""
     machine = topoplan.load(name)
-    same(topoplan.load(nccl_topo_xml(machine).text), machine)
+    exported = nccl_topo_xml(machine)
+    same(topoplan.load(exported.text), machine)
+    found = named(exported, nccl_links(read_as_nccl(exported.text)))
+    kind = {"nvlink": "nvl", "pcie": "pci", "sys": "sys"}
+    assert set(found) == {(link.src, link.dst, kind[link.channel]) for link in machine.links}
+    for link in machine.links:
+        if link.channel == "pcie":
+            assert found[link.src, link.dst, "pci"] == Fraction(link.bandwidth)
 
 
-@pytest.mark.parametrize("gpus", [[1, 4, 5, 7], [0, 1, 2], [6]])
+@pytest.mark.parametrize("gpus", [[1, 4, 5, 7], [6]])
 def test_an_allocation_keeps_the_numbers_of_its_gpus(gpus: list[int]) -> None:
     """``dev`` and the names are those of the whole machine; the ranks are those of the allocation."""
     part = topoplan.load("dgx-1v").subset(gpus)
     text = nccl_topo_xml(part).text
-    found = [
-        (int(gpu.attrib["dev"]), int(gpu.attrib["rank"])) for gpu in ElementTree.fromstring(text).iter("gpu")
+    found = [gpu.attrib for gpu in ElementTree.fromstring(text).iter("gpu")]
+    assert [(int(gpu["dev"]), int(gpu["rank"])) for gpu in found] == [
+        (gpu, rank) for rank, gpu in enumerate(gpus)
     ]
-    assert found == [(gpu, rank) for rank, gpu in enumerate(gpus)]
     assert topoplan.load(text).gpus == part.gpus
+    if gpus == [6]:
+        made = export_plan(topoplan.plan("dgx-1v", gpus=gpus), "nccl-topo")
+        assert made == export_machine(part, "nccl-topo")
 
 
 def test_what_was_read_from_xml_is_read_from_our_file_again() -> None:
@@ -139,7 +149,6 @@ def test_a_real_machine_is_read_from_our_file_again(path: Path) -> None:
 
 @EACH_REAL
 def test_the_rules_accept_real_files(path: Path) -> None:
-    """Otherwise it would prove nothing that they accept ours."""
     read_as_nccl(path.read_text(encoding="utf-8"), most_nodes=8192)
 
 
@@ -158,19 +167,6 @@ def test_the_rules_reject_what_nccl_cannot_read(good: str, bad: str) -> None:
     read_as_nccl(good)
     with pytest.raises(Rejected):
         read_as_nccl(bad)
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_nccl_reads_every_link_of_the_file(name: str) -> None:
-    """Its arithmetic gives the machine's links; rates of PCIe exactly, of NVLink and sockets NCCL's own."""
-    machine = topoplan.load(name)
-    exported = nccl_topo_xml(machine)
-    found = named(exported, nccl_links(read_as_nccl(exported.text)))
-    kind = {"nvlink": "nvl", "pcie": "pci", "sys": "sys"}
-    assert set(found) == {(link.src, link.dst, kind[link.channel]) for link in machine.links}
-    for link in machine.links:
-        if link.channel == "pcie":
-            assert found[link.src, link.dst, "pci"] == Fraction(link.bandwidth)
 
 
 def test_known_rates_of_a_dgx_1v() -> None:
@@ -194,13 +190,6 @@ def test_amd_machines_are_written_for_rccl() -> None:
     assert found["gpu0", "gpu1", "nvl"] == 4 * 36
 
 
-def test_the_exporter_knows_a_machine_and_a_plan() -> None:
-    """A plan's file is that of its machine, cut down to its GPUs."""
-    machine = topoplan.load("dgx-2")
-    plan = topoplan.plan(machine, gpus=[3, 9, 11, 15])
-    assert export_plan(plan, "nccl-topo") == export_machine(machine.subset([3, 9, 11, 15]), "nccl-topo")
-
-
 @pytest.mark.parametrize(
     ("model", "sm"),
     [
@@ -219,7 +208,6 @@ def test_the_exporter_knows_a_machine_and_a_plan() -> None:
     ],
 )
 def test_compute_capability_follows_from_the_model(model: str, sm: str) -> None:
-    """And is marked as taken from there; a stated one comes first."""
     found = gpu_identity(Device("gpu0", "gpu", model=model), amd=False)
     assert (found.attributes, found.invented, found.guessed) == ((("sm", sm),), ("sm",), False)
     stated = gpu_identity(Device("gpu0", "gpu", model=model, facts=facts(sm=53)), amd=False)
@@ -268,7 +256,6 @@ def test_an_unknown_gpu_is_left_to_the_driver() -> None:
     ],
 )
 def test_a_processor_follows_from_its_model(model: str, vendor: str, family: int, number: int) -> None:
-    """Family and model as NCCL writes them into its own files."""
     found = dict(cpu_identity(Device("cpu0", "cpu", model=model), 100.0).attributes)
     assert found == {"arch": "x86_64", "vendor": vendor, "familyid": str(family), "modelid": str(number)}
 
@@ -283,7 +270,6 @@ def test_of_an_unknown_processor_the_rate_is_nearest(rate: float) -> None:
 
 @given(st.sampled_from(sorted(LANE_RATES)), st.integers(min_value=1, max_value=16))
 def test_what_pcie_can_have_is_met_exactly(speed: str, lanes: int) -> None:
-    """Any lane rate with any number of lanes."""
     bandwidth = counted_bandwidth(speed, lanes)
     assert counted_bandwidth(*nearest_pcie(float(bandwidth))) == bandwidth
 
@@ -364,7 +350,6 @@ SWITCHES = (Device("nvswitch0", "nvswitch", "s0"), Device("nvswitch1", "nvswitch
     ],
 )  # fmt: skip
 def test_what_the_file_cannot_hold_is_refused(machine: Callable[[], Topology], message: str) -> None:
-    """In one line that names the device or link, never left out in silence."""
     with pytest.raises(UsageError) as caught:
         nccl_topo_xml(machine())
     assert message in str(caught.value)

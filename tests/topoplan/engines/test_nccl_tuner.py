@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
 import topoplan
 from tests.support.tuner_plugin import Line, chosen, read
+from topoplan.engines.exported import Exported
 from topoplan.engines.nccl.tuner_file import measured_tuner, model_tuner, parse_label
 from topoplan.engines.registry import export_machine, export_plan
 from topoplan.errors import UsageError
@@ -26,21 +29,24 @@ def pair(name: str = "dgx-h100") -> Topology:
 
 MACHINES = {
     "dgx-1v": lambda: topoplan.load("dgx-1v"),
-    "dgx-h100": lambda: topoplan.load("dgx-h100"),
     "pcie-x8": lambda: topoplan.load("pcie-x8"),
-    "two servers": pair,
+    "dgx-h100": lambda: topoplan.load("dgx-h100"),
     "one rank a server": lambda: pair("dgx-a100").subset([0, 8]),
+    "two servers": pair,
 }
 
 
+@cache
+def tuner_text(name: str) -> str:
+    return model_tuner(MACHINES[name]()).text
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_plugin_runs_what_the_model_finds_fastest(name: str) -> None:
-    """At every power of two and beside it, of every collective; never one channel where more would run."""
-    machine = MACHINES[name]()
-    here = setting_of(with_all_capabilities(machine))
-    text = model_tuner(machine).text
-    lines = read(text)
-    assert len(lines) == sum(not line.startswith("#") for line in text.splitlines())
+    """At every power of four and beside it, of every collective; never one channel where more would run."""
+    here = setting_of(with_all_capabilities(MACHINES[name]()))
+    lines = read(tuner_text(name))
     for collective in COLLECTIVES:
         known = expectations(here, collective)
         for size in sorted({max(0, (1 << power) + step) for power in range(0, 35, 2) for step in (-1, 0, 1)}):
@@ -54,18 +60,22 @@ def test_the_plugin_runs_what_the_model_finds_fastest(name: str) -> None:
 
 
 def test_ranges_have_no_gap_and_no_overlap() -> None:
-    """From 0 to the largest number that the plugin has."""
-    lines = read(model_tuner(topoplan.load("dgx-h100")).text)
+    """From 0 to the largest number that the plugin has; a communicator of another size matches no line."""
+    lines = read(tuner_text("dgx-h100"))
     for collective in NAMES.values():
         own = [line for line in lines if line.collective == collective]
         assert (own[0].low, own[-1].high) == (0, 2**64 - 1)
         assert [line.low for line in own[1:]] == [line.high + 1 for line in own[:-1]]
+    assert chosen(lines, "allreduce", 1 << 20, nodes=1, ranks=4) == ("", "", 1)
+    notes = model_tuner(topoplan.load("dgx-1v")).notes
+    assert "communicators of other sizes than 8 ranks on 1" in notes[0]
 
 
+@pytest.mark.thorough
 def test_words_and_lines_are_the_plugin_s() -> None:
     """Nothing that it would take for something else, and no line that it would cut."""
-    machines = [model_tuner(make()).text for make in MACHINES.values()]
-    for line in "".join(machines).splitlines():
+    texts = [tuner_text(name) for name in MACHINES]
+    for line in "".join(texts).splitlines():
         assert len(line) < 255
         if not line.startswith("#"):
             (kept,) = read(line + "\n")
@@ -73,36 +83,30 @@ def test_words_and_lines_are_the_plugin_s() -> None:
             assert len(words) == 10
             assert (kept.collective, kept.algorithm, kept.protocol) == (words[0], words[3], words[4])
     assert {"nvls", "nvls_tree", "tree", "ring", "pat"} == {
-        line.algorithm for text in machines for line in read(text)
+        line.algorithm for text in texts for line in read(text)
     }
-
-
-def test_another_communicator_matches_no_line() -> None:
-    """And the note says what that costs with the example plugin."""
-    exported = model_tuner(topoplan.load("dgx-1v"))
-    assert chosen(read(exported.text), "allreduce", 1 << 20, nodes=1, ranks=4) == ("", "", 1)
-    assert "communicators of other sizes than 8 ranks on 1" in exported.notes[0]
 
 
 def test_machines_plans_and_clusters_are_exported_alike() -> None:
     """A plan stands for its allocation; a cluster needs no choice of a server, and may have one."""
-    machine = topoplan.load("dgx-1v").subset([0, 1, 2, 3])
+
+    def lines(exported: Exported) -> list[str]:
+        return [line for line in exported.text.splitlines() if line[0] != "#"]
+
     plan = topoplan.plan("dgx-1v", gpus=[0, 1, 2, 3])
-    ours = [line for line in export_plan(plan, "nccl-tuner").text.splitlines() if line[0] != "#"]
-    assert ours == [
-        line for line in export_machine(machine, "nccl-tuner").text.splitlines() if line[0] != "#"
-    ]
-    assert {line.nodes for line in read(export_machine(pair(), "nccl-tuner").text)} == {2}
-    assert {line.nodes for line in read(export_machine(pair(), "nccl-tuner", server="s1").text)} == {1}
-    spread = topoplan.plan(pair("dgx-a100"), gpus=[0, 8])
-    assert {line.ranks for line in read(export_plan(spread, "nccl-tuner").text)} == {2}
+    machine = topoplan.load("dgx-1v").subset([0, 1, 2, 3])
+    assert lines(export_plan(plan, "nccl-tuner")) == lines(export_machine(machine, "nccl-tuner"))
+    two = pair("dgx-a100")
+    assert {line.nodes for line in read(export_machine(two, "nccl-tuner", server="s1").text)} == {1}
+    spread = topoplan.plan(two, gpus=[0, 8])
+    found = read(export_plan(spread, "nccl-tuner").text)
+    assert {(line.nodes, line.ranks) for line in found} == {(2, 2)}
 
 
 def test_a_plan_whose_switches_forward_says_why_it_has_no_nvls() -> None:
     """A plan file states what its switches did; with in-network ones NVLS stands in the lines."""
-    plain, able = (
-        topoplan.plan(machine) for machine in ("dgx-h100", with_all_capabilities(topoplan.load("dgx-h100")))
-    )
+    machine = topoplan.load("dgx-h100").subset([0, 1, 2, 3])
+    plain, able = (topoplan.plan(one) for one in (machine, with_all_capabilities(machine)))
     assert "NVLS stands in no line" in export_plan(plain, "nccl-tuner").notes[-1]
     made = export_plan(able, "nccl-tuner")
     assert "nvls" in {line.algorithm for line in read(made.text)}
@@ -137,7 +141,6 @@ def test_what_was_measured_fastest_is_run_where_it_was_measured(
 
 
 def test_neighbouring_sizes_of_one_choice_are_one_range() -> None:
-    """And a change of one per cent is none."""
     times = {
         ("tree", "ll"): {1 << 10: 10e-6, 1 << 12: 11e-6, 1 << 14: 12e-6, 1 << 20: 99e-6},
         ("ring", "simple"): {1 << 10: 20e-6, 1 << 12: 10.9e-6, 1 << 14: 21e-6, 1 << 20: 60e-6},
@@ -150,7 +153,6 @@ def test_neighbouring_sizes_of_one_choice_are_one_range() -> None:
 
 
 def test_channels_that_nobody_knows_are_warned_of() -> None:
-    """The example plugin would run one."""
     made = measured_tuner(
         {"reduce": {("ring", "ll"): {8: 1e-5}}}, servers=1, ranks=8, channels=lambda _: None, source="a test"
     )
@@ -158,14 +160,9 @@ def test_channels_that_nobody_knows_are_warned_of() -> None:
     assert "no lines for allreduce, allgather, reducescatter, broadcast" in made.notes[1]
 
 
-@pytest.mark.parametrize("label", ["", "rings", "ring/ll64", "nvls/ll", "pat/ll128", "ring/ll/simple"])
-def test_labels_that_nccl_does_not_have_are_refused(label: str) -> None:
-    """With the words that it has."""
-    with pytest.raises(UsageError, match=r"use |write "):
-        parse_label(label)
-
-
-def test_nothing_measured_is_refused() -> None:
-    """There is nothing to write."""
+def test_refuses_labels_that_nccl_does_not_have_and_no_measurement() -> None:
+    for label in ("", "rings", "ring/ll64", "nvls/ll", "pat/ll128", "ring/ll/simple"):
+        with pytest.raises(UsageError, match=r"use |write "):
+            parse_label(label)
     with pytest.raises(UsageError, match="nothing to tune"):
         measured_tuner({}, servers=1, ranks=8, channels=lambda _: 1, source="a test")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.host_topology import both_ways
 from topoplan.machine.nic_wiring import wire_server
-from topoplan.machine.topology import Device, Link, Topology, estimated_bytes, facts
+from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import equivalent_servers, representative_servers
 from topoplan.plans.structure import phases
 from topoplan.reading.load import library
@@ -24,6 +26,9 @@ from topoplan.reading.load import library
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
 PLAIN = topoplan.load("pcie-x8")
+WITH_NICS = sorted(
+    (one for one in library() if one not in ("pcie-x8", "v100x4")), key=lambda one: "nvl72" in one
+)
 
 
 def speeds(topology: Topology, channel: str = "network") -> dict[tuple[str, str], float]:
@@ -47,13 +52,14 @@ def test_a_cluster_of_nvswitch_servers_is_the_known_fabric(fabrics_dir: Path) ->
         assert made.gpus == known.gpus
 
 
-def test_sixteen_thousand_gpus_are_counted_right() -> None:
-    """2,048 servers of 8 GPUs: 17 devices each and two rails; 24 wires each."""
-    made = nvswitch_cluster(2048)
-    assert len(made.gpus) == 16_384
-    assert len(made.devices) == 2048 * 17 + 2
-    assert len(made.links) == 2048 * 24 * 2
-    assert made.device("s2047.nic7").server == "s2047"
+@pytest.mark.parametrize("servers", [32, pytest.param(2048, marks=pytest.mark.thorough)])
+def test_a_large_cluster_is_counted_right(servers: int) -> None:
+    """17 devices and 24 wires for each server, and two rails."""
+    made = nvswitch_cluster(servers)
+    assert len(made.gpus) == servers * 8
+    assert len(made.devices) == servers * 17 + 2
+    assert len(made.links) == servers * 24 * 2
+    assert made.device(f"s{servers - 1}.nic7").server == f"s{servers - 1}"
 
 
 @pytest.mark.parametrize(("gbps", "rate"), [(40, 5.0), (100, 12.5), (400, 37.5)])
@@ -129,18 +135,17 @@ def with_storage_nic(machine: Topology) -> Topology:
     )
 
 
-@pytest.mark.parametrize("gpus", [None, [6], [0, 1]])
-def test_a_nic_for_storage_slows_no_other(gpus: list[int] | None) -> None:
+def test_a_nic_for_storage_slows_no_other() -> None:
     """It is on another CPU than the NICs beside the GPUs: it serves nobody, and a note says so."""
-    whole, more = ([Server(one, gpus, count=2)] for one in (A100S, with_storage_nic(A100S)))
-    assert speeds(cluster(more, nic_gbps=200)) == speeds(cluster(whole, nic_gbps=200))
-    rates = [topoplan.plan(cluster(servers, nic_gbps=200), "allgather").rate for servers in (whole, more)]
-    assert rates[0] == rates[1]
     note = "left out, since every GPU has a nearer NIC and NCCL takes that: nic_s"
-    told = ["\n".join(cluster(servers, nic_gbps=200).notes) for servers in (whole, more)]
-    assert [note in text for text in told] == [False, True]
-    first = cluster([Server(with_storage_nic(A100S), gpus, count=2)], nic_gbps=200, nics=1)
-    assert not any("nic_s" in src + dst for src, dst in speeds(first))
+    for gpus in (None, [6], [0, 1]):
+        whole, more = (
+            cluster([Server(one, gpus, count=2)], nic_gbps=200) for one in (A100S, with_storage_nic(A100S))
+        )
+        assert speeds(more) == speeds(whole)
+        assert [note in "\n".join(one.notes) for one in (whole, more)] == [False, True]
+        first = cluster([Server(with_storage_nic(A100S), gpus, count=2)], nic_gbps=200, nics=1)
+        assert not any("nic_s" in src + dst for src, dst in speeds(first))
 
 
 def two_cpus() -> Topology:
@@ -185,43 +190,19 @@ def test_nics_are_chosen_by_name_as_nccl_does(choice: str, taken: list[str]) -> 
     """By the device's name, or by how an adapter's begins; in Python, of one server, and in a cluster file."""
     box = two_cpus()
     made = cluster([Server(box, count=2)], nic_gbps=200, nics=choice)
-    assert (
-        list(
-            dict.fromkeys(
-                nic.name.split(".")[1]
-                for nic in made.devices
-                if nic.kind == "nic" and nic.server == "s0" and not nic.name.endswith(".rx")
-            )
-        )
-        == taken
-    )
+    nics = [nic.name for nic in made.devices if nic.kind == "nic" and nic.server == "s0"]
+    assert [name.split(".")[1] for name in nics if not name.endswith(".rx")] == taken
     own = cluster([Server(box, count=2, nics=choice)], nic_gbps=200, nics=1)
     assert own.devices == made.devices
     prefix = any("as in NCCL_IB_HCA; =mlx5_1 names one alone" in note for note in made.notes)
     assert prefix == (choice in ("mlx5_1", "^mlx5_1"))
 
 
-@pytest.mark.parametrize(
-    ("machine", "choice", "says"),
-    [
-        ("box", "mlx5_7", "mlx5_7 is not a NIC of box, which has mlx5_1, mlx5_10, mlx5_2"),
-        ("box", "^mlx5", "leaves no NIC of box"),
-        ("box", "a,,b", "must be names such as mlx5_0,mlx5_1"),
-        ("box", "", "must be names such as"),
-        ("v100x4", "mlx5_0", "v100x4 lists no NIC; give a number"),
-    ],
-)
-def test_choices_of_nics_that_fit_nothing_are_refused(machine: str, choice: str, says: str) -> None:
-    server = Server(two_cpus() if machine == "box" else machine, count=2)
-    with pytest.raises(UsageError, match=says.replace("^", r"\^")):
-        cluster([server], nic_gbps=200, nics=choice)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.DataObject) -> None:
     """On every library machine with NVLink, for any allocation and number of NICs that it has."""
-    name = data.draw(st.sampled_from([one for one in library() if one not in ("pcie-x8", "v100x4")]))
+    name = data.draw(st.sampled_from([one for one in WITH_NICS if not one.endswith("nvl72")]))
     machine = topoplan.load(name)
     gpus = data.draw(st.sets(st.integers(0, len(machine.gpus) - 1), min_size=1))
     listed = sum(device.kind == "nic" for device in machine.devices)
@@ -239,7 +220,7 @@ def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.Data
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", [one for one in library() if one not in ("pcie-x8", "v100x4")])
+@pytest.mark.parametrize("name", WITH_NICS)
 def test_an_allocation_of_a_server_is_the_cluster_cut_down(name: str) -> None:
     """As long as a NIC serves one of its GPUs, building for an allocation and cutting down afterwards agree."""
     machine = topoplan.load(name)
@@ -252,62 +233,42 @@ def test_an_allocation_of_a_server_is_the_cluster_cut_down(name: str) -> None:
         assert rates[0] == rates[1]
 
 
-def test_an_allocation_far_from_all_nics_is_served_across_the_sockets() -> None:
-    """GPUs 2 and 3 of nvlink-x4 reach its NIC over the 10 GB/s between its CPUs."""
+def test_an_allocation_far_from_all_nics_is_served() -> None:
+    """Across the 10 GB/s between the CPUs of nvlink-x4; through an odd die of mi250x; straight without a PCIe path."""
     pair = cluster([Server(topoplan.load("nvlink-x4"), [2, 3], count=2)], nic_gbps=200)
     assert set(speeds(pair).values()) == {10.0}
     assert topoplan.plan(pair, "broadcast").rate == 10
-
-
-def test_an_allocation_whose_nics_hang_on_other_gpus_is_served_through_one_of_them() -> None:
-    """The NICs of mi250x are plugged into its odd dies; die 0 reaches one over the CPU."""
     wired = wire_server(topoplan.load("mi250x"), [0], nics=None, rate=50.0, access="pcie")
     assert [(port.sender, port.out) for port in wired.ports] == [("nic0", 24.0)]
-
-
-def test_a_nic_that_no_pcie_path_joins_to_the_allocation_is_wired_straight() -> None:
-    """The GPU that is used has no PCIe at all in the description."""
-    box = Topology(
-        "islands",
-        (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("nic0", "nic"), Device("cpu0", "cpu")),
-        (
-            *both_ways("gpu0", "cpu0", "pcie", 12.0),
-            *both_ways("nic0", "cpu0", "pcie", 12.0),
-            *both_ways("gpu0", "gpu1", "nvlink", 25.0),
-        ),
-    )
+    links = [*both_ways("gpu0", "cpu0", "pcie", 12.0), *both_ways("nic0", "cpu0", "pcie", 12.0)]
+    links += both_ways("gpu0", "gpu1", "nvlink", 25.0)
+    kinds = {"gpu0": "gpu", "gpu1": "gpu", "nic0": "nic", "cpu0": "cpu"}
+    box = Topology("islands", tuple(Device(*one) for one in kinds.items()), tuple(links))
     wired = wire_server(box, [1], nics=None, rate=25.0, access="pcie")
-    assert [(link.src, link.dst) for link in wired.links if link.channel == "network"] == [
-        ("gpu1", "nic0"),
-        ("nic0", "gpu1"),
-    ]
+    found = [(link.src, link.dst) for link in wired.links if link.channel == "network"]
+    assert found == [("gpu1", "nic0"), ("nic0", "gpu1")]
 
 
 @pytest.mark.parametrize(
     ("name", "nics", "served"),
     [
-        ("v100x4", None, [("nic0.tx", 4)]),
-        ("v100x4", 2, [("nic0.tx", 2), ("nic1.tx", 2)]),
-        ("v100x4", 4, [("nic0", 1), ("nic1", 1), ("nic2", 1), ("nic3", 1)]),
-        ("nvlink-x4", 3, [("nic0.tx", 2), ("nic1", 1), ("nic2", 1)]),
-        ("dgx-1v", 2, [("nic0.tx", 2), ("nic1.tx", 2)]),
-        ("mi250x", None, [("nic0", 1), ("nic1", 1), ("nic2", 1), ("nic3", 1)]),
+        ("v100x4", None, {"nic0.tx": 4}),
+        ("v100x4", 2, {"nic0.tx": 2, "nic1.tx": 2}),
+        ("v100x4", 4, {"nic0": 1, "nic1": 1, "nic2": 1, "nic3": 1}),
+        ("nvlink-x4", 3, {"nic0.tx": 2, "nic1": 1, "nic2": 1}),
+        ("dgx-1v", 2, {"nic0.tx": 2, "nic1.tx": 2}),
+        ("mi250x", None, {"nic0": 1, "nic1": 1, "nic2": 1, "nic3": 1}),
     ],
 )
 def test_nics_that_a_machine_lacks_are_spread_over_its_gpus(
-    name: str, nics: int | None, served: list[tuple[str, int]]
+    name: str, nics: int | None, served: dict[str, int]
 ) -> None:
-    """Those without a NIC first; fewer NICs than the machine has are its first."""
+    """Those without a NIC first; fewer NICs than the machine has are its first; an assumed NIC is in a note."""
     wired = wire_server(topoplan.load(name), None, nics=nics, rate=25.0, access="pcie")
-    assert [
-        (port.sender, sum(link.dst == port.sender for link in wired.links)) for port in wired.ports
-    ] == served
-
-
-def test_an_assumed_nic_is_said() -> None:
-    """v100x4 lists no NIC."""
-    pair = cluster([Server(topoplan.load("v100x4"), count=2)], nic_gbps=100)
-    assert any("v100x4 lists no NIC" in note for note in pair.notes)
+    found = {port.sender: sum(link.dst == port.sender for link in wired.links) for port in wired.ports}
+    assert found == served
+    made = cluster([Server(topoplan.load(name), count=2)], nic_gbps=100, nics=nics)
+    assert any("v100x4 lists no NIC" in note for note in made.notes) == ((name, nics) == ("v100x4", None))
 
 
 def test_a_machine_without_nvlink_keeps_its_pcie_tree() -> None:
@@ -328,7 +289,6 @@ def test_a_machine_without_nvlink_keeps_its_pcie_tree() -> None:
 def test_an_allocation_takes_the_network_only_where_it_must(
     gpus: list[int], channels: tuple[str, ...]
 ) -> None:
-    """Inside a server NVLink, else PCIe; across servers NVLink and network."""
     pair = cluster([Server(V100S, count=2)], nic_gbps=100)
     assert topoplan.plan(pair, "allreduce", gpus=gpus).channels == channels
 
@@ -343,8 +303,6 @@ def test_different_servers_keep_their_names_and_say_their_own() -> None:
 
 
 class TestNetworks:
-    """Switches and what joins them."""
-
     def test_rails(self) -> None:
         """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
         for rails, number in ((None, 8), (2, 2), (3, 3)):
@@ -368,43 +326,39 @@ class TestNetworks:
         assert {speed for (src, dst), speed in speeds(made).items() if "spine0" in (src, dst)} == {uplink}
 
     def test_a_fat_tree_fills_its_leaves_in_order(self) -> None:
-        """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast."""
-        made = cluster(
-            [Server(A100S, count=5)], nic_gbps=200, network="fat-tree", leaf_size=2, oversubscription=4
-        )
+        """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast; one has no spine.
+
+        Of two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, a broadcast has 48 GB/s.
+        """
+
+        def tree(count: int, leaf_size: int) -> Topology:
+            return cluster(
+                [Server(A100S, count=count)],
+                nic_gbps=200,
+                network="fat-tree",
+                leaf_size=leaf_size,
+                oversubscription=4,
+            )
+
+        made = tree(5, 2)
         assert {dst for (src, dst) in speeds(made) if src.startswith("s3.")} >= {"leaf1"}
         assert [speeds(made)[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
-
-    def test_one_leaf_needs_no_spine(self) -> None:
-        """All servers on one leaf are on one switch."""
-        made = cluster([Server(A100S, count=2)], nic_gbps=200, network="fat-tree", leaf_size=4)
-        assert [device.name for device in made.devices if device.kind == "switch"] == ["leaf0"]
-
-    def test_oversubscription_is_the_bound_between_leaves(self) -> None:
-        """Two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed: a broadcast has 48 GB/s."""
-        made = cluster(
-            [Server(A100S, count=2)], nic_gbps=200, network="fat-tree", leaf_size=1, oversubscription=4
-        )
-        assert topoplan.plan(made, "broadcast", gpus=[0, 1, 2, 8]).bound == 24
-        assert speeds(made)["leaf0", "spine0"] == 48
+        assert [device.name for device in tree(2, 4).devices if device.kind == "switch"] == ["leaf0"]
+        assert topoplan.plan(tree(2, 1), "broadcast", gpus=[0, 1, 2, 8]).bound == 24
+        assert speeds(tree(2, 1))["leaf0", "spine0"] == 48
 
 
 class TestAlike:
-    """Servers that are wired alike."""
-
     def test_one_that_is_broken_stands_apart(self) -> None:
-        """Of four servers the third lacks a link."""
         made = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
         assert equivalent_servers(made) == (("s0", "s1", "s3"), ("s2",))
         assert representative_servers(made).servers == ("s0", "s2")
 
     def test_a_machine_is_its_own_excerpt(self) -> None:
-        """Nothing is left out where there is one server."""
         assert representative_servers(V100S) == V100S
 
     @pytest.mark.parametrize("network", NETWORKS)
     def test_an_excerpt_holds_the_way_to_the_other_servers(self, network: str) -> None:
-        """One server, its switches, and the spine above them."""
         settings = {"leaf_size": 2} if network == "fat-tree" else {}
         settings |= {} if network == "switch" else {"oversubscription": 2}
         made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
@@ -443,10 +397,23 @@ def box(**changes: object) -> dict[str, object]:
             "s0 and s1 cannot reach each other: s0 has NICs on rail0, s1 on rail1",
         ),
         (box(servers=[Server(V100S, count=10**8)]), "100,000,000 servers are 2,200,000,000 devices"),
+        *(
+            (box(helpers=number), f"helpers {number} must be a whole number from 1 to 4,096")
+            for number in (0, 2.5, True, 5000)
+        ),
+        *(
+            (box(servers=[Server(two_cpus(), count=2)], nics=choice), message)
+            for choice, message in {
+                "mlx5_7": "mlx5_7 is not a NIC of box, which has mlx5_1, mlx5_10, mlx5_2",
+                "^mlx5": "leaves no NIC of box",
+                "a,,b": "must be names such as mlx5_0,mlx5_1",
+                "": "must be names such as",
+            }.items()
+        ),
+        (box(servers=[Server("v100x4", count=2)], nics="mlx5_0"), "v100x4 lists no NIC; give a number"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(settings: dict[str, object], says: str) -> None:
-    """Before anything is built; the message names the field and the value."""
+def test_refuses_in_one_line(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError) as caught:
         cluster(**settings)  # type: ignore[arg-type]
     assert says in str(caught.value)
@@ -454,32 +421,22 @@ def test_what_makes_no_sense_is_refused_in_one_line(settings: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("make", "settings", "says"),
     [
-        ({"machine": nvswitch_cluster(1)}, "has a network of its own"),
-        ({"machine": V100S, "gpus": [8]}, "GPU 8 is out of range"),
-        ({"machine": V100S, "count": 0}, "count 0"),
-        ({"machine": V100S, "nics": 1.5}, "nics 1.5"),
-        ({"machine": Topology("empty", (), ())}, "has no GPU"),
+        (Server, {"machine": nvswitch_cluster(1)}, "has a network of its own"),
+        (Server, {"machine": V100S, "gpus": [8]}, "GPU 8 is out of range"),
+        (Server, {"machine": V100S, "count": 0}, "count 0"),
+        (Server, {"machine": V100S, "nics": 1.5}, "nics 1.5"),
+        (Server, {"machine": Topology("empty", (), ())}, "has no GPU"),
+        (nvswitch_cluster, {"servers": 0}, "servers"),
+        (nvswitch_cluster, {"servers": 2, "nvlink": 0.0}, "nvlink"),
+        (nvswitch_cluster, {"servers": 2, "nic": float("nan")}, "nic"),
+        (nvswitch_cluster, {"servers": 2, "rails": 9}, "rails"),
     ],
 )
-def test_a_server_that_is_none_is_refused(settings: dict[str, object], says: str) -> None:
-    """A cluster, a GPU that is not there, a number that is none."""
+def test_refuses_servers_and_shapes(make: Callable[..., object], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Server(**settings)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("settings", [{"servers": 0}, {"nvlink": 0.0}, {"nic": float("nan")}, {"rails": 9}])
-def test_shapes_that_make_no_sense_are_refused(settings: dict[str, object]) -> None:
-    """The message names the field."""
-    with pytest.raises(UsageError, match=next(iter(settings))):
-        nvswitch_cluster(**{"servers": 2, **settings})  # type: ignore[arg-type]
-
-
-def test_the_estimate_of_memory_grows_with_devices_and_links() -> None:
-    """A device and a link take a few hundred bytes each."""
-    assert 100 < estimated_bytes(devices=1, links=0) < 1000
-    assert 100 < estimated_bytes(devices=0, links=1) < 1000
+        make(**settings)
 
 
 def test_rails_of_servers_that_share_no_rail_may_be_joined_by_a_third() -> None:
@@ -490,12 +447,8 @@ def test_rails_of_servers_that_share_no_rail_may_be_joined_by_a_third() -> None:
 
 
 def test_links_of_a_server_keep_count_and_latency() -> None:
-    """Only the names change."""
-    fast = Topology(
-        "pair",
-        (Device("a", "gpu"), Device("b", "gpu")),
-        (Link("a", "b", "nvlink", 50.0, 2, 1e-6), Link("b", "a", "nvlink", 50.0, 2, 1e-6)),
-    )
+    links = tuple(Link(*ends, "nvlink", 50.0, 2, 1e-6) for ends in (("a", "b"), ("b", "a")))
+    fast = Topology("pair", (Device("a", "gpu"), Device("b", "gpu")), links)
     assert Link("s0.a", "s0.b", "nvlink", 50.0, 2, 1e-6) in cluster([Server(fast)], nic_gbps=100).links
 
 
@@ -512,19 +465,15 @@ def with_nic_speeds(*gigabits: str) -> topoplan.Topology:
 
 def test_nics_that_state_their_speed_need_no_other() -> None:
     stated = cluster([Server(with_nic_speeds("40", "40", "40", "40"), count=2)])
-    said = cluster([Server(topoplan.load("dgx-1v"), count=2)], nic_gbps=40)
-    assert stated.links == said.links
-
-
-def test_nics_of_different_speeds_are_not_guessed() -> None:
-    with pytest.raises(topoplan.UsageError) as error:
+    assert stated.links == cluster([Server("dgx-1v", count=2)], nic_gbps=40).links
+    with pytest.raises(UsageError) as error:
         cluster([Server(with_nic_speeds("40", "100", "40", "40"), count=2)])
     assert str(error.value) == "the NICs of dgx-1v differ (100, 40 Gb/s): say with nic_gbps what each has"
 
 
 @pytest.mark.parametrize(
     ("servers", "helpers", "rate"),
-    [(4, 1, 7.5), (4, 2, 25 / 3), (4, 4, 10.0), (3, 1, 10 * 10 / 12), (2, 2, 10.0)],
+    [(4, 1, 7.5), (3, 1, 10 * 10 / 12), (2, 2, 10.0)],
 )
 def test_helpers_of_a_cluster_reach_what_the_formula_says(servers: int, helpers: int, rate: float) -> None:
     """(n^2 + k n - 2 k) B / (2 n (n - 1)) with servers as the workers: one NIC of 10 GB/s each, and of the helpers."""
@@ -550,9 +499,3 @@ def test_a_helper_has_a_nic_on_every_rail_and_is_as_fast_as_the_transport_lets_i
         [Server("v100x4", count=2)], nic_gbps=80, network="fat-tree", leaf_size=1, nics=1, helpers=1
     )
     assert {link.dst for link in tree.links if link.src == "helper0.nic0"} == {"helper0", "leaf2"}
-
-
-@pytest.mark.parametrize("helpers", [0, -1, 2.5, True, 5000])
-def test_a_number_of_helpers_that_makes_no_sense_is_refused(helpers: int) -> None:
-    with pytest.raises(UsageError, match=r"helpers .* must be a whole number from 1 to 4,096"):
-        cluster([Server("v100x4", count=2)], nic_gbps=80, helpers=helpers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,6 @@ def test_the_rate_with_one_connection_is_what_the_fullest_pair_allows() -> None:
 
 
 def test_rates_and_bounds_do_not_depend_on_the_cap() -> None:
-    """It is a fact of the NICs alone; without one nothing is said."""
     capped, free = topoplan.plan(pair(5)), topoplan.plan(pair(None))
     assert (capped.rate, capped.bound, capped.shards) == (free.rate, free.bound, free.shards)
     assert connections_needed(free) is None
@@ -67,21 +67,16 @@ def test_rates_and_bounds_do_not_depend_on_the_cap() -> None:
 
 
 def test_a_server_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
-    """In the file of a cluster, beside that of the network."""
     path = tmp_path / "two.json"
     servers = [{"machine": "dgx-1v", "gpus": [0]}, {"machine": "dgx-1v", "gpus": [0], "flow_gbps": 10}]
     network = {"nic_gbps": 40, "nics": 1, "flow_gbps": 5}
     path.write_text(json.dumps({"format": "topoplan.cluster/1", "servers": servers, "network": network}))
-    assert {name: float(cap) for name, cap in flow_caps(topoplan.load(path)).items()} == {
-        "s0.nic0.tx": 0.625,
-        "s0.nic0.rx": 0.625,
-        "s1.nic0.tx": 1.25,
-        "s1.nic0.rx": 1.25,
-    }
+    caps = {name: float(cap) for name, cap in flow_caps(topoplan.load(path)).items()}
+    both = ("tx", "rx")
+    assert caps == {f"s{i}.nic0.{way}": cap for i, cap in enumerate((0.625, 1.25)) for way in both}
 
 
 def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line, and an object in JSON; neither where there is no cap."""
     words = ["plan", "dgx-1v", "--gpus", "0,8", "--servers", "2", "--nic-gbps", "40", "--nics", "1"]
     assert main([*words, "--flow-gbps", "5"]) == 0
     out = capsys.readouterr().out
@@ -92,18 +87,12 @@ def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]
     assert "connections" not in json.loads(capsys.readouterr().out)
     assert main([*words, "--flow-gbps", "100"]) == 0
     assert "flows  one connection from a rank to another does" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flow", [0, -5, float("nan"), "5", True])
-def test_what_is_no_rate_is_refused(flow: object) -> None:
-    """By the cluster and by a server of it."""
-    with pytest.raises(UsageError, match="flow_gbps"):
-        pair(flow)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="flow_gbps"):
-        topoplan.Server("dgx-1v", flow_gbps=flow)  # type: ignore[arg-type]
-
-
-def test_without_servers_the_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """It belongs to a cluster."""
     assert main(["plan", "dgx-1v", "--flow-gbps", "5"]) == 2
     assert "--flow-gbps belongs to a cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flow", [0, float("nan"), "5", True])
+def test_refuses_what_is_no_rate(flow: Any) -> None:
+    for make in (pair, lambda flow: topoplan.Server("dgx-1v", flow_gbps=flow)):
+        with pytest.raises(UsageError, match="flow_gbps"):
+            make(flow)

@@ -83,7 +83,6 @@ def test_a_star_of_copies_by_hand(copies: list[str], fewer: dict[str, int]) -> N
 
 
 def test_copying_serves_no_reduce_and_adding_no_broadcast() -> None:
-    """Each has its own gift."""
     every = ["sw0", "sw1", "sw2"]
     assert crossed(able(leaves(), adds=every), "broadcast", STAR) == DOWN
     assert crossed(able(leaves(), copies=every), "reduce", STAR)["sw0>gpu0"] == 3

@@ -31,66 +31,51 @@ def named(pairs: list[str]) -> set[frozenset[str]]:
     return {frozenset(f"gpu{digit}" for digit in pair) for pair in pairs}
 
 
-def test_the_library_holds_the_seventeen_machines() -> None:
-    """The names are those of the generators, and nothing else lies in the folder."""
+def ends_of(pairs: dict[frozenset[str], int]) -> Counter[str]:
+    """The number of NVLinks of each GPU."""
+    return Counter(gpu for pair, count in pairs.items() for gpu in pair for _ in range(count))
+
+
+def test_each_file_is_what_its_generator_makes(tmp_path: Path) -> None:
+    """The names are those of the generators; read back, a file is the generated machine, written again the same."""
     assert list(library()) == NAMES
     assert len(NAMES) == 17
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_file_is_what_its_generator_makes(name: str, tmp_path: Path) -> None:
-    """Read back, a file is the generated machine; written again, it is the same text."""
-    text = (library_path() / f"{name}.json").read_text(encoding="utf-8")
-    assert parse_topology_json(text) == LIBRARY[name]()
     written = {path.name: path.read_text(encoding="utf-8") for path in write_library(tmp_path)}
-    assert written[f"{name}.json"] == text
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in RACKS])
-def test_pcie_connects_all_gpus_of_each_machine(name: str) -> None:
-    """No cut separates two GPUs on the PCIe side, and each PCIe-side wire has equal directions."""
-    machine = load(name)
-    fabric = Fabric(machine, ("pcie",))
-    assert fabric.unreachable() == ()
-    assert fabric.symmetric
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "pcie-x8"])
-def test_nvlink_connects_all_gpus_of_each_nvlink_machine(name: str) -> None:
-    """No cut separates two GPUs on NVLink, and each NVLink has equal directions."""
-    fabric = Fabric(load(name), ("nvlink",))
-    assert fabric.unreachable() == ()
-    assert fabric.symmetric
+    for name in NAMES:
+        text = (library_path() / f"{name}.json").read_text(encoding="utf-8")
+        assert parse_topology_json(text) == LIBRARY[name]()
+        assert written[f"{name}.json"] == text
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_machine_names_its_sources_and_one_server(name: str) -> None:
-    """Figures without a source do not belong into the library."""
+def test_each_machine_is_connected_and_names_its_sources(name: str) -> None:
+    """No cut separates two GPUs on PCIe or on NVLink, and wires have equal directions."""
     machine = load(name)
+    channels = (
+        {"pcie", "nvlink"}
+        - ({"pcie"} if name in RACKS else set())
+        - ({"nvlink"} if name == "pcie-x8" else set())
+    )
+    for channel in channels:
+        fabric = Fabric(machine, (channel,))
+        assert fabric.unreachable() == ()
+        assert fabric.symmetric
     assert machine.name == name
     assert machine.servers == ("s0",)
     assert "GB/s" in machine.source
     assert all(device.server for device in machine.devices)
+    assert name != "pcie-x8" or {link.channel for link in machine.links} == {"pcie", "sys"}
 
 
-def test_dgx_1p_has_the_sixteen_links_of_the_design() -> None:
-    """Two fully connected quads and four links across, 20 GB/s each, four for each GPU."""
-    pairs = nvlink_pairs(load("dgx-1p"))
-    assert set(pairs) == named(DGX_1_PAIRS)
-    assert set(pairs.values()) == {1}
-    assert {link.bandwidth for link in load("dgx-1p").links if link.channel == "nvlink"} == {20.0}
-
-
-def test_dgx_1v_doubles_eight_of_them() -> None:
-    """The same pairs, eight of them with two links of 25 GB/s, six links for each GPU."""
-    machine = load("dgx-1v")
-    pairs = nvlink_pairs(machine)
-    assert set(pairs) == named(DGX_1_PAIRS)
-    assert {pair for pair, count in pairs.items() if count == 2} == named(DGX_1V_DOUBLED)
-    assert {link.bandwidth / link.count for link in machine.links if link.channel == "nvlink"} == {25.0}
-    assert set(
-        Counter(gpu for pair, count in pairs.items() for gpu in pair for _ in range(count)).values()
-    ) == {6}
+def test_dgx_1_has_the_sixteen_links_of_the_design() -> None:
+    """Two fully connected quads and four links across, 20 GB/s each; a DGX-1V doubles eight, 25 GB/s each."""
+    for name, rate, per_gpu, doubled in (("dgx-1p", 20.0, 4, []), ("dgx-1v", 25.0, 6, DGX_1V_DOUBLED)):
+        machine = load(name)
+        pairs = nvlink_pairs(machine)
+        assert set(pairs) == named(DGX_1_PAIRS)
+        assert {pair for pair, count in pairs.items() if count == 2} == named(doubled)
+        assert {link.bandwidth / link.count for link in machine.links if link.channel == "nvlink"} == {rate}
+        assert ends_of(pairs) == {f"gpu{i}": per_gpu for i in range(8)}
 
 
 @pytest.mark.parametrize(
@@ -138,10 +123,9 @@ def test_the_trays_of_a_rack_share_nvlink_alone() -> None:
         graph = networkx.Graph()
         graph.add_nodes_from(device.name for device in machine.devices if device.kind != "nvswitch")
         graph.add_edges_from((link.src, link.dst) for link in machine.links if link.channel != "nvlink")
-        parts = list(networkx.connected_components(graph))
-        assert len(parts) == 18
-        assert {Counter(name.rstrip("0123456789") for name in part)["gpu"] for part in parts} == {4}
-        assert {Counter(name.rstrip("0123456789") for name in part)["nic"] for part in parts} == {4}
+        kinds = [Counter(one.rstrip("0123456789") for one in p) for p in networkx.connected_components(graph)]
+        assert len(kinds) == 18
+        assert {(kind["gpu"], kind["nic"]) for kind in kinds} == {(4, 4)}
 
 
 def test_every_pair_of_mi300x_has_a_link() -> None:
@@ -167,7 +151,6 @@ def test_the_nics_of_cloud_servers_are_on_the_switches_of_their_gpus(
 
 
 def test_nvswitches_say_from_the_third_generation_on_that_they_could_copy_and_add() -> None:
-    """None does by default, and a plan does not state what is not used."""
     able = {"dgx-h100", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72", "p5.48xlarge"}
     for name in NAMES:
         machine = load(name)
@@ -177,12 +160,6 @@ def test_nvswitches_say_from_the_third_generation_on_that_they_could_copy_and_ad
     made = topoplan.plan("dgx-h100", gpus=[0, 1, 2])
     assert "capable" not in made.to_json()
     assert load(made.topology.to_json()) == made.topology
-
-
-def test_pcie_x8_has_no_nvlink() -> None:
-    """Its GPUs reach each other through two switches and two CPUs only."""
-    machine = load("pcie-x8")
-    assert {link.channel for link in machine.links} == {"pcie", "sys"}
 
 
 def test_every_mi250x_die_uses_its_eight_ports() -> None:
@@ -198,8 +175,7 @@ def test_every_mi250x_die_uses_its_eight_ports() -> None:
 def test_every_mi250_die_has_seven_links_to_others_and_four_of_them_to_its_twin() -> None:
     """Of the 16 dies no two packages need be wired alike: a die has three or four neighbours."""
     pairs = nvlink_pairs(load("mi250"))
-    wires = Counter(gpu for pair, count in pairs.items() for gpu in pair for _ in range(count))
-    assert wires == {f"gpu{i}": 7 for i in range(16)}
+    assert ends_of(pairs) == {f"gpu{i}": 7 for i in range(16)}
     assert {pair for pair, count in pairs.items() if count == 4} == {
         frozenset({f"gpu{2 * i}", f"gpu{2 * i + 1}"}) for i in range(8)
     }

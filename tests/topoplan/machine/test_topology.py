@@ -51,7 +51,7 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 
 @given(topologies())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_json_keeps_every_topology(topology: Topology) -> None:
     """Written and read back, a topology is equal to itself, and written again it is the same text."""
     text = topology.to_json()
@@ -83,10 +83,10 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_a_mutated_file_is_read_or_refused_by_a_topology_error(data: st.DataObject) -> None:
     """Values replaced, removed or repeated anywhere in a file raise nothing else."""
-    value = json.loads(dgx_1v().to_json())
+    value = json.loads(machine_json(source="made", notes=["one"]))
     for _ in range(data.draw(st.integers(1, 3))):
         everywhere = places(value)
         container, key = everywhere[data.draw(st.integers(0, len(everywhere) - 1))]
@@ -102,13 +102,6 @@ def test_a_mutated_file_is_read_or_refused_by_a_topology_error(data: st.DataObje
             break
     with contextlib.suppress(TopologyError):
         assert isinstance(parse_topology_json(json.dumps(value)), Topology)
-
-
-@given(st.text(max_size=40))
-def test_text_that_is_no_topology_is_refused(text: str) -> None:
-    """No text of a few random characters is a machine."""
-    with pytest.raises(TopologyError):
-        parse_topology_json(text)
 
 
 def machine_json(**changes: object) -> str:
@@ -157,19 +150,6 @@ def link_json(**changes: object) -> str:
         (link_json(dst="c"), "'c'"),
         (link_json(dst="a"), "a->a"),
         (machine_json(links=[{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 1}] * 2), "twice"),
-    ],
-)
-def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
-    """The message is one line and holds the offending value or key."""
-    with pytest.raises(TopologyError) as caught:
-        parse_topology_json(text)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
         (
             machine_json(devices=[{"name": "a", "kind": "gpu", "sever": "s0"}]),
             "device 0 (a): key 'sever' is unknown; did you mean 'server'?",
@@ -180,31 +160,20 @@ def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
             link_json(speed=3),
             "link 0 (a->b): key 'speed' is unknown; it may have src, dst, channel, bandwidth, count, latency",
         ),
+        ('{"devices": []}', 'no \'format\'; begin it with "format": "topoplan.topology/1"'),
+        ('{"fromat": "topoplan.topology/1"}', "no 'format'; did you mean it by 'fromat'?"),
     ],
 )
-def test_a_key_that_is_not_known_is_refused_with_the_nearest(text: str, says: str) -> None:
-    """A misspelt optional key would be ignored otherwise; the message says where it stands."""
+def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
     with pytest.raises(TopologyError) as caught:
         parse_topology_json(text)
-    assert str(caught.value) == says
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_facts_may_have_any_key() -> None:
-    """What is known of a device is open; so they are kept, whatever they are called."""
-    made = parse_topology_json(
-        machine_json(devices=[{"name": "a", "kind": "gpu", "facts": {"sever": "s0"}}], links=[])
-    )
-    assert made.devices[0].fact("sever") == "s0"
-
-
-def test_a_file_without_format_is_told_how_to_begin() -> None:
-    """And one that misspells the key, by which it is meant."""
-    value = json.loads(machine_json())
-    del value["format"]
-    with pytest.raises(TopologyError, match=r'no \'format\'; begin it with "format": "topoplan\.topology/1"'):
-        parse_topology_json(json.dumps(value))
-    with pytest.raises(TopologyError, match=r"no 'format'; did you mean it by 'fromat'\?"):
-        parse_topology_json(json.dumps(value | {"fromat": "topoplan.topology/1"}))
+    device = {"name": "a", "kind": "gpu", "facts": {"sever": "s0"}}
+    assert parse_topology_json(machine_json(devices=[device], links=[])).devices[0].fact("sever") == "s0"
 
 
 def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
@@ -214,17 +183,12 @@ def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
     pairs = {(link.src, link.dst) for link in part.links if link.channel == "nvlink" and link.src < link.dst}
     assert pairs == {("gpu1", "gpu5"), ("gpu4", "gpu5"), ("gpu4", "gpu7"), ("gpu5", "gpu7")}
     assert sum(device.kind == "pcie" for device in part.devices) == 4
-
-
-def test_the_subset_of_all_gpus_is_the_machine() -> None:
-    """None and every number name the same allocation."""
     machine = dgx_2()
     assert machine.subset(None) == machine == machine.subset(range(16))
 
 
 @pytest.mark.parametrize(("gpus", "says"), [([8], "8"), ([-1], "-1"), ([1, 1], "twice"), ([], "empty")])
 def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says: str) -> None:
-    """Out of range, repeated or none at all."""
     with pytest.raises(UsageError, match=says):
         dgx_1v().select(gpus)
 

@@ -120,7 +120,6 @@ def test_measured_copies_replace_what_is_assumed(machine: str) -> None:
 
 
 def test_a_file_may_say_it_and_without_it_nothing_changes() -> None:
-    """The same as the function; the whole wire and no latency without the key."""
     text = {
         "format": "topoplan.cluster/1",
         "servers": [{"machine": "dgx-1v", "count": 2}],

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,20 +19,20 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.known_answers import blink_figure
 from topoplan.errors import UsageError
-from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.model.closed_form import pipeline, simulate
 from topoplan.model.dataflow import LAUNCH, START_UP, dataflow, device_kinds, link_latency
 from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events
 from topoplan.model.times_by_size import crossover, format_table, sweep
-from topoplan.plans.build import build_plan, trivial_plan
+from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Cut, Partition
 from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.binary_trees import double_binary_tree
 from topoplan.schedules.ring import ring
-from topoplan.units import bus_factor, parse_size
+from topoplan.units import parse_size
 
 ALPHA = START_UP["nvlink"]
 MIB = 1 << 20
@@ -42,9 +45,8 @@ def direct(size: int, wires: dict[tuple[int, int], float], latency: float | None
         for (u, v), bandwidth in wires.items()
         for a, b in ((u, v), (v, u))
     )
-    return Fabric(
-        Topology("direct", tuple(Device(f"gpu{i}", "gpu") for i in range(size)), links), ("nvlink",)
-    )
+    devices = tuple(Device(f"gpu{i}", "gpu") for i in range(size))
+    return Fabric(Topology("direct", devices, links), ("nvlink",))
 
 
 def switched(size: int, bandwidth: float) -> Fabric:
@@ -122,32 +124,24 @@ def arrivals(run: SimulatedRun) -> dict[tuple[int, int, int, int, int], float]:
 def test_chain_is_the_textbook_pipeline(hops: int, chunks: int) -> None:
     """H hops and k chunks take (H + k - 1) (alpha + s / (k c)), in closed form and event by event."""
     nbytes = 64 * MIB
-    plan = chain(hops)
     expected = LAUNCH + (hops + chunks - 1) * (ALPHA + nbytes / chunks / 25e9)
-    chunk_bytes = math.ceil(nbytes / chunks)
-    assert simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds == pytest.approx(expected, rel=1e-9)
-    assert run_events(plan, nbytes=nbytes, chunk_bytes=chunk_bytes).seconds == pytest.approx(
-        expected, rel=1e-9
-    )
+    for road in (simulate, run_events):
+        found = road(chain(hops), nbytes=nbytes, chunk_bytes=math.ceil(nbytes / chunks))
+        assert found.seconds == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(("hops", "nbytes"), [(2, 64 * MIB), (7, 16 * MIB), (7, 256 * MIB)])
+@pytest.mark.parametrize(("hops", "nbytes"), [(1, 256 * MIB), (2, 64 * MIB), (7, 16 * MIB)])
 def test_chosen_chunks_are_the_closed_form_optimum(hops: int, nbytes: int) -> None:
     """The chosen k is an integer neighbour of sqrt((H - 1) s / (c alpha)), and no other k is faster."""
     plan = chain(hops)
-    best = math.sqrt((hops - 1) * nbytes / 25e9 / ALPHA)
+    best = math.sqrt((hops - 1) * nbytes / 25e9 / ALPHA) or 1
     chosen = simulate(plan, nbytes=nbytes)
     assert chosen.chunks[0] in (math.floor(best), math.ceil(best))
     others = [
         simulate(plan, nbytes=nbytes, chunk_bytes=math.ceil(nbytes / k)).seconds
-        for k in range(1, 2 * chosen.chunks[0])
+        for k in range(1, 2 * chosen.chunks[0] + 1)
     ]
     assert chosen.seconds <= min(others) * (1 + 1e-9)
-
-
-def test_one_hop_is_not_cut() -> None:
-    """With one hop there is nothing to pipeline: one chunk."""
-    assert simulate(chain(1), nbytes=256 * MIB).chunks == (1,)
 
 
 @settings(max_examples=40, deadline=None)
@@ -209,63 +203,47 @@ def test_time_approaches_bytes_over_rate(plan: Plan) -> None:
     assert nbytes / run.seconds / 1e9 <= plan.rate * (1 + 1e-9)
 
 
-def test_stars_agree_exactly() -> None:
-    """One-hop forests behind a switch: both roads agree to 0.1 % from 1 KB to 256 MB."""
-    plan = one_hop(switched(8, 150.0))
-    for nbytes in (1 << 10, 1 << 16, MIB, 16 * MIB, 256 * MIB):
-        assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(
-            simulate(plan, nbytes=nbytes).seconds, rel=1e-3
+SMALL = (1 << 10, 1 << 16, MIB, 16 * MIB, 256 * MIB)
+AGREEMENT: dict[str, tuple[Callable[[], Plan], dict[int, float]]] = {
+    "star": (lambda: one_hop(switched(8, 150.0)), dict.fromkeys(SMALL, 1e-3)),
+    "double binary tree": (partial(double_binary_tree, "dgx-2"), {256 * MIB: 0.2}),
+    **{
+        f"ring {name} {collective}": (
+            partial(ring, name, collective),
+            {1 << 14: 0.01, 4 * MIB: 0.33, 16 * MIB: 0.33, 256 * MIB: 0.06},
         )
+        for name in ("pcie-x8", "dgx-1v", "dgx-2")
+        for collective in ("allgather", "allreduce", "broadcast")
+    },
+    **{
+        f"trees {name} {collective}": (partial(topoplan.plan, name, collective), {MIB: 0.26, 256 * MIB: 0.08})
+        for name in ("pcie-x8", "dgx-1v", "dgx-2", "mi250x")
+        for collective in ("allgather", "allreduce", "reduce_scatter")
+    },
+}
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-1p", "dgx-2", "pcie-x8"])
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
-def test_rings_agree(machine: str, collective: str) -> None:
-    """Rings: within 6 % at 256 MB, and within a third where latency and bandwidth balance."""
-    plan = ring(topoplan.load(machine), collective)
-    for nbytes, tolerance in ((1 << 14, 0.01), (4 * MIB, 0.33), (16 * MIB, 0.33), (256 * MIB, 0.06)):
-        closed = simulate(plan, nbytes=nbytes)
-        assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(closed.seconds, rel=tolerance), nbytes
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("machine", ["dgx-1v", "dgx-2", "pcie-x8", "mi250x"])
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
-def test_packed_trees_agree(machine: str, collective: str) -> None:
-    """Packed trees: events are within 8 % at 256 MB, within 26 % at 1 MB, and never faster."""
-    plan = topoplan.plan(topoplan.load(machine), collective)
-    for nbytes, tolerance in ((MIB, 0.26), (256 * MIB, 0.08)):
+@pytest.mark.parametrize("case", AGREEMENT)
+def test_events_agree_with_the_closed_form(case: str) -> None:
+    """Within a tolerance for each size; events of packed trees are never faster."""
+    make, tolerances = AGREEMENT[case]
+    plan = make()
+    for nbytes, tolerance in tolerances.items():
         closed, events = simulate(plan, nbytes=nbytes).seconds, run_events(plan, nbytes=nbytes).seconds
-        assert closed * (1 - 1e-9) <= events <= closed * (1 + tolerance), nbytes
-
-
-def test_double_binary_tree_agrees() -> None:
-    """A double binary tree on DGX-2 is within 20 % of its events at 256 MB."""
-    plan = double_binary_tree(topoplan.load("dgx-2"))
-    closed = simulate(plan, nbytes=256 * MIB)
-    assert run_events(plan, nbytes=256 * MIB).seconds == pytest.approx(closed.seconds, rel=0.2)
-
-
-def test_blink_latency_of_two_hops_on_dgx2() -> None:
-    """Blink figure 27: one-hop AllReduce on 16 GPUs takes about 26 us, flat up to 64 KB."""
-    plan = one_hop(switched(16, 150.0))
-    for nbytes in (1 << 10, 1 << 13, 1 << 16):
-        assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(26e-6, rel=0.05)
+        assert events == pytest.approx(closed, rel=tolerance), nbytes
+        assert not case.startswith("trees") or events >= closed * (1 - 1e-9)
 
 
 def test_blink_figure_27() -> None:
-    """Every measured time of the one-hop AllReduce on DGX-2, 1 KB to 1 GB, within 15 %."""
+    """One hop on a DGX-2, 1 KB to 1 GB, within 15 % of every measured time; eight hops of NCCL's tree, not fitted."""
     figure = blink_figure(27)
     plan = one_hop(switched(16, 150.0))
     for size, measured in figure.items():
         seconds = simulate(plan, nbytes=parse_size(size)).seconds
         assert seconds * 1e6 == pytest.approx(measured["one-hop"], rel=0.15), size
-
-
-def test_double_binary_tree_latency_was_not_fitted() -> None:
-    """Eight hops of NCCL's double binary tree come out within 10 % of the measured 84 us."""
-    figure = blink_figure(27)
+    for nbytes in (1 << 10, 1 << 13, 1 << 16):
+        assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(26e-6, rel=0.05)
     plan = double_binary_tree(topoplan.load("dgx-2"))
     assert plan.depth == 8
     assert simulate(plan, nbytes=1 << 14).seconds * 1e6 == pytest.approx(figure["16KB"]["nccl"], rel=0.1)
@@ -284,8 +262,7 @@ def test_start_up_is_paid_by_ends_and_not_by_switches() -> None:
     assert START_UP["nvlink"] < START_UP["pcie"] < START_UP["network"]
 
 
-@pytest.mark.parametrize("hops", [1, 3])
-@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize(("hops", "shards"), [(1, 2), (3, 1), (3, 5)])
 def test_dividing_a_shard_hides_no_start_up(hops: int, shards: int) -> None:
     """n shards over one tree start one after another on every wire, as n chunks of one shard do."""
     whole = chain(hops)
@@ -310,14 +287,12 @@ def test_wires_side_by_side_start_copies_side_by_side() -> None:
 
 
 def test_without_latency_time_is_launch_and_bandwidth() -> None:
-    """Links without latency: a star takes launch + D / rate to the last digit, whatever the size."""
     fabric = direct(3, {(0, 1): 25.0, (0, 2): 50.0}, latency=0.0)
     tree = stage(fabric, "broadcast", 0, [(0, 1), (0, 2)])
     plan = forest(fabric, "broadcast", [Shard(Fraction(1), (tree,))], root=0)
-    for nbytes in (1, 1 << 16, 1 << 30):
-        expected = LAUNCH + nbytes / 25e9
-        assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(expected, rel=1e-12)
-        assert run_events(plan, nbytes=nbytes).seconds == pytest.approx(expected, rel=1e-12)
+    for nbytes in (1, 1 << 30):
+        for road in (simulate, run_events):
+            assert road(plan, nbytes=nbytes).seconds == pytest.approx(LAUNCH + nbytes / 25e9, rel=1e-12)
 
 
 def test_stages_of_three_phases_overlap_where_ranks_do_not() -> None:
@@ -327,8 +302,8 @@ def test_stages_of_three_phases_overlap_where_ranks_do_not() -> None:
     across = [stage(fabric, op, 0, [(0, 2)]) for op in ("reduce", "broadcast")]
     down = [stage(fabric, "broadcast", 2, [(2, 3)]), stage(fabric, "broadcast", 0, [(0, 1)])]
     plan = forest(fabric, "allreduce", [Shard(Fraction(1), (*up, *across, *down))])
-    assert simulate(plan, nbytes=0).seconds == pytest.approx(LAUNCH + 4 * ALPHA)
-    assert run_events(plan, nbytes=0).seconds == pytest.approx(LAUNCH + 4 * ALPHA)
+    for road in (simulate, run_events):
+        assert road(plan, nbytes=0).seconds == pytest.approx(LAUNCH + 4 * ALPHA)
 
 
 def test_shares_keep_their_weight_when_cut_unevenly() -> None:
@@ -361,29 +336,35 @@ def test_timeline_accounts_for_every_byte() -> None:
 
 
 def test_one_rank_costs_a_launch() -> None:
-    """Nothing moves for one rank: the launch remains."""
-    fabric = usable_fabric(topoplan.load("dgx-1v").subset([3]))
-    plan = trivial_plan(fabric, "allreduce", root=None, method="trivial")
+    plan = topoplan.plan("dgx-1v", gpus=[3])
     timeline = simulate(plan, nbytes=MIB)
     assert (timeline.seconds, timeline.busbw, timeline.bottleneck) == (LAUNCH, 0.0, ())
     assert run_events(plan, nbytes=MIB).seconds == LAUNCH
+    assert pipeline(dataflow(plan)).best_chunks(MIB) == 1
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "chunk_bytes", "word"),
-    [(-1, None, "-1"), (8, 0, "chunk_bytes must be above 0, got 0"), (8, -4, "-4")],
+    ("road", "options", "message"),
+    [
+        *((road, {"nbytes": -1}, "-1") for road in (simulate, run_events)),
+        *(
+            (road, {"nbytes": 8, "chunk_bytes": 0}, "chunk_bytes must be above 0, got 0")
+            for road in (simulate, run_events)
+        ),
+        (
+            run_events,
+            {"nbytes": 4 * MIB, "chunk_bytes": 1},
+            "chunk transfers must be at most 2000000, got 8388608",
+        ),
+        *(
+            (run_events, {"nbytes": MIB, "headroom": wrong}, "headroom must be above 0 and at most 1")
+            for wrong in (0, 1.01, float("nan"))
+        ),
+    ],
 )
-def test_bad_sizes_are_refused(nbytes: int, chunk_bytes: int | None, word: str) -> None:
-    """A negative buffer or an empty chunk is a UsageError that names the value, on both roads."""
-    for road in (simulate, run_events):
-        with pytest.raises(UsageError, match=word):
-            road(chain(2), nbytes=nbytes, chunk_bytes=chunk_bytes)
-
-
-def test_endless_event_simulations_are_refused() -> None:
-    """Chunks so small that millions of transfers follow are a UsageError that says how many."""
-    with pytest.raises(UsageError, match="chunk transfers must be at most 2000000, got 8388608"):
-        run_events(chain(2), nbytes=4 * MIB, chunk_bytes=1)
+def test_refuses(road: Callable[..., object], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        road(chain(2), **options)
 
 
 def test_closed_form_is_monotonic_in_size() -> None:
@@ -393,33 +374,20 @@ def test_closed_form_is_monotonic_in_size() -> None:
     assert times == sorted(times)
 
 
-def test_bus_factors_are_those_of_nccl_tests() -> None:
-    """busbw / algbw: 2 (N - 1) / N, (N - 1) / N, 1 (nccl-tests, doc/PERFORMANCE.md)."""
-    assert bus_factor("allreduce", 16) == 1.875
-    assert bus_factor("allgather", 16) == bus_factor("reduce_scatter", 16) == 0.9375
-    assert bus_factor("broadcast", 16) == bus_factor("reduce", 16) == 1.0
-
-
-def test_table_has_the_columns_of_nccl_tests() -> None:
+def test_sweep_has_the_columns_of_nccl_tests() -> None:
     """Columns keep their place for every size, count is per rank for allgather, only sums have a redop."""
     machine = topoplan.load("dgx-1v")
-    rows = sweep(ring(machine, "allgather"), [1024, MIB, 1 << 34])
+    sizes = [1024, MIB, 1 << 34]
+    plan = ring(machine, "allgather")
+    rows = sweep(plan, sizes)
     text = format_table(rows).splitlines()
     assert text[0].split() == ["#", "size", "count", "type", "redop", "time", "algbw", "busbw"]
     assert text[2].split()[:4] == ["1024", "32", "float", "none"]
     assert len({len(line) for line in text}) == 1
     assert sweep(ring(machine), [4096])[0].redop == "sum"
-    assert [row.to_object()["size"] for row in rows] == [1024, MIB, 1 << 34]
+    assert [row.to_object()["size"] for row in rows] == sizes
+    assert [row.seconds for row in rows] == [simulate(plan, nbytes=size).seconds for size in sizes]
     assert rows[1].algbw == pytest.approx(MIB / rows[1].seconds / 1e9)
-
-
-def test_sweep_equals_single_simulations() -> None:
-    """A sweep arranges the plan once and gives what simulate gives."""
-    plan = ring(topoplan.load("dgx-1v"))
-    sizes = [1 << 12, 1 << 20, 1 << 28]
-    assert [row.seconds for row in sweep(plan, sizes)] == [
-        simulate(plan, nbytes=size).seconds for size in sizes
-    ]
 
 
 def test_crossover_is_where_the_times_cross() -> None:
@@ -439,14 +407,6 @@ def test_crossover_is_where_the_times_cross() -> None:
         crossover(low, tall, 8, 4)
 
 
-def test_one_hop_beats_the_ring_on_dgx2_at_every_size() -> None:
-    """Two hops against thirty: the ring catches up only in bandwidth, never in time."""
-    machine = topoplan.load("dgx-2")
-    plan = one_hop(usable_fabric(machine))
-    result = crossover(plan, ring(machine), 1 << 10, 1 << 30)
-    assert (result.nbytes, result.faster_below) == (1 << 10, "first")
-
-
 def test_trace_has_one_row_for_each_link() -> None:
     """The trace is JSON, names a row for each used link, and its boxes are the transfers in microseconds."""
     run = run_events(one_hop(switched(4, 150.0)), nbytes=MIB)
@@ -459,27 +419,7 @@ def test_trace_has_one_row_for_each_link() -> None:
     assert max(box["ts"] + box["dur"] for box in boxes) == pytest.approx(run.seconds * 1e6, abs=1e-3)
 
 
-def test_event_simulation_is_quick_enough_to_trace() -> None:
-    """Eight ranks, six rings, 64 chunks: 43008 transfers in well under the time limit of a test."""
-    plan = ring(topoplan.load("dgx-1v"))
-    run = run_events(plan, nbytes=48 * 64 * MIB, chunk_bytes=MIB)
-    assert len(run.transfers) == 6 * 8 * 14 * 64
-
-
-def test_same_plan_same_trace() -> None:
-    """The event simulation is deterministic."""
-    plan = ring(topoplan.load("dgx-1v"), "allgather")
-    assert chrome_trace(run_events(plan, nbytes=MIB)) == chrome_trace(run_events(plan, nbytes=MIB))
-
-
-def test_pipeline_of_no_hops_has_one_chunk() -> None:
-    """The number of chunks of an empty dataflow is one."""
-    fabric = usable_fabric(topoplan.load("dgx-1v").subset([0]))
-    plan = trivial_plan(fabric, "broadcast", root=0, method="trivial")
-    assert pipeline(dataflow(plan)).best_chunks(MIB) == 1
-
-
-@pytest.mark.parametrize("size", [3, 5, 8, 16])
+@pytest.mark.parametrize("size", [3, 16])
 def test_all_senders_but_one_wait_at_the_port_of_a_roots_star(size: int) -> None:
     """N - 1 chunks meet at once: one is on the link, the others wait. Paced, none does."""
     plan = topoplan.one_hop("dgx-2", "reduce", gpus=range(size))
@@ -487,19 +427,13 @@ def test_all_senders_but_one_wait_at_the_port_of_a_roots_star(size: int) -> None
     run = run_events(plan, nbytes=64 * chunk, chunk_bytes=chunk)
     (port,) = run.queues
     link = run.fabric.links[port.link]
-    assert (link.src, link.dst, port.chunks, port.nbytes) == (
-        "nvswitch0",
-        "gpu0",
-        size - 2,
-        (size - 2) * chunk,
-    )
+    assert (link.src, link.dst) == ("nvswitch0", "gpu0")
+    assert (port.chunks, port.nbytes) == (size - 2, (size - 2) * chunk)
     assert run.largest_queue == port
     assert run.in_flight == size - 1
     paced = run_events(plan, nbytes=64 * chunk, chunk_bytes=chunk, headroom=0.8)
-    assert paced.queues == ()
-    assert paced.in_flight == size - 1
-    port_alone = 64 * chunk / (plan.rate * 1e9)
-    assert paced.seconds > port_alone / 0.8
+    assert (paced.queues, paced.in_flight) == ((), size - 1)
+    assert paced.seconds > 64 * chunk / (plan.rate * 1e9) / 0.8
 
 
 def test_paced_flows_never_ask_more_of_a_link_than_it_has() -> None:
@@ -516,9 +450,3 @@ def test_paced_flows_never_ask_more_of_a_link_than_it_has() -> None:
         run = run_events(plan, nbytes=1 << 26, headroom=0.9)
         assert run.queues == ()
         assert run.seconds >= run_events(plan, nbytes=1 << 26).seconds
-
-
-def test_a_headroom_is_a_part_of_a_link() -> None:
-    for wrong in (0, -1, 1.01, float("nan")):
-        with pytest.raises(UsageError, match="headroom must be above 0 and at most 1"):
-            run_events(topoplan.plan("dgx-2", "reduce"), nbytes=1 << 20, headroom=wrong)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 import topoplan
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import usable_fabric
+from topoplan.machine.fabric_structure import orbits
 from topoplan.machine.topology import Topology
 from topoplan.model import event_simulation
 from topoplan.model.closed_form import clock, simulate
 from topoplan.model.dataflow import dataflow
 from topoplan.model.event_simulation import run_events
-from topoplan.plans.permutation_groups import orbits
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ImageShards, Shard
 from topoplan.solve.symmetry.symmetry_search import find_symmetry
@@ -22,11 +24,11 @@ from topoplan.solve.symmetry.symmetry_search import find_symmetry
 SIZES = (1 << 10, 1 << 20, 100_000_007, 1 << 30)
 
 MACHINES = {
-    "dgx-1v": topoplan.load("dgx-1v"),
-    "dgx-2": topoplan.load("dgx-2"),
-    "mi250": topoplan.load("mi250"),
-    "2 servers": topoplan.nvswitch_cluster(2),
-    "3 cubes": topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=3)], nic_gbps=100),
+    "2 servers": partial(topoplan.nvswitch_cluster, 2),
+    "dgx-1v": partial(topoplan.load, "dgx-1v"),
+    "dgx-2": partial(topoplan.load, "dgx-2"),
+    "mi250": partial(topoplan.load, "mi250"),
+    "3 cubes": lambda: topoplan.cluster([topoplan.Server("dgx-1v", count=3)], nic_gbps=100),
 }
 
 
@@ -47,10 +49,10 @@ def compact(machine: Topology, collective: str) -> Plan:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allgather", "allreduce", "reduce_scatter"])
-@pytest.mark.parametrize("name", sorted(MACHINES))
+@pytest.mark.parametrize("name", MACHINES)
 def test_templates_take_the_time_of_all_their_images(name: str, collective: str) -> None:
     """Written out, every plan has the same time, latency and busy links, whatever its symmetries fix."""
-    plan = compact(MACHINES[name], collective)
+    plan = compact(MACHINES[name](), collective)
     whole = replace(plan, shards=tuple(plan.shards))
     assert len(whole.shards) > len(plan.shard_counts)
     for nbytes in SIZES:
@@ -64,31 +66,29 @@ def test_templates_take_the_time_of_all_their_images(name: str, collective: str)
 
 
 @pytest.mark.thorough
-def test_sixteen_servers_planned_and_written_out() -> None:
-    """The planner's own compact plan of 128 GPUs: one tree stands for 128."""
-    plan = topoplan.plan(topoplan.nvswitch_cluster(16), "allreduce")
+@pytest.mark.parametrize(
+    ("make", "hops"),
+    [
+        (lambda: topoplan.plan(topoplan.nvswitch_cluster(16), "allreduce"), 128 * 254),
+        (lambda: topoplan.ring(topoplan.nvswitch_cluster(5)), None),
+    ],
+    ids=["trees of 16 servers", "rings that share wires inside 5 servers"],
+)
+def test_compact_plans_of_servers_take_the_time_of_all_shards(
+    make: Callable[[], Plan], hops: int | None
+) -> None:
+    plan = make()
     assert isinstance(plan.shards, ImageShards)
     whole = replace(plan, shards=tuple(plan.shards))
-    assert len(dataflow(whole).hops) == 128 * 254
+    assert hops is None or len(dataflow(whole).hops) == hops
     times = [clock(one) for one in (plan, whole)]
-    for nbytes in (1 << 10, 1 << 30):
+    for nbytes in SIZES:
         one, other = (time(nbytes) for time in times)
         assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
         assert one.bottleneck == other.bottleneck
 
 
-@pytest.mark.thorough
-def test_rings_across_servers_take_the_same_time_compact_and_whole() -> None:
-    """Several rings share routes inside a server, and so wires that start copies."""
-    ring = topoplan.ring(topoplan.nvswitch_cluster(5))
-    assert isinstance(ring.shards, ImageShards)
-    whole = replace(ring, shards=tuple(ring.shards))
-    for nbytes in SIZES:
-        assert simulate(ring, nbytes=nbytes).seconds == pytest.approx(simulate(whole, nbytes=nbytes).seconds)
-
-
 def test_events_run_every_image() -> None:
-    """The event simulation of a compact plan is that of the plan written out."""
     plan = compact(topoplan.load("dgx-2"), "allgather")
     whole = replace(plan, shards=tuple(plan.shards))
     assert run_events(plan, nbytes=1 << 20) == run_events(whole, nbytes=1 << 20)

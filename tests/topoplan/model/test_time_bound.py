@@ -21,7 +21,8 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.model.candidates import chain_limits
 from topoplan.model.dataflow import LAUNCH, START_UP
-from topoplan.model.times_by_size import TimeBound, check_times, time_bound
+from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
+from topoplan.model.times_by_size import TimeBound, check_times, least_start_ups, time_bound
 from topoplan.plans.chain_limits import GroupLimit, HeightLimit, crossings_of, limit_from_object
 from topoplan.plans.size_plans import SizePlans
 from topoplan.units import TOLERANCE
@@ -36,9 +37,13 @@ def bound_of(machine: Topology, collective: str) -> TimeBound:
     return time_bound(fabric, collective, plan.root, chain_limits(fabric, collective, plan.root, rate), rate)
 
 
-def four(access: str = "direct") -> Topology:
-    one = topoplan.Server(topoplan.load("dgx-a100"), count=4)
-    return topoplan.cluster([one], nic_gbps=200, nics=8, nic_access=access)
+def check_candidates(choice: ScheduleChoice) -> None:
+    """No candidate is faster than the bound at any size."""
+    if choice.bound is None or len(choice.plans.ranks) == 1:
+        return
+    for clock in choice.clocks():
+        for size in choice.sizes:
+            assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,6 @@ def four(access: str = "direct") -> Topology:
         ("dgx-2", "allreduce", [(1, 10), (2, 80)]),
         ("dgx-2", "broadcast", [(1, 10), (2, 150)]),
         ("dgx-2", "allgather", [(1, 160)]),
-        ("dgx-a100", "allreduce", [(1, "300/7"), (2, "1200/7")]),
         ("dgx-1v", "broadcast", [(2, 50), (3, 125), (4, 150)]),
         ("dgx-1v", "allgather", [(2, "1200/7")]),
     ],
@@ -61,13 +65,11 @@ def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, i
 
 def test_between_servers_each_hop_more_allows_less_traffic() -> None:
     """32 GPUs on four servers, 200 GB/s each: 192, 24 and 3 buffers into a server, then the optimum."""
-    found = bound_of(four(), "allreduce").steps
-    assert [rate for _, rate in found] == [
-        Fraction(200, 192),
-        Fraction(200, 24),
-        Fraction(200, 3),
-        Fraction(400, 3),
-    ]
+    one = topoplan.Server(topoplan.load("dgx-a100"), count=4)
+    machine = topoplan.cluster([one], nic_gbps=200, nics=8, nic_access="direct")
+    found = bound_of(machine, "allreduce").steps
+    rates = [Fraction(200, 192), Fraction(200, 24), Fraction(200, 3), Fraction(400, 3)]
+    assert [rate for _, rate in found] == rates
     chains = [ACROSS, ACROSS + HOP, ACROSS + 2 * HOP, 2 * ACROSS]
     assert [chain for chain, _ in found] == pytest.approx(chains)
 
@@ -75,20 +77,16 @@ def test_between_servers_each_hop_more_allows_less_traffic() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["dgx-2", "dgx-a100", "dgx-h100"])
 def test_switch_machines_are_optimal_at_every_size(name: str) -> None:
-    """One-shot and then one hop meet the bound on an allreduce, an allgather and a reduce-scatter."""
+    """One-shot and then one hop meet the bound; they cross where bytes cost as much as a start-up."""
     for collective in ("allreduce", "allgather", "reduce_scatter"):
         plans = topoplan.plan_by_size(topoplan.load(name), collective)
         assert plans.times is not None
         assert all(seconds <= least * 1.011 for _, seconds, least in plans.times.points)
-
-
-def test_where_one_shot_ends_now() -> None:
-    """One start-up less against 15 times the bytes: on a DGX-2 (1/10 - 1/80) bytes cost as much as a hop."""
-    for name, fast, slow in (("dgx-2", 80, 10), ("dgx-a100", 1200 / 7, 300 / 7)):
-        plans = topoplan.plan_by_size(topoplan.load(name))
-        first, second = plans.ranges
-        assert (first.plan.schedule, second.plan.schedule) == ("one-shot", "one-hop")
-        assert second.start == pytest.approx(HOP / (1 / slow - 1 / fast) * 1e9, rel=0.02)
+        if collective == "allreduce":
+            first, second = plans.ranges
+            assert (first.plan.schedule, second.plan.schedule) == ("one-shot", "one-hop")
+            cost = 1 / first.plan.rate - 1 / second.plan.rate
+            assert second.start == pytest.approx(HOP / cost * 1e9, rel=0.02)
 
 
 @pytest.mark.thorough
@@ -97,15 +95,7 @@ def test_where_one_shot_ends_now() -> None:
     direct_machines() | direct_machines(symmetric=True) | switched_machines(), st.sampled_from(COLLECTIVES)
 )
 def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> None:
-    """Every schedule of random machines at every tested size."""
-    from topoplan.model.schedule_selection import choose_by_size
-
-    choice = choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26])
-    if choice.bound is None or len(choice.plans.ranks) == 1:
-        return
-    for clock in choice.clocks():
-        for size in choice.sizes:
-            assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
+    check_candidates(choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26]))
 
 
 @pytest.mark.thorough
@@ -113,13 +103,7 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("name", ["dgx-1v", "v100x4", "pcie-x8"])
 def test_no_library_candidate_is_below_the_bound(name: str, collective: str) -> None:
-    from topoplan.model.schedule_selection import choose_by_size
-
-    choice = choose_by_size(topoplan.load(name), collective)
-    assert choice.bound is not None
-    for clock in choice.clocks():
-        for size in choice.sizes:
-            assert clock(size) >= choice.bound.seconds(size) * (1 - TOLERANCE)
+    check_candidates(choose_by_size(topoplan.load(name), collective))
 
 
 def test_what_a_chain_of_some_length_can_do() -> None:
@@ -128,13 +112,6 @@ def test_what_a_chain_of_some_length_can_do() -> None:
     assert crossings_of(2.5, 1, 1, two=False) is None
     assert crossings_of(2.0, 1, 1, two=False) == "direct"
     assert crossings_of(3.0, float("inf"), 1.5, two=False) == "direct"
-
-
-def dgx_bound(limit: GroupLimit | HeightLimit) -> Fraction:
-    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    from topoplan.model.times_by_size import least_start_ups
-
-    return limit.bound(fabric, "allreduce", None, least_start_ups(fabric))
 
 
 @pytest.mark.parametrize(
@@ -150,8 +127,9 @@ def dgx_bound(limit: GroupLimit | HeightLimit) -> Fraction:
     ],
 )
 def test_what_proves_nothing_is_refused(limit: GroupLimit | HeightLimit, told: str) -> None:
+    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     with pytest.raises(PlanError, match=told):
-        dgx_bound(limit)
+        limit.bound(fabric, "allreduce", None, least_start_ups(fabric))
 
 
 @pytest.mark.parametrize(

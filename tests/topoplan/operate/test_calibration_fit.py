@@ -178,7 +178,6 @@ def test_what_stands_out_is_beyond_the_deviation_and_beyond_a_tenth(
     ],
 )
 def test_times_that_tell_no_bandwidth_are_refused(times: list[tuple[int, list[float]]], message: str) -> None:
-    """One line with pair and values."""
     with pytest.raises(UsageError) as error:
         fit_pair(samples(times))
     assert str(error.value) == message

@@ -49,7 +49,6 @@ def test_every_kind_of_damage_is_found(kind: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", library())
 def test_whole_machines_are_healthy(name: str) -> None:
-    """As JSON and as a matrix, and any allocation of their GPUs."""
     machine = topoplan.load(name)
     assert diagnose(machine).resembles == name
     texts = [] if name.startswith("mi") else [topoplan.load(as_text(read_library(name)))]
@@ -69,7 +68,6 @@ AMISS = {"dgx2_v100x16_PARTIAL.txt": ["row missing"], "radeon_x2.amd-smi.txt": [
     "path", each(sorted(LISTINGS.glob("*-smi/*.txt")) + sorted(LISTINGS.glob("*ccl-xml/*.xml")))
 )
 def test_real_machines_are_healthy(path: Path) -> None:
-    """All that are read, whole and as allocations, but for two."""
     try:
         machine = topoplan.load(path)
     except TopologyError:
@@ -123,7 +121,6 @@ SHAPES: dict[str, Callable[[int, int], int]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("shape", SHAPES)
 def test_machines_that_nobody_knows_give_no_alarm(shape: str) -> None:
-    """Two to eight GPUs, wired evenly in one way or another."""
     for gpus in range(2, 9):
         machine = of_wires(gpus, SHAPES[shape])
         assert diagnose(machine).faults == (), gpus

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import topoplan
 from tests.bench.fabric_machines import MACHINES
 from tests.support.listings import EACH_MATRIX
-from topoplan.machine.notes import warnings_first
+from topoplan.errors import warnings_first
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.operate.compare.costs import costs_of
@@ -31,7 +31,6 @@ def found(machine: Topology) -> list[str]:
 
 @pytest.mark.parametrize("name", library())
 def test_library_machines_have_no_warning(name: str) -> None:
-    """Also as servers of a cluster."""
     machine = topoplan.load(name)
     assert found(machine) == []
     assert found(topoplan.cluster([topoplan.Server(machine, count=3)], nic_gbps=100)) == []
@@ -39,7 +38,6 @@ def test_library_machines_have_no_warning(name: str) -> None:
 
 @EACH_MATRIX
 def test_real_machines_have_no_warning(path: Path) -> None:
-    """What texts of nvidia-smi show is uneven here and there, but not amiss."""
     assert found(topoplan.load(path)) == []
 
 
@@ -86,7 +84,6 @@ V100S, H100S = (lambda: topoplan.load("dgx-1v")), (lambda: topoplan.load("dgx-h1
     ],
 )
 def test_a_fault_is_named(machine: Callable[[], Topology], says: str) -> None:
-    """One fault, one warning."""
     assert found(machine()) == [says]
 
 
@@ -101,7 +98,6 @@ def changed(machine: Topology, ends: tuple[str, str], **fields: object) -> Topol
 
 
 def test_directions_that_differ_are_named() -> None:
-    """A wire fewer one way, a slower way, and a way that is missing."""
     fewer = changed(H100S(), ("nvswitch0", "gpu1"), count=17, bandwidth=425.0)
     assert found(fewer) == [
         "gpu1-nvswitch0: 17 NVLinks of 25 GB/s from nvswitch0 to gpu1, should be 18 NVLinks of 25 GB/s"
@@ -123,7 +119,6 @@ def test_a_gpu_with_dead_links_to_the_switch_is_named() -> None:
 
 
 def test_gpus_without_a_path_are_named() -> None:
-    """Two islands of GPUs, and one that can be reached but cannot answer."""
     devices = tuple(Device(f"gpu{i}", "gpu") for i in range(5))
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (3, 4), (4, 3)]
     links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", 25.0) for a, b in pairs)
@@ -147,7 +142,6 @@ def test_nics_of_a_numa_node_without_gpus_are_named() -> None:
 
 
 def test_many_faults_of_one_kind_are_counted() -> None:
-    """Four lines at most for one kind."""
     slow = {f"gpu{a}-gpu{b}": 5.0 for a, b in ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5))}
     texts = found(slow_links(V100S(), slow))
     assert len(texts) == 4
@@ -199,7 +193,6 @@ def test_only_gpus_that_lost_links_are_named(dead: set[int]) -> None:
 
 @given(st.lists(st.text(max_size=5) | st.text(max_size=3).map("warning: ".__add__)))
 def test_warnings_go_first_and_the_rest_keeps_its_order(notes: list[str]) -> None:
-    """Each once, in the order given among themselves."""
     every = warnings_first(notes)
     assert sorted(every) == sorted(set(notes))
     ranks = [(not note.startswith("warning: "), notes.index(note)) for note in every]

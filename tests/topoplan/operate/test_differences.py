@@ -37,7 +37,6 @@ def bounds(machine: Topology) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-a100", "pcie-x8", "v100x4", "mi250x", "dgx-2", "torus:3,3"])
 def test_a_machine_under_other_names_does_not_differ(name: str) -> None:
-    """Twins are found by structure alone."""
     machine = topoplan.load(name)
     assert differences(machine, renamed(machine, lambda one: f"x-{one}")).rows == ()
 
@@ -53,7 +52,6 @@ def test_bus_ids_come_before_names() -> None:
 
 
 def test_a_file_of_nccl_is_the_machine_it_was_made_from() -> None:
-    """Its names are other ones, its bus ids invented."""
     from topoplan.engines.registry import export_machine
 
     made = topoplan.load(export_machine(BOX, "nccl-topo").text)
@@ -65,7 +63,6 @@ def test_a_file_of_nccl_is_the_machine_it_was_made_from() -> None:
 def test_one_slower_link_is_the_one_difference_and_its_bound_is_that_of_the_other(
     data: st.DataObject,
 ) -> None:
-    """Under other names too, where it is that wire or one that looks like it."""
     wires = sorted({tuple(sorted((link.src, link.dst))) for link in BOX.links})
     a, b = data.draw(st.sampled_from(wires))
     slow = topoplan.slow_links(BOX, {f"{a}-{b}": data.draw(st.sampled_from([1.0, 5.0]))})
@@ -95,7 +92,6 @@ def test_one_slower_link_is_the_one_difference_and_its_bound_is_that_of_the_othe
 def test_what_is_missing_is_told_and_bounded(
     change: Callable[[Topology], Topology], rows: list[tuple[str, str, str, str]]
 ) -> None:
-    """And the other way round it is what is there too much."""
     less = change(BOX)
     found = differences(BOX, less)
     assert [(row.what, row.names[0], row.a, row.b) for row in found.rows] == rows
@@ -148,7 +144,6 @@ def test_a_slot_of_another_width_is_told_beside_the_switch_that_is_missing() -> 
 
 
 def test_what_no_plan_depends_on_has_no_bound_of_its_own() -> None:
-    """NUMA node, bus id and model."""
     devices = tuple(
         replace(one, numa=1, model="H100", busid="0000:99:00.0") if one.name == "gpu0" else one
         for one in BOX.devices
@@ -175,7 +170,6 @@ def test_what_no_plan_depends_on_has_no_bound_of_its_own() -> None:
     ),
 )
 def test_every_description_of_a_real_machine_equals_itself(path: Path | None) -> None:
-    """Under other names, without its bus ids."""
     assert path is not None
     machine = topoplan.load(path)
     bare = replace(machine, devices=tuple(replace(one, busid="") for one in machine.devices))

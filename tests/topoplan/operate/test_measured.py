@@ -51,7 +51,6 @@ def pair(nic: float = 400) -> Topology:
 def test_what_can_be_reached_on_known_machines(
     machine: str, collective: str, nccl: dict[str, float], best: float
 ) -> None:
-    """Rates that follow from the ports of the GPUs."""
     found = attainable(with_all_capabilities(topoplan.load(machine)), collective)
     assert dict(found.nccl) == pytest.approx(nccl)
     assert found.nccl_best == pytest.approx(max(nccl.values()))
@@ -70,7 +69,6 @@ def test_nccl_does_less_than_trees_where_nvlink_has_no_ring() -> None:
 
 @pytest.mark.thorough
 def test_small_sizes_are_bound_by_latency_and_large_ones_by_bandwidth() -> None:
-    """The change comes once, where start-ups and bytes take equally long."""
     kinds = [row.bound_by for row in judged(PerfLog(), topoplan.load("dgx-a100")).rows]
     assert kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {"latency", "bandwidth"}
@@ -123,7 +121,6 @@ def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(log: PerfLog, more: dict[str, object], told: str) -> None:
-    """In one line that says what to do."""
     with pytest.raises(UsageError) as error:
         judged(log, topoplan.load("dgx-a100"), **more)
     assert told in str(error.value)
@@ -150,7 +147,6 @@ def test_one_rank_alone_moves_nothing() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("test", ["all_reduce", "reduce_scatter", "broadcast", "reduce"])
 def test_a_test_that_is_not_named_is_known_by_its_columns(test: str) -> None:
-    """By reduction, root and the factor of its bandwidths."""
     found = judged(PerfLog(test, names_test=False, newer=False), topoplan.load("dgx-a100"))
     assert found.rows[0].collective == {"all_reduce": "allreduce"}.get(test, test)
     assert "by its columns" in found.notes[0]
@@ -193,7 +189,6 @@ def test_a_log_without_a_list_of_ranks_is_of_as_many_as_its_columns_say() -> Non
 
 
 def test_a_collective_that_the_columns_are_not_of_is_doubted() -> None:
-    """--collective reduce for rows without a root."""
     log = PerfLog("all_reduce", (("n1", (0, 1)),), [1 << 30], names_test=False, rate=100)
     found = judged(log, topoplan.load("dgx-a100"), collective="reduce")
     assert (
@@ -203,7 +198,6 @@ def test_a_collective_that_the_columns_are_not_of_is_doubted() -> None:
 
 
 def test_a_log_of_gather_or_scatter_alone_is_not_guessed_to_be_a_collective_of_plans() -> None:
-    """Both have a root and no reduction."""
     log = PerfLog("gather", (("n1", range(4)),), [1 << 30], names_test=False, rate=100)
     with pytest.raises(UsageError, match="it may be gather or scatter; no plan does that"):
         judged(log, topoplan.load("dgx-a100"))
@@ -251,7 +245,6 @@ def test_ranks_that_see_one_gpu_each_are_numbered_by_bus_id_or_have_to_be_named(
 
 @pytest.mark.parametrize("test", ["sendrecv", "gather", "scatter", "hypercube"])
 def test_what_is_no_collective_is_listed_and_not_compared(test: str) -> None:
-    """Its rows keep their figures, and a warning says so."""
     found = judged(PerfLog(test), topoplan.load("dgx-a100"))
     assert len(found.rows) == 14
     assert {(row.collective, row.reachable, row.of_best) for row in found.rows} == {(test, None, None)}
@@ -272,7 +265,6 @@ def test_figures_that_cannot_be_are_told() -> None:
 
 
 def test_rows_of_every_root_are_compared_with_their_own_root() -> None:
-    """-r all prints one row for each."""
     logs = [PerfLog("broadcast", hosts=(("node1", range(4)),), root=root, rate=60) for root in (0, 3)]
     rows = [log.row(1 << 26) for log in logs]
     found = judged("\n".join([*logs[0].head(), *rows, *logs[0].foot()]), topoplan.load("v100x4"))

@@ -48,7 +48,6 @@ def test_host_memory_beside_nvlink_is_found_with_its_cause() -> None:
 
 
 def test_sockets_between_servers_with_nics_are_found() -> None:
-    """With the setting that causes them, and the multicast that is not there."""
     run = judged(over_sockets(), h100_pair())
     assert kinds(run) == ["setting", "socket", "no nvls", "socket", "few channels"]
     assert "GPU 7 sends to GPU 8 over sockets (NET/Socket), where the machine has NICs (2 pairs such)" in [
@@ -131,7 +130,6 @@ def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
 
 
 def test_one_rank_alone_is_told() -> None:
-    """NCCL_DEBUG_FILE writes a file for each process."""
     text = "\n".join(line for line in healthy().text().splitlines() if "[3] NCCL" in line)
     run = judged(text, topoplan.load("dgx-1v"))
     assert run.notes == ("the log is of ranks 3, 1 of 8",)
@@ -146,6 +144,5 @@ def test_one_rank_alone_is_told() -> None:
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(machine: str, more: dict[str, object], told: str) -> None:
-    """In one line."""
     with pytest.raises(UsageError, match=told):
         judged(healthy(), topoplan.load(machine), **more)

@@ -152,7 +152,6 @@ def test_each_single_slow_link_is_in_the_class_that_is_named(name: str) -> None:
 
 
 def test_a_slow_pair_whose_links_others_clear_is_blamed_on_no_link() -> None:
-    """Its links are crossed by other pairs at full speed."""
     possible = possible_tests(one_switch(4))
     found = attribute_slow_pairs(
         [MeasuredPair(test, 5.0 if test.name == "s0.gpu0-s1.gpu0" else 11.0) for test in possible.tests]
@@ -178,7 +177,6 @@ def test_explanations_of_one_size_are_all_told() -> None:
 
 
 def test_the_two_ends_of_a_single_slow_pair_are_one_class() -> None:
-    """They occur in one test only: which of them it is, nothing tells."""
     possible = possible_tests(one_switch(4))
     rate = {"s0.gpu0-s1.gpu0": 5.0, "s2.gpu0-s3.gpu0": 11.0}
     found = attribute_slow_pairs(
@@ -188,7 +186,6 @@ def test_the_two_ends_of_a_single_slow_pair_are_one_class() -> None:
 
 
 def test_a_dead_link_counts_as_no_rate_at_all() -> None:
-    """What every test of a server fails at is its own way to the switch."""
     possible = possible_tests(one_switch(4))
     found = attribute_slow_pairs(
         [MeasuredPair(test, 0.0 if "s3" in test.name else 11.0) for test in possible.tests],
@@ -200,7 +197,6 @@ def test_a_dead_link_counts_as_no_rate_at_all() -> None:
 
 
 def test_links_that_no_result_crosses_are_told() -> None:
-    """Of four servers two were measured."""
     possible = possible_tests(one_switch(4))
     found = attribute_slow_pairs([MeasuredPair(possible.tests[0], 11.0)], possible=possible.tests)
     told = {name for links in found.unmeasured for name in wire_names(links)}
@@ -237,7 +233,6 @@ def test_rounds_that_fill_wide_links_find_an_uplink_that_no_pair_sees() -> None:
 
 
 def test_results_of_rounds_that_fill_links_say_so() -> None:
-    """A fourth value names the round; without --fill nobody asked for it."""
     possible = possible_tests(fat_tree(8, oversubscription=1))
     rounds = plan_rounds(possible, fill=True)
     text = "a,b,GB/s\ns0,s4,11\ns0,s4,6,fill1\n"
@@ -261,7 +256,6 @@ def test_noise_alone_blames_nobody() -> None:
 
 
 def test_csv_json_and_what_calibrate_prints_are_read_alike() -> None:
-    """One way as the head says; calibrate's object is told by its method."""
     csv = parse_results("# made by hand\nsrc,dst,GB/s\n s0.gpu0 , s1.gpu0 , 11.5 \n")
     json = parse_results(
         '{"one_way": true, "pairs": [{"src": "s0.gpu0", "dst": "s1.gpu0", "bandwidth": 11.5}]}'
@@ -297,7 +291,6 @@ def test_csv_json_and_what_calibrate_prints_are_read_alike() -> None:
     ],
 )
 def test_a_wrong_file_is_one_line(text: str, told: str) -> None:
-    """What is wrong, where."""
     possible = possible_tests(one_switch(3))
     with pytest.raises(UsageError, match=told.replace("?", r"\?")) as caught:
         match_results(parse_results(text), possible, [possible.tests[0]])

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.listings import MATRICES, each
 from topoplan.errors import UsageError
-from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import without_links
 from topoplan.model.times_by_size import sweep
@@ -34,7 +33,7 @@ from topoplan.operate.plot.nvlink_panel import circle_order, circle_places
 from topoplan.operate.plot.panels import wires
 from topoplan.operate.plot.tree_layout import forest_positions
 from topoplan.operate.plot.trees import draw_trees
-from topoplan.plans.build import trivial_plan
+from topoplan.plans.plan import Plan
 from topoplan.schedules.binary_trees import double_binary_tree
 from topoplan.schedules.ring import ring
 from topoplan.units import parse_gpu_list
@@ -122,14 +121,16 @@ def overlapping(texts: list[Text]) -> list[tuple[str, str]]:
     ]
 
 
-def cut_off(figure: Figure) -> list[str]:
-    """Texts that leave the page."""
-    page = figure.bbox
-    return [
+def check_readable(figure: Figure) -> None:
+    """No two texts of a figure overlap, titles, notes and legend included, and none leaves the page."""
+    texts, page = visible_texts(figure), figure.bbox
+    assert overlapping(texts) == []
+    outside = [
         text.get_text()
-        for text in visible_texts(figure)
+        for text in texts
         if (b := box(text)).x0 < page.x0 or b.y0 < page.y0 or b.x1 > page.x1 or b.y1 > page.y1
     ]
+    assert outside == []
 
 
 def panel_texts(axes: Axes) -> list[str]:
@@ -202,31 +203,15 @@ PICTURES: dict[str, Callable[[], Topology]] = {
 LISTED = {path.stem: partial(topoplan.load, path) for path in MATRICES}
 
 
-@cache
-def picture(name: str) -> Figure:
-    """The figure of that name, drawn once for all tests."""
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", [*PICTURES, *each(LISTED)])
+def test_draws_a_machine_on_a_page_without_overlaps(name: str) -> None:
+    """At most 14 by 20 inches; lines avoid the boxes of devices that they do not join, and the small texts."""
     figure = draw_topology((PICTURES | LISTED)[name]())
-    figure.canvas.draw()
-    return figure
-
-
-EACH_PICTURE = pytest.mark.parametrize("name", [*PICTURES, *each(LISTED)])
-
-
-@pytest.mark.sampled
-@EACH_PICTURE
-def test_machine_labels_do_not_overlap_and_are_on_the_page(name: str) -> None:
-    """No two texts of the figure touch, titles, notes and legend included, and none leaves the page."""
-    figure = picture(name)
-    assert overlapping(visible_texts(figure)) == []
-    assert cut_off(figure) == []
-
-
-@pytest.mark.sampled
-@EACH_PICTURE
-def test_wires_pass_no_foreign_device(name: str) -> None:
-    """Every line stays clear of the boxes of devices that it does not join, and of the small texts beside them."""
-    for axes in picture(name).axes:
+    check_readable(figure)
+    width, height = figure.get_size_inches()
+    assert (width <= 14, height <= 20) == (True, True)
+    for axes in figure.axes:
         boxes = [box(text) for text in axes.texts if not text.get_text().startswith("×")]
         for line in axes.lines:
             corners = axes.transData.transform(line.get_xydata())
@@ -234,18 +219,7 @@ def test_wires_pass_no_foreign_device(name: str) -> None:
             points = numpy.vstack([first + (second - first) * steps for first, second in pairwise(corners)])
             touched = sum(bool(((points > b.min) & (points < b.max)).all(axis=1).any()) for b in boxes)
             # A line above CPUs that are all joined to each other touches none, its branches one each.
-            assert touched <= 2
-            if name in LIBRARY:
-                assert touched == 2
-
-
-@pytest.mark.sampled
-@EACH_PICTURE
-def test_figures_are_no_larger_than_a_page_or_a_screen(name: str) -> None:
-    """Letters of 8 points can be read where the whole figure is in view: at most 14 inches wide and 20 high."""
-    width, height = picture(name).get_size_inches()
-    assert width <= 14
-    assert height <= 20
+            assert touched == 2 if name in LIBRARY else touched <= 2
 
 
 def test_bus_ids_and_adapters_stand_beside_their_devices() -> None:
@@ -261,7 +235,6 @@ def test_bus_ids_and_adapters_stand_beside_their_devices() -> None:
 
 
 def test_a_nic_of_two_devices_is_drawn_as_one() -> None:
-    """The NIC of two GPUs is one box below them, and wired to both."""
     panels = {
         axes.get_title(loc="left"): axes for axes in draw_topology(servers("dgx-1v", 2, nic_gbps=100)).axes
     }
@@ -310,26 +283,6 @@ def covering(order: Sequence[str], counts: Mapping[tuple[str, str], int]) -> tup
     return covered, sum(a < c < b < d or c < a < d < b for (a, b), (c, d) in combinations(chords, 2))
 
 
-def test_two_servers_stand_side_by_side() -> None:
-    """NVLink graphs of separate servers do not overlap, and the network gets its own panel title."""
-    devices, links = [], []
-    for server in ("s0", "s1"):
-        devices += [Device(f"{server}.gpu{i}", "gpu", server) for i in range(4)]
-        devices += [
-            Device(f"{server}.nvswitch0", "nvswitch", server),
-            Device(f"{server}.nic0", "nic", server),
-        ]
-        pairs = [(f"{server}.gpu{i}", f"{server}.nvswitch0", "nvlink", 300.0) for i in range(4)]
-        pairs += [(f"{server}.gpu{i}", f"{server}.nic0", "pcie", 24.0) for i in range(4)]
-        pairs += [(f"{server}.nic0", "fabric", "network", 25.0)]
-        links += [Link(*ends, c, bw) for a, b, c, bw in pairs for ends in ((a, b), (b, a))]
-    topology = Topology("two", (*devices, Device("fabric", "switch")), tuple(links))
-    figure = draw_topology(topology)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["NVLink", "PCIe", "network"]
-    assert overlapping(visible_texts(figure)) == []
-    assert cut_off(figure) == []
-
-
 def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
     """A wire that is slower one way says both figures; a machine too large to draw says so."""
     devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
@@ -342,32 +295,18 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "collective"), [("dgx-1v", "broadcast"), ("dgx-2", "allreduce"), ("pcie-x8", "allgather")]
+    "plan",
+    [
+        partial(ring, "dgx-1v", "broadcast"),
+        partial(double_binary_tree, "dgx-2"),
+        partial(ring, "pcie-x8", "allgather"),
+    ],
 )
-def test_trees_show_every_rank_and_no_overlap(name: str, collective: str) -> None:
-    """Every panel holds each rank once; numbers, titles and headline do not touch or leave the page."""
-    plan = (
-        double_binary_tree(topoplan.load(name))
-        if collective == "allreduce"
-        else ring(topoplan.load(name), collective)
-    )
-    figure = draw_trees(plan)
-    ranks = sorted(map(str, range(len(plan.ranks))))
+def test_draws_each_rank_once_in_each_panel(plan: Callable[[], Plan]) -> None:
+    figure = draw_trees(plan())
+    ranks = sorted(map(str, range(len(plan().ranks))))
     assert all(sorted(panel_texts(axes)) == ranks for axes in figure.axes)
-    assert overlapping(visible_texts(figure)) == []
-    assert cut_off(figure) == []
-
-
-def test_depth_of_a_rank_is_its_row() -> None:
-    """Ranks of one depth stand on one line, deeper ones below."""
-    plan = double_binary_tree(topoplan.load("dgx-1v"))
-    stage = plan.shards[0].stages[0]
-    heights = {int(text.get_text()): text.get_position()[1] for text in draw_trees(plan).axes[0].texts}
-    depths = stage.depths()
-    rows = {depth: {heights[rank] for rank in depths if depths[rank] == depth} for depth in depths.values()}
-    assert all(len(row) == 1 for row in rows.values())
-    levels = [max(rows[depth]) for depth in sorted(rows)]
-    assert levels == sorted(levels, reverse=True)
+    check_readable(figure)
 
 
 def test_weights_of_all_panels_add_up_to_the_rate() -> None:
@@ -403,20 +342,17 @@ def test_trees_of_one_shape_are_drawn_once(name: str, options: dict[str, Any], w
     assert "not shown" not in figure.get_suptitle()
 
 
-def test_a_path_of_thousands_has_its_places() -> None:
-    """No call is nested for each rank of a ring."""
+def test_places_a_rank_by_its_depth() -> None:
+    """Without a nested call for each rank of a ring."""
     children = {rank: [rank + 1] for rank in range(4999)}
     assert forest_positions([0], children) == {rank: (0.0, rank) for rank in range(5000)}
 
 
-def test_a_cluster_is_one_tree_with_its_ranks_named() -> None:
-    """32 trees of four DGX A100 are one panel whose headline names ranks in ranges, and nothing of it is cut."""
-    plan = topoplan.plan(servers("dgx-a100", 4, nic_gbps=200, nics=8))
-    figure = draw_trees(plan)
+def test_draws_a_cluster_as_one_tree_and_names_ranges_of_ranks() -> None:
+    figure = draw_trees(topoplan.plan(servers("dgx-a100", 4, nic_gbps=200, nics=8)))
     assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == ["32 trees of this shape"]
     assert "0-7 s0.gpu0-7, 8-15 s1.gpu0-7" in figure.get_suptitle()
-    assert overlapping(visible_texts(figure)) == []
-    assert cut_off(figure) == []
+    check_readable(figure)
 
 
 def test_a_long_headline_is_broken() -> None:
@@ -430,8 +366,7 @@ def test_a_long_headline_is_broken() -> None:
         draw_sweep({"trees": sweep(plan, [1024])}, title=machine.name),
         draw_topology(machine),
     ):
-        assert cut_off(figure) == []
-        assert overlapping(visible_texts(figure)) == []
+        check_readable(figure)
 
 
 @pytest.mark.parametrize("size", [(3.3, 2.5), (12.0, 8.0)])
@@ -447,39 +382,44 @@ def test_a_figure_of_a_given_size_keeps_its_labels_apart(size: tuple[float, floa
 
         write_figure(keep, tmp_path / "f.png", Look(size=size, dpi=100))
         assert tuple(drawn[-1].get_size_inches()) == size
-        assert overlapping(visible_texts(drawn[-1])) == []
-        assert cut_off(drawn[-1]) == []
+        check_readable(drawn[-1])
         header = (tmp_path / "f.png").read_bytes()[16:24]
         assert struct.unpack(">II", header) == tuple(round(100 * side) for side in size)
 
 
-def test_the_look_of_a_figure_is_refused_in_one_line(tmp_path: Path) -> None:
-    """A font that is not there, a format that is none, more pixels than fit."""
-    draw = partial(draw_trees, topoplan.plan("v100x4"))
-    looks = {
-        "font 'Nosuch' is not installed": Look(font="Nosuch"),
-        "'docx' is not a figure format": Look(file_format="docx"),
-        "pixels is too large": Look(size=(90, 90), dpi=2400),
-    }
-    for message, look in looks.items():
-        with pytest.raises(UsageError, match=message):
-            write_figure(draw, tmp_path / "f.png", look)
+@pytest.mark.parametrize(
+    ("name", "look", "message"),
+    [
+        ("f.png", Look(font="Nosuch"), "font 'Nosuch' is not installed"),
+        ("f.png", Look(file_format="docx"), "'docx' is not a figure format"),
+        ("f.png", Look(size=(90, 90), dpi=2400), "pixels is too large"),
+        ("figure.docx", Look(), "figure.docx"),
+        ("figure", Look(), "figure"),
+        ("no-such-folder/figure.png", Look(), "no-such-folder/figure.png"),
+    ],
+)
+def test_refuses_a_figure_file_in_one_line(name: str, look: Look, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        write_figure(partial(draw_trees, topoplan.plan("v100x4")), tmp_path / name, look)
+    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["svg", "pdf"])
-def test_a_format_may_be_named_beside_the_file_and_no_date_is_in_it(kind: str, tmp_path: Path) -> None:
-    """A file without a suffix is of the format that is asked for, the same twice, and says no day."""
+@pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
+def test_writes_the_same_bytes_twice_without_a_date(kind: str, tmp_path: Path) -> None:
+    """The suffix of the file or `file_format` names the format; no other file is left."""
     draw = partial(draw_trees, topoplan.plan("v100x4"))
     for name in ("one", "two"):
         write_figure(draw, tmp_path / name, Look(file_format=kind, font="serif"))
-    written = (tmp_path / "one").read_bytes()
-    assert written == (tmp_path / "two").read_bytes()
-    assert b"date" not in written.lower()
+        save_figure(draw_topology(topoplan.load("v100x4")), tmp_path / f"{name}.{kind}")
+    for first, second in (("one", "two"), (f"one.{kind}", f"two.{kind}")):
+        assert (written := (tmp_path / first).read_bytes()) == (tmp_path / second).read_bytes()
+        assert b"date" not in written.lower()
+    assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_trees_left_out_are_counted() -> None:
-    """A shape is whole or left out: a ring has a panel for the reduce path and one for the broadcast path."""
+def test_counts_the_trees_that_it_leaves_out() -> None:
+    """A shape is drawn whole or left out: a ring has a panel for each of its two paths."""
     plan = ring(topoplan.load("dgx-1v"), "allreduce")
     figure = draw_trees(plan, most=2)
     assert len(figure.axes) == 2
@@ -489,16 +429,11 @@ def test_trees_left_out_are_counted() -> None:
     figure = draw_trees(packed, most=7)
     assert len(figure.axes) == 7
     assert f"{packed.trees - 7} more of {packed.trees} trees are not shown" in figure.get_suptitle()
-
-
-def test_ranks_of_an_allocation_are_named() -> None:
-    """Where rank i is not GPU i the headline says which GPU it is; one rank draws no tree."""
     machine = topoplan.load("dgx-1v")
     assert "0 gpu1, 1 gpu4, 2 gpu5, 3 gpu7" in draw_trees(ring(machine, gpus=[1, 4, 5, 7])).get_suptitle()
-    alone = trivial_plan(usable_fabric(machine.subset([3])), "allreduce", root=None, method="trivial")
-    figure = draw_trees(alone)
-    assert figure.axes == []
-    assert "nothing to move" in figure.get_suptitle()
+    alone = draw_trees(topoplan.plan(machine, gpus=[3]))
+    assert alone.axes == []
+    assert "nothing to move" in alone.get_suptitle()
 
 
 @pytest.mark.sampled
@@ -512,12 +447,10 @@ def test_bars_have_a_group_for_each_class(count: int) -> None:
     assert [bar.get_height() for bar in bars["trees"]] == [row.trees for row in rows]
     assert sum(len(bars[kind]) for kind in {row.rival[1] for row in rows}) == count
     assert [parse_gpu_list(text.get_text()) for text in lower.get_xticklabels()] == [row.gpus for row in rows]
-    assert overlapping(visible_texts(figure)) == []
-    assert cut_off(figure) == []
+    check_readable(figure)
 
 
-def test_rivals_differ_by_more_than_colour() -> None:
-    """Rings over NVLink and PCIe, relaying ones, NCCL's and other trees, and unknown ones have hatches of their own."""
+def test_gives_each_kind_of_rival_its_hatch() -> None:
     kinds = ("nvlink ring", "pcie ring", "relay ring", "double binary tree", "nccl tree", "nvls", "another")
     rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, (25.0, kind)) for i, kind in enumerate(kinds)]
     bars = {c.get_label(): c for c in draw_comparison(rows).axes[0].containers}
@@ -558,34 +491,12 @@ def test_sweep_draws_the_points_it_is_given() -> None:
         assert list(line.get_xdata()) == sizes
         assert list(line.get_ydata()) == [row.algbw for row in rows]
     assert axes.get_xscale() == "log"
-    assert overlapping(visible_texts(figure)) == []
-    assert cut_off(figure) == []
+    check_readable(figure)
     with pytest.raises(UsageError, match="needs a size above zero bytes"):
         draw_sweep({"nothing": []})
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_same_machine_gives_the_same_file(suffix: str, tmp_path: Path) -> None:
-    """Two drawings of one machine are equal byte for byte, and nothing is left beside them."""
-    for name in ("one", "two"):
-        save_figure(draw_topology(topoplan.load("v100x4")), tmp_path / f"{name}.{suffix}")
-    assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"two.{suffix}").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"one.{suffix}", f"two.{suffix}"]
-
-
-@pytest.mark.parametrize("name", ["figure.docx", "figure", "no-such-folder/figure.png"])
-def test_bad_figure_files_are_one_line(name: str, tmp_path: Path) -> None:
-    """An unknown suffix or a missing folder is a UsageError of one line that names the file, and writes nothing."""
-    figure = draw_sweep({"ring": sweep(ring(topoplan.load("v100x4")), [1024])})
-    with pytest.raises(UsageError) as caught:
-        save_figure(figure, tmp_path / name)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_importing_the_plot_room_does_not_load_matplotlib() -> None:
-    """matplotlib is loaded when a figure is drawn, not before."""
     code = (
         "import sys, topoplan.operate.plot.machine, topoplan.operate.plot.trees, "
         "topoplan.operate.plot.charts, topoplan.operate.plot.charts;"

@@ -14,5 +14,4 @@ def test_the_logs_of_the_pages_are_their_writers_own(name: str) -> None:
 
 
 def test_the_folder_holds_no_other_log() -> None:
-    """Each file says in its first line that it is invented."""
     assert {path.name for path in FOLDER.iterdir()} == set(LOGS)

@@ -83,7 +83,6 @@ def test_every_set_is_as_fast_as_when_planned_on_its_own(
 @settings(max_examples=6, deadline=None)
 @given(direct_machines(most=5))
 def test_random_machines_too(machine: Topology) -> None:
-    """Links in one direction only, and GPUs that nothing joins, included."""
     check_against_all(machine, 2)
     if len(machine.gpus) > 2:
         check_against_all(machine, 3)
@@ -91,7 +90,6 @@ def test_random_machines_too(machine: Topology) -> None:
 
 @pytest.mark.thorough
 def test_the_halves_of_the_cube_come_first() -> None:
-    """Each leaves the other for the next job."""
     sets = recommend("dgx-1v", 4)
     assert [(one.gpus, one.following, one.left) for one in sets[:2]] == [
         ((0, 1, 2, 3), 75.0, 75.0),
@@ -170,7 +168,6 @@ class TestCommand:
         assert max(len(line) for line in out.splitlines()) <= 120
 
     def test_where_no_set_is_joined_none_is_the_best(self, run: Run, tmp_path: Path) -> None:
-        """Every set is listed all the same."""
         devices = [{"name": f"gpu{number}", "kind": "gpu"} for number in range(3)]
         file = tmp_path / "apart.json"
         file.write_text(json.dumps({"format": "topoplan.topology/1", "devices": devices, "links": []}))

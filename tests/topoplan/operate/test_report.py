@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -43,7 +43,6 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """An element begins."""
         named = dict(attrs)
         self.tags[tag] += 1
         if len(named) < len(attrs):
@@ -60,22 +59,20 @@ class Page(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        """An element ends."""
         if not self.open or self.open.pop() != tag:
             self.faults.append(f"</{tag}> closes something else")
 
     def handle_data(self, data: str) -> None:
-        """Text."""
         self.words.append(data)
         if {"td", "th"} & set(self.open[-3:]):
             self.rows[-1][-1] += data
 
     @property
     def text(self) -> str:
-        """All of it."""
         return " ".join(" ".join(self.words).split())
 
 
+@cache
 def parsed(text: str) -> Page:
     page = Page()
     page.feed(text)
@@ -86,15 +83,12 @@ def parsed(text: str) -> Page:
 def well_formed(text: str) -> Page:
     """The page, which is balanced, has every id once, links to nothing but its own ids, and loads nothing."""
     page = parsed(text)
-    assert page.faults == []
-    assert page.open == []
+    assert (page.faults, page.open) == ([], [])
     assert [name for name, number in page.ids.items() if number > 1] == []
     assert {target.removeprefix("#") for target in page.targets} <= set(page.ids)
     assert all(target.startswith("#") for target in page.targets)
     assert not page.tags.keys() & {"link", "img", "iframe", "object", "embed", "base"}
-    assert "http" not in text
-    assert "url(" not in text
-    assert "@import" not in text
+    assert not any(word in text for word in ("http", "url(", "@import"))
     return page
 
 
@@ -104,31 +98,31 @@ def made(name: str) -> str:
     return report_page(MACHINES[name](), sizes=SIZES)
 
 
-def four_servers() -> Topology:
-    return topoplan.cluster([topoplan.Server(topoplan.load("dgx-a100"), count=4)], nic_gbps=200, nics=8)
-
-
 MACHINES: dict[str, Callable[[], Topology]] = {
-    "v100x4": lambda: topoplan.load("v100x4"),
-    "dgx-2": lambda: topoplan.load("dgx-2"),
-    "4 x dgx-a100": four_servers,
+    "v100x4": partial(topoplan.load, "v100x4"),
+    "dgx-2": partial(topoplan.load, "dgx-2"),
+    "4 x dgx-a100": lambda: topoplan.cluster([topoplan.Server("dgx-a100", count=4)], nic_gbps=200, nics=8),
     "broken dgx-1v": lambda: topoplan.without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"]),
 }
-QUICK = [
-    pytest.param(name, marks=[] if name in ("v100x4", "dgx-2") else pytest.mark.thorough) for name in MACHINES
-]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", MACHINES)
 def test_a_page_is_well_formed_and_small(name: str) -> None:
-    """Balanced, ids once, links within, nothing loaded, under 2 MB, and the same bytes twice."""
+    """Under 2 MB, and the same bytes twice; a dead link stands under health with what it costs."""
     page = well_formed(made(name))
     assert set(page.ids) >= {"machine", "health", "sets", "plan", "trees", "sizes", "tree-1"}
     assert len(made(name).encode()) < 2_000_000
     assert report_page(MACHINES[name](), sizes=SIZES) == made(name)
+    faults = [row[1:4] for row in page.rows if row and row[0] == "link missing"]
+    if name == "broken dgx-1v":
+        assert faults == [["gpu0-gpu3", "no NVLink", "2 NVLinks of 25 GB/s"]]
+        assert "78.5714 GB/s now, 85.7143 GB/s without the faults" in page.text
+    else:
+        assert faults == []
 
 
+@pytest.mark.thorough
 def test_a_page_says_what_the_plan_says() -> None:
     """Rate, bus bandwidth, bound, proof, and the shape of the trees of a DGX-2."""
     text = parsed(made("dgx-2")).text
@@ -137,15 +131,6 @@ def test_a_page_says_what_the_plan_says() -> None:
     assert "the rate is 80 GB/s, from the certificate the bound is 80: rate and bound are equal" in text
     assert "16 trees of this shape: 1/16 of the buffer and 5 GB/s each, roots 0-15" in text
     assert "Healthy" in text
-
-
-@pytest.mark.thorough
-def test_a_page_names_the_faults_of_a_machine() -> None:
-    """A dead link stands under health with what it costs."""
-    page = parsed(made("broken dgx-1v"))
-    (row,) = [row for row in page.rows if row and row[0] == "link missing"]
-    assert row[1:4] == ["gpu0-gpu3", "no NVLink", "2 NVLinks of 25 GB/s"]
-    assert "78.5714 GB/s now, 85.7143 GB/s without the faults" in page.text
 
 
 def test_times_are_those_of_the_model() -> None:
@@ -165,7 +150,7 @@ def test_times_are_those_of_the_model() -> None:
 def test_texts_of_a_file_are_escaped() -> None:
     """Names and notes with tags, quotes and control characters are text on the page."""
     evil = "</title><script>alert('1')</script>\x1b\"&"
-    machine = replace(topoplan.load("v100x4"), name=evil, notes=(f"note {evil}",))
+    machine = replace(topoplan.load("v100x4").subset([0, 1]), name=evil, notes=(f"note {evil}",))
     text = report_page(machine, sizes=[1024])
     page = well_formed(text)
     assert page.tags["script"] == 1
@@ -180,13 +165,11 @@ def test_texts_of_a_file_are_escaped() -> None:
         ({"gpus": [3]}, 5),
         ({"collective": "alltoall"}, 6),
         ({"collective": "reduce", "root": 2, "gpus": [0, 1, 2]}, 6),
-        ({"collective": "allgather"}, 6),
         ({"channels": "all"}, 6),
     ],
     ids=str,
 )
 def test_other_requests_have_a_page(options: dict[str, object], sections: int) -> None:
-    """One GPU, paths, a root, blocks of ranks, all wires."""
     text = report_page(topoplan.load("v100x4"), sizes=[1 << 20], **options)  # type: ignore[arg-type]
     assert well_formed(text).tags["section"] == sections
 
@@ -236,11 +219,6 @@ def test_elements_are_balanced_and_escaped() -> None:
     assert element("b", element("i", "x")) == "<b><i>x</i></b>"
     assert isinstance(element("br"), Markup)
     assert well_formed(table(("a", "b"), [])).rows == [["a", "b"]]
-
-
-@pytest.mark.thorough
-def test_sizes_without_rivals() -> None:
-    """Where NCCL has nothing and nothing is chosen by size, the plan stands alone."""
     section = sizes_section(topoplan.plan("v100x4"), {}, None, [1024])
     assert parsed(section.content).rows[0] == ["size", "trees: us", "GB/s", "busbw"]
 
@@ -267,7 +245,6 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_gpu_that_is_taken_out_is_on_no_part_of_the_page(run: Run, tmp_path: Path) -> None:
-    """It is neither drawn nor recommended, and the others keep their numbers."""
     path = tmp_path / "report.html"
     assert run("report", "v100x4", "-o", str(path), "--sizes", "1MB,1MB", "--without-gpu", "1")[0] == 0
     page = well_formed(path.read_text(encoding="utf-8"))
@@ -304,15 +281,13 @@ def test_trees_are_stepped_through_in_a_browser(tmp_path: Path) -> None:
         pytest.skip(f"needs a browser on PATH, one of {', '.join(BROWSERS)}")
     path = tmp_path / "report.html"
     path.write_text(made("dgx-2").replace("</body>", PRESSES), encoding="utf-8")
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     done = subprocess.run(
-        [*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=300, check=True
+        [browser, *flags, "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
     )
     told = re.search(r'<p id="told">(.*?)</p>', done.stdout)
     assert told is not None

@@ -46,7 +46,6 @@ def test_rates_are_those_of_plans_on_what_is_left() -> None:
 
 
 def test_of_two_equally_slow_servers_neither_costs_by_itself() -> None:
-    """Leaving one out leaves the other in."""
     found = without_each_server(hosts([100, 40, 40, 100]))
     assert found.slow == ()
     assert found.whole.rate == 5.0
@@ -60,7 +59,6 @@ def test_what_any_server_fewer_gains_is_no_fault_of_one() -> None:
 
 
 def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
-    """A chain of three hosts without its middle."""
     ends = [(f"gpu{n}", f"gpu{n + 1}") for n in range(2)]
     chain = Topology(
         "chain",
@@ -72,7 +70,6 @@ def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
 
 
 def test_fewer_than_three_servers_are_refused() -> None:
-    """What is left of two is one, and moves nothing."""
     with pytest.raises(UsageError, match="three servers or more"):
         without_each_server(hosts([100, 40]))
     with pytest.raises(UsageError, match="three servers or more, got 1"):

@@ -91,7 +91,7 @@ def costs_nothing(certificate: Lengths, topology: Topology, collective: str) -> 
 
 
 @given(MACHINES, ANY_COLLECTIVE, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_cut_bounds_the_optimum(topology: Topology, collective: str, data: st.DataObject) -> None:
     """Random device sets; a set that holds all ranks, none, or not the root, proves nothing and says so."""
     names = [device.name for device in topology.devices]
@@ -160,13 +160,6 @@ def test_no_order_of_sends_and_sums_is_cheaper_than_a_tree_up_and_a_tree_down(d:
     assert cheapest_protocol(d) == cheapest_forest(d, "allreduce", None)
 
 
-@given(distances(size=4))
-@settings(max_examples=4, deadline=None)
-def test_nor_is_it_between_four_ranks(d: list[list[int]]) -> None:
-    """65,536 states: exchanges in pairs, as recursive doubling makes them, are among the ways."""
-    assert cheapest_protocol(d) == cheapest_forest(d, "allreduce", None)
-
-
 def cheapest_protocol(d: list[list[int]]) -> int:
     """Cheapest sequence of messages after which every rank holds the sum of all (Dijkstra).
 
@@ -193,7 +186,7 @@ def cheapest_protocol(d: list[list[int]]) -> int:
 
 
 @given(MACHINES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_arcs_are_the_simple_paths_through_switches(topology: Topology) -> None:
     """As networkx lists them, shortest first for each pair, each with the links and the devices of its route."""
     fabric = nvlink(topology)
@@ -279,19 +272,6 @@ def test_lengths_before_a_switch_that_copies_or_behind_one_that_adds_prove_nothi
     for lengths in (into_switch, into_ranks):
         with pytest.raises(PlanError, match="copy or add"):
             bound(lengths, replace(ports, devices=both), "allreduce")
-
-
-def test_a_certificate_of_another_machine_is_refused_or_weaker() -> None:
-    """Lengths of a switched box name links that a direct box lacks; a cut of a smaller box bounds from above."""
-    dgx_2 = topoplan.load("dgx-2").subset(range(8))
-    dgx_1v = topoplan.load("dgx-1v")
-    of_switch = topoplan.plan(dgx_2, "allreduce").certificate
-    assert isinstance(of_switch, Lengths)
-    with pytest.raises(PlanError, match="not a usable link"):
-        bound(of_switch, dgx_1v, "allreduce")
-    of_part = topoplan.plan(dgx_1v, "broadcast", gpus=[0, 1, 3], root=1).certificate
-    assert isinstance(of_part, Cut)
-    assert of_part.bound(nvlink(dgx_1v), "broadcast", 1) >= 150
 
 
 def test_a_rank_out_of_reach_is_named() -> None:

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.checkout import ROOT
-from tests.support.hand_plans import SHAPES, forest_plan, three_phase_plan
+from tests.support.hand_plans import three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, WRITTEN, direct_machines, machine, switched_machines
 from topoplan.cli.plan import plan_object
 from topoplan.errors import PlanError
 from topoplan.machine.topology import Topology
-from topoplan.plans.certificates.certificate import Cut, Lengths, Partition, Trivial
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT, shard_bounds
 
@@ -36,6 +35,7 @@ CALLS = {
     "trivial": lambda: topoplan.plan(topoplan.load("dgx-a100"), "allgather", gpus=[6]),
     "ring": lambda: topoplan.ring(topoplan.load("dgx-1v"), "allreduce"),
     "binary": lambda: topoplan.double_binary_tree(topoplan.load("dgx-2"), "allreduce"),
+    "parts of the ranks": lambda: three_phase_plan([[0, 1, 2], [3], [4, 5]]),
 }
 
 
@@ -55,27 +55,12 @@ def test_plans_of_every_kind_survive_their_file(call: str) -> None:
     st.sampled_from(COLLECTIVES),
     switched_machines(bandwidths=WRITTEN) | direct_machines(most=4) | direct_machines(most=4, symmetric=True),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_plans_of_random_machines_survive_their_file(collective: str, topology: Topology) -> None:
     """Cuts, partitions and dual lengths, long shares and decimals."""
     made = topoplan.plan(topology, collective)
     assert Plan.from_json(made.to_json()) == made
     assert Plan.from_json(made.to_json()).digest == made.digest
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_handmade_plans_survive_their_file(shape: str, collective: str) -> None:
-    """Stars, chains, heaps, and stages over parts of the ranks."""
-    for made in (forest_plan(5, collective, shape), three_phase_plan([[0, 1, 2], [3], [4, 5]])):
-        assert Plan.from_json(made.to_json()) == made
-
-
-@pytest.mark.parametrize("certificate", [Cut(("gpu0",)), Partition((("gpu0",), ())), Lengths(()), Trivial()])
-def test_every_kind_of_certificate_survives(certificate: Cut | Partition | Lengths | Trivial) -> None:
-    """Also where it proves nothing: reading believes nothing but the types."""
-    made = replace(forest_plan(3, "allreduce", "star"), certificate=certificate)
-    assert Plan.from_json(made.to_json()) == made
 
 
 def test_names_of_any_script_and_quotes_survive() -> None:
@@ -109,38 +94,51 @@ def test_the_guaranteed_keys_are_there() -> None:
             for parent, child, route, channel in tree["edges"]:
                 assert (route[0], route[-1]) == (value["ranks"][parent], value["ranks"][child])
                 assert channel == "nvlink"
-
-
-def test_the_machine_in_the_file_is_the_allocation() -> None:
-    """GPUs outside it are taken out, and the rest of the machine stays."""
-    value = json.loads(CALLS["pcie"]().to_json())
+    value = json.loads(CALLS["pcie"]().to_json())  # the machine is the allocation
     gpus = [device["name"] for device in value["topology"]["devices"] if device["kind"] == "gpu"]
     assert gpus == value["ranks"] == ["gpu2", "gpu3", "gpu7"]
     assert value["root"] == 0
 
 
 DIGESTS = """
-import topoplan
+import numpy as np
+import topoplan as t
+from topoplan.solve.simplex.float_simplex import FloatSimplex
+
 for name, collective, method in (("dgx-1v", "allreduce", "exact"), ("dgx-1p", "allgather", "exact"),
                                  ("dgx-1v", "broadcast", "mwu"), ("dgx-2", "allreduce", "exact")):
-    print(topoplan.plan(topoplan.load(name), collective, method=method).digest)
-print(topoplan.ring(topoplan.load("dgx-1v"), "allreduce").digest)
+    print(t.plan(t.load(name), collective, method=method).digest)
+dgx = t.load("dgx-1v")
+print(t.ring(dgx, "allreduce").digest)
+print(t.three_phase(t.cluster([t.Server(dgx, range(3)), t.Server(dgx, range(3, 8))], nic_gbps=100)).digest)
+uneven = t.cluster([t.Server(dgx, [0, 1, 2]), t.Server(dgx, [1, 3, 5, 7]), t.Server(dgx, [2])], nic_gbps=40, nics=1)
+print(t.sparse_plan(uneven, density=0.01).digest)
+rng = np.random.Generator(np.random.PCG64(3))
+guide = FloatSimplex(rng.integers(50, 99, 60).astype(float))
+for _ in range(3):
+    guide.add(rng.integers(0, 4, (60, 80)).astype(float), np.ones(80))
+    assert guide.maximise()
+print(guide.value.hex(), guide.members.tolist(), sep="")
 """
 
 
 def test_a_plan_is_the_same_file_in_every_process() -> None:
-    """Two processes with different hash seeds, and this one: equal digests, of exact, mwu, one-hop and ring."""
+    """On any hash seed and number of threads: of every method and schedule, and the pivots of the float simplex."""
     printed = []
-    for seed in ("1", "271828"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+    for seed in ("1", "2"):
+        environment = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "OPENBLAS_NUM_THREADS": seed,
+            "PYTHONPATH": str(ROOT),
+        }
         run = subprocess.run(
             [sys.executable, "-c", DIGESTS], env=environment, capture_output=True, text=True, check=True
         )
-        printed.append(run.stdout.split())
+        printed.append(run.stdout.splitlines())
     made = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
     here = hashlib.sha256(made.to_json().encode()).hexdigest()
     assert printed[0] == printed[1]
-    assert len(set(printed[0])) == 5
+    assert len(set(printed[0])) == 8
     assert printed[0][0] == here == made.digest
 
 
@@ -151,6 +149,10 @@ def test_the_digest_tells_plans_apart_and_not_times() -> None:
     assert made.timed(1.5) == made.timed(2.5)
     others = [replace(made, root=4), replace(made, method="mwu"), replace(made, shards=made.shards[::-1])]
     assert len({made.digest, *(other.digest for other in others)}) == 4
+
+
+def stage(value: dict[str, Any]) -> Any:
+    return value["shards"][1]["stages"][1]
 
 
 def damaged(change: Callable[[dict[str, Any]], object]) -> str:
@@ -180,7 +182,6 @@ def test_what_is_no_plan_file_is_refused(text: str, message: str) -> None:
         Plan.from_json(text)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -198,8 +199,8 @@ def test_what_is_no_plan_file_is_refused(text: str, message: str) -> None:
         (lambda v: v.update(certificate={"kind": "oath"}), "certificate kind 'oath' is unknown"),
         (lambda v: v.update(certificate={"kind": "cut", "side": "gpu0"}), "certificate: side must be a list"),
         (
-            lambda v: v.update(certificate={"kind": "lengths", "lengths": [["gpu0", "gpu1"]]}),
-            "a length must be [src, dst, length]",
+            lambda v: v.update(certificate={"kind": "lengths", "lengths": [["a", "b"]]}),
+            "must be [src, dst, length]",
         ),
         (lambda v: v["shards"][1].update(share=0.25), "shard 1: share must be a rational number in quotes"),
         (lambda v: v["shards"][1].update(share="1/0"), "shard 1: share must be a rational number"),
@@ -210,20 +211,15 @@ def test_what_is_no_plan_file_is_refused(text: str, message: str) -> None:
         ),
         (lambda v: v["shards"].__setitem__(1, []), "shard 1 must be an object, not list"),
         (lambda v: v["shards"][1]["stages"].__setitem__(0, 7), "shard 1, stage 0 must be an object, not int"),
-        (lambda v: v["shards"][1]["stages"][1].pop("op"), "shard 1, stage 1: op must be a text"),
-        (
-            lambda v: v["shards"][1]["stages"][1].update(root="0"),
-            "shard 1, stage 1: root must be a whole number",
-        ),
-        (
-            lambda v: v["shards"][1]["stages"][1]["edges"][0].pop(),
-            "shard 1, stage 1: an edge must be [parent",
-        ),
-        (
-            lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(2, "gpu0"),
-            "shard 1, stage 1: route must be a list",
-        ),
+        (lambda v: stage(v).pop("op"), "shard 1, stage 1: op must be a text"),
+        (lambda v: stage(v).update(root="0"), "shard 1, stage 1: root must be a whole number"),
+        (lambda v: stage(v)["edges"][0].pop(), "shard 1, stage 1: an edge must be [parent"),
+        (lambda v: stage(v)["edges"][0].__setitem__(2, "gpu0"), "shard 1, stage 1: route must be a list"),
         (lambda v: v["topology"]["links"][0].update(bandwidth=0), "embedded topology is wrong: link"),
+        (lambda v: v.update(treess=2), "the plan: key 'treess' is unknown; did you mean 'trees'?"),
+        (lambda v: v["shards"][1].update(why=1), "shard 1: key 'why' is unknown; it may have share, stages"),
+        (lambda v: stage(v).update(entry="1"), "stage 1: key 'entry' is unknown; did you mean 'entries'?"),
+        (lambda v: v["certificate"].update(sides=[]), ": key 'sides' is unknown; "),
     ],
 )
 def test_a_wrong_key_is_named_with_its_shard_and_stage(
@@ -237,30 +233,10 @@ def test_a_wrong_key_is_named_with_its_shard_and_stage(
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("key", ["rate", "bound", "seconds"])
-def test_numbers_beyond_floats_are_read(key: str) -> None:
+def test_numbers_beyond_floats_are_read() -> None:
     """10**400 is a number of JSON: read as infinite, for the checker to refuse."""
-    back = Plan.from_json(damaged(lambda v: v.update({key: 10**400})))
-    assert getattr(back, key) == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda v: v.update(treess=2), "the plan: key 'treess' is unknown; did you mean 'trees'?"),
-        (lambda v: v["shards"][1].update(why=1), "shard 1: key 'why' is unknown; it may have share, stages"),
-        (
-            lambda v: v["shards"][1]["stages"][0].update(entry="1"),
-            "shard 1, stage 0: key 'entry' is unknown; did you mean 'entries'?",
-        ),
-        (lambda v: v["certificate"].update(sides=[]), ": key 'sides' is unknown; "),
-    ],
-)
-def test_a_key_that_is_not_known_is_refused(change: Callable[[dict[str, Any]], object], message: str) -> None:
-    """A misspelt key must not be ignored; the nearest is named."""
-    with pytest.raises(PlanError) as caught:
-        Plan.from_json(damaged(change))
-    assert message in str(caught.value)
+    back = Plan.from_json(damaged(lambda v: v.update(rate=10**400, bound=10**400, seconds=10**400)))
+    assert back.rate == back.bound == back.seconds == float("inf")
 
 
 def test_what_plan_json_adds_is_read() -> None:

@@ -73,26 +73,20 @@ def test_the_machine_stands_in_the_file_once(planned: SizePlans) -> None:
         assert alone == expected
 
 
-def test_load_plan_reads_both_kinds(planned: SizePlans, tmp_path: Path) -> None:
+def test_load_plan_reads_both_kinds_and_refuses_others(planned: SizePlans, tmp_path: Path) -> None:
     """Told apart by the format that the file states, not by its name."""
-    by_size, single = tmp_path / "a.json", tmp_path / "b.json"
-    by_size.write_text(planned.to_json(), encoding="utf-8")
-    single.write_text(planned.plans[0].to_json(), encoding="utf-8")
-    assert topoplan.load_plan(by_size) == planned
-    assert topoplan.load_plan(str(single)) == planned.plans[0]
-
-
-def test_load_plan_refuses_what_it_cannot_read(tmp_path: Path) -> None:
-    """A missing file, binary content, another format."""
+    path = tmp_path / "a.json"
+    for book in (planned, planned.plans[0]):
+        path.write_text(book.to_json(), encoding="utf-8")
+        assert topoplan.load_plan(path) == topoplan.load_plan(str(path)) == book
     with pytest.raises(UsageError, match=r"none\.json cannot be read: No such file"):
         topoplan.load_plan(tmp_path / "none.json")
-    odd = tmp_path / "odd.json"
-    odd.write_bytes(b"\xff\xfe\x00")
+    path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="is binary, not text"):
-        topoplan.load_plan(odd)
-    odd.write_text('{"format": "topoplan.plans/3"}')
+        topoplan.load_plan(path)
+    path.write_text('{"format": "topoplan.plans/3"}')
     with pytest.raises(PlanError, match=r"format 'topoplan\.plans/3' is not 'topoplan\.plan/1'"):
-        topoplan.load_plan(odd)
+        topoplan.load_plan(path)
 
 
 def test_every_size_has_one_plan() -> None:
@@ -103,11 +97,12 @@ def test_every_size_has_one_plan() -> None:
     ]
     assert made.at(99) is made.plans[0]
     assert made.plans[1].at(99) is made.plans[1]
-    with pytest.raises(UsageError, match="a buffer of -1 bytes does not exist"):
-        made.at(-1)
+    for book in (made, made.plans[1]):
+        with pytest.raises(UsageError, match="a buffer of -1 bytes does not exist"):
+            book.at(-1)
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_a_single_plan_is_a_book_of_one_range(collective: str) -> None:
     """It answers as plans by size of one range do, and as a file it stays a plan."""
     plan = forest_plan(4, collective, "star")
@@ -118,10 +113,7 @@ def test_a_single_plan_is_a_book_of_one_range(collective: str) -> None:
     assert plan.at(1 << 40) is book.at(1 << 40) is plan
     assert verify_all(plan) == verify_all(book) == (topoplan.verify(plan),)
     assert (plan.collective, plan.ranks, plan.root) == (book.collective, book.ranks, book.root)
-    assert Plan.from_json(plan.to_json()) == plan
     assert plan.digest != book.digest
-    with pytest.raises(UsageError, match="a buffer of -1 bytes does not exist"):
-        plan.at(-1)
 
 
 def test_the_digest_tells_apart_what_differs() -> None:
@@ -154,15 +146,13 @@ def test_ranges_with_gaps_are_refused(spans: list[tuple[int, int | None]], messa
 
 
 @pytest.mark.parametrize(
-    ("other", "name"),
-    [
-        (forest_plan(3, "reduce", "star"), "collective"),
-        (forest_plan(4, "broadcast", "star"), "ranks"),
-        (forest_plan(3, "broadcast", "star", root=0), "root"),
-    ],
+    ("collective", "size", "root", "name"),
+    [("reduce", 3, None, "collective"), ("broadcast", 4, None, "ranks"), ("broadcast", 3, 0, "root")],
 )
-def test_plans_of_different_calls_are_refused(other: Plan, name: str) -> None:
-    """One collective, one root, the same ranks."""
+def test_plans_of_different_calls_are_refused(
+    collective: str, size: int, root: int | None, name: str
+) -> None:
+    other = forest_plan(size, collective, "star", **({} if root is None else {"root": root}))
     ranges = (SizeRange(0, 8, forest_plan(3, "broadcast", "star")), SizeRange(8, None, other))
     with pytest.raises(PlanError, match=f"the plan of range 1 has another {name} than that of range 0"):
         SizePlans(ranges)
@@ -194,10 +184,7 @@ def test_a_wrong_plan_in_any_range_is_found() -> None:
         (lambda v: v["ranges"][1].update({"to": True}), "range 1: to must be a whole number of bytes"),
         (lambda v: v["ranges"][0].update({"to": 50}), "range 1 starts at 100 bytes; it must start at 50"),
         (lambda v: v["ranges"][2]["plan"].pop("format"), "range 2: format None is not 'topoplan.plan/1'"),
-        (
-            lambda v: v["ranges"][2]["plan"]["shards"][0].update(share="x"),
-            "range 2: shard 0: share must be a rational number",
-        ),
+        (lambda v: v["ranges"][2]["plan"]["shards"][0].update(share="x"), "range 2: shard 0: share must be"),
         (lambda v: v.update(collective="reduce"), "collective 'reduce' is not that of the plans, allreduce"),
         (lambda v: v.pop("topology"), "embedded topology is wrong"),
         (lambda v: v.update(format="topoplan.plan/1"), "format 'topoplan.plan/1' is not 'topoplan.plans/1'"),
@@ -213,10 +200,3 @@ def test_a_wrong_key_is_named_with_its_range(
         SizePlans.from_json(json.dumps(value))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
-def test_what_is_no_file_is_refused(text: str) -> None:
-    """As for single plans."""
-    with pytest.raises(PlanError, match=r"not JSON|must be a JSON object"):
-        SizePlans.from_json(text)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +13,6 @@ from hypothesis import strategies as st
 
 import topoplan
 from collectives import Communicator
-from tests.support.checkout import ROOT
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
@@ -53,19 +49,14 @@ PAIR = sparse_servers(servers_of(8, 8, gbps=96), entries=entry_share(0.01))
 TREES = sparse_trees(topoplan.plan(topoplan.load("dgx-2")), entries=entry_share(0.01))
 
 
-# Known answers
-
-
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("servers", "density", "rate"),
     [
         # one NIC of 25 Gb/s takes in the entries of all other servers, two numbers of 4 bytes each
-        (16, 0.01, 3.125 / (15 * 0.02)),
+        pytest.param(16, 0.01, 3.125 / (15 * 0.02), marks=pytest.mark.thorough),
         (4, 0.01, 3.125 / (3 * 0.02)),
-        (4, 0.5, 3.125 / 3),
+        pytest.param(4, 0.5, 3.125 / 3, marks=pytest.mark.thorough),
         # then the allreduce inside a DGX-1V holds it back: 24/7 links of 25 GB/s
-        (16, 0.001, 600 / 7),
         (2, 0.01, 600 / 7),
     ],
 )
@@ -76,21 +67,6 @@ def test_three_phases_are_as_fast_as_nics_take_entries_or_servers_sum(
     assert plan.rate == pytest.approx(rate, rel=1e-12)
     assert plan.bound == pytest.approx(rate, rel=1e-12)
     assert topoplan.verify(plan).optimal
-
-
-@pytest.mark.thorough
-def test_three_phases_over_servers_need_no_dense_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single server is planned for its certificate; the whole machine, 32 GPUs, is not."""
-    sizes = []
-
-    def planned(topology: Topology, *arguments: Any, **options: Any) -> Plan:
-        sizes.append(len(topology.gpus))
-        return topoplan.plan(topology, *arguments, **options)
-
-    monkeypatch.setattr("topoplan.schedules.sparse_plan.plan", planned)
-    made = topoplan.sparse_plan(servers_of(8, 8, 8, 8, nics=4), density=0.01)
-    assert set(sizes) == {8}
-    assert made.schedule == "sparse three-phase"
 
 
 def test_entries_on_trees_move_as_much_less_as_they_are() -> None:
@@ -107,7 +83,7 @@ def test_one_server_and_servers_of_one_gpu_get_trees_and_others_three_phases() -
     assert topoplan.verify(alone).trees == 0
 
 
-@pytest.mark.parametrize("gpus", [(3, 5), (1, 2, 3), (8, 1), (4, 4, 4), (2, 8, 1, 5)], ids=str)
+@pytest.mark.parametrize("gpus", [(3, 5), (1, 2, 3)], ids=str)
 def test_uneven_servers_exchange_between_one_rank_of_each(gpus: tuple[int, ...]) -> None:
     plan = sparse_servers(servers_of(*gpus), entries=entry_share(0.01))
     topoplan.verify(plan)
@@ -119,6 +95,7 @@ def test_uneven_servers_exchange_between_one_rank_of_each(gpus: tuple[int, ...])
     assert plan.rate <= plan.bound
 
 
+@pytest.mark.thorough
 def test_shares_of_the_owners_load_the_nics_of_a_server_almost_evenly() -> None:
     plan = sparse_servers(servers_of(8, 8, 8, gbps=10, nics=4), entries=entry_share(0.05))
     busy = topoplan.simulate(plan, nbytes=64 * MB).link_bytes
@@ -129,9 +106,7 @@ def test_shares_of_the_owners_load_the_nics_of_a_server_almost_evenly() -> None:
     assert plan.notes[0].startswith("stays 7.17% below the bound of")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("servers", [2, 4, 16])
-@pytest.mark.parametrize("bits", [64, 40.5])
+@pytest.mark.parametrize(("servers", "bits"), [(2, 40.5), pytest.param(16, 64, marks=pytest.mark.thorough)])
 def test_bytes_through_the_nics_are_those_of_the_formula(servers: int, bits: float) -> None:
     plan = topoplan.sparse_plan(servers_of(*[8] * servers), density=0.01, entry_bits=bits)
     busy = topoplan.simulate(plan, nbytes=10**8).link_bytes
@@ -139,138 +114,114 @@ def test_bytes_through_the_nics_are_those_of_the_formula(servers: int, bits: flo
     assert out == pytest.approx((servers - 1) * 0.01 * bits / 32 * 10**8)
 
 
-# What verify refuses
+def other_stages(plan: Plan, change: Callable[[tuple[Stage, ...]], Iterable[Stage]]) -> Plan:
+    """The plan with other stages in every shard."""
+    return replace(plan, shards=tuple(Shard(s.share, tuple(change(s.stages))) for s in plan.shards))
 
 
-def gather_at(plan: Plan) -> int:
-    return next(i for i, stage in enumerate(plan.shards[0].stages) if stage.op == "gather")
+def in_pieces(stage: Stage) -> list[Stage]:
+    return [replace(stage, edges=(edge,)) for edge in stage.edges] if stage.op == "gather" else [stage]
 
 
-def spoiled(name: str) -> Plan:
-    """A sparse plan with one fault."""
-    at = gather_at(PAIR)
-    stages = PAIR.shards[0].stages
-    gather, reduce = stages[at], stages[0]
-    if name == "a gather reaches nobody":
-        return with_stage(PAIR, 0, at, replace(gather, edges=()))
-    if name == "a gather without entries":
-        return with_stage(PAIR, 0, at, replace(gather, entries=None))
-    if name == "no bytes":
-        return with_stage(PAIR, 0, at, replace(gather, entries=Fraction(0)))
-    if name == "more bytes than there are":
-        return with_stage(PAIR, 0, at, replace(gather, entries=Fraction(10**999)))
-    if name == "an owner that is handed the sum":
-        shards = tuple(
-            replace(shard, stages=(Stage("broadcast", shard.stages[0].root, ()), *shard.stages))
-            for shard in PAIR.shards
-        )
-        return replace(PAIR, shards=shards)
-    if name == "an exchange in pieces":
-        three = sparse_servers(servers_of(2, 2, 2), entries=Fraction(1, 50))
-        return replace(
-            three,
+def counted_twice() -> Plan:
+    one, other = TREES.shards[0].stages[0], TREES.shards[1].stages[0]
+    between_children = next(edge for edge in other.edges if edge.child != one.root)
+    again = Stage("reduce", other.root, (between_children,), one.entries)
+    shard = replace(TREES.shards[0], stages=(one, again, *TREES.shards[0].stages[1:]))
+    return replace(TREES, shards=(shard, *TREES.shards[1:]))
+
+
+def to_two_ranks() -> Plan:
+    """A gather that hands the entries of a server to two ranks of another."""
+    edge = GATHER.edges[0]
+    other = next(e.child for e in PAIR.shards[0].stages[0].edges)
+    return with_stage(PAIR, 0, AT, replace(GATHER, edges=(edge, replace(edge, child=other))))
+
+
+BETWEEN = sparse_servers(servers_of(2, 2, gbps=1), entries=entry_share(0.5))
+DENSE = topoplan.plan(topoplan.load("dgx-2"))
+AT = next(i for i, stage in enumerate(PAIR.shards[0].stages) if stage.op == "gather")
+GATHER = PAIR.shards[0].stages[AT]
+TREE = TREES.shards[0].stages[0]
+SAME_ROUNDS = "all shards of a sparse plan take the same rounds"
+
+SPOILED: dict[str, tuple[Callable[[], Plan], str]] = {
+    "a gather reaches nobody": (
+        lambda: with_stage(PAIR, 0, AT, replace(GATHER, edges=())),
+        "ends with the contribution of rank 0 0 times instead of 1",
+    ),
+    "a gather without entries": (
+        lambda: with_stage(PAIR, 0, AT, replace(GATHER, entries=None)),
+        "a gather moves entries, and the stage says none",
+    ),
+    "no bytes": (
+        lambda: with_stage(PAIR, 0, AT, replace(GATHER, entries=Fraction(0))),
+        "0 bytes of entries for a byte of the shard must be from 1e-09 to 1000000",
+    ),
+    "more bytes than there are": (
+        lambda: with_stage(PAIR, 0, AT, replace(GATHER, entries=Fraction(10**999))),
+        "must be from 1e-09 to 1000000",
+    ),
+    "fewer bytes than the bound supposes": (
+        lambda: with_stage(BETWEEN, 0, AT, replace(BETWEEN.shards[0].stages[AT], entries=Fraction(1, 2))),
+        "gathers 1/2 bytes of entries for a byte of the shard, and the bound supposes 1",
+    ),
+    "entries for two ranks of a server": (to_two_ranks, "rank|server"),
+    "an owner that is handed the sum": (
+        lambda: other_stages(PAIR, lambda s: (Stage("broadcast", s[0].root, ()), *s)),
+        "broadcasts in place of a reduce",
+    ),
+    "a right plan that is slower than it says": (
+        lambda: other_stages(PAIR, lambda s: (*s, Stage("broadcast", s[0].root, ()), *s[-2:])),
+        "claims a rate",
+    ),
+    "an exchange in pieces": (
+        lambda: other_stages(
+            sparse_servers(servers_of(2, 2, 2), entries=Fraction(1, 50)),
+            lambda stages: [piece for stage in stages for piece in in_pieces(stage)],
+        ),
+        "6 ranks gather for 3 servers",
+    ),
+    "entries that count twice": (counted_twice, f"a rank has sent its own already|{SAME_ROUNDS}"),
+    "rounds differ": (
+        lambda: replace(
+            PAIR,
             shards=tuple(
-                replace(
-                    shard,
-                    stages=tuple(
-                        piece
-                        for stage in shard.stages
-                        for piece in (
-                            [replace(stage, edges=(edge,)) for edge in stage.edges]
-                            if stage.op == "gather"
-                            else [stage]
-                        )
-                    ),
-                )
-                for shard in three.shards
+                replace(shard, stages=tuple(s for s in shard.stages if number != 1 or s.op != "gather"))
+                for number, shard in enumerate(PAIR.shards)
             ),
-        )
-    if name == "entries that count twice":
-        one, other = TREES.shards[0].stages[0], TREES.shards[1].stages[0]
-        between_children = next(edge for edge in other.edges if edge.child != one.root)
-        again = Stage("reduce", other.root, (between_children,), one.entries)
-        stages = (one, again, *TREES.shards[0].stages[1:])
-        return replace(TREES, shards=(replace(TREES.shards[0], stages=stages), *TREES.shards[1:]))
-    if name == "rounds differ":
-        shards = list(PAIR.shards)
-        shards[1] = replace(
-            shards[1], stages=tuple(stage for stage in shards[1].stages if stage.op != "gather")
-        )
-        return replace(PAIR, shards=tuple(shards))
-    if name == "entries in a server":
-        return with_stage(PAIR, 0, 0, replace(reduce, entries=Fraction(1, 50)))
-    if name == "a broadcast":
-        return replace(TREES, collective="broadcast", root=0)
-    if name == "elements on a tree of entries":
-        return with_stage(TREES, 0, 0, replace(TREES.shards[0].stages[0], entries=None))
-    if name == "fewer bytes than the bound supposes":
-        return with_stage(TREES, 0, 0, replace(TREES.shards[0].stages[0], entries=Fraction(1, 100)))
-    if name == "a proof for elements":
-        return replace(TREES, certificate=topoplan.plan(topoplan.load("dgx-2")).certificate)
-    assert name == "a proof for entries"
-    dense = topoplan.plan(topoplan.load("dgx-2"))
-    return replace(dense, certificate=TREES.certificate, bound=TREES.bound)
+        ),
+        "times instead of 1",
+    ),
+    "entries in a server": (
+        lambda: with_stage(PAIR, 0, 0, replace(PAIR.shards[0].stages[0], entries=Fraction(1, 50))),
+        SAME_ROUNDS,
+    ),
+    "a broadcast": (lambda: replace(TREES, collective="broadcast", root=0), "instead of 0"),
+    "elements on a tree of entries": (
+        lambda: with_stage(TREES, 0, 0, replace(TREE, entries=None)),
+        SAME_ROUNDS,
+    ),
+    "fewer bytes on a tree": (
+        lambda: with_stage(TREES, 0, 0, replace(TREE, entries=Fraction(1, 100))),
+        "the bound holds for trees on which 1/50 bytes of entries move",
+    ),
+    "a proof for elements": (
+        lambda: replace(TREES, certificate=DENSE.certificate),
+        "the certificate bounds plans that move elements",
+    ),
+    "a proof for entries": (
+        lambda: replace(DENSE, certificate=TREES.certificate, bound=TREES.bound),
+        "the certificate bounds plans that move entries, and this one moves none",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("a gather reaches nobody", "ends with the contribution of rank 0 0 times instead of 1"),
-        ("a gather without entries", "a gather moves entries, and the stage says none"),
-        ("no bytes", "0 bytes of entries for a byte of the shard must be from 1e-09 to 1000000"),
-        ("more bytes than there are", "must be from 1e-09 to 1000000"),
-        ("an owner that is handed the sum", "broadcasts in place of a reduce"),
-        ("an exchange in pieces", "6 ranks gather for 3 servers"),
-        (
-            "entries that count twice",
-            "a rank has sent its own already|all shards of a sparse plan",
-        ),
-        ("rounds differ", "times instead of 1"),
-        ("entries in a server", "all shards of a sparse plan take the same rounds"),
-        ("a broadcast", "instead of 0"),
-        ("elements on a tree of entries", "all shards of a sparse plan take the same rounds"),
-        (
-            "fewer bytes than the bound supposes",
-            "the bound holds for trees on which 1/50 bytes of entries move",
-        ),
-        ("a proof for elements", "the certificate bounds plans that move elements"),
-        ("a proof for entries", "the certificate bounds plans that move entries, and this one moves none"),
-    ],
-)
-def test_a_spoiled_sparse_plan_is_refused(name: str, told: str) -> None:
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_sparse_plan_is_refused(name: str) -> None:
+    made, told = SPOILED[name]
     with pytest.raises(PlanError, match=told):
-        topoplan.verify(spoiled(name))
-
-
-def test_the_proof_of_three_phases_holds_only_where_elements_stay_inside_and_entries_cross_once() -> None:
-    """On a fabric where every shortcut is possible: two servers of two GPUs, all joined by network links."""
-    between = sparse_servers(servers_of(2, 2, gbps=1), entries=entry_share(0.5))
-    assert isinstance(between.certificate, BetweenServersBound)
-    at = gather_at(between)
-    shard = between.shards[0]
-    gather = shard.stages[at]
-    fewer = replace(gather, entries=Fraction(1, 2))
-    with pytest.raises(
-        PlanError, match="gathers 1/2 bytes of entries for a byte of the shard, and the bound supposes 1"
-    ):
-        topoplan.verify(with_stage(between, 0, at, fewer))
-    inside = PAIR
-    assert isinstance(inside.certificate, InsideServerBound)
-    owner = inside.shards[0].stages[0].root
-    edge = inside.shards[0].stages[gather_at(inside)].edges[0]
-    other = next(e.child for e in inside.shards[0].stages[0].edges)
-    to_two = Stage("gather", owner, (edge, replace(edge, child=other)), Fraction(1, 50))
-    with pytest.raises(PlanError):
-        topoplan.verify(with_stage(inside, 0, gather_at(inside), to_two))
-    twice = replace(
-        inside,
-        shards=tuple(
-            Shard(s.share, (*s.stages, Stage("broadcast", s.stages[0].root, ()), *s.stages[-2:]))
-            for s in inside.shards
-        ),
-    )
-    with pytest.raises(PlanError, match="claims a rate"):  # right, but slower than it says
-        topoplan.verify(twice)
+        topoplan.verify(made())
 
 
 @pytest.mark.parametrize(
@@ -318,9 +269,6 @@ def test_a_symmetry_that_takes_a_server_to_several_smuggles_no_elements_between_
         topoplan.verify(smuggler)
 
 
-# Files, words, rounds, times
-
-
 @pytest.mark.parametrize(
     "plan", [PAIR, TREES, sparse_servers(servers_of(2, 3, gbps=5), entries=Fraction(1))], ids=str
 )
@@ -331,25 +279,6 @@ def test_files_keep_sparse_plans(plan: Plan) -> None:
     assert again.to_json() == text
     assert topoplan.verify(again).rate == plan.rate
     assert explain_certificate(again) == explain_certificate(plan)
-
-
-def test_the_same_sparse_plan_comes_out_of_every_process() -> None:
-    code = (
-        "import topoplan as t; d = t.load('dgx-1v');"
-        "c = t.cluster([t.Server(d, [0, 1, 2]), t.Server(d, [1, 3, 5, 7]), t.Server(d, [2])], nic_gbps=40, nics=1);"
-        "print(t.sparse_plan(c, density=0.01).digest)"
-    )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(digests) == 1
 
 
 @pytest.mark.parametrize(
@@ -378,6 +307,7 @@ def test_bounds_are_told_in_words() -> None:
 
 
 def test_three_phases_take_three_rounds_and_entries_of_one_way_travel_together() -> None:
+    assert (PAIR.depth, TREES.depth) == (2 * PAIR.height + 1, 2)  # not once for every server
     found = rounds(PAIR)
     assert [one.kind for one in found] == ["elements", "gather", "elements"]
     assert all(one.plan.collective == ROUND for one in found)
@@ -406,8 +336,7 @@ def test_trees_of_entries_take_a_round_for_each_level_and_one_down() -> None:
             assert len(shard.stages[0].edges) == 1
 
 
-@pytest.mark.parametrize("plan", [PAIR, TREES], ids=["servers", "trees"])
-@pytest.mark.parametrize("nbytes", [MB, 256 * MB])
+@pytest.mark.parametrize(("plan", "nbytes"), [(PAIR, MB), (TREES, 256 * MB)], ids=["servers", "trees"])
 def test_a_sparse_plan_takes_the_time_of_its_rounds_by_both_models(plan: Plan, nbytes: int) -> None:
     alone = [topoplan.simulate(one.plan, nbytes=nbytes) for one in rounds(plan)]
     whole = topoplan.simulate(plan, nbytes=nbytes)
@@ -418,21 +347,12 @@ def test_a_sparse_plan_takes_the_time_of_its_rounds_by_both_models(plan: Plan, n
     assert max(each.end for each in events.transfers) == pytest.approx(events.seconds)
 
 
-def test_depth_counts_servers_side_by_side() -> None:
-    """Up in a server, across, down in a server; not once for every server."""
-    assert PAIR.depth == 2 * PAIR.height + 1
-    assert TREES.depth == 2
-
-
 def test_phases_weigh_entries() -> None:
-    found = phases(sparse_servers(servers_of(8, 8, 8, 8, gbps=25), entries=entry_share(0.01)))
+    found = phases(sparse_servers(servers_of(8, 8, gbps=25), entries=entry_share(0.1)))
     assert found is not None
-    assert found.between.rate == pytest.approx(3.125 / 0.06)
+    assert found.between.rate == pytest.approx(3.125 / 0.2)
     assert found.inside.rate == pytest.approx(600 / 7)
     assert found.bottleneck == "between servers"
-
-
-# Bad input
 
 
 @pytest.mark.parametrize("density", [0, -1, 1.5, float("nan")])
@@ -460,7 +380,7 @@ def test_what_has_no_sparse_form_is_refused() -> None:
         Communicator(TREES)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.integers(1, 4), min_size=2, max_size=4).filter(lambda gpus: max(gpus) > 1),
     st.sampled_from([1, 10, 100, 400]),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.hand_plans import full_mesh, plan_of, stage, star, three_phase_plan
-from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, machine
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
@@ -28,18 +28,16 @@ from topoplan.plans.verify import Verification
 from topoplan.solve.cuts_and_partitions import best_bound
 
 JsonPlan = dict[str, Any]
+Told = tuple[int, int, int | None, str]
+"""Shard, stage and rank (None: any rank) that an error names, and words of its message."""
 
 
 @cache
 def good(machine_name: str, collective: str) -> str:
     """A plan file that verifies: the hybrid mesh, a switch, PCIe, and a switch with a weak port."""
-    made = {
-        "dgx-1v": lambda: topoplan.plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 2, 3, 4, 7]),
-        "dgx-2": lambda: topoplan.plan(topoplan.load("dgx-2"), collective, gpus=[0, 3, 7, 9]),
-        "pcie-x8": lambda: topoplan.plan(topoplan.load("pcie-x8"), collective, gpus=[0, 1, 6]),
-        "uneven": lambda: topoplan.plan(uneven_switch(), collective),
-    }[machine_name]()
-    return made.to_json()
+    gpus = {"dgx-1v": [0, 1, 2, 3, 4, 7], "dgx-2": [0, 3, 7, 9], "pcie-x8": [0, 1, 6]}.get(machine_name)
+    machine = uneven_switch() if machine_name == "uneven" else topoplan.load(machine_name)
+    return topoplan.plan(machine, collective, gpus=gpus).to_json()
 
 
 def uneven_switch() -> Topology:
@@ -64,12 +62,14 @@ def spoiled(text: str, change: Callable[[JsonPlan], object]) -> PlanError:
 
 
 MACHINES = ["dgx-1v", "dgx-2", "pcie-x8", "uneven"]
-EVERY_PLAN = [(name, collective) for name in MACHINES for collective in COLLECTIVES]
+every_plan = pytest.mark.parametrize(
+    ("name", "collective"), [(name, collective) for name in MACHINES for collective in COLLECTIVES]
+)
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+@every_plan
 def test_good_plans_pass_and_name_a_full_link(name: str, collective: str) -> None:
-    """Rate and bound agree as rational numbers, and the bottleneck links are full at that rate."""
+    """Rate and bound agree as rational numbers, the bottleneck links are full, and a run gives the right numbers."""
     value = json.loads(good(name, collective))
     report = checked(value)
     assert report.optimal
@@ -79,6 +79,7 @@ def test_good_plans_pass_and_name_a_full_link(name: str, collective: str) -> Non
     for ends, load in report.loads.items():
         full = report.rate * load == pytest.approx(widths[ends], rel=1e-12)
         assert full == (ends in report.bottleneck)
+    assert runs_right(Plan.from_json(good(name, collective)))
 
 
 def rate_by_hand(value: JsonPlan) -> Fraction:
@@ -99,8 +100,29 @@ def rate_by_hand(value: JsonPlan) -> Fraction:
     return min(width[hop] / x for hop, x in load.items())
 
 
-def last_stage(value: JsonPlan) -> int:
-    return len(value["shards"][-1]["stages"]) - 1
+def runs_right(plan: Plan) -> bool:
+    """Run the trees on random numbers, whatever buffers hold at first, and compare with the collective's definition."""
+    chance = np.random.Generator(np.random.PCG64(3))
+    size = len(plan.ranks)
+    for shard in plan.shards:
+        given_to = chance.integers(-(10**9), 10**9, size).tolist()
+        held = list(given_to)
+        for tree in shard.stages:
+            for edge in tree.top_down() if tree.op == "broadcast" else tree.top_down()[::-1]:
+                if tree.op == "broadcast":
+                    held[edge.child] = held[edge.parent]
+                else:
+                    held[edge.parent] += held[edge.child]
+        owner = {"allgather": shard.stages[0].root, "reduce_scatter": shard.stages[-1].root}.get(
+            plan.collective, plan.root
+        )
+        everyone = plan.collective in ("allreduce", "broadcast", "allgather")
+        summed = plan.collective in ("allreduce", "reduce", "reduce_scatter")
+        for rank in range(size) if everyone else [owner]:
+            assert rank is not None
+            if held[rank] != (sum(given_to) if summed else given_to[owner or 0]):
+                return False
+    return True
 
 
 def leaf_edge(tree: JsonPlan) -> int:
@@ -108,72 +130,82 @@ def leaf_edge(tree: JsonPlan) -> int:
     return next(i for i, edge in enumerate(tree["edges"]) if edge[1] not in parents)
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-def test_a_missing_edge_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+def missing_edge(value: JsonPlan) -> Told:
     """A leaf that is cut off never gets, or never gives, its part."""
-    text = good(name, collective)
-    value = json.loads(text)
-    tree = value["shards"][-1]["stages"][0]
-    which = leaf_edge(tree)
-    lost, owner = tree["edges"][which][1], tree["root"]
-    error = spoiled(text, lambda v: v["shards"][-1]["stages"][0]["edges"].pop(which))
-    assert error.shard == len(value["shards"]) - 1
-    assert error.stage == last_stage(value)
-    if tree["op"] == "broadcast":
-        assert error.rank == lost
-        assert f"contribution of rank {owner} 0 times" in str(error)
-    else:
-        assert f"contribution of rank {lost} 0 times instead of 1" in str(error)
+    stages = value["shards"][-1]["stages"]
+    down = stages[0]["op"] == "broadcast"
+    lost = stages[0]["edges"].pop(leaf_edge(stages[0]))[1]
+    owner = stages[0]["root"] if down else lost
+    told = f"contribution of rank {owner} 0 times instead of 1"
+    return len(value["shards"]) - 1, len(stages) - 1, lost if down else None, told
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-def test_a_doubled_edge_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
-    """Its child would have two parents."""
-    text = good(name, collective)
-    shards = json.loads(text)["shards"]
-    edge = shards[-1]["stages"][0]["edges"][-1]
-    error = spoiled(text, lambda v: v["shards"][-1]["stages"][0]["edges"].append(edge))
-    assert (error.shard, error.stage, error.rank) == (len(shards) - 1, 0, edge[1])
-    assert "two parents" in str(error)
+def doubled_edge(value: JsonPlan) -> Told:
+    edges = value["shards"][-1]["stages"][0]["edges"]
+    edges.append(edges[-1])
+    return len(value["shards"]) - 1, 0, edges[-1][1], "two parents"
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-def test_a_swapped_parent_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+def swapped_parent(value: JsonPlan) -> Told:
     """The tree may still be one, but the route does not begin where it says."""
-    text = good(name, collective)
-    tree = json.loads(text)["shards"][0]["stages"][0]
-    which = leaf_edge(tree)
-    parent, child = tree["edges"][which][:2]
-    other = next(e[1] for e in tree["edges"] if e[1] not in (parent, child))
-
-    def swap(value: JsonPlan) -> None:
-        value["shards"][0]["stages"][0]["edges"][which][0] = other
-
-    error = spoiled(text, swap)
-    assert (error.shard, error.stage, error.rank) == (0, 0, child)
-    assert "does not lead from" in str(error)
+    tree = value["shards"][0]["stages"][0]
+    edge = tree["edges"][leaf_edge(tree)]
+    edge[0] = next(e[1] for e in tree["edges"] if e[1] not in edge[:2])
+    return 0, 0, edge[1], "does not lead from"
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-def test_a_cycle_beside_the_tree_is_found(name: str, collective: str) -> None:
+def cycle(value: JsonPlan) -> Told:
     """Two ranks that are each other's parent are reached from no root."""
-    text = good(name, collective)
-    tree = json.loads(text)["shards"][0]["stages"][0]
-    one, two = (edge[1] for edge in tree["edges"][:2])
+    edges = value["shards"][0]["stages"][0]["edges"]
+    one, two = (edge[1] for edge in edges[:2])
+    for edge in edges:
+        if edge[1] in (one, two):
+            edge[0] = two if edge[1] == one else one
+    return 0, 0, None, "does not reach it"
 
-    def tie(value: JsonPlan) -> None:
-        for edge in value["shards"][0]["stages"][0]["edges"]:
-            if edge[1] in (one, two):
-                edge[0] = two if edge[1] == one else one
 
-    error = spoiled(text, tie)
-    assert (error.shard, error.stage) == (0, 0)
+def unknown_channel(value: JsonPlan) -> Told:
+    return other_channel(value, "wireless")
+
+
+def unused_channel(value: JsonPlan) -> Told:
+    return other_channel(value, "pcie" if "pcie" not in value["channels"] else "nvlink")
+
+
+def other_channel(value: JsonPlan, channel: str) -> Told:
+    """An edge may use the channels that the plan speaks of, and no other."""
+    stages = value["shards"][-1]["stages"]
+    edge = stages[-1]["edges"][0]
+    edge[3] = channel
+    return len(value["shards"]) - 1, len(stages) - 1, edge[1], f"channel {channel!r}"
+
+
+def turned_machine(value: JsonPlan) -> Told:
+    """Ranks in another order, and devices with them: the routes lead between other devices."""
+    value["ranks"].reverse()
+    value["topology"]["devices"].reverse()
+    return 0, 0, None, ""
+
+
+DAMAGES = (missing_edge, doubled_edge, swapped_parent, cycle, unknown_channel, unused_channel, turned_machine)
+
+
+@every_plan
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damage_is_named_by_shard_stage_and_rank(
+    name: str, collective: str, damage: Callable[[JsonPlan], Told]
+) -> None:
+    told: list[Told] = []
+    error = spoiled(good(name, collective), lambda value: told.append(damage(value)))
+    ((shard, stage, rank, words),) = told
+    assert (error.shard, error.stage) == (shard, stage)
     assert error.rank is not None
-    assert "does not reach it" in str(error)
+    assert rank in (None, error.rank)
+    assert words in str(error)
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-def test_a_route_over_a_missing_link_is_named_by_shard_stage_and_rank(name: str, collective: str) -> None:
+@every_plan
+def test_a_route_over_a_missing_link_is_found(name: str, collective: str) -> None:
     """The link of the first edge is taken out of the machine; everything else is as it was."""
     text = good(name, collective)
     tree = json.loads(text)["shards"][0]["stages"][0]
@@ -190,25 +222,7 @@ def test_a_route_over_a_missing_link_is_named_by_shard_stage_and_rank(name: str,
         assert f"crosses {src}->{dst}, which has no" in str(error)
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-@pytest.mark.parametrize("channel", ["nvlink", "pcie", "network", "wireless", ""])
-def test_a_wrong_channel_is_named_by_shard_stage_and_rank(name: str, collective: str, channel: str) -> None:
-    """An edge may use the channels that the plan speaks of, and no other."""
-    text = good(name, collective)
-    value = json.loads(text)
-    child = value["shards"][-1]["stages"][-1]["edges"][0][1]
-    if channel in value["channels"]:
-        return
-
-    def rename(value: JsonPlan) -> None:
-        value["shards"][-1]["stages"][-1]["edges"][0][3] = channel
-
-    error = spoiled(text, rename)
-    assert (error.shard, error.stage, error.rank) == (len(value["shards"]) - 1, last_stage(value), child)
-    assert f"channel {channel!r}" in str(error)
-
-
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+@every_plan
 def test_changed_shares_are_found(name: str, collective: str) -> None:
     """A sum that is not 1, a share of zero or less, and the right sum with an owner's part moved to another."""
     text = good(name, collective)
@@ -228,19 +242,25 @@ def test_changed_shares_are_found(name: str, collective: str) -> None:
         value["shards"][0]["share"] = str(first / 2)
         value["shards"][-1]["share"] = str(share + first / 2)
 
+    def swap(value: JsonPlan) -> None:
+        value["shards"][0], value["shards"][-1] = value["shards"][-1], value["shards"][0]
+
     if collective in ("allgather", "reduce_scatter"):
         error = spoiled(text, shift)
         assert error.rank == 0
         assert "of the buffer instead of 1/" in str(error)
+        error = spoiled(text, swap)
+        assert (error.shard, error.rank) == (1, shards[1 if len(shards) > 2 else 0]["stages"][0]["root"])
+        assert "order of their owners" in str(error)
 
 
 def test_shares_in_the_wrong_places_change_the_rate() -> None:
     """The sum is 1, every tree is right, and the claimed rate is not that of these shares."""
 
     def shift(value: JsonPlan) -> None:
-        for number, share in ((0, "1/7"), (1, "1/7")):
-            value["shards"][number]["share"] = share
-        rest = value["shards"][2:]
+        first, second, *rest = value["shards"]
+        for shard in (first, second):
+            shard["share"] = "1/7"
         for shard in rest:
             shard["share"] = str(Fraction(5, 7) / len(rest))
 
@@ -248,7 +268,7 @@ def test_shares_in_the_wrong_places_change_the_rate() -> None:
         assert "claims a rate" in str(spoiled(good(name, "broadcast"), shift))
 
 
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+@every_plan
 @pytest.mark.parametrize("key", ["rate", "bound"])
 def test_claims_that_are_not_recomputed_are_refused(name: str, collective: str, key: str) -> None:
     """Inflated by a millionth, deflated, infinite, zero: each is compared with what the file shows."""
@@ -260,34 +280,37 @@ def test_claims_that_are_not_recomputed_are_refused(name: str, collective: str, 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_the_certificate_of_another_machine_is_refused(collective: str) -> None:
-    """Another machine's certificate names what is not there, or proves another bound than the plan claims."""
-    for name in MACHINES:
-        for other in MACHINES:
-            certificate = json.loads(good(other, collective))["certificate"]
-            if certificate != json.loads(good(name, collective))["certificate"]:
-                spoiled(good(name, collective), lambda v, c=certificate: v.update(certificate=c))
+    """It names what is not there, or proves another bound than the plan claims."""
+    proofs = {name: json.loads(good(name, collective))["certificate"] for name in MACHINES}
+    for name, own in proofs.items():
+        for other in proofs.values():
+            if other != own:
+                spoiled(good(name, collective), lambda v, c=other: v.update(certificate=c))
 
 
-def test_a_certificate_that_undercuts_the_rate_is_called_out() -> None:
-    """A bound below what the forest does is no bound: a rate above it is reported as a contradiction."""
-    broken = json.loads(good("dgx-1v", "broadcast"))
-    broken["topology"]["links"] = [
-        link | ({"bandwidth": 1e-3} if link["src"] == "gpu1" and link["channel"] == "nvlink" else {})
-        for link in broken["topology"]["links"]
-    ]
-    broken["bound"] = 0.004
-    with pytest.raises(PlanError, match="claims a rate"):
-        checked(broken)
+def test_certificates_may_be_rescaled_and_no_more() -> None:
+    """Dual lengths times three prove the same; one of them raised proves less, and the claim no longer fits."""
+    value = json.loads(good("uneven", "allreduce"))
+    assert value["certificate"]["kind"] == "lengths"
+    lengths = value["certificate"]["lengths"]
+    for row in lengths:
+        row[2] = str(3 * Fraction(row[2]))
+    assert checked(value).optimal
+    lengths[0][2] = str(2 * Fraction(lengths[0][2]))
+    with pytest.raises(PlanError, match="claims a bound"):
+        checked(value)
 
 
 @pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("collective", ROOTED)
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_changed_root_is_found(name: str, collective: str) -> None:
-    """Of the plan: the trees do not serve that rank. Of a tree: its new root has a parent."""
+    """The plan's: the trees do not serve that rank. A tree's: its new root has a parent."""
     text = good(name, collective)
+    if collective not in ROOTED:
+        assert "has no root" in str(spoiled(text, lambda v: v.update(root=1)))
+        return
     error = spoiled(text, lambda v: v.update(root=2))
-    assert (error.shard, error.stage) == (0, 0)
-    assert error.rank is not None
+    assert (error.shard, error.stage, error.rank is None) == (0, 0, False)
     assert "times instead of" in str(error)
     error = spoiled(text, lambda v: v["shards"][0]["stages"][0].update(root=2))
     assert (error.shard, error.stage, error.rank) == (0, 0, 2)
@@ -295,49 +318,15 @@ def test_a_changed_root_is_found(name: str, collective: str) -> None:
         assert "is not a rank" in str(spoiled(text, lambda v, root=nowhere: v.update(root=root)))
 
 
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "reduce_scatter"])
-def test_a_root_where_there_is_none_is_found(collective: str) -> None:
-    """Only a broadcast and a reduce have a root of their own."""
-    assert "has no root" in str(spoiled(good("dgx-2", collective), lambda v: v.update(root=1)))
-
-
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
+@every_plan
 def test_permuted_ranks_are_found(name: str, collective: str) -> None:
-    """Of the list alone, and of list and machine together: then the routes lead between other devices."""
-    text = good(name, collective)
-    assert "are not the GPUs" in str(spoiled(text, lambda v: v["ranks"].reverse()))
-    assert "are not the GPUs" in str(spoiled(text, lambda v: v["ranks"].pop()))
-
-    def turn(value: JsonPlan) -> None:
-        value["ranks"].reverse()
-        value["topology"]["devices"].reverse()
-
-    error = spoiled(text, turn)
-    assert (error.shard, error.stage) == (0, 0)
-    assert error.rank is not None
-
-
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
-def test_shards_out_of_the_order_of_their_owners_are_found(name: str, collective: str) -> None:
-    """Where a shard lies in the gathered buffer follows from its place, so owners stand in rank order."""
-    text = good(name, collective)
-
-    def swap(value: JsonPlan) -> None:
-        shards = value["shards"]
-        shards[0], shards[-1] = shards[-1], shards[0]
-
-    shards = json.loads(text)["shards"]
-    error = spoiled(text, swap)
-    assert error.shard == 1
-    assert error.rank == (shards[1] if len(shards) > 2 else shards[0])["stages"][0]["root"]
-    assert "order of their owners" in str(error)
+    for change in (lambda v: v["ranks"].reverse(), lambda v: v["ranks"].pop()):
+        assert "are not the GPUs" in str(spoiled(good(name, collective), change))
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_stage_of_the_other_kind_is_found(name: str) -> None:
     """A broadcast where a reduce belongs, stages in the wrong order, no stage, and an op that there is not."""
-    text = good(name, "allreduce")
     for change in (
         lambda v: v["shards"][0]["stages"][0].update(op="broadcast"),
         lambda v: v["shards"][0]["stages"][1].update(op="reduce"),
@@ -346,19 +335,18 @@ def test_a_stage_of_the_other_kind_is_found(name: str) -> None:
         lambda v: v["shards"][0].update(stages=[]),
         lambda v: v["shards"][0]["stages"][0].update(op="scan"),
     ):
-        assert spoiled(text, change).shard == 0
+        assert spoiled(good(name, "allreduce"), change).shard == 0
 
 
 @pytest.mark.parametrize("rank", [-1, 6, 10**30])
 def test_ranks_that_there_are_not_are_found(rank: int) -> None:
     """As parent, as child, and as the root of a tree."""
-    text = good("dgx-1v", "allreduce")
     for change in (
         lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(0, rank),
         lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(1, rank),
         lambda v: v["shards"][1]["stages"][1].update(root=rank),
     ):
-        error = spoiled(text, change)
+        error = spoiled(good("dgx-1v", "allreduce"), change)
         assert (error.shard, error.stage, error.rank) == (1, 1, rank)
     for collective in ("allgather", "reduce_scatter"):
         error = spoiled(good("dgx-1v", collective), lambda v: v["shards"][-1]["stages"][0].update(root=rank))
@@ -366,34 +354,25 @@ def test_ranks_that_there_are_not_are_found(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "message"),
-    [([], "not connected over"), (["pcie"], "channel 'nvlink'"), (["nvlink", "network"], "")],
+    ("channels", "message"), [([], "not connected over"), (["pcie"], "channel 'nvlink'")]
 )
 def test_the_channels_that_a_plan_speaks_of_matter(channels: list[str], message: str) -> None:
     """None connect nothing; others are not those of the edges; more than are used change nothing that is claimed."""
-    value = json.loads(good("dgx-1v", "allreduce"))
-    value["channels"] = channels
-    if message:
-        with pytest.raises(PlanError, match=message):
-            checked(value)
-    else:
-        assert checked(value).optimal
+    text = good("dgx-1v", "allreduce")
+    assert message in str(spoiled(text, lambda v: v.update(channels=channels)))
+    assert checked(json.loads(text) | {"channels": ["nvlink", "network"]}).optimal
 
 
 def test_what_a_rank_held_before_must_not_be_added_to_a_broadcast() -> None:
     """The root first adds what happens to lie in rank 1's buffer, then broadcasts: that is not the root's data."""
-    into_root = stage("reduce", 0, {1: 0})
-    out = stage("broadcast", 0, star(range(3), 0))
+    stages = (stage("reduce", 0, {1: 0}), stage("broadcast", 0, star(range(3), 0)))
     with pytest.raises(PlanError, match="contribution of rank 1 1 times instead of 0") as caught:
-        topoplan.verify(plan_of(3, "broadcast", [Shard(Fraction(1), (into_root, out))], root=0))
+        topoplan.verify(plan_of(3, "broadcast", [Shard(Fraction(1), stages)], root=0))
     assert (caught.value.shard, caught.value.stage, caught.value.rank) == (0, 1, 0)
-    thirds = [Shard(Fraction(1, 3), (stage("broadcast", r, star(range(3), r)),)) for r in range(3)]
-    added = stage("reduce", 2, {0: 2})
-    thirds[2] = Shard(
-        Fraction(1, 3), (*thirds[2].stages[:0], added, stage("broadcast", 2, star(range(3), 2)))
-    )
+    gathers = [(stage("broadcast", rank, star(range(3), rank)),) for rank in range(3)]
+    gathers[2] = (stage("reduce", 2, {0: 2}), *gathers[2])
     with pytest.raises(PlanError, match="contribution of rank 0 1 times instead of 0"):
-        topoplan.verify(plan_of(3, "allgather", thirds))
+        topoplan.verify(plan_of(3, "allgather", [Shard(Fraction(1, 3), one) for one in gathers]))
 
 
 def test_counts_do_not_wrap_around() -> None:
@@ -432,53 +411,10 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     return [place for key, child in items for place in [(value, key), *places(child)]]
 
 
-ODD = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    3,
-    10**30,
-    10**400,
-    0.5,
-    -0.5,
-    1e308,
-    5e-324,
-    float("nan"),
-    float("inf"),
-]
-ODD += [
-    "",
-    "1/2",
-    "1/0",
-    "0",
-    "-1/3",
-    "1e9",
-    "1e999999999",
-    "9" * 900,
-    "gpu0",
-    "gpu1",
-    "gpu7",
-    "nvlink",
-    "pcie",
-]
-ODD += [
-    "\ud800",
-    "reduce",
-    "broadcast",
-    "allreduce",
-    "allgather",
-    "cut",
-    "lengths",
-    "trivial",
-    [],
-    {},
-    [[]],
-    "½",
-]
+ODD: list[object] = [None, True, False, 0, -1, 1, 2, 3, 10**30, 10**400, 0.5, -0.5, 1e308, 5e-324]
+ODD += [float("nan"), float("inf"), "", "1/2", "1/0", "0", "-1/3", "1e9", "1e999999999", "9" * 900, "½"]
+ODD += ["gpu0", "gpu1", "gpu7", "nvlink", "pcie", "\ud800", "reduce", "broadcast", "allreduce", "allgather"]
+ODD += ["cut", "lengths", "trivial", [], {}, [[]]]
 
 
 def mutate(value: JsonPlan, chance: random.Random) -> None:
@@ -533,56 +469,3 @@ def test_random_damage_raises_plan_error_or_leaves_a_true_plan(
     lowest = best_bound(fabric, plan.collective, plan.root)
     assert report.exact_rate <= lowest.bound(fabric, plan.collective, plan.root)
     assert runs_right(plan)
-
-
-def runs_right(plan: Plan) -> bool:
-    """Run the trees on random numbers, whatever buffers hold at first, and compare with the collective's definition."""
-    chance = np.random.Generator(np.random.PCG64(3))
-    size = len(plan.ranks)
-    for shard in plan.shards:
-        given_to = chance.integers(-(10**9), 10**9, size).tolist()
-        held = list(given_to)
-        for tree in shard.stages:
-            edges = tree.top_down() if tree.op == "broadcast" else tree.top_down()[::-1]
-            for edge in edges:
-                if tree.op == "broadcast":
-                    held[edge.child] = held[edge.parent]
-                else:
-                    held[edge.parent] += held[edge.child]
-        owner = {"allgather": shard.stages[0].root, "reduce_scatter": shard.stages[-1].root}.get(
-            plan.collective, plan.root
-        )
-        everyone = plan.collective in ("allreduce", "broadcast", "allgather")
-        summed = plan.collective in ("allreduce", "reduce", "reduce_scatter")
-        for rank in range(size) if everyone else [owner]:
-            assert rank is not None
-            if held[rank] != (sum(given_to) if summed else given_to[owner or 0]):
-                return False
-    return True
-
-
-@pytest.mark.parametrize(("name", "collective"), EVERY_PLAN)
-def test_good_plans_run_right_on_numbers(name: str, collective: str) -> None:
-    """The other road to the postcondition: run it."""
-    assert runs_right(Plan.from_json(good(name, collective)))
-
-
-def test_certificates_may_be_rescaled_and_no_more() -> None:
-    """Dual lengths times three prove the same; one of them raised proves less, and the claim no longer fits."""
-    text = good("uneven", "allreduce")
-    value = json.loads(text)
-    assert value["certificate"]["kind"] == "lengths"
-    for row in value["certificate"]["lengths"]:
-        row[2] = str(3 * Fraction(row[2]))
-    assert checked(value).optimal
-    value["certificate"]["lengths"][0][2] = str(2 * Fraction(value["certificate"]["lengths"][0][2]))
-    with pytest.raises(PlanError, match="claims a bound"):
-        checked(value)
-
-
-def test_wires_back_and_forth_serve_both_stages() -> None:
-    """On the two-GPU machine each direction carries the whole buffer once: the rate is the wire's."""
-    pair = machine(2, both_ways({("gpu0", "gpu1"): 7.5}))
-    report = topoplan.verify(topoplan.plan(pair, "allreduce"))
-    assert report.loads == {("gpu0", "gpu1"): 1.0, ("gpu1", "gpu0"): 1.0}
-    assert report.exact_rate == Fraction(15, 2)

@@ -175,11 +175,11 @@ def test_version_2_with_xgmi_is_the_same_machine() -> None:
     assert wires(ours, "pcie") == wires(theirs, "pcie")
 
 
-@pytest.mark.parametrize("target", ["00000000:07:00.0", "0000:07:00", "0000:7:0.0", "0000:07:00.0 "])
-def test_a_bus_id_is_read_in_any_spelling(target: str) -> None:
+def test_a_bus_id_is_read_in_any_spelling() -> None:
     """Drivers print longer domains, capitals, and no function."""
-    topology = parse_nccl_xml(pair(nvlink(target.upper(), 1), other=[nvlink(bus(0), 1)]))
-    assert ("gpu0", "gpu1") in nvlinks(topology)
+    for target in ("00000000:07:00.0", "0000:07:00", "0000:7:0.0", "0000:07:00.0 "):
+        topology = parse_nccl_xml(pair(nvlink(target.upper(), 1), other=[nvlink(bus(0), 1)]))
+        assert ("gpu0", "gpu1") in nvlinks(topology)
 
 
 def test_white_space_comments_declaration_and_mark_change_nothing() -> None:
@@ -192,29 +192,20 @@ def test_white_space_comments_declaration_and_mark_change_nothing() -> None:
     assert parse_nccl_xml(dressed) == parse_nccl_xml(text)
 
 
-@pytest.mark.parametrize(
-    ("attributes", "rate"),
-    [
-        ({"sm": 60}, 18.0),
-        ({"sm": 70}, 20.0),
-        ({"sm": 80}, 20.0),
-        ({"sm": 86}, 12.0),
-        ({"sm": 90}, 20.6),
-        ({"sm": 100}, 40.1),
-        ({"sm": 30}, 20.0),
-    ],
-)
-def test_the_compute_capability_gives_the_rate_of_an_nvlink(attributes: dict[str, int], rate: float) -> None:
-    """NCCL's ``ncclTopoNVLinkBw``; three links have exactly three times the rate of one."""
-    topology = parse_nccl_xml(pair(nvlink(bus(1), 3), **attributes))
-    assert nvlinks(topology)["gpu0", "gpu1"] == (3, round(3 * rate, 6))
+SM_RATES = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 90: 20.6, 100: 40.1, 30: 20.0}
+GCN_RATES = {"906": 24.0, "908": 24.0, "910": 36.0, "gfx942": 48.0}
 
 
-@pytest.mark.parametrize(("gcn", "rate"), [("906", 24.0), ("908", 24.0), ("910", 36.0), ("gfx942", 48.0)])
-def test_the_architecture_gives_the_rate_of_an_xgmi_link(gcn: str, rate: float) -> None:
-    """RCCL's ``ncclTopoXGMISpeed``."""
-    topology = parse_nccl_xml(pair(nvlink(bus(1), 1, tag="xgmi"), gcn=gcn))
-    assert nvlinks(topology)["gpu0", "gpu1"] == (1, rate)
+def test_the_generation_gives_the_rate_of_a_link() -> None:
+    """NCCL's ``ncclTopoNVLinkBw`` and RCCL's ``ncclTopoXGMISpeed``; three links have exactly three times the rate."""
+    for sm, rate in SM_RATES.items():
+        assert nvlinks(parse_nccl_xml(pair(nvlink(bus(1), 3), sm=sm)))["gpu0", "gpu1"] == (
+            3,
+            round(3 * rate, 6),
+        )
+    for gcn, rate in GCN_RATES.items():
+        xgmi = parse_nccl_xml(pair(nvlink(bus(1), 1, tag="xgmi"), gcn=gcn))
+        assert nvlinks(xgmi)["gpu0", "gpu1"] == (1, rate)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +253,6 @@ def test_the_processor_gives_the_rate_between_cpus(processor: dict[str, str | No
     assert not topology.notes
 
 
-def test_an_unknown_processor_is_noted() -> None:
-    """NCCL sees no limit between such sockets at all."""
-    topology = parse_nccl_xml(system(cpu(0, gpu_pci(0)), cpu(1, gpu_pci(1), arch="x86_64", vendor="Other")))
-    assert notes_about(topology, "processor") == [
-        "the processor is unknown or not stated; 6 GB/s between CPUs taken (--socket-gbps sets it): cpu 1"
-    ]
-
-
 def test_given_rates_replace_the_files_and_nccls() -> None:
     """All three, and no note is left about them."""
     text = machine(4, {(0, 1): 2, (2, 3): 2}).replace('link_speed="8 GT/s"', 'link_speed=""')
@@ -315,25 +298,6 @@ def test_far_ends_of_nvlinks(target: str | None, tclass: str | None, end: str | 
     assert all(note in found for found in notes)
 
 
-@pytest.mark.parametrize("count", ["0", "-3", "many", ""])
-def test_links_that_are_none_are_left_out_with_a_note(count: str) -> None:
-    """NCCL adds nothing for them either."""
-    topology = parse_nccl_xml(pair(element("nvlink", target=bus(1), count=count, tclass=GPU)))
-    assert not nvlinks(topology)
-    assert notes_about(topology, "nvlink without a count") == [
-        f"nvlink without a count above 0; left out: {bus(0)}"
-    ]
-
-
-def test_a_missing_compute_capability_is_noted() -> None:
-    """NCCL fails there; a description of a machine is good without."""
-    topology = parse_nccl_xml(pair(nvlink(bus(1), 1), other=[nvlink(bus(0), 1)], sm=None))
-    assert nvlinks(topology)["gpu0", "gpu1"] == (1, 20.0)
-    assert topology.notes == (
-        f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-gbps sets it): {bus(0)}, {bus(1)}",
-    )
-
-
 def test_gpus_are_numbered_by_dev() -> None:
     """The order in the file does not matter, and neither do ranks, which are of a job."""
     topology = parse_nccl_xml(only(gpu_pci(0, dev=1, rank=0), gpu_pci(1, dev=0, rank=1)))
@@ -342,48 +306,102 @@ def test_gpus_are_numbered_by_dev() -> None:
     assert not topology.notes
 
 
-@pytest.mark.parametrize("second", [None, 0, "x", -1])
-def test_gpus_without_a_number_of_their_own_are_numbered_by_bus_id(second: object) -> None:
-    """That is how the driver counts; a note says so."""
-    topology = parse_nccl_xml(only(gpu_pci(3, dev=0), gpu_pci(1, dev=second)))
-    assert [device.busid for device in topology.devices[:2]] == [bus(1), bus(3)]
-    assert topology.gpus == ("gpu0", "gpu1")
-    assert len(notes_about(topology, "numbered by bus id")) == 1
+RANKS = "--gpus count the GPUs of the file from 0"
+NUMBERED = "numbered by bus id"
+IN_PARTS = [element("gpu", dev=0, sm=100, rank=i, gdr=1, mlopart=i) for i in (0, 1)]
+FUSED = [nic_pci("0000:41:00.0", "mlx5_0", None), nic_pci("0000:42:00.0", "mlx5_0+mlx5_1", 0, 200_000)]
+PORTS = [nic_pci(f"0000:41:00.{i}", f"mlx5_{i}", i) for i in (0, 1)]
+BELOW_GPU = gpu_pci(0).replace("</pci>", f"{pci('0000:55:00.0')}\n</pci>")
+LINKED = pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), element("pcilink", target="0000:90:00.0"), device=BRIDGE)
+
+NOTED: dict[str, tuple[str, list[str], list[str]]] = {
+    "an unknown processor": (
+        system(cpu(0, gpu_pci(0)), cpu(1, gpu_pci(1), arch="x86_64", vendor="Other")),
+        [bus(0), bus(1)],
+        ["the processor is unknown or not stated; 6 GB/s between CPUs taken (--socket-gbps sets it): cpu 1"],
+    ),
+    **{
+        f"{count or 'no'} NVLinks": (
+            only(gpu_pci(0, element("nvlink", target=bus(1), count=count, tclass=GPU)), gpu_pci(1)),
+            [bus(0), bus(1)],
+            [f"nvlink without a count above 0; left out: {bus(0)}"],
+        )
+        for count in ("0", "-3", "many", "")
+    },
+    "no compute capability": (
+        pair(nvlink(bus(1), 1), other=[nvlink(bus(0), 1)], sm=None),
+        [bus(0), bus(1)],
+        [f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-gbps sets it): {bus(0)}, {bus(1)}"],
+    ),
+    **{
+        f"a second GPU numbered {second}": (
+            only(gpu_pci(3, dev=0), gpu_pci(1, dev=second)),
+            [bus(1), bus(3)],
+            [NUMBERED],
+        )
+        for second in (None, 0, "x", -1)
+    },
+    "gaps": (only(gpu_pci(4), gpu_pci(5)), [bus(4), bus(5)], [RANKS]),
+    "GPUs by class alone": (
+        only(pci(bus(0)), pci(bus(1), device="0x030000"), pci("0000:40:00.0", device=NIC)),
+        [bus(0), bus(1)],
+        [NUMBERED, f"NVLinks are not known; --merge adds them from another description: {bus(0)}, {bus(1)}"],
+    ),
+    "one GPU without rank": (
+        only(gpu_pci(0), gpu_pci(1, rank=None)),
+        [bus(0), bus(1)],
+        [f"has no rank, so that NCCL leaves the GPU out; kept: {bus(1)}"],
+    ),
+    "all GPUs without rank": (only(gpu_pci(0, rank=None), gpu_pci(1, rank=None)), [bus(0), bus(1)], []),
+    "a divided GPU": (only(pci(bus(0), *IN_PARTS)), [bus(0)], ["divided into several gpu elements"]),
+    "a net without dev": (only(gpu_pci(0), *FUSED), [bus(0), "0000:42:00.0"], ["without dev"]),
+    "two functions of a NIC": (only(gpu_pci(0), *PORTS), [bus(0), "0000:41:00.0"], ["several functions"]),
+    "no mask": (
+        only(gpu_pci(0)).replace("numaid", 'affinity="all" numaid'),
+        [bus(0)],
+        ["affinity is not a mask such as 00000000,000fffff; left out: cpu 0"],
+    ),
+    "unknown classes": (
+        only(
+            pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device="0x088000"),
+            pci("0000:90:00.0", device="0x010802"),
+        ),
+        [bus(0), bus(1)],
+        [
+            "class is unknown or not stated; taken as a PCIe switch, as NCCL does: 0000:80:00.0",
+            "class is unknown or not stated; left out: 0000:90:00.0",
+        ],
+    ),
+    "what NCCL passes over": (
+        system(cpu(0, BELOW_GPU, element("gpu"), element("fan")), element("rack")),
+        [bus(0)],
+        [
+            "has pci elements below it although it is not a switch; left out, as NCCL does",
+            "gpu inside cpu is unknown; skipped, as NCCL does",
+            "fan inside cpu is unknown; skipped, as NCCL does",
+            "rack inside system is unknown; skipped, as NCCL does",
+        ],
+    ),
+    "joined switches": (only(LINKED), [bus(0), bus(1)], ["pcilink joins two PCIe switches in NCCL"]),
+    "a NIC of no speed": (
+        only(gpu_pci(0), nic_pci("0000:42:00.0", "mlx5_0", 0, -1)),
+        [bus(0), "0000:42:00.0"],
+        ["speed of a NIC is not above 0; 10 Gb/s taken, as NCCL does: mlx5_0"],
+    ),
+}
 
 
-def test_numbers_with_gaps_are_kept_and_noted() -> None:
-    """A job that was given some GPUs of a server."""
-    topology = parse_nccl_xml(only(gpu_pci(4), gpu_pci(5)))
-    assert topology.gpus == ("gpu4", "gpu5")
-    assert len(notes_about(topology, "--gpus count the GPUs of the file from 0")) == 1
-
-
-def test_gpus_by_class_alone_have_no_nvlinks_that_are_known() -> None:
-    """Files of cloud machines state the PCIe part only; the note names the remedy."""
-    topology = parse_nccl_xml(
-        only(pci(bus(0)), pci(bus(1), device="0x030000"), pci("0000:40:00.0", device=NIC))
-    )
-    assert [device.name for device in topology.devices] == ["gpu0", "gpu1", "cpu0", "nic0"]
-    assert notes_about(topology, "--merge") == [
-        f"no gpu element, so that NVLinks are not known; --merge adds them from another description: {bus(0)}, {bus(1)}"
+@pytest.mark.parametrize("name", NOTED)
+def test_what_nccl_guesses_or_leaves_out_is_noted(name: str) -> None:
+    """The GPUs and NICs that are left, by bus id in their order, and one note for each thing."""
+    text, busids, notes = NOTED[name]
+    topology = parse_nccl_xml(text)
+    assert [d.busid for d in topology.devices if d.kind in ("gpu", "nic") and d.busid] == [
+        *busids,
+        *(["0000:40:00.0"] if "class alone" in name else []),
     ]
-
-
-def test_gpus_without_rank_are_kept_with_a_note_if_others_have_one() -> None:
-    """NCCL leaves them out, since they are not of its job; the machine has them."""
-    mixed = parse_nccl_xml(only(gpu_pci(0), gpu_pci(1, rank=None)))
-    none = parse_nccl_xml(only(gpu_pci(0, rank=None), gpu_pci(1, rank=None)))
-    assert mixed.gpus == none.gpus == ("gpu0", "gpu1")
-    assert mixed.notes == (f"has no rank, so that NCCL leaves the GPU out; kept: {bus(1)}",)
-    assert not none.notes
-
-
-def test_a_divided_gpu_is_one_gpu() -> None:
-    """Its partitions share its links."""
-    parts = [element("gpu", dev=0, sm=100, rank=i, gdr=1, mlopart=i) for i in (0, 1)]
-    topology = parse_nccl_xml(only(pci(bus(0), *parts)))
-    assert topology.gpus == ("gpu0",)
-    assert notes_about(topology, "divided into several gpu elements") != []
+    assert len(topology.notes) == len(notes)
+    assert all(part in note for part, note in zip(notes, topology.notes, strict=True)), topology.notes
 
 
 def test_a_chip_to_chip_link_leads_to_the_cpu() -> None:
@@ -396,14 +414,14 @@ def test_a_chip_to_chip_link_leads_to_the_cpu() -> None:
 
 
 def test_nics_state_adapter_and_speed() -> None:
-    """In the order of dev; Mb/s become Gb/s, and speeds that are none 10 Gb/s, as in NCCL, with a note."""
-    nics = [nic_pci("0000:41:00.0", "mlx5_1", 1, 400_000), nic_pci("0000:42:00.0", "mlx5_0", 0, -1)]
-    topology = parse_nccl_xml(only(gpu_pci(0), *nics))
-    assert [device.facts for device in topology.devices[-2:]] == [
-        facts(adapter="mlx5_0", gigabits=10),
-        facts(adapter="mlx5_1", gigabits=400),
-    ]
-    assert topology.notes == ("speed of a NIC is not above 0; 10 Gb/s taken, as NCCL does: mlx5_0",)
+    """In the order of dev; Mb/s become Gb/s; two ports share a PCIe link and are one NIC, as NCCL counts."""
+    nics = [nic_pci("0000:41:00.0", "mlx5_1", 1, 400_000), nic_pci("0000:42:00.0", "mlx5_0", 0, 10_000)]
+    for below, found in (
+        (nics, [facts(adapter="mlx5_0", gigabits=10), facts(adapter="mlx5_1", gigabits=400)]),
+        (PORTS, [facts(adapter="mlx5_0+mlx5_1", gigabits=200)]),
+    ):
+        topology = parse_nccl_xml(only(gpu_pci(0), *below))
+        assert [device.facts for device in topology.devices if device.kind == "nic"] == found
 
 
 def test_a_nic_of_which_only_the_cpu_is_known_is_as_fast_as_it_says() -> None:
@@ -421,23 +439,6 @@ def test_the_ports_of_a_nic_on_a_cpu_add_up_as_they_are_written() -> None:
     assert wires(topology, "pcie")["nic0", "cpu0"] == 77.343
 
 
-def test_the_functions_of_one_device_are_one_nic() -> None:
-    """Two ports share a PCIe link; NCCL counts one NIC too."""
-    ports = [nic_pci(f"0000:41:00.{i}", f"mlx5_{i}", i) for i in (0, 1)]
-    topology = parse_nccl_xml(only(gpu_pci(0), *ports))
-    assert topology.device("nic0").facts == facts(adapter="mlx5_0+mlx5_1", gigabits=200)
-    assert [device.name for device in topology.devices if device.kind == "nic"] == ["nic0"]
-    assert len(notes_about(topology, "several functions")) == 1
-
-
-def test_a_net_without_dev_does_not_count_where_others_have_one() -> None:
-    """NCCL has fused it with others to one NIC."""
-    fused = [nic_pci("0000:41:00.0", "mlx5_0", None), nic_pci("0000:42:00.0", "mlx5_0+mlx5_1", 0, 200_000)]
-    topology = parse_nccl_xml(only(gpu_pci(0), *fused))
-    assert [device.busid for device in topology.devices if device.kind == "nic"] == ["0000:42:00.0"]
-    assert len(notes_about(topology, "without dev")) == 1
-
-
 def test_cpus_state_what_they_are() -> None:
     """The affinity mask becomes a list as the kernel writes it."""
     topology = parse_nccl_xml(only(gpu_pci(0)).replace("numaid", 'affinity="00000f00,800fffff" numaid'))
@@ -445,22 +446,6 @@ def test_cpus_state_what_they_are() -> None:
         arch="x86_64", vendor="GenuineIntel", family=6, model=79, cpus="0-19,31,40-43"
     )
     assert topology.device("cpu0").numa == topology.device("gpu0").numa == 0
-    bad = parse_nccl_xml(only(gpu_pci(0)).replace("numaid", 'affinity="all" numaid'))
-    assert notes_about(bad, "affinity") == [
-        "affinity is not a mask such as 00000000,000fffff; left out: cpu 0"
-    ]
-
-
-def test_an_unknown_class_is_a_switch_where_something_hangs_below_it() -> None:
-    """As in NCCL; at the end of a branch it could be anything."""
-    odd = pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device="0x088000")
-    leaf = pci("0000:90:00.0", device="0x010802")
-    topology = parse_nccl_xml(only(odd, leaf))
-    assert [device.name for device in topology.devices] == ["gpu0", "gpu1", "pcie0", "cpu0"]
-    assert topology.notes == (
-        "class is unknown or not stated; taken as a PCIe switch, as NCCL does: 0000:80:00.0",
-        "class is unknown or not stated; left out: 0000:90:00.0",
-    )
 
 
 @pytest.mark.parametrize("device", ["0x060400", "0x080100"])
@@ -469,24 +454,6 @@ def test_bridges_are_switches(device: str) -> None:
     topology = parse_nccl_xml(only(pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device=device)))
     assert wires(topology, "pcie")["gpu0", "pcie0"] == 12.0
     assert not topology.notes
-
-
-def test_what_nccl_passes_over_is_noted() -> None:
-    """Unknown elements, devices below a GPU, and links between switches."""
-    below = gpu_pci(0).replace("</pci>", f"{pci('0000:55:00.0')}\n</pci>")
-    text = system(cpu(0, below, element("gpu"), element("fan")), element("rack"))
-    topology = parse_nccl_xml(text)
-    assert len(topology.gpus) == 1
-    assert [note.split(":")[0] for note in topology.notes] == [
-        "has pci elements below it although it is not a switch; left out, as NCCL does",
-        "gpu inside cpu is unknown; skipped, as NCCL does",
-        "fan inside cpu is unknown; skipped, as NCCL does",
-        "rack inside system is unknown; skipped, as NCCL does",
-    ]
-    linked = pci(
-        "0000:80:00.0", gpu_pci(0), gpu_pci(1), element("pcilink", target="0000:90:00.0"), device=BRIDGE
-    )
-    assert notes_about(parse_nccl_xml(only(linked)), "pcilink joins two PCIe switches in NCCL") != []
 
 
 def test_what_our_exporter_states_beyond_nccl_is_read() -> None:
@@ -525,12 +492,6 @@ def test_functions_with_names_of_their_own_stay_apart() -> None:
     assert [device.name for device in topology.devices if device.kind == "nic"] == ["port0", "port1"]
 
 
-def test_the_source_says_whose_rates_they_are() -> None:
-    """They are lower than the nominal ones of the library."""
-    assert "NCCL's effective ones" in parse_nccl_xml(pair()).source
-    assert parse_nccl_xml(pair()).name == "nccl-xml"
-
-
 def twice(text: str) -> str:
     return text.replace(bus(1), bus(0))
 
@@ -549,7 +510,6 @@ def twice(text: str) -> str:
         ),
         (pair(element("nvlink", target=bus(1), tclass=GPU)), "line 5: nvlink has no attribute count"),
         (pair(element("nvlink", count=1, tclass=GPU)), "line 5: nvlink has no attribute target"),
-        (pair(nvlink(bus(1), 10**7)), "line 5: nvlink count 10000000 is too large"),
         (pair(nvlink(bus(1), 10**30)), "line 5: nvlink count 100000000000000000… is too large"),
         (pair(element("c2c", count=1)), "line 5: c2c has no attribute bw"),
         (
@@ -561,10 +521,6 @@ def twice(text: str) -> str:
         (
             pair().replace('numaid="0"', 'numaid="x"'),
             "line 2: cpu numaid must be a NUMA node from -1 to 1024, got 'x'",
-        ),
-        (
-            pair().replace('numaid="0"', 'numaid="9999"'),
-            "line 2: cpu numaid must be a NUMA node from -1 to 1024, got '9999'",
         ),
         (system(cpu(0, gpu_pci(0)), cpu(0)), "line 7: cpu numaid 0 occurs twice, first in line 2"),
         (
@@ -592,8 +548,13 @@ def twice(text: str) -> str:
         ("<html/>", "line 1: the outermost element is html, but system in a topology file of NCCL"),
         (pair()[:-1], "line 10: the XML text ends too early, inside"),
         (pair()[: pair().index("gdr")], "line 4: the XML text ends too early, inside"),
-        ("<!DOCTYPE a>\n" + pair(), "line 1: document type declarations and entities are refused"),
-        (only("<pci>" * 70), "line 3: elements are nested more than 64 deep"),
+        *(
+            (
+                pair().replace("<system ", f'<system peer_access="{times}" '),
+                f"line 1: system peer_access must list GPUs and seconds such as 8:0.0037, got '{times}'",
+            )
+            for times in ("8", "8:fast", "8:0.1:2", "x:0.1")
+        ),
     ],
 )
 def test_what_stops_nccl_is_one_line_with_element_and_attribute(text: str, says: str) -> None:
@@ -632,18 +593,7 @@ ATTRIBUTES = (
 )
 VALUES = st.sampled_from(
     [
-        "",
-        "0",
-        "1",
-        "-1",
-        "2",
-        "99999",
-        "1" * 40,
-        "0x",
-        "x",
-        GPU,
-        BRIDGE,
-        NIC,
+        *("", "0", "1", "-1", "2", "99999", "1" * 40, "0x", "x", GPU, BRIDGE, NIC),
         NVSWITCH,
         bus(0),
         bus(1),
@@ -700,12 +650,3 @@ def test_a_damaged_file_is_a_machine_or_one_line(data: st.DataObject) -> None:
             assert topoplan.verify(topoplan.plan(topology, "broadcast")).rate > 0
     assert "\n" not in message
     assert len(message) < 400
-
-
-@pytest.mark.parametrize("text", ["8", "8:fast", "8:0.1:2", "x:0.1"])
-def test_peer_access_that_is_no_list_of_times_is_refused(text: str) -> None:
-    machine = pair().replace("<system ", f'<system peer_access="{text}" ')
-    with pytest.raises(
-        TopologyError, match=f"system peer_access must list GPUs and seconds such as 8:0.0037, got '{text}'"
-    ):
-        parse_nccl_xml(machine)

@@ -8,7 +8,7 @@ import pynvml
 import pytest
 
 import topoplan
-from topoplan.machine.host import bus_id
+from topoplan.machine.host_topology import bus_id
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from topoplan.machine.host import NvlinkBundle, bus_id
-from topoplan.machine.host_topology import switch_tree
+from topoplan.machine.host_topology import NvlinkBundle, bus_id, switch_tree
 from topoplan.reading.probe import (
     MOST_AGE,
     MOST_AGE_AMISS,
@@ -64,20 +63,70 @@ def chain(
     return [*ports, gpu]
 
 
-def bandwidths(
-    devices: list[SysfsDevice], gpu: DriverGpu | None = None
-) -> tuple[list[float], tuple[str, ...]]:
-    shown = gpu or driver_gpu()
-    side = kernel_tree({GPU: devices}, {GPU: "gpu"}, driver(shown), [0])
-    return [device.bandwidth for device in side.tree], side.notes
+PORT = "0000:06:08.0"
+ROOT = "0000:00:02.0"
+UNKNOWN = driver_gpu(width=None, most_width=None, most_generation=None)
+
+RATES: dict[str, tuple[list[SysfsDevice], DriverGpu, list[float], tuple[str, ...]]] = {
+    "the slower end counts, and the switch's own link upwards is another": (
+        chain((8.0, 16), (16.0, 8), (8.0, 16), pci(GPU, PORT, 16.0, 16)),
+        driver_gpu(),
+        [6.0, 6.0, 12.0, 12.0],
+        (),
+    ),
+    "lanes that are lost": (
+        chain((8.0, 16), (8.0, 16), (8.0, 16), pci(GPU, PORT, 8.0, 16, now=4)),
+        driver_gpu(),
+        [12.0, 12.0, 3.0, 3.0],
+        ("warning: gpu0: its PCIe link runs at x4, both ends have x16",),
+    ),
+    "a narrow slot": (
+        chain((8.0, 16), (8.0, 16), (8.0, 8), pci(GPU, PORT, 8.0, 16, now=8)),
+        driver_gpu(),
+        [12.0, 12.0, 6.0, 6.0],
+        (),
+    ),
+    "no rates from kernels before 4.13: the driver's word up to the port": (
+        [pci(ROOT, "", None, None), pci(GPU, ROOT, None, None)],
+        driver_gpu(most_generation=4),
+        [24.0, 24.0],
+        (),
+    ),
+    "an idle GPU lowers its generation": (
+        [pci(GPU, "", 8.0, 16)],
+        driver_gpu(generation=1, idle=True),
+        [12.0],
+        (),
+    ),
+    "a GPU under load": (
+        [pci(GPU, "", 8.0, 16)],
+        driver_gpu(generation=1, idle=False),
+        [3.0],
+        ("generation 1 under load",),
+    ),
+    "no bridge, as in a virtual machine": ([pci(GPU, "", 16.0, 8)], driver_gpu(), [12.0], ()),
+    "nobody knows": (
+        [pci(GPU, "", None, None)],
+        UNKNOWN,
+        [12.0],
+        (f"PCIe rate not known, generation 3 assumed: {GPU}",),
+    ),
+    "not in the kernel's list": (
+        [],
+        driver_gpu(),
+        [12.0],
+        (f"warning: gpu0 ({GPU}) is not in the kernel's PCIe tree",),
+    ),
+}
 
 
-def test_a_link_runs_at_what_both_of_its_ends_know() -> None:
-    """The GPU knows generation 4, its port generation 3; the switch's own link upwards is another one, at x8."""
-    gpu = pci(GPU, "0000:06:08.0", 16.0, 16)
-    found, notes = bandwidths(chain((8.0, 16), (16.0, 8), (8.0, 16), gpu))
-    assert found == [6.0, 6.0, 12.0, 12.0]
-    assert notes == ()
+@pytest.mark.parametrize("name", RATES)
+def test_rates_of_pcie_links(name: str) -> None:
+    devices, gpu, rates, notes = RATES[name]
+    side = kernel_tree({GPU: devices}, {GPU: "gpu"}, driver(gpu), [0])
+    assert [device.bandwidth for device in side.tree] == rates
+    assert len(side.notes) == len(notes)
+    assert all(part in note for part, note in zip(notes, side.notes, strict=True))
 
 
 def test_functions_of_one_card_share_its_link() -> None:
@@ -89,16 +138,6 @@ def test_functions_of_one_card_share_its_link() -> None:
     )
     found = [(device.busid, device.kind, device.bandwidth) for device in switch_tree(side.tree)]
     assert found == [("0000:00:01.0", "bridge", 24.0), *((busid, "nic", 24.0) for busid in cards)]
-
-
-def test_where_an_old_kernel_tells_no_rates_the_drivers_word_holds_up_to_the_port() -> None:
-    """Linux shows the rates of links since 4.13."""
-    gpu = driver_gpu(most_generation=4)
-    found, notes = bandwidths(
-        [pci("0000:00:02.0", "", None, None), pci(GPU, "0000:00:02.0", None, None)], gpu
-    )
-    assert found == [24.0, 24.0]
-    assert notes == ()
 
 
 def test_two_levels_of_one_broadcom_chip_are_one_switch_though_ports_lie_between() -> None:
@@ -131,50 +170,6 @@ def test_two_levels_of_one_broadcom_chip_are_one_switch_though_ports_lie_between
     }
 
 
-def test_a_link_that_lost_lanes_has_those_it_has_and_a_warning() -> None:
-    gpu = pci(GPU, "0000:06:08.0", 8.0, 16, now=4)
-    found, notes = bandwidths(chain((8.0, 16), (8.0, 16), (8.0, 16), gpu))
-    assert found[-1] == 3.0
-    assert notes == ("warning: gpu0: its PCIe link runs at x4, both ends have x16",)
-
-
-def test_a_card_in_a_narrow_slot_runs_as_wide_as_the_slot_without_a_warning() -> None:
-    gpu = pci(GPU, "0000:06:08.0", 8.0, 16, now=8)
-    found, notes = bandwidths(chain((8.0, 16), (8.0, 16), (8.0, 8), gpu))
-    assert found[-1] == 6.0
-    assert notes == ()
-
-
-@pytest.mark.parametrize(("idle", "rate", "warnings"), [(True, 12.0, 0), (False, 3.0, 1)])
-def test_an_idle_gpu_lowers_its_generation_and_one_under_load_is_degraded(
-    idle: bool, rate: float, warnings: int
-) -> None:
-    gpu = driver_gpu(generation=1, idle=idle)
-    found, notes = bandwidths([pci(GPU, "", 8.0, 16)], gpu)
-    assert found == [rate]
-    assert [note for note in notes if "generation 1 under load" in note] == list(notes)
-    assert len(notes) == warnings
-
-
-def test_a_gpu_without_a_bridge_as_in_a_virtual_machine_has_its_own_link() -> None:
-    found, notes = bandwidths([pci(GPU, "", 16.0, 8)])
-    assert (found, notes) == ([12.0], ())
-
-
-def test_a_rate_that_nobody_knows_is_generation_3_with_a_note() -> None:
-    found, notes = bandwidths(
-        [pci(GPU, "", None, None)], driver_gpu(width=None, most_width=None, most_generation=None)
-    )
-    assert found == [12.0]
-    assert notes == (f"PCIe rate not known, generation 3 assumed: {GPU}",)
-
-
-def test_a_gpu_that_the_kernel_does_not_list_hangs_on_its_cpu_with_a_warning() -> None:
-    found, notes = bandwidths([])
-    assert found == [12.0]
-    assert notes[0].startswith(f"warning: gpu0 ({GPU}) is not in the kernel's PCIe tree")
-
-
 def test_without_the_kernels_tree_the_drivers_word_on_each_pair_places_gpus() -> None:
     ids = [f"0000:0{i}:00.0" for i in range(4)]
     gpus = [driver_gpu(i, busid, numa=i // 2) for i, busid in enumerate(ids)]
@@ -204,38 +199,73 @@ def pair(
     return driver_gpu(0, FIRST, first), driver_gpu(1, SECOND, second, **changes)
 
 
-def test_links_that_both_ends_show_count() -> None:
-    found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], [up(0, FIRST), up(1, FIRST)]))
-    assert found == {FIRST: [("gpu", 2)], SECOND: [("gpu", 2)]}
-    assert notes == []
+DOWN = replace(up(1, None), active=False)
+MUTE = [DriverLink(number, None, None, None, None, None, None) for number in range(2)]
+TWO = [up(0, SECOND), up(1, SECOND)]
+SWITCHES = ("0000:c1:00.0",)
+CHIPS = {
+    "a listed chip": up(0, SWITCHES[0]),
+    "a hidden one": up(0, ""),
+    "hidden by type": up(0, "", end="nvswitch"),
+    "by type alone": up(0, None, end="nvswitch"),
+}
+GONE = [replace(up(number, None), active=False) for number in range(3)]
+
+BUNDLES: dict[
+    str, tuple[tuple[DriverGpu, ...], dict[str, object], list[tuple[str, int] | None], list[str]]
+] = {
+    "both ends": (pair(TWO, [up(0, FIRST), up(1, FIRST)]), {}, [("gpu", 2), ("gpu", 2)], []),
+    "one end down": (
+        pair(TWO, [up(0, FIRST), DOWN]),
+        {},
+        [("gpu", 1), ("gpu", 1)],
+        [
+            "warning: gpu1: NVLink 1 of 2 is down",
+            "warning: gpu0-gpu1: the two ends show 2 and 1 NVLinks up; the smaller number counts",
+        ],
+    ),
+    "an end that does not answer": (
+        pair(TWO, MUTE),
+        {},
+        [("gpu", 2), ("gpu", 2)],
+        ["warning: gpu1: far end of NVLink 0-1 is unknown"],
+    ),
+    **{
+        name: (pair([link], [link]), {}, [("nvswitch", 1), ("nvswitch", 1)], [])
+        for name, link in CHIPS.items()
+    },
+    "access that is refused": (
+        pair([up(0, SECOND)], [up(0, FIRST)]),
+        {"refused_nvlink": {(0, 1): "disabled by a registry key"}},
+        [None, None],
+        [
+            "warning: gpu0-gpu1: access over NVLink is refused (disabled by a registry key) though 1 "
+            "link joins them; left out"
+        ],
+    ),
+    "a GPU in MIG mode": (
+        pair([up(0, SECOND)], [up(0, FIRST)], mig=("MIG-1", "MIG-2")),
+        {},
+        [None, None],
+        ["warning: gpu1 is in MIG mode (2 instances): no access between GPUs, NVLinks left out"],
+    ),
+    "all down": ((driver_gpu(0, FIRST, GONE),), {}, [None], ["gpu0: no NVLink is up"]),
+    "all down beside links that are up": (
+        pair(GONE, [up(0, ""), DOWN, replace(DOWN, number=2)]),
+        {},
+        [None, ("nvswitch", 1)],
+        ["warning: gpu1: NVLinks 1-2 of 3 are down", "warning: gpu0: no NVLink is up"],
+    ),
+}
 
 
-def test_a_link_that_one_end_shows_down_does_not_count() -> None:
-    down = replace(up(1, None), active=False)
-    found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], [up(0, FIRST), down]))
-    assert found == {FIRST: [("gpu", 1)], SECOND: [("gpu", 1)]}
-    assert notes == [
-        "warning: gpu1: NVLink 1 of 2 is down",
-        "warning: gpu0-gpu1: the two ends show 2 and 1 NVLinks up; the smaller number counts",
-    ]
-
-
-def test_an_end_that_does_not_answer_takes_the_others_word() -> None:
-    mute = [DriverLink(number, None, None, None, None, None, None) for number in range(2)]
-    found, notes = counts(*pair([up(0, SECOND), up(1, SECOND)], mute))
-    assert found == {FIRST: [("gpu", 2)], SECOND: [("gpu", 2)]}
-    assert notes == ["warning: gpu1: far end of NVLink 0-1 is unknown"]
-
-
-@pytest.mark.parametrize(
-    "link",
-    [up(0, "0000:c1:00.0"), up(0, ""), up(0, "", end="nvswitch"), up(0, None, end="nvswitch")],
-    ids=["listed", "hidden", "hidden by type", "by type alone"],
-)
-def test_an_nvswitch_is_known_by_its_bus_id_its_type_or_by_being_hidden(link: DriverLink) -> None:
-    found, notes = counts(*pair([link], [link]), switches=["0000:c1:00.0"])
-    assert found == {FIRST: [("nvswitch", 1)], SECOND: [("nvswitch", 1)]}
-    assert notes == []
+@pytest.mark.parametrize("name", BUNDLES)
+def test_nvlinks_count_as_their_ends_say(name: str) -> None:
+    """Far ends and counts of each GPU, and warnings."""
+    gpus, changes, ends, notes = BUNDLES[name]
+    found, told = counts(*gpus, switches=SWITCHES, **changes)
+    assert list(found.values()) == [[end] if end else [] for end in ends]
+    assert told == notes
 
 
 def test_a_gpu_that_is_not_shown_is_no_switch() -> None:
@@ -252,13 +282,6 @@ def test_a_slow_link_is_as_fast_as_it_is_with_a_warning() -> None:
     )
     assert [bundle.bandwidth for bundle in bundles[FIRST]] == [25.0 + 12.89]
     assert notes[0] == "warning: gpu0: 1 NVLink at 12.89 GB/s, others at 25"
-
-
-def test_slow_links_add_up_as_they_are_written() -> None:
-    """Three links of 20.6 GB/s are 61.8, where floats say 61.800000000000004."""
-    ends = [[up(number, other, speed=20.6) for number in range(3)] for other in (SECOND, FIRST)]
-    bundles, _ = nvlink_bundles(driver(*pair(*ends)), [], [])
-    assert [bundle.bandwidth for bundle in bundles[FIRST]] == [61.8]
 
 
 @pytest.mark.parametrize(
@@ -287,27 +310,11 @@ def test_a_whole_link_has_the_nominal_rate_of_its_generation(
     assert [bundle.bandwidth for bundle in bundles[GPU]] == [rate]
 
 
-def test_refused_access_takes_the_wires_of_a_pair_out() -> None:
-    gpus = pair([up(0, SECOND)], [up(0, FIRST)])
-    found, notes = counts(*gpus, refused_nvlink={(0, 1): "disabled by a registry key"})
-    assert found == {FIRST: [], SECOND: []}
-    assert notes == [
-        "warning: gpu0-gpu1: access over NVLink is refused (disabled by a registry key) though 1 "
-        "link joins them; left out"
-    ]
-
-
 def test_a_gpu_refused_by_all_others_at_the_switch_loses_its_links() -> None:
     gpus = [driver_gpu(i, f"0000:0{i}:00.0", [up(0, "")]) for i in range(3)]
     found, notes = counts(*gpus, refused_nvlink={(0, 2): "unknown", (1, 2): "unknown"})
     assert [len(found[gpu.busid]) for gpu in gpus] == [1, 1, 0]
     assert "gpu2: access over NVLink is refused to every GPU at the switch" in notes[-1]
-
-
-def test_a_gpu_in_mig_mode_has_no_nvlinks() -> None:
-    found, notes = counts(*pair([up(0, SECOND)], [up(0, FIRST)], mig=("MIG-1", "MIG-2")))
-    assert found == {FIRST: [], SECOND: []}
-    assert notes == ["warning: gpu1 is in MIG mode (2 instances): no access between GPUs, NVLinks left out"]
 
 
 def machine() -> topoplan.Topology:
@@ -346,25 +353,23 @@ def test_cuda_visible_devices_choose_and_order_gpus_up_to_the_first_unknown(
     assert {end for link in shown.links for end in (link.src, link.dst) if end.startswith("gpu")} <= set(gpus)
 
 
-@pytest.mark.parametrize("named", ["1,2,1", "1,01", "GPU-55,GPU-55"])
-def test_a_view_that_names_a_gpu_twice_shows_none_as_cuda_does(named: str) -> None:
-    with pytest.raises(
-        topoplan.ProbeError, match="leaves none of the 8 GPUs, since it names one twice; unset"
-    ):
-        visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": named})
-
-
 def test_the_note_of_a_view_is_short_and_can_be_printed() -> None:
     (note,) = visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": "0,\x1b[31m" + 99 * "9"}).notes
     assert note == f"CUDA_VISIBLE_DEVICES=0,?[31m{53 * '9'}… shows 1 of 8 GPUs"
 
 
-@pytest.mark.parametrize("named", ["", "-1", "9", "GPU-", "gpu0", "NoDevFiles", "²", "٣"])
+TWICE = dict.fromkeys(("1,2,1", "1,01", "GPU-55,GPU-55"), ", since it names one twice")
+
+
+@pytest.mark.parametrize("named", [*TWICE, "", "-1", "9", "GPU-", "gpu0", "²", "٣"])
 def test_a_view_without_any_gpu_is_an_error(named: str) -> None:
+    """As CUDA does; a view that names a GPU twice shows none too."""
     with pytest.raises(topoplan.ProbeError) as error:
         visible_devices(machine(), {"CUDA_VISIBLE_DEVICES": named})
+    why = TWICE.get(named, "")
     assert (
-        str(error.value) == f"CUDA_VISIBLE_DEVICES={named!r} leaves none of the 8 GPUs; unset it to see all"
+        str(error.value)
+        == f"CUDA_VISIBLE_DEVICES={named!r} leaves none of the 8 GPUs{why}; unset it to see all"
     )
 
 
@@ -379,11 +384,7 @@ def test_a_probe_is_kept_for_a_day_and_a_broken_file_is_read_over(tmp_path: Path
     path.write_text("{")
     assert read_cache(path) is None
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_probe_with_a_warning_is_kept_for_minutes(tmp_path: Path) -> None:
-    """The fabric manager may have been about to start."""
-    path = tmp_path / "probe.json"
+    # A probe with a warning is kept for minutes: the fabric manager may have been about to start.
     amiss = replace(machine(), notes=("warning: gpu0: NVLink fabric: registration is in progress",))
     write_cache(path, amiss)
     assert read_cache(path) == amiss
@@ -568,13 +569,3 @@ def test_refused_access_over_pcie_is_a_warning_below_one_cpu_and_a_note_across_c
         f"warning: access over PCIe is refused (chipset not supported) between gpu0-gpu1; {end}",
         f"access over PCIe is refused (chipset not supported) between gpu0-gpu2; {end}",
     )
-
-
-def test_links_that_are_all_down_are_a_fault_only_beside_links_that_are_up() -> None:
-    down = [replace(up(number, None), active=False) for number in range(3)]
-    _, notes = counts(driver_gpu(links=down))
-    assert notes == ["gpu0: no NVLink is up"]
-    _, notes = counts(
-        *pair(down, [up(0, ""), replace(up(1, None), active=False), replace(up(2, None), active=False)])
-    )
-    assert notes == ["warning: gpu1: NVLinks 1-2 of 3 are down", "warning: gpu0: no NVLink is up"]

@@ -15,13 +15,12 @@ from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.machine.topology import Device, Topology
-from topoplan.reading.load import load_network
+from topoplan.reading.load import form_of, load_network
 from topoplan.reading.slurm import (
     AGGREGATED,
     LINK_SPEED,
     expand_hostlist,
     fold_hostlist,
-    is_slurm,
     parse_slurm,
     read_yaml,
 )
@@ -125,7 +124,7 @@ def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> Non
         ("SwitchName=a Nodes=n[" + "0-65535," * 9999 + "1]", "makes more than 65536 names"),
         ("\n".join(f"SwitchName=s{i} Nodes=n[0-65535]" for i in range(9)), "the file makes more than 524288 names"),
         ("SwitchName=a Nodes=n" + "1" * 5000, "has more than 255 characters"),
-        ("- topology: x\n  a" + " " * 200_000 + "b", "is not a key with a value"),
+        ("- topology: x\n  a" + " " * 200_000 + "b", "the YAML cannot be parsed"),
         ("SwitchName=a Nodes=n1 " + "\\\n" * 200_000, "ends with a backslash, but no line follows"),
         (
             "\n".join(f"SwitchName=s{i} Switches=s{i + 1}" for i in range(99)) + "\nSwitchName=s99 Nodes=n",
@@ -150,18 +149,21 @@ def test_what_scontrol_prints_of_blocks_is_read_without_aggregated_ones() -> Non
         ("SwitchName=a Nodes=n1 \\", "line 1 ends with a backslash, but no line follows"),
         ("SwitchName=a Nodes=n1\nBlockName=b Nodes=n2", "switches and blocks stand in one topology.conf"),
         ("BlockName=a Nodes=n1\nBlockSizes=2,x", "line 2: block size must be a whole number above 0, got 'x'"),
-        (YAML[: YAML.index("_default")], "line 3: 'cluster' is not a key with a value"),
+        (YAML[: YAML.index("_default")], "the YAML cannot be parsed"),
         (YAML[: YAML.index("    switches")], "topology small: tree has no keys below it; the file may have been cut"),
         (YAML[: YAML.index("        - switch")], "topology small lists no switches; the file may have been cut"),
         (YAML[: YAML.index("          nodes")], "topology small: leaf1: nothing is below leaf1"),
         ("- topology: x\n  flat: true\n", "topology x is flat and names no nodes"),
         ("- topology: x\n  flat: true\n  block: y\n", "topology x has block and flat; it is one of"),
-        ("- topology: x\n\ttree:\n", "line 2 is indented by a tab"),
-        ("- topology: x\n  tree:\n    switches: {a: b}\n", "line 3: '{a: b}' is YAML that is not supported here"),
-        ("- topology: x\n  tree: &a\n", "is YAML that is not supported here"),
+        ("- topology: x\n\ttree:\n", "the YAML cannot be parsed"),
+        ("- topology: x\n  tree:\n    switches: {a: b}\n", "topology x lists no switches"),
+        ("- topology: &a x\n  tree: *a\n", "line 1: an alias repeats what an anchor names"),
         ("- topology: x\n  topology: y\n", "line 2: key topology occurs twice"),
-        ("- topology: x\n    tree:\n", "line 2: 'tree:' is indented more than what it follows"),
-        ("- topology: x\n  tree:\n    switches:\n   - switch: a\n", "is indented"),
+        ("- topology: !!int 3\n", "line 1: tag:yaml.org,2002:int is a tag"),
+        ("- topology: x\n  ? [a]\n  : b\n", "line 2: a key must be a text"),
+        ("- topology: x\n  tree: " + "[" * 60 + "]" * 60, "nested more than 50 deep"),
+        ("- topology: x\n    tree:\n", "the YAML cannot be parsed"),
+        ("- topology: x\n  tree:\n    switches:\n   - switch: a\n", "the YAML cannot be parsed"),
         ("- topology: x\n  block:\n    blocks:\n      - block: b\n        nodes: [a]\n", "nodes or children as a text"),
     ],
 )  # fmt: skip
@@ -281,8 +283,7 @@ def test_nodes_that_nothing_joins_or_that_are_not_there_are_refused() -> None:
 def test_a_file_is_recognised_and_as_a_machine_refused_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "topology.conf"
     path.write_text(CONF)
-    assert is_slurm(CONF)
-    assert is_slurm(YAML)
+    assert form_of(CONF) == form_of(YAML) == "slurm"
     found = load_network(path)
     assert isinstance(found, NodeNetwork)
     assert found.name == "topology"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import topoplan
@@ -35,7 +33,6 @@ def pair(name: str = "dgx-h100") -> Topology:
         ("allreduce", ("ring", "ll"), 6.6 + 14 * 0.6),
         ("allreduce", ("ring", "ll128"), 14.0 + 14 * 1.9),
         ("allreduce", ("ring", "simple"), 8.4 + 14 * 3.4),
-        ("allreduce", ("tree", "ll"), 6.8 + 14 * 0.6),
         ("allreduce", ("tree", "simple"), 8.4 + 14 * 4.0),
         ("allgather", ("ring", "ll"), 6.6 + 7 * 0.6),
         ("broadcast", ("ring", "simple"), 8.4 + 3.4),
@@ -113,25 +110,12 @@ def test_channels_shrink_with_the_buffer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "told"),
-    [("mi300x", "these are AMD's"), ("dgx-1v", "a single GPU has nothing to tune")],
+    ("machine", "told"), [("mi300x", "these are AMD's"), ("dgx-1v", "a single GPU has nothing to tune")]
 )
 def test_machines_without_a_model_are_refused(machine: str, told: str) -> None:
     """RCCL has its own figures; one GPU has no collective."""
     found = topoplan.load(machine)
     with pytest.raises(UsageError, match=told):
         setting_of(found if machine == "mi300x" else found.subset([0]))
-
-
-def test_nothing_is_chosen_for_an_all_to_all() -> None:
-    """NCCL sends it."""
     with pytest.raises(UsageError, match="chooses no algorithm for alltoall"):
         expectations(setting_of(topoplan.load("dgx-1v")), "alltoall")
-
-
-def test_a_slower_machine_is_expected_to_be_slower() -> None:
-    """Half the NVLink halves every bandwidth that no channel limits."""
-    machine = topoplan.load("dgx-a100")
-    half = replace(machine, links=tuple(replace(one, bandwidth=one.bandwidth / 2) for one in machine.links))
-    slow, fast = (known(one, "allgather")["ring", "simple"].bandwidth for one in (half, machine))
-    assert slow <= fast

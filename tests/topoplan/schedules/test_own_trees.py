@@ -176,11 +176,7 @@ WRONG: list[tuple[object, str]] = [
     ([[]], r"tree 0: \[\] is not a tree; give edges"),
     ([5], "tree 0: 5 is not a tree"),
     ([[(0, 1), (1, 2)]], r"tree 0: it does not reach rank 3 \(gpu3\); a tree spans all"),
-    ([[(0, 1)]], r"tree 0: \S+ \S+ \S+ \S+ rank 2 \(gpu2\) and 1 more"),
-    (
-        [[0, 1, 2, 3], [(0, 1), (2, 3), (3, 2)]],
-        "tree 1: rank 2 is in a cycle that the root 0 does not reach",
-    ),
+    ([[0, 1, 2, 3], [(0, 1), (2, 3), (3, 2)]], "tree 1: rank 2 is in a cycle that the root 0 does not reach"),
     ([[(0, 1), (1, 2), (2, 3), (3, 0)]], "tree 0: its edges run in a cycle, so no rank is the root"),
     ([[(0, 1), (2, 3)]], "tree 0: ranks 0 and 2 both have no parent"),
     ([[(0, 1), (2, 1), (0, 3)]], "tree 0: rank 1 has two parents, 0 and 2"),
@@ -195,20 +191,15 @@ WRONG: list[tuple[object, str]] = [
         [{"rings": [0, 1, 2, 3]}],
         "tree 0: key 'rings' is unknown; known are edges, tree, chain, ring and share",
     ),
-    ([{"share": 1}], "tree 0: it has no tree"),
     ([{"ring": [0], "chain": [0]}], "tree 0: it has chain and ring"),
     ([{"chain": [0, 1, 2, 3], "share": "a half"}], "tree 0: the share 'a half' is not a number"),
     ([{"chain": [0, 1, 2, 3], "share": "1e9999999999"}], "tree 0: the share '1e9999999999' is not a number"),
-    ([{"chain": [0, 1, 2, 3], "share": 0}], "tree 0: the share 0 is not above 0"),
     ([{"chain": [0, 1, 2, 3], "share": 1.5}], "tree 0: the share 1.5 is not above 0 and at most 1"),
     ([{"chain": [0, 1, 2, 3], "share": "1/2"}], "the shares add up to 1/2, not to 1"),
     ([{"chain": [0, 1, 2, 3], "share": 0.75}] * 2, "the shares add up to 3/2, not to 1"),
     ([{"edges": [[0, 1, ["gpu0", "gpu2"]]]}], "tree 0: it does not reach"),
     ([{"edges": [[0, 1, ["gpu0", "gpu2"]], [1, 2], [2, 3]]}], "does not lead from gpu0 to gpu1"),
-    (
-        [{"edges": [[0, 1, ["gpu0", "sw", "gpu1"]], [1, 2], [2, 3]]}],
-        "crosses gpu1->sw, but no link over",
-    ),
+    ([{"edges": [[0, 1, ["gpu0", "sw", "gpu1"]], [1, 2], [2, 3]]}], "crosses gpu1->sw, but no link over"),
     ([{"edges": [[0, 1, "gpu0"], [1, 2], [2, 3]]}], "the route 'gpu0' is not a list of names of devices"),
 ]
 
@@ -250,73 +241,52 @@ def test_what_does_not_go_together_is_one_line(
         plan_from_trees("v100x4", collective, trees, **options)
 
 
-class TestCommand:
-    def test_a_file_of_trees_becomes_a_plan_that_verifies(self, run: Run, tmp_path: Path) -> None:
-        """In an object or alone; the plan file is the same."""
-        trees, made = tmp_path / "trees.json", tmp_path / "plan.json"
-        written = []
-        for value in (
-            {"format": "topoplan.trees/1", "trees": UP_AND_DOWN},
-            {"trees": UP_AND_DOWN},
-            UP_AND_DOWN,
-        ):
-            trees.write_text(json.dumps(value))
-            status, out, err = run(
-                "plan", "dgx-1v", "--gpus", "1,4,5,7", "--schedule-file", str(trees), "-o", str(made)
-            )
-            assert (status, err) == (0, "")
-            assert (
-                "rate   50 GB/s of algorithm bandwidth, 75 of bus bandwidth (optimal over nvlink, proved)"
-                in out
-            )
-            assert run("verify", str(made))[0] == 0
-            written.append(made.read_text())
-        assert len(set(written)) == 1
-        assert json.loads(written[0])["schedule"] == "own trees"
+def test_a_file_of_trees_becomes_a_plan_that_verifies(run: Run, tmp_path: Path) -> None:
+    """In an object or alone; the plan file is the same."""
+    trees, made = tmp_path / "trees.json", tmp_path / "plan.json"
+    written = []
+    for value in ({"format": "topoplan.trees/1", "trees": UP_AND_DOWN}, {"trees": UP_AND_DOWN}, UP_AND_DOWN):
+        trees.write_text(json.dumps(value))
+        command = ("plan", "dgx-1v", "--gpus", "1,4,5,7", "--schedule-file", str(trees), "-o", str(made))
+        status, out, err = run(*command)
+        assert (status, err) == (0, "")
+        assert "50 GB/s of algorithm bandwidth, 75 of bus bandwidth (optimal over nvlink, proved)" in out
+        assert run("verify", str(made))[0] == 0
+        written.append(made.read_text())
+    assert len(set(written)) == 1
+    assert json.loads(written[0])["schedule"] == "own trees"
 
-    @pytest.mark.parametrize(
-        ("text", "told"),
-        [
-            ("[[0,1", "is not JSON"),
-            ('{"tree": []}', "key 'tree' is unknown; known are format and trees"),
-            (
-                '{"format": "topoplan.plan/1", "trees": []}',
-                "format 'topoplan.plan/1' is not 'topoplan.trees/1'",
-            ),
-            ('{"trees": 3}', "holds no trees"),
-            ("[]", "trees must be a list of one tree or more"),
-            ('[{"edgs": []}]', "tree 0: key 'edgs' is unknown"),
-            ("[[0, 1, 2, 3, 4]]", "tree 0: 4 is not a rank"),
-        ],
-    )
-    def test_a_wrong_file_is_one_line(self, run: Run, tmp_path: Path, text: str, told: str) -> None:
-        trees = tmp_path / "trees.json"
-        trees.write_text(text)
-        status, out, err = run("plan", "v100x4", "--schedule-file", str(trees))
-        assert (status, out, err.count("\n"), told in err) == (2, "", 1, True)
 
-    def test_a_file_that_is_not_there_is_one_line(self, run: Run) -> None:
-        status, _, err = run("plan", "v100x4", "--schedule-file", "nowhere.json")
-        assert (status, err.count("\n")) == (2, 1)
-        assert "nowhere.json cannot be read: No such file or directory; give a file of trees" in err
-
-    @pytest.mark.parametrize(
-        ("options", "told"),
-        [
-            (("--schedule", "ring"), "--schedule ring and --schedule-file are two schedules"),
-            (
-                ("--size", "1MB"),
-                "--schedule-file is one plan without a search, so --size does not go with it",
-            ),
-            (("--mesh", "dp=2,tp=2"), "--schedule-file is for one plan and does not go with --mesh"),
-            (("--density", "0.01"), "--schedule-file does not go with --density"),
-        ],
-    )
-    def test_what_does_not_go_with_a_file(
-        self, run: Run, tmp_path: Path, options: tuple[str, ...], told: str
-    ) -> None:
-        trees = tmp_path / "trees.json"
-        trees.write_text("[[0, 1, 2, 3]]")
-        status, _, err = run("plan", "v100x4", "--schedule-file", str(trees), *options)
-        assert (status, err.count("\n")) == (2, 1)
-        assert told in err
+@pytest.mark.parametrize(
+    ("text", "options", "told"),
+    [
+        ("[[0,1", (), "is not JSON"),
+        ('{"tree": []}', (), "key 'tree' is unknown; known are format and trees"),
+        (
+            '{"format": "topoplan.plan/1", "trees": []}',
+            (),
+            "format 'topoplan.plan/1' is not 'topoplan.trees/1'",
+        ),
+        ('{"trees": 3}', (), "holds no trees"),
+        ("[]", (), "trees must be a list of one tree or more"),
+        ('[{"edgs": []}]', (), "tree 0: key 'edgs' is unknown"),
+        ("[[0, 1, 2, 3, 4]]", (), "tree 0: 4 is not a rank"),
+        (None, (), "cannot be read: No such file or directory; give a file of trees"),
+        ("", ("--schedule", "ring"), "--schedule ring and --schedule-file are two schedules"),
+        (
+            "",
+            ("--size", "1MB"),
+            "--schedule-file is one plan without a search, so --size does not go with it",
+        ),
+        ("", ("--mesh", "dp=2,tp=2"), "--schedule-file is for one plan and does not go with --mesh"),
+        ("", ("--density", "0.01"), "--schedule-file does not go with --density"),
+    ],
+)
+def test_a_wrong_file_is_one_line(
+    run: Run, tmp_path: Path, text: str | None, options: tuple[str, ...], told: str
+) -> None:
+    trees = tmp_path / "trees.json"
+    if text is not None:
+        trees.write_text(text or "[[0, 1, 2, 3]]")
+    status, out, err = run("plan", "v100x4", "--schedule-file", str(trees), *options)
+    assert (status, out, err.count("\n"), told in err) == (2, "", 1, True)

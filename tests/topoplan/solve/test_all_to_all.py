@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
@@ -55,14 +56,7 @@ def test_a_pair_of_a_known_machine_has_the_known_rate(name: str, channels: str, 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("count", "access", "pair"),
-    [
-        (2, "direct", "25/8"),
-        (2, "pcie", "3"),
-        (4, "direct", "25/24"),
-        (4, "pcie", "1"),
-        (8, "direct", "25/56"),
-    ],
+    ("count", "access", "pair"), [(2, "direct", "25/8"), (2, "pcie", "3"), (8, "direct", "25/56")]
 )
 def test_a_pair_of_a_cluster_has_the_known_rate(count: int, access: str, pair: str) -> None:
     plan = topoplan.plan(boxes(count, access), "all_to_all")
@@ -71,27 +65,17 @@ def test_a_pair_of_a_cluster_has_the_known_rate(count: int, access: str, pair: s
 
 
 def test_relays_are_worth_a_quarter_on_four_gpus() -> None:
-    """The single NVLinks are full with 25 GB/s of each pair alone; the double ones have room for others' blocks."""
-    plan = topoplan.plan("v100x4", "alltoall")
-    assert plan.height > 1
+    """Single NVLinks are full with 25 GB/s of each pair alone, double ones relay; an MI250 is five hops wide."""
     assert topoplan.one_hop("v100x4", "alltoall").rate == 100.0
-    assert plan.rate == 125.0
-
-
-def test_no_lower_paths_reach_the_rate() -> None:
-    """A relay is enough on a DGX-1V; half of an MI250 is five hops from the other."""
-    assert topoplan.plan("dgx-1v", "alltoall").height == 2
-    assert topoplan.plan("mi250", "alltoall").height == 5
-
-
-def test_the_file_of_a_plan_is_read_back_and_the_same_every_time() -> None:
-    text = topoplan.plan("dgx-1v", "alltoall").to_json()
+    plans = {name: topoplan.plan(name, "alltoall") for name in ("v100x4", "dgx-1v", "mi250")}
+    assert {name: made.height for name, made in plans.items()} == {"v100x4": 2, "dgx-1v": 2, "mi250": 5}
+    assert plans["v100x4"].rate == 125.0
+    text = plans["dgx-1v"].to_json()
     assert '"format": "topoplan.plan/2"' in text
     assert Plan.from_json(text).to_json() == text
-    assert topoplan.plan("dgx-1v", "alltoall").to_json() == text
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.one_of(direct_machines(), switched_machines()), st.data())
 def test_the_rate_is_that_of_a_linear_program(small: Topology, data: st.DataObject) -> None:
     """Of equal blocks, and of any demand."""
@@ -112,9 +96,9 @@ def test_the_rate_is_that_of_a_linear_program(small: Topology, data: st.DataObje
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(13))
+@pytest.mark.parametrize("seed", range(6))
 def test_irregular_machines_reach_a_linear_program(kind: str, seed: int) -> None:
-    """104 machines, each with equal blocks and with a random demand."""
+    """Each with equal blocks and with a random demand."""
     made = irregular(kind, seed)
     plan = topoplan.plan(made, "alltoall")
     fabric, size = Fabric(plan.topology, plan.channels), len(plan.ranks)
@@ -138,23 +122,11 @@ def test_a_demand_takes_the_time_of_its_cut() -> None:
     assert sum(shard.share for shard in plan.shards) == 8
 
 
-def test_equal_bytes_are_the_plain_all_to_all() -> None:
-    demand = [[1000] * 4] * 4
-    assert exact_rate(topoplan.plan("v100x4", "alltoall", demand=demand)) == 125
-
-
 @pytest.mark.parametrize(
     ("demand", "message"),
     [
         ([[0, -1], [1, 0]], "the demand from rank 0 to rank 1 is -1; give whole bytes, zero or more"),
-        (
-            [[0, 1], [float("nan"), 0]],
-            "the demand from rank 1 to rank 0 is nan; give whole bytes, zero or more",
-        ),
-        (
-            [[0, 1], [float("inf"), 0]],
-            "the demand from rank 1 to rank 0 is inf; give whole bytes, zero or more",
-        ),
+        ([[0, 1], [math.nan, 0]], "the demand from rank 1 to rank 0 is nan; give whole bytes, zero or more"),
         ([[0, 1.5], [1, 0]], "the demand from rank 0 to rank 1 is 1.5; give whole bytes, zero or more"),
         ([[0, 1]], "the demand has 1 rows of 2 entries for 2 ranks; give 2 rows of 2"),
         ([[0], [1, 0]], "the demand has 2 rows of 1, 2 entries for 2 ranks; give 2 rows of 2"),
@@ -180,9 +152,6 @@ def test_a_demand_that_is_none_is_refused_in_a_line(demand: list[list[float]], m
 def test_what_only_trees_have_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         topoplan.plan("dgx-1v", "alltoall", **options)  # type: ignore[arg-type]
-
-
-def test_a_demand_belongs_to_an_all_to_all() -> None:
     with pytest.raises(UsageError, match="a demand belongs to alltoall, not to allreduce"):
         topoplan.plan("dgx-1v", gpus=[0, 1], demand=[[0, 1], [1, 0]])
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-import numpy as np
 import pytest
 
 import topoplan
-from collectives import Communicator
 from tests.support.checkout import Run
 from topoplan.errors import InfeasibleError, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
@@ -41,9 +39,12 @@ def two_pairs(*, host: bool = True) -> Topology:
     return Topology("two pairs", devices, tuple(links))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("channels", ["all", "all-staged"])
-@pytest.mark.parametrize("row", KNOWN, ids=lambda row: "".join(map(str, row[0])))
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if len(row[0]) == 4 else pytest.mark.thorough) for row in KNOWN],
+    ids=lambda row: "".join(map(str, row[0])),
+)
 def test_known_optima_are_reached_and_proved(
     row: tuple[tuple[int, ...], *tuple[str, ...]], channels: str
 ) -> None:
@@ -69,14 +70,6 @@ def test_islands_take_the_wires_between_them(collective: str, alone: int, union:
     assert (made.channels, made.rate, made.gap) == (("all",), union, 0)
     assert switched_hops(made) == 0
     assert topoplan.plan(machine, collective, channels="pcie").rate == alone
-
-
-def test_islands_sum_the_same_bits_on_every_rank() -> None:
-    inputs = [np.arange(1000, dtype=np.float32) * (rank + 1) for rank in range(4)]
-    for channels in ("auto", "all-staged"):
-        with Communicator(topoplan.plan(two_pairs(), channels=channels)) as comm:
-            sums = comm.all_reduce(inputs)
-        assert all(np.array_equal(one, np.sum(inputs, axis=0)) for one in sums)
 
 
 def test_staged_copies_pass_a_cpu() -> None:

@@ -49,12 +49,9 @@ def test_the_command_that_ended_with_lengths_of_zero(
 @pytest.mark.parametrize(
     ("servers", "nics", "gpus", "method"),
     [
-        *((2, 5, (0, 13), method) for method in ("exact", "mwu")),
         *((2, 6, (0, 2, 3, 4, 5, 6, 11, 13, 15), method) for method in ("exact", "mwu")),
         *((2, 8, (0, 1, 9, 10), method) for method in ("exact", "mwu")),
         (3, 7, (2, 12, 20), "exact"),
-        (4, 8, (0, 9, 10, 18, 19, 25, 26, 31), "exact"),
-        (3, 7, (2, 12, 20), "mwu"),
         pytest.param(4, 8, (0, 9, 18, 31), "mwu", marks=pytest.mark.slow),
     ],
 )
@@ -79,9 +76,7 @@ def test_plans_fill_every_nic(
     assert plan.bound == pytest.approx(bounds[collective])
 
 
-@pytest.mark.parametrize(
-    ("servers", "rate"), [(2, Fraction(640, 3)), (3, Fraction(4800, 23)), (4, Fraction(6400, 31))]
-)
+@pytest.mark.parametrize(("servers", "rate"), [(2, Fraction(640, 3)), (3, Fraction(4800, 23))])
 def test_rings_over_shared_nics_use_all_of_them(servers: int, rate: Fraction) -> None:
     """Eight rings of 50 GB/s, each over a NIC of its own: 213.333, 208.696 and 206.452 GB/s."""
     ring = topoplan.ring(behind_shared_nics("dgx-h100", servers, gbps=400))
@@ -89,16 +84,11 @@ def test_rings_over_shared_nics_use_all_of_them(servers: int, rate: Fraction) ->
     assert len(ring.shards) == 8 * 8 * servers
 
 
-def test_rings_in_one_order_use_all_nics_too() -> None:
-    """Two GPUs behind eight NICs: eight rings there and back, 200 GB/s."""
+def test_rings_and_one_hop_trees_of_two_gpus_use_all_nics_too() -> None:
+    """Two GPUs behind eight NICs: eight rings there and back, 200 GB/s, and eight edges of trees."""
     fabric = usable_fabric(behind_shared_nics("dgx-a100", 2).subset([0, 8]))
     ring = topoplan.ring(fabric.topology)
     assert (len(ring.shards), topoplan.verify(ring).exact_rate) == (16, 200)
-
-
-def test_one_hop_trees_take_the_nic_that_is_least_full() -> None:
-    """Eight edges between the same GPUs cross eight NICs on either side."""
-    fabric = usable_fabric(behind_shared_nics("dgx-a100", 2).subset([0, 8]))
     routes = LeastLoaded(fabric)
     edges = [routes.edge("broadcast", (0,), 1, Fraction(1)) for _ in range(8)]
     crossed = Counter(device for edge in edges for device in edge.route if "nic" in device)
@@ -143,7 +133,7 @@ def narrowest(links: Links, width: Sequence[Fraction]) -> Fraction:
 
 
 @given(meshes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_widest_routes_are_those_of_all_that_networkx_lists(drawn: tuple[Fabric, list[int]]) -> None:
     """Of the shortest, and of all of which the shortest is taken; of equals the first."""
     fabric, numbers = drawn
@@ -162,7 +152,7 @@ def test_the_widest_routes_are_those_of_all_that_networkx_lists(drawn: tuple[Fab
 
 
 @given(meshes())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_stripes_carry_all_of_the_data_over_the_shortest_routes(drawn: tuple[Fabric, list[int]]) -> None:
     """What reaches a switch leaves it, and all reaches the head; where each route has a switch, by its width."""
     fabric, numbers = drawn
@@ -183,7 +173,7 @@ def test_stripes_carry_all_of_the_data_over_the_shortest_routes(drawn: tuple[Fab
 
 
 @given(meshes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_cheapest_route_is_the_cheapest_of_all(drawn: tuple[Fabric, list[int]]) -> None:
     """Between any two ranks, whatever was listed: it is one of the routes there are, and none is shorter."""
     fabric, numbers = drawn

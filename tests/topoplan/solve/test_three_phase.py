@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from fractions import Fraction
 from itertools import product
@@ -17,7 +14,6 @@ from scipy.optimize import linprog
 
 import topoplan
 from collectives import Communicator
-from tests.support.checkout import ROOT
 from tests.support.small_fabrics import COLLECTIVES, ROOTED
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster import cluster, nvswitch_cluster
@@ -58,9 +54,6 @@ def crossings(plan: Plan) -> list[list[tuple[str, int, int]]]:
     ]
 
 
-# Known answers
-
-
 @pytest.mark.parametrize(("gbps", "rate"), [(40, 5.0), (100, 12.5), (400, 50.0)])
 def test_blinks_projection_of_figure_19b(gbps: float, rate: float) -> None:
     """The NIC limits at 40 and 100 Gb/s (Blink: 5.0 and 12.3); at 400 it and two NVLinks inside (34.7, measured)."""
@@ -69,8 +62,7 @@ def test_blinks_projection_of_figure_19b(gbps: float, rate: float) -> None:
     assert topoplan.verify(plan).optimal
 
 
-@pytest.mark.parametrize("servers", [2, 3, 4, 8])
-@pytest.mark.parametrize("nic", [5.0, 12.5, 25.0, 100.0])
+@pytest.mark.parametrize(("servers", "nic"), [(2, 5.0), (3, 25.0), (8, 100.0)])
 def test_the_rate_on_equal_servers_is_blinks_formula(servers: int, nic: float) -> None:
     """min(NIC n / (2 (n - 1)), local rate), where NIC is all the bandwidth of a server: 4 GPUs on an NVSwitch."""
     fabric = nvswitch_cluster(servers, gpus=4, nic=nic)
@@ -80,14 +72,13 @@ def test_the_rate_on_equal_servers_is_blinks_formula(servers: int, nic: float) -
     assert made.exact_rate == min(4 * Fraction(nic) * servers / (2 * (servers - 1)), local)
 
 
-@pytest.mark.parametrize("servers", [2, 5])
-def test_each_server_owns_an_equal_part(servers: int) -> None:
+def test_each_server_owns_an_equal_part() -> None:
     """Of n equal servers the roots of each own 1/n of the buffer."""
-    plan = topoplan.three_phase(nvswitch_cluster(servers))
+    plan = topoplan.three_phase(nvswitch_cluster(5))
     owned: Counter[str] = Counter()
     for shard in plan.shards:
         owned[home(plan)[shard.stages[0].root]] += shard.share  # type: ignore[assignment]
-    assert set(owned.values()) == {Fraction(1, servers)}
+    assert set(owned.values()) == {Fraction(1, 5)}
 
 
 def test_what_composition_gives_up_is_said_and_bounded_by_the_general_optimum() -> None:
@@ -101,6 +92,7 @@ def test_what_composition_gives_up_is_said_and_bounded_by_the_general_optimum() 
     )
 
 
+@pytest.mark.thorough
 def test_without_the_exact_method_the_plan_says_so() -> None:
     """Two DGX-2 have 32 GPUs: the bound is from flows, and a note tells."""
     plan = topoplan.three_phase(cluster([Server(topoplan.load("dgx-2"), count=2)], nic_gbps=800))
@@ -108,6 +100,7 @@ def test_without_the_exact_method_the_plan_says_so() -> None:
     assert plan.notes[1] == "with more than 16 GPUs the exact method was not run for a lower bound"
 
 
+@pytest.mark.thorough
 def test_broadcast_over_many_servers_is_optimal_and_quick() -> None:
     """16 servers of the DGX A100 shape: 8 NICs of 25 GB/s leave the root's server; the planner composes it too."""
     fabric = nvswitch_cluster(16)
@@ -118,10 +111,7 @@ def test_broadcast_over_many_servers_is_optimal_and_quick() -> None:
     assert topoplan.verify(general).optimal
 
 
-# The shape of composed trees
-
-
-@pytest.mark.parametrize("counts", [(3, 5), (8, 4), (8, 8, 3)])
+@pytest.mark.parametrize("counts", [(3, 5), (8, 8, 3)])
 def test_every_shard_has_one_local_root_in_each_server(counts: tuple[int, ...]) -> None:
     """The edges between servers are a star of local roots, the same one up and down, on servers of any size."""
     plan = topoplan.three_phase(cluster([Server(V100S, range(count)) for count in counts], nic_gbps=100))
@@ -153,6 +143,7 @@ def test_trees_inside_servers_are_as_low_as_the_rate_allows() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [(range(3), range(3, 8)), (range(8), range(4)), (range(5), [0, 1, 2, 3, 4, 6])]
 )
+@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_nics_of_a_server_are_evenly_loaded(first: object, second: object, collective: str) -> None:
     """Each server's NICs carry equal parts, though one server has more of them than the other can feed."""
@@ -168,9 +159,6 @@ def test_nics_of_a_server_are_evenly_loaded(first: object, second: object, colle
     assert plan.gap == 0
     assert len(loads) == 4
     assert all(len(values) == 1 for values in loads.values())
-
-
-# The best of their kind
 
 
 @st.composite
@@ -294,9 +282,6 @@ def test_three_servers_of_library_machines(name: str, collective: str) -> None:
     assert checked.exact_rate <= (checked.exact_bound or 0)
 
 
-# Running, files, and choice by size
-
-
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_sums_in_the_communicator_are_exact_and_alike(collective: str) -> None:
     """3 + 5 ranks, an element count that no share divides: every rank ends with the sum, or the root's data."""
@@ -314,32 +299,12 @@ def test_sums_in_the_communicator_are_exact_and_alike(collective: str) -> None:
 
 def test_large_plans_stay_compact_and_say_the_same() -> None:
     """Templates and their images load every link as all shards written out do; the file reads back equal."""
-    plan = topoplan.three_phase(nvswitch_cluster(24))
+    plan = topoplan.three_phase(nvswitch_cluster(18))
     assert isinstance(plan.shards, ImageShards)
-    assert len(plan.shards.templates) < len(plan.shards) == 192
+    assert len(plan.shards.templates) < len(plan.shards) == 144
     fabric = Fabric(plan.topology, plan.channels)
     assert link_loads(plan.shards, fabric) == link_loads(tuple(plan.shards), fabric)
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_the_plan_does_not_depend_on_hash_seeds() -> None:
-    """Two processes with different seeds write the same file."""
-    code = (
-        "import topoplan as t; from topoplan import Server, cluster; m = t.load('dgx-1v');"
-        "print(t.three_phase(cluster([Server(m, range(3)), Server(m, range(3, 8))], nic_gbps=100)).to_json())"
-    )
-    files = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(files) == 1
-    assert '"three-phase"' in files.pop()
 
 
 def test_three_phases_compete_by_size_only_over_servers() -> None:
@@ -352,9 +317,6 @@ def test_three_phases_compete_by_size_only_over_servers() -> None:
     assert any(
         note.startswith("no three phases: three phases need the GPUs of s0 connected") for note in notes
     )
-
-
-# What is refused
 
 
 def test_one_server_is_refused() -> None:
@@ -373,15 +335,6 @@ def test_servers_that_are_no_stars_are_composed_first(collective: str) -> None:
     made = topoplan.plan(machine, collective, root=0 if collective in ROOTED else None)
     assert (made.gap, made.schedule, made.method) == (0, "three-phase", "exact")
     assert topoplan.verify(made).rate == made.rate
-
-
-def test_stars_are_told_from_meshes() -> None:
-    """GPUs on one NVSwitch hang on a star; dies with wires between them, or GPUs on a tree of switches, do not."""
-    mesh = cluster([Server(topoplan.load("mi250"), count=2)], nic_gbps=128, nics=8, nic_access="direct")
-    tree = cluster([Server(V100S, count=2)], nic_gbps=100)
-    assert FabricServers(Fabric(nvswitch_cluster(2), ("nvlink", "network"))).stars
-    assert not FabricServers(Fabric(mesh, ("nvlink", "network"))).stars
-    assert not FabricServers(Fabric(tree, ("pcie", "network"))).stars
 
 
 def test_a_server_that_is_not_connected_inside_is_refused() -> None:

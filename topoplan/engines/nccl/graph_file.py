@@ -4,8 +4,8 @@ Inside a server NCCL runs rings, and as its tree a chain: the GPUs of a channel 
 down. It cannot run packed trees. Each channel gets an equal part of the buffer, so a share becomes a number of equal
 channels. Both graphs, ring (id 0) and tree (id 1), have equally many channels: NCCL uses the smaller number of the two
 and drops the rest. ``speedintra`` is such that NCCL's own arithmetic gives the rate computed here, at its own rates of
-NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees. `topoplan.schedules.nccl` finds
-the best rings and chains.
+NVLink: channels x speed x N / (2 (N - 1)) for rings, channels x speed / 2 for trees. `topoplan.schedules.nccl_search`
+finds the best rings and chains.
 ``dev`` is a GPU's NVML index, in hexadecimal (see `topoplan.engines.nccl.identities`). Sources: ``src/graph/search.cc``
 (``ncclTopoGetGraphFromXml``), ``connect.cc`` and ``src/init.cc`` of NCCL, whose release 2.30 took such files whole.
 Deliberately absent: NVLS and CollNet, which NCCL finds itself and may prefer (``NCCL_ALGO=Ring`` or ``Tree`` insists),

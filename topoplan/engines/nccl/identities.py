@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from topoplan.engines.nccl.xml_tree import NcclHostTree
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.hardware import socket_bandwidth
-from topoplan.machine.host import bus_id, plain_bus_id
+from topoplan.machine.host_topology import bus_id, plain_bus_id
 from topoplan.machine.topology import Device, Topology
 
 _INTEL, _AMD = "GenuineIntel", "AuthenticAMD"

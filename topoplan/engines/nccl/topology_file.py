@@ -40,10 +40,9 @@ from topoplan.machine.hardware import (
     xgmi_bandwidth,
 )
 from topoplan.machine.host_topology import SWITCH
-from topoplan.machine.notes import listed
 from topoplan.machine.topology import Device, Topology
 from topoplan.reading.nccl.topology_elements import XmlElement
-from topoplan.units import exact
+from topoplan.units import exact, listed
 
 _KEPT_FACTS = {
     "gpu": {"gcn", "pci", "sm"},

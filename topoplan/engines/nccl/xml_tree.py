@@ -22,10 +22,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import UsageError
-from topoplan.machine.notes import listed
 from topoplan.machine.topology import Link, Topology
 from topoplan.reading.nccl.topology_elements import XmlElement
-from topoplan.units import exact, nearest_float
+from topoplan.units import exact, listed, nearest_float
 
 _CLIMBING = {"gpu", "nic", "pcie"}
 

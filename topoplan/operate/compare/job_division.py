@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import ALL, CHANNEL_CHOICES, Fabric
-from topoplan.machine.fabric_structure import machine_labelled_graph
+from topoplan.machine.fabric_structure import components, machine_labelled_graph
 from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.operate.compare.allocations import (
     Groups,
@@ -36,7 +36,6 @@ from topoplan.operate.compare.allocations import (
 from topoplan.operate.compare.recommendation import Progress, RankedSets
 from topoplan.plans.build import Allocation
 from topoplan.plans.loads import link_loads
-from topoplan.plans.permutation_groups import components
 from topoplan.plans.plan import COLLECTIVES, Plan, check_collective
 from topoplan.solve.mesh_planner import rate_together
 from topoplan.solve.planner import plan

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from topoplan.errors import UsageError
-from topoplan.machine.notes import kind_of, warnings_first
+from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.machine.topology import Device, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import representative_servers
 from topoplan.operate.diagnosis import machine_warnings

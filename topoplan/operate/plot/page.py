@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import topoplan
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, UsageError, warnings_first
 from topoplan.machine.fabric import channel_words
-from topoplan.machine.notes import warnings_first
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import nic_name
 from topoplan.model.closed_form import clock

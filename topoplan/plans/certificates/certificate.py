@@ -46,6 +46,7 @@ class Certificate(ABC):
 
     __slots__ = ()
     kind: ClassVar[str]
+    of_entries: ClassVar[bool] = False
 
     @abstractmethod
     def bound(self, fabric: Fabric, collective: str, root: int | None) -> Fraction:
@@ -105,6 +106,8 @@ def register_certificate(kind: Kind) -> Kind:
 
 def certificate_from_object(item: object) -> Certificate:
     """Read the certificate of a plan file; PlanError if its kind is unknown, or a key is missing or of a wrong type."""
+    import topoplan.plans.certificates.exchange  # noqa: F401, which registers further kinds
+
     value = read_object(item, "certificate")
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -61,7 +61,7 @@ from topoplan.plans.certificates.forest_length import (
 )
 from topoplan.plans.json_values import read_fraction, read_list, read_text, read_texts, read_whole
 from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
-from topoplan.plans.shards import Shard, Stage, shard_counts
+from topoplan.plans.shards import Shard, Stage, path_ends, shard_counts
 from topoplan.units import format_seconds, shown
 
 DemandMatrix = tuple[tuple[int, ...], ...]
@@ -151,21 +151,6 @@ class Demand(Certificate):
             raise PlanError("the certificate's demand must be zero or more bytes, and some above")
 
 
-def path_ends(shard: Shard) -> tuple[int, int]:
-    """Return source and destination of a shard of an all-to-all; PlanError if its tree is not a path."""
-    if len(shard.stages) != 1 or shard.stages[0].op != "broadcast" or shard.stages[0].entries is not None:
-        raise PlanError(
-            "must have one stage, a broadcast of elements, along which a block of an alltoall goes"
-        )
-    stage = shard.stages[0]
-    at = stage.root
-    for edge in stage.top_down():
-        if edge.parent != at:
-            raise PlanError(f"branches at rank {edge.parent}; a block of an alltoall takes a path")
-        at = edge.child
-    return stage.root, at
-
-
 LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
 """Range of the bytes of entries for each byte of a shard."""
 
@@ -174,6 +159,7 @@ class SparseCertificate(Certificate):
     """The bound of a plan that moves entries."""
 
     __slots__ = ()
+    of_entries: ClassVar[bool] = True
 
     @abstractmethod
     def suppose(self, shards: Sequence[Shard], fabric: Fabric) -> None:
@@ -431,15 +417,6 @@ class Steiner(Lengths):
         return lightest_forest(fabric, [int(value * scale) for value in length], collective, root) / scale
 
 
-def inner_devices(fabric: Fabric, op: str) -> tuple[str, ...]:
-    """Return the devices that are not ranks and may be inner vertices of a tree of this kind, reduce or broadcast."""
-    merging = fabric.adding if op == "reduce" else fabric.copying
-    return (
-        *fabric.helpers,
-        *(name for name in fabric.nodes if name in merging and name not in fabric.helpers),
-    )
-
-
 def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root: int | None) -> Fraction:
     """Return the length of the cheapest forest of a collective whose trees may pass inner vertices.
 
@@ -455,7 +432,7 @@ def lightest_forest(fabric: Fabric, length: Sequence[int], collective: str, root
     def beside(names: Iterable[str]) -> set[int]:
         return {part[state] for name in names for state in states[name]} - set(where)
 
-    inner = {op: beside(inner_devices(fabric, op)) for op in ("reduce", "broadcast")}
+    inner = {op: beside(fabric.inner_devices(op)) for op in ("reduce", "broadcast")}
     vertices = [*where, *sorted(inner["reduce"] | inner["broadcast"])]
     place = {vertex: number for number, vertex in enumerate(vertices)}
     no_arc = (sum(length) + 1) * len(vertices)

@@ -1,9 +1,9 @@
 """Length of the cheapest forest that one byte of a collective can use when every link has a length.
 
-It turns any lengths into a bound (`topoplan.plans.certificates.Lengths`): distances between ranks over any routes
-(`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds 1967), in
-integers of any size. Devices at distance zero from each other both ways are contracted: a server whose inner links have
-no length counts as a single vertex.
+It turns any lengths into a bound (`topoplan.plans.certificates.certificate.Lengths`): distances between ranks over any
+routes (`topoplan.machine.routing`; Dijkstra 1959), then the shortest spanning arborescences (Chu-Liu 1965, Edmonds
+1967), in integers of any size. Devices at distance zero from each other both ways are contracted: a server whose inner
+links have no length counts as a single vertex.
 
 Beyond `MOST_VERTICES` vertices the sum of the distances from the nearest other rank replaces the length of an
 arborescence: it is never longer, so the bound holds, and it is equal if all ranks are equivalent.

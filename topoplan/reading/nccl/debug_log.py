@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from topoplan.machine.host import plain_bus_id
+from topoplan.machine.host_topology import plain_bus_id
 from topoplan.reading.nccl.perf_text import ENDLESS, LoggedRank, log_lines, split_label
 
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")

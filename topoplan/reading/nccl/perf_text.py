@@ -34,7 +34,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from topoplan.machine.host import plain_bus_id
+from topoplan.machine.host_topology import plain_bus_id
 from topoplan.units import format_size
 
 _ESCAPE = re.compile(

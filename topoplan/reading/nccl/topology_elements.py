@@ -30,9 +30,9 @@ from topoplan.machine.hardware import (
     pcie_bandwidth,
     socket_bandwidth,
 )
-from topoplan.machine.host import HostCpu, PciDevice, bus_id
-from topoplan.machine.notes import listed
+from topoplan.machine.host_topology import HostCpu, PciDevice, bus_id
 from topoplan.machine.topology import FASTEST, SLOWEST, facts
+from topoplan.units import listed
 
 LARGEST_TEXT = 16_000_000
 """Bytes of text that are parsed."""

@@ -19,8 +19,15 @@ from fractions import Fraction
 
 from topoplan.errors import TopologyError
 from topoplan.machine.hardware import checked_rate, gcn_name, nvlink_bandwidth, xgmi_bandwidth
-from topoplan.machine.host import Host, HostGpu, HostNic, NvlinkBundle, bus_id, bus_id_order
-from topoplan.machine.host_topology import host_topology
+from topoplan.machine.host_topology import (
+    Host,
+    HostGpu,
+    HostNic,
+    NvlinkBundle,
+    bus_id,
+    bus_id_order,
+    host_topology,
+)
 from topoplan.machine.topology import FASTEST, MOST_WIRES, Topology, facts
 from topoplan.reading.nccl.topology_elements import (
     Findings,

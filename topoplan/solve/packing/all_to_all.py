@@ -26,9 +26,8 @@ from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import Note, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.notes import Note
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Certificate, Cut, OneFabric
 from topoplan.plans.certificates.exchange import Demand, DemandMatrix

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import Note, PlanError, UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.notes import Note
 from topoplan.plans.certificates.certificate import Certificate, Lengths
 from topoplan.plans.shards import Shard
 from topoplan.solve.cuts_and_partitions import best_bound
@@ -43,9 +42,6 @@ from topoplan.solve.search_control import (
     deadline_of,
     time_limit_note,
 )
-
-ORDERS = ("height", "trees", "first")
-"""Objectives that come first among packings of equal rate."""
 
 FIRST_HEIGHTS = 3
 """Heights that are tried before trees of any height."""

@@ -3,8 +3,8 @@
 The fabric is packed with its helpers and copying or adding switches as vertices of trees beside the ranks. Column
 generation prices cheapest Steiner trees (`topoplan.plans.minimum_trees`): trees that lead down may pass helpers and
 copying switches, trees that lead up helpers and adding switches, and an allreduce may have its root at a helper. The
-duals are the certificate (`topoplan.plans.certificates.Steiner`). In the plan a switch is again part of routes, and
-helpers are numbered after the ranks.
+duals are the certificate (`topoplan.plans.certificates.exchange.Steiner`). In the plan a switch is again part of
+routes, and helpers are numbered after the ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from topoplan.errors import PlanError
+from topoplan.errors import Note, PlanError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.notes import Note
 from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import OneFabric
-from topoplan.plans.certificates.exchange import Steiner, inner_devices
+from topoplan.plans.certificates.exchange import Steiner
 from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_steiner_tree
 from topoplan.plans.plan import TREES, Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
@@ -29,12 +28,6 @@ from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressC
 from topoplan.solve.packing.packing_program import Packing, Parents, Pricing, TreeColumn, rounded_lengths
 from topoplan.solve.route_table import FabricOrbits
 from topoplan.solve.search_control import Deadline, RandomStream, time_limit_note
-
-MOST_RANKS = 64
-"""Ranks up to which trees are packed over inner vertices."""
-
-MOST_INNER = 16
-"""Inner vertices other than helpers up to which trees are packed over them."""
 
 LONGEST = 1 << 30
 """Lengths of rows are rounded to whole numbers up to this one."""
@@ -74,7 +67,7 @@ class InnerPacking(Packing):
 
     def inner(self, op: str) -> list[int]:
         """Return the vertices that a tree of this kind may pass."""
-        return [self.fabric.ranks.index(name) for name in inner_devices(self.own, op)]
+        return [self.fabric.ranks.index(name) for name in self.own.inner_devices(op)]
 
 
 @dataclass(frozen=True)
@@ -100,16 +93,9 @@ class InnerPricing(Pricing):
         return dict(zip(made, packing.trees(made.values(), routes), strict=True))
 
 
-def has_inner_vertices(fabric: Fabric) -> bool:
-    """Return whether trees of a fabric may pass devices other than ranks, few enough for this packing."""
-    inner = {name for op in ("reduce", "broadcast") for name in inner_devices(fabric, op)}
-    few = len(inner) - len(fabric.helpers) <= MOST_INNER
-    return bool(inner) and few and 1 < fabric.size <= MOST_RANKS
-
-
 def with_inner_vertices(fabric: Fabric) -> Fabric:
     """Return the fabric with helpers, and then switches that copy or add, as further ranks after its own."""
-    inner = [name for op in ("reduce", "broadcast") for name in inner_devices(fabric, op)]
+    inner = [name for op in ("reduce", "broadcast") for name in fabric.inner_devices(op)]
     order = dict.fromkeys((*fabric.ranks, *fabric.helpers, *inner))
     topology = fabric.topology
     vertices = [
@@ -132,8 +118,8 @@ def plan_over_inner_vertices(
 ) -> Plan:
     """Return the best plan whose trees may pass helpers, and switches that copy or add, with its certificate.
 
-    `has_inner_vertices` holds for the fabric. A ``known`` plan for it is kept if no better one is found, with the
-    stronger certificate of both.
+    `topoplan.solve.planner.has_inner_vertices` holds for the fabric. A ``known`` plan for it is kept if no better one
+    is found, with the stronger certificate of both.
     """
     wide = with_inner_vertices(fabric)
     packing = InnerPacking(wide, collective, root, _symmetry(fabric, wide, root), fabric)

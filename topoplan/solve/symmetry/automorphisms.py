@@ -19,8 +19,7 @@ from math import lcm, prod
 
 import numpy as np
 
-from topoplan.machine.fabric_structure import Integers, LabelledGraph
-from topoplan.plans.permutation_groups import group_elements, orbits
+from topoplan.machine.fabric_structure import Integers, LabelledGraph, group_elements, orbits
 
 MOST_INDIVIDUALISED = 16
 """Most pairs of nodes that are individualised after the ranks."""

@@ -16,9 +16,8 @@ from itertools import groupby
 import numpy as np
 
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import Integers, LabelledGraph
+from topoplan.machine.fabric_structure import Integers, LabelledGraph, components
 from topoplan.machine.topology import DEVICE_KINDS
-from topoplan.plans.permutation_groups import components
 
 MOST_BANDWIDTHS = 8
 """Different bandwidths of direct links up to which their thickness makes blocks."""

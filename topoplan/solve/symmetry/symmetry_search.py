@@ -28,13 +28,15 @@ import numpy as np
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import Integers, LabelledGraph, labelled_graph_of
-from topoplan.plans.permutation_groups import (
+from topoplan.machine.fabric_structure import (
     LARGEST_TABLE,
+    Integers,
+    LabelledGraph,
     Permutation,
     colours_with_fixed,
     components,
     group_order,
+    labelled_graph_of,
     orbits,
 )
 from topoplan.solve.symmetry.automorphisms import (
@@ -494,7 +496,7 @@ def find_symmetry(
     Examples
     --------
     >>> import topoplan
-    >>> from topoplan.plans.permutation_groups import group_order, link_orbits
+    >>> from topoplan.machine.fabric_structure import group_order, link_orbits
     >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
     >>> generators = find_symmetry(fabric)
     >>> group_order(generators, 64), sorted(set(link_orbits(fabric, generators).tolist()))

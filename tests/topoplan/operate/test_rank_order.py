@@ -56,7 +56,7 @@ def hosts_below(network: NodeNetwork, switch: str) -> set[str]:
 
 
 @given(seed=st.integers(0, 10_000), hosts=st.integers(3, 7), oversubscription=st.sampled_from([1, 2, 3, 8]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8)
 def test_a_ring_on_a_tree_is_as_fast_as_the_uplink_that_is_crossed_most(
     seed: int, hosts: int, oversubscription: int
 ) -> None:
@@ -77,15 +77,10 @@ def test_a_ring_on_a_tree_is_as_fast_as_the_uplink_that_is_crossed_most(
     assert float(loads.rates(order).ring) == pytest.approx(min(limits))
 
 
-@pytest.mark.parametrize("servers", [2, 3, 5, 8])
+@pytest.mark.parametrize("servers", [2, 5, pytest.param(8, marks=pytest.mark.thorough)])
 def test_rates_are_those_of_nccls_ring_and_tree_as_plans(servers: int) -> None:
-    machine = cluster(
-        [Server("dgx-h100", count=servers)],
-        nic_gbps=400,
-        network="fat-tree",
-        leaf_size=2,
-        oversubscription=4,
-    )
+    boxes = [Server("dgx-h100", count=servers)]
+    machine = cluster(boxes, nic_gbps=400, network="fat-tree", leaf_size=2, oversubscription=4)
     rates = HopLoads(machine).rates(range(8 * servers))
     assert float(rates.tree or 0) == pytest.approx(nccl_tree(machine).rate)
     ranks = 8 * servers
@@ -105,15 +100,10 @@ def by_all_orders(machine: Topology) -> Fraction:
     return max(loads.rates((0, *rest)).ring for rest in permutations(range(1, loads.size)))
 
 
-@given(machine=direct_machines(most=6))
-@settings(max_examples=25, deadline=None)
-def test_the_best_order_of_wired_gpus_is_the_best_of_all(machine: Topology) -> None:
-    agrees_with_all_orders(machine)
-
-
-@given(machine=switched_machines())
-@settings(max_examples=25, deadline=None)
-def test_the_best_order_behind_switches_is_the_best_of_all(machine: Topology) -> None:
+@given(machine=direct_machines(most=6) | switched_machines())
+@settings(max_examples=25)
+def test_the_best_order_is_the_best_of_all(machine: Topology) -> None:
+    """Of wired GPUs and behind switches."""
     agrees_with_all_orders(machine)
 
 
@@ -136,7 +126,7 @@ def agrees_with_all_orders(machine: Topology) -> None:
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6)
 def test_the_best_order_of_hosts_in_a_tree_is_the_best_of_all(seed: int) -> None:
     pick = Random(seed)
     network = tree_network(pick, pick.randint(3, 6))
@@ -144,7 +134,7 @@ def test_the_best_order_of_hosts_in_a_tree_is_the_best_of_all(seed: int) -> None
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4)
 def test_scattered_ranks_of_two_servers_are_gathered_as_well_as_by_any_order(seed: int) -> None:
     pick = Random(seed)
     machine = cluster(
@@ -171,15 +161,22 @@ def test_eight_hosts_in_a_tree_in_all_orders_of_ring_and_tree(seed: int) -> None
     assert found.after.merit == max(loads.rates(order).merit for order in permutations(range(7)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(6))
 def test_more_hosts_than_can_be_listed_meet_the_bound_on_a_tree(seed: int) -> None:
-    """Side by side on leaves and in pods every uplink is crossed once each way, which no ring can do without."""
+    """Side by side on leaves and in pods every uplink is crossed once each way, which no ring can do without.
+
+    So too with switches below switches at random, and hosts on any of them.
+    """
     pick = Random(seed)
-    machine = tree_of_hosts(tree_network(pick, 20), oversubscription=4)
-    found = best_order(machine, given=pick.sample(range(20), 20))
-    assert found.after.ring == found.bound
-    assert found.proof == MEETS_BOUND
-    assert found.after.merit >= found.before.merit
+    switches = [("top", "")] + [(f"sw{n}", "top" if n < 2 else f"sw{pick.randrange(n)}") for n in range(9)]
+    nodes = tuple((f"h{number}", pick.choice(switches)[0]) for number in range(18))
+    for network in (tree_network(pick, 20), NodeNetwork("deep", tuple(switches), nodes)):
+        machine = tree_of_hosts(network, oversubscription=4)
+        found = best_order(machine, given=pick.sample(range(len(machine.gpus)), len(machine.gpus)))
+        assert found.after.ring == found.bound
+        assert found.proof == MEETS_BOUND
+        assert found.after.merit >= found.before.merit
 
 
 def rings(found: RankOrder) -> tuple[float, float]:
@@ -204,15 +201,15 @@ def test_double_links_of_a_dgx_1v_make_a_ring_and_mi250_has_one_over_its_links()
 
 
 def test_alternating_leaves_cost_what_their_oversubscription_says() -> None:
-    """Hosts in turns on two leaves: 8 hops cross in place of 2, over uplinks a quarter as wide as what is below."""
+    """Hosts in turns on two leaves: 8 hops cross in place of 2, over uplinks a quarter as wide as what is below.
+
+    8 NICs of 50 GB/s a node: uplinks of 4 x 400 / 4 GB/s, crossed 4 times each way, then once.
+    """
     nodes = tuple((f"n{number}", f"leaf{number % 2}") for number in range(8))
     network = NodeNetwork("two leaves", (("leaf0", "top"), ("leaf1", "top"), ("top", "")), nodes)
-    h100 = topoplan.load("dgx-h100")
-    machine = cluster_of_nodes(
-        network, {node: h100 for node, _ in nodes}, nic_gbps=400, nic_access="direct", oversubscription=4
-    )
+    machines = {node: topoplan.load("dgx-h100") for node, _ in nodes}
+    machine = cluster_of_nodes(network, machines, nic_gbps=400, nic_access="direct", oversubscription=4)
     found = best_order(machine)
-    # 8 NICs of 50 GB/s a node: uplinks of 4 x 400 / 4 GB/s, crossed 4 times each way, then once.
     assert rings(found) == (100, 400)
     assert (float(found.before.between_switches), float(found.after.between_switches)) == (16, 4)
     assert found.proof == MEETS_BOUND
@@ -237,37 +234,13 @@ def test_hosts_without_a_switch_in_between_are_visited_along_their_cables() -> N
     assert found.after.ring == found.bound == Fraction(25, 2)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_leaves_of_any_depth_are_crossed_once(seed: int) -> None:
-    """Switches below switches at random, hosts on any of them: the ring still meets the bound of its uplinks."""
-    pick = Random(seed)
-    switches = [("top", "")] + [(f"sw{n}", "top" if n < 2 else f"sw{pick.randrange(n)}") for n in range(9)]
-    nodes = tuple((f"h{number}", pick.choice(switches)[0]) for number in range(18))
-    machine = tree_of_hosts(NodeNetwork("deep", tuple(switches), nodes), oversubscription=2)
-    found = best_order(machine, given=pick.sample(range(18), 18))
-    assert found.proof == MEETS_BOUND
-    assert found.after.ring > found.before.ring
-
-
 def test_levels_of_a_fat_tree_are_hosts_leaves_pods_and_all() -> None:
     levels = near_servers(HopLoads(topoplan.load("fat-tree:4")))
     assert [len(level) for level in levels] == [16, 8, 4, 1]
     assert levels[1][0] == (0, 1)
-
-
-def test_the_bound_holds_for_rings_that_plans_run() -> None:
     for name in ("dgx-1p", "dgx-2", "pcie-x8", "mi300x"):
-        machine = topoplan.load(name)
-        loads = HopLoads(machine)
+        loads = HopLoads(topoplan.load(name))
         assert loads.rates(range(loads.size)).ring <= ring_bound(loads)
-
-
-def test_the_same_order_every_time() -> None:
-    def once() -> RankOrder:
-        machine = tree_of_hosts(tree_network(Random(5), 12), oversubscription=2)
-        return best_order(machine, given=Random(1).sample(range(12), 12))
-
-    assert once() == once()
 
 
 def test_what_is_no_order_is_refused() -> None:

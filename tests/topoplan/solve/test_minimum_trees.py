@@ -1,4 +1,4 @@
-"""Low trees: near the exact tables, as low as asked; and the packings of more than nine ranks that they lead to."""
+"""Cheapest trees with and without a limit on the height: against every tree, networkx and the exact tables."""
 
 from __future__ import annotations
 
@@ -12,23 +12,150 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import topoplan
-from tests.support.small_fabrics import both_ways, machine
+from tests.support.small_fabrics import both_ways, height_of, machine, parents_of_trees
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
-from topoplan.plans.minimum_trees import UNREACHABLE, HopLimitedTrees, cheapest_arborescence
+from topoplan.plans.certificates.forest_length import cheapest_forest
+from topoplan.plans.minimum_trees import (
+    UNREACHABLE,
+    HopLimitedTrees,
+    cheapest_arborescence,
+    cheapest_spanning_tree,
+)
 from topoplan.plans.plan import Plan
 from topoplan.solve.hop_constrained_search import low_arborescences, lowest_heights
-from topoplan.solve.packing.packing_program import Packing
+from topoplan.solve.packing.packing_program import Packing, Pricing, length_of
+
+Matrix = list[list[int]]
+
+
+@st.composite
+def costs(draw: st.DrawFn, *, least: int = 2, most: int = 5, largest: int = 9) -> Matrix:
+    """Row u, column v: what the arc from u to v costs; ties are frequent."""
+    size = draw(st.integers(least, most))
+    row = st.lists(st.integers(0, largest), min_size=size, max_size=size)
+    return draw(st.lists(row, min_size=size, max_size=size))
+
+
+def total(cost: Matrix, parent: dict[int, int]) -> int:
+    return sum(cost[u][v] for v, u in parent.items())
+
+
+def transposed(cost: Matrix) -> Matrix:
+    return [list(column) for column in zip(*cost, strict=True)]
+
+
+@given(costs(), st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_limited_trees_are_the_cheapest_of_all_trees_of_that_height(cost: Matrix, height: int) -> None:
+    """For every root, the cost is the least over all listed trees, and the tree has that cost and height."""
+    tables = HopLimitedTrees(np.array(cost, dtype=np.int64), height)
+    for root in range(len(cost)):
+        listed = [t for t in parents_of_trees(len(cost), root) if height_of(t, root) <= height]
+        assert tables.costs[root] == min(total(cost, tree) for tree in listed)
+        parent = {child: up for up, child in tables.tree(root)}
+        assert sorted(parent) == [v for v in range(len(cost)) if v != root]
+        assert height_of(parent, root) <= height
+        assert total(cost, parent) == tables.costs[root]
+
+
+@given(costs(most=4), st.data())
+@settings(max_examples=40, deadline=None)
+def test_missing_arcs_are_not_used(cost: Matrix, data: st.DataObject) -> None:
+    """Trees keep to the arcs that exist; where no tree of that height does, the cost is `UNREACHABLE`."""
+    size = len(cost)
+    missing = data.draw(st.sets(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1))))
+    height = data.draw(st.integers(1, size))
+    table = np.array(cost, dtype=np.int64)
+    for u, v in missing:
+        table[u, v] = UNREACHABLE
+    tables = HopLimitedTrees(table, height)
+    for root in range(size):
+        listed = [
+            total(cost, tree)
+            for tree in parents_of_trees(size, root)
+            if height_of(tree, root) <= height and not any((u, v) in missing for v, u in tree.items())
+        ]
+        if listed:
+            assert tables.costs[root] == min(listed)
+            assert not set(tables.tree(root)) & missing
+        else:
+            assert tables.costs[root] == UNREACHABLE
+
+
+@given(costs(most=7, largest=20))
+@settings(max_examples=40, deadline=None)
+def test_three_ways_to_the_cheapest_arborescence_agree(cost: Matrix) -> None:
+    """The packer's tree, the checker's length and networkx, from every root; for few ranks every tree is listed."""
+    size = len(cost)
+    graph = nx.DiGraph()
+    graph.add_weighted_edges_from((u, v, cost[u][v]) for u in range(size) for v in range(size) if u != v)
+    for root in range(size):
+        parent = cheapest_arborescence(transposed(cost), root)
+        assert parent[root] == -1
+        tree = {v: u for v, u in enumerate(parent) if v != root}
+        assert height_of(tree, root) < size
+        from_root = graph.copy()
+        from_root.remove_edges_from(list(graph.in_edges(root)))
+        other = nx.minimum_spanning_arborescence(from_root)
+        assert total(cost, tree) == cheapest_forest(cost, "broadcast", root) == other.size("weight")
+        assert size > 4 or total(cost, tree) == min(total(cost, one) for one in parents_of_trees(size, root))
+
+
+@pytest.mark.parametrize("wide", [1e300, 3**700])
+def test_lengths_hundreds_of_orders_of_magnitude_apart_keep_their_precision(wide: float) -> None:
+    """The trap of weights shifted by their maximum: beside one wide arc, 1 and 2 still differ, cycles included."""
+    missing = wide * 4
+    by_head = [[0, missing, missing, missing], [wide, 0, 2, 1], [missing, 1, 0, 2], [wide * 2, 2, 1, 0]]
+    assert cheapest_arborescence(by_head, 0) == [-1, 0, 1, 2]
+    by_head[1][0] = wide * 3
+    assert cheapest_arborescence(by_head, 0) == [-1, 3, 1, 0]
+
+
+@given(costs(most=8, largest=20))
+@settings(max_examples=40, deadline=None)
+def test_prim_finds_the_cheapest_spanning_tree(cost: Matrix) -> None:
+    """On symmetric costs, with ties, against networkx."""
+    size = len(cost)
+    parent = cheapest_spanning_tree([[cost[min(u, v)][max(u, v)] for v in range(size)] for u in range(size)])
+    assert parent[0] == -1
+    ours = sum(cost[min(u, v)][max(u, v)] for v, u in enumerate(parent) if v)
+    graph = nx.Graph()
+    graph.add_weighted_edges_from((u, v, cost[u][v]) for u in range(size) for v in range(u + 1, size))
+    assert ours == nx.minimum_spanning_tree(graph).size("weight")
+    assert nx.is_tree(nx.Graph([(u, v) for v, u in enumerate(parent) if v]))
+
+
+@pytest.mark.parametrize(("collective", "height"), [("allreduce", None), ("broadcast", 2), ("allgather", 2)])
+def test_the_oracle_prices_huge_lengths_like_small_ones(collective: str, height: int | None) -> None:
+    """Lengths times 2^90 give the same columns, and lengths of columns times 2^90, exactly."""
+    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    packing = Packing(fabric, collective, 5 if collective in ("broadcast", "reduce") else None)
+    oracle = Pricing(packing, height)
+    rng = np.random.Generator(np.random.PCG64(11))
+    lengths = rng.integers(0, 1 << 20, len(packing.limits)).tolist()
+    small = oracle.cheapest(lengths)
+    huge = [y << 90 for y in lengths]
+    wide = oracle.cheapest(huge)
+    assert small == wide
+    for place, column in small.items():
+        length = length_of(column, lengths)
+        assert length_of(wide[place], huge) == length << 90
+        assert column.root == packing.roots[place]
+        assert length == int(np.array(column.usage) @ np.array(lengths))
+        assert height is None or column.height <= height
+
+
+def test_the_oracle_offers_nothing_where_no_tree_is_low_enough() -> None:
+    """On the path gpu1 - gpu0 - gpu3 no star has its centre at an end."""
+    fabric = Fabric(topoplan.load("dgx-1p").subset([1, 0, 4]), ("nvlink",))
+    packing = Packing(fabric, "allgather", None)
+    lengths = [1] * len(fabric.links)
+    assert sorted(Pricing(packing, 1).cheapest(lengths)) == [0]
+    assert sorted(Pricing(packing, 2).cheapest(lengths)) == [0, 1, 2]
+
 
 Costs = NDArray[np.int64]
-
-MI250 = {
-    **dict.fromkeys([(0, 1), (4, 5), (8, 9), (10, 11), (2, 3), (6, 7), (12, 13), (14, 15)], 4),
-    **dict.fromkeys([(0, 4), (8, 12), (3, 7), (11, 15)], 2),
-    **dict.fromkeys([(0, 8), (1, 5), (1, 9), (1, 10), (4, 6), (5, 6), (5, 7), (9, 2), (9, 13)], 1),
-    **dict.fromkeys([(10, 2), (10, 14), (2, 6), (3, 11), (12, 14), (13, 14), (13, 15)], 1),
-}
-"""Links of 50 GB/s between the 16 dies of an AMD MI250 server; the farthest are five hops apart."""
 
 
 def direct(pairs: dict[tuple[int, int], int], unit: float) -> Topology:
@@ -42,7 +169,7 @@ def torus(rows: int, columns: int) -> Topology:
     return direct({(i * columns + j, k * columns + m): 1 for i, j, k, m in steps}, 10.0)
 
 
-def total(cost: Costs, parent: list[int]) -> int:
+def weight(cost: Costs, parent: list[int]) -> int:
     return sum(int(cost[up, v]) for v, up in enumerate(parent) if up >= 0)
 
 
@@ -117,7 +244,7 @@ def test_low_trees_are_nearly_as_cheap_as_the_exact_tables(kind: str, height: in
             assert (parent is None) == (optimum[root] >= UNREACHABLE)
             if parent is not None:
                 check_tree(cost, parent, root, height)
-                found.append(total(cost, parent))
+                found.append(weight(cost, parent))
                 best.append(int(optimum[root]))
     assert all(a >= b for a, b in zip(found, best, strict=True))
     assert sum(found) <= 1.01 * sum(best)
@@ -125,7 +252,7 @@ def test_low_trees_are_nearly_as_cheap_as_the_exact_tables(kind: str, height: in
 
 
 @given(st.integers(2, 14), st.integers(1, 6), st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_there_is_a_tree_exactly_where_no_rank_is_too_far(size: int, height: int, seed: int) -> None:
     """networkx's eccentricities decide; the tree spans all ranks within the height."""
     cost = sparse_costs(np.random.default_rng(seed), size)
@@ -139,20 +266,20 @@ def test_there_is_a_tree_exactly_where_no_rank_is_too_far(size: int, height: int
 
 
 @given(st.integers(3, 14), st.integers(0, 1 << 30), st.sampled_from(["random", "sparse", "metric"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_without_a_limit_that_matters_the_tree_is_the_unlimited_optimum(
     size: int, seed: int, kind: str
 ) -> None:
     """Height N - 1 (3 at least): as cheap as Chu, Liu and Edmonds."""
     cost = DRAWS[kind](np.random.default_rng(seed), size)
-    free = total(cost, cheapest_arborescence(cost.T.tolist(), 0))
+    free = weight(cost, cheapest_arborescence(cost.T.tolist(), 0))
     low = low_arborescences(cost, [0], max(3, size - 1), effort=0)[0]
     assert low is not None
-    assert total(cost, low) == free
+    assert weight(cost, low) == free
 
 
 @given(st.integers(3, 12), st.integers(2, 5), st.integers(0, 1 << 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_roots_together_give_the_trees_of_each_alone_and_effort_never_costs(
     size: int, height: int, seed: int
 ) -> None:
@@ -161,7 +288,7 @@ def test_roots_together_give_the_trees_of_each_alone_and_effort_never_costs(
     together = low_arborescences(cost, range(size), height, effort=0)
     assert together == [low_arborescences(cost, [root], height, effort=0)[0] for root in range(size)]
     sums = [
-        sum(total(cost, p) for p in low_arborescences(cost, range(size), height, effort=e) if p)
+        sum(weight(cost, p) for p in low_arborescences(cost, range(size), height, effort=e) if p)
         for e in (0, 2, 6)
     ]
     assert sums == sorted(sums, reverse=True)
@@ -175,7 +302,7 @@ def servers(rng: np.random.Generator, count: int, size: int) -> tuple[Costs, NDA
     return cost, into.reshape(count, size)
 
 
-@pytest.mark.parametrize(("count", "size"), [(2, 8), (8, 8), (5, 3), (32, 8), (128, 8)])
+@pytest.mark.parametrize(("count", "size"), [(8, 8), pytest.param(128, 8, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("height", [2, 3])
 def test_each_server_is_entered_once_and_where_it_is_cheapest(count: int, size: int, height: int) -> None:
     """A known optimum for up to 1024 ranks: the cheapest entry of every other server."""
@@ -183,16 +310,16 @@ def test_each_server_is_entered_once_and_where_it_is_cheapest(count: int, size: 
     parent = low_arborescences(cost, [0], height)[0]
     assert parent is not None
     check_tree(cost, parent, 0, height)
-    assert total(cost, parent) == int(into[1:].min(axis=1).sum())
+    assert weight(cost, parent) == int(into[1:].min(axis=1).sum())
 
 
-@pytest.mark.parametrize("count", [6, 40])
-def test_every_further_edge_of_height_pays_where_the_root_is_dear(count: int) -> None:
+def test_every_further_edge_of_height_pays_where_the_root_is_dear() -> None:
     """Servers of 8: entering one costs 1000 from the root, 500 from its server, 1 from elsewhere.
 
     Height 2: the root feeds one rank of another server, and that all ranks of the others. Height 3: this rank is fed by
     way of the root's server. Height 4: and it enters every other server but once.
     """
+    count = 6
     cost, _ = servers(np.random.default_rng(0), count, 8)
     cost = np.minimum(cost, 1)
     cost[0, 8:], cost[1:8, 8:] = 1000, 500
@@ -205,7 +332,7 @@ def test_every_further_edge_of_height_pays_where_the_root_is_dear(count: int) ->
         parent = low_arborescences(cost, [0], height)[0]
         assert parent is not None
         check_tree(cost, parent, 0, height)
-        assert total(cost, parent) == best
+        assert weight(cost, parent) == best
 
 
 def proved(topology: Topology, collective: str) -> Plan:
@@ -215,38 +342,9 @@ def proved(topology: Topology, collective: str) -> Plan:
     return made
 
 
-@pytest.mark.parametrize(("collective", "rate"), [("allgather", 342.857143), ("reduce_scatter", 342.857143)])
-def test_an_mi250_server_gathers_at_its_optimum_with_trees_as_low_as_its_diameter(
-    collective: str, rate: float
-) -> None:
-    """16 GPUs, irregular direct links: height 5 is proved lowest, since two ranks are five hops apart."""
-    made = proved(direct(MI250, 50.0), collective)
-    assert made.rate == pytest.approx(rate, rel=1e-8)
-    assert (made.height, made.notes) == (5, ())
-
-
-def test_two_switched_servers_gather_at_height_two() -> None:
-    """Two servers of 5 GPUs on their switches and 5 NICs on one network: rate 10/9 of a NIC's ten ends, at height 2."""
-    wires: dict[tuple[str, str], float] = {}
-    for i in range(10):
-        wires[f"gpu{i}", f"sw{i // 5}"] = 300.0
-        wires[f"gpu{i}", "sw2"] = 25.0
-    made = proved(machine(10, both_ways(wires), switches=3), "allgather")
-    assert made.rate == pytest.approx(250.0, rel=1e-12)
-    assert made.height == 2
-    assert made.notes == ()
-
-
 @pytest.mark.parametrize("collective", ["allgather", "allreduce"])
 def test_a_torus_needs_no_more_height_than_its_diameter(collective: str) -> None:
     """4 x 4: the farthest rank is four hops away."""
     made = proved(torus(4, 4), collective)
     assert made.height == 4
     assert made.notes == ()
-
-
-def test_a_height_that_may_not_be_the_lowest_says_so() -> None:
-    """A ring of ten is broadcast around both ways, at height 9 although no rank is farther than 5."""
-    made = proved(direct({(i, (i + 1) % 10): 1 for i in range(10)}, 1.0), "broadcast")
-    assert made.height == 9
-    assert made.notes == ("height 9 is the lowest found, 5 the lowest not excluded",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +66,8 @@ def check_alone(machine: Topology, sizes: Sequence[int], free: Sequence[int] | N
         ("v100x4", (2, 2), None),
         ("v100x4", (3, 1), None),
         ("dgx-1v", (2, 2), (0, 1, 2, 5, 6, 7)),
-        pytest.param("dgx-1v", (4, 2, 2), None, marks=pytest.mark.thorough),
-        pytest.param("dgx-1v", (3, 3), None, marks=pytest.mark.thorough),
+        ("dgx-1v", (4, 2, 2), None),
         pytest.param("dgx-1v", (2, 2, 2, 2), None, marks=pytest.mark.thorough),
-        pytest.param("dgx-1p", (5, 3), None, marks=pytest.mark.thorough),
         pytest.param("dgx-1p", (3, 3, 2), None, marks=pytest.mark.thorough),
     ],
 )
@@ -84,7 +82,6 @@ def test_no_way_to_divide_nvlink_machines_is_better(
 @settings(max_examples=6, deadline=None)
 @given(direct_machines(most=5, symmetric=True))
 def test_no_way_to_divide_random_machines_is_better(machine: Topology) -> None:
-    """Jobs over direct links have no link in common."""
     size = len(machine.gpus)
     for sizes in ((2, size - 2), (2, 1)):
         reached = all(any(one.rate for one in recommend(machine, one)) for one in sizes if 2 <= one <= size)
@@ -180,14 +177,11 @@ def test_no_way_over_shared_uplinks_is_better(uplink: float, sizes: tuple[int, i
 
 
 def test_jobs_over_pcie_stay_behind_their_switches() -> None:
-    """Pairs that share a switch have 24 GB/s each, all four at once; the two sides of the machine do not meet."""
+    """Pairs that share a switch have 24 GB/s each, all four at once; the sides do not meet; sizes keep their order."""
     found = divide("pcie-x8", [2, 2, 2, 2])
     assert [(job.gpus, job.part) for job in found.jobs] == [((gpu, gpu + 1), 1.0) for gpu in (0, 2, 4, 6)]
     assert {job.gpus for job in divide("pcie-x8", [4, 4]).jobs} == {(0, 1, 2, 3), (4, 5, 6, 7)}
-
-
-def test_the_order_of_the_sizes_is_kept() -> None:
-    for sizes in permutations((4, 2, 1)):
+    for sizes in ((4, 2, 1), (1, 4, 2)):
         assert tuple(len(job.gpus) for job in divide("dgx-2", sizes).jobs) == sizes
 
 
@@ -201,32 +195,30 @@ def test_millions_of_ways_are_not_all_looked_at() -> None:
 
 
 def test_what_was_not_looked_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least part is still the largest, the sum perhaps not."""
     whole = divide("dgx-1p", [5, 3])
     monkeypatch.setattr(jobs_module, "MOST_WAYS", 1)
     found = divide("dgx-1p", [5, 3])
     assert (found.least, found.proved, found.complete) == (whole.least, True, False)
 
 
+APART = Topology("apart", tuple(Device(f"gpu{i}", "gpu") for i in range(3)), ())
+
+
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("machine", "sizes", "collective", "told"),
     [
-        ((), "jobs of no GPUs do not fit"),
-        ((4, 5), "jobs of 4 and 5 GPUs do not fit on 8"),
-        ((2, 0), "jobs of 2 and 0 GPUs do not fit"),
+        ("dgx-1v", (), "allreduce", "jobs of no GPUs do not fit"),
+        ("dgx-1v", (4, 5), "allreduce", "jobs of 4 and 5 GPUs do not fit on 8"),
+        ("dgx-1v", (2, 0), "allreduce", "jobs of 2 and 0 GPUs do not fit"),
+        ("v100x4", (2, 2), "alltoall", r"collective must be one of .* for jobs, got alltoall"),
+        (APART, (2,), "allreduce", "no path joins any 2 GPUs"),
     ],
 )
-def test_jobs_that_do_not_fit_are_refused(sizes: tuple[int, ...], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        divide("dgx-1v", sizes)
-
-
-def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"collective must be one of .* for jobs, got alltoall"):
-        divide("v100x4", [2, 2], "alltoall")
-    apart = Topology("apart", tuple(Device(f"gpu{i}", "gpu") for i in range(3)), ())
-    with pytest.raises((UsageError, InfeasibleError), match="no path joins any 2 GPUs"):
-        divide(apart, [2])
+def test_refuses_a_division(
+    machine: str | Topology, sizes: tuple[int, ...], collective: str, told: str
+) -> None:
+    with pytest.raises((UsageError, InfeasibleError), match=told):
+        divide(machine, sizes, collective)
 
 
 class TestCommand:
@@ -241,11 +233,8 @@ class TestCommand:
         assert "allreduce in jobs of 3,3,2 GPUs on pcie-x8: the best of" in out
         assert "  1  3-5     10  13.3333     10        18  0.5556  no\n" in out
         assert max(len(line) for line in out.splitlines()) <= 120
-        assert (
-            run("recommend", "dgx-1v", "--jobs", "4,4", "--csv")[1]
-            .splitlines()[1]
-            .startswith("0-3,75.0,112.5,")
-        )
+        csv = run("recommend", "dgx-1v", "--jobs", "4,4", "--csv")[1]
+        assert csv.splitlines()[1].startswith("0-3,75.0,112.5,")
 
     def test_a_job_that_no_path_joins_is_told(self, run: Run, tmp_path: Path) -> None:
         """Four GPUs of which NVLink joins two, and nothing else is described: the other two do 0 GB/s, and why."""
@@ -262,10 +251,7 @@ class TestCommand:
         ("arguments", "told"),
         [
             (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
-            (
-                ("--jobs", "4", "--count", "2"),
-                "say how many GPUs the job has with --count 4, or of several jobs",
-            ),
+            (("--jobs", "4", "--count", "2"), "say how many GPUs the job has with --count 4, or of several"),
             (("--jobs", "4,6"), "jobs of 4 and 6 GPUs do not fit on 8"),
         ],
     )

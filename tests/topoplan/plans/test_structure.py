@@ -1,11 +1,14 @@
-"""What each phase of a plan over servers could sustain alone, and the bottleneck; also on the command line."""
+"""What a plan is made of: phases over servers and their bottleneck, and shapes of trees that differ but in names."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +20,10 @@ from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import Server
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Device, Link, Topology
+from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
-from topoplan.plans.structure import phases
+from topoplan.plans.structure import phases, tree_shapes
+from topoplan.schedules.ring import ring
 
 V100S = topoplan.load("dgx-1v")
 
@@ -33,7 +38,6 @@ def pair(gbps: float) -> Topology:
     ("gbps", "between", "bottleneck"),
     [
         (40, 5.0, "between servers"),
-        (100, 12.5, "between servers"),
         (400, 50.0, "between servers and inside servers"),
         (800, 100.0, "inside servers"),
     ],
@@ -119,8 +123,6 @@ def test_phases_that_move_nothing_are_infinite_and_one_server_has_none() -> None
     assert alone["reduce inside servers"] is None
 
 
-# On the command line
-
 TWO = ("plan", "dgx-1v", "--servers", "2", "--nic-gbps", "40", "--method", "three-phase")
 
 
@@ -132,17 +134,12 @@ def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -
     assert "phase                     GB/s alone  full links" in out
     assert "between servers                   20  s0.nic0.tx>switch0 " in out
     assert "bottleneck: between servers\n" in out
-    assert main(["plan", "dgx-1v", "--gpus", "0,1"]) == 0
-    assert "bottleneck:" not in capsys.readouterr().out
-
-
-def test_plan_json_has_phases(capsys: pytest.CaptureFixture[str]) -> None:
-    """GB/s of each phase alone, beside the guaranteed keys."""
     assert main([*TWO, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["method"] == "three-phase"
     assert made["phases"]["alone"]["between servers"] == made["rate"] == 20.0
     assert made["phases"]["bottleneck"] == "between servers"
+    assert main(["plan", "dgx-1v", "--gpus", "0,1"]) == 0
+    assert "bottleneck:" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -161,3 +158,74 @@ def test_what_does_not_go_with_three_phases_is_refused(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+
+
+def tree(parents: list[int], *, names: list[int], channel: str = "nvlink", op: str = "broadcast") -> Stage:
+    """Vertex i + 1 hangs below ``parents[i]``; vertices are called by ``names``."""
+    edges = [
+        Edge(names[parent], names[child], ("a", "b"), channel) for child, parent in enumerate(parents, 1)
+    ]
+    return Stage(op, names[0], tuple(edges))
+
+
+@cache
+def broadcast() -> Plan:
+    """A plan whose shards are taken away."""
+    return topoplan.plan("dgx-1v", "broadcast")
+
+
+def shapes(*shards: Shard) -> list[tuple[int, tuple[int, ...]]]:
+    """Counts and roots of the shapes of some shards."""
+    return [(one.count, one.roots) for one in tree_shapes(replace(broadcast(), shards=shards))]
+
+
+@pytest.mark.parametrize(
+    ("plan", "wanted"),
+    [
+        (lambda: topoplan.plan("dgx-2"), [(16, tuple(range(16)))]),
+        (lambda: topoplan.plan(topoplan.nvswitch_cluster(8), "allgather"), [(64, tuple(range(64)))]),
+        (lambda: ring("dgx-1v", "broadcast"), [(6, (0,))]),
+        (lambda: topoplan.plan("dgx-1v", gpus=[3]), []),
+    ],
+    ids=["dgx-2", "images under symmetries", "paths", "one rank"],
+)
+def test_known_shapes(plan: Callable[[], Plan], wanted: list[tuple[int, tuple[int, ...]]]) -> None:
+    """Stars of an NVSwitch, all images of one tree, and the paths of a ring are one shape each."""
+    assert [(one.count, one.roots) for one in tree_shapes(plan())] == wanted
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=7), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_renaming_keeps_a_shape(choices: list[int], random: Random) -> None:
+    """A tree and the same with other names, its edges in another order, are one shape with both roots."""
+    parents = [choice % (place + 1) for place, choice in enumerate(choices)]
+    names = list(range(len(parents) + 1))
+    other = names.copy()
+    random.shuffle(other)
+    first, second = tree(parents, names=names), tree(parents, names=other)
+    second = Stage(second.op, second.root, tuple(reversed(second.edges)))
+    found = shapes(Shard(Fraction(1, 2), (first,)), Shard(Fraction(1, 2), (second,)))
+    assert found == [(2, tuple(dict.fromkeys((0, other[0]))))]
+
+
+def test_what_is_told_apart() -> None:
+    """Other heights, channels, shares and operations, and the root at another vertex of the same tree."""
+    names = [0, 1, 2]
+    half = Fraction(1, 2)
+    path, star = tree([0, 1], names=names), tree([0, 0], names=names)
+    for one, other in (
+        ((half, path), (half, star)),
+        ((half, path), (half, tree([0, 1], names=names, channel="pcie"))),
+        ((Fraction(1, 3), path), (Fraction(2, 3), path)),
+        ((half, path), (half, tree([0, 1], names=names, op="reduce"))),
+        ((half, path), (half, tree([0, 0], names=[1, 0, 2]))),
+    ):
+        assert len(shapes(Shard(one[0], (one[1],)), Shard(other[0], (other[1],)))) == 2
+
+
+def test_a_tree_up_and_down_is_one() -> None:
+    """What runs over the same edges is one tree with both operations; a ring's two paths are two."""
+    (star,) = tree_shapes(topoplan.plan("dgx-2"))
+    assert [operations for _, operations in star.trees] == [("reduce", "broadcast")]
+    paths = tree_shapes(ring("dgx-1v", "allreduce"))[0]
+    assert [operations for _, operations in paths.trees] == [("reduce",), ("broadcast",)]

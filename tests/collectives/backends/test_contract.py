@@ -1,0 +1,159 @@
+"""What every back end must do: each collective, size, root, type and reduction with the bits of loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from collectives.backends.loopback.gpu_loopback import LoopbackGpu
+from collectives.backends.loopback.loopback_backend import Loopback
+from collectives.backends.loopback.paced_loopback import PacedLoopback
+from collectives.backends.nccl.nccl_backend import NcclBackend
+from collectives.backends.shared.shared_backend import SharedBackend
+from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.peers.rendezvous import Rendezvous
+from collectives.peers.tcp_control_plane import TcpControlPlane
+from tests.support.contract import GROUPS, Case, as_threads, cases, expected, of_all, run_cases
+from tests.support.fake_streams import Machine
+from tests.support.file_gather import FileGather
+from tests.support.gpu_ranks import cupy as cupy
+from tests.support.gpu_ranks import machine as machine
+from tests.support.job_meeting import Meeting
+from tests.support.ports import free_port
+from tests.support.tcp_jobs import in_processes
+
+RANKS = 4
+EVERY = [case for group in GROUPS for case in cases(group)]
+Found = list[list[str]]
+
+
+def in_one_process(backend: Any, listed: Sequence[Case], **arrays: Any) -> Found:
+    with_all = run_cases(backend, listed, **arrays)
+    backend.close()
+    return with_all
+
+
+def in_threads(listed: Sequence[Case], opened: Callable[[int, str], Any], **arrays: Any) -> Found:
+    """The digests of all ranks by case, when a thread opens the back end of each."""
+
+    def be(rank: int) -> Found:
+        backend = opened(rank, meeting.address)
+        try:
+            return run_cases(backend, listed, **arrays)
+        finally:
+            backend.close()
+
+    with Rendezvous("127.0.0.1:0", RANKS) as meeting:
+        found = as_threads(RANKS, be)
+    return [list(chain.from_iterable(ranks)) for ranks in zip(*of_all(found), strict=True)]
+
+
+def shared(listed: Sequence[Case], cupy: Any) -> Found:
+    meeting = Meeting(RANKS)
+    return in_threads(listed, lambda rank, _: SharedBackend(meeting.gather(rank), rank=rank, size=RANKS))
+
+
+def tcp(listed: Sequence[Case], cupy: Any) -> Found:
+    return in_threads(
+        listed, lambda rank, address: TcpBackend(rank, RANKS, rendezvous=address, flight_bytes=1 << 10)
+    )
+
+
+def nccl(listed: Sequence[Case], cupy: Any, **options: Any) -> Found:
+    def opened(rank: int, address: str) -> NcclBackend:
+        cupy.cuda.Device(rank).use()
+        return NcclBackend(cupy, TcpControlPlane(address, rank, RANKS), region_bytes=8 << 20, **options)
+
+    return in_threads(listed, opened, here=cupy.asarray, back=lambda one: one.get())
+
+
+BACKENDS: dict[str, Callable[[Sequence[Case], Any], Found]] = {
+    "loopback": lambda listed, cupy: in_one_process(Loopback(RANKS, threads=3), listed),
+    "paced": lambda listed, cupy: in_one_process(PacedLoopback(RANKS, scale=1e9), listed),
+    "loopback-gpu": lambda listed, cupy: in_one_process(
+        LoopbackGpu(cupy, RANKS), listed, here=cupy.asarray, back=lambda one: one.get()
+    ),
+    "shared": shared,
+    "tcp": tcp,
+    "nccl": lambda listed, cupy: nccl(listed, cupy, engine="messages", step_bytes=600),
+    "windows": lambda listed, cupy: nccl(listed, cupy),
+}
+
+
+PLAYED = {
+    "loopback-gpu": ("alltoall", "in place"),
+    "nccl": ("allreduce", "in place"),
+    "windows": ("broadcast",),
+}
+"""Groups of the default run for back ends on GPUs that this processor plays."""
+
+
+def chosen(backend: str, group: str) -> list[Case]:
+    """An interpreter runs the kernels of windows: of a group one case in packets and one in chunks, or some types."""
+    listed = list(cases(group))
+    if backend != "windows":
+        return listed
+    if group == "types":
+        return listed[::9]
+    one = replace(listed[2], chunk_bytes=1 << 20)
+    return [one, replace(one, count=4200)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "group"),
+    [
+        pytest.param(
+            backend, group, marks=[] if group in PLAYED.get(backend, GROUPS) else pytest.mark.thorough
+        )
+        for backend in BACKENDS
+        for group in GROUPS
+        if backend not in PLAYED or group != "exchanges"  # which GPUs do not run
+    ],
+)
+def test_results_have_the_bits_of_loopback(
+    backend: str, group: str, machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = RANKS, backend == "windows"
+    listed = chosen(backend, group)
+    for case, found in zip(listed, BACKENDS[backend](listed, cupy), strict=True):
+        assert tuple(found) == expected(case), case
+
+
+def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:
+    """What a process finds that is one rank of all groups in turn."""
+    arrays: dict[str, Any] = {}
+    if backend == "torch":
+        import torch
+        import torch.distributed as dist
+
+        from collectives.backends.torch.torch_backend import TorchBackend
+
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+        made: Any = TorchBackend(dist.group.WORLD, timeout=60)
+        arrays = {"here": lambda one: torch.from_numpy(one.copy()), "back": lambda one: one.numpy()}
+    elif backend == "tcp":
+        made = TcpBackend(rank, RANKS, rendezvous=f"unix:{place}/rendezvous", timeout=60)
+    else:
+        made = SharedBackend(FileGather(place, rank, RANKS), rank=rank, size=RANKS, timeout=60)
+    found = run_cases(made, EVERY, **arrays)
+    made.close()
+    if backend == "torch":
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["shared", "tcp", "torch"])
+def test_processes_have_the_bits_of_loopback(backend: str, tmp_path: Path) -> None:
+    if backend == "torch":
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    ranks = in_processes(RANKS, rank_of_processes, backend, str(tmp_path), free_port())
+    for case, *found in zip(EVERY, *of_all(ranks), strict=True):
+        assert tuple(chain.from_iterable(found)) == expected(case), case

@@ -1,0 +1,282 @@
+"""The Communicator: plans by size, calls in the background, what it traces, and what TOPOPLAN_DEBUG has it print."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import topoplan
+from collectives import Communicator
+from collectives.backends.backend import TraceEvent
+from collectives.backends.plan_and_chunk_store import PlanStore
+from collectives.communicator.handle import CallQueue
+from tests.support.hand_plans import SHAPES, forest_plan
+from tests.support.job_meeting import in_shared_memory
+from tests.support.tcp_jobs import call, in_threads
+from topoplan.errors import PlanError, UsageError
+from topoplan.plans.plan import COLLECTIVES, SizeRange
+from topoplan.plans.size_plans import SizePlans
+
+PARTS = ("allgather", "reduce_scatter")
+LARGEST = 9 << 20
+"""Bytes of the largest buffer that is run here."""
+
+
+def by_hand(collective: str) -> SizePlans:
+    """Stars, chains and heaps on five ranks, from 0, 403 and 1200 bytes on."""
+    plans = [forest_plan(5, collective, shape, root=2) for shape in sorted(SHAPES)]
+    return SizePlans(
+        (SizeRange(0, 403, plans[0]), SizeRange(403, 1200, plans[1]), SizeRange(1200, None, plans[2]))
+    )
+
+
+def around(crossover: int, itemsize: int, step: int) -> list[int]:
+    """Counts of elements one step below the crossover, the first at or above it, and one step above."""
+    first = -(-crossover // (itemsize * step)) * step
+    return [first - step, first, first + step]
+
+
+def check(
+    comm: Communicator, alone: Communicator, collective: str, count: int, dtype: str = "float32"
+) -> None:
+    """A collective whose buffer has so many elements has the bits of the plan alone."""
+    generator = np.random.default_rng(count)
+    each = count // comm.size if collective == "allgather" else count
+    inputs = [(generator.standard_normal(each) * 50).astype(dtype) for _ in range(comm.size)]
+    for one, other in zip(call(comm, collective, inputs), call(alone, collective, inputs), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8"])
+def test_bytes_of_the_whole_buffer_pick_the_plan(collective: str, dtype: str) -> None:
+    """One element below, at and above every crossover; sizes of 0 and 1 too."""
+    plans = by_hand(collective)
+    step, itemsize = 5 if collective in PARTS else 1, np.dtype(dtype).itemsize
+    counts = {0, step, *(count for size in plans.crossovers for count in around(size, itemsize, step))}
+    with Communicator(plans, chunk_bytes=64) as comm:
+        for count in sorted(counts):
+            number = sum(count * itemsize >= size for size in plans.crossovers)
+            with Communicator(plans.plans[number]) as alone:
+                check(comm, alone, collective, count, dtype)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("machine", "collective"),
+    [(name, collective) for name in ("dgx-1v", "v100x4", "pcie-x8") for collective in COLLECTIVES]
+    + [("dgx-2", "broadcast")],
+)
+def test_plans_change_at_the_crossovers_of_real_machines(machine: str, collective: str) -> None:
+    """The ranges that the model finds, up to 9 MB."""
+    plans = topoplan.plan_by_size(topoplan.load(machine), collective)
+    crossovers = [size for size in plans.crossovers if size <= LARGEST]
+    assert crossovers
+    step = len(plans.ranks) if collective in PARTS else 1
+    with Communicator(plans) as comm:
+        for size in crossovers:
+            counts = around(size, 4, step)
+            store = PlanStore(plans)
+            picked = [store.plan(collective, plans.root, 4 * count) for count in counts]
+            assert picked[0] is not picked[1] is picked[2]
+            for count, plan in zip(counts, picked, strict=True):
+                with Communicator(plan) as alone:
+                    check(comm, alone, collective, count)
+
+
+def test_other_collectives_are_planned_by_size_when_they_are_needed() -> None:
+    """From plans of an allreduce, a broadcast from rank 3: the root's star for 1 KB, two levels for 1 MB; kept."""
+    store = PlanStore(topoplan.plan_by_size(topoplan.load("dgx-2"), "allreduce", gpus=[0, 2, 4, 6, 8]))
+    small, large = (store.plan("broadcast", 3, size) for size in (1 << 10, 1 << 20))
+    assert (small.height, large.height, small.root, small.ranks) == (1, 2, 3, large.ranks)
+    assert store.plan("broadcast", 3, 1 << 20) is large
+    assert store.plan("broadcast", 4, 1 << 10) is not small
+    single = PlanStore(topoplan.plan(topoplan.load("dgx-2"), "allreduce", gpus=[0, 2, 4]))
+    assert single.plan("broadcast", 0, 4) is single.plan("broadcast", 0, 1 << 30)
+
+
+def test_a_communicator_of_a_file_does_all_five() -> None:
+    """What `load_plan` gives is taken as it is; the root of the plans is the default root."""
+    plans = topoplan.plan_by_size(topoplan.load("v100x4"), "reduce", root=2)
+    with Communicator(SizePlans.from_json(plans.to_json())) as comm, Communicator(plans.plans[0]) as alone:
+        assert (comm.size, comm.plan.root) == (4, 2)
+        for collective in COLLECTIVES:
+            check(comm, alone, collective, 12, "int64")
+
+
+def test_one_rank_needs_no_plan() -> None:
+    """Plans by size of one GPU give back what they get."""
+    with Communicator(topoplan.plan_by_size(topoplan.load("dgx-1v"), gpus=[5])) as comm:
+        assert comm.all_reduce([np.arange(3)])[0].tolist() == [0, 1, 2]
+        assert comm.all_gather([np.arange(3)])[0].tolist() == [0, 1, 2]
+
+
+def test_a_wrong_plan_in_any_range_is_refused_at_once() -> None:
+    """Before the first call, though the first range is right."""
+    good, wrong = by_hand("allreduce"), forest_plan(5, "allreduce", "star").shards[1:]
+    broken = replace(good.ranges[2], plan=replace(good.plans[2], shards=wrong))
+    with pytest.raises(PlanError, match=r"sizes from 1\.172KB: the shares add up to"):
+        Communicator(SizePlans((*good.ranges[:2], broken)))
+    with pytest.raises(UsageError, match=r"make one with topoplan\.plan or topoplan\.plan_by_size"):
+        Communicator(good.ranges)  # type: ignore[arg-type]
+
+
+def test_a_plan_in_the_memory_of_one_that_is_gone_has_its_own_digest() -> None:
+    """The number of an object is given out again; plans that come and go must not share tables."""
+    store = PlanStore(forest_plan(3, "allreduce", "chain"))
+    for shape in sorted(SHAPES) * 20:
+        plan = forest_plan(3, "allreduce", shape)
+        assert store.key(plan).digest == plan.digest
+        del plan
+
+
+def test_several_collectives_in_flight_run_in_order() -> None:
+    """Each works in place on what the one before it left behind."""
+    arrays = [np.full(1000, rank + 1) for rank in range(4)]
+    with Communicator(forest_plan(4, "allreduce", "chain")) as comm:
+        handles = [comm.all_reduce(arrays, out=arrays, async_op=True) for _ in range(5)]
+        results = [handle.wait() for handle in handles]
+    assert arrays[0][0] == 10 * 4**4
+    assert all(result[2] is arrays[2] for result in results)
+    assert all(handle.done() for handle in handles)
+
+
+def test_a_call_that_waits_comes_after_those_in_flight() -> None:
+    arrays = [np.full(100_000, rank + 1) for rank in range(3)]
+    with Communicator(forest_plan(3, "allreduce", "star")) as comm:
+        comm.all_reduce(arrays, out=arrays, async_op=True)
+        assert comm.all_reduce(arrays)[1][0] == 18
+
+
+@pytest.mark.parametrize("collective", ["reduce", "broadcast", "all_gather", "reduce_scatter"])
+def test_every_collective_can_run_in_the_background(collective: str) -> None:
+    arrays = [np.arange(12) * (rank + 1) for rank in range(4)]
+    with Communicator(forest_plan(4, "allreduce", "binary")) as comm:
+        method = getattr(comm, collective)
+        for now, later in zip(method(arrays), method(arrays, async_op=True).wait(), strict=True):
+            assert (now is None and later is None) or np.array_equal(now, later)
+
+
+def test_arguments_are_checked_before_the_call_returns() -> None:
+    with (
+        Communicator(forest_plan(2, "allreduce", "star")) as comm,
+        pytest.raises(UsageError, match="rank 1 has shape"),
+    ):
+        comm.all_reduce([np.zeros(2), np.zeros(3)], async_op=True)
+
+
+def test_a_handle_tells_whether_it_is_done_and_hands_on_errors() -> None:
+    gate = threading.Event()
+    order = CallQueue()
+    slow = order.submit(lambda: gate.wait(10))
+    failing = order.submit(lambda: 1 // 0)
+    assert not slow.done()
+    with pytest.raises(TimeoutError, match="still running"):
+        slow.wait(0.01)
+    gate.set()
+    assert slow.wait() is True
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
+    assert failing.done()
+    order.close()
+
+
+def test_closing_waits_for_what_runs() -> None:
+    arrays = [np.ones(1_000_000) for _ in range(4)]
+    comm = Communicator(forest_plan(4, "allreduce", "chain"))
+    handle = comm.all_reduce(arrays, out=arrays, async_op=True)
+    comm.close()
+    assert handle.done()
+    assert arrays[3][-1] == 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("collectives")]
+
+
+def traced(comm: Communicator, elements: int) -> tuple[int, int, list[TraceEvent]]:
+    """When two sums began and ended, and their steps; a third one is not traced."""
+    array = np.ones(elements, np.float32)
+    comm.all_reduce(array)
+    began = time.monotonic_ns()
+    with comm.trace() as steps:
+        for _ in range(2):
+            comm.all_reduce(array)
+    told, ended = list(steps), time.monotonic_ns()
+    comm.all_reduce(array)
+    assert steps == told
+    return began, ended, told
+
+
+def test_in_shared_memory_a_rank_tells_what_it_waits_for_copies_and_adds() -> None:
+    plan = forest_plan(3, "allreduce", "chain")
+    found = in_shared_memory(plan, lambda comm, rank: traced(comm, 200_000), chunk_bytes=1 << 16)
+    for rank, (began, ended, steps) in enumerate(found):
+        assert {step.row for step in steps} == {f"rank {rank}"}
+        assert [step.what for step in steps].count("meet") == 2
+        assert {"copy", "add"} < {step.what.split()[0] for step in steps} <= {"meet", "wait", "copy", "add"}
+        times = [time for step in steps for time in (step.start, step.end)]
+        assert times == sorted(times)
+        assert began <= times[0] < times[-1] <= ended
+
+
+def test_over_links_a_rank_tells_when_each_chunk_came() -> None:
+    plan = forest_plan(3, "allreduce", "chain")
+    found = in_threads(plan, lambda comm, rank: traced(comm, 200_000), chunk_bytes=1 << 16)
+    for rank, (began, ended, steps) in enumerate(found):
+        links = {step.row for step in steps if step.what != "meet"}
+        assert links
+        assert all(row.split(" -> ")[1].split()[0] == str(plan.ranks[rank]) for row in links)
+        for row in links:
+            names = [step.what for step in steps if step.row == row]
+            assert len(names) == 2 * len(set(names))  # each chunk, twice
+        assert all(began <= step.start <= step.end <= ended for step in steps)
+
+
+def test_back_ends_that_tell_nothing_trace_nothing() -> None:
+    with Communicator(forest_plan(2, "allreduce", "star")) as comm, comm.trace() as steps:
+        comm.all_reduce([np.ones(3)] * 2)
+    assert steps == []
+
+
+def lines(text: str) -> list[dict[str, str]]:
+    told = [line for line in text.splitlines() if line.startswith("topoplan: ")]
+    return [dict(word.split("=", 1) for word in line.split()[1:]) for line in told]
+
+
+def test_a_line_is_a_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TOPOPLAN_DEBUG", "1")
+    plan = forest_plan(4, "allreduce", "star")
+    with Communicator(plan, chunk_bytes=1024) as comm:
+        comm.all_reduce([np.ones(1000, np.float32)] * 4, op="avg")
+        comm.broadcast([np.ones(6)] * 4)
+    first, second = lines(capsys.readouterr().err)
+    assert float(first.pop("seconds")) > 0
+    assert float(first.pop("GB/s")) > 0
+    assert first == {
+        "rank": "0",
+        "collective": "allreduce",
+        "bytes": "4000",
+        "dtype": "float32",
+        "op": "avg",
+        "plan": f"{plan.digest[:16]}:allreduce:{plan.schedule}",
+        "backend": "loopback",
+        "chunk": "1024",
+    }
+    assert (second["collective"], second["op"], second["bytes"]) == ("broadcast", "none", "48")
+
+
+@pytest.mark.parametrize(("asked", "ranks"), [("1", {"0"}), ("all", {"0", "1", "2"}), ("0", set())])
+def test_one_rank_tells_or_every_rank_or_none(
+    asked: str, ranks: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOPOPLAN_DEBUG", asked)
+
+    def body(comm: Communicator, rank: int) -> Any:
+        return comm.all_reduce(np.full(3, rank)).tolist()
+
+    assert in_threads(forest_plan(3, "allreduce", "chain"), body) == [[3, 3, 3]] * 3
+    assert {one["rank"] for one in lines(capsys.readouterr().err)} == ranks

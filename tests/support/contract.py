@@ -1,0 +1,221 @@
+"""The contract of back ends: collectives x trees x sizes x roots, and types x reductions, with the bits of loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import topoplan
+from collectives import Communicator
+from tests.support.hand_plans import SHAPES, forest_plan
+from topoplan.errors import UsageError
+from topoplan.plans.plan import ALL_COLLECTIVES, Plan
+from topoplan.schedules.low_latency import one_shot
+
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
+INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+SIZES = (0, 1, 7, 1003)
+ONE_SHOT = "one shot"
+GROUPS = (*ALL_COLLECTIVES, "types", "in place", "exchanges")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective; the elements are those of one rank's array."""
+
+    ranks: int
+    collective: str
+    shape: str
+    count: int
+    dtype: str = "float32"
+    op: str = "sum"
+    chunk_bytes: int = 65536
+    in_place: bool = False
+    root: int = 1
+
+
+@cache
+def cases(group: str, ranks: int = 4) -> tuple[Case, ...]:
+    """The cases of a group: a collective, all types, results in the place of the input, or exchanges of arrays."""
+    kinds = {"types": _types, "in place": _in_place, "exchanges": _exchanges}
+    return tuple(kinds.get(group, _sizes)(group, ranks))
+
+
+def _sizes(collective: str, ranks: int) -> Iterator[Case]:
+    for shape in sorted(SHAPES):
+        for number, count in enumerate(SIZES):
+            root, chunk = (ranks - 1 if number % 2 else 0), (60 if number % 2 else 1 << 30)
+            yield Case(
+                ranks, collective, shape, fitting(collective, ranks, count), chunk_bytes=chunk, root=root
+            )
+    yield Case(ranks, collective, "chain", fitting(collective, ranks, 100_003))
+
+
+def _types(group: str, ranks: int) -> Iterator[Case]:
+    for dtype in (*INTEGERS, *FLOATS):
+        for op in ("sum", "prod", "min", "max", "avg"):
+            if (dtype != "bool" or op in ("min", "max")) and (dtype[0] != "c" or op not in ("min", "max")):
+                collective = REDUCTIONS[len(dtype) % 3]
+                yield Case(ranks, collective, "chain", 32 * ranks, dtype, op, chunk_bytes=200)
+        yield Case(ranks, "allgather", "binary", 33, dtype, chunk_bytes=16)
+
+
+def _in_place(group: str, ranks: int) -> Iterator[Case]:
+    for shape in sorted(SHAPES):
+        for collective in ("allreduce", "broadcast"):
+            yield Case(ranks, collective, shape, 500, chunk_bytes=100, in_place=True)
+
+
+def _exchanges(group: str, ranks: int) -> Iterator[Case]:
+    for count in SIZES:
+        yield Case(ranks, "allreduce", ONE_SHOT, count)
+    for dtype, op in (("float64", "avg"), ("int32", "avg"), ("float16", "max"), ("uint8", "prod")):
+        yield Case(ranks, "allreduce", ONE_SHOT, 177, dtype, op, in_place=op == "max")
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan of a case: a forest by hand, or one exchange of whole arrays."""
+    if case.shape == ONE_SHOT:
+        return one_shot(topoplan.load("dgx-1v"), gpus=range(case.ranks))
+    return forest_plan(case.ranks, case.collective, case.shape, root=case.root)
+
+
+def fitting(collective: str, ranks: int, count: int) -> int:
+    """Return the count, or the next one that the ranks divide."""
+    return count + -count % ranks if collective in ("reduce_scatter", "alltoall") else count
+
+
+def inputs(case: Case) -> list[NDArray[Any]]:
+    """What each rank puts in: numbers that do not add up exactly, of both signs, with a NaN where there can be."""
+    generator = np.random.default_rng(zlib.crc32(repr(case).encode()))
+    arrays = []
+    for rank in range(case.ranks):
+        values = generator.standard_normal(case.count) * (3 if case.dtype in FLOATS else 50)
+        if case.dtype in FLOATS and case.count > 10 and rank == 1:
+            values[5] = np.nan
+        array = (
+            values > 0 if case.dtype == "bool" else values.astype("i8" if case.dtype in INTEGERS else "f8")
+        )
+        if case.dtype.startswith("complex"):
+            array = array + 1j * array[::-1]
+        arrays.append(array.astype(case.dtype))
+    return arrays
+
+
+def collective_of(comm: Communicator, case: Case) -> Callable[..., Any]:
+    """The communicator's method for a case."""
+    names = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+    method: Callable[..., Any] = getattr(comm, names.get(case.collective, case.collective))
+    options: dict[str, Any] = {}
+    if case.collective in REDUCTIONS:
+        options["op"] = case.op
+    if case.collective in ("broadcast", "reduce"):
+        options["root"] = case.root
+    return lambda array, **more: method(array, **options, **more)
+
+
+def digest(result: NDArray[Any] | None) -> str:
+    """What two equal results have in common; any NaN is as good as another."""
+    if result is None:
+        return "none"
+    if result.dtype.kind in "fc":
+        result = np.where(np.isnan(result), np.asarray(np.nan, result.dtype), result)
+    return f"{result.dtype} {result.shape} {hashlib.sha256(result.tobytes()).hexdigest()[:12]}"
+
+
+@cache
+def expected(case: Case) -> tuple[str, ...]:
+    """The digests of the results of one thread on numpy arrays, one for each rank."""
+    with Communicator(plan_of(case), chunk_bytes=case.chunk_bytes) as comm:
+        return tuple(digest(result) for result in collective_of(comm, case)(inputs(case)))
+
+
+def run_cases(
+    backend: Any,
+    listed: Sequence[Case],
+    *,
+    here: Callable[[NDArray[Any]], Any] = np.copy,
+    back: Callable[[Any], NDArray[Any]] = np.asarray,
+) -> list[list[str]]:
+    """Run each case twice, the second time in the background, on the ranks of a back end, which stays open.
+
+    `here` makes an array of the back end of a numpy array, `back` the reverse. Returns the digests of this process's
+    ranks, by case, or what is wrong with them.
+    """
+    return [_run(backend, case, here, back) for case in listed]
+
+
+def _run(backend: Any, case: Case, here: Any, back: Any) -> list[str]:
+    comm = Communicator(plan_of(case), backend, chunk_bytes=case.chunk_bytes)
+    given = inputs(case)
+    arrays = [here(given[rank]) for rank in backend.ranks]
+    alone = len(arrays) < case.ranks
+    argument = arrays[0] if alone else arrays
+    once = collective_of(comm, case)(argument)
+    first = [None if one is None else digest(back(one)) for one in ([once] if alone else once)]
+    if any(
+        back(one).tobytes() != given[rank].tobytes() for one, rank in zip(arrays, backend.ranks, strict=True)
+    ):
+        return ["changed its input"]
+    twice = collective_of(comm, case)(
+        argument, async_op=True, **({"out": argument} if case.in_place else {})
+    ).wait()
+    second = [None if one is None else digest(back(one)) for one in ([twice] if alone else twice)]
+    if case.in_place and not all(a is b for a, b in zip([twice] if alone else twice, arrays, strict=True)):
+        return ["put its result elsewhere"]
+    return [one or "none" for one in first] if first == second else ["differs from run to run"]
+
+
+def as_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """What the body returns, or raises, for each rank, each a thread."""
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return results
+
+
+def of_all(results: list[Any]) -> list[Any]:
+    """The results, when no rank failed."""
+    for one in results:
+        if isinstance(one, BaseException):
+            raise one
+    return results
+
+
+MESH = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])
+SUMS_OF_MESH = [[4.0, 3.0, 10.0], [6.0, 3.0, 10.0], [4.0, 7.0, 10.0], [6.0, 7.0, 10.0]]
+"""Of ranks 1 to 4 along dp, along tp, and over all."""
+
+
+def sums_of_mesh(comm: Communicator) -> list[float]:
+    """Sums of this rank's number, from 1, along both axes at once and over all ranks; other axes are refused."""
+    (rank,) = comm.ranks
+    given = np.full(1000, rank + 1, np.float32)
+    with comm.split(MESH, "dp") as dp, comm.split(MESH, "tp") as tp:
+        handles = [dp.all_reduce(given, async_op=True), tp.all_reduce(given, async_op=True)]
+        sums = [float(handle.wait()[1]) for handle in handles]
+    with pytest.raises(
+        UsageError, match="the ranks split by different meshes or axes; give all of them the same"
+    ):
+        comm.split(MESH, "dp" if rank else "tp")
+    return [*sums, float(comm.all_reduce(given)[1])]

@@ -1,0 +1,342 @@
+"""Schedules for small messages: one hop, the lowest tree, one shot; parameter servers and their ring of keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import topoplan
+from collectives import Communicator
+from tests.support.small_fabrics import COLLECTIVES, both_ways, direct_machines, machine, switched_machines
+from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.topology import Device, Link, Topology
+from topoplan.model.closed_form import clock
+from topoplan.model.dataflow import LAUNCH, START_UP
+from topoplan.model.event_simulation import run_events
+from topoplan.plans.plan import Plan
+from topoplan.plans.shards import Shard
+from topoplan.reading.load import library
+from topoplan.schedules.low_latency import one_shot, one_shot_along, one_shot_servers
+from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
+from topoplan.schedules.ring_forest import shortest_route
+from topoplan.schedules.routes import LeastLoaded
+
+MACHINES = direct_machines() | direct_machines(symmetric=True) | switched_machines()
+
+
+def planes(count: int) -> Topology:
+    """Four GPUs, each with a 10 GB/s port into each of some switches."""
+    ports = {(f"gpu{i}", f"sw{j}"): 10.0 for i in range(4) for j in range(count)}
+    return machine(4, both_ways(ports), switches=count)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("dgx-1v", "dgx-2") else pytest.mark.thorough)
+        for name in library()
+    ],
+)
+def test_both_are_valid_wherever_they_exist(name: str, collective: str) -> None:
+    """On every library machine; only machines with a missing link have no one-hop schedule."""
+    topology = topoplan.load(name)
+    lowest = topoplan.lowest_tree(topology, collective)
+    uneven = 3 if collective == "allreduce" else 5
+    heights = {"dgx-1p": 2, "dgx-1v": 2, "mi250x": 2, "mi250": uneven}
+    assert topoplan.verify(lowest).height == heights.get(name, 1)
+    if lowest.height > 1:
+        with pytest.raises(InfeasibleError, match="only through another GPU; a one-hop schedule needs"):
+            topoplan.one_hop(topology, collective)
+        return
+    assert topoplan.verify(topoplan.one_hop(topology, collective)).height == 1
+
+
+def test_a_hop_without_a_wire_is_one_clear_error() -> None:
+    """GPUs 0 and 5 of a DGX-1V have no NVLink between them: a schedule that wants one is told the cut."""
+    alone = Fabric(topoplan.load("dgx-1v").subset([0, 5]), ("nvlink",))
+    with pytest.raises(InfeasibleError, match="no path over nvlink leads from gpu0 to gpu5; use a") as caught:
+        shortest_route(alone, 0, 1)
+    assert caught.value.cut == ("gpu0",)
+    with pytest.raises(InfeasibleError, match="no wire leads from gpu0 to gpu5 but through another GPU"):
+        LeastLoaded(alone).edge("broadcast", (0,), 1, Fraction(1))
+    with pytest.raises(InfeasibleError, match="no wire leads to gpu0 from gpu5 but through another GPU"):
+        LeastLoaded(alone).edge("reduce", (0,), 1, Fraction(1))
+
+
+def test_one_hop_on_dgx2_is_the_optimum_but_for_rooted_collectives() -> None:
+    """Stars of all ranks fill every port; the star of a root sends 15 copies out of one port of 150 GB/s."""
+    dgx = topoplan.load("dgx-2")
+    rates = {collective: topoplan.one_hop(dgx, collective).rate for collective in COLLECTIVES}
+    assert rates == {
+        "allreduce": 80.0,
+        "broadcast": 10.0,
+        "reduce": 10.0,
+        "allgather": 160.0,
+        "reduce_scatter": 160.0,
+    }
+    assert topoplan.one_hop(dgx, "broadcast").bound == 150.0
+    assert topoplan.one_hop(dgx, "broadcast", gpus=[3, 5, 9], root=9).root == 2
+
+
+def test_one_hop_on_a_full_mesh_is_below_the_optimum_where_links_are_unequal() -> None:
+    """Four V100 with single and double links: each pair carries half of the buffer, 25 GB/s ones limit it to 50."""
+    plan = topoplan.one_hop(topoplan.load("v100x4"))
+    assert (plan.trees, plan.rate, plan.bound) == (4, 50.0, 75.0)
+
+
+@pytest.mark.parametrize(("count", "collective"), [(1, "allreduce"), (2, "allgather"), (3, "allreduce")])
+def test_parallel_switches_are_used_evenly(collective: str, count: int) -> None:
+    """Three destinations on one, two or three planes: the fullest port carries 3, 2 or 1 of them."""
+    plan = topoplan.one_hop(planes(count), collective)
+    fullest = -(-3 // count)
+    whole = 4 * 10.0 / fullest
+    assert topoplan.verify(plan).rate == pytest.approx(whole / 2 if collective == "allreduce" else whole)
+
+
+@pytest.mark.thorough
+@given(MACHINES, st.sampled_from(COLLECTIVES))
+@settings(max_examples=60, deadline=None)
+def test_no_plan_is_lower_than_the_lowest_tree(topology: Topology, collective: str) -> None:
+    """It is valid, stays within the bound, and no optimal plan has fewer edges one after another."""
+    low, best = topoplan.lowest_tree(topology, collective), topoplan.plan(topology, collective)
+    report = topoplan.verify(low)
+    assert report.exact_rate is not None
+    assert report.exact_rate <= Fraction(topoplan.verify(best).exact_bound or 0)
+    assert low.depth <= best.depth
+    assert low.trees == (len(topology.gpus) if collective in ("allgather", "reduce_scatter") else 1)
+
+
+@given(MACHINES, st.sampled_from(COLLECTIVES))
+@settings(max_examples=30, deadline=None)
+def test_one_hop_exists_exactly_where_the_lowest_tree_has_height_one(
+    topology: Topology, collective: str
+) -> None:
+    """For all roots at once in the collectives without a root of their own."""
+    roots = range(len(topology.gpus)) if collective in ("broadcast", "reduce") else [None]
+    for root in roots:
+        low = topoplan.lowest_tree(topology, collective, root=root)
+        try:
+            plan = topoplan.one_hop(topology, collective, root=root)
+        except InfeasibleError:
+            assert low.height > 1 or collective == "allreduce"
+        else:
+            assert low.height == topoplan.verify(plan).height == 1
+
+
+def test_the_lowest_tree_starts_in_the_middle() -> None:
+    """Five GPUs in a row: an allreduce meets at the third, two hops up and two down, whoever is first."""
+    row = machine(5, both_ways({(f"gpu{i}", f"gpu{i + 1}"): 1.0 for i in range(4)}))
+    plan = topoplan.lowest_tree(row)
+    assert (plan.shards[0].stages[0].root, plan.height, plan.depth) == (2, 2, 4)
+    assert topoplan.lowest_tree(row, "broadcast").height == 4
+    seconds = topoplan.simulate(plan, nbytes=0).seconds
+    assert seconds == pytest.approx(LAUNCH + 4 * START_UP["nvlink"])
+
+
+def test_children_share_the_parents_that_are_equally_near() -> None:
+    """A root, two middle ranks, and four leaves behind a switch with both: each middle port feeds two of them."""
+    wires = {("gpu0", f"gpu{middle}"): 4.0 for middle in (1, 2)}
+    wires |= {(f"gpu{rank}", "sw0"): 2.0 for rank in range(1, 7)}
+    plan = topoplan.lowest_tree(machine(7, both_ways(wires), switches=1), "broadcast")
+    children = [edge.parent for edge in plan.shards[0].stages[0].edges]
+    assert (children.count(1), children.count(2), plan.rate) == (2, 2, 1.0)
+
+
+@pytest.mark.parametrize("build", [topoplan.one_hop, topoplan.lowest_tree])
+def test_what_does_not_fit_is_refused(build: Callable[..., Plan]) -> None:
+    """Unknown collectives and channels, foreign roots, GPUs without a path; one GPU is a plan without a tree."""
+    dgx = topoplan.load("dgx-1v")
+    assert topoplan.verify(build(dgx, "broadcast", gpus=[3])).trees == 0
+    with pytest.raises(UsageError, match="collective 'gather' is unknown"):
+        build(dgx, "gather")
+    with pytest.raises(UsageError, match="root 7 is not in the allocation 0, 1"):
+        build(dgx, "reduce", gpus=[0, 1], root=7)
+    with pytest.raises(UsageError, match="channels 'air' is unknown"):
+        build(dgx, channels="air")
+    with pytest.raises(InfeasibleError, match="no NVLink path"):
+        build(dgx, gpus=[0, 5], channels="nvlink")
+
+
+ALPHA = START_UP["nvlink"]
+
+
+def servers(count: int, gpus: list[int] | None = None, access: str = "direct") -> Topology:
+    one = topoplan.Server(topoplan.load("dgx-a100"), gpus, count=count)
+    return topoplan.cluster([one], nic_gbps=200, nics=8, nic_access=access)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "depth"), [("dgx-2", 10, 1), ("v100x4", 25, 1), ("dgx-1v", 12.5, 2)]
+)
+def test_every_rank_takes_in_what_all_others_have(name: str, rate: float, depth: int) -> None:
+    """A rank receives N - 1 buffers; start-ups are those of the longest way, and no more."""
+    plan = one_shot(topoplan.load(name))
+    report = topoplan.verify(plan)
+    assert (report.rate, plan.depth) == (rate, depth)
+    for road in (topoplan.simulate, run_events):
+        assert road(plan, nbytes=0).seconds == pytest.approx(LAUNCH + depth * ALPHA)
+
+
+def test_along_an_optimal_allgather() -> None:
+    """N blocks of an allgather at 1200/7 GB/s are one buffer at an eighth of that."""
+    plan = one_shot_along(topoplan.plan(topoplan.load("dgx-1v"), "allgather"))
+    assert topoplan.verify(plan).exact_rate == Fraction(1200, 7) / 8
+
+
+@pytest.mark.parametrize("access", ["direct", "pcie"])
+def test_between_servers_each_owner_sends_its_sum_to_the_others(access: str) -> None:
+    """Three NICs' worth of eighths leave every NIC: 25 GB/s carry the buffer at 200/3, the GPU's slot at 24 at 64."""
+    plan = one_shot_servers(servers(4, access=access))
+    assert topoplan.verify(plan).exact_rate == (Fraction(200, 3) if access == "direct" else 64)
+    assert topoplan.simulate(plan, nbytes=0).seconds == pytest.approx(
+        LAUNCH + 2 * ALPHA + START_UP["network"]
+    )
+
+
+def test_a_rank_that_adds_up_less_is_refused() -> None:
+    """All must add up what the same ranks have sent, each once: else bits or sums differ."""
+    plan = one_shot(topoplan.load("v100x4"))
+    (shard,) = plan.shards
+    fewer = replace(plan, shards=(replace(shard, stages=shard.stages[:3]),))
+    with pytest.raises(PlanError, match="contribution of rank 3 0 times"):
+        topoplan.verify(fewer)
+    twice = replace(plan, shards=(replace(shard, stages=(*shard.stages, shard.stages[0])),))
+    with pytest.raises(PlanError, match="contribution of rank 0 2 times"):
+        topoplan.verify(twice)
+    broadcast = replace(plan, collective="broadcast", root=0)
+    with pytest.raises(PlanError, match="contribution of rank 1 1 times instead of 0"):
+        topoplan.verify(broadcast)
+    halves = tuple(
+        Shard(Fraction(1, 2), stages) for stages in (shard.stages, plan_of_trees().shards[0].stages)
+    )
+    with pytest.raises(PlanError, match="all shards of a plan with exchanges take the same rounds"):
+        topoplan.verify(replace(plan, shards=halves))
+
+
+def plan_of_trees() -> Plan:
+    return topoplan.lowest_tree(topoplan.load("v100x4"))
+
+
+def test_what_it_is_not_for_is_one_clear_line() -> None:
+    with pytest.raises(UsageError, match="one-shot is an allreduce, not broadcast; choose another schedule"):
+        one_shot(topoplan.load("dgx-2"), "broadcast")
+    with pytest.raises(UsageError, match="all 8 are on s0"):
+        one_shot_servers(topoplan.load("dgx-a100"))
+    with pytest.raises(InfeasibleError, match=r"each of 2 servers has one GPU, .* use the schedule one-shot"):
+        one_shot_servers(servers(2, [0]))
+
+
+def star(workers: int, helpers: int) -> Topology:
+    """Ports of 10 GB/s behind one switch."""
+    names = [f"gpu{n}" for n in range(workers)] + [f"helper{n}" for n in range(helpers)]
+    devices = [Device(name, name.rstrip("0123456789")) for name in names] + [Device("switch0", "nvswitch")]
+    ends = [pair for name in names for pair in ((name, "switch0"), ("switch0", name))]
+    return Topology("star", tuple(devices), tuple(Link(a, b, "nvlink", 10.0) for a, b in ends))
+
+
+@pytest.mark.parametrize(("workers", "helpers"), [(4, 1), (4, 6), (8, 3)])
+def test_dedicated_servers_reach_a_part_of_a_port(workers: int, helpers: int) -> None:
+    """B min(1, S / N): with one server it carries all buffers; every rank sends and takes one."""
+    made = parameter_server(star(workers, helpers))
+    assert made.rate == pytest.approx(10 * min(1, helpers / workers))
+    assert topoplan.verify(made).rate == made.rate
+    sent = clock(made)(1 << 20).link_bytes
+    assert {sent[f"gpu{rank}", "switch0"] for rank in range(workers)} == {1 << 20}
+    assert sent["helper0", "switch0"] == pytest.approx(workers / helpers * (1 << 20))
+
+
+def test_ranks_as_servers_are_the_one_hop_plan() -> None:
+    made, stars = parameter_server("dgx-2"), topoplan.one_hop("dgx-2")
+    assert made.shards == stars.shards
+    assert (made.rate, made.gap) == (80, 0)
+    assert parameter_server(star(4, 1), servers=[f"gpu{n}" for n in range(4)]).rate == pytest.approx(20 / 3)
+
+
+def test_hashed_parts_are_as_slow_as_the_fullest_server() -> None:
+    names = [f"helper{n}" for n in range(4)]
+    for points in (1, 128):
+        loads = HashRing(tuple(names), points).loads(map(str, range(KEYS)))
+        most = max(loads.values()) * 4 / KEYS
+        made = parameter_server(star(4, 4), placement="hashed", points=points)
+        assert made.rate == pytest.approx(10 / most)
+        assert topoplan.verify(made).rate == made.rate
+
+
+def test_helpers_add_up_what_ranks_push() -> None:
+    values = [np.arange(500, dtype=np.float64) * (rank + 1) for rank in range(4)]
+    with Communicator(parameter_server(star(4, 2), placement="hashed")) as comm:
+        for result in comm.all_reduce(values):
+            np.testing.assert_array_equal(result, np.arange(500) * 10.0)
+
+
+@pytest.mark.parametrize(
+    ("points", "load", "moved"),
+    [
+        (16, 1.13, 0.130),
+        pytest.param(1, 2.21, 0.164, marks=pytest.mark.thorough),
+        pytest.param(1024, 1.04, 0.129, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_ring_of_eight_servers(points: int, load: float, moved: float) -> None:
+    """Load of the fullest over the mean, and the part of 20,000 keys that moves when a server leaves: its own alone."""
+    ring = HashRing(tuple(f"s{n}" for n in range(8)), points)
+    keys = [f"k{n}" for n in range(20_000)]
+    before = {key: ring.holders(key)[0] for key in keys}
+    assert max(Counter(before.values()).values()) * 8 / len(keys) == pytest.approx(load, abs=0.005)
+    gone = HashRing(tuple(f"s{n}" for n in range(8) if n != 3), points)
+    changed = [key for key in keys if gone.holders(key)[0] != before[key]]
+    assert {before[key] for key in changed} == {"s3"}
+    assert len(changed) / len(keys) == pytest.approx(moved, abs=0.0005)
+    for key in changed[:50]:
+        assert gone.holders(key)[0] == ring.holders(key, replicas=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"servers": ["gpu9"]}, "server 'gpu9' is not a rank or helper here"),
+        ({"servers": ["gpu0", "gpu0"]}, "or stands twice"),
+        ({"placement": "random"}, "placement 'random' is unknown"),
+        ({"collective": "broadcast"}, "as an allreduce does, not broadcast"),
+        ({"placement": "hashed", "points": 0}, "points 0 of a server"),
+    ],
+)
+def test_what_is_no_parameter_server_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parameter_server(star(4, 1), **options)
+
+
+def test_servers_are_reached_directly_and_replicas_are_helpers() -> None:
+    with pytest.raises(InfeasibleError, match="through another GPU"):
+        parameter_server("dgx-1v", servers=["gpu0"])
+    with pytest.raises(UsageError, match="replicas 2 must be a whole number from 0 to 1"):
+        parameter_server(star(4, 2), replicas=2)
+    with pytest.raises(UsageError, match="ranks get all sums and need no replicas"):
+        parameter_server("dgx-2", replicas=1)
+
+
+@pytest.mark.parametrize(("placement", "replicas"), [("equal", 1), ("equal", 2), ("hashed", 2)])
+def test_replicas_cost_one_copy_of_each_sum(placement: str, replicas: int) -> None:
+    """A server with a part sends it to all ranks and its replicas; what replicas take is R buffers in all."""
+    made = parameter_server(star(4, 3), placement=placement, replicas=replicas)
+    alone = parameter_server(star(4, 3), placement=placement)
+    assert topoplan.verify(made).rate == made.rate
+    nbytes = 3 << 20
+    sent, before = (clock(one)(nbytes).link_bytes for one in (made, alone))
+    for server in ("helper0", "helper1", "helper2"):
+        out = before[server, "switch0"] / 4
+        assert sent[server, "switch0"] == pytest.approx(out * (4 + replicas))
+    taken = sum(sent["switch0", f"helper{n}"] - before["switch0", f"helper{n}"] for n in range(3))
+    assert taken == pytest.approx(replicas * nbytes)
+    if placement == "equal":
+        assert made.rate == pytest.approx(10 * 3 / (4 + replicas))
