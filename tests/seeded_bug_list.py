@@ -659,7 +659,7 @@ BUGS = (
         "(gradient_norm - weight_decay * weight_norm)",
         (
             "collectives/training/trust_ratios.py",
-            "tests/collectives/training/test_parallel_norms_steps.py",
+            "tests/collectives/training/test_optimizers.py",
         ),
     ),
     Bug(
@@ -668,7 +668,7 @@ BUGS = (
         "collectives/training/averaging.py",
         "wide - weight * (wide - pulled[key])",
         "wide + weight * (wide - pulled[key])",
-        ("tests/collectives/training/test_gossip_training.py",),
+        ("tests/collectives/training/test_modes.py",),
     ),
     Bug(
         "training-low-rank-residual",
@@ -678,7 +678,7 @@ BUGS = (
         "line[at.start : at.stop] = 0",
         (
             "collectives/training/low_rank.py",
-            "tests/collectives/training/test_low_rank.py",
+            "tests/collectives/training/test_gradient_filters.py",
         ),
     ),
     Bug(

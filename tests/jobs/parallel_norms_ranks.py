@@ -1,25 +1,25 @@
-"""What one process of the tests of parallel norms does: ``parallel_norms_ranks.py FOLDER`` leaves a file of JSON.
-
-Starting torch takes seconds, so one start of all processes serves all tests.
-"""
+"""Scenarios of two ranks: LARS and LAMB for torch, whose ranks share the norms."""
 
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 
 from collectives import Communicator
 from collectives.torch.optimizers import Lamb, Lars
 from collectives.training import optimizers
 from tests.support.hand_plans import forest_plan
-from topoplan.errors import BackendError, UsageError
+from tests.support.rank_scenarios import run_scenarios, scenario
+from topoplan.errors import RefusedError, UsageError
 
 STEPS = 20
 MADE: dict[str, Callable[..., Any]] = {
@@ -62,112 +62,99 @@ def bits(module: torch.nn.Module) -> list[str]:
     return [p.detach().contiguous().view(torch.uint8).numpy().tobytes().hex() for p in module.parameters()]
 
 
-def trajectories(comm: Communicator) -> dict[str, Any]:
-    """Whether parameters are those of a rank alone after every step, and how far they have gone."""
-    found = {}
-    for method, make in MADE.items():
-        for dtype in ("float32", "bfloat16"):
-            alone, shared = model(dtype), model(dtype)
-            serial, parallel = make(groups(alone)), make(groups(shared), communicator=comm)
-            same = []
-            for step in range(STEPS):
-                run(alone, serial, range(step, step + 1))
-                run(shared, parallel, range(step, step + 1))
-                same.append(bits(alone) == bits(shared))
-            kept = {str(v.dtype) for s in parallel.state.values() for v in s.values() if torch.is_tensor(v)}
-            moved = bits(shared)[0] != bits(model(dtype))[0]
-            found[f"{method} {dtype}"] = [all(same) and len(same) == STEPS, moved, sorted(kept)]
-    return found
+@cache
+def communicator() -> Communicator:
+    return Communicator(forest_plan(2, "allreduce", "chain"), "torch", timeout=20)
 
 
-def restored(comm: Communicator) -> dict[str, bool]:
-    """Whether a state goes on bit for bit, that of 16-bit parameters too."""
-    found = {}
-    for method, make in MADE.items():
-        for dtype in ("float32", "bfloat16"):
-            first = model(dtype)
-            optimiser = make(groups(first), communicator=comm)
-            run(first, optimiser, range(5))
-            second, state = copy.deepcopy(first), copy.deepcopy(optimiser.state_dict())
-            run(first, optimiser, range(5, 10))
-            again = make(groups(second), communicator=comm)
-            again.load_state_dict(state)
-            run(second, again, range(5, 10))
-            found[f"{method} {dtype}"] = bits(first) == bits(second)
-    return found
+@scenario(2)
+def owners_take_the_steps_of_one_rank_alone_bit_for_bit() -> None:
+    for make, dtype in product(MADE.values(), ("float32", "bfloat16")):
+        alone, shared = model(dtype), model(dtype)
+        serial, parallel = make(groups(alone)), make(groups(shared), communicator=communicator())
+        for step in range(STEPS):
+            run(alone, serial, range(step, step + 1))
+            run(shared, parallel, range(step, step + 1))
+            assert bits(alone) == bits(shared)
+        kept = {v.dtype for s in parallel.state.values() for v in s.values() if torch.is_tensor(v)}
+        assert kept == {torch.float32}
+        assert bits(shared)[0] != bits(model(dtype))[0]
 
 
-def plain(comm: Communicator) -> dict[str, bool]:
-    """Whether the plain-loop optimisers, numpy arrays over this back end, do as one alone."""
-    found = {}
+@scenario(2)
+def a_restored_state_continues_with_the_same_bits() -> None:
+    for make, dtype in product(MADE.values(), ("float32", "bfloat16")):
+        first = model(dtype)
+        optimiser = make(groups(first), communicator=communicator())
+        run(first, optimiser, range(5))
+        second, state = copy.deepcopy(first), copy.deepcopy(optimiser.state_dict())
+        run(first, optimiser, range(5, 10))
+        again = make(groups(second), communicator=communicator())
+        again.load_state_dict(state)
+        run(second, again, range(5, 10))
+        assert bits(first) == bits(second)
+
+
+@scenario(2)
+def plain_loops_over_processes_take_the_steps_of_one_alone() -> None:
+    """With numpy arrays over this back end."""
     for kind in (optimizers.Lars, optimizers.Lamb):
         ends = []
-        for communicator in (None, comm):
+        for shared in (None, communicator()):
             generator = np.random.default_rng(1)
             weights = [generator.standard_normal(size).astype(np.float32) for size in (1000, 30, 70, 5000)]
-            optimiser = kind(0.1, weight_decay=0.01, communicator=communicator)
+            optimiser = kind(0.1, weight_decay=0.01, communicator=shared)
             for _ in range(STEPS):
                 optimiser.step(
                     weights, [generator.standard_normal(w.shape).astype(np.float32) for w in weights]
                 )
             ends.append([w.tobytes() for w in weights])
-        found[kind.__name__] = ends[0] == ends[1]
-    return found
+        assert ends[0] == ends[1]
 
 
-def disagreements(comm: Communicator) -> dict[str, Any]:
-    """What is said where ranks differ, and whether their parameters have stayed."""
+@scenario(2)
+def ranks_that_differ_are_refused_before_anything_moves() -> None:
+    comm = communicator()
     (rank,) = comm.ranks
-    found: dict[str, Any] = {}
-
-    def tried(name: str, made: Callable[[torch.nn.Module], Any], unused: bool = False) -> None:
+    calls: list[tuple[Callable[[torch.nn.Module], Any], str]] = [
+        (lambda m: Lars([*m.parameters()][: 4 - rank], lr=0.1, communicator=comm), "3 instead of 4 layers"),
+        (
+            lambda m: Lars(m.parameters(), lr=0.1, momentum=0.9 - rank / 10, communicator=comm),
+            "or other sizes or settings",
+        ),
+        (lambda m: Lamb(m.parameters(), lr=0.1, communicator=comm), "instead of"),
+        (
+            lambda m: MADE["lars" if rank else "lamb"](m.parameters(), communicator=comm),
+            "or other sizes or settings",
+        ),
+    ]
+    for number, (made, message) in enumerate(calls):
         module = model()
         optimiser = made(module)
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
-        if unused:
+        if number == 2 and rank == 1:
             next(module.parameters()).grad = None
         before = bits(module)
-        try:
+        with pytest.raises(UsageError, match=f"^rank 1 and rank 0 differ: .*{message}"):
             optimiser.step()
-            found[name] = None
-        except (UsageError, BackendError) as error:
-            found[name] = [type(error).__name__, str(error), bits(module) == before]
-
-    fewer = slice(0, 4 - rank)
-    tried("layers", lambda m: Lars(list(m.parameters())[fewer], lr=0.1, communicator=comm))
-    tried("settings", lambda m: Lars(m.parameters(), lr=0.1, momentum=0.9 - rank / 10, communicator=comm))
-    tried("gradients", lambda m: Lamb(m.parameters(), lr=0.1, communicator=comm), unused=rank == 1)
-    tried("method", lambda m: MADE["lars" if rank else "lamb"](m.parameters(), communicator=comm))
-    tried("none", lambda m: Lamb(m.parameters(), lr=0.1, communicator=comm))
+        assert bits(module) == before
+    module = model()
+    run(module, Lamb(module.parameters(), lr=0.1, communicator=comm), range(1))
     later = model()
     optimiser = Lars(later.parameters(), lr=0.1, communicator=comm)
     run(later, optimiser, range(1))
     if rank == 1:
         optimiser.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "weight_decay": 0.1})
     before = bits(later)
-    try:
+    with pytest.raises(RefusedError, match="rank 1 runs another collective"):
         optimiser.step()
-        found["later"] = None
-    except BackendError as error:
-        found["later"] = [type(error).__name__, str(error), bits(later) == before]
-    return found
-
-
-def main() -> None:
-    """All of it, on the ranks that the environment tells of."""
-    torch.set_num_threads(1)
-    comm = Communicator(forest_plan(2, "allreduce", "chain"), "torch", timeout=20)
-    told = {
-        "trajectories": trajectories(comm),
-        "restored": restored(comm),
-        "plain": plain(comm),
-        "disagreements": disagreements(comm),
-    }
-    (rank,) = comm.ranks
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(told))
-    comm.close()
+    assert bits(later) == before
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    run_scenarios(sys.argv[1], dist.get_rank(), 2)
+    communicator().close()
+    dist.destroy_process_group()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,88 +9,26 @@ import pytest
 
 from collectives import Communicator
 from collectives.training import optimizers
-from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
+from tests.support.rank_scenarios import check_scenario, scenarios
+from tests.support.torch_jobs import Told, told_by_all
 from topoplan.errors import UsageError
 
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-RANKS = 2
-STARTER = """
-import sys
-from collectives.communicator.launch import start_ranks
-sys.exit(start_ranks("torch", [sys.executable, *sys.argv[1:]], 2))
-"""
+PROGRAM = "parallel_norms_ranks.py"
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    program = [
-        sys.executable,
-        "-c",
-        STARTER,
-        str(ROOT / "tests" / "jobs" / "parallel_norms_ranks.py"),
-        str(folder),
-    ]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return told_by_all(PROGRAM, tmp_path_factory.mktemp("norms"), ranks=2)
 
 
-def test_owners_walk_the_trajectory_of_one_rank_alone_bit_for_bit(told: list[dict[str, Any]]) -> None:
-    for one in told:
-        assert one["trajectories"] == {
-            f"{method} {dtype}": [True, True, [f"torch.{kept}"]]
-            for method in ("lars", "lamb")
-            for dtype, kept in (("float32", "float32"), ("bfloat16", "float32"))
-        }
-
-
-def test_a_restored_state_goes_on_bit_for_bit_that_of_16_bit_parameters_too(
-    told: list[dict[str, Any]],
-) -> None:
-    for one in told:
-        assert len(one["restored"]) == 4
-        assert all(one["restored"].values()), one["restored"]
-
-
-def test_plain_loops_over_processes_walk_the_trajectory_of_one_alone(told: list[dict[str, Any]]) -> None:
-    assert all(one["plain"] == {"Lars": True, "Lamb": True} for one in told)
-
-
-@pytest.mark.parametrize(
-    ("name", "clause"),
-    [
-        ("layers", "3 instead of 4 layers"),
-        ("settings", "or other sizes or settings"),
-        ("gradients", "instead of"),
-        ("method", "or other sizes or settings"),
-    ],
-)
-def test_ranks_that_differ_are_refused_on_all_of_them_before_anything_moves(
-    told: list[dict[str, Any]], name: str, clause: str
-) -> None:
-    for one in told:
-        kind, message, unmoved = one["disagreements"][name]
-        assert kind == "UsageError"
-        assert message.startswith("rank 1 and rank 0 differ: ")
-        assert clause in message
-        assert unmoved
-        assert one["disagreements"]["none"] is None
-
-
-def test_a_rank_whose_layers_change_later_ends_all_of_them_before_parameters_move(
-    told: list[dict[str, Any]],
-) -> None:
-    for one in told:
-        kind, message, unmoved = one["disagreements"]["later"]
-        assert kind == "RefusedError"
-        assert "rank 1 runs another collective" in message
-        assert unmoved
+@pytest.mark.parametrize("name", scenarios(PROGRAM, 2))
+def test_two_ranks(told: Told, name: str) -> None:
+    check_scenario(told, name)
 
 
 SHAPES = ((8, 3, 3, 3), (8,), (), (0, 4), (50, 7))
@@ -149,12 +83,7 @@ def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], me
 
     with pytest.raises(UsageError, match=message):
         getattr(optimizers, name)([torch.nn.Parameter(torch.ones(2))], **options)
-
-
-def test_a_group_that_is_refused_later_is_not_added() -> None:
-    from collectives.torch.optimizers import Lars
-
-    optimiser = Lars([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimiser = optimizers.Lars([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(UsageError, match="lr must be 0 or more, got -2"):
         optimiser.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": -2})
     assert len(optimiser.param_groups) == 1

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from collectives import Communicator
 from collectives.communicator.launch import start_ranks
-from tests.jobs.torch_ranks import cases, expected
-from tests.support.checkout import ROOT
 from tests.support.fake_gpu import install
 from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
 from tests.support.ports import free_port
-from tests.support.sparse_steps import (
-    TWO_SERVERS,
-    as_it_is,
-    of_each_rank,
-    rounded_steps,
-    steps_of_each,
-    taken,
-)
+from tests.support.rank_scenarios import check_scenario, scenarios
+from tests.support.sparse_steps import of_each_rank, steps_of_each
+from tests.support.torch_jobs import Told, told_by_all
 from topoplan.errors import BackendError, UsageError
 
 pytestmark = pytest.mark.thorough
@@ -39,71 +27,19 @@ pytestmark = pytest.mark.thorough
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 FakeTensorMode = pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode
 
-RANKS = 6
-STOPPED, KILLED = RANKS - 1, RANKS - 2
-Told = list[dict[str, Any]]
+PROGRAM = "torch_ranks.py"
+KILLED = 4
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    """What each rank prints, in one run of all stages, and how it ends."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    program = [sys.executable, str(ROOT / "tests" / "jobs" / "torch_ranks.py")]
-    ports = [str(free_port()), str(free_port())]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(RANKS):
-            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
-                arguments = [*program, str(rank), str(RANKS), *ports]
-                running.append(subprocess.Popen(arguments, stdout=out, stderr=err, env=environment))
-        for rank in range(RANKS - 1):
-            running[rank].wait(timeout=180)
-        running[STOPPED].send_signal(signal.SIGCONT)
-        running[STOPPED].wait(timeout=60)
-        found: Told = []
-        for rank, process in enumerate(running):
-            lines = (folder / f"{rank}.out").read_text().splitlines()
-            found.append({"status": process.returncode, "error": (folder / f"{rank}.err").read_text()})
-            for line in lines:
-                found[-1].update(json.loads(line))
-        yield found
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return told_by_all(PROGRAM, tmp_path_factory.mktemp("ranks"), ranks=6, killed=(KILLED,))
 
 
-def test_every_rank_ends_by_itself_but_the_one_that_was_killed(told: Told) -> None:
-    statuses = [one["status"] for one in told]
-    assert statuses == [-signal.SIGKILL if rank == KILLED else 0 for rank in range(RANKS)], told[0]["error"]
-
-
-def test_results_are_loopbacks_bit_for_bit(told: Told) -> None:
-    """Every collective, 2 to 6 ranks in groups of their own, 0 to 1000003 elements, every dtype and reduction."""
-    for number, case in enumerate(cases(RANKS)):
-        found = [one["digests"].get(str(number), "") for one in told]
-        assert found == [""] * (RANKS - case.ranks) + expected(case), case
-
-
-def test_steps_in_batches_without_tags_give_the_same_bits(told: Told) -> None:
-    for one in told:
-        same = {number: one["digests"][number] for number in one["batched"]}
-        assert len(same) >= 30
-        assert one["batched"] == same
-
-
-def test_collectives_are_behind_the_stream_that_calls_them_and_that_one_behind_them(told: Told) -> None:
-    """In the background, queued behind one in the background, and alone; calls on the host wait for no stream."""
-    for one in told:
-        found = one["ordered"]
-        assert found["sums"] == [[21.0]] * 3
-        assert set(found["given"]) == {"collectives"}
-        assert found["got"][-2:] == ["user 1", "user 0"]
-        assert found["waits"] == ["wait_event", "synchronize"] * 3
-        assert found["threads"] == ["MainThread", "collectives_0"]
+@pytest.mark.parametrize("name", scenarios(PROGRAM, 6))
+def test_six_ranks(told: Told, name: str) -> None:
+    check_scenario([one for rank, one in enumerate(told) if rank != KILLED or name in one], name)
 
 
 def test_the_stand_ins_for_streams_and_groups_have_the_names_of_torchs_own() -> None:
@@ -128,25 +64,6 @@ def test_the_stand_ins_for_streams_and_groups_have_the_names_of_torchs_own() -> 
         assert all(f"{one}: " in told for one in named(getattr(fake.Batches, name))[1:]), told
 
 
-def test_bfloat16_is_added_divided_and_compared(told: Told) -> None:
-    for one in told:
-        assert one["tensors"]["bfloat16"] == [6.0 * (i % 7) + 15 for i in range(100)]
-        assert one["tensors"]["average"] == [i % 7 + 2.5 for i in range(100)]
-        assert one["tensors"]["largest"] == [i % 7 + 5.0 for i in range(100)]
-
-
-def test_sparse_allreduces_and_what_they_keep_are_loopbacks_bit_for_bit(told: Told) -> None:
-    four = [one["sparse"] for one in told[RANKS - 4 :]]
-    assert [whole for whole, _ in four] == of_each_rank(steps_of_each())
-
-    def half(array: Any) -> Any:
-        return torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy()
-
-    with Communicator(TWO_SERVERS) as comm:
-        rounded, _ = taken(comm, rounded_steps(), as_it_is, half)
-    assert [bits for _, bits in four] == [[[one[rank]] for one in rounded] for rank in range(4)]
-
-
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """What four ranks found whose tensors count as memory of a GPU."""
@@ -155,10 +72,11 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return played(4, tmp_path_factory.mktemp("gpus"))
 
 
-def test_sparse_allreduces_of_tensors_on_a_gpu_are_loopbacks_bit_for_bit(on_gpus: Told, told: Told) -> None:
+def test_sparse_allreduces_of_tensors_on_a_gpu_are_loopbacks_bit_for_bit(on_gpus: Told) -> None:
+    from tests.jobs.torch_ranks import rounded_by_loopback
+
     assert [one["sparse"]["whole"] for one in on_gpus] == of_each_rank(steps_of_each())
-    bits = [one["sparse"]["bits"] for one in on_gpus]
-    assert bits == [bits for _, bits in (one["sparse"] for one in told[RANKS - 4 :])]
+    assert [one["sparse"]["bits"] for one in on_gpus] == [rounded_by_loopback(rank) for rank in range(4)]
 
 
 def test_gradients_messages_and_residuals_of_tensors_on_a_gpu_stay_there(on_gpus: Told) -> None:
@@ -377,41 +295,6 @@ def test_nccl_is_brought_together_by_one_allreduce_of_all_ranks_before_some_exch
         wires.connect()
 
 
-def test_tensors_that_require_grad_are_read_and_written_and_results_are_detached(told: Told) -> None:
-    for one in told:
-        assert one["tensors"]["parameter"] == [[[2.0] * 3] * 4, True]
-        assert one["tensors"]["total"] == [[[12.0] * 3] * 4, False]
-
-
-def test_inference_tensors_are_written_to_from_the_background(told: Told) -> None:
-    assert all(one["tensors"]["inference"] == [15] * 5 for one in told)
-
-
-def test_two_communicators_of_one_group_have_collectives_in_flight_at_once(told: Told) -> None:
-    wanted = [[6 * k] if k else [] for k in range(4) for _ in range(2)]
-    assert all(one["in flight"] == wanted for one in told)
-
-
-DISAGREEMENTS = {
-    "count": "count 2000 instead of 10",
-    "dtype": "dtype 'int32' instead of 'float32'",
-    "call": "collective 'allgather' instead of 'allreduce'",
-    "plan": "rank 1 runs another collective: plan ",
-    "refusal": "rank 1 refused the collective: rank 1 has a tensor as its array that is not contiguous",
-}
-
-
-@pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_what_one_rank_means_otherwise_is_an_error_on_every_rank_and_the_group_lives_on(
-    told: Told, name: str
-) -> None:
-    for rank, one in enumerate(told):
-        (kind, message, *place), again = one["disagreements"][name]
-        assert (kind, *place) == ("RefusedError", rank, 1, None)
-        assert again == [kind, message, *place], "it is refused once more, and not because of the first time"
-        assert DISAGREEMENTS[name] in message
-
-
 REFUSED = {
     "list": "a list instead of a plain torch tensor as its out array",
     "subclass": "a Mine instead of a plain torch tensor",
@@ -433,51 +316,6 @@ def test_tensors_that_cannot_be_sent_as_they_lie_are_refused(name: str) -> None:
     library = TorchArrays([torch.device("cpu")])
     with pytest.raises(UsageError, match=f"rank 3 has .*{REFUSED[name]}"):
         library.check(refused_tensor(name), rank=3, what="out array")
-
-
-def test_a_stopped_rank_is_named_by_all_others_within_the_timeout(told: Told) -> None:
-    for rank, one in enumerate(told[:STOPPED]):
-        kind, message, *place = one["stopped"]["error"]
-        assert kind == "BackendError"
-        assert place[:2] == [rank, STOPPED], message
-        assert "within 2 s" in message
-        assert one["stopped"]["untouched"]
-
-
-def test_a_rank_that_comes_back_is_told_that_the_others_gave_up_on_it(told: Told) -> None:
-    kind, message, rank, peer, _ = told[STOPPED]["stopped"]["error"]
-    assert [kind, rank, peer] == ["BackendError", STOPPED, STOPPED], message
-    assert "the other ranks gave up on this one: rank " in message
-
-
-def test_a_killed_rank_is_named_by_all_others_at_once_also_by_those_it_sends_nothing(told: Told) -> None:
-    for rank, one in enumerate(told[:KILLED]):
-        kind, message, *place = one["killed"]["error"]
-        assert kind == "BackendError"
-        assert place[:2] == [rank, KILLED], message
-        assert "the peer is gone" in message
-        assert one["killed"]["untouched"]
-
-
-def test_torchruns_environment_makes_a_group_that_is_destroyed_again(told: Told) -> None:
-    wanted = {"total": 15, "over": "shared", "left": False, "threads": 1}
-    assert all(one["opened"] == wanted for one in told)
-
-
-def test_by_its_name_the_back_end_uses_memory_or_links_where_it_can_and_silently_messages_elsewhere(
-    told: Told,
-) -> None:
-    sums = [15, sum((number % 7) * 6 + 15 for number in range(40_000))]
-    for one in told:
-        assert one["opened"]["over"] == "shared"
-        assert one["without memory"] == {
-            "reached": ["tcp", *sums],
-            "rank 0 listens nowhere": ["torch", *sums],
-            "rank 1 reaches nobody": ["torch", *sums],
-            "rank 1 reaches rank 0 alone": ["torch", *sums],
-            "threads": [0] * 4,
-        }
-        assert "Warning" not in one["error"]
 
 
 def test_without_a_group_and_without_torchrun_the_error_says_what_to_do(
@@ -513,11 +351,6 @@ def test_a_missing_library_is_an_error_that_says_what_to_install(monkeypatch: py
         UsageError, match=r'the torch back end needs PyTorch: pip install "topoplan\[torch\]"'
     ):
         Communicator(forest_plan(2, "allreduce", "star"), "torch")
-
-
-def test_collectives_alone_does_not_load_torch() -> None:
-    code = "import collectives, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @pytest.mark.thorough

@@ -88,9 +88,7 @@ def on_every_rank(
     return results
 
 
-def test_tensors_are_summed_where_they_lie_with_the_bits_of_loopback(
-    machine: Machine, gpus: ModuleType
-) -> None:
+def test_tensors_are_summed_in_place_with_the_bits_of_loopback(machine: Machine, gpus: ModuleType) -> None:
     """Averages, sums in place, bfloat16, nothing, results in memory of windows."""
     arrays = floats(RANKS, 4200)
     whole = [np.arange(5, dtype=np.float32) + rank for rank in range(RANKS)]
@@ -119,10 +117,9 @@ def test_tensors_are_summed_where_they_lie_with_the_bits_of_loopback(
         assert half == whole[RANKS - 1].tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [{}, {"async_op": True}, {"op": "avg"}], ids=str)
-def test_a_collective_on_a_stream_that_torch_captures_is_refused_before_anything_is_queued(
-    gpus: ModuleType, how: dict[str, Any]
-) -> None:
+def test_refuses_a_collective_on_a_captured_stream(gpus: ModuleType, how: dict[str, Any]) -> None:
     """As inside `torch.cuda.graph`: an event that is recorded there would void the capture when it is asked about."""
 
     def task(comm: Communicator, rank: int) -> Any:
@@ -145,8 +142,9 @@ def test_a_rank_that_refuses_is_an_error_on_all(gpus: ModuleType) -> None:
     assert all(isinstance(one, BackendError) for one in on_every_rank(gpus, task))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("engine", ["auto", "windows", "messages"])
-def test_without_windows_the_groups_messages_are_taken_or_windows_refused_on_all_ranks_alike(
+def test_without_windows_all_ranks_take_messages_or_refuse(
     machine: Machine, gpus: ModuleType, engine: str
 ) -> None:
     machine.windows, machine.peers = (False, False), False
@@ -159,7 +157,7 @@ def test_without_windows_the_groups_messages_are_taken_or_windows_refused_on_all
         assert str(told[0]).startswith("messages: no windows" if engine == "auto" else "messages")
 
 
-def test_ranks_of_two_jobs_that_met_in_one_store_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_ranks_of_two_jobs_in_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(text: str) -> list[str]:
         return [text, text.replace("nightly", "weekly")]
 
@@ -190,11 +188,12 @@ def test_engines_are_agreed_on_before_anything_is_made() -> None:
         agreed("windows", "windows", ("cpu",))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("told", "visible", "device"),
     [({"LOCAL_RANK": "5"}, 1, 0), ({"LOCAL_RANK": "5"}, 8, 5), ({}, 4, 2), ({"LOCAL_RANK": "5"}, 4, 1)],
 )
-def test_a_process_that_sees_fewer_gpus_than_the_host_has_takes_one_of_those(
+def test_a_process_takes_one_of_its_visible_gpus(
     monkeypatch: pytest.MonkeyPatch, told: dict[str, str], visible: int, device: int
 ) -> None:
     """As with a GPU for each task, where every process calls its own 0."""

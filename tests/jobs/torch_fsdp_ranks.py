@@ -1,8 +1,7 @@
-"""What one process of the tests of FSDP2 does: one of four, it writes ``OUT/RANK.json``."""
+"""Scenarios of four ranks: FSDP2 and HSDP over the process group "topoplan", against averages of whole gradients."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from collectives.torch import PlannedGroup
+from tests.support.rank_scenarios import run_scenarios, scenario
 
 _coalescing_manager: Any = distributed_c10d._coalescing_manager
 
@@ -120,34 +120,29 @@ def furthest(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def steps_of_fsdp() -> dict[str, Any]:
-    """How far losses and parameters are from those of plain averages, and what was called."""
+@scenario(4)
+def all_that_fsdp_asks_for_runs_by_plan_and_trains_as_plain_averages_do() -> None:
+    """In float64 a sum of two has one order; in float32 FSDP2 divides by a number of its own."""
     world = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    pairs = grid["shard"]
     gloo = dist.new_group(backend="gloo")
     # each rank has the other of its own pair
     pair = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     groups: list[Any] = [world.get_group(), grid.get_group("replicate"), grid.get_group("shard")]
+    assert all(isinstance(one, PlannedGroup) for one in groups)
     count_calls(groups)
-    found: dict[str, Any] = {"groups": [type(one).__name__ for one in groups]}
     wide, narrow = torch.float64, torch.float32
-    cases: dict[str, tuple[DeviceMesh, torch.dtype, dict[str, Any], Any, float | None]] = {
-        "pair": (pairs, wide, {}, pair, None),
-        "four": (world, wide, {}, gloo, None),
-        "hybrid": (grid, wide, {}, gloo, None),
-        "float32": (world, narrow, {}, gloo, None),
-        "bfloat16": (
-            world,
-            narrow,
-            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-            gloo,
-            None,
-        ),
-        "divided": (world, narrow, {}, gloo, 8.0),
-        "kept whole": (world, wide, {"reshard_after_forward": False}, gloo, None),
-    }
-    for name, (mesh, dtype, options, group, factor) in cases.items():
+    half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    cases: list[tuple[float, DeviceMesh, torch.dtype, dict[str, Any], Any, float | None]] = [
+        (0.0, grid["shard"], wide, {}, pair, None),
+        (1e-15, world, wide, {}, gloo, None),
+        (1e-15, grid, wide, {}, gloo, None),
+        (1e-15, world, wide, {"reshard_after_forward": False}, gloo, None),
+        (1e-6, world, narrow, {}, gloo, None),
+        (1e-6, world, narrow, {}, gloo, 8.0),
+        (2e-3, world, narrow, half, gloo, None),
+    ]
+    for close, mesh, dtype, options, group, factor in cases:
         right = plainly(group, dtype, factor=factor)
         PLANNED.clear()
         BENEATH.clear()
@@ -156,23 +151,27 @@ def steps_of_fsdp() -> dict[str, Any]:
             for module in model.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
                     module.set_gradient_divide_factor(factor)
-        far = furthest(trained(model, dtype), right)
-        found[name] = {"furthest": far, "planned": dict(PLANNED), "beneath": dict(BENEATH)}
+        assert furthest(trained(model, dtype), right) <= close
+        assert not BENEATH
+        assert PLANNED["reduce_scatter"] == 3 * STEPS, "of three units"
+        assert PLANNED["all_gather"] >= 3 * STEPS
+        assert PLANNED["all_reduce"] == (3 * STEPS if mesh is grid else 0), "of replicas"
     model = sharded(world)
     alone = network()
     for one in (*model.parameters(), *alone.parameters()):
         one.grad = one.detach().clone()
     norms = [float(nn.utils.clip_grad_norm_(one.parameters(), 1.0)) for one in (model, alone)]
-    found["norm"] = abs(norms[0] / norms[1] - 1)
-    return found
+    assert abs(norms[0] / norms[1] - 1) < 1e-14
 
 
-def several_at_once() -> dict[str, Any]:
-    """Collectives of several tensors, some of them empty."""
+@scenario(4)
+def several_tensors_are_sent_as_one_and_give_what_each_gives_alone() -> None:
+    """Also empty ones, in the coalescing manager, as lists, and by functional collectives."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = dist.group.WORLD
-    found: dict[str, Any] = {}
     lengths = (3, 0, 5)
+    given = [[[i + 10.0 * rank for i in range(length)] for length in lengths] for rank in range(size)]
+    totals = [[size * i + 60.0 for i in range(length)] for length in lengths]
 
     def ours(length: int) -> torch.Tensor:
         return torch.arange(length, dtype=torch.float64) + 10 * rank
@@ -183,30 +182,32 @@ def several_at_once() -> dict[str, Any]:
         sums = [ours(length) for length in lengths]
         for one in sums:
             dist.all_reduce(one)
-    found["all_reduce"] = [one.tolist() for one in sums]
+    assert [one.tolist() for one in sums] == totals
     gathered = [torch.full((size, length), -1.0, dtype=torch.float64) for length in lengths]
     with _coalescing_manager(async_ops=True) as work:
         for one, length in zip(gathered, lengths, strict=True):
             dist.all_gather_single(one, ours(length))
     work.wait()
-    found["all_gather"] = [one.tolist() for one in gathered]
+    assert [one.tolist() for one in gathered] == [list(one) for one in zip(*given, strict=True)]
     blocks = [torch.full((length,), -1.0, dtype=torch.float64) for length in lengths]
     with _coalescing_manager():
         for one, length in zip(blocks, lengths, strict=True):
             dist.reduce_scatter_single(one, ours(size * length), op=dist.ReduceOp.AVG)
-    found["reduce_scatter"] = [one.tolist() for one in blocks]
+    averages = [[rank * length + i + 15.0 for i in range(length)] for length in lengths]
+    assert [one.tolist() for one in blocks] == averages
     rows = [[torch.zeros(length, dtype=torch.float64) for length in lengths] for _ in range(size)]
     group.allgather_coalesced(rows, [ours(length) for length in lengths]).wait()
-    found["rows"] = [[one.tolist() for one in row] for row in rows]
+    assert [[one.tolist() for one in row] for row in rows] == given
     functional = torch.ops._c10d_functional
     made = functional.all_reduce_coalesced([ours(2), ours(1)], "sum", group.group_name)
-    found["functional"] = [functional.wait_tensor(one).tolist() for one in made]
-    found["planned"], found["beneath"] = dict(PLANNED), dict(BENEATH)
-    return found
+    assert [functional.wait_tensor(one).tolist() for one in made] == [totals[0][:2], totals[0][:1]]
+    assert PLANNED == {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 1}
+    assert not BENEATH
 
 
-def saved() -> bool:
-    """Whether a sharded model, saved by torch.distributed.checkpoint and loaded into another, makes it the same."""
+@scenario(4)
+def a_sharded_model_is_saved_and_loaded() -> None:
+    """By torch.distributed.checkpoint, into another model."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -222,17 +223,14 @@ def saved() -> bool:
     load(state, checkpoint_id=folder)
     set_model_state_dict(other, state["model"])
     found = [[whole_of(each) for each in model.parameters()] for model in (one, other)]
-    return all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(*found, strict=True))
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
-    found = {"fsdp": steps_of_fsdp(), "several": several_at_once(), "saved": saved()}
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
+        assert first.any()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
+    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()

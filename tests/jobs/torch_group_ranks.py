@@ -1,11 +1,7 @@
-"""Three ranks of the group "topoplan": arguments that do not fit, tensors of any strides and types, blocks, and splits.
-
-Run by `tests.support.torch_jobs`; every rank writes what its calls gave, and whether the group was usable behind each.
-"""
+"""Scenarios of three ranks of the group "topoplan": misfits, any strides and types, blocks, splits, abort."""
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -14,15 +10,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import collectives.torch  # noqa: F401  # registers the group
+from tests.support.rank_scenarios import run_scenarios, scenario
+from topoplan.errors import BackendError, UsageError
 
 MOVED = ("int16", "bool", "bfloat16", "float8_e4m3fn", "complex64")
-Calls = dict[str, Callable[[], object]]
 
 
 def column(values: torch.Tensor) -> torch.Tensor:
@@ -32,20 +30,18 @@ def column(values: torch.Tensor) -> torch.Tensor:
     return whole[:, 1]
 
 
-def outcome(call: Callable[[], object], size: int) -> list[Any]:
-    """What a call gives or raises, and whether the next collectives are right."""
-    try:
-        given = call()
-    except Exception as error:
-        given = f"{type(error).__name__}: {error}".splitlines()[0]
+def check_usable() -> None:
+    """Check that the next collectives, one by plan and one beneath, are right."""
     planned, beneath = torch.ones(2), torch.full((2,), 7, dtype=torch.int64)
     dist.all_reduce(planned)
     dist.all_reduce(beneath, op=dist.ReduceOp.BAND)
-    return [given, planned.tolist() == [size] * 2 and beneath.tolist() == [7, 7]]
+    assert planned.tolist() == [dist.get_world_size()] * 2
+    assert beneath.tolist() == [7, 7]
 
 
-def strides(rank: int, size: int) -> Calls:
-    """Collectives beneath plans, on columns."""
+@scenario(3)
+def collectives_without_a_plan_take_columns_of_a_matrix() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
 
     def reduced() -> list[float]:
         x = column(torch.arange(3.0) + rank)
@@ -75,11 +71,21 @@ def strides(rank: int, size: int) -> Calls:
         dist.all_reduce(x, op=dist.ReduceOp.BAND)
         return x.tolist()
 
-    return {"reduce": reduced, "scatter": scattered, "gather": gathered, "recv": received, "band": anded}
+    calls: list[tuple[Callable[[], object], list[Any]]] = [
+        (reduced, [[3.0, 6.0, 9.0], [], []]),
+        (scattered, [[0.0, 1.0, 2.0], [10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]),
+        (gathered, [[[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]], [], []]),
+        (received, [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], []]),
+        (anded, [[7, 6, 4]] * 3),
+    ]
+    for call, wanted in calls:
+        assert call() == wanted[rank]
+        check_usable()
 
 
-def types(rank: int, size: int) -> Calls:
-    """All-to-alls of lists and of split sizes, of types that gloo does not know."""
+@scenario(3)
+def all_to_alls_take_lists_and_splits_of_any_type() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
 
     def exchange(name: str, listed: bool) -> bool:
         dtype = getattr(torch, name)
@@ -104,15 +110,16 @@ def types(rank: int, size: int) -> Calls:
             )
         )
 
-    return {
-        f"{name} {listed}": lambda name=name, listed=listed: exchange(name, listed)  # type: ignore[misc]
-        for name in MOVED
-        for listed in (True, False)
-    }
+    for name in MOVED:
+        for listed in (True, False):
+            assert exchange(name, listed), (name, listed)
+            check_usable()
 
 
-def mistakes(rank: int, size: int) -> Calls:
-    """What does not fit, on all ranks, or on rank 1 alone."""
+@scenario(3)
+def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
+    """On all ranks or on rank 1 alone; the group stays usable."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     zeros, ones, one = torch.zeros, torch.ones, rank == 1
     group: Any = dist.group.WORLD
     row = [ones(2) for _ in range(size)]
@@ -130,46 +137,121 @@ def mistakes(rank: int, size: int) -> Calls:
         options = dist.ScatterOptions()
         return group.scatter([zeros(2)], inputs if rank == 0 else [], options).wait()
 
-    return {
-        "negative": splits([7, -1, 0], [2, 2, 2]),
-        "negative on one": splits([7, -1, 0] if one else [2, 2, 2], [2, 2, 2]),
-        "sum": splits([2, 2, 2], [2, 2, 3]),
-        "number": splits([6], [2, 2, 2]),
-        "others": splits([3, 1, 2] if one else [2, 2, 2], [2, 2, 2]),
-        "rows": lambda: dist.all_to_all_single(zeros(4), ones(4)),
-        "expanded": lambda: dist.all_reduce(ones(1).expand(4)),
-        "length": lambda: dist.all_gather_into_tensor(zeros(7), ones(2)),
-        "length on one": lambda: dist.all_gather_into_tensor(zeros(7 if one else 6), ones(2)),
-        "block": lambda: dist.reduce_scatter_tensor(zeros(2), ones(7)),
-        "shape": lambda: dist.all_gather([zeros(3) for _ in range(size)], ones(2)),
-        "same memory": lambda: dist.all_gather([zeros(2)] * size, ones(2)),
-        "short": lambda: dist.all_to_all([zeros(2)] * 2, [ones(2)] * 2),
-        "output lists": lambda: gathered([row, row]),
-        "no output list": lambda: gathered([]),
-        "input lists": lambda: scattered([row, row]),
-        "quantized": lambda: dist.broadcast(quantized, 0),
-        "no list at all": lambda: group.allgather(
-            [None if one else [zeros(2) for _ in row]], [ones(2)]
-        ).wait(),
-        "sparse on one": lambda: dist.gather(sparse, row if rank == 0 else None),
-        "sparse all-gather on one": lambda: dist.all_gather([zeros(2) for _ in row], sparse),
-        "sparse scatter on one": lambda: dist.scatter(sparse, row if rank == 0 else None),
-        "sparse all-to-all on one": lambda: dist.all_to_all([zeros(2) for _ in row], [sparse, *row[1:]]),
-        "sparse single on one": lambda: dist.all_gather_into_tensor(zeros(6), sparse),
-        "sparse splits on one": lambda: dist.all_to_all_single(zeros(2), sparse, [2, 0, 0], [2, 0, 0]),
-        "op on one": lambda: dist.all_reduce(
-            ones(8).int(), op=dist.ReduceOp.BAND if one else dist.ReduceOp.SUM
+    refused = "RefusedError: rank 1 refused the collective: "
+    another = "RefusedError: rank 1 runs another collective: "
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            splits([7, -1, 0], [2, 2, 2]),
+            "UsageError: output_split_sizes must be whole numbers from 0 on, got [7, -1, 0]",
         ),
-        "type on one": lambda: dist.broadcast(ones(8).to(torch.float8_e5m2 if one else torch.int8), 0),
-        "root on one": lambda: dist.reduce(ones(8), 1 if one else 0),
-        "kind on one": lambda: dist.barrier() if one else dist.all_reduce(ones(8)),
-        "ranks": lambda: dist.group.WORLD.split_group([0, 7]),  # type: ignore[union-attr]
-    }
+        (
+            splits([7, -1, 0] if one else [2, 2, 2], [2, 2, 2]),
+            f"{refused}output_split_sizes must be whole numbers",
+        ),
+        (
+            splits([2, 2, 2], [2, 2, 3]),
+            "UsageError: input_split_sizes must add up to the 6 rows of input, got [2, 2, 3], which is 7",
+        ),
+        (splits([6], [2, 2, 2]), "UsageError: output_split_sizes must be 3 numbers for 3 ranks, got 1"),
+        (
+            splits([3, 1, 2] if one else [2, 2, 2], [2, 2, 2]),
+            "UsageError: rank 0 sends 2 elements to rank 1, which expects 3 in its output_split_sizes",
+        ),
+        (
+            lambda: dist.all_to_all_single(zeros(4), ones(4)),
+            "UsageError: output must have a multiple of 3 rows for 3 ranks, got 4; pass output_split_sizes",
+        ),
+        (
+            lambda: dist.all_reduce(ones(1).expand(4)),
+            "UsageError: tensor of shape (4,) and strides (0,) has several elements at one place of memory",
+        ),
+        (
+            lambda: dist.all_gather_into_tensor(zeros(7), ones(2)),
+            "UsageError: output must have 6 elements of float32, 3 times those of input, got 7 of float32",
+        ),
+        (
+            lambda: dist.all_gather_into_tensor(zeros(7 if one else 6), ones(2)),
+            f"{refused}output must have 6 elements of float32",
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(zeros(2), ones(7)),
+            "UsageError: input must have 6 elements of float32, 3 times those of output, got 7 of float32",
+        ),
+        (
+            lambda: dist.all_gather([zeros(3) for _ in range(size)], ones(2)),
+            "UsageError: output tensor 0 must have 2 elements of float32 as the input, got 3 of float32",
+        ),
+        (
+            lambda: dist.all_gather([zeros(2)] * size, ones(2)),
+            "UsageError: output tensors 0 and 1 share memory; give each its own",
+        ),
+        (
+            lambda: dist.all_to_all([zeros(2)] * 2, [ones(2)] * 2),
+            "UsageError: output tensors must be one for each of 3 ranks, got 2",
+        ),
+        (
+            lambda: gathered([row, row]),
+            "RefusedError: rank 0 refused the collective: output lists must be a list of one, got 2",
+        ),
+        (
+            lambda: gathered([]),
+            "RefusedError: rank 0 refused the collective: output lists must be a list of one, got 0",
+        ),
+        (
+            lambda: scattered([row, row]),
+            "RefusedError: rank 0 refused the collective: input lists must be a list of one, got 2",
+        ),
+        (
+            lambda: dist.broadcast(quantized, 0),
+            "UsageError: tensor must not be quantized, got quint8; pass its int_repr()",
+        ),
+        (
+            lambda: group.allgather([None if one else [zeros(2) for _ in row]], [ones(2)]).wait(),
+            f"{refused}TypeError: ",
+        ),
+        (lambda: dist.gather(sparse, row if rank == 0 else None), f"{refused}tensor must be a dense tensor"),
+        (lambda: dist.all_gather([zeros(2) for _ in row], sparse), f"{refused}input must be a dense tensor"),
+        (lambda: dist.scatter(sparse, row if rank == 0 else None), f"{refused}output must be a dense tensor"),
+        (
+            lambda: dist.all_to_all([zeros(2) for _ in row], [sparse, *row[1:]]),
+            f"{refused}input tensor 0 must be a dense tensor",
+        ),
+        (lambda: dist.all_gather_into_tensor(zeros(6), sparse), f"{refused}input must be a dense tensor"),
+        (
+            lambda: dist.all_to_all_single(zeros(2), sparse, [2, 0, 0], [2, 0, 0]),
+            f"{refused}input must be a dense tensor",
+        ),
+        (
+            lambda: dist.all_reduce(ones(8).int(), op=dist.ReduceOp.BAND if one else dist.ReduceOp.SUM),
+            f"{another}op 'band' instead of 'sum'",
+        ),
+        (
+            lambda: dist.broadcast(ones(8).to(torch.float8_e5m2 if one else torch.int8), 0),
+            f"{another}dtype 'float8_e5m2' instead of ",
+        ),
+        (lambda: dist.reduce(ones(8), 1 if one else 0), f"{another}root 1 instead of 0"),
+        (
+            lambda: dist.barrier() if one else dist.all_reduce(ones(8)),
+            f"{another}collective 'barrier' instead of 'allreduce'",
+        ),
+        (
+            lambda: dist.group.WORLD.split_group([0, 7]),  # type: ignore[union-attr]
+            "UsageError: new_ranks must be different ranks from 0 to 2, got [0, 7]",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises((UsageError, BackendError)) as error:
+            call()
+        found: list[Any] = [None] * size
+        dist.all_gather_object(found, f"{type(error.value).__name__}: {error.value}".splitlines()[0])
+        assert found == [found[0]] * size
+        assert found[0].startswith(message), found[0]
+        check_usable()
 
 
-def blocks(rank: int, size: int) -> Calls:
-    """Blocks of collectives that end in one work."""
-    cpu = torch.device("cpu")
+@scenario(3)
+def collectives_of_a_block_end_with_it() -> None:
+    rank, size, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
 
     def together(device: torch.device | None, later: bool) -> list[float]:
         x, y = torch.ones(2), torch.ones(1)
@@ -198,77 +280,67 @@ def blocks(rank: int, size: int) -> Calls:
             dist.all_reduce(x)
             return x.tolist()
 
-    return {
-        "block": lambda: together(cpu, False),
-        "block later": lambda: together(cpu, True),
-        "block of torch": lambda: together(None, False),
-        "several": several,
-        "raising": raising,
-        "behind": lambda: together(cpu, False),
-    }
+    calls: list[tuple[Callable[[], list[float]], list[float]]] = [
+        (lambda: together(cpu, False), [3.0] * 3),
+        (lambda: together(cpu, True), [3.0] * 3),
+        (lambda: together(None, False), [3.0] * 3),
+        (several, [1.0, 1.0, 0.0, 1.0, 2.0]),
+        (raising, [3.0] * 2),
+        (lambda: together(cpu, False), [3.0] * 3),
+    ]
+    for call, wanted in calls:
+        assert call() == wanted
+        check_usable()
 
 
-def groups(rank: int, size: int) -> Calls:
-    """Groups of some ranks."""
-
-    def split(**options: Any) -> list[float] | None:
-        group = dist.group.WORLD.split_group([1, 0], **options)  # type: ignore[union-attr]
-        if group is None:
-            return None
-        x = torch.ones(2)
-        dist.all_reduce(x, group=group)
-        dist.broadcast(x, 0, group=group)
-        found = [*x.tolist(), group.size(), dist.get_rank(group), group.group_name == "named"]
-        dist.destroy_process_group(group)
-        return found
-
-    def split_late() -> list[float] | None:
-        if rank == 0:
-            time.sleep(
-                0.2
-            )  # so that the others find in the store what a group of the same ranks has left there
-        return split()
-
-    def meshed() -> list[float]:
-        x = torch.ones(1)
-        dist.all_reduce(x, group=init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b")).get_group("a"))
-        return x.tolist()
-
-    return {
-        "split": split,
-        "split again": split_late,
-        "split by name": lambda: split(group_name="named"),
-        "mesh": meshed,
-    }
-
-
-def aborted(rank: int) -> list[str]:
-    """What a wait for ranks that stay away raises when it is aborted, and what the next call does."""
-    told = []
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(2), async_op=True)
-        threading.Timer(0.2, dist.group.WORLD.abort).start()  # type: ignore[union-attr]
-        for wait in (work.wait, lambda: dist.all_reduce(torch.ones(2))):
-            try:
-                wait()
-            except Exception as error:
-                told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def main() -> None:
-    """Run everything."""
-    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
+@scenario(3)
+def a_group_is_split_for_its_members() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {}
-    for stage in (strides, types, mistakes, blocks, groups):
-        found[stage.__name__] = {name: outcome(call, size) for name, call in stage(rank, size).items()}
-    found["aborted"] = aborted(rank)
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    while not Path(sys.argv[1], "0.json").exists():  # who leaves earlier is the reason that rank 0 hears
+
+    def split(named: bool = False) -> None:
+        options: dict[str, Any] = {"group_name": "named"} if named else {}
+        group = dist.group.WORLD.split_group([1, 0], **options)  # type: ignore[union-attr]
+        assert (group is None) == (rank == 2)
+        if group is not None:
+            x = torch.ones(2)
+            dist.all_reduce(x, group=group)
+            dist.broadcast(x, 0, group=group)
+            assert x.tolist() == [2.0, 2.0]
+            assert (group.size(), dist.get_rank(group)) == (2, rank)
+            assert (group.group_name == "named") == named
+            dist.destroy_process_group(group)
+        check_usable()
+
+    split()
+    if rank == 0:
+        time.sleep(0.2)  # the others find in the store what a group of the same ranks has left there
+    split()
+    split(named=True)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=init_device_mesh("cpu", (size, 1), mesh_dim_names=("a", "b")).get_group("a"))
+    assert x.tolist() == [3.0]
+    check_usable()
+
+
+@scenario(3)
+def abort_wakes_a_wait_with_an_error_that_names_it() -> None:
+    """The last scenario: the other ranks stay away, and leave when rank 0 has written."""
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        threading.Timer(0.2, dist.group.WORLD.abort).start()  # type: ignore[union-attr]
+        waits: tuple[Callable[[], object], ...] = (work.wait, lambda: dist.all_reduce(torch.ones(2)))
+        for wait in waits:
+            with pytest.raises(
+                BackendError, match="rank 0 aborted the communicator: its process group was aborted"
+            ):
+                wait()
+        Path(sys.argv[1], "aborted").touch()
+    while not Path(sys.argv[1], "aborted").exists():
         time.sleep(0.01)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
+    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()

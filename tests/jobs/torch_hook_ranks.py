@@ -1,16 +1,14 @@
-"""What one process of the hook's tests does: started by torchrun, it writes ``OUT/RANK.json``.
-
-Starting torch takes seconds, so one start of all processes serves all tests.
-"""
+"""Scenarios of the DDP hook and of the process group "topoplan", against torch's own allreduce."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
+import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.sparse.codec import WireFormat
 from collectives.torch import HookState, PlannedGroup, topoplan_hook
 from collectives.training.low_rank import LowRank
-from tests.jobs.torch_hook_faults import faults
 from tests.support.hand_plans import forest_plan
+from tests.support.rank_scenarios import run_scenarios, scenario
 from topoplan.errors import BackendError, UsageError
 
 STEPS = 5
@@ -122,8 +120,8 @@ def furthest(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-def dense() -> dict[str, Any]:
-    """Largest differences of the parameters from those under DDP's own allreduce."""
+@scenario(2, 4)
+def dense_gradients_train_as_under_torchs_own_allreduce() -> None:
     rank = dist.get_rank()
     settings: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "tiny buckets": ({"bucket_cap_mb": 0.0005}, {}),
@@ -136,21 +134,20 @@ def dense() -> dict[str, Any]:
         ),
         "static graph": ({"static_graph": True, "bucket_cap_mb": 0.0005}, {"use": lambda step: "both"}),
     }
-    found = {}
-    if dist.get_world_size() > 2:
-        settings = {name: settings[name] for name in ("tiny buckets", "unused")}
+    close = 0.0 if dist.get_world_size() == 2 else 1e-12
     for name, (options, how) in settings.items():
+        if close and name not in ("tiny buckets", "unused"):
+            continue
         with_hook = HookState(plan())
         ours = trained(wrapped(model(), with_hook, **options), **how)
         theirs = trained(wrapped(model(), None, **options), **how)
-        found[name] = {"furthest": furthest(ours, theirs), "steps": with_hook.recorder.step}
+        assert furthest(ours, theirs) <= close, name
+        assert with_hook.recorder.step == STEPS, name
         with_hook.close()
-    return found
 
 
-def threads() -> dict[str, list[list[str]]]:
-    """In which threads the buckets of the last step were exchanged, in order: with one bucket, and with several."""
-    found = {}
+@scenario(2)
+def the_last_bucket_is_averaged_in_the_thread_of_backward() -> None:
     for name, megabytes in (("one", 100), ("several", 0.0005)):
         for how in ("dense", "sparse"):
             state = HookState(plan(), density=0.5 if how == "sparse" else None)
@@ -167,17 +164,16 @@ def threads() -> dict[str, list[list[str]]]:
             trained(ddp, steps=range(3))
             names.clear()
             trained(ddp, steps=range(3, 4))
-            found[f"{name}, {how}"] = [names[:1], names[-1:]]
+            first = "MainThread" if name == "one" else "collectives_0"
+            assert (names[0], names[-1]) == (first, "MainThread"), (name, how)
             state.close()
-    return found
 
 
-def interrupted() -> dict[str, str]:
-    """Return what ends a step of rank 0, which is interrupted while it waits for rank 1, and the next one of rank 1."""
+@scenario(2)
+def ctrl_c_ends_the_wait_of_backward_for_a_rank() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    found = {}
     others = dist.new_group()  # beside the group that the hook uses
-    for name, megabytes in (("one", 100), ("several", 0.0005)):
+    for megabytes in (100, 0.0005):
         state = HookState(plan(), timeout=20)
         ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
         trained(ddp, steps=range(3))
@@ -186,46 +182,47 @@ def interrupted() -> dict[str, str]:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:
             dist.barrier(others)  # until rank 0 has ended its step
-        found[name] = "nothing"
+        raised: BaseException | None = None
         try:
             trained(ddp, steps=range(3, 4))
         except (KeyboardInterrupt, BackendError) as error:
-            found[name] = type(error).__name__
+            raised = error
+        assert isinstance(raised, KeyboardInterrupt) == (dist.get_rank() == 0), raised
         if dist.get_rank() == 0:
             dist.barrier(others)
         state.close()
         dist.barrier()
-    return found
 
 
-def mixed() -> dict[str, Any]:
-    """bf16 beside float32, and gradients that travel in 16 bits."""
-    found: dict[str, Any] = {}
+@scenario(2)
+def bfloat16_beside_float32_is_averaged_with_a_residual_of_float32() -> None:
+    half = {name: ({"compress": name}, 1e-12, 4e-3) for name in ("bfloat16", "float16")}
+    check_bfloat16({"plain": ({}, 0, 0), "sparse": ({"density": 1.0}, 0, 1e-3), **half})
+
+
+def check_bfloat16(settings: dict[str, tuple[dict[str, Any], float, float]]) -> None:
+    """Check the least and the largest difference from torch's own allreduce, and what a residual is kept in."""
     theirs = trained(wrapped(model(narrow=True), None))
-    for name, options in {
-        "plain": {},
-        "sparse": {"density": 1.0},
-        "bfloat16": {"compress": "bfloat16"},
-        "float16": {"compress": "float16"},
-    }.items():
+    for name, (options, least, most) in settings.items():
         state = HookState(plan(), **options)
-        found[name] = furthest(trained(wrapped(model(narrow=True), state)), theirs)
+        assert least <= furthest(trained(wrapped(model(narrow=True), state)), theirs) <= most, name
         state.close()
     state = HookState(plan(), density=0.1)
     trained(wrapped(model(narrow=True), state))
-    found["kept in"] = sorted({str(one.dtype) for one in state.state_dict()["residuals"].values()})
-    found["moved"] = sum(float(one.abs().sum()) for one in state.state_dict()["residuals"].values()) > 0
+    kept = state.state_dict()["residuals"].values()
+    assert {one.dtype for one in kept} == {torch.float32}
+    assert any(one.any() for one in kept)
     state.close()
-    return found
 
 
-def conserved() -> dict[str, dict[str, float]]:
-    """By how much what was averaged and what is kept, together, miss what was computed, at any element.
+@scenario(4)
+def averages_and_residuals_are_the_gradients_whatever_the_buckets() -> None:
+    check_conservation()
 
-    And how many buckets there were, in all arrangements.
-    """
+
+def check_conservation() -> None:
+    """Check at every element: ranks times the averages and all residuals are what all ranks computed."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    found, split = {}, {}
     for name, options, use in (
         ("buckets arranged anew", {"bucket_cap_mb": 0.0005}, lambda step: "all"),
         (
@@ -259,56 +256,56 @@ def conserved() -> dict[str, dict[str, float]]:
                         if one.grad is not None:
                             kept[key] += one.grad
             left = state.state_dict()["residuals"]
-            worst = 0.0
             for key in given:
                 total = given[key] - (left[key].view(given[key].shape) if key in left else 0)
                 dist.all_reduce(total)
-                worst = max(worst, float((total - size * taken[key]).abs().max()))
-            found[f"{name}, {exchange}"] = worst
-            split[f"{name}, {exchange}"] = len({one.key for one in state.recorder.exchanges()})
+                assert float((total - size * taken[key]).abs().max()) < 1e-13, (name, exchange)
+            assert len({one.key for one in state.recorder.exchanges()}) > 1
             state.close()
-    return {"missed": found, "buckets": split}
 
 
-def restored() -> dict[str, Any]:
-    """Runs that stop in the middle, and go on from what they saved, against runs that do not stop."""
-    found: dict[str, Any] = {}
-    for name, options in {
-        "dense": {},
-        "sparse": {"density": 0.05, "momentum": 0.9},
-        "sparse, by pairs": {"density": 0.05, "exchange": "pairs"},
-    }.items():
+@scenario(2)
+def a_run_restored_from_a_file_continues_with_the_same_bits() -> None:
+    check_restored({"dense": {}, **SPARSE})
+
+
+SPARSE: dict[str, dict[str, Any]] = {
+    "sparse": {"density": 0.05, "momentum": 0.9},
+    "sparse, by pairs": {"density": 0.05, "exchange": "pairs"},
+}
+
+
+def check_restored(settings: dict[str, dict[str, Any]]) -> None:
+    """Compare runs that stop and continue from a file with runs that do not stop."""
+    for name, options in settings.items():
         whole = _run(options, range(6), None)
         saved = _run(options, range(3), None)
         again = _run(options, range(3, 6), saved["file"])
-        found[name] = {
-            "same": again["values"] == whole["values"],
-            "moved": saved["values"] != whole["values"],
-        }
-        found[name]["kept"] = len(torch.load(io.BytesIO(saved["file"]))["hook"]["residuals"])
-    found["refused"] = refused(saved["file"])
-    return found
+        assert again["values"] == whole["values"] != saved["values"], name
+        assert bool(torch.load(io.BytesIO(saved["file"]))["hook"]["residuals"]) == (name != "dense")
 
 
-def refused(file: bytes) -> dict[str, str]:
-    """What is said of states that do not fit: errors, and of another number of ranks a warning."""
-    mine = torch.load(io.BytesIO(file))["hook"]
+@scenario(2)
+def a_state_of_another_rank_or_momentum_is_refused_and_of_another_world_warned_of() -> None:
+    rank = dist.get_rank()
+    mine = torch.load(io.BytesIO(_run(SPARSE["sparse, by pairs"], range(3), None)["file"]))["hook"]
     state = HookState(plan(), density=0.1)
-    found = {}
-    for name, change in {
-        "rank": {"rank": 1 - dist.get_rank()},
-        "ranks": {"ranks": 8},
-        "momentum": {"momentum": 0.5},
-        "one": {"momentum": 0.5 * dist.get_rank()},
-    }.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+    at_zero = "" if rank else "rank 1: "
+    refusals: list[tuple[dict[str, Any], str]] = [
+        (
+            {"rank": 1 - rank},
+            f"the state is that of rank {1 - rank} of 2, and this is rank {rank} of 2",
+        ),
+        ({"ranks": 8}, "the state is of 8 ranks, and this job has 2: residuals of "),
+        ({"momentum": 0.5}, "must be of momentum 0"),
+        ({"momentum": 0.5 * rank}, f"^{at_zero}the state must be of momentum"),
+    ]
+    for change, message in refusals:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises((UsageError, UserWarning), match=message):
                 state.load_state_dict({**mine, **change})
-        except (UsageError, UserWarning) as error:
-            found[name] = str(error)
     state.close()
-    return found
 
 
 def _run(options: dict[str, Any], steps: range, file: bytes | None) -> dict[str, Any]:
@@ -325,8 +322,9 @@ def _run(options: dict[str, Any], steps: range, file: bytes | None) -> dict[str,
     return {"values": end, "file": written.getvalue()}
 
 
-def scaled() -> dict[str, Any]:
-    """Training with a GradScaler and an overflow on rank 1 in two steps: which were left out, and where it ends."""
+@scenario(2)
+def a_step_that_overflows_on_one_rank_is_left_out_by_all() -> None:
+    """With a GradScaler, and an overflow on rank 1 in two steps."""
     settings: dict[str, dict[str, Any] | None] = {
         "torch": None,
         "dense": {},
@@ -338,7 +336,7 @@ def scaled() -> dict[str, Any]:
         "layers": {"low_rank": LowRank(1, matrices="layers")},
         "significance": {"significance": 1e-3},
     }
-    found = {}
+    of_torch: tuple[float, list[float]] = (0.0, [])
     for name, options in settings.items():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=3)
         state = None if options is None else HookState(plan(), loss_scale=scaler, **options)
@@ -357,20 +355,22 @@ def scaled() -> dict[str, Any]:
             scaler.update()
             if scaler.get_scale() < before:
                 left_out.append(step)
-        kept = {} if state is None else state.state_dict()
-        found[name] = {
-            "left out": left_out,
-            "scale": scaler.get_scale(),
-            "values": values(ddp.module),
-            "finite": all(bool(one.isfinite().all()) for one in kept.get("residuals", {}).values()),
-        }
-        if state is not None:
-            state.close()
-    return found
+        assert left_out == [3, 7], name
+        end = values(ddp.module)
+        others: list[Any] = [None, None]
+        dist.all_gather_object(others, end)
+        assert others[0] == others[1], name
+        if state is None:
+            of_torch = scaler.get_scale(), end
+            continue
+        assert scaler.get_scale() == of_torch[0], name
+        assert furthest(end, of_torch[1]) <= (0.0 if name == "dense" else 0.3), name
+        assert all(bool(one.isfinite().all()) for one in state.state_dict()["residuals"].values()), name
+        state.close()
 
 
-def losses() -> dict[str, float]:
-    """The loss of all ranks before and after a training run, dense and sparse."""
+@scenario(4)
+def filtered_gradients_train_nearly_as_well_as_dense_ones() -> None:
     found = {}
     for name, options, steps in (
         ("before", {}, range(0)),
@@ -390,11 +390,13 @@ def losses() -> dict[str, float]:
         dist.all_reduce(total)
         found[name] = total.item() / 8 / dist.get_world_size()
         state.close()
-    return found
+    assert found["dense"] < found["before"] / 3
+    assert max(found[name] for name in ("sparse", "low rank", "codes", "significant")) < 1.15 * found["dense"]
 
 
-def fallen_back() -> dict[str, Any]:
-    """What ranks do on a process group whose library, here gloo by another name, is not known to carry plans."""
+@scenario(4)
+def a_process_group_that_carries_no_plans_is_warned_of_once_and_averages_itself() -> None:
+    """Gloo by another name."""
 
     def gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -407,85 +409,130 @@ def fallen_back() -> dict[str, Any]:
     ours = trained(wrapped(model(), state, process_group=group), steps=range(2))
     theirs = trained(wrapped(model(), None), steps=range(2))
     state.close()
-    return {
-        "warnings": [str(one.message) for one in caught],
-        "furthest": furthest(ours, theirs),
-        "steps": state.recorder.step,
-    }
+    (message,) = [str(one.message) for one in caught]
+    assert message.startswith("dense gradients are averaged by torch's own allreduce: ")
+    assert "rank 0: the process group uses cpu:elsewhere; make one with gloo or nccl" in message
+    assert furthest(ours, theirs) == 0.0
+    assert state.recorder.step == 2
 
 
-def plans_given() -> dict[str, Any]:
-    """What is made of plans that are not a plan's object, or do not fit on all ranks or on one."""
+def same_on_all_ranks(call: Callable[[], Any]) -> str:
+    """Return the text of a UsageError, which all ranks must raise alike."""
+    with pytest.raises(UsageError) as error:
+        call()
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, str(error.value))
+    assert len(set(texts)) == 1, texts
+    return str(error.value)
+
+
+@scenario(4)
+def a_plan_or_setting_that_does_not_fit_is_the_same_error_on_all_ranks() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    wrong = forest_plan(size + 1, "allreduce", "star")
-    other = forest_plan(size, "allreduce", "binary")
-    found: dict[str, Any] = {}
-    given: dict[str, Any] = {
-        "world": wrong,
-        "one rank": wrong if rank == 1 else plan(),
-        "another plan": other if rank == 1 else plan(),
-        "none here": None if rank == 1 else plan(),
-        "larger machine": "dgx-1v",
-        "no file": "nowhere.json",
-        "no plan": 7,
-        "a group": dist.group.WORLD,
-        "file": os.environ["TOPOPLAN_PLAN"],
-        "path": Path(os.environ["TOPOPLAN_PLAN"]),
-        "machine": "v100x4",
-    }
-    for name, one in given.items():
-        try:
-            state = HookState(one)
-        except UsageError as error:
-            found[name] = str(error)
-            continue
+    wrong, other = forest_plan(size + 1, "allreduce", "star"), forest_plan(size, "allreduce", "binary")
+    misfit = "the plan is for 5 ranks and the process group has 4; plan for 4 GPUs"
+    no_plan = "rank 0: plan must be a Plan, a plan file or the name of a machine, got"
+    plans: list[tuple[Any, str]] = [
+        (wrong, f"rank 0: {misfit}"),
+        (wrong if rank == 1 else plan(), f"rank 1: {misfit}"),
+        (other if rank == 1 else plan(), "give all ranks the same plan"),
+        (
+            None if rank == 1 else plan(),
+            "rank 1: this rank was given no plan and others were; give all ranks the same plan",
+        ),
+        ("dgx-1v", "rank 0: dgx-1v has 8 GPUs and the process group 4 ranks; choose 4 GPUs: topoplan.plan("),
+        ("nowhere.json", "rank 0: nowhere.json cannot be read: No such file or directory; give a plan file"),
+        (7, f"{no_plan} int"),
+        (dist.group.WORLD, f"{no_plan} ProcessGroup"),
+    ]
+    for given, message in plans:
+        assert message in same_on_all_ranks(lambda given=given: HookState(given))
+    settings: list[tuple[dict[str, Any], str]] = [
+        (
+            {"mode": "asp" if rank == 1 else "ssp:2"},
+            "momentum 0.0, wire None, ASP(), compress None, and rank 0 density None",
+        ),
+        ({"density": 0.5 if rank == 2 else 0.25}, "rank 2 has density 0.5, exchange auto"),
+        ({"density": 0.5 if rank == 1 else None}, "rank 1 has density 0.5, exchange auto"),
+        ({"compress": "float16" if rank == 1 else None}, "compress float16, and rank 0 density None"),
+        (
+            {"density": 2.0 if rank == 3 else 0.5},
+            "rank 3: density must be above 0 and at most 1, got 2.0",
+        ),
+    ]
+    for options, message in settings:
+        assert message in same_on_all_ranks(lambda options=options: HookState(plan(), **options))
+
+
+@scenario(4)
+def a_plan_has_a_file_or_a_machine() -> None:
+    file = os.environ["TOPOPLAN_PLAN"]
+    for given, name in (
+        (file, plan().topology.name),
+        (Path(file), plan().topology.name),
+        ("v100x4", "v100x4"),
+    ):
+        state = HookState(given)
         assert state.communicator is not None
-        found[name] = [state.communicator.plan.topology.name, state.communicator.plan.digest == plan().digest]
+        assert state.communicator.plan.topology.name == name
+        assert (state.communicator.plan.digest == plan().digest) == (given != "v100x4")
         state.close()
-    settings: dict[str, dict[str, Any]] = {
-        "other mode": {"mode": "asp" if rank == 1 else "ssp:2"},
-        "other density": {"density": 0.5 if rank == 2 else 0.25},
-        "sparse here": {"density": 0.5 if rank == 1 else None},
-        "other type": {"compress": "float16" if rank == 1 else None},
-        "out of range here": {"density": 2.0 if rank == 3 else 0.5},
-    }
-    for name, options in settings.items():
-        try:
-            HookState(plan(), **options)
-        except UsageError as error:
-            found[name] = str(error)
-    return found
 
 
-def misplaced() -> dict[str, Any]:
-    """What is said of arguments that are something else, and norms that are shared by the hook's ranks."""
+@scenario(2)
+def an_argument_of_another_kind_is_one_clear_error() -> None:
     from collectives.torch.optimizers import Lars
 
-    found: dict[str, Any] = {}
     network = model()
-    state, late = HookState(plan()), HookState(plan(), mode="asp")
-    calls: dict[str, Callable[[], Any]] = {
-        "mode": lambda: HookState(plan(), mode="ssp"),
-        "kind of mode": lambda: HookState(plan(), mode=HookState),  # type: ignore[arg-type]
-        "density": lambda: HookState(plan(), density="0.01"),  # type: ignore[arg-type]
-        "wire": lambda: HookState(plan(), density=0.01, wire="float16"),  # type: ignore[arg-type]
-        "parameters": lambda: HookState(plan(), parameters=network),  # type: ignore[arg-type]
-        "named": lambda: HookState(plan(), parameters=network.named_parameters()),  # type: ignore[arg-type]
-        "ranks of norms": lambda: Lars(network.parameters(), lr=0.1, communicator="mpi"),  # type: ignore[arg-type]
-        "late ranks": lambda: Lars(network.parameters(), lr=0.1, communicator=late),
-    }
-    for name, call in calls.items():
-        try:
-            call()
-        except UsageError as error:
-            found[name] = str(error)
-    late.close()
+    late = HookState(plan(), mode="asp")
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(dist.group.WORLD, topoplan_hook)
-    try:
-        trained(ddp, steps=range(1))
-    except UsageError as error:
-        found["state"] = str(error)
+    known = "mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: "
+    like: Any = network.parameters
+    hook: Any = partial(HookState, plan())
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: hook(mode="ssp"), known),
+        (lambda: hook(mode=HookState), known),
+        (
+            lambda: hook(density="0.01"),
+            "density must be above 0 and at most 1, got '0.01'; give for example 0.01",
+        ),
+        (
+            lambda: hook(density=0.01, wire="float16"),
+            "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(",
+        ),
+        (
+            lambda: hook(parameters=network),
+            "parameters must be tensors, got a Branches; give model.parameters()",
+        ),
+        (
+            lambda: hook(parameters=network.named_parameters()),
+            "parameters must be tensors, got a tuple; give model.parameters()",
+        ),
+        (
+            lambda: Lars(like(), lr=0.1, communicator="mpi"),  # type: ignore[arg-type]
+            "communicator must be a Communicator, a HookState or a GradientSynchronizer, got a str",
+        ),
+        (
+            lambda: Lars(like(), lr=0.1, communicator=late),
+            "ranks in mode ASP() have parameters and norms of their own",
+        ),
+        (
+            lambda: trained(ddp, steps=range(1)),
+            "state must be a HookState, got a ProcessGroup; write model.register_comm_hook(",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            call()
+    late.close()
+
+
+@scenario(2)
+def norms_are_shared_by_the_ranks_of_a_hook() -> None:
+    from collectives.torch.optimizers import Lars
+
+    state = HookState(plan())
     ended = []
     for communicator in (None, state):
         torch.manual_seed(3)
@@ -499,13 +546,12 @@ def misplaced() -> dict[str, Any]:
                 dist.all_reduce(one.grad)
             optimiser.step()
         ended.append(values(layer))
-    found["shared norms"] = furthest(*ended)
+    assert ended[0] == ended[1]
     state.close()
-    return found
 
 
-def empty() -> dict[str, Any]:
-    """A bucket without elements."""
+@scenario(2)
+def a_bucket_without_elements_is_averaged() -> None:
 
     class Nothing(nn.Module):
         def __init__(self) -> None:
@@ -516,8 +562,8 @@ def empty() -> dict[str, Any]:
         def forward(self) -> torch.Tensor:
             return self.nothing.sum() + self.some.sum()
 
-    found = {}
-    for name, options in {"dense": {}, "sparse": {"density": 0.5}}.items():
+    settings: list[dict[str, Any]] = [{}, {"density": 0.5}]
+    for options in settings:
         state = HookState(plan(), **options)
         network = Nothing()
         ddp = wrapped(network, state)
@@ -525,45 +571,14 @@ def empty() -> dict[str, Any]:
             ddp().backward()
         grad = network.some.grad
         assert grad is not None
-        found[name] = [float(grad.sum()), state.recorder.step, len(state.recorder.exchanges())]
+        assert options or float(grad.sum()) == 6.0
+        assert (state.recorder.step, len(state.recorder.exchanges())) == (2, 4)
         state.close()
-    return found
 
 
-def planned_group() -> dict[str, Any]:
-    """Unmodified code under the process group."""
-    from tests.support import collectives_of_torch
-
-    theirs = trained(wrapped(model(), None, bucket_cap_mb=0.0005))
-    gloo = collectives_of_torch.results()
-    dist.destroy_process_group()
-    dist.init_process_group("topoplan", timeout=LIMIT)
-    world = dist.group.WORLD
-    assert isinstance(world, PlannedGroup)
-    ours = trained(wrapped(model(), None, bucket_cap_mb=0.0005))
-    found: dict[str, Any] = {"furthest": furthest(ours, theirs), "name": dist.get_backend()}
-    found["results"] = collectives_of_torch.results() == gloo
-    state = HookState(plan())
-    found["hook"] = furthest(trained(wrapped(model(), state, bucket_cap_mb=0.0005)), theirs)
-    state.close()
-    groups = [dist.new_group([0, 1]), dist.new_group(list(range(dist.get_world_size())))]
-    ones = []
-    for group in groups:
-        if dist.get_rank(group) >= 0:
-            one = torch.ones(5)
-            dist.all_reduce(one, group=group)
-            ones.append(one.unique().tolist())
-            assert isinstance(group, PlannedGroup)
-            assert group.communicator is not None
-    found["groups"] = ones
-    found["bytes"] = sum(world.communicator.bytes_sent().values()) if world.communicator else 0
-    dist.barrier()
-    dist.destroy_process_group()
-    return found
-
-
-def own_group() -> dict[str, Any]:
-    """A hook over a group that counts as NCCL's: what it makes, uses, and leaves."""
+@scenario(2)
+def a_hook_over_nccl_has_a_group_of_its_own_and_destroys_it() -> None:
+    """The group has the same ranks, and twice the timeout of a peer."""
     made: list[Any] = []
     new_group = dist.new_group
 
@@ -573,33 +588,60 @@ def own_group() -> dict[str, Any]:
 
     theirs = trained(wrapped(model(), None))
     shared = HookState(plan(), shared=False)
-    found: dict[str, Any] = {"of gloo": shared._own is None}
+    assert shared._own is None, "a group of gloo is shared"
     shared.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("collectives.backends.torch.process_groups.devices_of", lambda group: {"cpu": "nccl"})
         patch.setattr(dist, "new_group", noted)
         state, other = (HookState(plan(), timeout=20, shared=False) for _ in range(2))
-    found["made"] = made[:1]
+    assert made == [[[0, 1], "cpu:nccl", 40.0, False]] * 2
     comm, own = state.communicator, state._own
     assert comm is not None
     carrier = comm._open().backend._group
-    found["carries"] = "own" if carrier is own and own is not dist.group.WORLD else "the job's"
-    found["furthest"] = furthest(trained(wrapped(model(), state)), theirs)
+    assert carrier is own is not dist.group.WORLD
+    assert trained(wrapped(model(), state)) == theirs
     state.close()
-    try:
-        found["after"] = dist.get_backend(own)
-    except ValueError:
-        found["after"] = "destroyed"
+    with pytest.raises(ValueError, match="group"):
+        dist.get_backend(own)
     dist.barrier()
     dist.destroy_process_group(other._own)
     other.close()
     other.close()
-    found["twice"] = len(made) == 2
-    return found
 
 
-def apart() -> dict[str, Any]:
-    """Collectives by plan in the background, and others right after them, where the group has two beneath."""
+@scenario(2)
+def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
+    from tests.support import collectives_of_torch
+
+    theirs = trained(wrapped(model(), None, bucket_cap_mb=0.0005))
+    gloo = collectives_of_torch.results()
+    dist.destroy_process_group()
+    dist.init_process_group("topoplan", timeout=LIMIT)
+    world = dist.group.WORLD
+    assert isinstance(world, PlannedGroup)
+    ours = trained(wrapped(model(), None, bucket_cap_mb=0.0005))
+    assert ours == theirs
+    assert dist.get_backend() == "topoplan"
+    assert collectives_of_torch.results() == gloo
+    state = HookState(plan())
+    assert trained(wrapped(model(), state, bucket_cap_mb=0.0005)) == theirs
+    state.close()
+    for ranks in ([0, 1], list(range(dist.get_world_size()))):
+        group = dist.new_group(ranks)
+        ones = torch.ones(5)
+        dist.all_reduce(ones, group=group)
+        assert ones.unique().tolist() == [2.0]
+        assert isinstance(group, PlannedGroup)
+        assert group.communicator is not None
+    assert world.communicator is not None
+    assert sum(world.communicator.bytes_sent().values()) > 0
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@scenario(2)
+def collectives_without_a_plan_have_another_nccl_group_and_overtake_nothing() -> None:
+    """Each group is called by one thread, and plans begin with an allreduce of all ranks."""
     from torch._C._distributed_c10d import PrefixStore
 
     from collectives.backends.torch.group_messages import NcclMessages
@@ -656,50 +698,167 @@ def apart() -> dict[str, Any]:
         dist.barrier()
         assert work is not None
         work.wait()
-        found = {
-            "first": first,
-            "plans": sorted(set(world.carrier.calls)),
-            "others": sorted(set(told)),
-            "sums": [large.unique().tolist(), one.item() if rank == 0 else None, got[1].item()],
-        }
+        assert first == "allreduce"
+        batches = ("_start_coalescing", "_end_coalescing", "recv", "send")
+        assert set(world.carrier.calls) == {(call, "collectives_0") for call in batches}
+        assert {call for call, _ in told} >= {"barrier", "reduce", "recv" if rank else "send"}
+        assert {thread for _, thread in told} == {"MainThread"}
+        assert large.unique().tolist() == [3.0]
+        assert rank or one.item() == 3.0
+        assert got[1].item() == 7.0
         dist.destroy_process_group()
-    return found
 
 
-STAGES: dict[int, tuple[Callable[[], dict[str, Any]], ...]] = {
-    2: (
-        dense,
-        scaled,
-        threads,
-        mixed,
-        restored,
-        empty,
-        misplaced,
-        interrupted,
-        own_group,
-        planned_group,
-        apart,
-    ),
-    4: (dense, conserved, losses, fallen_back, plans_given),
-}
-"""By the number of processes."""
+# ---- faults
 
 
-def main() -> None:
-    """Run the stages for so many processes; of four, the last is killed in the end."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=LIMIT)
+TIMEOUT = 2.0
+STEP = 2
+"""In which it goes wrong."""
+
+
+@scenario(4)
+def a_nan_on_one_rank_shows_on_all_in_its_step_alone() -> None:
+    for options in ({}, {"shared": False}):
+        assert stepped(nan=dist.get_rank() == 1, density=0.1, **options) == [True, True, False, True]
+
+
+@scenario(4)
+def buckets_of_different_sizes_are_refused_by_all_with_both_sizes() -> None:
+    with pytest.raises(
+        BackendError, match=r"^training step 0, bucket 0 of .* runs another collective: "
+    ) as error:
+        stepped(cap=100 if dist.get_rank() == 1 else 0.0002)
+    assert re.search("count 2 instead of 242|count 242 instead of 2", str(error.value))
+
+
+@scenario(4)
+def a_step_that_one_rank_refuses_is_lost_on_all_and_the_next_ones_are_exact() -> None:
+    for options in ({}, {"shared": False}, {"on_failure": "shrink"}):
+        check_refused_step(dist.new_group(), **options)
+
+
+def check_refused_step(group: Any, **options: Any) -> None:
+    """Check one step before the refusal, where DDP has yet to arrange its buckets, and three behind it.
+
+    Rank 1 refuses the second of four buckets; buckets queued behind it pair with none of a later step.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    found = {stage.__name__: stage() for stage in STAGES[size]}
+    asked = [0]
 
-    def write(more: dict[str, Any]) -> None:
-        Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({**found, "faults": more}), encoding="utf-8")
+    def density(step: int) -> float:
+        asked[0] += step == 1
+        if (rank, asked[0]) == (1, 2):
+            raise ValueError("no density is known")
+        return 1.0
 
-    if size == 4:
-        faults(last=write)
-    else:
-        write({})
+    plan = forest_plan(size, "allreduce", "chain")
+    state = HookState(plan, group=group, timeout=TIMEOUT, density=density, **options)
+    network = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])
+
+    class Added(nn.Module):
+        """The sum of all layers, whose gradients are sums of what is given."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            """Return it."""
+            return torch.stack([layer(given) for layer in self.layers]).sum(0)
+
+    error, averages = None, []
+    for steps in (2, 3):
+        # a backward pass that was left ends its DDP, and neither the state nor the group
+        ddp = DistributedDataParallel(Added(), process_group=group, bucket_cap_mb=0.00005)
+        state.register(ddp)
+        for number in range(steps):
+            network.zero_grad()
+            try:
+                ddp(torch.full((1, 4), float(size * number + rank))).sum().backward()
+            except BackendError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            else:
+                averages.append(
+                    [float(one.grad.unique().item()) for one in network.parameters() if one.grad is not None]
+                )
+        del ddp
+    kept = max(float(one.abs().max()) for one in state.state_dict()["residuals"].values() or [torch.zeros(1)])
+    assert error is not None
+    assert error.startswith("RefusedError: training step 1, bucket 1 of 64 bytes: ")
+    assert "rank 1 refused the collective: density(1) raised ValueError" in error
+    assert averages == [[4.0 * number + 1.5] * 4 for number in (0, 0, 1, 2)]
+    assert state.communicator is not None
+    assert (kept, state.communicator.notes) == (0.0, ())
+    state.close()
+
+
+def stepped(
+    *,
+    nan: bool = False,
+    cap: float = 0.0002,
+    strike: Callable[[int], None] = lambda step: None,
+    **options: Any,
+) -> list[bool]:
+    """Return in which steps all gradients were finite."""
+    torch.manual_seed(5)
+    network = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 2))
+    size, group = dist.get_world_size(), dist.new_group()
+    state = HookState(forest_plan(size, "allreduce", "chain"), group=group, timeout=TIMEOUT, **options)
+    # where DDP looks for unused parameters, every rank keeps the buckets that it made itself
+    ddp = DistributedDataParallel(
+        network, process_group=group, bucket_cap_mb=cap, find_unused_parameters=True
+    )
+    ddp.register_comm_hook(state, topoplan_hook)
+    finite = []
+    try:
+        for step in range(STEP + 2):
+            given = torch.full((3, 5), float("nan") if nan and step == STEP else 1.0)
+            hidden = ddp(given)
+            hidden.register_hook(lambda gradient, step=step: strike(step))
+            network.zero_grad()
+            hidden.sum().backward()
+            finite.append(all(bool(one.grad.isfinite().all()) for one in network.parameters()))
+    finally:
+        state.close()
+    return finite
+
+
+@scenario(4)
+def a_rank_that_stops_or_dies_in_backward_is_named_by_all_others_with_step_and_bucket() -> None:
+    """The last rank does; in the end it is killed, and torchrun would end the others for it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings: list[tuple[signal.Signals, dict[str, Any], str]] = [
+        (signal.SIGSTOP, {"shared": False}, "within 2 s"),
+        (signal.SIGSTOP, {}, r"the peer is stopped \(SIGSTOP or a debugger\): no answer in 2 s"),
+        (signal.SIGKILL, {}, "the peer died: its process "),
+    ]
+    for kind, options, message in settings:
+
+        def strike(step: int, kind: signal.Signals = kind) -> None:
+            if (step, rank) == (STEP, size - 1):
+                os.kill(os.getpid(), kind)
+
+        error: BackendError | None = None
+        try:
+            stepped(strike=strike, **options)
+        except BackendError as raised:
+            error = raised
+        if rank < size - 1:
+            assert error is not None
+            assert (error.rank, error.peer) == (rank, size - 1)
+            assert re.search(f"^training step 2, bucket 0 of 8 bytes: rank .*{message}", str(error)), error
+        if rank == 0 and kind == signal.SIGSTOP:
+            time.sleep(0.2)  # the others are to hear of a rank that does not run
+            os.kill(pids[-1], signal.SIGCONT)
+        if kind == signal.SIGSTOP:
+            dist.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=LIMIT)
+    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())

@@ -1,17 +1,18 @@
-"""One of two ranks: DDP in every synchronisation mode; what it saw is written to ``OUT/RANK.json``.
+"""Scenarios of two ranks: DDP in every synchronisation mode.
 
 The loops are those of a user: no call but `finish` and `close`.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,14 +21,28 @@ from collectives import ASP, BSP, SSP, LocalSGD, report
 from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
 from collectives.training.modes import Mode, Straggler
+from tests.support.rank_scenarios import run_scenarios, scenario
 from topoplan.errors import BackendError, UsageError
 
 STEPS = 12
 MODES: tuple[Mode, ...] = (BSP(), SSP(1), ASP(), LocalSGD(4))
 
 
-def trained(mode: Mode, rank: int, size: int) -> dict[str, Any]:
-    """Parameters after a few steps of plain SGD on whole numbers, and how far clocks were apart."""
+def both(one: Any) -> list[Any]:
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, one)
+    return every
+
+
+@scenario(2)
+def ranks_have_the_same_bits_after_finish_and_clocks_stay_within_the_bound() -> None:
+    for mode in MODES:
+        check_mode(mode)
+
+
+def check_mode(mode: Mode) -> None:
+    """Train with plain SGD; local ranks have the same bits whenever parameters are averaged."""
+    rank = dist.get_rank()
     torch.manual_seed(1)
     model = nn.parallel.DistributedDataParallel(
         nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 3)).double(), bucket_cap_mb=0.005
@@ -48,22 +63,25 @@ def trained(mode: Mode, rank: int, size: int) -> dict[str, Any]:
             averaged.append(_digest(model))
     state.finish()
     mailbox = getattr(getattr(state.buckets, "_averager", None), "mailbox", None)
-    told = {
-        "digest": _digest(model),
-        "values": [value for one in model.parameters() for value in one.detach().reshape(-1)[:5].tolist()],
-        "averaged": averaged,
-        "farthest": None if mailbox is None else mailbox.farthest,
-        "how": sorted({row.how for row in report(state.recorder).buckets})
-        if state.recorder.exchanges()
-        else [],
-    }
+    (end, averages), (same, others) = both((_digest(model), averaged))
+    assert end == same
+    assert averages == others
+    if isinstance(mode, LocalSGD):
+        assert len(averaged) == 3
+        assert end == averaged[-1]
+    assert (mailbox is None) == isinstance(mode, (BSP, LocalSGD))
+    if isinstance(mode, SSP):
+        assert mailbox.farthest <= 1, "when a step begins; a step later the gap is one more at most"
+    if mailbox is not None:
+        assert any(row.how.startswith(("stale", "asynchronous")) for row in report(state.recorder).buckets)
     dist.barrier()
     state.close()
-    return told
 
 
-def linear(mode: Mode, steps: int, *, by_hand: bool = False, straggler: float = 0.0) -> dict[str, Any]:
-    """A model whose gradients are its inputs, whole numbers, so that every gradient can be found in the parameters."""
+def linear(
+    mode: Mode, steps: int, *, by_hand: bool = False, straggler: float = 0.0, told: bool = True
+) -> tuple[list[float], HookState]:
+    """Train a model whose gradients are its inputs, whole numbers, and check that its parameters have all of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     layer = nn.Linear(6, 2, bias=False).double()
     nn.init.zeros_(layer.weight)
@@ -89,25 +107,64 @@ def linear(mode: Mode, steps: int, *, by_hand: bool = False, straggler: float = 
             model(inputs).sum().backward()
             given += inputs
             step()
-            if by_hand and mode != LocalSGD(3):
+            if by_hand and told:
                 state.after_step(model.parameters())
         state.finish(step if by_hand else None)
-    except UsageError as error:
+    finally:
         state.close()
-        return {"error": str(error), "step": state.recorder.step}
     dist.all_reduce(given)
-    told = {
-        "weights": layer.weight.tolist(),
-        "right": [(-given / size).tolist()] * 2,
-        "report": str(report(state.recorder)),
-        "buckets": len(report(state.recorder).buckets),
-    }
-    state.close()
-    return told
+    weights = layer.weight.tolist()
+    assert weights[0] == weights[1]
+    if not getattr(mode, "proximal", 0):
+        assert weights[0] == (-given / size).tolist(), mode
+    return weights[0], state
 
 
-def momentum(mode: Mode) -> dict[str, Any]:
-    """Adam, whose steps depend on when a gradient comes; every parameter after `finish`, and after a warning."""
+@scenario(2)
+def every_gradient_is_in_the_parameters_of_every_rank_after_finish() -> None:
+    """Ten steps, which 4 does not divide, and eleven on one of the ranks; and a run that ends before its average."""
+    for mode in MODES:
+        linear(mode, 10, straggler=0.005)
+        if not isinstance(mode, BSP):
+            linear(mode, 10 + dist.get_rank())
+    _, state = linear(LocalSGD(100), 3)
+    assert str(report(state.recorder)).startswith("hook on 2 ranks, 3 steps of ")
+    assert len(report(state.recorder).buckets) == 1
+
+
+@scenario(2)
+def a_loop_without_an_optimiser_calls_after_step() -> None:
+    for mode in (SSP(1), LocalSGD(2)):
+        linear(mode, 7, by_hand=True)
+    with pytest.raises(
+        UsageError,
+        match=r"training step 2.*call state.after_step\(model.parameters\(\)\) after each update",
+    ):
+        linear(LocalSGD(3), 7, by_hand=True, told=False)
+
+
+@scenario(2)
+def the_proximal_term_is_in_the_gradients_of_local_ranks() -> None:
+    """w <- w - (g + (w - anchor) / 4), the anchor being the average after step 3."""
+    weights, anchor = np.zeros((2, 6)), np.zeros(6)
+    for number in range(5):
+        if number == 3:
+            anchor = weights.mean(axis=0)
+            weights[:] = anchor
+        gradients = [np.arange(6) * (rank + 1) + number for rank in range(2)]
+        weights -= gradients + (weights - anchor) / 4
+    found, _ = linear(LocalSGD(3, proximal=0.25), 5)
+    np.testing.assert_allclose(found, weights.mean(axis=0))
+
+
+@scenario(2)
+def finish_leaves_the_same_bits_and_training_after_it_is_warned_of() -> None:
+    """With Adam, whose moments are each rank's own."""
+    for mode in MODES:
+        check_finish(mode)
+
+
+def check_finish(mode: Mode) -> None:
     torch.manual_seed(2)
     model = nn.parallel.DistributedDataParallel(nn.Linear(20, 5))
     state = HookState(mode=mode)
@@ -128,7 +185,15 @@ def momentum(mode: Mode) -> dict[str, Any]:
         warnings.simplefilter("always")
         dist.barrier()
         state.close()
-    return {"digests": digests, "warnings": [str(one.message) for one in caught]}
+    messages = [str(one.message) for one in caught]
+    first, second = both(digests)
+    assert first[0] == second[0] != first[1]
+    if isinstance(mode, BSP):
+        assert messages == []
+        assert first[1] == second[1]
+    else:
+        (message,) = messages
+        assert message.startswith(f"training in mode {mode} ended without finish")
 
 
 class Sharpness(torch.optim.SGD):
@@ -148,8 +213,28 @@ class Sharpness(torch.optim.SGD):
         self.step()
 
 
-def again(name: str) -> dict[str, Any]:
-    """Optimisers that compute gradients more than once for a step, on one rank more often than on the other."""
+@scenario(2)
+def gradients_computed_inside_a_step_of_an_optimiser_belong_to_it() -> None:
+    """LBFGS with closures, more on one rank than on the other: four steps, averaged after the second and the fourth."""
+    digests, passes, counted = again("LBFGS")
+    (first, fewer), (second, more) = both((digests, passes))
+    assert fewer < more
+    assert counted == 4
+    assert [one == other for one, other in zip(first, second, strict=True)] == [False, True, False, True]
+
+
+@scenario(2)
+def parameters_that_move_to_and_fro_before_a_step_are_no_error() -> None:
+    """Two gradients a step, so that each step ends with the average."""
+    digests, _, counted = again("SAM")
+    first, second = both(digests)
+    assert first == second
+    assert len(set(digests)) == 4
+    assert counted == 8
+
+
+def again(name: str) -> tuple[list[str], int, int]:
+    """Train with an optimiser that computes gradients more than once for a step; digests, passes, steps counted."""
     rank = dist.get_rank()
     layer = nn.Linear(6, 2, bias=False).double()
     nn.init.zeros_(layer.weight)
@@ -183,25 +268,30 @@ def again(name: str) -> dict[str, Any]:
             optimiser.back()
         digests.append(_digest(model))
     state.finish()
-    told = {"digests": digests, "passes": passes, "steps": state.recorder.step}
     state.close()
-    return told
+    return digests, passes, state.recorder.step
 
 
-def uneven(shared: bool) -> str | None:
-    """What rank 0 hears when rank 1 has fewer batches."""
+@scenario(2)
+def a_rank_with_fewer_batches_is_named_as_the_likely_cause() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
-    state = HookState(timeout=2.0, shared=shared)
+    state = HookState(timeout=2.0)
     model.register_comm_hook(state, topoplan_hook)
-    found = None
+    heard = None
     try:
         for _ in range(4 - dist.get_rank()):
             model(torch.ones(3)).sum().backward()
     except BackendError as error:
-        found = str(error)
+        heard = str(error)
     state.finish()
     state.close()
-    return found
+    if dist.get_rank() == 1:
+        assert heard is None
+    else:
+        assert heard is not None
+        assert re.search(
+            "^training step 3, bucket 0 of .*peer 1.*with as many batches on each", heard, re.DOTALL
+        )
 
 
 def _digest(model: nn.Module) -> str:
@@ -210,29 +300,10 @@ def _digest(model: nn.Module) -> str:
     )
 
 
-def main() -> None:
-    """Run all modes."""
+if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    told: dict[str, Any] = {str(mode): trained(mode, rank, size) for mode in MODES}
-    told["linear"] = {str(mode): linear(mode, 10, straggler=0.005) for mode in MODES}
-    told["uneven linear"] = {
-        str(mode): linear(mode, 10 + rank) for mode in MODES if not isinstance(mode, BSP)
-    }
-    told["by hand"] = {
-        str(mode): linear(mode, 7, by_hand=True) for mode in (SSP(1), LocalSGD(2), LocalSGD(3))
-    }
-    told["short"] = linear(LocalSGD(100), 3)
-    told["pulled"] = linear(LocalSGD(3, proximal=0.25), 5)
-    told["momentum"] = {str(mode): momentum(mode) for mode in MODES}
-    told["again"] = {name: again(name) for name in ("LBFGS", "SAM")}
-    told["uneven"] = uneven(shared=True)
-    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
     dist.barrier()
     wait_for_gloo_threads()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,15 @@
-"""One of two ranks: DDP with the hook on models of every kind; what it saw is written to ``OUT/RANK.json``.
-
-Complex parameters, sparse embeddings, buffers, copies, compiled models, and states that are given to two models.
-"""
+"""Scenarios of two ranks: DDP with the hook on complex parameters, sparse embeddings, buffers, copies and misuse."""
 
 from __future__ import annotations
 
 import copy
 import io
-import json
 import pickle
 import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +19,8 @@ from collectives import LocalSGD
 from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
 from collectives.training.low_rank import LowRank
+from tests.support.rank_scenarios import run_scenarios, scenario
+from topoplan.errors import UsageError
 
 STEPS = 10
 
@@ -103,12 +100,35 @@ def trained(
     return bits(network)
 
 
-def complex_parameters() -> dict[str, Any]:
-    """Train by every way, beside DDP alone."""
-    found = {}
-    for name, way in {"plain": None, **WAYS}.items():
-        found[name] = trained(Complex(), way, lambda model, seed: model(seed))
-    return found
+def check_every_way(made: Callable[[], nn.Module], most: dict[str, float]) -> None:
+    """Check that both ranks end with the same bits, and how far from DDP alone; exact ways have its bits."""
+    plain = trained(made(), None, lambda model, seed: model(seed))
+    for name, way in WAYS.items():
+        found = trained(made(), way, lambda model, seed: model(seed))
+        assert same_on_both(found), name
+        assert furthest(plain, found) <= (0.0 if name in EXACT else most.get(name, 1.0)), name
+
+
+def same_on_both(one: Any) -> bool:
+    first, second = both(one)
+    return bool(first == second)
+
+
+def both(one: Any) -> list[Any]:
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, one)
+    return every
+
+
+def furthest(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@scenario(2)
+def complex_parameters_end_near_those_of_ddp_alone_by_every_way() -> None:
+    """Stale ways have used all gradients, filters keep a part of them."""
+    near = dict.fromkeys(("compress", "codes", "significance", "local", "emso"), 0.02)
+    check_every_way(Complex, {**near, "ssp": 0.2, "asp": 0.2})
 
 
 class Tables(nn.Module):
@@ -138,10 +158,11 @@ class Rows(nn.Embedding):
         return self.weight.gather(0, rows[:, None].expand(-1, self.embedding_dim), sparse_grad=True)
 
 
-def complex_rows() -> dict[str, Any]:
-    """Six steps in which each rank uses its own row and a common one, by stale gradients and at once."""
-    found = {}
-    for name, mode in (("in step", "bsp"), ("stale", "ssp:1")):
+@scenario(2)
+def complex_rows_are_averaged_exactly_also_late() -> None:
+    """Six steps in which each rank uses its own row and a common one."""
+    own, common, empty = [[-3.0, 6.0]] * 2, [[-6.0, 12.0]] * 2, [[0.0, 0.0]] * 2
+    for mode in ("bsp", "ssp:1"):
         table = Rows(6, 2, sparse=True, dtype=torch.complex64)
         nn.init.zeros_(table.weight)
         state, model = HookState(mode=mode), DistributedDataParallel(table)
@@ -153,16 +174,25 @@ def complex_rows() -> dict[str, Any]:
             optimiser.step()
         state.finish()
         state.close()
-        found[name] = torch.view_as_real(table.weight.detach()).tolist()
-    return found
+        rows = torch.view_as_real(table.weight.detach()).tolist()
+        assert rows == [own, own, empty, common, empty, empty], mode
 
 
-def sparse_embeddings() -> dict[str, Any]:
-    """Train by every way, beside DDP alone; and with tables that some ranks or all leave out in some steps."""
-    found: dict[str, Any] = {}
-    for name, way in {"plain": None, **WAYS}.items():
-        found[name] = trained(Tables(), way, lambda model, seed: model(seed))
-    for name, density in (("unused", None), ("unused, density", 0.2)):
+@scenario(2)
+def sparse_embeddings_are_averaged_by_rows_in_every_way() -> None:
+    check_every_way(Tables, {})
+
+
+@scenario(2)
+def a_sparse_embedding_may_be_unused_by_some_or_all_ranks() -> None:
+    alone = Tables()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [alone(100 * step + rank, bags=uses_bags(step, rank)) for rank in range(2)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    for density, close in ((None, 1e-5), (0.2, 0.5)):
         network = Tables()
         model = DistributedDataParallel(network, find_unused_parameters=True)
         state = HookState(density=density)
@@ -173,16 +203,7 @@ def sparse_embeddings() -> dict[str, Any]:
             model(100 * step + state.rank, bags=uses_bags(step, state.rank)).backward()
             optimizer.step()
         state.close()
-        found[name] = bits(network)
-    network = Tables()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = [network(100 * step + rank, bags=uses_bags(step, rank)) for rank in range(2)]
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-    found["unused, alone"] = bits(network)
-    return found
+        assert furthest(bits(alone), bits(network)) < close
 
 
 def uses_bags(step: int, rank: int) -> bool:
@@ -216,15 +237,16 @@ def steps(model: nn.Module, first: int, last: int) -> None:
                 one -= 0.05 * one.grad
 
 
-def copies() -> dict[str, Any]:
-    """Copy and pickle a state and its model in the middle of a run, and go on with the copies."""
-    found: dict[str, Any] = {}
+@scenario(2)
+def a_copied_or_pickled_state_continues_with_the_same_bits() -> None:
+    """Alone or inside a copied model; it has no connection before its first step."""
     ways: dict[str, Callable[[HookState], HookState] | None] = {
         "deepcopy": copy.deepcopy,
         "copy": copy.copy,
         "pickle": lambda state: pickle.loads(pickle.dumps(state)),
         "with model": None,
     }
+    ends = []
     for name, copied in ways.items():
         for listed in (False, True):
             network = Small()
@@ -237,11 +259,11 @@ def copies() -> dict[str, Any]:
             if copied is None:
                 other = copy.deepcopy(model)
                 twin = other._comm_hooks[0][1]
-                where = other.module
             else:
                 where, twin = copy.deepcopy(network), copied(state)
                 other = DistributedDataParallel(where if not listed or name == "pickle" else network)
-            before = twin.communicator is None, twin.recorder.step, twin.state_dict()["residuals"].keys()
+            assert (twin.communicator, twin.recorder.step) == (None, 4)
+            assert len(twin.state_dict()["residuals"]) == 5
             if other.module is not network:
                 steps(model, 4, 7)
             state.close()
@@ -249,82 +271,93 @@ def copies() -> dict[str, Any]:
             steps(other, 4, 7)
             twin.finish()
             twin.close()
-            found[f"{name}, {listed}"] = {
-                "before": [before[0], before[1], len(before[2])],
-                "same": bits(other.module) == bits(network),
-                "bits": bits(other.module),
-            }
+            assert bits(other.module) == bits(network), (name, listed)
+            ends.append(bits(network))
+    assert all(end == ends[0] for end in ends)
     averaged: Any = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    found["saved"] = bits(loaded.module) == bits(averaged.module.module) == bits(network)
+    assert bits(loaded.module) == bits(averaged.module.module) == bits(network)
+
+
+@scenario(2)
+def a_copied_state_needs_its_loss_scale_and_no_group() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaled = HookState(density=0.2, loss_scale=scaler)
     unscaled = scaled.state_dict()
-    for name, loss_scale in (("a scaler", scaler), ("its method", scaler.get_scale)):
+    for loss_scale in (scaler, scaler.get_scale):
         scaled.loss_scale = loss_scale
-        shared = copy.deepcopy(scaled).loss_scale is loss_scale
+        assert copy.deepcopy(scaled).loss_scale is loss_scale
         again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(scaled))))
-        refused = told(partial(again.load_state_dict, unscaled))
+        with pytest.raises(
+            UsageError, match=r"^this HookState was loaded without the object that knows its loss"
+        ):
+            again.load_state_dict(unscaled)
         again.loss_scale = loss_scale
         again.load_state_dict(unscaled)
-        kept = again.buckets.averager.scale
+        assert again.buckets.averager.scale == 8.0
         again.close()
-        found[f"with {name}"] = [shared, refused, kept]
     scaled.close()
-    group = dist.new_group([0, 1])
-    own = HookState(group=group)
-    found["of a group"] = [told(lambda: pickle.dumps(own)), copy.deepcopy(own).communicator is None]
+    own = HookState(group=dist.new_group([0, 1]))
+    with pytest.raises(UsageError, match=r"^a HookState with group= cannot be pickled"):
+        pickle.dumps(own)
+    assert copy.deepcopy(own).communicator is None
     own.close()
-    return found
 
 
-def told(act: Callable[[], object]) -> str:
-    """Return the type and text of what is raised."""
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def misplaced() -> dict[str, Any]:
-    """Give one state to two models or twice, and the hook to FSDP and to the Python reducer."""
-    found: dict[str, Any] = {}
-    for name in ("one after another", "at once"):
+@scenario(2)
+def a_hook_on_anything_but_one_ddp_model_is_one_clear_error() -> None:
+    """One state for two models or twice, and the hook on FSDP and on the Python reducer."""
+    another = "^this HookState counts the steps of one model and is registered with another"
+    for at_once in (False, True):
         models = [DistributedDataParallel(Small(), bucket_cap_mb=0.0001) for _ in range(2)]
         state = HookState()
         for one in models:
             one.register_comm_hook(state, topoplan_hook)
-        if name == "at once":
-            found[name] = told(lambda: (models[0](1) + models[1](1)).backward())  # noqa: B023
+        if at_once:
+            loss = models[0](1) + models[1](1)
+            with pytest.raises(UsageError, match=another):
+                loss.backward()
         else:
             steps(models[0], 0, 3)
-            found[name] = told(lambda: steps(models[1], 0, 1))  # noqa: B023
+            with pytest.raises(UsageError, match=another):
+                steps(models[1], 0, 1)
         state.close()
     state = HookState()
     model = DistributedDataParallel(Small())
     state.register(model)
-    found["again"] = told(lambda: state.register(model))
-    found["another"] = told(lambda: state.register(DistributedDataParallel(Small())))
+    with pytest.raises(
+        UsageError, match=r"^this HookState is registered with this model; make a HookState for each"
+    ):
+        state.register(model)
+    with pytest.raises(
+        UsageError, match=r"^this HookState is registered with another model, whose steps it counts"
+    ):
+        state.register(DistributedDataParallel(Small()))
     steps(model, 0, 3)
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     sharded = FullyShardedDataParallel(nn.Linear(6, 4), device_id=torch.device("cpu"))
     sharded.register_comm_hook(state, topoplan_hook)
-    found["fsdp"] = told(lambda: sharded(torch.ones(2, 6)).sum().backward())
+    loss = sharded(torch.ones(2, 6)).sum()
+    with pytest.raises(
+        UsageError, match=r"^topoplan_hook is for DistributedDataParallel, and FSDP called it; leave"
+    ):
+        loss.backward()
     hook: Any = topoplan_hook
-    found["python reducer"] = told(lambda: hook(state, (torch.ones(2), torch.ones(2))))
+    with pytest.raises(
+        UsageError, match=r"^topoplan_hook needs the buckets of DDP's reducer, which the Python reducer"
+    ):
+        hook(state, (torch.ones(2), torch.ones(2)))
     state.close()
-    return found
 
 
-def buffers() -> dict[str, Any]:
-    """The buffers after `finish`, by mode, beside those before it."""
-    found = {}
+@scenario(2)
+def buffers_are_averaged_by_finish_and_counts_are_the_largest() -> None:
+    """Running statistics and complex buffers are averaged; a constant keeps its bits."""
     for mode in ("local:3", "ssp:1", "asp"):
         network = Small()
         model = DistributedDataParallel(network, broadcast_buffers=False)
@@ -335,40 +368,22 @@ def buffers() -> dict[str, Any]:
             optimizer.zero_grad()
             model(100 * step + dist.get_rank()).backward()
             optimizer.step()
-        before = {
-            name: torch.view_as_real(one.to(torch.complex128)).tolist()
-            for name, one in network.named_buffers()
-        }
+        first, second = both({name: one.clone() for name, one in network.named_buffers()})
         state.finish()
         state.close()
-        after = {
-            name: torch.view_as_real(one.to(torch.complex128)).tolist()
-            for name, one in network.named_buffers()
-        }
-        found[mode] = [before, after]
-    return found
-
-
-STAGES: tuple[Callable[[], dict[str, Any]], ...] = (
-    complex_parameters,
-    complex_rows,
-    sparse_embeddings,
-    copies,
-    misplaced,
-    buffers,
-)
-
-
-def main() -> None:
-    """Run the stages that are named, or all."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    chosen = [one for one in STAGES if one.__name__ in sys.argv[2:]] or STAGES
-    told = {one.__name__: one() for one in chosen}
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(told), encoding="utf-8")
-    wait_for_gloo_threads()
-    dist.destroy_process_group()
+        after = dict(network.named_buffers())
+        assert same_on_both({name: one.tolist() for name, one in after.items()})
+        assert after["constant"].tolist() == first["constant"].tolist() == second["constant"].tolist()
+        count = "layers.1.num_batches_tracked"
+        assert after[count] == max(first[count], second[count])
+        for name in ("layers.1.running_mean", "layers.1.running_var", "turn"):
+            assert not torch.equal(first[name], second[name])
+            assert torch.allclose((first[name] + second[name]) / 2, after[name])
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
+    wait_for_gloo_threads()
+    dist.destroy_process_group()

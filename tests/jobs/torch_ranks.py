@@ -1,209 +1,113 @@
-"""What one process of the torch tests does: ``torch_ranks.py RANK SIZE PORT PORT`` prints a line of JSON per stage.
-
-Starting torch takes seconds, so one start of all processes serves all tests.
-"""
+"""Scenarios of six ranks of the torch back end over gloo; then the last one stops, and the one before it is killed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
-import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from collectives import Communicator
+from collectives.backends.torch import backend_selection
+from collectives.backends.torch.group_messages import NcclMessages
+from collectives.backends.torch.torch_backend import TorchBackend
+from tests.support.contract import GROUPS, Case, cases, expected, run_cases
+from tests.support.fake_torch_cuda import Batches, install, on_gpu_0
 from tests.support.hand_plans import forest_plan
-from tests.support.sparse_steps import TWO_SERVERS, rounded_steps, steps_of_each, taken
-from topoplan.errors import BackendError, UsageError
+from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.support.sparse_steps import (
+    TWO_SERVERS,
+    as_it_is,
+    of_each_rank,
+    rounded_steps,
+    steps_of_each,
+    taken,
+)
+from topoplan.errors import BackendError, RefusedError
 from topoplan.plans.plan import ALL_COLLECTIVES
 
-REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
-DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
+LIMIT = timedelta(seconds=60)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One collective; the elements are those of one rank's array."""
-
-    ranks: int
-    collective: str
-    shape: str
-    count: int
-    dtype: str = "float32"
-    op: str = "sum"
-    chunk_bytes: int = 65536
-    in_place: bool = False
-
-
-def cases(size: int) -> Iterator[Case]:
-    """Every collective on 2 to ``size`` ranks, every dtype and reduction on 4."""
-    for ranks in range(2, size + 1):
-        for number, collective in enumerate(ALL_COLLECTIVES):
-            shape = ("chain", "binary", "star")[(ranks + number) % 3]
-            for count in (0, 1, 7, 1000003):
-                yield Case(ranks, collective, shape, _fitting(collective, ranks, count))
-    for shape in ("star", "chain", "binary"):
-        for collective in ALL_COLLECTIVES:
-            yield Case(6, collective, shape, 6 * 177, chunk_bytes=60)
-            yield Case(5, collective, shape, 5 * 40, chunk_bytes=1 << 30)
-            if collective in ("allreduce", "broadcast"):
-                yield Case(3, collective, shape, 5000, chunk_bytes=100, in_place=True)
-    for dtype in (*DTYPES, *FLOATS):
-        for op in ("sum", "prod", "min", "max", "avg"):
-            if (dtype != "bool" or op in ("min", "max")) and (dtype[0] != "c" or op not in ("min", "max")):
-                yield Case(4, REDUCTIONS[len(dtype) % 3], "chain", 1024, dtype, op, chunk_bytes=200)
-        yield Case(4, "allgather", "binary", 33, dtype, chunk_bytes=16)
-
-
-def _fitting(collective: str, ranks: int, count: int) -> int:
-    return count + -count % ranks if collective in ("reduce_scatter", "alltoall") else count
-
-
-def inputs(case: Case) -> list[NDArray[Any]]:
-    """What each rank puts in: numbers that do not add up exactly, of both signs, with a NaN where there can be."""
-    generator = np.random.default_rng(zlib.crc32(repr(case).encode()))
-    arrays = []
-    for rank in range(case.ranks):
-        values = generator.standard_normal(case.count) * (3 if case.dtype in FLOATS else 50)
-        if case.dtype in FLOATS and case.count > 10 and rank == 1:
-            values[5] = np.nan
-        array = (
-            values > 0 if case.dtype == "bool" else values.astype("int64" if case.dtype in DTYPES else "f8")
+@scenario(6)
+def the_environment_of_torchrun_makes_a_group_that_is_destroyed_again() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
+            assert comm.all_reduce(torch.tensor([rank])).item() == 15
+            assert comm.backend == "shared"
+        assert not dist.is_initialized()
+        assert threading.active_count() == 1
+    finally:  # of the scenarios that follow
+        dist.init_process_group(
+            "gloo", f"file://{sys.argv[1]}/store", rank=rank, world_size=size, timeout=LIMIT
         )
-        if case.dtype.startswith("complex"):
-            array = array + 1j * array[::-1]
-        arrays.append(array.astype(case.dtype))
-    return arrays
 
 
-def collective_of(comm: Communicator, case: Case) -> Callable[..., Any]:
-    """The communicator's method for a case."""
-    names = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
-    method: Callable[..., Any] = getattr(comm, names.get(case.collective, case.collective))
-    if case.collective not in REDUCTIONS:
-        return method
-    return lambda array, **options: method(array, op=case.op, **options)
-
-
-def digest(result: NDArray[Any] | None) -> str:
-    """What two equal results have in common; any NaN is as good as another."""
-    if result is None:
-        return "none"
-    if result.dtype.kind in "fc":
-        result = np.where(np.isnan(result), np.asarray(np.nan, result.dtype), result)
-    return f"{result.dtype} {result.shape} {hashlib.sha256(result.tobytes()).hexdigest()[:12]}"
-
-
-def expected(case: Case) -> list[str]:
-    """The digests of the loopback back end's results."""
-    plan = forest_plan(case.ranks, case.collective, case.shape)
-    with Communicator(plan, chunk_bytes=case.chunk_bytes) as comm:
-        return [digest(result) for result in collective_of(comm, case)(inputs(case))]
-
-
-def main() -> None:
-    """Run all stages."""
-    import torch
-    import torch.distributed as dist
-
-    rank, size, first_port, second_port = map(int, sys.argv[1:])
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(first_port)
-    )
-    print(json.dumps({"opened": opened(rank, size)}), flush=True)
-    os.environ.update(MASTER_PORT=str(second_port))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    print(json.dumps(results(rank, size)), flush=True)
-    for stage in faults(rank, size):
-        print(json.dumps(stage), flush=True)
-    dist.destroy_process_group()
-
-
-def results(rank: int, size: int) -> dict[str, Any]:
-    """Digests of all cases; what goes wrong on purpose; what tensors are refused."""
-    import torch.distributed as dist
-
-    from collectives.backends.torch.torch_backend import TorchBackend
-
-    groups = {ranks: dist.new_group(list(range(size - ranks, size))) for ranks in range(2, size)}
-    groups[size] = dist.group.WORLD
-    mine = {ranks: TorchBackend(group, timeout=60) for ranks, group in groups.items() if rank >= size - ranks}
-    digests = {str(number): _digest(case, mine) for number, case in enumerate(cases(size))}
-    dist.barrier()
+@cache
+def backends() -> dict[int, TorchBackend]:
+    """Return the back ends of the groups of the last 2 to 6 ranks, of which this one is a member."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made = {ranks: dist.new_group(list(range(size - ranks, size))) for ranks in range(2, size)}
+    mine = {ranks: group for ranks, group in made.items() if rank >= size - ranks}
     return {
-        "digests": {number: found for number, found in digests.items() if found},
-        "batched": batched(mine[size]),
-        "ordered": ordered(size),
-        "tensors": tensors(mine[size]),
-        "sparse": sparse(mine[4]) if 4 in mine else None,
-        "in flight": in_flight(size),
-        "without memory": without_memory(rank, size),
-        "disagreements": disagreements(rank, size),
+        ranks: TorchBackend(group, timeout=60) for ranks, group in {**mine, size: dist.group.WORLD}.items()
     }
 
 
-def _digest(case: Case, backends: dict[int, Any]) -> str:
-    """A case's result here; empty where this process is not in the group."""
-    import torch
-
-    if case.ranks not in backends:
-        return ""
-    backend = backends[case.ranks]
-    plan = forest_plan(case.ranks, case.collective, case.shape)
-    comm = Communicator(plan, backend, chunk_bytes=case.chunk_bytes)
-    array = inputs(case)[backend.ranks[0]]
-    tensor = torch.from_numpy(array.copy())
-    if case.in_place:
-        result = collective_of(comm, case)(tensor, out=tensor)
-        assert result is tensor
-    else:
-        result = collective_of(comm, case)(tensor)
-        assert torch.from_numpy(array).equal(tensor) or np.isnan(array).any()
-    return digest(None if result is None else result.numpy())
+def cases_of(ranks: int) -> list[Case]:
+    """Return the whole contract of four ranks, and every third case of the collectives of others."""
+    if ranks == 4:
+        return [case for group in GROUPS for case in cases(group, ranks)]
+    return [case for group in ALL_COLLECTIVES for case in cases(group, ranks)][::3]
 
 
-def batched(backend: Any) -> dict[str, str]:
-    """Digests of some cases with NCCL's way to use a group, whose steps are batches without tags, over gloo."""
-    import torch
-    import torch.distributed as dist
+def of_cases(ranks: int) -> list[list[str]]:
+    """Return the digests of this rank by case, or nothing where it is not in the group of so many ranks."""
+    if ranks not in backends():
+        return []
+    return run_cases(backends()[ranks], cases_of(ranks), here=lambda array: torch.from_numpy(array.copy()))
 
-    from collectives.backends.torch.group_messages import NcclMessages
-    from tests.support.fake_torch_cuda import Batches
 
+@scenario(6)
+def results_are_loopbacks_bit_for_bit() -> None:
+    """Of groups of 2 to 6 ranks; the contract of four has every dtype and reduction."""
+    for ranks in range(2, 7):
+        every: list[Any] = [None] * 6
+        dist.all_gather_object(every, of_cases(ranks))
+        if dist.get_rank() == 0:
+            wanted = [expected(case) for case in cases_of(ranks)]
+            for number, one in enumerate(every[6 - ranks :]):
+                assert one == [[digests[number]] for digests in wanted]
+
+
+@scenario(6)
+def steps_in_batches_without_tags_give_the_same_bits() -> None:
+    """NCCL's way to use a group, over gloo."""
+    tagged = of_cases(6)
+    backend: Any = backends()[6]
     kept = backend._wires
     wires = NcclMessages(Batches(dist.group.WORLD), torch.device("cpu"), timeout=60)  # type: ignore[arg-type]
     backend._wires = {"cpu": wires}
-    some = {
-        str(number): _digest(case, {backend.size: backend})
-        for number, case in enumerate(cases(backend.size))
-        if case.ranks == backend.size and case.count < 1000000
-    }
+    assert of_cases(6) == tagged
     backend._wires = kept
-    return some
 
 
-def ordered(size: int) -> dict[str, Any]:
-    """Sums of tensors that streams fill late: of a call in the background, of one behind it, and of one alone."""
-    import pytest
-    import torch
-
-    from collectives.backends.torch.torch_backend import TorchBackend
-    from tests.support.fake_torch_cuda import install, on_gpu_0
-
-    plan = forest_plan(size, "allreduce", "chain")
-    found: dict[str, Any] = {}
+@scenario(6)
+def collectives_are_behind_the_stream_that_calls_them_and_that_one_behind_them() -> None:
+    """In the background, queued behind one in the background, and alone; calls on the host wait for no stream."""
+    plan = forest_plan(dist.get_world_size(), "allreduce", "chain")
     with (
         pytest.MonkeyPatch.context() as patch,
         Communicator(plan, TorchBackend(), chunk_bytes=4000) as comm,
@@ -222,62 +126,74 @@ def ordered(size: int) -> dict[str, Any]:
             early = handle.wait()
         with torch.cuda.stream(users[2]):
             alone = comm.all_reduce(third, out=third)
-        found["sums"] = [one.unique().tolist() for one in (early, behind, alone)]
+        assert [one.unique().tolist() for one in (early, behind, alone)] == [[21.0]] * 3
         side = comm.arrays.stream(torch.device("cpu"))
         names = {side: "collectives", **{user: f"user {n}" for n, user in enumerate(users)}}
-        found["given"] = [names[stream] for tensor, stream in recorded if tensor is first]
-        found["got"] = [names[stream] for tensor, stream in recorded if tensor is early or tensor is behind]
+        assert {names[stream] for tensor, stream in recorded if tensor is first} == {"collectives"}
+        got = [names[stream] for tensor, stream in recorded if tensor is early or tensor is behind]
+        assert got[-2:] == ["user 1", "user 0"]
         with pytest.MonkeyPatch.context() as host:
             host.setattr("collectives.tables.torch_arrays.on_gpu", lambda array: False)
             comm.all_reduce(torch.ones(3))
-        found["waits"] = [call for call, _ in side.calls]  # type: ignore[attr-defined]
-        found["threads"] = sorted({thread for call, thread in side.calls if call == "wait_event"})  # type: ignore[attr-defined]
-    return found
+        calls = side.calls  # type: ignore[attr-defined]
+        assert [call for call, _ in calls] == ["wait_event", "synchronize"] * 3
+        assert {thread for call, thread in calls if call == "wait_event"} == {"MainThread", "collectives_0"}
 
 
-def tensors(backend: Any) -> dict[str, Any]:
-    """bfloat16, parameters and inference tensors."""
-    import torch
+@scenario(6)
+def bfloat16_is_added_divided_and_compared() -> None:
+    comm = Communicator(forest_plan(6, "allreduce", "binary"), backends()[6], chunk_bytes=64)
+    whole = torch.arange(100).remainder(7).to(torch.bfloat16) + dist.get_rank()
+    assert comm.all_reduce(whole).tolist() == [6.0 * (i % 7) + 15 for i in range(100)]
+    assert comm.all_reduce(whole, op="avg").tolist() == [i % 7 + 2.5 for i in range(100)]
+    assert comm.all_reduce(whole, op="max").tolist() == [i % 7 + 5.0 for i in range(100)]
 
-    rank, size = backend.ranks[0], backend.size
-    comm = Communicator(forest_plan(size, "allreduce", "binary"), backend, chunk_bytes=64)
-    whole = torch.arange(100).remainder(7).to(torch.bfloat16) + rank
+
+@scenario(6)
+def tensors_that_require_grad_and_inference_tensors_are_read_and_written() -> None:
+    rank = dist.get_rank()
+    comm = Communicator(forest_plan(6, "allreduce", "binary"), backends()[6], chunk_bytes=64)
     parameter = torch.nn.Parameter(torch.full((4, 3), float(rank)))
     comm.broadcast(parameter, root=2, out=parameter)
+    assert (parameter.unique().tolist(), parameter.requires_grad) == ([2.0], True)
     total = comm.all_reduce(parameter)
+    assert (total.unique().tolist(), total.requires_grad) == ([12.0], False)
     with torch.inference_mode():
         made = torch.full((5,), rank)
     comm.all_reduce(made, out=made, async_op=True).wait()
-    return {
-        "bfloat16": comm.all_reduce(whole).tolist(),
-        "average": comm.all_reduce(whole, op="avg").tolist(),
-        "largest": comm.all_reduce(whole, op="max").tolist(),
-        "parameter": [parameter.tolist(), parameter.requires_grad],
-        "total": [total.tolist(), total.requires_grad],
-        "inference": made.tolist(),
-    }
+    assert made.tolist() == [15] * 5
 
 
-def sparse(backend: Any) -> list[Any]:
-    """Sparse allreduces of four ranks: of float32, and the bits that bfloat16 gradients give."""
-    import torch
-
-    def half(array: NDArray[Any]) -> Any:
-        return torch.from_numpy(array).to(torch.bfloat16)
-
-    comm = Communicator(TWO_SERVERS, backend)
-    whole = taken(comm, steps_of_each(), torch.from_numpy, lambda tensor: tensor.numpy())
-    bits = taken(comm, rounded_steps(), half, lambda tensor: tensor.view(torch.int16).numpy())
-    return [whole, bits[0]]
+def half(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(array).to(torch.bfloat16)
 
 
-def in_flight(size: int) -> list[list[int]]:
-    """Several collectives of two communicators over one group at once."""
-    import torch
+def bits(tensor: torch.Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = tensor.view(torch.int16).numpy()
+    return found
 
-    from collectives.backends.torch.torch_backend import TorchBackend
 
-    plan = forest_plan(size, "allreduce", "chain")
+def rounded_by_loopback(rank: int) -> list[list[str]]:
+    """Return what a rank gets of the rounded steps in bfloat16."""
+    with Communicator(TWO_SERVERS) as comm:
+        rounded, _ = taken(comm, rounded_steps(), as_it_is, lambda array: bits(half(array)))
+    return [[one[rank]] for one in rounded]
+
+
+@scenario(6)
+def sparse_allreduces_and_residuals_are_loopbacks_bit_for_bit() -> None:
+    """Of four ranks: of float32, and the bits that bfloat16 gradients give."""
+    if 4 in backends():
+        comm = Communicator(TWO_SERVERS, backends()[4])
+        (rank,) = comm.ranks
+        whole = taken(comm, steps_of_each(), torch.from_numpy, lambda tensor: tensor.numpy())
+        assert [*whole] == of_each_rank(steps_of_each())[rank]
+        assert taken(comm, rounded_steps(), half, bits)[0] == rounded_by_loopback(rank)
+
+
+@scenario(6)
+def two_communicators_of_one_group_have_collectives_in_flight_at_once() -> None:
+    plan = forest_plan(6, "allreduce", "chain")
     with (
         Communicator(plan, TorchBackend(), chunk_bytes=400) as one,
         Communicator(plan, TorchBackend()) as other,
@@ -287,47 +203,45 @@ def in_flight(size: int) -> list[list[int]]:
             for k in range(4)
             for comm in (one, other)
         ]
-        return [handle.wait().unique().tolist() for handle in handles]
+        wanted = [[6 * k] if k else [] for k in range(4) for _ in range(2)]
+        assert [handle.wait().unique().tolist() for handle in handles] == wanted
 
 
-def disagreements(rank: int, size: int) -> dict[str, Any]:
-    """What every rank raises where rank 1 means something else."""
-    import torch
-
-    from collectives.backends.torch.torch_backend import TorchBackend
-
-    plan, other = forest_plan(size, "allreduce", "chain"), forest_plan(size, "allreduce", "star")
-    calls: dict[str, Callable[[Communicator], object]] = {
-        "count": lambda comm: comm.all_reduce(torch.zeros(10 if rank != 1 else 2000)),
-        "dtype": lambda comm: comm.all_reduce(torch.zeros(10, dtype=torch.int32 if rank == 1 else None)),
-        "call": lambda comm: (
-            comm.all_gather(torch.zeros(4)) if rank == 1 else comm.all_reduce(torch.zeros(24))
+@scenario(6)
+def another_call_of_one_rank_is_an_error_on_all_and_the_group_stays_usable() -> None:
+    rank = dist.get_rank()
+    plan, other = forest_plan(6, "allreduce", "chain"), forest_plan(6, "allreduce", "star")
+    one = rank == 1
+    calls: list[tuple[Callable[[Communicator], object], str]] = [
+        (lambda comm: comm.all_reduce(torch.zeros(2000 if one else 10)), "count 2000 instead of 10"),
+        (
+            lambda comm: comm.all_reduce(torch.zeros(10, dtype=torch.int32 if one else None)),
+            "dtype 'int32' instead of 'float32'",
         ),
-        "plan": lambda comm: comm.all_reduce(torch.zeros(10)),
-        "refusal": lambda comm: comm.all_reduce(torch.zeros(4, 4).T if rank == 1 else torch.zeros(4, 4)),
-    }
-    found = {}
-    for name, call in calls.items():
-        mine = other if name == "plan" and rank == 1 else plan
+        (
+            lambda comm: comm.all_gather(torch.zeros(4)) if one else comm.all_reduce(torch.zeros(24)),
+            "collective 'allgather' instead of 'allreduce'",
+        ),
+        (lambda comm: comm.all_reduce(torch.zeros(10)), "rank 1 runs another collective: plan "),
+        (
+            lambda comm: comm.all_reduce(torch.zeros(4, 4).T if one else torch.zeros(4, 4)),
+            "rank 1 refused the collective: rank 1 has a tensor as its array that is not contiguous",
+        ),
+    ]
+    for call, message in calls:
+        mine = other if message.endswith("plan ") and one else plan
         with Communicator(mine, TorchBackend(timeout=30), timeout=30) as comm:
-            found[name] = [told(call, comm), told(call, comm)]
-    return found
-
-
-def told(call: Callable[..., object], *arguments: Any) -> Any:
-    """The kind, message and place of what a call raises."""
-    try:
-        call(*arguments)
-    except BackendError as error:
-        return [type(error).__name__, str(error), error.rank, error.peer, error.step]
-    except UsageError as error:
-        return ["UsageError", str(error)]
-    return None
+            texts = []
+            for _ in range(2):
+                with pytest.raises(RefusedError, match=message) as error:
+                    call(comm)
+                assert (error.value.rank, error.value.peer, error.value.step) == (rank, 1, None)
+                texts.append(str(error.value))
+            assert texts[0] == texts[1], "it is refused once more, and not because of the first time"
 
 
 def refused_tensor(name: str) -> object:
     """Something that `TorchArrays` does not take."""
-    import torch
 
     class Mine(torch.Tensor):
         pass
@@ -345,87 +259,77 @@ def refused_tensor(name: str) -> object:
     return makers[name]()
 
 
-def opened(rank: int, size: int) -> dict[str, Any]:
-    """The back end makes the default group and destroys it, as the environment asks."""
-    import torch
-    import torch.distributed as dist
-
-    with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
-        total = comm.all_reduce(torch.tensor([rank])).item()
-        over = comm.backend
-    left = dist.is_initialized()
-    return {"total": total, "over": over, "left": left, "threads": threading.active_count()}
-
-
-def without_memory(rank: int, size: int) -> dict[str, Any]:
-    """What carries sums, and these, where the system of rank 0 has no memory without a name, and links reach or not."""
-    import pytest
-    import torch
-
-    from collectives.backends.torch import backend_selection
-
-    found: dict[str, Any] = {}
-    for name in ("reached", "rank 0 listens nowhere", "rank 1 reaches nobody", "rank 1 reaches rank 0 alone"):
-        with pytest.MonkeyPatch.context() as patch:
+@scenario(6)
+def the_back_end_by_its_name_uses_links_or_silently_messages_without_shared_memory() -> None:
+    """Rank 0 has no memory without a name; its address is of no machine (RFC 5737), or links are not reached."""
+    rank, threads = dist.get_rank(), threading.active_count()
+    failing = {"": "", "reaches nobody": "_rendezvous", "reaches rank 0 alone": "_open_barrier"}
+    for name in ("", "rank 0 listens nowhere", "reaches nobody", "reaches rank 0 alone"):
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("error")
             if rank == 0:
                 patch.delattr(os, "memfd_create")
                 if name == "rank 0 listens nowhere":
-                    patch.setattr(
-                        backend_selection, "_own_address", lambda: "192.0.2.1"
-                    )  # of no machine (RFC 5737)
-            if name == "rank 1 reaches nobody" and rank == 1:
-                patch.setattr(backend_selection.TcpBackend, "_rendezvous", _unreachable)
-            if name == "rank 1 reaches rank 0 alone" and rank == 1:
-                patch.setattr(backend_selection.TcpBackend, "_open_barrier", _unreachable)
-            if name.startswith("rank 1"):
+                    patch.setattr(backend_selection, "_own_address", lambda: "192.0.2.1")
+            if failing.get(name):
                 patch.setattr(backend_selection, "RENDEZVOUS_SECONDS", 1.0)
-            threads = threading.active_count()
-            with Communicator(forest_plan(size, "allreduce", "star"), "torch") as comm:
+                if rank == 1:
+                    patch.setattr(backend_selection.TcpBackend, failing[name], _unreachable)
+            with Communicator(forest_plan(6, "allreduce", "star"), "torch") as comm:
                 whole = torch.arange(40_000).remainder(7).to(torch.bfloat16) + rank
                 with torch.inference_mode():
                     comm.all_reduce(whole.clone(), out=whole.clone())
-                sums = [comm.all_reduce(one).double().sum().item() for one in (torch.tensor([rank]), whole)]
-                found[name] = [comm.backend, *sums]
-            found.setdefault("threads", []).append(threading.active_count() - threads)
-    return found
+                assert comm.all_reduce(torch.tensor([rank])).item() == 15
+                total = sum((number % 7) * 6 + 15 for number in range(40_000))
+                assert comm.all_reduce(whole).double().sum().item() == total
+                assert comm.backend == ("torch" if name else "tcp"), name
+        assert threading.active_count() == threads, name
 
 
 def _unreachable(*_: object) -> None:
     raise BackendError("nobody there")
 
 
-def faults(rank: int, size: int) -> Iterator[dict[str, Any]]:
-    """The last rank stops in the middle of its work; then, among the others, the last is killed."""
-    import torch.distributed as dist
-
-    rest = dist.new_group(list(range(size - 1)))
-    yield {"stopped": struck(dist.group.WORLD, rank, size, signal.SIGSTOP)}
-    if rank < size - 1:
-        yield {"killed": struck(rest, rank, size - 1, signal.SIGKILL)}
-
-
-def struck(group: Any, rank: int, size: int, number: signal.Signals) -> Any:
-    """Sum until the last rank gets a signal; what is raised, after how long, and whether ``out`` is untouched."""
-    import torch
-
-    from collectives.backends.torch.torch_backend import TorchBackend
-
-    comm = Communicator(
-        forest_plan(size, "allreduce", "chain"), TorchBackend(group, timeout=2), chunk_bytes=65536
-    )
+def struck(group: Any, ranks: list[int], number: signal.Signals) -> BackendError:
+    """Sum until the last of the ranks gets a signal; return the error, which leaves ``out`` untouched."""
+    plan = forest_plan(len(ranks), "allreduce", "chain")
+    comm = Communicator(plan, TorchBackend(group, timeout=2), chunk_bytes=65536)
     tensor, out = torch.ones(1 << 20), torch.zeros(1 << 20)
     comm.all_reduce(tensor)
-    if rank == size - 1:
+    if dist.get_rank() == ranks[-1]:
         threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
-    error, begun = None, 0.0
+    error: BackendError | None = None
     while error is None:
         out.zero_()
-        begun = time.monotonic()
-        error = told(lambda: comm.all_reduce(tensor, out=out))
-    seconds = time.monotonic() - begun
+        try:
+            comm.all_reduce(tensor, out=out)
+        except BackendError as raised:
+            error = raised
     comm.close()
-    return {"error": error, "seconds": seconds, "untouched": not out.any().item()}
+    assert not out.any()
+    return error
+
+
+@scenario(6)
+def a_stopped_rank_is_named_by_all_others_within_the_timeout_and_hears_that_they_gave_up() -> None:
+    """Then, among the others, a killed one is named at once, also by those it sends nothing."""
+    rank = dist.get_rank()
+    pids: list[Any] = [None] * 6
+    dist.all_gather_object(pids, os.getpid())
+    rest = dist.new_group([*range(5)])
+    error = struck(dist.group.WORLD, [*range(6)], signal.SIGSTOP)
+    assert (error.rank, error.peer) == (rank, 5)
+    assert ("within 2 s" if rank < 5 else "the other ranks gave up on this one: rank ") in str(error)
+    if rank == 0:
+        time.sleep(1)  # until the others have heard of it too
+        os.kill(pids[5], signal.SIGCONT)
+    if rank < 5:
+        error = struck(rest, [*range(5)], signal.SIGKILL)
+        assert (error.rank, error.peer) == (rank, 4)
+        assert "the peer is gone" in str(error)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    run_scenarios(sys.argv[1], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    dist.destroy_process_group()

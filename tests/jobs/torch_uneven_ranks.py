@@ -1,12 +1,7 @@
-"""What one of three processes does for the tests of uneven inputs, of collectives beside the hook, and of checkpoints.
-
-Started by torchrun, it writes ``OUT/RANK.json``.
-"""
+"""Scenarios of three ranks, the last without data: uneven inputs, collectives beside the hook, checkpoints."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +22,7 @@ from collectives.torch import HookState
 from collectives.training.gradient_filters import Significance
 from collectives.training.low_rank import LowRank
 from tests.jobs.torch_hook_ranks import batch, furthest, model, plan, trained, values, wrapped
+from tests.support.rank_scenarios import run_scenarios, scenario
 from topoplan.errors import BackendError, UsageError
 
 BATCHES = (4, 6, 0)
@@ -35,8 +31,10 @@ BATCHES = (4, 6, 0)
 RATE = 0.1
 
 
-def digest(one: list[float]) -> str:
-    return hashlib.sha256(np.array(one).tobytes()).hexdigest()
+def same_on_all_ranks(one: Any) -> bool:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, one)
+    return all(one == other for other in every)
 
 
 def by_hand(divide_by: str) -> list[float]:
@@ -58,45 +56,42 @@ def by_hand(divide_by: str) -> list[float]:
     return values(network)
 
 
-def uneven() -> dict[str, Any]:
-    """How far parameters are from those by hand, and whether ranks have the same bits."""
-    mine = range(BATCHES[dist.get_rank()])
-    right = {divide_by: by_hand(divide_by) for divide_by in ("present", "all")}
-    found: dict[str, Any] = {}
+Join = Callable[[HookState, DistributedDataParallel], AbstractContextManager[Any]]
 
-    def run(
-        name: str,
-        divide_by: str | None,
-        join: Callable[[HookState, DistributedDataParallel], AbstractContextManager[Any]],
+SMALL = {"bucket_cap_mb": 0.0005}
+
+
+@scenario(3)
+def ranks_of_uneven_data_end_where_one_process_with_all_batches_does() -> None:
+    """Averages over the ranks with data, or over all: what torch's own join does too by the hook."""
+
+    def check(
+        close: float | None,
+        divide_by: str = "present",
+        join: Join | None = None,
         options: dict[str, Any] | None = None,
         how: dict[str, Any] | None = None,
         group: Any = None,
     ) -> None:
         state = HookState(plan(), group=group, **(options or {}))
         ddp = wrapped(model(), state, process_group=group, **(how or {}))
-        with join(state, ddp):
-            trained(ddp, steps=mine)
+        with state.join(ddp, divide_by=divide_by) if join is None else join(state, ddp):
+            trained(ddp, steps=range(BATCHES[dist.get_rank()]))
         end = values(ddp.module)
-        far = None if divide_by is None else furthest(end, right[divide_by])
-        found[name] = {"furthest": far, "digest": digest(end), "steps": state.recorder.step}
+        assert close is None or furthest(end, by_hand(divide_by)) < close
+        assert same_on_all_ranks(end)
+        assert state.recorder.step == max(BATCHES)
         state.close()
 
-    small = {"bucket_cap_mb": 0.0005}
     for divide_by in ("present", "all"):
-
-        def join(state: HookState, ddp: DistributedDataParallel, by: str = divide_by) -> Any:
-            return state.join(ddp, divide_by=by)
-
-        run(f"one bucket, {divide_by}", divide_by, join)
-        run(f"several, {divide_by}", divide_by, join, how=small)
-        run(f"codes, {divide_by}", divide_by, join, {"codes": 16})
-    run(
-        "unused", "present", lambda state, ddp: state.join(ddp), how={"find_unused_parameters": True, **small}
-    )
-    run("torch's own", "all", lambda state, ddp: ddp.join(), how=small)
-    filters: dict[str, dict[str, Any]] = {"sparse": {"density": 0.1}, "low rank": {"low_rank": 1}}
-    for name, options in filters.items():
-        run(name, None, lambda state, ddp: state.join(ddp), options, small)
+        check(1e-15, divide_by)
+        check(1e-15, divide_by, how=SMALL)
+        check(1e-4, divide_by, options={"codes": 16})
+    check(1e-15, how={"find_unused_parameters": True, **SMALL})
+    check(1e-15, "all", lambda state, ddp: ddp.join(), how=SMALL)
+    filters: list[dict[str, Any]] = [{"density": 0.1}, {"low_rank": 1}]
+    for options in filters:
+        check(None, options=options, how=SMALL)
 
     def gloo(store: Any, rank: int, size: int, limit: timedelta) -> Any:
         return dist.ProcessGroupGloo(store, rank, size, limit)
@@ -105,55 +100,32 @@ def uneven() -> dict[str, Any]:
     group = dist.new_group(backend="elsewhere")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no plan carries it
-        run("built-in", "present", lambda state, ddp: state.join(ddp), group=group)
-    return found
+        check(1e-15, group=group)
 
 
-def refused_joins() -> dict[str, str]:
-    """What is said of torch's own join where averages would be wrong, and of ours where it has no sense."""
-    found = {}
+@scenario(3)
+def join_refuses_what_it_cannot_average() -> None:
     late = HookState(plan(), mode="local:2")
-    for name, given in {"mode": wrapped(model(), late), "no model": model()}.items():
-        try:
-            with late.join(given):  # type: ignore[arg-type]
-                pass
-        except UsageError as error:
-            found[name] = str(error)
+    for given, message in (
+        (wrapped(model(), late), r"whose steps wait for all ranks, got LocalSGD\(every=2\)"),
+        (model(), "model must be a DistributedDataParallel, got a Branches"),
+    ):
+        with pytest.raises(UsageError, match=message), late.join(given):  # type: ignore[arg-type]
+            pass
     late.close()
     state = HookState(plan(), timeout=20)
     ddp = wrapped(model(), state)
-    try:
-        with ddp.join(divide_by_initial_world_size=False):
-            trained(ddp, steps=range(2 if dist.get_rank() else 1))
-    except (UsageError, BackendError) as error:
-        found["torch's own"] = str(error)
+    with (
+        pytest.raises((UsageError, BackendError), match=r"write `with state.join\(model\):` in its place"),
+        ddp.join(divide_by_initial_world_size=False),
+    ):
+        trained(ddp, steps=range(2 if dist.get_rank() else 1))
     state.close()
     dist.barrier()
-    return found
 
 
-def raised() -> str:
-    """What is said where the first rank raises something inside join, and the others have data."""
-    rank, group = dist.get_rank(), dist.new_group()
-    state = HookState(plan(), group=group, timeout=20)
-    ddp = wrapped(model(), state, process_group=group)
-    try:
-        with state.join(ddp):
-            trained(ddp, steps=range(2))
-            if rank == 0:
-                ddp(batch(2)[0], "all")
-                raise ValueError("no such picture")
-            trained(ddp, steps=range(2, 4))
-    except (ValueError, BackendError) as error:
-        said = str(error)
-    state.close()
-    dist.barrier()
-    return said
-
-
-def loops() -> dict[str, Any]:
-    """A loop without DDP, whose ranks have unequally many batches."""
-    found: dict[str, Any] = {}
+@scenario(3)
+def a_plain_loop_of_uneven_data_ends_where_one_process_with_all_batches_does() -> None:
 
     def gradients(network: nn.Module, step: int) -> list[torch.Tensor]:
         network.zero_grad()
@@ -161,7 +133,7 @@ def loops() -> dict[str, Any]:
         (network(given, "all") - target).square().mean().backward()
         return [one.grad for one in network.parameters()]  # type: ignore[misc]  # all are used
 
-    for name, by_use in (("use", True), ("parameters", False)):
+    for by_use in (True, False):
         network = model()
         weights = [one.detach() for one in network.parameters()]
 
@@ -175,8 +147,8 @@ def loops() -> dict[str, Any]:
             for step in range(BATCHES[dist.get_rank()]):
                 use(synchronizer.step(gradients(network, step)))
         end = values(network)
-        found[name] = {"furthest": furthest(end, by_hand("present")), "digest": digest(end)}
-    return found
+        assert furthest(end, by_hand("present")) < 1e-15
+        assert same_on_all_ranks(end)
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -214,9 +186,10 @@ class Normalised(nn.Module):
         return given
 
 
-def beside() -> dict[str, Any]:
-    """Collectives of a model in forward and backward beside the hook, against one process with the batches of all."""
-    size, found = dist.get_world_size(), {}
+@scenario(3)
+def collectives_of_the_model_in_forward_and_backward_run_beside_the_hook() -> None:
+    """Normalisation by the batches of all ranks, as of SyncBatchNorm: the gradients of one process with all of them."""
+    size = dist.get_world_size()
     alone = Normalised(lambda one: one, size)
     for step in range(4):
         alone.zero_grad()
@@ -224,21 +197,16 @@ def beside() -> dict[str, Any]:
         given, target = (torch.cat(one) for one in zip(*pairs, strict=True))
         _scaled(alone(given), target, size).backward()
         _descend(alone)
-    for name, options in {
-        "one": {"bucket_cap_mb": 100.0},
-        "several": {"bucket_cap_mb": 0.0005},
-        "sparse": {"bucket_cap_mb": 0.0005},
-    }.items():
-        state = HookState(plan(), density=1.0 if name == "sparse" else None)
-        ddp = wrapped(Normalised(SumOverRanks.apply, size), state, **options)
+    for megabytes, density in ((100.0, None), (0.0005, None), (0.0005, 1.0)):
+        state = HookState(plan(), density=density)
+        ddp = wrapped(Normalised(SumOverRanks.apply, size), state, bucket_cap_mb=megabytes)
         for step in range(4):
             ddp.zero_grad()
             given, target = batch(step)
             _scaled(ddp(given), target, 1).backward()
             _descend(ddp)
-        found[name] = furthest(values(ddp.module), values(alone))
+        assert furthest(values(ddp.module), values(alone)) < 1e-12
         state.close()
-    return found
 
 
 def _scaled(found: torch.Tensor, target: torch.Tensor, ranks: int) -> Any:
@@ -252,9 +220,9 @@ def _descend(network: nn.Module) -> None:
             one.sub_(one.grad, alpha=RATE)
 
 
-def restored() -> dict[str, Any]:
-    """Runs under filters that stop in the middle and go on from a file, in the same buckets and in others."""
-    found: dict[str, Any] = {}
+@scenario(3)
+def a_run_under_a_filter_continues_from_its_file_in_the_same_buckets_and_in_others() -> None:
+    """Bit for bit in the same buckets; in others a warning says what is lost, and nothing is mistaken for another."""
     filters: dict[str, dict[str, Any]] = {
         "low rank": {"low_rank": 1},
         "layers": {"low_rank": LowRank(1, begins=0, matrices="layers")},
@@ -275,15 +243,17 @@ def restored() -> dict[str, Any]:
         _, model_then, hook_then, _ = _run(options, range(4), None, same, given=True)
         saved = {"model": model_then, "hook": hook_then}
         given = _run(options, range(4, 8), saved, {"bucket_cap_mb": 0.0015}, given=True)
-        found[name] = {
-            "same": again == whole,
-            "told": told,
-            "without": without == whole,
-            "other buckets": other[3],
-            "given": given[3],
-            "digest": digest(other[0]),
-        }
-    return found
+        assert again == whole
+        assert told == []
+        assert (without == whole) == (name == "codes"), "codes keep nothing"
+        assert same_on_all_ranks(other[0])
+        if name != "codes":
+            (warning,) = other[3]
+            assert warning.startswith("buckets differ from those of the saved state")
+            assert "residuals of " in warning
+            assert ("warm start" in warning) == (name != "significance")
+        assert len(given[3]) == (name in ("low rank", "admission")), "what belongs to whole buckets"
+        assert not any("residuals" in warning for warning in given[3])
 
 
 def _run(
@@ -304,14 +274,15 @@ def _run(
     return end, *states, [str(one.message) for one in caught if "checkpoint" in str(one.message)]
 
 
-def conserved() -> dict[str, float]:
-    """By how much averages and residuals miss gradients, where branches are unused on some ranks, or on all."""
-    rank, size, found = dist.get_rank(), dist.get_world_size(), {}
+@scenario(3)
+def averages_and_residuals_are_the_gradients_where_branches_are_unused() -> None:
+    """DDP discards averages of what no rank has used, and what is kept of that waits."""
+    rank = dist.get_rank()
     uses: dict[str, Callable[[int], str]] = {
         "on all": lambda step: "both" if step < 2 else "left" if step < 4 else "both",
         "on one": lambda step: "both" if (step + rank) % 2 else "left",
     }
-    for name, use in uses.items():
+    for use in uses.values():
         network, alone = model(), model()
         late = Significance(0.002, admission=3)  # so that more is kept than the threshold
         state = HookState(plan(), significance=late, parameters=network.parameters())
@@ -330,19 +301,33 @@ def conserved() -> dict[str, float]:
             for kept in left.get(f"parameter {number}", []):
                 total -= kept.view_as(total)
             dist.all_reduce(total)
-        found[name] = max(float(total.abs().max()) for total in missed) / size
+        assert max(float(total.abs().max()) for total in missed) < 1e-13
         state.close()
-    return found
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    stages = (uneven, loops, beside, conserved, restored, refused_joins, raised)
-    found = {stage.__name__: stage() for stage in stages}
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+@scenario(3)
+def an_error_inside_join_reaches_all_ranks() -> None:
+    rank, group = dist.get_rank(), dist.new_group()
+    state = HookState(plan(), group=group, timeout=20)
+    ddp = wrapped(model(), state, process_group=group)
+
+    def train() -> None:
+        with state.join(ddp):
+            trained(ddp, steps=range(2))
+            if rank == 0:
+                ddp(batch(2)[0], "all")
+                raise ValueError("no such picture")
+            trained(ddp, steps=range(2, 4))
+
+    heard = "rank 0 refused the collective: .*inside join: ValueError: no such picture"
+    with pytest.raises((ValueError, BackendError), match=heard if rank else "^no such picture$"):
+        train()
+    state.close()
+    dist.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
+    dist.destroy_process_group()

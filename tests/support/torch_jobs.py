@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
@@ -42,8 +43,13 @@ def torchrun(
     return done, [json.loads(file.read_text()) for file in files if file.exists()]
 
 
-def told_by_all(program: str, folder: Path, *, ranks: int, plan: str | None = None) -> Told:
-    """What every rank of a job that ends well has written; without torchrun, its processes are forked."""
+def told_by_all(
+    program: str, folder: Path, *, ranks: int, plan: str | None = None, killed: tuple[int, ...] = ()
+) -> Told:
+    """What every rank of a job that ends well has written; without torchrun, its processes are forked.
+
+    Ranks that are ``killed`` must be, by a signal, and the others end by themselves.
+    """
     settings = {
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
@@ -63,7 +69,8 @@ def told_by_all(program: str, folder: Path, *, ranks: int, plan: str | None = No
         for rank, process in enumerate(processes):
             process.join(180)
             error = folder / f"{rank}.error"
-            assert process.exitcode == 0, error.read_text() if error.exists() else process.exitcode
+            wanted = -signal.SIGKILL if rank in killed else 0
+            assert process.exitcode == wanted, error.read_text() if error.exists() else process.exitcode
     finally:
         for process in processes:
             process.kill()

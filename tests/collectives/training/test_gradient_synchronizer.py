@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -89,9 +89,9 @@ def assert_averages(found: Arrays, expected: list[NDArray[Any]]) -> None:
             assert np.array_equal(one, right)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 5000, 25 << 20])
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 25 << 20])
 def test_averages_are_numpys_mean_exactly(bucket_bytes: int) -> None:
-    """New arrays, arrays of the caller, and the gradients themselves; the gradients are else unchanged."""
+    """In new arrays, in arrays of the caller and in the gradients themselves."""
     gradients = whole_numbers(0)
     expected, before = means(gradients), [[one.copy() for one in rank] for rank in gradients]
     with made(gradients, bucket_bytes=bucket_bytes) as synchronizer:
@@ -113,7 +113,7 @@ def test_averages_are_numpys_mean_exactly(bucket_bytes: int) -> None:
     assert_averages(fresh, expected)
 
 
-def test_arrays_that_are_not_contiguous_are_read_and_written_where_they_lie() -> None:
+def test_reads_and_writes_arrays_that_are_not_contiguous() -> None:
     shapes = [((40, 3), "float64"), ((5, 6), "float64"), ((4,), "float64")]
     whole = whole_numbers(1, shapes)
     gradients = [[np.asfortranarray(rank[0]), rank[1].T.copy().T, rank[2]] for rank in whole]
@@ -123,7 +123,7 @@ def test_arrays_that_are_not_contiguous_are_read_and_written_where_they_lie() ->
         assert_averages(synchronizer.step(gradients, out=out), means(whole))
 
 
-def test_gradients_may_come_one_by_one_in_any_order() -> None:
+def test_gradients_may_be_given_one_by_one_in_any_order() -> None:
     gradients = whole_numbers(2)
     with made(gradients, bucket_bytes=64) as synchronizer:
         for seed in range(3):
@@ -133,14 +133,13 @@ def test_gradients_may_come_one_by_one_in_any_order() -> None:
             assert_averages(synchronizer.wait(out=out), means(gradients))
 
 
-def test_a_full_bucket_starts_before_the_other_gradients_are_there() -> None:
+def test_a_full_bucket_starts_before_the_other_gradients() -> None:
     gradients = whole_numbers(3)
     with made(gradients, bucket_bytes=64) as synchronizer:
         last = synchronizer.buckets[0].members
         for index in last:
             synchronizer.ready(index, [rank[index] for rank in gradients])
-        deadline = time.monotonic() + 20
-        while not synchronizer.recorder.exchanges() and time.monotonic() < deadline:
+        while not synchronizer.recorder.exchanges():
             time.sleep(0.01)
         assert [one.key for one in synchronizer.recorder.exchanges()] == ["bucket 0"]
         for index in set(range(len(SHAPES))) - set(last):
@@ -148,12 +147,12 @@ def test_a_full_bucket_starts_before_the_other_gradients_are_there() -> None:
         assert_averages(synchronizer.wait(), means(gradients))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["float32", "float64"])), max_size=30),
     st.integers(1, 200),
 )
-def test_buckets_hold_every_element_once_and_keep_to_their_size(
+def test_buckets_hold_every_element_once_within_their_size(
     drawn: list[tuple[int, str]], bucket_bytes: int
 ) -> None:
     gradients = [GradientSpec(size, dtype, np.dtype(dtype).itemsize) for size, dtype in drawn]
@@ -182,7 +181,7 @@ def sparse(parameters: Arrays, **options: Any) -> GradientSynchronizer:
 
 
 @pytest.mark.parametrize("exchange", ["pairs", "auto"])
-def test_what_sparse_steps_do_not_give_is_kept(exchange: str) -> None:
+def test_sparse_averages_and_residuals_are_the_gradients(exchange: str) -> None:
     """Over 20 steps: averages times ranks, and what all residuals hold, are all gradients together, exactly."""
     total = [np.zeros(shape) for shape, _ in SPARSE]
     given = [np.zeros(shape) for shape, _ in SPARSE]
@@ -201,31 +200,6 @@ def test_what_sparse_steps_do_not_give_is_kept(exchange: str) -> None:
             for position, index in enumerate(bucket.members):
                 part = kept[bucket.borders[position] : bucket.borders[position + 1]]
                 assert np.array_equal(given[index] + part.reshape(given[index].shape), total[index])
-
-
-def densities(step: int) -> float:
-    return 0.5 ** min(step + 1, 5)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("options", [{"momentum": 0.9, "exchange": "pairs"}, {"density": densities}])
-def test_a_restored_state_goes_on_bit_for_bit(options: dict[str, Any]) -> None:
-    """Ten steps, a checkpoint through pickle, ten more in a new synchronizer: as twenty in one."""
-    random = np.random.default_rng(7)
-    steps = [
-        [[random.standard_normal(shape) for shape, _ in SPARSE] for _ in range(RANKS)] for _ in range(20)
-    ]
-    with sparse(steps[0], **options) as synchronizer:
-        straight = [synchronizer.step(one) for one in steps]
-    with sparse(steps[0], **options) as synchronizer:
-        broken = [synchronizer.step(one) for one in steps[:10]]
-        saved = pickle.dumps(synchronizer.state_dict())
-        synchronizer.step(steps[10])
-    with sparse(steps[0], **options) as synchronizer:
-        synchronizer.load_state_dict(pickle.loads(saved))
-        assert synchronizer.recorder.step == 10
-        broken += [synchronizer.step(one) for one in steps[10:]]
-    assert pickle.dumps(straight) == pickle.dumps(broken)
 
 
 def test_a_state_of_another_model_or_size_is_refused() -> None:
@@ -266,7 +240,7 @@ MISFITS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_gradients_that_do_not_fit_are_refused_before_anything_moves(name: str) -> None:
+def test_refuses_gradients_that_do_not_fit_before_anything_moves(name: str) -> None:
     change, text = MISFITS[name]
     gradients = whole_numbers(4)
     wrong = [change(one) if rank == 2 else one for rank, one in enumerate(gradients)]
@@ -282,7 +256,7 @@ def test_gradients_that_do_not_fit_are_refused_before_anything_moves(name: str) 
         assert_averages(synchronizer.step(gradients), means(gradients))
 
 
-def test_calls_out_of_turn_are_refused() -> None:
+def test_refuses_calls_out_of_turn() -> None:
     gradients = whole_numbers(5)
     columns = [[rank[index] for rank in gradients] for index in range(len(SHAPES))]
     gradients[1][4].flags.writeable = False
@@ -307,36 +281,59 @@ def test_calls_out_of_turn_are_refused() -> None:
         synchronizer.step(gradients)
 
 
-def test_settings_that_do_not_fit_are_refused_when_it_is_made() -> None:
-    gradients = whole_numbers(6)
-    with pytest.raises(UsageError, match="gradients of int64 cannot be made sparse"):
-        made(gradients, density=0.1)
-    with pytest.raises(UsageError, match=r"momentum 0\.9 is for sparse gradients"):
-        made(gradients, momentum=0.9)
-    with pytest.raises(UsageError, match=r"bucket_bytes must be .* got 0"):
-        made(gradients, bucket_bytes=0)
-    with pytest.raises(UsageError, match="parameters must not be empty"):
-        made([[]] * RANKS)
-    with pytest.raises(UsageError, match="rank 3 must give a parameter for each of 9 parameters, got 8"):
-        made([*gradients[:3], gradients[3][:-1]])
-    with pytest.raises(UsageError, match="this process has 4 ranks"):
-        made(gradients[:2])
-    with pytest.raises(UsageError, match="the plan is for 4 ranks and the loopback back end has 3"):
-        GradientSynchronizer(gradients[:3], PLAN, backend=Loopback(3))
+REFUSALS: list[tuple[Callable[[Arrays], Any], str]] = [
+    (lambda like: made(like, density=0.1), "gradients of int64 cannot be made sparse"),
+    (lambda like: made(like, momentum=0.9), r"momentum 0\.9 is for sparse gradients"),
+    (lambda like: made(like, bucket_bytes=0), r"bucket_bytes must be .* got 0"),
+    (lambda like: made(like, mode="local"), r"mode must be BSP.* got 'local'"),
+    *[
+        (
+            lambda _, scale=scale: sparse(whole_numbers(3, SPARSE), loss_scale=scale).step(
+                whole_numbers(3, SPARSE)
+            ),
+            "loss_scale must be above 0 and finite, got",
+        )
+        for scale in (0.0, np.nan, "x", lambda: np.inf)
+    ],
+    (lambda like: made([[]] * RANKS), "parameters must not be empty"),
+    (lambda like: made([*like[:3], like[3][:-1]]), "must give a parameter for each of 9 parameters, got 8"),
+    (lambda like: made(like[:2]), "this process has 4 ranks"),
+    (
+        lambda like: GradientSynchronizer(like[:3], PLAN, backend=Loopback(3)),
+        "the plan is for 4 ranks and the loopback back end has 3",
+    ),
+    (
+        lambda like: GradientSynchronizer(like, 7, backend="loopback"),  # type: ignore[arg-type]
+        r"plan must be a Plan.*, got int",
+    ),
+    (
+        lambda like: GradientSynchronizer(like, "nowhere.json", backend="loopback"),
+        r"nowhere\.json cannot be read",
+    ),
+    *[
+        (
+            lambda like, backend=backend: GradientSynchronizer(like, backend=backend),
+            "loopback holds all ranks in this process",
+        )
+        for backend in ("loopback", Loopback(4))
+    ],
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS)
+def test_refuses_settings_that_do_not_fit(call: Callable[[Arrays], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(whole_numbers(6))
+
+
+def test_a_refusal_leaves_the_callers_back_end_open() -> None:
     given = Watched(RANKS)
     with pytest.raises(UsageError, match="parameters must not be empty"):
         GradientSynchronizer([[]] * RANKS, PLAN, backend=given)
-    assert given.closed == 0, "it is the caller's"
-    no_plan: Any = 7
-    with pytest.raises(UsageError, match=r"plan must be a Plan.*, got int"):
-        GradientSynchronizer(gradients, no_plan, backend="loopback")
-    with pytest.raises(UsageError, match=r"nowhere\.json cannot be read"):
-        GradientSynchronizer(gradients, "nowhere.json", backend="loopback")
-    with pytest.raises(UsageError, match=r"mode must be BSP.* got 'local'"):
-        made(gradients, mode="local")
+    assert given.closed == 0
 
 
-def test_a_plan_may_be_named_by_its_file_or_its_machine_and_a_mode_by_its_name(tmp_path: Path) -> None:
+def test_a_plan_has_a_file_or_a_machine_and_a_mode_a_name(tmp_path: Path) -> None:
     gradients = whole_numbers(6)
     file = tmp_path / "plan.json"
     file.write_text(PLAN.to_json(), encoding="utf-8")
@@ -347,13 +344,7 @@ def test_a_plan_may_be_named_by_its_file_or_its_machine_and_a_mode_by_its_name(t
             assert found == ("v100x4" if plan not in (file, str(file)) else PLAN.topology.name)
 
 
-def test_without_a_plan_one_process_has_no_job_to_plan_for() -> None:
-    for backend in ("loopback", Loopback(4)):
-        with pytest.raises(UsageError, match="loopback holds all ranks in this process"):
-            GradientSynchronizer(whole_numbers(0), backend=backend)
-
-
-def test_a_loop_that_averages_parameters_says_when_they_have_moved_and_ends_with_the_same_ones() -> None:
+def test_a_loop_of_local_sgd_calls_after_step_and_ends_with_the_same_parameters() -> None:
     """Seven steps of LocalSGD(3); without `after_step` the second step is refused, and nothing of it has moved."""
     shapes = [((3, 2), "float64"), ((5,), "float64")]
     weights = [[np.zeros(shape) for shape, _ in shapes] for _ in range(RANKS)]
@@ -383,6 +374,15 @@ def test_a_loop_that_averages_parameters_says_when_they_have_moved_and_ends_with
         assert synchronizer.finish() is None
 
 
+def residuals_of(state: dict[str, Any]) -> list[NDArray[Any]]:
+    sparse_ones = [one["residual"] for listed in state["residuals"].values() for one in listed]
+    return sparse_ones + [one for listed in state["filters"]["residuals"].values() for one in listed]
+
+
+def scaled(gradients: Arrays, by: float) -> Arrays:
+    return [[one * by for one in rank] for rank in gradients]
+
+
 KEEPING: dict[str, dict[str, Any]] = {
     "density": {"density": 0.05},
     "momentum": {"density": 0.05, "momentum": 0.5},
@@ -399,7 +399,7 @@ KEEPING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 @pytest.mark.parametrize("index", [0, 2])
 @pytest.mark.parametrize("how", KEEPING)
-def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_all_buckets_as_they_were(
+def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(
     how: str, index: int, wrong: float
 ) -> None:
     """Also those without it: the next step is that of a run without this one, bit for bit, whatever scales it."""
@@ -412,21 +412,16 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_all_buckets_as_
         with made(
             steps[0], bucket_bytes=4000, loss_scale=lambda scale=scale: scale[0], **KEEPING[how]
         ) as synchronizer:
-            synchronizer.step([[one * scale[0] for one in rank] for rank in steps[0]])
+            synchronizer.step(scaled(steps[0], scale[0]))
             if broken:
-                shown = synchronizer.step([[one * scale[0] for one in rank] for rank in bad])
+                shown = synchronizer.step(scaled(bad, scale[0]))
                 assert not any(np.isfinite(one[index]).all() for one in shown)
                 scale[0] = 512.0  # as GradScaler does
-            later = synchronizer.step([[one * scale[0] for one in rank] for rank in steps[2]])
+            later = synchronizer.step(scaled(steps[2], scale[0]))
             state = synchronizer.state_dict()
-            kept = [one["residual"] for listed in state["residuals"].values() for one in listed]
-            kept += [one for listed in state["filters"]["residuals"].values() for one in listed]
-            kept += [
-                one
-                for name, listed in state["filters"]["arrays"].items()
-                for one in listed
-                if how == "admission"
-            ]
+            kept = residuals_of(state)
+            if how == "admission":
+                kept += [one for listed in state["filters"]["arrays"].values() for one in listed]
             found.append([[one / scale[0] for rank in later for one in rank], kept])
     assert all(
         np.array_equal(one, other)
@@ -435,27 +430,8 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_all_buckets_as_
     )
 
 
-def test_entries_that_wait_while_the_loss_scale_halves_arrive_as_they_were_given() -> None:
-    """8 to 1 at a scale of 1024, an eighth of the entries in a step, and nothing more to speak of at 512."""
-    first, later = np.arange(8, 0, -1, dtype=np.float32), np.full(8, 1e-6, np.float32)
-    scale, delivered = [1024.0], np.zeros(8)
-    like = [[first]] * 2
-    with GradientSynchronizer(
-        like,
-        forest_plan(2, "allreduce", "chain"),
-        backend="loopback",
-        density=1 / 8,
-        loss_scale=lambda: scale[0],
-    ) as synchronizer:
-        for step in range(8):
-            ((average,), _) = synchronizer.step([[(later if step else first) * np.float32(scale[0])]] * 2)
-            delivered += average / scale[0]
-            scale[0] = 512.0
-    np.testing.assert_allclose(delivered, first, atol=1e-4)
-
-
 @pytest.mark.parametrize("how", ["density", "momentum", "low rank", "significance"])
-def test_what_is_kept_is_delivered_whatever_the_loss_scale_becomes(how: str) -> None:
+def test_residuals_are_delivered_whatever_the_loss_scale(how: str) -> None:
     """Averages over the scale of their step, and what a checkpoint holds, are those of a run without a scale."""
     steps = [whole_numbers(seed, SPARSE) for seed in range(5)]
     found = []
@@ -465,23 +441,21 @@ def test_what_is_kept_is_delivered_whatever_the_loss_scale_becomes(how: str) -> 
             steps[0], bucket_bytes=4000, loss_scale=lambda scale=scale: next(scale), **KEEPING[how]
         ) as synchronizer:
             got = [
-                [one / by for one in synchronizer.step([[one * by for one in rank] for rank in step])[0]]
+                [one / by for one in synchronizer.step(scaled(step, by))[0]]
                 for by, step in zip(scales, steps, strict=True)
             ]
             state = synchronizer.state_dict()
-        kept = [one["residual"] for listed in state["residuals"].values() for one in listed]
-        kept += [one for listed in state["filters"]["residuals"].values() for one in listed]
-        found.append([[one for step in got for one in step], kept])
+        found.append([[one for step in got for one in step], residuals_of(state)])
     for first, second in zip(*found, strict=True):
         for one, other in zip(first, second, strict=True):
             # multiplying by a power of two rounds nothing, but the columns of a low rank are divided by their length
             np.testing.assert_allclose(one, other, rtol=1e-4 if how == "low rank" else 0, atol=1e-3)
 
 
-def test_a_state_of_an_earlier_format_is_taken_in_units_of_the_scale_of_now() -> None:
+def test_a_state_of_an_earlier_format_has_the_scale_of_now() -> None:
     gradients = whole_numbers(3, SPARSE)
     with sparse(gradients, loss_scale=1024.0) as synchronizer:
-        synchronizer.step([[one * 1024 for one in rank] for rank in gradients])
+        synchronizer.step(scaled(gradients, 1024))
         state = synchronizer.state_dict()
         earlier = {
             **state,
@@ -503,9 +477,9 @@ def test_a_state_of_an_earlier_format_is_taken_in_units_of_the_scale_of_now() ->
         synchronizer.load_state_dict({**state, "format": "other"})
 
 
-def test_a_step_that_is_not_finite_is_told_of_once_where_no_loss_scale_is_given() -> None:
+def test_warns_once_of_a_step_that_is_not_finite_without_a_loss_scale() -> None:
     gradients = whole_numbers(3, SPARSE)
-    bad = [[one * np.nan for one in rank] for rank in gradients]
+    bad = scaled(gradients, np.nan)
     with sparse(gradients) as synchronizer:
         with pytest.warns(UserWarning, match="training step 0 are not finite .* give loss_scale=scaler"):
             synchronizer.step(bad)
@@ -517,14 +491,7 @@ def test_a_step_that_is_not_finite_is_told_of_once_where_no_loss_scale_is_given(
         synchronizer.step(bad)
 
 
-@pytest.mark.parametrize("wrong", [0.0, np.nan, "x", lambda: np.inf])
-def test_loss_scales_that_are_none_are_refused(wrong: Any) -> None:
-    gradients = whole_numbers(3, SPARSE)
-    with pytest.raises(UsageError, match="loss_scale must be above 0 and finite, got"):
-        sparse(gradients, loss_scale=wrong).step(gradients)
-
-
-def test_arrays_of_a_gpu_stay_there(cupy: ModuleType) -> None:
+def test_arrays_on_a_gpu_stay_there(cupy: ModuleType) -> None:
     """On the stand-in for CuPy, whose arrays differ from numpy's."""
     shapes = [one for one in SHAPES if one[1] != "int32"]
     gradients = whole_numbers(9, shapes)
@@ -538,7 +505,7 @@ def test_arrays_of_a_gpu_stay_there(cupy: ModuleType) -> None:
     assert_averages([[one.get() for one in rank] for rank in placed], means(gradients))
 
 
-def test_the_public_name_is_loaded_when_it_is_asked_for() -> None:
+def test_the_public_name_is_loaded_at_its_first_use() -> None:
     code = (
         "import sys, collectives; early = [name in sys.modules for name in "
         "('collectives.training', 'numba', 'torch', 'cupy', 'mpi4py')]; "
@@ -647,9 +614,7 @@ def with_refusal(how: str, bucket: int, **options: Any) -> list[Any]:
         pytest.param("density", 0, {"density": 0.3, "exchange": "pairs"}, marks=pytest.mark.thorough),
     ],
 )
-def test_a_step_that_one_rank_refuses_leaves_no_trace_in_those_behind_it(
-    how: str, bucket: int, options: dict[str, Any]
-) -> None:
+def test_a_refused_step_leaves_no_trace(how: str, bucket: int, options: dict[str, Any]) -> None:
     """Later buckets, which the other rank has queued, pair with nothing; residuals and loss scale are as before."""
     found, expected = with_refusal(how, bucket, **options), with_refusal("nothing", 0, **options)
     assert not isinstance(expected[0], Exception), expected
@@ -657,7 +622,7 @@ def test_a_step_that_one_rank_refuses_leaves_no_trace_in_those_behind_it(
     assert found[0][0] == found[1][0]
 
 
-def test_an_out_array_that_does_not_fit_when_all_is_exchanged_loses_no_step() -> None:
+def test_an_out_array_that_does_not_fit_loses_no_step() -> None:
     def body(backend: TcpBackend, rank: int) -> list[list[float]]:
         own = GradientSynchronizer([np.zeros(3)], forest_plan(2, "allreduce", "chain"), backend=backend)
         with own:
@@ -670,7 +635,7 @@ def test_an_out_array_that_does_not_fit_when_all_is_exchanged_loses_no_step() ->
     assert backends_in_threads(2, body) == [[[1.0] * 3, [2.0] * 3]] * 2
 
 
-def test_who_has_data_is_asked_anew_for_a_step_that_was_lost() -> None:
+def test_ranks_are_asked_for_data_again_after_a_lost_step() -> None:
     """Rank 1 has run out of data when a step is made again that it has refused."""
 
     def body(backend: TcpBackend, rank: int) -> tuple[list[float], int]:
@@ -697,6 +662,7 @@ def test_who_has_data_is_asked_anew_for_a_step_that_was_lost() -> None:
     assert backends_in_threads(2, body) == [([6.0] * 3, 1)] * 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000])
 @pytest.mark.parametrize(
     "options",
@@ -707,36 +673,21 @@ def test_complex_gradients_are_averaged_as_their_real_and_imaginary_parts(
     options: dict[str, Any], bucket_bytes: int
 ) -> None:
     """Bit for bit what the same gradients give as real arrays, and the same bits on all ranks."""
-    shapes = [(4, 6), (5,), (0, 2), (7, 3)]
     source = np.random.default_rng(7)
+
+    def drawn(shape: tuple[int, ...]) -> NDArray[Any]:
+        return source.standard_normal((*shape, 2)).astype(np.float32).view(np.complex64)[..., 0]
+
+    steps = [[[drawn(shape) for shape in ((4, 6), (5,), (0, 2), (7, 3))] for _ in range(4)] for _ in range(4)]
     averages = []
-    given = [
-        [
-            [
-                source.standard_normal((*shape, 2)).astype(np.float32).view(np.complex64)[..., 0]
-                for shape in shapes
-            ]
-            for _ in range(4)
-        ]
-        for _ in range(4)
-    ]
-    for as_reals in (False, True):
-        steps = [
-            [[one.view(np.float32) if as_reals else one for one in mine] for mine in step] for step in given
-        ]
+    for dtype in (np.complex64, np.float32):
+        given = [[[one.view(dtype) for one in rank] for rank in step] for step in steps]
         with GradientSynchronizer(
-            steps[0], PLAN, backend="loopback", bucket_bytes=bucket_bytes, **options
+            given[0], PLAN, backend="loopback", bucket_bytes=bucket_bytes, **options
         ) as synchronizer:
-            found = [synchronizer.step(step) for step in steps]
-            state = synchronizer.state_dict()
-            synchronizer.load_state_dict(state)
-        assert all(
-            one.tobytes() == first.tobytes()
-            for step in found
-            for mine in step
-            for one, first in zip(mine, step[0], strict=True)
-        )
-        averages.append([[one.view(np.float32) for one in step[0]] for step in found])
-    assert [[one.tobytes() for one in step] for step in averages[0]] == [
-        [one.tobytes() for one in step] for step in averages[1]
-    ]
+            averages += [
+                [[one.tobytes() for one in rank] for rank in synchronizer.step(step)] for step in given
+            ]
+            synchronizer.load_state_dict(synchronizer.state_dict())
+    assert averages[:4] == averages[4:]
+    assert all(rank == step[0] for step in averages for rank in step)

@@ -54,7 +54,7 @@ def test_averages_are_over_the_ranks_that_have_data_or_over_all(divide_by: str, 
             synchronizer.step([None] * RANKS)
 
 
-def test_parameters_are_those_of_a_rank_that_was_there_to_the_end() -> None:
+def test_parameters_are_those_of_the_rank_with_most_batches() -> None:
     """Of several ranks in one process too, where those without data move no more."""
     weights = [[np.zeros(shape) for shape in SHAPES] for _ in range(RANKS)]
     alone = [np.zeros(shape) for shape in SHAPES]
@@ -74,7 +74,7 @@ def test_parameters_are_those_of_a_rank_that_was_there_to_the_end() -> None:
             np.testing.assert_array_equal(one, right)
 
 
-def test_one_by_one_too() -> None:
+def test_gradients_may_be_given_one_by_one() -> None:
     with made() as synchronizer, synchronizer.join(use=list):
         ones = [np.ones(shape) for shape in SHAPES]
         for index in reversed(range(len(SHAPES))):
@@ -110,7 +110,7 @@ def test_nothing_is_lost_of_sparse_gradients() -> None:
         ({"dtype": "int64"}, {"use": list}, "averages of int64 are not divided by the ranks present"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], join: dict[str, Any], words: str) -> None:
+def test_refuses_what_does_not_go_together(options: dict[str, Any], join: dict[str, Any], words: str) -> None:
     with made(**options) as synchronizer, pytest.raises(UsageError, match=words), synchronizer.join(**join):
         pass
 
@@ -136,7 +136,7 @@ def test_ranks_are_asked_once_a_step() -> None:
     assert (presence.ask(2), presence.factor, asked) == (1, 4.0, [1, 1, 0])
 
 
-def test_what_one_rank_raises_inside_join_the_others_hear() -> None:
+def test_an_error_inside_join_reaches_all_ranks() -> None:
     """Those that have data, and those that have none any more."""
 
     def body(backend: TcpBackend, rank: int) -> str:

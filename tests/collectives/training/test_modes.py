@@ -1,4 +1,4 @@
-"""Synchronisation modes: the clock rule, mailboxes, and gradients that come late but are never lost."""
+"""Synchronisation modes: clocks, mailboxes, late gradients, local steps with a proximal term, gossip."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import topoplan
+from collectives import Gossip, GradientSynchronizer
 from collectives.tables.numpy_arrays import NumpyArrays
 from collectives.training import mailbox
 from collectives.training.averaging import StaleAverager
@@ -68,7 +70,9 @@ def in_threads(size: int, work: Callable[[int, Mailbox], Any], *, timeout: float
     return results
 
 
-def test_who_connects_without_the_key_keeps_no_rank_from_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_the_key_keep_no_rank_from_the_rendezvous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A scanner of ports: one connection that talks of something else, and one that says nothing."""
     monkeypatch.setattr(mailbox, "STRANGER_SECONDS", 0.2)
     meeting, strangers = Meeting(2), list[socket.socket]()
@@ -103,9 +107,7 @@ def stale(box: Mailbox, mode: SSP | ASP, scale: Callable[[], float] | None = Non
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("told", [True, False])
-def test_late_gradients_are_used_once_by_all_whatever_the_loss_scales_and_steps_that_are_left_out(
-    told: bool, dtype: str
-) -> None:
+def test_late_gradients_are_used_once_by_all_whatever_the_loss_scale(told: bool, dtype: str) -> None:
     """What all ranks use is what was given in steps of finite gradients, over the scale of each rank and step."""
     size, steps = 3, 6
     draw = np.random.default_rng(3)
@@ -140,26 +142,13 @@ def test_late_gradients_are_used_once_by_all_whatever_the_loss_scales_and_steps_
         np.testing.assert_allclose(one, total / size, atol=0.05 if dtype == "float16" else 1e-5)
 
 
-def test_sums_of_late_gradients_of_16_bits_are_divided_before_they_are_rounded() -> None:
-    """Four ranks of 30000, a sum of 120000: all that a rank uses in three steps is 90000 in float16, too."""
-
-    def work(rank: int, box: Mailbox) -> float:
-        averager, total = stale(box, SSP(0)), 0.0
-        for _ in range(3):
-            total += float(averager.start("g", np.full(3, 30000, np.float16)).wait()[1])
-            averager.end_step()
-        return total + float(averager.finish().get("g", np.zeros(3))[1])
-
-    np.testing.assert_allclose(in_threads(4, work), 90000, rtol=1e-3)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 5), st.data())
-def test_no_order_of_steps_that_the_rule_allows_takes_clocks_further_apart_than_the_bound_and_one(
-    clocks: list[int], bound: int, data: st.DataObject
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(1, 6), st.integers(0, 5), st.data())
+def test_clocks_differ_by_the_bound_and_one_at_most_in_any_order(
+    ranks: int, bound: int, data: st.DataObject
 ) -> None:
-    clocks = [0] * len(clocks)
-    for _ in range(30):
+    clocks = [0] * ranks
+    for _ in range(20):
         able = [
             rank
             for rank in range(len(clocks))
@@ -174,17 +163,17 @@ def test_no_order_of_steps_that_the_rule_allows_takes_clocks_further_apart_than_
     ("name", "mode"),
     [("bsp", BSP()), ("SSP:3", SSP(3)), ("asp", ASP()), ("local:4", LocalSGD(4)), (None, BSP())],
 )
-def test_a_mode_may_be_named(name: str | None, mode: Mode) -> None:
+def test_a_mode_has_a_name(name: str | None, mode: Mode) -> None:
     assert mode_of(name) == mode == mode_of(mode)
 
 
 @pytest.mark.parametrize("name", ["ssp", "ssp:", "ssp:-1", "bsp:1", "local:x", "gossip", "", SSP, 2], ids=str)
-def test_what_names_no_mode_is_refused_with_the_names_that_do(name: object) -> None:
+def test_an_unknown_mode_is_refused_with_the_names_of_modes(name: object) -> None:
     with pytest.raises(UsageError, match=r"mode must be .*'bsp', 'ssp:2', 'asp', 'local:8'"):
         mode_of(name)
 
 
-def test_modes_are_told_apart_by_their_bounds() -> None:
+def test_modes_have_bounds() -> None:
     assert [mode.bound for mode in (BSP(), SSP(3), ASP(), LocalSGD(4))] == [0, 3, None, 3]
     assert [step for step in range(9) if LocalSGD(4).averages_after(step)] == [3, 7]
     for wrong in (lambda: SSP(-1), lambda: LocalSGD(0), lambda: SSP(1.5)):  # type: ignore[arg-type]
@@ -195,7 +184,7 @@ def test_modes_are_told_apart_by_their_bounds() -> None:
 
 
 @pytest.mark.parametrize("mode", [SSP(0), SSP(2), ASP()], ids=str)
-def test_every_gradient_is_used_once_by_every_rank_and_clocks_stay_together(mode: SSP | ASP) -> None:
+def test_every_gradient_is_used_once_by_every_rank_within_the_bound(mode: SSP | ASP) -> None:
     steps, size = 25, 3
     straggler = Straggler(rank=1, factor=3, first=5, last=12)
 
@@ -226,7 +215,7 @@ def test_every_gradient_is_used_once_by_every_rank_and_clocks_stay_together(mode
             assert farthest <= mode.bound
 
 
-def test_a_slow_rank_is_sent_sums_and_not_a_queue() -> None:
+def test_a_slow_rank_is_sent_sums_instead_of_a_queue() -> None:
     """While rank 1 sleeps, what waits for it on rank 0 is one array for the key, however many were posted."""
 
     def work(rank: int, box: Mailbox) -> Any:
@@ -254,25 +243,7 @@ def test_a_slow_rank_is_sent_sums_and_not_a_queue() -> None:
     assert arrays < 200
 
 
-def test_a_rank_that_stands_still_is_named_after_the_timeout() -> None:
-    def work(rank: int, box: Mailbox) -> None:
-        if rank == 0:
-            box.tick()
-            box.tick()
-            try:
-                box.wait_to_begin(1)
-            finally:
-                ended.set()
-        ended.wait(60)
-
-    ended = threading.Event()
-    error, *_ = in_threads(2, work, timeout=2.0)
-    assert isinstance(error, BackendError)
-    assert (error.rank, error.peer, error.step) == (0, 1, 2)
-    assert "waited 2 s for rank 1, whose clock stands at 0" in str(error)
-
-
-def test_who_is_pulled_from_does_not_stop_and_gives_its_newest() -> None:
+def test_pulling_stops_no_rank_and_gives_the_newest_parameters() -> None:
     """Rank 1 asks before rank 0 has anything, and later gets the last of many."""
     last = threading.Event()
 
@@ -294,30 +265,50 @@ def test_who_is_pulled_from_does_not_stop_and_gives_its_newest() -> None:
     assert (newest, dtype, keys) == ([49.0] * 3, np.float32, ["v", "w"])
 
 
-def test_a_rank_that_publishes_nothing_is_named_after_the_timeout() -> None:
+@pytest.mark.parametrize(
+    ("waits", "message"),
+    [
+        (lambda box: box.wait_to_begin(1), "waited 0.5 s for rank 1, whose clock stands at 0"),
+        (lambda box: box.pull(1), "waited 0.5 s for the parameters of rank 1"),
+    ],
+    ids=["a step", "parameters"],
+)
+def test_a_stalled_rank_is_named_after_the_timeout(waits: Callable[[Mailbox], Any], message: str) -> None:
+    ended = threading.Event()
+
     def work(rank: int, box: Mailbox) -> None:
         if rank == 0:
+            box.tick()
+            box.tick()
             try:
-                box.pull(1)
+                waits(box)
             finally:
                 ended.set()
         ended.wait(60)
 
-    ended = threading.Event()
-    error, *_ = in_threads(2, work, timeout=2.0)
+    error, *_ = in_threads(2, work, timeout=0.5)
     assert isinstance(error, BackendError)
     assert (error.rank, error.peer) == (0, 1)
-    assert "waited 2 s for the parameters of rank 1" in str(error)
+    assert message in str(error)
 
 
-def test_whole_numbers_are_refused() -> None:
-    def work(rank: int, box: Mailbox) -> None:
-        stale(box, ASP()).start("w", np.arange(3))
+def test_late_sums_of_float16_are_divided_before_they_are_rounded() -> None:
+    """Four ranks of 30000, a sum of 120000: all that a rank uses in three steps is 90000 in float16, too."""
 
-    assert all("gradients of int64" in str(error) for error in in_threads(2, work))
+    def work(rank: int, box: Mailbox) -> float:
+        with pytest.raises(UsageError, match="gradients of int64"):
+            stale(box, ASP()).start("w", np.arange(3))
+        averager, total = stale(box, SSP(0)), 0.0
+        for _ in range(3):
+            total += float(averager.start("g", np.full(3, 30000, np.float16)).wait()[1])
+            averager.end_step()
+        return total + float(averager.finish().get("g", np.zeros(3))[1])
+
+    np.testing.assert_allclose(in_threads(4, work), 90000, rtol=1e-3)
 
 
-def test_survivors_of_a_killed_rank_say_which_it_was(tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_survivors_name_a_killed_rank(tmp_path: Path) -> None:
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -367,3 +358,160 @@ except Exception as error:
             job.wait()
     for rank, text in zip((0, 2), told, strict=True):
         assert text.startswith(f"BackendError rank {rank}, peer 1, step "), text
+
+
+# ---- local steps with a proximal term, and gossip, in plain loops
+
+PLAN = topoplan.plan("v100x4")
+SPEED = topoplan.neighbour_probabilities("v100x4")
+RANKS = 4
+
+
+def gradient(rank: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Of a quadratic whose minimum is elsewhere on each rank."""
+    return (weights - (rank + 1)) * np.linspace(0.5, 1.5, weights.size)
+
+
+def trained(
+    mode: LocalSGD, steps: int, *, saved_at: int | None = None, scale: float | None = None
+) -> list[list[np.ndarray[Any, Any]]]:
+    """The weights of all ranks after each step of descent, in float64; gradients may have a loss scale."""
+    weights, by = [np.zeros(6) for _ in range(RANKS)], scale or 1.0
+    synchronizer = GradientSynchronizer(
+        [[one] for one in weights], PLAN, backend="loopback", mode=mode, loss_scale=scale
+    )
+    seen = []
+    for step in range(steps):
+        given = [[gradient(rank, one) * by] for rank, one in enumerate(weights)]
+        for one, (average,) in zip(weights, synchronizer.step(given), strict=True):
+            one -= 0.1 * (average / by)
+        synchronizer.after_step([[one] for one in weights])
+        seen.append([one.copy() for one in weights])
+        if step == saved_at:
+            state = synchronizer.state_dict()
+            synchronizer.close()
+            other = [[np.full(6, 9.0)] for _ in weights]
+            synchronizer = GradientSynchronizer(other, PLAN, backend="loopback", mode=mode)
+            synchronizer.load_state_dict(state)
+    synchronizer.close()
+    return seen
+
+
+def test_no_proximal_term_is_local_sgd_bit_for_bit() -> None:
+    np.testing.assert_array_equal(trained(LocalSGD(3, proximal=0.0), 8), trained(LocalSGD(3), 8))
+    assert (LocalSGD(3, proximal=0), f"{LocalSGD(3)}") == (LocalSGD(3), "LocalSGD(every=3)")
+
+
+def test_the_proximal_term_follows_the_loss_scale() -> None:
+    mode = LocalSGD(3, proximal=0.7)
+    np.testing.assert_array_equal(trained(mode, 8, scale=1024.0), trained(mode, 8))
+
+
+def test_the_proximal_term_is_the_difference_from_the_last_average() -> None:
+    found = trained(LocalSGD(3, proximal=0.7), 8)
+    weights = [np.zeros(6) for _ in range(RANKS)]
+    anchors = [one.copy() for one in weights]
+    for step in range(8):
+        for rank, one in enumerate(weights):
+            one -= 0.1 * (gradient(rank, one) + 0.7 * (one - anchors[rank]))
+        if (step + 1) % 3 == 0:
+            mean = np.mean(weights, axis=0)
+            weights = [mean.copy() for _ in weights]
+            anchors = [mean.copy() for _ in weights]
+        np.testing.assert_allclose(found[step], weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize("saved_at", [3, 5])
+def test_a_checkpoint_holds_the_last_average(saved_at: int) -> None:
+    """In the middle of a round, and at its end."""
+    mode = LocalSGD(3, proximal=0.7)
+    np.testing.assert_array_equal(trained(mode, 8, saved_at=saved_at), trained(mode, 8))
+
+
+def test_refuses_a_proximal_term_that_does_not_fit() -> None:
+    for wrong in (-0.1, float("inf"), float("nan"), True, "1"):
+        with pytest.raises(UsageError, match="proximal must be 0 or more, got"):
+            LocalSGD(4, proximal=wrong)  # type: ignore[arg-type]
+    pulled = LocalSGD(2, proximal=1)
+    with pytest.raises(UsageError, match="proximal needs float or complex parameters, got int64"):
+        GradientSynchronizer([[np.zeros(3, np.int64)]] * RANKS, PLAN, backend="loopback", mode=pulled)
+    parameters = [[np.zeros(3)] for _ in range(RANKS)]
+    with GradientSynchronizer(parameters, PLAN, backend="loopback", mode=LocalSGD(2)) as plain:
+        state = plain.state_dict()
+    with (
+        GradientSynchronizer(parameters, PLAN, backend="loopback", mode=pulled) as other,
+        pytest.raises(UsageError, match="without the parameters of the last average"),
+    ):
+        other.load_state_dict(state)
+
+
+def descended(seed: int, steps: int = 300) -> tuple[list[Any], list[Any], str]:
+    """Parameters of four ranks before and after `finish`; each pulls towards a target of its own."""
+    targets = np.random.default_rng(0).normal(size=(4, 7))
+    weights = [[np.zeros(7), np.zeros((2, 0))] for _ in range(4)]
+    mode = Gossip(SPEED, seed=seed)
+    with GradientSynchronizer(weights, PLAN, backend="loopback", mode=mode) as synchronizer:
+        for step in range(steps):
+            gradients = [[mine[0] - target, mine[1]] for mine, target in zip(weights, targets, strict=True)]
+            for mine, own in zip(weights, synchronizer.step(gradients), strict=True):
+                mine[0] -= 0.5 / (1 + step / 10) * own[0]
+            synchronizer.after_step(weights)
+        before = [mine[0].copy() for mine in weights]
+        synchronizer.finish(weights)
+        how = synchronizer.recorder.exchanges()[0].how
+    assert np.abs(np.mean(before, axis=0) - weights[0][0]).max() < 1e-12
+    return before, [mine[0] for mine in weights], how
+
+
+def test_gossip_converges_to_the_mean_and_repeats_bit_for_bit() -> None:
+    best = np.random.default_rng(0).normal(size=(4, 7)).mean(axis=0)
+    before, after, how = descended(1)
+    assert how == "gossip"
+    assert max(np.abs(one - best).max() for one in before) < 0.15
+    assert len({one.tobytes() for one in before}) == 4
+    assert len({one.tobytes() for one in after}) == 1
+    again, *_ = descended(1)
+    other, *_ = descended(2)
+    assert [one.tobytes() for one in again] == [one.tobytes() for one in before]
+    assert [one.tobytes() for one in other] != [one.tobytes() for one in before]
+
+
+def test_gossip_chooses_neighbours_by_their_probabilities() -> None:
+    mode = Gossip([[0.5, 0.1, 0.4], [1, 0, 0], [0.25, 0.75, 0]], seed=3)
+    found = np.bincount([mode.neighbour(0, step) for step in range(4000)], minlength=3) / 4000
+    assert found == pytest.approx([0.5, 0.1, 0.4], abs=0.025)
+    assert {mode.neighbour(1, step) for step in range(50)} == {0}
+
+
+def test_gossip_refuses_what_does_not_fit() -> None:
+    weights = [[np.zeros(3)] for _ in range(RANKS)]
+    pair = Gossip([[0, 1], [1, 0]])
+    with pytest.raises(UsageError, match=r"^Gossip\(2 ranks, .*\) must be for 4 ranks, got 2$"):
+        GradientSynchronizer(weights, PLAN, backend="loopback", mode=pair)
+    with pytest.raises(UsageError, match="seed must be a whole number of 0 or more, got -1"):
+        Gossip(SPEED, seed=-1)
+    with pytest.raises(UsageError, match="exchanges dense gradients or parameters; leave the density out"):
+        GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED), density=0.1)
+    with GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED)) as synchronizer:
+        synchronizer.step(weights)
+        with pytest.raises(UsageError, match=r"call after_step\(parameters\) in every step"):
+            synchronizer.step(weights)
+        synchronizer.after_step(weights)
+        with pytest.raises(UsageError, match=r"parameters of its own after Gossip.*finish\(parameters\)"):
+            synchronizer.finish()
+    whole = [[np.zeros(3, np.int64)] for _ in range(4)]
+    with GradientSynchronizer(whole, PLAN, backend="loopback", mode=Gossip(SPEED)) as synchronizer:
+        synchronizer.step(whole)
+        with pytest.raises(UsageError, match="parameters of int64 cannot be mixed"):
+            synchronizer.after_step(whole)
+
+
+@pytest.mark.thorough
+def test_the_hook_refuses_gossip() -> None:
+    torch = pytest.importorskip("torch.distributed")
+    if torch.is_initialized():
+        pytest.skip("a process group is open")
+    from collectives.torch import HookState
+
+    with pytest.raises(UsageError, match=r"use collectives\.GradientSynchronizer$"):
+        HookState(PLAN, mode=Gossip(SPEED))
