@@ -17,9 +17,9 @@ from topoplan.cli.arguments import (
     bandwidth,
     bandwidth_reader,
     declare,
-    first_set_option,
     gpu_list,
     number,
+    refuse_without,
     whole_number,
 )
 from topoplan.errors import UsageError
@@ -130,9 +130,7 @@ def apply_cluster_options(
         machine = domain(machine, options.domain)
         servers = count * (servers or 1) if count > 1 else servers
     if servers is None:
-        given = first_set_option(options, dict.fromkeys(NETWORK_OPTIONS))
-        if given:
-            raise UsageError(f"{given} belongs to a cluster; add --servers, or leave {given} out")
+        refuse_without(options, dict.fromkeys(NETWORK_OPTIONS, "--servers"))
         return machine
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:

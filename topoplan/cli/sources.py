@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, cast
 
-from topoplan.cli.arguments import first_set_option
+from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.machine_options import (
     CLUSTER_OPTIONS,
     FAULT_OPTIONS,
@@ -122,9 +122,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
         return read_topology(options)
     text = read_plan_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
-        given = first_set_option(options, {name: None for name in MACHINE_OPTIONS if hasattr(options, name)})
-        if given:
-            raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
+        refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
         return _verified(parse_claimed_plan(text, options.topo), options.topo)
     where = _place_words(options.topo)
     if _JOBS_FORMAT.search(text):

@@ -687,7 +687,7 @@ class TestBadOptions:
         for option, value in (("--gpus", "0"), ("--collective", "reduce"), ("--nvlink-gbps", "25")):
             line = refused("simulate", str(plan_file), option, value)
             assert option in line
-            assert "leave it out" in line
+            assert "leave one of them out" in line
 
 
 BAD_PLANS = {

@@ -215,8 +215,8 @@ class TestBroken:
 
 REFUSED = [
     (("--servers", "2"), "--servers needs the speed of a NIC; add --nic-gbps"),
-    (("--nics", "2"), "--nics belongs to a cluster; add --servers"),
-    (("--leaf-size", "2"), "--leaf-size belongs to a cluster"),
+    (("--nics", "2"), "--nics belongs to --servers"),
+    (("--leaf-size", "2"), "--leaf-size belongs to --servers"),
     (("--servers", "0", "--nic-gbps", "1"), "must be a whole number of 1 or more, got '0'"),
     (("--servers", "2", "--nic-gbps", "0"), "'0' is not a bandwidth in Gb/s above zero"),
     (("--servers", "2", "--nic-gbps", "nan"), "'nan' is not a bandwidth in Gb/s above zero"),
@@ -334,7 +334,7 @@ def test_helpers_are_named_where_plans_are_compared_and_simulated(done: Call, re
     assert f"{rate} (optimal over nvlink and network, proved)" in done("plan", *four)
     assert done("compare", *four).startswith("allreduce on 4 x nvlink-x4 + 2 helpers\n")
     assert done("simulate", *four, "--sizes", "1MB").startswith("# allreduce on 4 x nvlink-x4 + 2 helpers")
-    assert "--helpers belongs to a cluster; add --servers" in refused("plan", "dgx-1v", "--helpers", "2")
+    assert "--helpers belongs to --servers" in refused("plan", "dgx-1v", "--helpers", "2")
 
 
 def test_a_cluster_file_may_have_helpers(done: Call, tmp_path: Path) -> None:

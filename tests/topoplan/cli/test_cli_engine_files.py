@@ -54,7 +54,7 @@ def test_wrong_files_exit_1_and_unreadable_ones_2(
 def test_options_that_do_not_fit_are_refused(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A plan names its machine, NCCL's files have no blocks, and a machine is no plan."""
     for arguments, message in (
-        (["verify", plan, "--machine", "dgx-1v"], "--machine goes with an engine's file"),
+        (["verify", plan, "--machine", "dgx-1v"], "--machine does not go with a plan"),
         (
             ["export", plan, "--to", "nccl-topo", "--max-blocks", "4"],
             "--max-blocks does not go with nccl-topo",

@@ -270,8 +270,8 @@ def test_without_a_machine_labels_name_protocols(run: Run, rivals: str) -> None:
         (("--tune", "ring"), "names no log"),
         (("--tune", "rings=x.log"), "is not an algorithm of NCCL"),
         (("--tune", "ring/ll=/nowhere.log"), "/nowhere.log cannot be read"),
-        (("x.log", "--tune", "ring/ll=y.log"), "leave LOG out"),
-        (("x.log", "--machine", "dgx-1v", "-o", "f.csv"), "-o goes with --tune"),
+        (("x.log", "--tune", "ring/ll=y.log"), "LOG does not go with --tune"),
+        (("x.log", "--machine", "dgx-1v", "-o", "f.csv"), "-o belongs to --tune"),
         (("--machine", "dgx-1v"), "no LOG is given"),
     ],
 )

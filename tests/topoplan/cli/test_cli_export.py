@@ -275,7 +275,7 @@ def test_bus_ids_belong_to_topology_files_of_machines_without_any(
     """A graph file has none, and a machine that states its own is not told others."""
     path, made = tmp_path / "ids.csv", tmp_path / "made.xml"
     path.write_text("\n".join(LISTED))
-    assert "goes with --to nccl-topo" in refused(
+    assert "belongs to --to nccl-topo" in refused(
         "export", "dgx-1v", "--to", "nccl-graph", "--bus-ids", str(path)
     )
     run("export", "dgx-1v", "--to", "nccl-topo", "--bus-ids", str(path), "-o", str(made))

@@ -109,13 +109,13 @@ def test_wrong_files_are_one_line(run: Run, tmp_path: Path, place: str, value: o
     ("options", "words"),
     [
         (("--policy", "tcp"), "policy 'tcp' is unknown; use fifo, fair, grouper"),
-        (("--policy", "fair", "--queues", "2"), "--queues belongs to crux"),
+        (("--policy", "fair", "--queues", "2"), "--queues belongs to --policy crux"),
         (
             ("--policy", "crux", "--queues", "0"),
             "queues must be 1 or more, and only for crux, got 0 for crux",
         ),
-        (("--queues", "2"), "--queues belongs to --policy crux"),
-        (("--policy", "fair", "--gpus", "0-3"), "--gpus belongs to one plan and --policy to jobs"),
+        (("--queues", "2"), "--queues belongs to --policy"),
+        (("--policy", "fair", "--gpus", "0-3"), "--gpus does not go with --policy"),
         ((), "is a file of jobs; topoplan simulate runs it under a --policy"),
     ],
 )

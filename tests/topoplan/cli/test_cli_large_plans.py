@@ -9,7 +9,7 @@ import pytest
 
 import topoplan
 from topoplan.cli.main import main
-from topoplan.cli.output import MAX_ROWS, tree_table
+from topoplan.cli.plan import MAX_ROWS, tree_table
 from topoplan.plans.shards import ImageShards
 
 

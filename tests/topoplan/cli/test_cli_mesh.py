@@ -43,8 +43,8 @@ def test_a_mesh_goes_through_its_file(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((*MESH, "--sizes"), "--sizes is for one plan and does not go with --mesh"),
-        ((*MESH, "--root", "1"), "--root is for one plan and does not go with --mesh"),
+        ((*MESH, "--sizes"), "--mesh does not go with --sizes"),
+        ((*MESH, "--root", "1"), "--root does not go with --mesh"),
         (("plan", "dgx-a100", "--axes", "dp"), "--axes belongs to --mesh"),
         (("plan", "dgx-a100", "--mesh", "dp=2,dp=4"), "'dp=2,dp=4' must be axes with whole numbers of ranks"),
         (("plan", "dgx-a100", "--mesh", "dp=1/2"), "'dp=1/2' must be axes with whole numbers of ranks"),

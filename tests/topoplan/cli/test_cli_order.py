@@ -168,7 +168,7 @@ def test_a_rack_in_blocks_keeps_the_hosts_of_a_domain_together(
             "--preset gives the weights that --axes states",
         ),
         (("dgx-1v", "-o", "f"), "-o needs a --format"),
-        (("dgx-1v", "--json", "--format", "slurm"), "--json goes with no --format slurm"),
+        (("dgx-1v", "--json", "--format", "slurm"), "--json does not go with --format slurm"),
         (("dgx-1v", "--format", "toml"), "invalid choice: 'toml'"),
         (("dgx-1v", "--collective", "gossip"), "collective 'gossip' is unknown"),
         (("dgx-1v", "--collective", "alltoall"), "rings and trees do not do alltoall"),

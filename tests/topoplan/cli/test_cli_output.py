@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkout import ROOT
-from topoplan.cli.main import COMMANDS, main
-from topoplan.cli.output import wrap_line
+from topoplan.cli.main import COMMANDS, main, wrap_line
 from topoplan.errors import UsageError
 from topoplan.plans.shards import Edge, Stage, bracket_notation
 from topoplan.reading.load import library

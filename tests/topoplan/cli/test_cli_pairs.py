@@ -180,7 +180,7 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
         ([*FOUR, "--format", "ssh", "--hosts", "n[1-3]"], "3 names for 4 servers"),
         ([*FOUR, "--hosts", "n[1-4]"], "--hosts is for scripts"),
         ([*FOUR, "--format", "ssh", "--size", "0"], "a test of 0 bytes measures nothing"),
-        ([*FOUR, "--json", "--csv"], "two forms of one answer"),
+        ([*FOUR, "--json", "--csv"], "both print to stdout"),
         ([*FOUR, "--results", "R", "--csv"], "do not go together"),
         (["dgx-1v", "--gpus", "2"], "pair tests need two GPUs or more, got 1"),
         (["-", "--results", "-"], "stdin is read once"),

@@ -259,7 +259,7 @@ def test_windows_have_a_row_for_every_size_and_no_time_below_the_bytes_at_the_bo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--engine", "windows"), "--engine belongs to --sizes; give sizes, or leave it out"),
+        (("--engine", "windows"), "--engine belongs to --sizes; add --sizes, or leave --engine out"),
         (("--engine-costs", "f.json"), "--engine-costs belongs to --engine windows"),
         (("--sizes", "--engine", "messages", "--engine-costs", "f.json"), "belongs to --engine windows"),
         (("--sizes", "--engine", "windows", "--engine-costs", "none.json"), "none.json cannot be read"),
@@ -277,9 +277,9 @@ def test_engines_where_they_do_not_belong(run: Run, options: tuple[str, ...], me
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "mwu"), "so --method mwu does not go with it; leave one of them out"),
-        (("--order", "trees"), "so --order trees does not go with it; leave one of them out"),
-        (("--method", "mwu", "--epsilon", "0.1"), "so --method mwu does not go with it"),
+        (("--method", "mwu"), "--method does not go with --sizes; leave one of them out"),
+        (("--order", "trees"), "--order does not go with --sizes; leave one of them out"),
+        (("--method", "mwu", "--epsilon", "0.1"), "--epsilon does not go with --sizes"),
         (("--threshold", "0.1"), "--threshold belongs to --method mwu"),
         (("-o", "-", "--json"), "-o - and --json both print to stdout"),
         (("--gpus", "0,9"), "GPU 9"),

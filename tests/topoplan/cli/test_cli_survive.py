@@ -78,7 +78,7 @@ def test_the_first_optimum_says_how_to_have_fewer_trees(capsys: pytest.CaptureFi
     [
         (("--survive", "2"), "--survive 2: plans are made for single failures; give 1"),
         (("--survive", "x"), "--survive"),
-        (("--survive", "1", "--sizes"), "--sizes does not go with --survive"),
+        (("--survive", "1", "--sizes"), "--survive does not go with --sizes"),
         (("--survive", "1", "--mesh", "dp=2,tp=2"), "--mesh"),
         (("--survive", "1", "--schedule", "ring"), "--schedule"),
         (("--survive", "1", "--method", "mwu"), "--method"),

@@ -106,4 +106,4 @@ def test_what_is_no_rate_is_refused(flow: object) -> None:
 def test_without_servers_the_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """It belongs to a cluster."""
     assert main(["plan", "dgx-1v", "--flow-gbps", "5"]) == 2
-    assert "--flow-gbps belongs to a cluster" in capsys.readouterr().err
+    assert "--flow-gbps belongs to --servers" in capsys.readouterr().err

@@ -190,7 +190,7 @@ class TestCommand:
         [
             ((), "say how many GPUs the job has with --count"),
             (("--count", "0"), "must be a number of GPUs"),
-            (("--count", "4", "--json", "--csv"), "two forms of one answer"),
+            (("--count", "4", "--json", "--csv"), "both print to stdout"),
             (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
         ],
     )

@@ -111,4 +111,4 @@ def test_the_command_prints_a_row_for_each_kind_of_server(
         "s3,3,9.375,12.5,0.0,3.0",
     ]
     assert main(["compare", str(path), "--without-each-server", "--all-allocations"]) == 2
-    assert "does not go with --all-allocations" in capsys.readouterr().err
+    assert "--all-allocations does not go with --without-each-server" in capsys.readouterr().err

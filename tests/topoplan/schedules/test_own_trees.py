@@ -303,12 +303,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "told"),
         [
-            (("--schedule", "ring"), "--schedule ring and --schedule-file are two schedules"),
+            (("--schedule", "ring"), "--schedule-file does not go with --schedule ring"),
             (
                 ("--size", "1MB"),
-                "--schedule-file is one plan without a search, so --size does not go with it",
+                "--size does not go with --schedule-file",
             ),
-            (("--mesh", "dp=2,tp=2"), "--schedule-file is for one plan and does not go with --mesh"),
+            (("--mesh", "dp=2,tp=2"), "--schedule-file does not go with --mesh"),
             (("--density", "0.01"), "--schedule-file does not go with --density"),
         ],
     )
