@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import topoplan
-from topoplan.cli.main import main
+from tests.support.checkout import Done
 from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import Server
-
-Call = Callable[..., str]
 
 V100S = topoplan.load("dgx-1v")
 TWO = ("--servers", "2", "--nic-gbps", "100")
 
 
-@pytest.fixture
-def done(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command that must succeed; returns what it prints."""
-
-    def call(*arguments: str) -> str:
-        capsys.readouterr()
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        assert (status, err) == (0, "")
-        return out
-
-    return call
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command that must be refused: exit 2, one line on stderr, which is returned, and nothing on stdout."""
-
-    def call(*arguments: str) -> str:
-        capsys.readouterr()
-        status = main(arguments)
-        out, err = capsys.readouterr()
-        assert (status, out, err.count("\n")) == (2, "", 1), err
-        return err
-
-    return call
-
-
 class TestClusters:
     """``--servers`` and what goes with it."""
 
-    def test_show_json_is_the_cluster(self, done: Call) -> None:
+    def test_show_json_is_the_cluster(self, done: Done) -> None:
         """Every option reaches the builder."""
         out = done(
             *(
@@ -81,7 +50,7 @@ class TestClusters:
         tree = done("show", "dgx-1v", "--json", *TWO, "--network", "fat-tree", "--leaf-size", "1")
         assert "leaf1" in topoplan.load(tree).device("leaf1").name
 
-    def test_blinks_three_and_five_gpus(self, done: Call) -> None:
+    def test_blinks_three_and_five_gpus(self, done: Done) -> None:
         """--gpus numbers the GPUs of the whole cluster, and the one NIC of each server serves those that are used."""
         out = done("plan", "dgx-1v", *TWO, "--gpus", "0-2,11-15", "--nics", "1", "--json")
         plan = json.loads(out)
@@ -89,22 +58,22 @@ class TestClusters:
         assert (plan["rate"], plan["bound"]) == (12.0, 12.0)
         assert plan["channels"] == ["nvlink", "network"]
 
-    def test_one_server_is_a_cluster_too(self, done: Call) -> None:
+    def test_one_server_is_a_cluster_too(self, done: Done) -> None:
         """It plans as the machine does."""
         out = done("plan", "dgx-1v", "--servers", "1", "--nic-gbps", "100", "--gpus", "1,4,5,7", "--json")
         assert (json.loads(out)["rate"], json.loads(out)["channels"]) == (50.0, ["nvlink"])
 
-    def test_a_server_without_used_gpus_keeps_its_place(self, done: Call) -> None:
+    def test_a_server_without_used_gpus_keeps_its_place(self, done: Done) -> None:
         """Of three servers the middle one is idle."""
         out = done("plan", "dgx-1v", "--servers", "3", "--nic-gbps", "100", "--gpus", "0,23", "--json")
         assert json.loads(out)["ranks"] == ["s0.gpu0", "s2.gpu7"]
 
-    def test_a_root_anywhere_in_the_cluster(self, done: Call) -> None:
+    def test_a_root_anywhere_in_the_cluster(self, done: Done) -> None:
         """GPU 9 is GPU 1 of the second server."""
         out = done("plan", "dgx-1v", *TWO, "--gpus", "0,1,9", "--root", "9", "--collective", "broadcast")
         assert out.startswith("broadcast from s1.gpu1 on 2 x dgx-1v, 3 GPUs (s0.gpu0,1 s1.gpu1)")
 
-    def test_pcie_and_network_together(self, done: Call) -> None:
+    def test_pcie_and_network_together(self, done: Done) -> None:
         """Of machines without NVLink, by themselves and when asked for."""
         options = ("plan", "pcie-x8", *TWO, "--gpus", "0,1,8", "--json")
         automatic, asked = (
@@ -113,7 +82,7 @@ class TestClusters:
         assert automatic["channels"] == asked["channels"] == ["pcie", "network"]
         assert automatic["rate"] == asked["rate"] == 12.5
 
-    def test_compare_and_simulate_take_the_same_options(self, done: Call) -> None:
+    def test_compare_and_simulate_take_the_same_options(self, done: Done) -> None:
         """Rates of the plan."""
         options = ("dgx-1v", *TWO, "--gpus", "0,1,8,9", "--json")
         compared = json.loads(done("compare", *options))
@@ -121,7 +90,7 @@ class TestClusters:
         assert compared["rows"][0]["trees"] == simulated["plan"]["rate"] == 12
         assert compared["machine"] == simulated["machine"] == "2 x dgx-1v"
 
-    def test_a_cluster_file(self, done: Call, tmp_path: Path) -> None:
+    def test_a_cluster_file(self, done: Done, tmp_path: Path) -> None:
         """Is TOPO for every command, and its machines are found beside it."""
         (tmp_path / "box.json").write_text(V100S.to_json())
         file = tmp_path / "two.json"
@@ -138,7 +107,7 @@ class TestClusters:
         assert done("show", str(file)).startswith("two: ")
 
     @pytest.mark.thorough
-    def test_show_of_many_servers_shows_one(self, done: Call, tmp_path: Path) -> None:
+    def test_show_of_many_servers_shows_one(self, done: Done, tmp_path: Path) -> None:
         """128 GPUs: no line is longer than a screen but the source, and the figure is drawn."""
         figure = tmp_path / "cluster.png"
         options = ("--servers", "16", "--nic-gbps", "200", "--plot", str(figure))
@@ -150,7 +119,7 @@ class TestClusters:
         assert figure.stat().st_size > 10_000
 
     @pytest.mark.thorough
-    def test_show_counts_a_nic_once(self, done: Call, tmp_path: Path) -> None:
+    def test_show_counts_a_nic_once(self, done: Done, tmp_path: Path) -> None:
         """16 GPUs of two DGX-1V: eight NICs, though each is two devices, and 24 network wires."""
         out = done("show", "dgx-1v", *TWO, "--plot", str(tmp_path / "pair.png"))
         assert out.startswith("2 x dgx-1v: 24 network of 12 GB/s, 48 nvlink of 25 GB/s\n")
@@ -160,14 +129,14 @@ class TestClusters:
 class TestBroken:
     """``--without-link`` and its kind."""
 
-    def test_a_dead_link_is_planned_around(self, done: Call) -> None:
+    def test_a_dead_link_is_planned_around(self, done: Done) -> None:
         """The known 550/7 GB/s; the note says what is gone, and the time is there."""
         out = done("plan", "dgx-1v", "--without-link", "gpu0-gpu3")
         assert "rate   78.5714 GB/s" in out
         assert "planned in " in out
         assert "note: taken out: link gpu0-gpu3\n" in out
 
-    def test_gpus_keep_their_numbers(self, done: Call) -> None:
+    def test_gpus_keep_their_numbers(self, done: Done) -> None:
         """Without GPU 5 the others are still 6 and 7, on --gpus, on --root and in tables."""
         plan = json.loads(done("plan", "dgx-1v", "--without-gpu", "5", "--json"))
         assert plan["ranks"] == [f"gpu{i}" for i in (0, 1, 2, 3, 4, 6, 7)]
@@ -191,7 +160,7 @@ class TestBroken:
         assert [row["gpus"] for row in rows] == [[1, 2, 3, 4, 6, 7]]
         assert len(json.loads(done("show", "dgx-1v", "--without-gpu", "5", "--json"))["devices"]) == 17
 
-    def test_options_repeat_and_join(self, done: Call) -> None:
+    def test_options_repeat_and_join(self, done: Done) -> None:
         """On a cluster: a dead GPU, a dead NIC, a dead port, a slow one."""
         out = done(
             *("show", "dgx-1v", *TWO, "--json", "--without-gpu", "3", "--without-gpu", "8-9"),
@@ -206,93 +175,21 @@ class TestBroken:
         assert (speeds["s1.gpu2", "s1.gpu3"], speeds["s1.gpu3", "s1.gpu2"]) == (7, 50)
         assert not {("s0.nic2.tx", "switch0"), ("s0.nic3.tx", "switch0")} & set(speeds)
 
-    def test_simulate_and_compare_take_them(self, done: Call) -> None:
+    def test_simulate_and_compare_take_them(self, done: Done) -> None:
         """Both see the weaker machine."""
         options = ("dgx-1v", "--slow-link", "gpu0-gpu1=5", "--gpus", "0,1", "--json")
         assert json.loads(done("simulate", *options, "--sizes", "1MB"))["plan"]["rate"] == 5
         assert json.loads(done("compare", *options))["rows"][0]["trees"] == 5
 
 
-REFUSED = [
-    (("--servers", "2"), "--servers needs the speed of a NIC; add --nic-gbps"),
-    (("--nics", "2"), "--nics belongs to --servers"),
-    (("--leaf-size", "2"), "--leaf-size belongs to --servers"),
-    (("--servers", "0", "--nic-gbps", "1"), "must be a whole number of 1 or more, got '0'"),
-    (("--servers", "2", "--nic-gbps", "0"), "'0' is not a bandwidth in Gb/s above zero"),
-    (("--servers", "2", "--nic-gbps", "nan"), "'nan' is not a bandwidth in Gb/s above zero"),
-    (("--servers", "100000000", "--nic-gbps", "100"), "100,000,000 servers are 2,200,000,000 devices"),
-    (("--servers", "2", "--nic-gbps", "1e-30"), "nic_gbps 1e-30 must be a number of Gb/s above zero"),
-    ((*TWO, "--nics", "5000"), "nics 5000 must be a whole number from 1 to 1,024"),
-    ((*TWO, "--network", "ring"), "network 'ring' is unknown"),
-    (
-        (*TWO, "--network", "fat-tree", "--leaf-size", "1", "--oversubscription", "1e9"),
-        "oversubscription 1000000000.0 must be a number from 1 (none) to 1000",
-    ),
-    ((*TWO, "--rails", "2"), "rails belongs to the network rail-optimised"),
-    ((*TWO, "--network", "rail-optimised", "--rails", "9"), "rail4 would be a switch without ports"),
-    ((*TWO, "--network", "fat-tree"), "a fat tree needs leaf_size (--leaf-size)"),
-    (
-        (*TWO, "--network", "fat-tree", "--leaf-size", "1", "--oversubscription", "0.5"),
-        "must be a number of 1 (no oversubscription) or more, such as 2, got '0.5'",
-    ),
-    ((*TWO, "--nic-access", "wifi"), "nic_access 'wifi' is unknown"),
-    ((*TWO, "--gpus", "0-16"), "GPU 16 is out of range: 2 x dgx-1v has GPUs 0 to 15"),
-    ((*TWO, "--gpus", "0,12", "--network", "rail-optimised"), "s0 and s1 cannot reach each other"),
-    ((*TWO, "--without-device", "switch0"), "no NVLink, PCIe or network path leads from {s0.gpu0"),
-    (
-        (*TWO, *(part for i in range(4) for part in ("--without-device", f"s1.nic{i}"))),
-        "path leads from {s0.gpu0, s0.gpu1, s0.gpu2, s0.gpu3, s0.gpu4, s0.gpu5, s0.gpu6, s0.gpu7} to {s1.gpu0",
-    ),
-    (("--channels", "nvlink", "--gpus", "0,3", "--without-link", "gpu0-gpu3"), "no NVLink path leads from"),
-    (("--without-link=-",), "link -: dgx-1v has no device ''"),
-    (("--without-link=gpu0->",), "link gpu0->: dgx-1v has no device ''"),
-    (("--slow-link", "gpu0=5"), "'gpu0' names no link; write its two ends"),
-    (("--slow-link", "=5"), "must be a link with its speed, such as gpu1-gpu2=12.5, got '=5'"),
-    (("--slow-link", "gpu0-gpu1=nan"), "'nan' is not a bandwidth in GB/s above zero"),
-    (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu0->gpu1=6"), "gpu0->gpu1 is given two speeds"),
-    (("--without-link", "gpu0-gpu5"), "link gpu0-gpu5 does not exist: gpu0 has links with gpu1"),
-    (("--slow-link", "gpu0-gpu1"), "must be a link with its speed, such as gpu1-gpu2=12.5, got 'gpu0-gpu1'"),
-    (("--slow-link", "gpu0-gpu1=0"), "'0' is not a bandwidth in GB/s above zero"),
-    (("--slow-link", "gpu0-gpu1=26"), "gpu0-gpu1 has 25 GB/s, and 26 is not slower"),
-    (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu0-gpu1=6"), "gives gpu0-gpu1 two speeds, 5 and 6"),
-    (("--slow-link", "gpu0-gpu1=5", "--slow-link", "gpu1-gpu0=6"), "is given two speeds"),
-    (
-        ("--slow-link", "gpu0-gpu1=5", "--without-link", "gpu1-gpu0"),
-        "--slow-link gpu0-gpu1 is a link that --without-link gpu1-gpu0 takes out",
-    ),
-    (("--slow-link", "gpu0-gpu1=5", "--without-gpu", "1"), "is a link that --without-gpu 1 takes out"),
-    (("--slow-link", "nic0-pcie0=5", "--without-device", "nic0"), "that --without-device nic0 takes out"),
-    (("--without-gpu", "1", "--gpus", "0-3"), "GPU 1 is named by --gpus and by --without-gpu"),
-    (
-        ("--without-gpu", "5", "--root", "5", "--collective", "broadcast"),
-        "root 5 is not in the allocation 0, 1",
-    ),
-    (("--without-gpu", "0-7"), "all 8 GPUs of dgx-1v are taken out"),
-    (("--without-gpu", "8"), "GPU 8 is out of range"),
-    (("--without-gpu", "5-3"), "the range 5-3 runs backwards; write 3-5"),
-    (("--gpus", "0-999999," * 9 + "0"), "names more than 1,048,576 GPUs"),
-    (("--gpus", "9" * 5000), "is not a list of GPU numbers"),
-    (("--sizes", ",".join(["1KB"] * 2000)), "more than 1,024 sizes are listed"),
-    (("--servers", "1000000000", "--nic-gbps", "100"), "choose fewer servers"),
-    (("--without-device", "gpu1"), "gpu1 is GPU 1; take it out by its number"),
-    (("--without-device", "nic9"), "has no device 'nic9'; did you mean nic"),
-]
-
-
-@pytest.mark.parametrize(("options", "says"), REFUSED)
-def test_options_that_make_no_sense_are_refused(refused: Call, options: tuple[str, ...], says: str) -> None:
-    """Exit 2 and one line that says what to do."""
-    assert says in refused("plan", "dgx-1v", *options)
-
-
 @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
-def test_all_commands_on_machines_refuse_alike(refused: Call, command: str) -> None:
+def test_all_commands_on_machines_refuse_alike(refused: Done, command: str) -> None:
     """A cluster without NICs, a link that is not there."""
     assert "--servers needs" in refused(command, "dgx-1v", "--servers", "2")
     assert "link gpu0-gpu5 does not exist" in refused(command, "dgx-1v", "--without-link", "gpu0-gpu5")
 
 
-def test_a_plan_file_has_settled_its_machine(refused: Call, tmp_path: Path) -> None:
+def test_a_plan_file_has_settled_its_machine(refused: Done, tmp_path: Path) -> None:
     """Options of clusters and broken machines do not go with it."""
     file = tmp_path / "plan.json"
     file.write_text(topoplan.plan(V100S, gpus=[0, 1]).to_json())
@@ -302,14 +199,14 @@ def test_a_plan_file_has_settled_its_machine(refused: Call, tmp_path: Path) -> N
     )
 
 
-def test_a_cluster_of_clusters_is_refused(refused: Call, tmp_path: Path) -> None:
+def test_a_cluster_of_clusters_is_refused(refused: Done, tmp_path: Path) -> None:
     """TOPO has a network already."""
     file = tmp_path / "cluster.json"
     file.write_text(nvswitch_cluster(2, gpus=2).to_json())
     assert "has a network of its own" in refused("plan", str(file), *TWO)
 
 
-def test_bad_topology_files_are_refused(refused: Call, tmp_path: Path) -> None:
+def test_bad_topology_files_are_refused(refused: Done, tmp_path: Path) -> None:
     """A NIC of zero bandwidth, a switch without ports, servers that no link joins."""
     good = json.loads(nvswitch_cluster(2, gpus=2, rails=1).to_json())
     file = tmp_path / "bad.json"
@@ -328,7 +225,7 @@ def test_bad_topology_files_are_refused(refused: Call, tmp_path: Path) -> None:
         assert says in refused("plan", str(file))
 
 
-def test_helpers_are_named_where_plans_are_compared_and_simulated(done: Call, refused: Call) -> None:
+def test_helpers_are_named_where_plans_are_compared_and_simulated(done: Done, refused: Done) -> None:
     four = ("nvlink-x4", "--servers", "4", "--nics", "1", "--nic-gbps", "80", "--helpers", "2")
     rate = "8.33333 GB/s of algorithm bandwidth, 15.625 of bus bandwidth"
     assert f"{rate} (optimal over nvlink and network, proved)" in done("plan", *four)
@@ -337,7 +234,7 @@ def test_helpers_are_named_where_plans_are_compared_and_simulated(done: Call, re
     assert "--helpers belongs to --servers" in refused("plan", "dgx-1v", "--helpers", "2")
 
 
-def test_a_cluster_file_may_have_helpers(done: Call, tmp_path: Path) -> None:
+def test_a_cluster_file_may_have_helpers(done: Done, tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     network = {"nic_gbps": 80, "nics": 1, "helpers": 2}
     servers = [{"machine": "nvlink-x4", "count": 4}]
