@@ -287,8 +287,8 @@ BUGS = (
         "cli-check-status",
         "missing refusal",
         "topoplan/cli/check.py",
-        "return 0 if found.healthy else 1",
-        "return 0",
+        "status=0 if found.healthy else 1,",
+        "status=0,",
         ("tests/topoplan/cli/test_check.py",),
     ),
     Bug(
@@ -297,7 +297,7 @@ BUGS = (
         "topoplan/cli/arguments.py",
         "value = parse_bandwidth(text, unit=unit) / own",
         "value = parse_bandwidth(text, unit=unit)",
-        ("tests/topoplan/cli/test_output.py",),
+        ("tests/topoplan/cli/test_machine_options.py",),
     ),
     # collectives: tables
     Bug(

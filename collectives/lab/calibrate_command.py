@@ -38,7 +38,7 @@ from topoplan.cli.arguments import (
     whole_number,
 )
 from topoplan.cli.output import Answer, progress_line, table
-from topoplan.cli.sources import read_topology
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated
@@ -340,8 +340,6 @@ LINE = "measure this machine's links between GPUs"
 
 REPEATS, MIN_REPEATS, MAX_REPEATS = 9, 3, 1000
 
-_DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
-
 
 def add_options(parser: OneLineParser) -> None:
     add_machine(parser, otherwise="the result of topoplan probe")
@@ -397,7 +395,7 @@ def _copy_sizes(given: Sequence[int]) -> tuple[int, ...]:
 def _calibrated_machine(options: argparse.Namespace) -> Topology:
     if options.topo is not None:
         return read_topology(options)
-    refuse_without(options, dict.fromkeys(_DESCRIPTION_OPTIONS, "TOPO"))
+    refuse_without(options, dict.fromkeys(DESCRIPTION_OPTIONS, "TOPO"))
     return topoplan.probe()
 
 

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import Answer, note_lines, printable, progress_line, table
-from topoplan.cli.sources import apply_machine_options, read_machine
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, apply_machine_options, read_machine
 from topoplan.machine.notes import kind_of
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import Cost, costs_of
@@ -26,8 +26,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, otherwise="this machine, as topoplan probe reads it")
     arguments.add_collective(parser)
     arguments.add_json(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -47,9 +46,7 @@ def _machine(options: argparse.Namespace) -> Topology:
     """Return the machine of TOPO, or this one."""
     if options.topo is not None:
         return read_machine(options).topology
-    arguments.refuse_without(
-        options, dict.fromkeys(("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"), "TOPO")
-    )
+    arguments.refuse_without(options, dict.fromkeys(DESCRIPTION_OPTIONS, "TOPO"))
     return apply_machine_options(options, probe()).topology
 
 

@@ -13,12 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-    apply_cluster_options,
-)
+from topoplan.cli.machine_options import add_all_options, add_cluster_options, apply_cluster_options
 from topoplan.cli.output import (
     MAX_COLUMNS,
     Answer,
@@ -66,9 +61,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
 OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")

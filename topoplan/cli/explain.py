@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.output import Answer, Column, printable, progress_line, table_of
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
@@ -236,9 +231,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """,
         nccl_channels=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
     )
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
 def run(options: argparse.Namespace) -> Answer:

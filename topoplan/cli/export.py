@@ -8,13 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-    apply_faults,
-    apply_overlay,
-)
+from topoplan.cli.machine_options import add_all_options, add_fault_options, apply_faults, apply_overlay
 from topoplan.cli.output import Answer, check_target, plan_notes, print_notes, progress_line, write_whole
 from topoplan.cli.sources import read_machine, read_plan_or_machine
 from topoplan.engines.exported import Choices, Exported, one_server
@@ -153,9 +147,7 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
         channels={"default": "auto"},
     )
     arguments.add_sizes(parser, "1KB:1GB")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
 def run_report(options: argparse.Namespace) -> Answer:

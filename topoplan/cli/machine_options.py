@@ -64,6 +64,18 @@ def _nic_choice(text: str) -> int | str:
     return _count(text) if text.isdigit() else text
 
 
+def add_all_options(parser: OneLineParser, *, in_network: bool = False) -> None:
+    """Add the options of clusters and of broken machines, and ``--in-network`` between them for some commands."""
+    add_cluster_options(parser)
+    if in_network:
+        text = f"""
+        --in-network WHICH  {", ".join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the
+                            machine's file says)
+        """
+        declare(parser, text, in_network={"choices": tuple(IN_NETWORK_CHOICES)})
+    add_fault_options(parser)
+
+
 def add_cluster_options(parser: OneLineParser) -> None:
     """Add the options of servers, NICs and network."""
     group = parser.add_argument_group("a cluster", "servers of TOPO, joined by a network")
@@ -101,18 +113,6 @@ def add_cluster_options(parser: OneLineParser) -> None:
         helpers=_count,
         transport={"choices": tuple(TRANSPORTS)},
         flow_gbps=bandwidth_reader("Gb/s"),
-    )
-
-
-def add_in_network(parser: OneLineParser) -> None:
-    """Add ``--in-network``."""
-    declare(
-        parser,
-        f"""
-        --in-network WHICH  {", ".join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the
-                            machine's file says)
-        """,
-        in_network={"choices": tuple(IN_NETWORK_CHOICES)},
     )
 
 

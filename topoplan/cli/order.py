@@ -12,13 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    apply_faults,
-    apply_overlay,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options, apply_faults, apply_overlay
 from topoplan.cli.output import Answer, Column, progress_line, table, table_of
 from topoplan.cli.plan_sets import add_mesh_options as add_mesh
 from topoplan.cli.sources import host_names, read_machine
@@ -319,8 +313,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         format={"choices": FORMATS},
     )
     arguments.add_json(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import Answer, Column, progress_line, records_of, table, write_whole
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.engines.nccl.pair_script import HOST_PATTERN, STARTERS, pair_script, server_hosts
@@ -69,8 +69,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the tests")
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
 def run(options: argparse.Namespace) -> Answer | int:

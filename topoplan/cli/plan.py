@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments, plan_sets, plan_sizes
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.main import PlanExplanation, plan_explanations
 from topoplan.cli.output import (
     Answer,
@@ -138,9 +133,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the trees, or with --sizes the times,")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -6,12 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.output import (
     Answer,
     Column,
@@ -48,9 +43,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, declare
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import Answer, Column, printable, records_of, table, table_of
 from topoplan.cli.sources import read_machine
 from topoplan.machine.notes import listed
@@ -188,8 +188,7 @@ def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
 
 def add_options(parser: OneLineParser) -> None:
     add_machine(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
     add_plot(parser, "the machine")
     add_json(parser)
 

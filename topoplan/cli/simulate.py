@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import (
     Answer,
     Column,
@@ -145,8 +145,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """,
         queues=int,
     )
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, cast
 
 from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.machine_options import (
@@ -31,19 +31,12 @@ from topoplan.reading.slurm import expand_hostlist
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
 _JOBS_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.jobs/')
+DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
+"""Options for what the description of a machine leaves open."""
+
 MACHINE_OPTIONS = (
-    *(
-        "gpus",
-        "server",
-        "collective",
-        "root",
-        "channels",
-        "size",
-        "nvlink_gbps",
-        "pcie_gbps",
-        "socket_gbps",
-        "merge",
-    ),
+    *("gpus", "server", "collective", "root", "channels", "size"),
+    *DESCRIPTION_OPTIONS,
     *CLUSTER_OPTIONS,
     *FAULT_OPTIONS,
 )
@@ -82,22 +75,8 @@ def _check_stdin(options: argparse.Namespace) -> None:
         raise UsageError("stdin is read once; give a file to all but one of TOPO, --merge and --overlay")
 
 
-class _LoadOptions(TypedDict):
-    """Options for what a description leaves open."""
-
-    nvlink_gbps: float | None
-    pcie_gbps: float | None
-    socket_gbps: float | None
-    merge: str | None
-
-
-def _load_options(options: argparse.Namespace) -> _LoadOptions:
-    return {
-        "nvlink_gbps": options.nvlink_gbps,
-        "pcie_gbps": options.pcie_gbps,
-        "socket_gbps": options.socket_gbps,
-        "merge": options.merge,
-    }
+def _load_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in DESCRIPTION_OPTIONS}
 
 
 def read_claimed_plan(path: str) -> Plans:

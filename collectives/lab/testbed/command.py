@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import Answer, Column, machine_words, plan_notes, progress_line, table_of
 from topoplan.cli.sources import apply_machine_options, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
@@ -71,8 +71,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         drop={"type": _parse_drop, "action": "append"},
     )
     arguments.add_json(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:
