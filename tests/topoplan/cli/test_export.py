@@ -90,26 +90,6 @@ def test_every_format_is_in_the_help(run: Run) -> None:
     assert "cannot run packed trees inside a server" in words
 
 
-def test_unknown_formats_are_refused_before_anything_is_read(refused: Callable[..., str]) -> None:
-    """With the known ones, and the nearest where one is near."""
-    assert "format 'svg' is unknown; known ones are nccl-graph, nccl-topo" in refused(
-        "export", "none", "--to", "svg"
-    )
-    assert "did you mean nccl-topo?" in refused("export", "dgx-1v", "--to", "nccl_topo")
-    assert "--to" in refused("export", "dgx-1v")
-
-
-@pytest.mark.parametrize(
-    "option", [["--gpus", "0,1"], ["--server", "s0"], ["--without-gpu", "1"], ["--nvlink-gbps", "20"]]
-)
-def test_options_of_a_machine_do_not_go_with_a_plan(
-    refused: Callable[..., str], ring_file: str, option: list[str]
-) -> None:
-    """The plan has settled them."""
-    message = refused("export", ring_file, "--to", "nccl-graph", *option)
-    assert f"{option[0]} does not go with a plan file" in message
-
-
 def test_a_wrong_plan_is_refused(refused: Callable[..., str], ring_file: str, tmp_path: Path) -> None:
     """Plans are verified first: nobody runs a ring that leaves a GPU out."""
     wrong = tmp_path / "wrong.json"
@@ -288,18 +268,3 @@ def test_wrong_files_exit_1_and_unreadable_ones_2(
         file.write_text(damaged, encoding="utf-8")
         assert main(["verify", str(file)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_options_that_do_not_fit_are_refused(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan names its machine, NCCL's files have no blocks, and a machine is no plan."""
-    for arguments, message in (
-        (["verify", plan, "--machine", "dgx-1v"], "--machine does not go with a plan"),
-        (
-            ["export", plan, "--to", "nccl-topo", "--max-blocks", "4"],
-            "--max-blocks does not go with nccl-topo",
-        ),
-        (["export", "dgx-1v", "--to", "mscclpp"], "mscclpp takes a plan"),
-        (["export", plan, "--to", "mscclpp", "--size", "1000"], "1000 bytes are not a multiple"),
-    ):
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err

@@ -68,11 +68,6 @@ class TestClusters:
         out = done("plan", "dgx-1v", "--servers", "3", "--nic-gbps", "100", "--gpus", "0,23", "--json")
         assert json.loads(out)["ranks"] == ["s0.gpu0", "s2.gpu7"]
 
-    def test_a_root_anywhere_in_the_cluster(self, done: Done) -> None:
-        """GPU 9 is GPU 1 of the second server."""
-        out = done("plan", "dgx-1v", *TWO, "--gpus", "0,1,9", "--root", "9", "--collective", "broadcast")
-        assert out.startswith("broadcast from s1.gpu1 on 2 x dgx-1v, 3 GPUs (s0.gpu0,1 s1.gpu1)")
-
     def test_pcie_and_network_together(self, done: Done) -> None:
         """Of machines without NVLink, by themselves and when asked for."""
         options = ("plan", "pcie-x8", *TWO, "--gpus", "0,1,8", "--json")
@@ -129,13 +124,6 @@ class TestClusters:
 class TestBroken:
     """``--without-link`` and its kind."""
 
-    def test_a_dead_link_is_planned_around(self, done: Done) -> None:
-        """The known 550/7 GB/s; the note says what is gone, and the time is there."""
-        out = done("plan", "dgx-1v", "--without-link", "gpu0-gpu3")
-        assert "rate   78.5714 GB/s" in out
-        assert "planned in " in out
-        assert "note: taken out: link gpu0-gpu3\n" in out
-
     def test_gpus_keep_their_numbers(self, done: Done) -> None:
         """Without GPU 5 the others are still 6 and 7, on --gpus, on --root and in tables."""
         plan = json.loads(done("plan", "dgx-1v", "--without-gpu", "5", "--json"))
@@ -182,23 +170,6 @@ class TestBroken:
         assert json.loads(done("compare", *options))["rows"][0]["trees"] == 5
 
 
-@pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
-def test_all_commands_on_machines_refuse_alike(refused: Done, command: str) -> None:
-    """A cluster without NICs, a link that is not there."""
-    assert "--servers needs" in refused(command, "dgx-1v", "--servers", "2")
-    assert "link gpu0-gpu5 does not exist" in refused(command, "dgx-1v", "--without-link", "gpu0-gpu5")
-
-
-def test_a_plan_file_has_settled_its_machine(refused: Done, tmp_path: Path) -> None:
-    """Options of clusters and broken machines do not go with it."""
-    file = tmp_path / "plan.json"
-    file.write_text(topoplan.plan(V100S, gpus=[0, 1]).to_json())
-    assert "--servers does not go with a plan file" in refused("simulate", str(file), *TWO)
-    assert "--without-gpu does not go with a plan file" in refused(
-        "simulate", str(file), "--without-gpu", "1"
-    )
-
-
 def test_a_cluster_of_clusters_is_refused(refused: Done, tmp_path: Path) -> None:
     """TOPO has a network already."""
     file = tmp_path / "cluster.json"
@@ -223,15 +194,6 @@ def test_bad_topology_files_are_refused(refused: Done, tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps({**good, "links": links}))
         assert says in refused("plan", str(file))
-
-
-def test_helpers_are_named_where_plans_are_compared_and_simulated(done: Done, refused: Done) -> None:
-    four = ("nvlink-x4", "--servers", "4", "--nics", "1", "--nic-gbps", "80", "--helpers", "2")
-    rate = "8.33333 GB/s of algorithm bandwidth, 15.625 of bus bandwidth"
-    assert f"{rate} (optimal over nvlink and network, proved)" in done("plan", *four)
-    assert done("compare", *four).startswith("allreduce on 4 x nvlink-x4 + 2 helpers\n")
-    assert done("simulate", *four, "--sizes", "1MB").startswith("# allreduce on 4 x nvlink-x4 + 2 helpers")
-    assert "--helpers belongs to --servers" in refused("plan", "dgx-1v", "--helpers", "2")
 
 
 def test_a_cluster_file_may_have_helpers(done: Done, tmp_path: Path) -> None:

@@ -131,13 +131,6 @@ class TestContract:
         assert notes == made.json["notes"]
         assert len(notes) == len(set(notes)) > 0
 
-    def test_plan_says_what_limits_it(self, ask: Ask) -> None:
-        """The text names rate, bound with the bottleneck, and one line for each tree."""
-        out = ask("plan", "dgx-1v", "--collective", "reduce", "--root", "5").out
-        assert out.startswith("reduce to gpu5 on dgx-1v, 8 GPUs")
-        assert "rate   150 GB/s of algorithm bandwidth (optimal over nvlink, proved)" in out
-        assert "bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must" in out
-
     @pytest.mark.sampled
     @pytest.mark.parametrize("collective", COLLECTIVES)
     def test_every_command_takes_every_collective(self, ask: Ask, tmp_path: Path, collective: str) -> None:
@@ -171,15 +164,6 @@ class TestContract:
             in ask("simulate", "dgx-2", "--headroom", "1.2").err
         )
 
-    def test_compare_says_which_ring(self, ask: Ask) -> None:
-        """GPUs 1, 4, 5, 7 have no NVLink ring: trees 50 GB/s against 5.33 over PCIe, and a note says so."""
-        out = ask("compare", "dgx-1v", "--gpus", "1,4,5,7").out
-        assert "pcie ring" in out
-        assert "note: " in out
-        row = ask("compare", "dgx-1v", "--gpus", "1,4,5,7", "--json").json["rows"]
-        assert isinstance(row, list)
-        assert (row[0]["trees"], row[0]["ring"]) == (50.0, pytest.approx(16 / 3))
-
     def test_compare_all_allocations_inside_some_gpus(self, ask: Ask) -> None:
         """Best first for every number of GPUs, all members listed, no GPU but those that were named."""
         asked = ("compare", "dgx-1v", "--all-allocations", "--gpus", "0,1,5-7", "--without-gpu", "2")
@@ -198,14 +182,6 @@ class TestContract:
         assert [float(line[table[0].index("trees")]) for line in table[1:]] == [row["trees"] for row in rows]
         assert table[1][0] == "6,7"
         assert table[1][-1] == "1,5 5,6 6,7"
-
-    def test_compare_all_allocations(self, ask: Ask) -> None:
-        """--all-allocations has a row for each class, and the summary counts all 11 allocations of 4 GPUs."""
-        answer = ask("compare", "v100x4", "--all-allocations")
-        assert "11 allocations" in answer.out
-        rows = ask("compare", "v100x4", "--all-allocations", "--json").json["rows"]
-        assert isinstance(rows, list)
-        assert sum(row["members"] for row in rows) == 11
 
     @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
     def test_stdin_is_a_machine(self, ask: Ask, command: str) -> None:
@@ -228,26 +204,6 @@ class TestContract:
         other.write_text(json.dumps(dict(reversed(json.loads(plan_text).items())), indent=4))
         assert ask("simulate", str(other), "--sizes", "1MB").out == wanted
         assert ask("simulate", "-", "--sizes", "1MB", stdin=plan_text.encode()).out == wanted
-
-    @pytest.mark.parametrize("command", ["show", "plan", "compare"])
-    def test_a_plan_in_place_of_a_machine_is_named(
-        self, refused: Done, plan_file: Path, command: str
-    ) -> None:
-        """The line says what takes it."""
-        assert refused(command, str(plan_file)) == (
-            f"topoplan {command}: error: {plan_file}: this is a plan, not a machine; topoplan verify, simulate, export "
-            "and bench take it\n"
-        )
-
-    def test_simulate_crosses_the_ring(self, ask: Ask) -> None:
-        """On DGX-2 the ring, 2 (N - 1) steps of latency, never beats 16 one-hop trees."""
-        made = ask("simulate", "dgx-2", "--sizes", "1KB:1GB", "--json").json
-        plan, ring = made["plan"], made["ring"]
-        assert isinstance(plan, dict)
-        assert isinstance(ring, dict)
-        assert (plan["trees"], plan["height"], plan["rate"]) == (16, 1, 80.0)
-        assert all(p["time"] <= r["time"] for p, r in zip(plan["rows"], ring["rows"], strict=True))
-        assert made["crossover"] == {"nbytes": 1024, "faster_below": "first"}
 
     def test_simulate_without_any_ring(self, ask: Ask) -> None:
         """Three GPUs in a row have no NVLink ring and no PCIe: the plan is timed alone, and a note says why."""
@@ -287,11 +243,6 @@ class TestContract:
         look = ("--plot-size", "5x3.5", "--font", "serif", "--plot-format", "svg")
         assert f"written: {path}\n" in ask(command, "v100x4", "--plot", str(path), *look).out
         assert 'width="360pt" height="252pt"' in path.read_text()
-
-    @pytest.mark.parametrize("look", [("--dpi", "300"), ("--plot-size", "6x4"), ("--font", "serif")])
-    def test_looks_belong_to_a_figure(self, refused: Done, look: tuple[str, str]) -> None:
-        """How a figure looks without --plot is a mistake."""
-        assert f"{look[0]} belongs to a figure; add --plot F.png" in refused("compare", "v100x4", *look)
 
     @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
     def test_notes_are_in_text_and_json(self, ask: Ask, command: str) -> None:
@@ -434,12 +385,6 @@ class TestOneGpu:
         assert made["rows"] == []
         assert "no links" in ask("show", "-", stdin=single).out
 
-    def test_no_bars_to_draw(self, refused: Done, tmp_path: Path) -> None:
-        """compare --plot of one GPU is refused: there is no bar."""
-        line = refused("compare", "dgx-1v", "--gpus", "3", "--plot", str(tmp_path / "x.png"))
-        assert "leave out --plot" in line
-        assert list(tmp_path.iterdir()) == []
-
 
 def topology_text(**changes: object) -> bytes:
     """Topology JSON of two GPUs with something changed."""
@@ -531,17 +476,6 @@ class TestBadMachine:
         assert ask("plan", name, "-o", str(tmp_path / "plan.json")).status == 0
 
 
-class TestBadOptions:
-    """Values that do not fit."""
-
-    def test_a_plan_file_has_settled_the_machine(self, refused: Done, plan_file: Path) -> None:
-        """simulate PLAN.json refuses options that it would have to ignore."""
-        for option, value in (("--gpus", "0"), ("--collective", "reduce"), ("--nvlink-gbps", "25")):
-            line = refused("simulate", str(plan_file), option, value)
-            assert option in line
-            assert "leave one of them out" in line
-
-
 BAD_PLANS = {
     "empty": (b"", ["empty", "topoplan plan"]),
     "binary": (b"\x00\x01\x02", ["binary", "give"]),
@@ -566,12 +500,6 @@ class TestBadPlan:
         assert str(path) in line
         assert all(fragment in line for fragment in fragments), line
         assert "stdin" in refused(command, "-", stdin=content)
-
-    @pytest.mark.parametrize("command", ["verify", "bench"])
-    def test_a_machine_is_no_plan_file(self, refused: Done, command: str) -> None:
-        """``verify dgx-1v`` says how to make the plan that it wants."""
-        assert "topoplan plan dgx-1v -o F.json makes a plan" in refused(command, "dgx-1v")
-        assert "made by topoplan plan" in refused(command, "nowhere.json")
 
     @pytest.fixture
     def wrong(self, plan_text: str, tmp_path: Path) -> str:
@@ -767,13 +695,6 @@ class TestProcess:
         monkeypatch.setattr(sys, "stdin", None)
         assert main(arguments) == 2
         assert capsys.readouterr().err == f"topoplan {arguments[0]}: error: stdin is closed; give a file\n"
-
-    @pytest.mark.parametrize("content", [b"\x00\x01", b"\xff"])
-    def test_binary_stdin_is_named(self, refused: Done, content: bytes) -> None:
-        """As a file is."""
-        assert refused("plan", "-", stdin=content).startswith(
-            "topoplan plan: error: stdin: the content is binary, not text; "
-        )
 
     def test_plan_loads_little(self) -> None:
         """``plan`` loads neither scipy, networkx, matplotlib nor the rooms behind it: start-up is most of its time."""

@@ -35,14 +35,6 @@ def test_the_table_says_before_after_and_what_is_proved(done: Done, conf: str) -
     assert max(len(line) for line in said) <= 120
 
 
-def test_an_order_inside_a_server_is_told_with_its_gpus(done: Done) -> None:
-    said = done("order", "dgx-1v")
-    assert "GPUs    0,3,2,1,5-7,4 on every host" in said
-    assert "optimal among all orders: every one was tried" in said
-    said = done("order", "dgx-1v", "--gpus", "0,3,2,1,5,6,7,4")
-    assert "order   as given: none that was tried is better" in said
-
-
 def test_files_of_launchers(done: Done, conf: str, tmp_path: Path) -> None:
     said = done("order", conf, *WIRES, "--format", "rankfile")
     assert said.splitlines()[:5] == [f"rank {r}=n1 slot={r}" for r in range(4)] + ["rank 4=n3 slot=0"]

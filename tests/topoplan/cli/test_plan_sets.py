@@ -74,18 +74,6 @@ def test_the_numbers_stand_in_json_and_csv(done: Done) -> None:
     assert max(len(line) for line in said.splitlines()) <= 120
 
 
-def test_plans_over_other_wires_are_told(done: Done) -> None:
-    said = done("plan", "dgx-2", "--gpus", "0,1", "--survive", "1")
-    assert "other  3 failures leave no plan over nvlink: over pcie\n" in said
-    assert "worst  12 GB/s of algorithm bandwidth, without link gpu0-nvswitch0 (over pcie)\n" in said
-
-
-def test_the_first_optimum_says_how_to_have_fewer_trees(done: Done) -> None:
-    said = done("plan", "v100x4", "--order", "first")
-    assert "(optimal over nvlink, proved)" in said
-    assert "; the first such plan that was found: --order height looks for fewer trees\n" in said
-
-
 def test_a_wrong_file_is_told_with_its_failure(done: Done, tmp_path: Path) -> None:
     """Exit status 1, and 2 where it is no file of the format."""
     place = tmp_path / "plans.json"

@@ -90,13 +90,6 @@ def test_a_single_size_and_a_single_gpu(run: Run) -> None:
     assert (value["bound"], value["crossovers"], value["table"][0]["gain"]) == (None, [], None)
 
 
-def test_missing_schedules_are_noted(run: Run) -> None:
-    """Why there is no ring and no one-hop schedule among what was compared."""
-    out = run("plan", "dgx-1v", "--gpus", "1,4,5,7", "--sizes", "1KB:1MB")[1]
-    assert "note: no one-hop: gpu4 reaches gpu1 only through another GPU\n" in out
-    assert "note: no ring: no NVLink ring exists" in out
-
-
 def test_the_plot_has_a_curve_for_each_schedule(run: Run, tmp_path: Path) -> None:
     """Names of all candidates stand in the figure."""
     path = tmp_path / "f.svg"

@@ -1,4 +1,4 @@
-"""One line on stderr, exit status 2 and nothing on stdout: what commands refuse, with the value and the remedy."""
+"""Tables of commands: what they print, and what they refuse in one line on stderr with exit status 2."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
+from tests.support.checkout import Done
 from tests.support.perf_logs import PerfLog
 
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
@@ -35,6 +36,7 @@ FILES: dict[str, Callable[[], str]] = {
 SHORT = {
     "TWO": "--servers 2 --nic-gbps 100",
     "FOUR": "dgx-1v --servers 4 --nic-gbps 100 --nics 1 --nic-access direct",
+    "HELPERS": "nvlink-x4 --servers 4 --nics 1 --nic-gbps 80 --helpers 2",
     "NODES": "dgx-h100 --servers 4 --nics 2 --nic-gbps 400",
     "WIRES": "topology.conf --server v100x4 --nic-gbps 100 --oversubscription 4",
     "NO_NICS": " ".join(f"--without-device s1.nic{number}" for number in range(4)),
@@ -114,7 +116,32 @@ plan v100x4 --plot f.png --plot-size 6  |  must be a size in inches from 1x1 to 
 plan v100x4 --plot f.png --plot-size 0x4  |  such as 6x4, got '0x4'
 plan v100x4 --plot f.png --font 'Nosuch Sans'  |  the font 'Nosuch Sans' is not installed
 plan v100x4 --plot f.png --plot-format docx  |  'docx' is not a figure format; use png, svg or pdf
+# files in the wrong place
+show plan.json  |  plan.json: this is a plan, not a machine; topoplan verify, simulate, export and bench take it
+plan plan.json  |  this is a plan, not a machine
+compare plan.json  |  this is a plan, not a machine
+verify dgx-1v  |  topoplan plan dgx-1v -o F.json makes a plan
+bench dgx-1v  |  topoplan plan dgx-1v -o F.json makes a plan
+bench nowhere.json  |  made by topoplan plan
+check dgx-1x  |  did you mean
+check run.log  |  run.log
+check --pcie-gbps 12  |  --pcie-gbps belongs to TOPO
+verify plan.json --machine dgx-1v  |  --machine does not go with a plan
+simulate plan.json --gpus 0  |  --gpus does not go with a plan file
+simulate plan.json --collective reduce  |  --collective does not go with a plan file
+simulate plan.json --nvlink-gbps 25  |  --nvlink-gbps does not go with a plan file
+simulate plan.json TWO  |  --servers does not go with a plan file
+simulate plan.json --without-gpu 1  |  --without-gpu does not go with a plan file
+export plan.json --to nccl-graph --server s0  |  --server does not go with a plan file
+compare v100x4 --dpi 300  |  --dpi belongs to a figure; add --plot F.png
+compare v100x4 --plot-size 6x4  |  --plot-size belongs to a figure
+compare dgx-1v --gpus 3 --plot f.png  |  leave out --plot
+simulate dgx-2 --headroom 1.2  |  must be a part of a link from 0.01 to 1, such as 0.95, got '1.2'
 # clusters and degraded machines
+show dgx-1v --servers 2  |  --servers needs the speed of a NIC
+compare dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist
+simulate dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist
+plan dgx-1v --helpers 2  |  --helpers belongs to --servers
 plan dgx-1v --servers 2  |  --servers needs the speed of a NIC; add --nic-gbps
 plan dgx-1v --nics 2  |  --nics belongs to --servers
 plan dgx-1v --leaf-size 2  |  --leaf-size belongs to --servers
@@ -212,6 +239,12 @@ export dgx-1v --to nccl-topo --server s9  |  dgx-1v has no server 's9'; it has s
 export dgx-1v --to nccl-graph --gpus 3  |  dgx-1v has 1 GPU here
 export dgx-1v --to nccl-topo -o /no/such/folder/f.xml  |  folder /no/such/folder does not exist
 export dgx-1v --to nccl-topo --gpus 9  |  GPU 9 is out of range
+export none --to svg  |  format 'svg' is unknown; known ones are nccl-graph, nccl-topo
+export dgx-1v --to nccl_topo  |  did you mean nccl-topo?
+export dgx-1v  |  --to
+export plan.json --to nccl-topo --max-blocks 4  |  --max-blocks does not go with nccl-topo
+export dgx-1v --to mscclpp  |  mscclpp takes a plan
+export plan.json --to mscclpp --size 1000  |  1000 bytes are not a multiple
 # explain
 explain run.log  |  add --machine TOPO
 explain run.log --machine dgx-h100 --json --csv  |  --json and --csv
@@ -281,10 +314,38 @@ pairs - --results -  |  stdin is read once
 """A command, and parts of the line that it is refused with; lines with an indent go on."""
 
 
-def rows() -> list[tuple[str, tuple[str, ...]]]:
-    lines = REFUSED.strip().replace("\n    |", "  |").splitlines()
+PRINTED = r"""
+plan dgx-1v --collective reduce --root 5  |  reduce to gpu5 on dgx-1v, 8 GPUs
+    |  rate   150 GB/s of algorithm bandwidth (optimal over nvlink, proved)
+    |  bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must
+plan dgx-1v TWO --gpus 0,1,9 --root 9 --collective broadcast
+    |  broadcast from s1.gpu1 on 2 x dgx-1v, 3 GPUs (s0.gpu0,1 s1.gpu1)
+plan dgx-1v --without-link gpu0-gpu3  |  rate   78.5714 GB/s  |  planned in   |  note: taken out: link gpu0-gpu3
+plan HELPERS  |  8.33333 GB/s of algorithm bandwidth, 15.625 of bus bandwidth (optimal over nvlink and network
+compare HELPERS  |  allreduce on 4 x nvlink-x4 + 2 helpers
+plan dgx-2 --gpus 0,1 --survive 1  |  other  3 failures leave no plan over nvlink: over pcie
+    |  worst  12 GB/s of algorithm bandwidth, without link gpu0-nvswitch0 (over pcie)
+plan v100x4 --order first  |  (optimal over nvlink, proved)
+    |  ; the first such plan that was found: --order height looks for fewer trees
+plan dgx-1v --gpus 1,4,5,7 --sizes 1KB:1MB  |  note: no one-hop: gpu4 reaches gpu1 only through another GPU
+    |  note: no ring: no NVLink ring exists
+compare dgx-1v --gpus 1,4,5,7  |  50.00  |  5.33  |  pcie ring  |  note: pcie ring: no NVLink ring exists
+compare v100x4 --all-allocations  |  11 allocations
+order dgx-1v  |  GPUs    0,3,2,1,5-7,4 on every host  |  optimal among all orders: every one was tried
+order dgx-1v --gpus 0,3,2,1,5,6,7,4  |  order   as given: none that was tried is better
+simulate dgx-2 --sizes 1KB:1GB  |  # the plan is never slower than the nvlink ring from the smallest size on
+"""
+"""A command, and parts of what it prints."""
+
+
+def rows(table: str) -> list[tuple[str, tuple[str, ...]]]:
+    lines = table.strip().replace("\n    |", "  |").splitlines()
     parts = [line.split("  |  ") for line in lines if not line.startswith("#")]
     return [(command, tuple(fragments)) for command, *fragments in parts]
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(" ".join(SHORT.get(word, word) for word in command.split(" ")))
 
 
 @pytest.fixture(scope="module")
@@ -295,18 +356,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("command", "fragments"), rows(), ids=[command for command, _ in rows()])
+@pytest.mark.parametrize(("command", "fragments"), rows(REFUSED))
 def test_is_one_line_with_value_and_remedy(
-    refused: Callable[..., str],
+    refused: Done,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     fragments: tuple[str, ...],
 ) -> None:
     monkeypatch.chdir(folder)
-    words = shlex.split(" ".join(SHORT.get(word, word) for word in command.split(" ")))
-    line = refused(*words, stdin=PAIR)
+    line = refused(*words_of(command), stdin=PAIR)
     assert all(fragment in line for fragment in fragments), line
     assert line.startswith("topoplan")
     assert len(line) < 700
     assert {place.name for place in folder.iterdir()} == set(FILES)
+
+
+@pytest.mark.parametrize(("command", "fragments"), rows(PRINTED))
+def test_prints(done: Done, command: str, fragments: tuple[str, ...]) -> None:
+    out = done(*words_of(command))
+    assert all(fragment in out for fragment in fragments), out
