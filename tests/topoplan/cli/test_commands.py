@@ -200,6 +200,7 @@ plan v100x4 --sizes --engine messages --engine-costs f.json  |  belongs to --eng
 plan v100x4 --sizes --engine windows --engine-costs none.json  |  none.json cannot be read
 plan v100x4 --sizes --engine kernels  |  invalid choice: 'kernels'
 plan v100x4 --sizes --engine windows --channels pcie  |  needs GPUs in one NVLink domain
+plan dgx-h100 --sizes 1KB --engine windows --in-network nvswitch  |  does not cover switches that copy or add
 # plan --sizes
 plan v100x4 --sizes 1KB:1MB --method mwu  |  --method does not go with --sizes; leave one of them out
 plan v100x4 --sizes 1KB:1MB --order trees  |  --order does not go with --sizes; leave one of them out

@@ -223,6 +223,7 @@ def test_what_is_done_at_once_writes_nothing() -> None:
     assert written_to_stderr("tell('class 3 of 12')") == ""
 
 
+@pytest.mark.thorough
 def test_the_line_is_wiped_before_an_error_leaves() -> None:
     """An error inside passes through, and its message starts on an empty line."""
     seen = written_to_stderr("time.sleep(1.2)\nraise SystemExit(0)")
