@@ -72,8 +72,9 @@ def fabrics_dir() -> Path:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command in this process; returns its exit status, stdout and stderr."""
 
-    def call(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    def call(*arguments: str, stdin: str | bytes = "") -> tuple[int, str, str]:
+        given = stdin if isinstance(stdin, bytes) else stdin.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         capsys.readouterr()
         status = main(arguments)
         return (status, *capsys.readouterr())

@@ -13,9 +13,9 @@ import secrets
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,9 @@ from collectives.backends.tcp.chunk_order import FLIGHT_BYTES, Footprint, footpr
 from topoplan.cli import arguments
 from topoplan.cli.output import (
     MPI_RANK_VARIABLES,
+    Answer,
     check_target,
     plan_notes,
-    print_csv,
-    print_json,
-    print_notes,
     progress_line,
     table,
     write_whole,
@@ -105,7 +103,7 @@ def add_chaos(parser: arguments.OneLineParser) -> None:
     )
 
 
-def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> int:
+def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> Answer:
     """Inject faults into the ranks of a plan; exit status 1 if anything is wrong.
 
     ``launched`` says that this process is one of several that a launcher has started.
@@ -113,11 +111,7 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
     from collectives.backends.open_backend import machine_helpers
     from collectives.lab.chaos_run import BACKENDS, JOB_END, ChaosSettings, FaultTally, run_chaos_jobs
 
-    extra = arguments.first_set_option(options, REFUSED_WITH_CHAOS)
-    if extra:
-        raise UsageError(
-            f"{extra} does not go with --chaos, which injects faults and checks every result; leave one of them out"
-        )
+    arguments.refuse_beside(options, "--chaos", REFUSED_WITH_CHAOS)
     if options.backend not in BACKENDS:
         raise UsageError(
             f"--chaos needs a back end with a process for each rank and recovery; "
@@ -156,69 +150,66 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> in
         FaultRow.of("all", [*faults.values()]),
         FaultRow.of(JOB_END, [outcome.tallies.get(JOB_END, FaultTally())]),
     ]
-    _print_chaos(options, settings, outcome, lines)
-    return 1 if outcome.bad else 0
+    if options.csv and options.seed is None:
+        print(f"topoplan bench: seed {settings.seed}", file=sys.stderr)
+    return _chaos_answer(settings, outcome, lines)
 
 
-def _print_chaos(
-    options: argparse.Namespace, settings: ChaosSettings, outcome: ChaosOutcome, lines: list[FaultRow]
-) -> None:
-    """Print the results of a chaos run."""
+def _chaos_answer(settings: ChaosSettings, outcome: ChaosOutcome, lines: list[FaultRow]) -> Answer:
+    """Return the results of a chaos run."""
     from collectives.lab.chaos_draws import PROBE_BYTES
 
-    if options.csv:
-        if options.seed is None:
-            print(f"topoplan bench: seed {settings.seed}", file=sys.stderr)
-        print_csv([asdict(line) for line in lines])
-        return
+    plan = settings.plan
+    rows = [asdict(line) for line in lines]
     before, after, model = (
         (statistics.median(column) for column in zip(*outcome.rates, strict=True))
         if outcome.rates
         else (None, None, None)
     )
-    if options.json:
-        print_json(
-            {
-                "collective": settings.plan.collective,
-                "machine": settings.plan.topology.name,
-                "ranks": list(settings.plan.ranks),
-                "backend": settings.backend,
-                "seconds": settings.seconds,
-                "seed": settings.seed,
-                "timeout": settings.timeout,
-                "rows": [asdict(line) for line in lines],
-                "jobs": outcome.jobs,
-                "collectives": outcome.collectives,
-                "bytes": outcome.nbytes,
-                "algbw": {"before": before, "after": after, "of_plans": model, "faults": len(outcome.rates)},
-                "problems": outcome.problems,
-                "notes": plan_notes(settings.plan),
-            }
+
+    def cell(value: object) -> str:
+        return "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+
+    def text() -> Iterator[str]:
+        yield (
+            f"# chaos: {counted(settings.ranks, 'rank')}, {settings.backend}, {settings.seconds:g} s, "
+            f"timeout {settings.timeout:g} s, seed {settings.seed}"
         )
-        return
-    print(
-        f"# chaos: {counted(settings.ranks, 'rank')}, {settings.backend}, {settings.seconds:g} s, "
-        f"timeout {settings.timeout:g} s, seed {settings.seed}"
-    )
-    cells = [
-        [
-            "-" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
-            for value in row
-        ]
-        for row in map(astuple, lines)
-    ]
-    print(table([field.name.replace("_", " ") for field in fields(FaultRow)], cells))
-    print(
-        f"{counted(outcome.collectives, 'result')} of {counted(outcome.jobs, 'job')} checked, "
-        f"{format_size(outcome.nbytes)} of input"
-    )
-    if before is not None and after is not None and model is not None:
-        size = format_size(min(settings.largest, PROBE_BYTES))
-        print(
-            f"{settings.plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} after, "
-            f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
+        heads = [field.name.replace("_", " ") for field in fields(FaultRow)]
+        yield table(heads, [[*map(cell, row.values())] for row in rows])
+        yield (
+            f"{counted(outcome.collectives, 'result')} of {counted(outcome.jobs, 'job')} checked, "
+            f"{format_size(outcome.nbytes)} of input"
         )
-    print_notes(*plan_notes(settings.plan))
+        if before is not None and after is not None and model is not None:
+            size = format_size(min(settings.largest, PROBE_BYTES))
+            yield (
+                f"{plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} after, "
+                f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
+            )
+
+    return Answer(
+        text=text,
+        value=lambda: {
+            "collective": plan.collective,
+            "machine": plan.topology.name,
+            "ranks": list(plan.ranks),
+            "backend": settings.backend,
+            "seconds": settings.seconds,
+            "seed": settings.seed,
+            "timeout": settings.timeout,
+            "rows": rows,
+            "jobs": outcome.jobs,
+            "collectives": outcome.collectives,
+            "bytes": outcome.nbytes,
+            "algbw": {"before": before, "after": after, "of_plans": model, "faults": len(outcome.rates)},
+            "problems": outcome.problems,
+            "notes": plan_notes(plan),
+        },
+        rows=lambda: rows,
+        notes=plan_notes(plan),
+        status=1 if outcome.bad else 0,
+    )
 
 
 LINE = "run a plan on real arrays, checked and timed"
@@ -287,20 +278,14 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_csv(parser, "the table")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer | int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
     from collectives.backends.open_backend import BackendSettings, check_backend
     from collectives.lab.benchmark import check_dtype, check_memory
 
-    arguments.check_csv(options)
     if options.timeout is None:
         options.timeout = TIMEOUT if options.chaos is None else CHAOS_TIMEOUT
-    if options.seed is not None and options.chaos is None:
-        raise UsageError(
-            "--seed is for --chaos, whose faults follow from it; add --chaos SECONDS, or leave it out"
-        )
-    if options.scale is not None and not options.paced:
-        raise UsageError("--scale is for paced links; add --paced, or leave it out")
+    arguments.refuse_without(options, {"seed": "--chaos", "scale": "--paced"})
     check_target(options.trace, "--trace")
     check_backend(options.backend, BackendSettings(options.timeout, _pace_scale(options), options.engine))
     plan = read_plan(options.plan)
@@ -318,7 +303,7 @@ def run(options: argparse.Namespace) -> int:
     return start_processes(options, plan)
 
 
-def _run_here(options: argparse.Namespace, plan: Plans) -> int:
+def _run_here(options: argparse.Namespace, plan: Plans) -> Answer | int:
     """Run the ranks of this process; the process of rank 0 prints."""
     from collectives import Communicator
     from collectives.backends.open_backend import BackendSettings, open_backend
@@ -359,9 +344,8 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> int:
                 )
         if options.trace:
             _write_trace(options, communicator)
-    if 0 in backend.ranks:
-        _print_benchmark(options, plan, rows, notes, communicator.engine)
-    return 1 if any(row.wrong for row in rows) else 0
+    status = 1 if any(row.wrong for row in rows) else 0
+    return _answer(options, plan, rows, notes, communicator.engine) if 0 in backend.ranks else status
 
 
 def _write_trace(options: argparse.Namespace, communicator: Communicator) -> None:
@@ -408,36 +392,34 @@ def rival_name(plan: Plans) -> str:
     return "one-hop" if plan.collective == ALL_TO_ALL else "ring"
 
 
-def _print_benchmark(
+def _answer(
     options: argparse.Namespace, plan: Plans, rows: list[BenchmarkRow], notes: list[str], engine: str
-) -> None:
+) -> Answer:
     from collectives.lab.benchmark import REPEATS
 
-    if options.csv:
-        print_csv([{"schedule": row.schedule, **row.to_object()} for row in rows])
-        return
-    if options.json:
-        print_json(
-            {
-                "collective": plan.collective,
-                "machine": plan.topology.name,
-                "ranks": list(plan.ranks),
-                "backend": options.backend,
-                **({"engine": engine} if engine else {}),
-                "rows": [row.to_object() for row in rows],
-                "notes": notes,
-            }
-        )
-        return
-    ranks = counted(len(plan.ranks), "rank")
-    for schedule in dict.fromkeys(row.schedule for row in rows):
-        what = "" if schedule == "plan" else f", {schedule}"
+    def text() -> Iterator[str]:
         how = f" ({engine})" if engine else ""
-        print(f"# {plan.collective} of {ranks}, {options.backend}{how}{what}, median of {REPEATS}")
-        print(_format_table([row for row in rows if row.schedule == schedule]))
-    print_notes(*notes)
-    if options.trace:
-        print(f"written: {options.trace}")
+        for schedule in dict.fromkeys(row.schedule for row in rows):
+            what = f"{options.backend}{how}{'' if schedule == 'plan' else f', {schedule}'}"
+            yield f"# {plan.collective} of {counted(len(plan.ranks), 'rank')}, {what}, median of {REPEATS}"
+            yield _format_table([row for row in rows if row.schedule == schedule])
+
+    return Answer(
+        text=text,
+        value=lambda: {
+            "collective": plan.collective,
+            "machine": plan.topology.name,
+            "ranks": list(plan.ranks),
+            "backend": options.backend,
+            **({"engine": engine} if engine else {}),
+            "rows": [row.to_object() for row in rows],
+            "notes": notes,
+        },
+        rows=lambda: [row.to_object() for row in rows],
+        notes=notes,
+        written=(options.trace,),
+        status=1 if any(row.wrong for row in rows) else 0,
+    )
 
 
 def _format_table(rows: list[BenchmarkRow]) -> str:

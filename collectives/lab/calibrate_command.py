@@ -34,11 +34,11 @@ from topoplan.cli.arguments import (
     add_machine,
     add_sizes,
     declare,
-    first_set_option,
+    refuse_without,
     whole_number,
 )
-from topoplan.cli.output import check_target, print_json, print_notes, progress_line, table, write_whole
-from topoplan.cli.sources import read_topology
+from topoplan.cli.output import Answer, progress_line, table
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated
@@ -340,8 +340,6 @@ LINE = "measure this machine's links between GPUs"
 
 REPEATS, MIN_REPEATS, MAX_REPEATS = 9, 3, 1000
 
-_DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
-
 
 def add_options(parser: OneLineParser) -> None:
     add_machine(parser, otherwise="the result of topoplan probe")
@@ -363,14 +361,10 @@ def add_options(parser: OneLineParser) -> None:
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Time copies between every two GPUs of this machine with CuPy, fit latency and bandwidth, and write them into its
     topology. A form for processes without GPUs comes with the MPI back end.
     """
-
-    if options.output == "-" and options.json:
-        raise UsageError("-o - and --json both print the machine; leave one out")
-    check_target(options.output, "-o")
     sizes = _copy_sizes(options.sizes)
     meter: Meter = PeerCopies()
     meter.ready()
@@ -380,18 +374,12 @@ def run(options: argparse.Namespace) -> int:
             topology, gpus=options.gpus, sizes=sizes, repeats=options.repeats, progress=progress
         )
     made = calibrated(topology, measurement, date=date.today().isoformat())
-    if options.output == "-":
-        print(made.topology.to_json(), end="")
-        return 0
-    if options.output:
-        write_whole(options.output, made.topology.to_json())
-    if options.json:
-        print_json(calibration_to_object(made))
-        return 0
-    _print_calibration(made)
-    if options.output:
-        print(f"written: {options.output}")
-    return 0
+    return Answer(
+        text=lambda: _calibration_lines(made),
+        value=lambda: calibration_to_object(made),
+        file=made.topology.to_json,
+        notes=made.notes,
+    )
 
 
 def _copy_sizes(given: Sequence[int]) -> tuple[int, ...]:
@@ -407,9 +395,7 @@ def _copy_sizes(given: Sequence[int]) -> tuple[int, ...]:
 def _calibrated_machine(options: argparse.Namespace) -> Topology:
     if options.topo is not None:
         return read_topology(options)
-    given = first_set_option(options, dict.fromkeys(_DESCRIPTION_OPTIONS))
-    if given:
-        raise UsageError(f"{given} goes with a description of the machine; name it, or leave {given} out")
+    refuse_without(options, dict.fromkeys(DESCRIPTION_OPTIONS, "TOPO"))
     return topoplan.probe()
 
 
@@ -452,22 +438,20 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
     }
 
 
-def _print_calibration(made: Calibration) -> None:
+def _calibration_lines(made: Calibration) -> Iterator[str]:
     measurement = made.measurement
     gpus = len({pair.fit.src for pair in made.pairs}) or 1
     sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
-    print(
-        f"{made.topology.name}, {counted(gpus, 'GPU')}: {measurement.method}, {sizes}, median of {measurement.repeats}"
-    )
+    how = f"{measurement.method}, {sizes}, median of {measurement.repeats}"
+    yield f"{made.topology.name}, {counted(gpus, 'GPU')}: {how}"
     if made.pairs:
-        print()
-        print(table(PAIR_COLUMNS, pair_rows(made.pairs)))
+        yield ""
+        yield table(PAIR_COLUMNS, pair_rows(made.pairs))
     if measurement.peer_access:
         times = ", ".join(
             f"{gpus} GPUs {format_seconds(seconds)}" for gpus, seconds in measurement.peer_access
         )
-        print(f"\npeer access off and on: {times}")
-    print_notes(*made.notes)
+        yield f"\npeer access off and on: {times}"
 
 
 PAIR_COLUMNS = ("pair", "", "channel", "us out", "us back", "GB/s out", "GB/s back", "stated", "outliers")

@@ -8,3 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 Run = Callable[..., tuple[int, str, str]]
+
+Done = Callable[..., str]
+"""Run a command that must succeed, or end with a status, and return what it prints (tests/topoplan/cli)."""

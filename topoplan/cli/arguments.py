@@ -180,6 +180,11 @@ def size(text: str) -> int:
     return sizes[0]
 
 
+def flag(name: str) -> str:
+    """Return an option as it is written, from its destination."""
+    return "-o" if name == "output" else f"--{name.replace('_', '-')}"
+
+
 def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
     """Return the first of some options that was given, as it is written; ``absent`` holds their values when they are
     not given.
@@ -187,8 +192,24 @@ def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) 
     >>> first_set_option(argparse.Namespace(root=None, time_limit=3.0), {"root": None, "time_limit": None})
     '--time-limit'
     """
-    given = (name for name, default in absent.items() if getattr(options, name) != default)
-    return next((f"--{name.replace('_', '-')}" for name in given), "")
+    given = (flag(name) for name, default in absent.items() if getattr(options, name, default) != default)
+    return next(given, "")
+
+
+def refuse_beside(options: argparse.Namespace, beside: str, absent: Mapping[str, object]) -> None:
+    """Refuse options that do not go with what ``beside`` names; ``absent`` as in `first_set_option`."""
+    given = first_set_option(options, absent)
+    if given:
+        raise UsageError(f"{given} does not go with {beside}; leave one of them out")
+
+
+def refuse_without(options: argparse.Namespace, owners: Mapping[str, str]) -> None:
+    """Refuse options without the one that they belong to, such as ``--sizes`` or ``--method mwu``."""
+    for name, owner in owners.items():
+        option, _, value = owner.partition(" ")
+        own = getattr(options, option.lstrip("-").replace("-", "_").lower())
+        if getattr(options, name) is not None and (own != value if value else own in (None, False)):
+            raise UsageError(f"{flag(name)} belongs to {owner}; add {owner}, or leave {flag(name)} out")
 
 
 def add_machine(
@@ -275,12 +296,6 @@ def add_json(parser: OneLineParser) -> None:
 
 def add_csv(parser: OneLineParser, what: str) -> None:
     declare(parser, f"--csv  print {what} as comma-separated values")
-
-
-def check_csv(options: argparse.Namespace) -> None:
-    """Refuse ``--json`` beside ``--csv``."""
-    if options.json and options.csv:
-        raise UsageError("--json and --csv are two forms of one answer; leave one of them out")
 
 
 PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")

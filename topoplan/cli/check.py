@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
-from topoplan.cli.output import print_json, print_notes, printable, progress_line, table
-from topoplan.cli.sources import apply_machine_options, read_machine
-from topoplan.errors import UsageError, kind_of
+from topoplan.cli.machine_options import add_all_options
+from topoplan.cli.output import Answer, note_lines, printable, progress_line, table
+from topoplan.cli.sources import DESCRIPTION_OPTIONS, apply_machine_options, read_machine
+from topoplan.errors import kind_of
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import Cost, costs_of
 from topoplan.operate.diagnosis import Diagnosis, diagnose, warning_text
@@ -26,32 +26,27 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, otherwise="this machine, as topoplan probe reads it")
     arguments.add_collective(parser)
     arguments.add_json(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Diagnose a machine and print the cost of each fault; exit status 1 if there is any."""
     found = diagnose(_machine(options))
     asked = dict.fromkeys((DEFAULT_COLLECTIVE, options.collective))
     with progress_line("planning") as progress:
         costs = {collective: costs_of(found, collective, progress=progress) for collective in asked}
-    if options.json:
-        print_json(_object(found, costs))
-    else:
-        _print(found, costs)
-    return 0 if found.healthy else 1
+    return Answer(
+        text=lambda: _lines(found, costs),
+        value=lambda: _object(found, costs),
+        status=0 if found.healthy else 1,
+    )
 
 
 def _machine(options: argparse.Namespace) -> Topology:
     """Return the machine of TOPO, or this one."""
     if options.topo is not None:
         return read_machine(options).topology
-    given = arguments.first_set_option(
-        options, dict.fromkeys(("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge"))
-    )
-    if given:
-        raise UsageError(f"{given} belongs to a description; give TOPO, or leave {given} out")
+    arguments.refuse_without(options, dict.fromkeys(DESCRIPTION_OPTIONS, "TOPO"))
     return apply_machine_options(options, probe()).topology
 
 
@@ -80,24 +75,25 @@ def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, o
     }
 
 
-def _print(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> None:
+def _lines(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> Iterator[str]:
     gpus = len(found.topology.gpus)
-    print(f"{printable(found.topology.name)}, {counted(gpus, 'GPU')}: {_verdict(found)}")
-    print(f"resembles  {_resembles(found)}")
+    verdict = "healthy" if found.healthy else counted(len(found.faults), "fault")
+    yield f"{printable(found.topology.name)}, {counted(gpus, 'GPU')}: {verdict}"
+    yield f"resembles  {_resembles(found)}"
     for collective, each in costs.items():
         if each:
             now, healthy = (
                 f"{rate:.6g} GB/s{bus_words(rate, collective, gpus)}"
                 for rate in (each[0].now, each[0].healthy)
             )
-            print(f"{collective}  now {now}; healthy {healthy}")
+            yield f"{collective}  now {now}; healthy {healthy}"
     if found.faults:
-        print()
-        print(_table(found.faults, costs))
+        yield ""
+        yield _table(found.faults, costs)
     notes = _other_notes(found)
     if notes:
-        print()
-        print_notes(*notes)
+        yield ""
+        yield from note_lines(*notes)
 
 
 def _other_notes(found: Diagnosis) -> list[str]:
@@ -110,10 +106,6 @@ def _other_notes(found: Diagnosis) -> list[str]:
     ]
 
 
-def _verdict(found: Diagnosis) -> str:
-    return "healthy" if found.healthy else f"{counted(len(found.faults), 'fault')}"
-
-
 def _resembles(found: Diagnosis) -> str:
     if not found.resembles:
         return "no machine of the library; it was compared with itself"
@@ -124,25 +116,19 @@ def _resembles(found: Diagnosis) -> str:
     return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
 
 
-_MAX_WIDTHS = {"devices": 30, "is": 32, "should be": 30}
-"""Most characters of a cell; the full text of a longer one stands below the table."""
+_TEXTS = {"devices": ("where", 30), "is": ("state", 32), "should be": ("should_be", 30)}
+"""Columns of text with the attribute of the fault and most characters; a longer one stands in full below the table."""
 
 
 def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
     """Return a row for each fault; ``alone`` is the rate of the machine with this fault and no other."""
     rated = [collective for collective, each in costs.items() if each]
-    header = ("kind", *_MAX_WIDTHS, *(f"{name} alone" for name in rated))
-    rows = []
-    cut = []
+    rows, cut = [], []
     for i, fault in enumerate(faults):
-        texts = dict(zip(_MAX_WIDTHS, (fault.where, fault.state, fault.should_be), strict=True))
-        cells = [_shorten(text, _MAX_WIDTHS[title]) for title, text in texts.items()]
-        rows.append((fault.kind, *cells, *(f"{costs[name][i].alone:.6g}" for name in rated)))
-        if any(len(printable(text)) > _MAX_WIDTHS[title] for title, text in texts.items()):
+        texts = [(printable(getattr(fault, name)), widest) for name, widest in _TEXTS.values()]
+        short = [text if len(text) <= widest else f"{text[: widest - 1]}…" for text, widest in texts]
+        rows.append((fault.kind, *short, *(f"{costs[name][i].alone:.6g}" for name in rated)))
+        if short != [text for text, _ in texts]:
             cut += textwrap.wrap(printable(f"{fault.kind}: {fault.text}"), 118, subsequent_indent="  ")
-    return "\n".join([table(header, rows), *(["", *dict.fromkeys(cut)] if cut else [])])
-
-
-def _shorten(text: str, widest: int) -> str:
-    text = printable(text)
-    return text if len(text) <= widest else f"{text[: widest - 1]}…"
+    shown = table(("kind", *_TEXTS, *(f"{name} alone" for name in rated)), rows)
+    return "\n".join([shown, *(["", *dict.fromkeys(cut)] if cut else [])])

@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-    apply_cluster_options,
-)
+from topoplan.cli.machine_options import add_all_options, add_cluster_options, apply_cluster_options
 from topoplan.cli.output import (
     MAX_COLUMNS,
-    check_plot,
-    draw_plot,
+    Answer,
+    Column,
     gpu_set_lines,
-    print_csv,
-    print_json,
-    print_notes,
+    note_lines,
     progress_line,
+    records_of,
     table,
+    table_of,
     terminal_width,
 )
 from topoplan.cli.sources import printable_machine, read_machine
@@ -42,6 +37,9 @@ from topoplan.operate.compare.table import HEADS, Comparison, format_table, summ
 from topoplan.plans.plan import check_collective
 from topoplan.reading.load import load
 from topoplan.units import bus_factor, counted, name_ranges, number_ranges
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -63,9 +61,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the bars")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
 OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")
@@ -78,40 +74,38 @@ def _renumber_row(row: Comparison, inside: Sequence[int]) -> Comparison:
     return replace(row, gpus=named[0], allocations=named[1:])
 
 
-def _print_rows(rows: Sequence[Comparison]) -> None:
-    """Print the rows as comma-separated values, lists of GPUs as ranges."""
+def _rows(rows: Sequence[Comparison]) -> list[dict[str, object]]:
+    """Return the rows for CSV, lists of GPUs as ranges."""
     made = cast("list[dict[str, object]]", to_object(rows)["rows"])
     heads = [name for name in made[0] if name not in OMITTED_COLUMNS] if made else ["gpus"]
-    print_csv(
-        [
-            {
-                "gpus": number_ranges(row.gpus),
-                **{name: values[name] for name in heads[1:]},
-                "allocations": " ".join(map(number_ranges, row.allocations)),
-            }
-            for row, values in zip(rows, made, strict=True)
-        ]
-    )
+    return [
+        {
+            "gpus": number_ranges(row.gpus),
+            **{name: values[name] for name in heads[1:]},
+            "allocations": " ".join(map(number_ranges, row.allocations)),
+        }
+        for row, values in zip(rows, made, strict=True)
+    ]
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Compare packed trees with rings: rates, bound, ratio, and which ring is meant."""
     collective = check_collective(options.collective)
-    arguments.check_csv(options)
-    if options.all_allocations and options.root is not None:
-        raise UsageError("--all-allocations does not go with --root; leave one of them out")
-    if options.all_allocations and (options.channels != "auto" or options.size is not None):
-        raise UsageError("--all-allocations goes with neither --channels nor --size; leave them out")
-    if options.gpu_counts is not None and not options.all_allocations:
-        raise UsageError("--gpu-counts goes with --all-allocations; add it, or name the GPUs with --gpus")
+    arguments.refuse_without(options, {"gpu_counts": "--all-allocations"})
+    if options.all_allocations:
+        arguments.refuse_beside(
+            options, "--all-allocations", {"root": None, "channels": "auto", "size": None}
+        )
     if options.without_each_server:
-        return _run_without(options, collective)
-    check_plot(options)
+        given = {"all_allocations": False, "root": None, "size": None, "plot": None}
+        arguments.refuse_beside(options, "--without-each-server", given)
+        return _without_each_server(options, collective)
     machine = read_machine(options)
     topology = machine.whole
+    rows: tuple[Comparison, ...]
     with progress_line("comparing") as progress:
         if options.all_allocations:
-            inside = tuple(sorted(machine.whole.select(machine.allocation(options.gpus) or machine.left)))
+            inside = tuple(sorted(topology.select(machine.allocation(options.gpus) or machine.left)))
             found = compare_all(
                 topology.subset(inside) if inside else topology,
                 collective,
@@ -133,57 +127,44 @@ def run(options: argparse.Namespace) -> int:
     if options.plot and not any(math.isfinite(row.trees) for row in rows):
         raise UsageError("nothing moves on a single GPU, so there are no bars to draw; leave out --plot")
     title = f"{collective} on {topology.name}"
-    if options.plot:
+
+    def figure() -> Figure:
         from topoplan.operate.plot.charts import draw_comparison
 
-        draw_plot(options, lambda: draw_comparison(rows, title=title))
+        return draw_comparison(rows, title=title)
+
+    best_first = rows
     if options.all_allocations:
-        rows = tuple(
+        best_first = tuple(
             sorted(rows, key=lambda row: (len(row.gpus), -row.trees, -row.bound, -row.ring, row.gpus))
         )
-    if options.json:
-        print_json(
-            {
-                "machine": topology.name,
-                "collective": collective,
-                "notes": list(topology.notes),
-                **to_object(rows),
-            }
-        )
-        return 0
-    if options.csv:
-        _print_rows(rows)
-        return 0
-    print(title)
-    print(format_table(rows, widest=terminal_width() or MAX_COLUMNS))
-    if options.all_allocations:
-        several = [row for row in rows if row.members > 1]
-        if several:
-            print()
-        for row in several:
-            print(gpu_set_lines(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members))
-        print()
-        print(HEADS)
-        print()
-        print(summary(rows))
-        over_nvlink = [row for row in rows if row.channel == "nvlink"]
-        if 0 < len(over_nvlink) < len(rows):
-            print("\nof these, over NVLink:")
-            print(summary(over_nvlink))
-        print_notes(*topology.notes)
-    else:
-        print_notes(*topology.notes, *rows[0].notes)
-    if options.plot:
-        print(f"written: {options.plot}")
-    return 0
-
-
-def _run_without(options: argparse.Namespace, collective: str) -> int:
-    given = arguments.first_set_option(
-        options, {"all_allocations": False, "root": None, "size": None, "plot": None}
+    named = {"machine": topology.name, "collective": collective, "notes": list(topology.notes)}
+    return Answer(
+        text=lambda: [title, *_lines(best_first, every=options.all_allocations)],
+        value=lambda: {**named, **to_object(best_first)},
+        rows=lambda: _rows(best_first),
+        figure=figure,
+        notes=(*topology.notes, *(() if options.all_allocations else rows[0].notes)),
     )
-    if given:
-        raise UsageError(f"--without-each-server does not go with {given}; leave one of them out")
+
+
+def _lines(rows: Sequence[Comparison], *, every: bool) -> Iterator[str]:
+    """Yield the table; with all allocations their lists, the legend and the summary too."""
+    yield format_table(rows, widest=terminal_width() or MAX_COLUMNS)
+    if not every:
+        return
+    several = [row for row in rows if row.members > 1]
+    if several:
+        yield ""
+    for row in several:
+        yield gpu_set_lines(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members)
+    yield f"\n{HEADS}\n\n{summary(rows)}"
+    over_nvlink = [row for row in rows if row.channel == "nvlink"]
+    if 0 < len(over_nvlink) < len(rows):
+        yield f"\nof these, over NVLink:\n{summary(over_nvlink)}"
+
+
+def _without_each_server(options: argparse.Namespace, collective: str) -> Answer:
     machine = read_machine(options)
     with progress_line("comparing") as progress:
         found = without_each_server(
@@ -193,41 +174,49 @@ def _run_without(options: argparse.Namespace, collective: str) -> int:
             channels=options.channels,
             progress=progress,
         )
-    if options.json:
-        print_json(costs_to_object(found, machine.whole))
-        return 0
-    if options.csv:
-        print_csv([_server_row(found, one) for one in (found.whole, *found.rows)])
-        return 0
-    print(f"{collective} on {machine.whole.name}")
-    rows = [("all", str(found.whole.gpus), f"{found.whole.rate:.4g}", f"{found.whole.bus:.4g}", "")]
-    rows += [
-        (
-            f"all but {_server_words(row.servers)}",
-            str(row.gpus),
-            f"{row.rate:.4g}" if row.rate else "-",
-            f"{row.bus:.4g}" if row.rate else "-",
-            f"{found.gain(row):.2f}x" if row.rate else "no path",
-        )
-        for row in found.rows
+    every = (found.whole, *found.rows)
+    notes = [
+        f"{_server_words(row.servers) or 'all'}: {row.gap:.2%} below the bound" for row in every if row.gap
     ]
-    print(table(("servers", "GPUs", "GB/s", "busbw", "of all"), rows))
+    return Answer(
+        text=lambda: [f"{collective} on {machine.whole.name}", *_server_lines(found)],
+        value=lambda: costs_to_object(found, machine.whole),
+        rows=lambda: records_of(_server_columns(found), every),
+        notes=(*machine.whole.notes, *notes),
+    )
+
+
+def _server_columns(found: ServerCosts) -> tuple[Column[WithoutServer], ...]:
+    """Return the columns of the rates without one server of each class; the first row is the whole machine."""
+
+    def gain(row: WithoutServer) -> str:
+        return "" if row is found.whole else f"{found.gain(row):.2f}x" if row.rate else "no path"
+
+    def positive(rate: float) -> str:
+        return f"{rate:.4g}" if rate else "-"
+
+    return (
+        Column("servers", "servers", lambda row: list(row.servers), _all_but),
+        Column("GPUs", "gpus"),
+        Column("GB/s", "rate", form=positive),
+        Column("busbw", "busbw", "bus", positive),
+        Column(None, "gap"),
+        Column(None, "gain", found.gain),
+        Column("of all", value=gain),
+    )
+
+
+def _server_lines(found: ServerCosts) -> Iterator[str]:
+    yield table_of(_server_columns(found), (found.whole, *found.rows))
     least = found.rows[-1].rate
-    fewer = f"; without any other {least:.4g}" if least > found.whole.rate else ""
+    fewer = f"; without any other {least:.4g}" if least > found.whole.rate and len(found.rows) == 2 else ""
     for row in found.slow:
-        print(
+        yield (
             f"{row.servers[0]} holds the others back: they do {row.rate:.4g} GB/s of algorithm bandwidth without it, "
-            f"{found.whole.rate:.4g} with it{fewer if len(found.rows) == 2 else ''}"
+            f"{found.whole.rate:.4g} with it{fewer}"
         )
     if not found.slow:
-        print("no server by itself holds the others back")
-    notes = [
-        f"{_server_words(row.servers) or 'all'}: {row.gap:.2%} below the bound"
-        for row in (found.whole, *found.rows)
-        if row.gap
-    ]
-    print_notes(*machine.whole.notes, *notes)
-    return 0
+        yield "no server by itself holds the others back"
 
 
 def _server_words(names: Sequence[str]) -> str:
@@ -235,23 +224,13 @@ def _server_words(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"one of {', '.join(name_ranges(names))}" if names else ""
 
 
-def _server_row(found: ServerCosts, one: WithoutServer) -> dict[str, object]:
-    """Return the rate without one server of a class; ``servers`` names the class."""
-    return {
-        "servers": " ".join(name_ranges(one.servers)),
-        "gpus": one.gpus,
-        "rate": one.rate,
-        "busbw": one.bus,
-        "gap": one.gap,
-        "gain": found.gain(one),
-    }
+def _all_but(names: Sequence[str]) -> str:
+    return f"all but {_server_words(names)}" if names else "all"
 
 
 def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]:
     """Return the JSON object of the costs of servers; rates in GB/s, 0 if the remaining GPUs are not connected."""
-    whole, *rows = (
-        {**_server_row(found, one), "servers": list(one.servers)} for one in (found.whole, *found.rows)
-    )
+    whole, *rows = records_of(_server_columns(found), (found.whole, *found.rows))
     return {
         "machine": topology.name,
         "collective": found.collective,
@@ -274,7 +253,7 @@ def add_diff_options(parser: arguments.OneLineParser) -> None:
     add_cluster_options(parser)
 
 
-def run_diff(options: argparse.Namespace) -> int:
+def run_diff(options: argparse.Namespace) -> Answer:
     """Compare two descriptions of a machine device by device; exit status 0 if they are equal, 1 if not.
 
     Bounds are of allreduce and allgather on all GPUs; with --servers, of a cluster of the machine.
@@ -289,13 +268,12 @@ def run_diff(options: argparse.Namespace) -> int:
     with progress_line("comparing"):
         found = differences(first, second, placed=lambda machine: apply_cluster_options(options, machine))
     size = len(apply_cluster_options(options, first).gpus), len(apply_cluster_options(options, second).gpus)
-    if options.json:
-        print_json(differences_to_object(found, size))
-    else:
-        _print_differences(
-            found, size, ["stdin" if one == "-" else one for one in (options.topo, options.other)]
-        )
-    return 1 if found.rows else 0
+    names = ["stdin" if one == "-" else one for one in (options.topo, options.other)]
+    return Answer(
+        text=lambda: _difference_lines(found, size, names),
+        value=lambda: differences_to_object(found, size),
+        status=1 if found.rows else 0,
+    )
 
 
 def _read_machines(options: argparse.Namespace) -> tuple[Topology, Topology]:
@@ -321,16 +299,15 @@ def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, 
     """Return the JSON object of a comparison; bounds in GB/s of algorithm bandwidth, 0 if the GPUs are not
     connected.
     """
+    sides = zip("ab", (found.a, found.b), size, (found.bounds_a, found.bounds_b), strict=True)
     return {
-        "a": {
-            "machine": found.a.name,
-            "gpus": size[0],
-            "bound": dict(zip(COLLECTIVES, found.bounds_a, strict=True)),
-        },
-        "b": {
-            "machine": found.b.name,
-            "gpus": size[1],
-            "bound": dict(zip(COLLECTIVES, found.bounds_b, strict=True)),
+        **{
+            side: {
+                "machine": machine.name,
+                "gpus": gpus,
+                "bound": dict(zip(COLLECTIVES, bounds, strict=True)),
+            }
+            for side, machine, gpus, bounds in sides
         },
         "equal": not found.rows,
         "differences": [
@@ -351,14 +328,14 @@ MAX_NAME_LENGTH = 60
 """Most characters of a machine's name in the table; a longer path loses its beginning."""
 
 
-def _print_differences(found: Differences, size: Sequence[int], names: Sequence[str]) -> None:
+def _difference_lines(found: Differences, size: Sequence[int], names: Sequence[str]) -> Iterator[str]:
     changing = sum(map(found.changes, found.rows))
     summary = "no difference"
     if found.rows:
         by_itself = "changes the bound by itself" if changing < 2 else "change the bound by themselves"
         summary = f"{counted(len(found.rows), 'difference')}, {changing or 'none'} of which {by_itself}"
-    print(summary)
-    print()
+    yield summary
+    yield ""
     sides = [
         (
             side,
@@ -369,12 +346,12 @@ def _print_differences(found: Differences, size: Sequence[int], names: Sequence[
         for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
     ]
     heads = [head for collective in COLLECTIVES for head in (collective, "busbw")]
-    print(table(("", "machine", "GPUs", *heads), sides))
+    yield table(("", "machine", "GPUs", *heads), sides)
     if not found.rows:
         return
-    print("\nwith one difference alone, A's bound is")
+    yield "\nwith one difference alone, A's bound is"
     rows = [(row.what, _device_names(row), row.a, row.b, *_bound_change(found, row)) for row in found.rows]
-    print(table(("what", "which", "in A", "in B", *COLLECTIVES), rows))
+    yield table(("what", "which", "in A", "in B", *COLLECTIVES), rows)
     notes = []
     if any(row.what.startswith("bus id") for row in found.rows):
         notes.append(
@@ -382,7 +359,7 @@ def _print_differences(found: Differences, size: Sequence[int], names: Sequence[
         )
     if found.bounds_a != found.bounds_b and not changing:
         notes.append("the bounds differ, and no difference by itself makes that: they do together")
-    print_notes(*notes)
+    yield from note_lines(*notes)
 
 
 def _both_bandwidths(bounds: Sequence[float], gpus: int) -> list[str]:

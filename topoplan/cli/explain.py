@@ -6,29 +6,14 @@ With ``--tune`` write a file for NCCL's tuner from logs of nccl-tests, one for e
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-)
-from topoplan.cli.output import (
-    check_target,
-    print_csv,
-    print_json,
-    print_notes,
-    printable,
-    progress_line,
-    table,
-    write_whole,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options
+from topoplan.cli.output import Answer, Column, printable, progress_line, table_of
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
 from topoplan.errors import UsageError, warning
@@ -62,9 +47,8 @@ class LabelledLog:
     spoken: NcclLog | None
 
 
-def write_tuner_file(options: argparse.Namespace) -> int:
-    """Write the fastest choice for each range of sizes, in the format of NCCL's example tuner plugin."""
-    check_target(options.output, "-o")
+def _tuner_file(options: argparse.Namespace) -> Answer:
+    """Return the fastest choice for each range of sizes, in the format of NCCL's example tuner plugin."""
     logs = [_read_labelled_log(part) for part in options.tune.split(",")]
     machine = None if options.topo is None else read_machine(options)
     expected = {} if machine is None else _model_expectations(options, machine)
@@ -99,15 +83,7 @@ def write_tuner_file(options: argparse.Namespace) -> int:
         source=f"the times of {', '.join(log.label for log in logs)}",
         others=model_ranges(expected),
     )
-    notes += exported.notes
-    if options.output in (None, "-"):
-        sys.stdout.write(exported.text)
-        print_notes(*notes, file=sys.stderr)
-    else:
-        write_whole(options.output, exported.text)
-        print(f"written: {options.output}")
-        print_notes(*notes)
-    return 0
+    return Answer(file=lambda: exported.text, notes=(*notes, *exported.notes))
 
 
 def _read_labelled_log(part: str) -> LabelledLog:
@@ -198,9 +174,26 @@ def _open_protocol(
     )
 
 
-COLUMN_HEADS = (
-    *("size", "time (us)", "algbw", "busbw", "in place", "of NCCL", "of best", "bound by"),
-    *("model", "(us)", "of it"),
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f}%"
+
+
+def _in_place(one: JudgedRow) -> object:
+    return one.row.in_place if one.row.out_of_place else None
+
+
+ROWS: tuple[Column[JudgedRow], ...] = (
+    Column("size", value="row.size", form=format_size),
+    Column("time (us)", value=lambda one: one.row.timing.seconds * 1e6, form=".6g"),
+    Column("algbw", value="row.timing.algbw", form=".2f"),
+    Column("busbw", value="row.timing.busbw", form=".2f"),
+    Column("in place", value=_in_place, form="{0.busbw:.2f}".format),
+    Column("of NCCL", value="of_nccl", form=_percent),
+    Column("of best", value="of_best", form=_percent),
+    Column("bound by", value="bound_by"),
+    Column("model", value="expected", form="{0.algorithm}/{0.protocol}".format),
+    Column("(us)", value=lambda one: one.expected and one.expected.seconds(one.row.size) * 1e6, form=".6g"),
+    Column("of it", value="of_model", form=_percent),
 )
 
 MODEL_NOTE = "model: the choice of NCCL's own model of time at this size, and its time over the measured time"
@@ -237,24 +230,19 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """,
         nccl_channels=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
     )
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Read the logs of nccl-tests, topoplan bench and NCCL: what was measured, what NCCL and any schedule can reach."""
     if options.tune is not None:
-        given = arguments.first_set_option(options, {"json": False, "csv": False})
-        if options.log is not None or given:
-            raise UsageError(f"--tune writes a file of its own logs; leave {given or 'LOG'} out")
-        return write_tuner_file(options)
-    given = arguments.first_set_option(options, {"output": None, "nccl_channels": None})
-    if given:
-        raise UsageError(f"{given.replace('--output', '-o')} goes with --tune; leave it out")
+        if options.log is not None:
+            raise UsageError("LOG does not go with --tune, which names its logs; leave one of them out")
+        arguments.refuse_beside(options, "--tune", {"json": False, "csv": False})
+        return _tuner_file(options)
+    arguments.refuse_without(options, dict.fromkeys(("output", "nccl_channels"), "--tune"))
     if options.log is None:
         raise UsageError("no LOG is given; name the output of nccl-tests, or - for stdin")
-    arguments.check_csv(options)
     if options.topo is None:
         raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
@@ -279,16 +267,14 @@ def run(options: argparse.Namespace) -> int:
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
         nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
-    if options.json:
-        print_json(_object(judged, nccl, machine))
-    elif options.csv:
-        print_csv([_flatten_row(row.to_object()) for one in judged for row in one.rows])
-    else:
-        parts = [_run_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
-        print("\n\n".join("\n".join(lines) for lines in parts))
-        adding = [] if whole == named else [IN_NETWORK_NOTE]
-        print_notes(*adding, *machine.whole.notes)
-    return 0
+    parts = [_run_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
+    adding = () if whole == named else (IN_NETWORK_NOTE,)
+    return Answer(
+        text=lambda: ["\n\n".join("\n".join(lines) for lines in parts)],
+        value=lambda: _object(judged, nccl, machine),
+        rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
+        notes=(*adding, *machine.whole.notes),
+    )
 
 
 def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
@@ -376,7 +362,7 @@ def _run_lines(one: JudgedRun, machine: RequestedMachine) -> list[str]:
     for found in one.references:
         lines += _reference_lines(found)
     if one.rows:
-        lines += ["", table(COLUMN_HEADS, [_row_cells(row) for row in one.rows])]
+        lines += ["", table_of(ROWS, one.rows)]
         lines += [MODEL_NOTE, ""] if any(row.expected for row in one.rows) else [""]
     lines += [_verdict(one)] if one.references else []
     lines += [words.replace(": ", ":\n       ", 1) for _, words in _nic_sentences(one)][-1:]
@@ -448,27 +434,6 @@ def _reference_lines(found: Attainable) -> list[str]:
         *(f"       {rate}" for rate in others),
         f"best   {both(found.best)}, over {'+'.join(found.channels)}, whatever the schedule{without}: {found.links}",
     ]
-
-
-def _row_cells(row: JudgedRow) -> tuple[str, ...]:
-    inside, expected = row.row.in_place if row.row.out_of_place else None, row.expected
-    return (
-        format_size(row.row.size),
-        f"{row.row.timing.seconds * 1e6:.6g}",
-        f"{row.row.timing.algbw:.2f}",
-        f"{row.row.timing.busbw:.2f}",
-        "-" if inside is None else f"{inside.busbw:.2f}",
-        _percent(row.of_nccl),
-        _percent(row.of_best),
-        row.bound_by or "-",
-        f"{expected.algorithm}/{expected.protocol}" if expected else "-",
-        f"{expected.seconds(row.row.size) * 1e6:.6g}" if expected else "-",
-        _percent(row.of_model),
-    )
-
-
-def _percent(part: float | None) -> str:
-    return "-" if part is None else f"{100 * part:.1f}%"
 
 
 def _verdict(one: JudgedRun) -> str:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-    apply_faults,
-    apply_overlay,
-)
-from topoplan.cli.output import check_target, plan_notes, print_notes, progress_line, write_whole
+from topoplan.cli.machine_options import add_all_options, add_fault_options, apply_faults, apply_overlay
+from topoplan.cli.output import Answer, check_target, plan_notes, print_notes, progress_line, write_whole
 from topoplan.cli.sources import read_machine, read_plan_or_machine
 from topoplan.engines.exported import Choices, Exported, one_server
 from topoplan.engines.msccl_write import RUNTIMES
@@ -68,38 +61,29 @@ def add_options(parser: arguments.OneLineParser) -> None:
     add_fault_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer | int:
     """Write a plan (verified first) or a machine as a file that another program reads."""
     check_format(options.to)
-    check_target(options.output, "-o")
     with progress_line("exporting"):
         exported, source_notes = _export_file(options)
     notes = (*source_notes, *exported.notes, *_usage_lines(options))
-    if exported.files:
-        if options.output in (None, "-"):
-            raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
-        stem = str(Path(options.output).with_suffix(""))
-        names = [stem + end for end, _ in exported.files]
-        for name, (_, content) in zip(names, exported.files, strict=True):
-            check_target(name, "-o")
-            write_whole(name, content)
-        print(f"written: {names[0]} to {names[-1]}, {len(names)} files")
-        print_notes(*notes)
-        return 0
-    if options.output not in (None, "-"):
-        write_whole(options.output, exported.text)
-        print(f"written: {options.output}")
-        print_notes(*notes)
-        return 0
-    sys.stdout.write(exported.text)
-    print_notes(*notes, file=sys.stderr)
+    if not exported.files:
+        return Answer(file=lambda: exported.text, notes=notes)
+    if options.output in (None, "-"):
+        raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
+    stem = str(Path(options.output).with_suffix(""))
+    names = [stem + end for end, _ in exported.files]
+    for name, (_, content) in zip(names, exported.files, strict=True):
+        check_target(name, "-o")
+        write_whole(name, content)
+    print(f"written: {names[0]} to {names[-1]}, {len(names)} files")
+    print_notes(*notes)
     return 0
 
 
 def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """Return the exported file, and the notes of the plan or machine."""
-    if options.bus_ids is not None and options.to != "nccl-topo":
-        raise UsageError(f"--bus-ids goes with --to nccl-topo; {options.to} has none")
+    arguments.refuse_without(options, {"bus_ids": "--to nccl-topo"})
     if options.bus_ids == "-" == options.topo:
         raise UsageError("stdin is read once; give --bus-ids a file")
     source = read_plan_or_machine(options)
@@ -163,16 +147,13 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
         channels={"default": "auto"},
     )
     arguments.add_sizes(parser, "1KB:1GB")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
-def run_report(options: argparse.Namespace) -> int:
+def run_report(options: argparse.Namespace) -> Answer:
     """Write one HTML file: the machine, its health, which GPUs to take, the plan, its proof and trees, and times."""
     if options.output is None:
         raise UsageError("report needs an output file; give one with -o, such as -o report.html")
-    check_target(options.output, "-o")
     machine = read_machine(options)
     from topoplan.operate.plot.page import report_page
 
@@ -187,9 +168,4 @@ def run_report(options: argparse.Namespace) -> int:
             sizes=options.sizes,
             progress=progress,
         )
-    if options.output == "-":
-        print(page, end="")
-        return 0
-    write_whole(options.output, page)
-    print(f"written: {options.output}")
-    return 0
+    return Answer(file=lambda: page)

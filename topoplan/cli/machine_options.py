@@ -17,9 +17,9 @@ from topoplan.cli.arguments import (
     bandwidth,
     bandwidth_reader,
     declare,
-    first_set_option,
     gpu_list,
     number,
+    refuse_without,
     whole_number,
 )
 from topoplan.errors import UsageError
@@ -64,6 +64,18 @@ def _nic_choice(text: str) -> int | str:
     return _count(text) if text.isdigit() else text
 
 
+def add_all_options(parser: OneLineParser, *, in_network: bool = False) -> None:
+    """Add the options of clusters and of broken machines, and ``--in-network`` between them for some commands."""
+    add_cluster_options(parser)
+    if in_network:
+        text = f"""
+        --in-network WHICH  {", ".join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the
+                            machine's file says)
+        """
+        declare(parser, text, in_network={"choices": tuple(IN_NETWORK_CHOICES)})
+    add_fault_options(parser)
+
+
 def add_cluster_options(parser: OneLineParser) -> None:
     """Add the options of servers, NICs and network."""
     group = parser.add_argument_group("a cluster", "servers of TOPO, joined by a network")
@@ -104,18 +116,6 @@ def add_cluster_options(parser: OneLineParser) -> None:
     )
 
 
-def add_in_network(parser: OneLineParser) -> None:
-    """Add ``--in-network``."""
-    declare(
-        parser,
-        f"""
-        --in-network WHICH  {", ".join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the
-                            machine's file says)
-        """,
-        in_network={"choices": tuple(IN_NETWORK_CHOICES)},
-    )
-
-
 def apply_cluster_options(
     options: argparse.Namespace, machine: Topology, *, gpus: tuple[int, ...] | None = None
 ) -> Topology:
@@ -130,9 +130,7 @@ def apply_cluster_options(
         machine = domain(machine, options.domain)
         servers = count * (servers or 1) if count > 1 else servers
     if servers is None:
-        given = first_set_option(options, dict.fromkeys(NETWORK_OPTIONS))
-        if given:
-            raise UsageError(f"{given} belongs to a cluster; add --servers, or leave {given} out")
+        refuse_without(options, dict.fromkeys(NETWORK_OPTIONS, "--servers"))
         return machine
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:

@@ -11,21 +11,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from io import TextIOWrapper
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Protocol, TextIO, cast
 
 import topoplan
 from topoplan.cli.arguments import OneLineParser
-from topoplan.cli.output import MPI_RANK_VARIABLES, WrappedText, print_error, terminal_width
+from topoplan.cli.output import (
+    MPI_RANK_VARIABLES,
+    Answer,
+    check_outputs,
+    print_answer,
+    print_error,
+    terminal_width,
+)
 from topoplan.errors import BackendError, TopoplanError, UsageError
 from topoplan.plans.plan import Plan
 from topoplan.plugins import plugin_loaders
@@ -78,6 +86,62 @@ def _complete_files(parser: argparse.ArgumentParser) -> None:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
 
 
+class WrappedText(io.TextIOBase):
+    """A stream that wraps lines between words at ``width`` columns.
+
+    Continued lines are indented to the last column of their line, or by four spaces.
+    """
+
+    def __init__(self, stream: TextIO, width: int) -> None:
+        super().__init__()
+        self._stream, self._width, self._begun = stream, width, ""
+
+    def write(self, text: str) -> int:
+        """Write complete lines, and buffer the rest."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            self._stream.write(f"{wrap_line(line, self._width)}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.write(self._begun)
+        self._begun = ""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def wrap_line(line: str, width: int) -> str:
+    """Return a line wrapped at ``width`` columns, words whole; unchanged if a word, such as a path, is too long.
+
+    >>> print(wrap_line("bound  50 GB/s: the links between them carry 300 GB/s", 30))
+    bound  50 GB/s: the links
+           between them carry 300
+           GB/s
+    """
+    if len(line) <= width:
+        return line
+    gaps = [match.end() for match in re.finditer(r" {2,}", line) if match.end() <= width // 2]
+    indent = max(gaps, default=4)
+    if max(map(len, line.split())) > width - indent:
+        return line
+    return "\n".join(
+        textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            expand_tabs=False,
+        )
+    )
+
+
 COMMAND_GROUP = "topoplan.commands"
 """Entry point group of modules; each is a `CommandModule`."""
 
@@ -94,8 +158,8 @@ class CommandModule(Protocol):
     def add_options(self, parser: OneLineParser) -> None:
         """Add arguments and options."""
 
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return its exit status; the docstring is the command's description."""
+    def run(self, options: argparse.Namespace) -> Answer | int:
+        """Return the answer to print, or the exit status; the docstring is the command's description."""
 
 
 class PlanExplanation(Protocol):
@@ -158,7 +222,7 @@ RANK_VARIABLES = ("RANK", *MPI_RANK_VARIABLES)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments, `sys.argv` is parsed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     with _terminating_cleanly():
         return _run_wrapped(given)
@@ -266,7 +330,9 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
         return 0
     if unknown:
         raise UsageError(chosen.not_understood(unknown[0]))
-    return _load(name, others).run(options)
+    check_outputs(options)
+    found = _load(name, others).run(options)
+    return found if isinstance(found, int) else print_answer(found, options)
 
 
 def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> CommandModule:

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.cli import arguments
-from topoplan.cli.arguments import first_set_option
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    apply_faults,
-    apply_overlay,
-)
-from topoplan.cli.output import check_target, print_json, print_notes, progress_line, table, write_whole
+from topoplan.cli.machine_options import RequestedMachine, add_all_options, apply_faults, apply_overlay
+from topoplan.cli.output import Answer, Column, progress_line, table, table_of
 from topoplan.cli.plan_sets import add_mesh_options as add_mesh
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import UsageError
@@ -64,50 +56,54 @@ class OrderAnswer:
         return list(dict.fromkeys(placement.host for placement in self.found))
 
 
-def print_order(answer: OrderAnswer, ranked: RankOrder) -> None:
-    """Print the rates as given and in the best order, and the hosts and GPUs of the best order."""
+def _order_lines(answer: OrderAnswer, ranked: RankOrder) -> Iterator[str]:
+    """Yield the rates as given and in the best order, and the hosts and GPUs of the best order."""
     channels = usable_fabric(answer.machine.whole.subset(answer.gpus)).channels
-    print(
+    yield (
         f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')} for "
         f"{answer.collective} on {answer.machine.whole.name}, over {channel_words(channels)}"
     )
-    print()
-    rows = []
-    for name, before, after in _rate_pairs(answer, ranked):
-        gain = f"{after[0] / before[0]:.2f}x" if before[0] else "-"
-        rows.append((name, *(f"{rate:.6g}" if rate else "-" for rate in (*before, *after)), gain))
-    print(table(("", "algbw as given", "busbw", "algbw in this order", "busbw", "gain"), rows))
-    print()
+    yield ""
+    rates: tuple[Column[RatePairs], ...] = (
+        Column("", value=lambda row: row[0]),
+        Column("algbw as given", value=lambda row: row[1][0] or None, form=".6g"),
+        Column("busbw", value=lambda row: row[1][1] or None, form=".6g"),
+        Column("algbw in this order", value=lambda row: row[2][0] or None, form=".6g"),
+        Column("busbw", value=lambda row: row[2][1] or None, form=".6g"),
+        Column("gain", value=lambda row: row[2][0] / row[1][0] if row[1][0] else None, form="{:.2f}x".format),
+    )
+    yield table_of(rates, _rate_pairs(answer, ranked))
+    yield ""
     bound = float(ranked.bound)
     if ranked.proof == ENUMERATED:
-        print("ring    optimal among all orders: every one was tried")
+        yield "ring    optimal among all orders: every one was tried"
     elif ranked.proof:
-        print(
-            f"ring    optimal among all orders: no ring of any order exceeds {bound:.6g} GB/s of bus bandwidth, proved"
-        )
+        most = f"{bound:.6g} GB/s of bus bandwidth"
+        yield f"ring    optimal among all orders: no ring of any order exceeds {most}, proved"
     else:
         gap = float(1 - ranked.after.ring / ranked.bound)
-        print(
-            f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
-        )
+        yield f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
     if ranked.after.tree is None:
-        print("NCCL    lays rings of its own inside a server, several at once: topoplan compare has them")
+        yield "NCCL    lays rings of its own inside a server, several at once: topoplan compare has them"
     crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
     if any(crossed):
-        print(
+        yield (
             f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times "
             "in this order"
         )
     if ranked.ranks == ranked.given:
-        print("order   as given: none that was tried is better")
-    _print_placement(answer)
+        yield "order   as given: none that was tried is better"
+    yield from _placement_lines(answer)
 
 
 RatePair = tuple[float, float]
 """Algorithm and bus bandwidth in GB/s."""
 
+RatePairs = tuple[str, RatePair, RatePair]
+"""Rates of rings or trees, as given and in the best order."""
 
-def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[tuple[str, RatePair, RatePair]]:
+
+def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[RatePairs]:
     """Return the rates of ring and tree as given and in the best order."""
     factor = bus_factor(answer.collective, len(answer.order))
     buses = [float(rates.ring) for rates in (ranked.before, ranked.after)]
@@ -120,8 +116,8 @@ def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[tuple[str, RateP
     return rows
 
 
-def _print_placement(answer: OrderAnswer) -> None:
-    print(f"hosts   {_shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)}")
+def _placement_lines(answer: OrderAnswer) -> Iterator[str]:
+    yield f"hosts   {_shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)}"
     taken: dict[str, list[int]] = {}
     for placement in answer.found:
         taken.setdefault(placement.host, []).append(placement.slot)
@@ -132,9 +128,9 @@ def _print_placement(answer: OrderAnswer) -> None:
         where = "every host" if len(hosts_by_slots) == 1 else _shorten_list(fold_hostlist(names), 40)
         if len(hosts_by_slots) > 1 or list(places) != list(range(len(places))):
             slots_text = number_ranges(places)
-            print(f"GPUs    {_shorten_list(slots_text, 60)} on {where}")
+            yield f"GPUs    {_shorten_list(slots_text, 60)} on {where}"
     if len(hosts_by_slots) > 4:
-        print(f"GPUs    otherwise on {len(hosts_by_slots) - 4} sets of hosts more; --json has all")
+        yield f"GPUs    otherwise on {len(hosts_by_slots) - 4} sets of hosts more; --json has all"
 
 
 def _shorten_list(text: str, most: int) -> str:
@@ -142,19 +138,19 @@ def _shorten_list(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def print_mesh_order(answer: OrderAnswer, ranked: MeshOrder) -> None:
-    """Print the placements of a mesh with their rates, and the position of each axis in the best one."""
+def _mesh_lines(answer: OrderAnswer, ranked: MeshOrder) -> Iterator[str]:
+    """Yield the placements of a mesh with their rates, and the position of each axis in the best one."""
     axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
-    print(
+    yield (
         f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
         f"{answer.collective} on {answer.machine.whole.name}"
     )
     words = [word for word, _ in ranked.levels]
     weights = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
-    print(f"weights {weights}: how fast the axes are to be in proportion (--axes)")
+    yield f"weights {weights}: how fast the axes are to be in proportion (--axes)"
     sizes = " x ".join(f"{size} {word}" for word, size in ranked.levels)
-    print(f"levels  {sizes}; below, the extent of every axis on each")
-    print()
+    yield f"levels  {sizes}; below, the extent of every axis on each"
+    yield ""
     header = (
         "ranks",
         *(name for name, _ in ranked.axes),
@@ -165,27 +161,23 @@ def print_mesh_order(answer: OrderAnswer, ranked: MeshOrder) -> None:
     rows = [_placement_row("as given", ranked, ranked.given)]
     for number, one in enumerate(ranked.placements[:MAX_PLACEMENTS], 1):
         rows.append(_placement_row(f"{number}", ranked, one))
-    print(table(header, rows))
+    yield table(header, rows)
     if len(ranked.placements) > MAX_PLACEMENTS:
-        print(f"and {len(ranked.placements) - MAX_PLACEMENTS} slower ones; --json has all")
-    print()
-    print("GB/s of algorithm bandwidth in every group; at once: of an axis of weight 1, all axes running")
+        yield f"and {len(ranked.placements) - MAX_PLACEMENTS} slower ones; --json has all"
+    yield ""
+    yield "GB/s of algorithm bandwidth in every group; at once: of an axis of weight 1, all axes running"
     best = ranked.best
     if best.ranks == ranked.given.ranks:
-        print("order   as given: no placement that was tried is faster")
+        yield "order   as given: no placement that was tried is faster"
     for (name, extent), parts in zip(ranked.axes, best.factors, strict=False):
         if extent > 1:
-            print(
-                f"{name:<7} {_axis_extent(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}"
-            )
+            yield f"{name:<7} {_axis_extent(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}"
     if best.nested:
-        print(
-            f"axes    {' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
-        )
+        yield f"axes    {' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
     if best.packed is not None:
         proof = "no trees are faster, proved" if best.proved else "faster trees may exist"
-        print(f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})")
-    _print_placement(answer)
+        yield f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})"
+    yield from _placement_lines(answer)
 
 
 def _rate_alone(ranked: MeshOrder, best: MeshPlacement, name: str, collective: str) -> str:
@@ -258,9 +250,7 @@ def order_object(
     return found
 
 
-def _rates_object(
-    rows: Sequence[tuple[str, RatePair, RatePair]], side: int, rates: OrderRates
-) -> dict[str, object]:
+def _rates_object(rows: Sequence[RatePairs], side: int, rates: OrderRates) -> dict[str, object]:
     found: dict[str, object] = {"ring": None, "tree": None}
     for row in rows:
         algbw, busbw = row[1] if side == 1 else row[2]
@@ -323,19 +313,16 @@ def add_options(parser: arguments.OneLineParser) -> None:
         format={"choices": FORMATS},
     )
     arguments.add_json(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Find the order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
-    as_json = options.json or options.format == "json"
     if options.json and options.format not in (None, "json"):
-        raise UsageError(f"--json goes with no --format {options.format}; leave one of them out")
+        raise UsageError(f"--json does not go with --format {options.format}; leave one of them out")
     if options.output and not options.format:
         raise UsageError(f"-o needs a --format: one of {', '.join(FORMATS)}")
     axes = _axes(options)
-    check_target(options.output, "-o")
     collective = check_collective(options.collective)
     if collective not in COLLECTIVES:
         raise UsageError(f"rings and trees do not do {collective}; use one of {', '.join(COLLECTIVES)}")
@@ -365,39 +352,25 @@ def run(options: argparse.Namespace) -> int:
         order,
         collective,
     )
-    if as_json:
-        found = order_object(answer, ranked, given)
-        if options.output and options.output != "-":
-            write_whole(options.output, json.dumps(found, allow_nan=False, indent=1) + "\n")
-        else:
-            print_json(found)
-        return 0
+    found = order_object(answer, ranked, given)
+    if options.format == "json":
+        return Answer(file=lambda: json.dumps(found, allow_nan=False, indent=1) + "\n")
     if options.format:
+        path = "F" if options.output in (None, "-") else options.output
         text = LAUNCH_FILES[options.format](answer.found)
-        to_file = bool(options.output) and options.output != "-"
-        if to_file:
-            write_whole(options.output, text)
-            print(f"written: {options.output}")
-        else:
-            print(text, end="")
-        print_notes(
-            *usage(options.format, answer.found, options.output if to_file else "F"),
-            file=sys.stdout if to_file else sys.stderr,
-        )
-        return 0
-    if isinstance(ranked, MeshOrder):
-        print_mesh_order(answer, ranked)
-    else:
-        print_order(answer, ranked)
-    print_notes(*dict.fromkeys((*(network.notes if network else ()), *machine.whole.notes)))
-    return 0
+        return Answer(file=lambda: text, notes=usage(options.format, answer.found, path))
+    return Answer(
+        text=lambda: (
+            _mesh_lines(answer, ranked) if isinstance(ranked, MeshOrder) else _order_lines(answer, ranked)
+        ),
+        value=lambda: found,
+        notes=(*(network.notes if network else ()), *machine.whole.notes),
+    )
 
 
 def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
     """Return weights of the axes, as given or of a preset; UsageError if several axes run and neither is given."""
-    for name in ("axes", "preset"):
-        if getattr(options, name) is not None and options.mesh is None:
-            raise UsageError(f"--{name} belongs to --mesh; give the mesh, or leave it out")
+    arguments.refuse_without(options, {"axes": "--mesh", "preset": "--mesh", "slurm_topology": "--server"})
     if options.axes is not None and options.preset is not None:
         raise UsageError("--preset gives the weights that --axes states; leave one of them out")
     if options.preset is not None:
@@ -422,10 +395,6 @@ def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, 
     order.
     """
     if options.server is None:
-        if options.slurm_topology is not None:
-            raise UsageError(
-                "--slurm-topology belongs to --server, which names the machine of a node; add it"
-            )
         return read_machine(options), () if options.hosts is None else host_names(options.hosts), None
     network = load_network(options.topo, which=options.slurm_topology or "")
     if network is None:
@@ -433,11 +402,7 @@ def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, 
             f"--server names the machine of the nodes in Slurm's topology.conf or topology.yaml, and "
             f"{options.topo[:60]} is neither; leave --server out"
         )
-    refused = first_set_option(options, NOT_OF_TREES)
-    if refused:
-        raise UsageError(
-            f"{refused} does not go with a description of Slurm, which says how nodes are joined"
-        )
+    arguments.refuse_beside(options, "a description of Slurm, which says how nodes are joined", NOT_OF_TREES)
     nodes = tuple(node for node, _ in network.nodes) if options.hosts is None else host_names(options.hosts)
     machine = _cluster_of_hosts(options, network, nodes)
     home = dict(network.nodes)

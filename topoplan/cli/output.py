@@ -1,17 +1,13 @@
-"""Print JSON, notes, errors, tables and progress, and write the files of commands.
+"""Print the answers of commands as text, JSON or CSV, write their files and figures, and show errors and progress.
 
 A target is refused before the work begins, then written as a whole or not at all. Progress is one line on a terminal,
 drawn by a thread from the second second on and erased afterwards; the result does not depend on it.
-
-In a plan for a thousand GPUs one row stands for all symmetric shards; long lists are cut and say how much is missing.
-The plan file and ``--json`` hold the whole plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import io
 import json
 import logging
 import math
@@ -23,17 +19,17 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TextIO, TypeVar
 
 from topoplan.cli.arguments import PLOT_OPTIONS, first_set_option
 from topoplan.errors import UsageError, kind_of, warnings_first
-from topoplan.machine.fabric import Fabric, channel_words
+from topoplan.machine.fabric import channel_words
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
-from topoplan.plans.shards import ImageShards, Shard, Stage, bracket_notation
-from topoplan.plans.structure import PlanPhases
 from topoplan.solve.upper_bound import Bound, in_network_bound
 from topoplan.units import bus_words, counted, name_ranges, number_ranges
 
@@ -70,21 +66,175 @@ def print_error(prefix: str, message: str) -> None:
     print(f"{prefix}: {line}\n", end="", file=sys.stderr)
 
 
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The result of a command, in each form that its options can ask for.
+
+    ``text`` yields lines or paragraphs; without it the file is the answer, and stdout its place unless -o names one.
+    ``rows`` are for ``--csv``, ``value`` for ``--json``, ``file`` for -o and ``figure`` for ``--plot``. ``written`` are
+    files that the command wrote itself, None for files that were not asked for.
+    """
+
+    text: Callable[[], Iterable[str]] | None = None
+    value: Callable[[], dict[str, object]] | None = None
+    rows: Callable[[], Sequence[Mapping[str, object]]] | None = None
+    file: Callable[[], str] | None = None
+    figure: Callable[[], Figure] | None = None
+    notes: Iterable[str] = ()
+    written: Sequence[str | None] = ()
+    status: int = 0
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse two answers on stdout and targets that cannot be written, before any work."""
+    given = vars(options)
+    asked = {"-o -": given.get("output") == "-", "--json": given.get("json"), "--csv": given.get("csv")}
+    printing = [name for name, wanted in asked.items() if wanted]
+    if len(printing) > 1:
+        raise UsageError(f"{printing[0]} and {printing[1]} both print to stdout; leave one of them out")
+    check_target(given.get("output"), "-o")
+    if "plot" in given:
+        check_plot(options)
+
+
+def print_answer(answer: Answer, options: argparse.Namespace) -> int:
+    """Write the files of an answer, print the requested form, and return the exit status."""
+    given = vars(options)
+    output, plot = given.get("output"), given.get("plot")
+    if plot and answer.figure:
+        draw_plot(options, answer.figure)
+    if answer.file and (output == "-" or (output is None and answer.text is None)):
+        sys.stdout.write(answer.file())
+        if answer.text is None:
+            print_notes(*answer.notes, file=sys.stderr)
+        return answer.status
+    if answer.file and output:
+        write_whole(output, answer.file())
+    written = [f"written: {path}" for path in (*answer.written, output, plot) if path]
+    if given.get("csv") and answer.rows:
+        print_csv(answer.rows())
+    elif given.get("json") and answer.value:
+        print_json(answer.value())
+    elif answer.text is None:
+        print(*written, *note_lines(*answer.notes), sep="\n")
+    else:
+        for part in answer.text():
+            print(part)
+        for line in (*note_lines(*answer.notes), *written):
+            print(line)
+    return answer.status
+
+
+class Column(NamedTuple, Generic[Record]):
+    """One column of records.
+
+    ``head`` is its head in the table and ``key`` its key in JSON and CSV; a column without one of them is absent there.
+    ``value`` is an attribute of the record (``key`` by default) or a function of it, and ``form`` how the table shows
+    it: a format or a function of the value. The table shows None as a dash.
+    """
+
+    head: str | None
+    key: str = ""
+    value: str | Callable[[Record], object] = ""
+    form: str | Callable[[Any], str] = ""
+
+    def of(self, record: Record) -> object:
+        """Return the value of a record."""
+        return self.value(record) if callable(self.value) else attrgetter(self.value or self.key)(record)
+
+    def cell(self, record: Record) -> str:
+        """Return the value as the table shows it."""
+        value = self.of(record)
+        if value is None:
+            return "-"
+        return self.form(value) if callable(self.form) else format(value, self.form)
+
+
+def records_of(columns: Sequence[Column[Record]], records: Iterable[Record]) -> list[dict[str, object]]:
+    """Return the objects of records for JSON and CSV."""
+    return [{column.key: column.of(one) for column in columns if column.key} for one in records]
+
+
+def table_of(columns: Sequence[Column[Record]], records: Sequence[Record]) -> str:
+    """Return the table of records.
+
+    >>> from fractions import Fraction
+    >>> print(table_of((Column("half", value="numerator"), Column("GB/s", "rate", float, ".2f")), [Fraction(3, 2)]))
+    half  GB/s
+       3  1.50
+    """
+    shown = [column for column in columns if column.head is not None]
+    return table([str(column.head) for column in shown], [[c.cell(one) for c in shown] for one in records])
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, gap: int = 2) -> str:
+    """Return columns padded to their widest cell with ``gap`` spaces between; numbers to the right, text to the left.
+
+    >>> print(table(("name", "GB/s"), [("a", "1.5"), ("bc", "10.0")]))
+    name  GB/s
+    a      1.5
+    bc    10.0
+    """
+    lines = [header, *([cell if cell.isprintable() else printable(cell) for cell in row] for row in rows)]
+    padded = []
+    for cells in zip(*lines, strict=True):
+        wide = max(map(len, cells))
+        numeric = len(cells) > 1 and all(map(_is_number, cells[1:]))
+        padded.append([cell.rjust(wide) if numeric else cell.ljust(wide) for cell in cells])
+    return "\n".join((" " * gap).join(row).rstrip() for row in zip(*padded, strict=True))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.rstrip("x%"))
+    except ValueError:
+        return cell in ("", "-")
+    return True
+
+
 def print_json(value: dict[str, object]) -> None:
     """Print one JSON object in ASCII, which every terminal and pipe takes."""
     print(json.dumps(value, allow_nan=False, indent=1))
 
 
-def plan_notes(plan: Plans) -> list[str]:
-    """Return the notes of a plan and of its machine, each once."""
-    return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
+def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print objects as comma-separated values (RFC 4180, but lines end with LF), keys first.
+
+    None and infinite rates are empty; lists of GPUs and of names are ranges.
+    """
+
+    def cell(value: object) -> object:
+        if isinstance(value, list):
+            named = all(isinstance(one, str) for one in value)
+            return " ".join(name_ranges(value)) if named else number_ranges(value)
+        return "" if isinstance(value, float) and not math.isfinite(value) else value
+
+    keys = dict.fromkeys(key for row in rows for key in row)
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(keys)
+    for row in rows:
+        writer.writerow(cell(row.get(key)) for key in keys)
+
+
+def note_lines(*notes: str) -> Iterator[str]:
+    """Yield the lines of notes, each once, warnings first."""
+    for note in warnings_first(notes):
+        line = printable(note)
+        yield line if kind_of(note) == "warning" else f"note: {line}"
 
 
 def print_notes(*notes: str, file: TextIO | None = None) -> None:
     """Print notes, each once, warnings first; on stdout by default."""
-    for note in warnings_first(notes):
-        line = printable(note)
-        print(line if kind_of(note) == "warning" else f"note: {line}", file=file)
+    for line in note_lines(*notes):
+        print(line, file=file)
+
+
+def plan_notes(plan: Plans) -> list[str]:
+    """Return the notes of a plan and of its machine, each once."""
+    return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 
 
 def rate_verdict(channels: Sequence[str], gap: float, without: str = "") -> str:
@@ -113,41 +263,6 @@ def in_network_words(proved: Plan | Bound) -> str:
     return f"without in-network reduction; with it at most {beyond:.6g} GB/s{bus}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 2) -> str:
-    """Return columns padded to their widest cell with ``gap`` spaces between; numbers to the right, text to the left.
-
-    >>> print(table(("name", "GB/s"), [("a", "1.5"), ("bc", "10.0")]))
-    name  GB/s
-    a      1.5
-    bc    10.0
-    """
-    rows = [[cell if cell.isprintable() else printable(cell) for cell in row] for row in rows]
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(len(cell) for cell in column) for column in columns]
-    numeric = [all(_is_number(cell) for cell in column[1:]) and len(column) > 1 for column in columns]
-    lines = []
-    for row in (header, *rows):
-        cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ]
-        lines.append((" " * gap).join(cells).rstrip())
-    return "\n".join(lines)
-
-
-def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print objects as comma-separated values (RFC 4180, but lines end with LF), keys first.
-
-    None and infinite rates are empty.
-    """
-    keys = dict.fromkeys(key for row in rows for key in row)
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(keys)
-    for row in rows:
-        cells = (row.get(key) for key in keys)
-        writer.writerow("" if isinstance(cell, float) and not math.isfinite(cell) else cell for cell in cells)
-
-
 def terminal_width() -> int | None:
     """Return the columns of a line if stdout is a terminal, at most `MAX_COLUMNS`; else None.
 
@@ -156,70 +271,6 @@ def terminal_width() -> int | None:
     if sys.stdout is None or not sys.stdout.isatty() or os.environ.keys() & set(MPI_RANK_VARIABLES):
         return None
     return min(MAX_COLUMNS, shutil.get_terminal_size().columns)
-
-
-class WrappedText(io.TextIOBase):
-    """A stream that wraps lines between words at ``width`` columns.
-
-    Continued lines are indented to the last column of their line, or by four spaces.
-    """
-
-    def __init__(self, stream: TextIO, width: int) -> None:
-        super().__init__()
-        self._stream, self._width, self._begun = stream, width, ""
-
-    def write(self, text: str) -> int:
-        """Write complete lines, and buffer the rest."""
-        *lines, self._begun = (self._begun + text).split("\n")
-        for line in lines:
-            self._stream.write(f"{wrap_line(line, self._width)}\n")
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.write(self._begun)
-        self._begun = ""
-        self._stream.flush()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-
-def wrap_line(line: str, width: int) -> str:
-    """Return a line wrapped at ``width`` columns, words whole; unchanged if a word, such as a path, is too long.
-
-    >>> print(wrap_line("bound  50 GB/s: the links between them carry 300 GB/s", 30))
-    bound  50 GB/s: the links
-           between them carry 300
-           GB/s
-    """
-    if len(line) <= width:
-        return line
-    gaps = [match.end() for match in re.finditer(r" {2,}", line) if match.end() <= width // 2]
-    indent = max(gaps, default=4)
-    if max(map(len, line.split())) > width - indent:
-        return line
-    return "\n".join(
-        textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-            expand_tabs=False,
-        )
-    )
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell.rstrip("x%"))
-    except ValueError:
-        return cell in ("", "-")
-    return True
 
 
 MAX_PRINTED_SETS = 70
@@ -402,14 +453,8 @@ def _draw_progress(latest: list[str], over: threading.Event) -> None:
         sys.stderr.flush()
 
 
-MAX_ROWS = 64
-"""Most shards in a table."""
-
 MAX_NAMES = 8
 """Most names, or ranges of them, in a list."""
-
-MAX_TREE_LENGTH = 78
-"""Most characters of a tree."""
 
 
 def rank_names(names: Sequence[str]) -> str:
@@ -424,86 +469,18 @@ def rank_names(names: Sequence[str]) -> str:
     return " ".join(ranges)
 
 
+def machine_words(plan: Plans) -> str:
+    """Return the machine of a plan and its GPUs."""
+    return f"{plan.topology.name}, {counted(len(plan.ranks), 'GPU')} ({rank_names(plan.ranks)})"
+
+
+def collective_words(plan: Plans) -> str:
+    """Return the collective of a plan with its root."""
+    if plan.root is None:
+        return plan.collective
+    return f"{plan.collective} {'to' if plan.collective == 'reduce' else 'from'} {plan.ranks[plan.root]}"
+
+
 def tree_noun(plan: Plan) -> str:
     """Return the noun for a tree of a plan."""
     return "path" if plan.collective == ALL_TO_ALL else "tree"
-
-
-def tree_table(plan: Plan) -> str:
-    """Return a table with a row for each shard; images of one shard under symmetries share a row.
-
-    >>> import topoplan
-    >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:42])
-    1 of 512 symmetric  1/512  0.3968  s0.gpu0
-    """
-    listed = plan.shard_counts[:MAX_ROWS]
-    apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
-    images = isinstance(plan.shards, ImageShards)
-    names = plan.vertices
-    rows = []
-    for number, (shard, count) in enumerate(listed):
-        stage = _printed_stage(shard)
-        if plan.collective == ALL_TO_ALL and not stage.edges:
-            continue
-        weight = float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0
-        rows.append(
-            (
-                f"1 of {count} symmetric" if images else str(number),
-                *((_channels(plan, shard),) if apart else ()),
-                str(shard.share),
-                f"{weight:.4g}",
-                names[stage.root],
-                str(stage.height),
-                bracket_notation(names, stage, longest=MAX_TREE_LENGTH),
-            )
-        )
-    text = table(("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "tree"), rows)
-    more = len(plan.shard_counts) - len(listed)
-    return f"{text}\n… and {counted(more, 'shard')} more: -o and --json write all" if more else text
-
-
-def tree_rows(plan: Plan) -> list[dict[str, object]]:
-    """Return the rows of `tree_table` as objects, without limits; ``count`` is the number of symmetric shards.
-
-    >>> import topoplan
-    >>> tree_rows(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))[0]["tree"]
-    'gpu4>(gpu7 gpu5>gpu1)'
-    """
-    return [
-        {
-            "count": count,
-            "channel": _channels(plan, shard),
-            "share": str(shard.share),
-            "GB/s": float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0,
-            "root": plan.vertices[_printed_stage(shard).root],
-            "height": _printed_stage(shard).height,
-            "tree": bracket_notation(plan.vertices, _printed_stage(shard)),
-        }
-        for shard, count in plan.shard_counts
-    ]
-
-
-def _printed_stage(shard: Shard) -> Stage:
-    """Return the last stage, which of a reduce and broadcast is the broadcast; of an exchange the first gather."""
-    gathers = [stage for stage in shard.stages if stage.op == "gather"]
-    return gathers[0] if gathers else shard.stages[-1]
-
-
-def _channels(plan: Plan, shard: Shard) -> str:
-    crossed = {edge.channel for stage in shard.stages for edge in stage.edges}
-    known = Fabric(plan.topology, plan.channels).edge_channels
-    return "+".join(channel for channel in known if channel in crossed)
-
-
-_LISTED = 4
-
-
-def phase_table(by_phase: PlanPhases) -> str:
-    """Return the rate of each phase alone, its full links, and which phase is the bottleneck."""
-    rows = []
-    for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):
-        links = [f"{src}>{dst}" for src, dst in one.full]
-        more = f" and {len(links) - _LISTED} more" if len(links) > _LISTED else ""
-        rows.append((one.name, f"{one.rate:.6g}" if links else "-", " ".join(links[:_LISTED]) + more))
-    heads = ("phase", "GB/s alone", "full links")
-    return f"{table(heads, rows)}\nbottleneck: {by_phase.bottleneck}"

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
-from topoplan.cli.output import (
-    check_target,
-    print_csv,
-    print_json,
-    print_notes,
-    progress_line,
-    table,
-    write_whole,
-)
+from topoplan.cli.machine_options import add_all_options
+from topoplan.cli.output import Answer, Column, progress_line, records_of, table, write_whole
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.engines.nccl.pair_script import HOST_PATTERN, STARTERS, pair_script, server_hosts
 from topoplan.errors import TopologyError, UsageError
@@ -78,17 +69,16 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the tests")
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer | int:
     """Plan rounds of tests of two GPUs, or find the links that make pairs slow from their results."""
-    arguments.check_csv(options)
     asked_for = "json" if options.json else "csv" if options.csv else "text"
     form = options.format or asked_for
     if asked_for not in ("text", form):
         raise UsageError(f"--{asked_for} and --format {form} print two things; leave one out")
+    options.json, options.csv = form == "json", form == "csv"
     if options.results is not None and form not in ("text", "json"):
         raise UsageError(f"--results and --format {form} do not go together; leave one out")
     if options.output is not None and form not in STARTERS:
@@ -101,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("a test of 0 bytes measures nothing; give --size a buffer, such as 256MB")
     if options.results == "-" and options.topo == "-":
         raise UsageError("stdin is read once; give TOPO or --results a file")
-    check_target(options.output, "-o")
     machine = read_machine(options)
     topology, gpus = machine.whole, machine.allocation(options.gpus)
     results = None
@@ -138,12 +127,15 @@ def run(options: argparse.Namespace) -> int:
     if nodes:
         several = max(Counter(topology.device(end).server for end in possible.ends).values())
         host_notes += (f"a result that names two servers is of up to {several} NICs of each, all at once",)
-    if form == "json":
-        print_json({**verdict_to_object(topology, found, len(measured), missing), "notes": list(host_notes)})
-    else:
-        _print_verdict(topology, found, len(measured), missing)
-        print_notes(*host_notes)
-    return 1 if found.slow else 0
+    return Answer(
+        text=lambda: _verdict_lines(topology, found, len(measured), missing),
+        value=lambda: {
+            **verdict_to_object(topology, found, len(measured), missing),
+            "notes": list(host_notes),
+        },
+        notes=host_notes,
+        status=1 if found.slow else 0,
+    )
 
 
 def _with_hosts(
@@ -169,7 +161,7 @@ def _with_hosts(
     return rename_servers(topology, server_hosts(named, servers[: len(named)])), (note,)
 
 
-def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: Rounds) -> int:
+def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: Rounds) -> Answer | int:
     topology = possible.topology
     if form in STARTERS:
         servers = list(dict.fromkeys(topology.device(end).server for end in possible.ends))
@@ -178,52 +170,57 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
             topology, (*rounds.rounds, *rounds.fill), starter=form, hosts=hosts, nbytes=options.size
         )
         if options.output in (None, "-"):
-            sys.stdout.write(text)
-            return 0
+            return Answer(file=lambda: text)
         write_whole(options.output, text)
         print(f"written: {options.output}, {_summary(possible, rounds)}")
         return 0
-    if form == "json":
-        print_json(rounds_to_object(possible, rounds))
-        return 0
-    if form == "csv":
-        named = [(str(number), tests) for number, tests in enumerate(rounds.rounds, 1)]
-        print_csv(
-            [
-                {
-                    "round": name,
-                    "src": test.src,
-                    "dst": test.dst,
-                    "channel": test.channel,
-                    "stated": f"{test.rate:g}",
-                }
-                for name, tests in (*named, *((tests[0].together, tests) for tests in rounds.fill))
-                for test in tests
-            ]
-        )
-        return 0
-    print(f"{topology.name}: {_summary(possible, rounds)}")
+    named = [(str(number), tests) for number, tests in enumerate(rounds.rounds, 1)]
+    named += [(str(tests[0].together), tests) for tests in rounds.fill]
+    return Answer(
+        text=lambda: _round_lines(possible, rounds),
+        value=lambda: rounds_to_object(possible, rounds),
+        rows=lambda: [
+            {"round": name, **row, "stated": f"{row['stated']:g}"}
+            for name, tests in named
+            for row in records_of(TESTS, tests)
+        ],
+        notes=(*topology.notes, *_rounds_notes(possible, rounds)),
+    )
+
+
+TESTS: tuple[Column[PairTest], ...] = (
+    Column(None, "src"),
+    Column(None, "dst"),
+    Column(None, "channel"),
+    Column(None, "stated", "rate"),
+)
+
+
+def _round_lines(possible: PairTests, rounds: Rounds) -> Iterator[str]:
+    yield f"{possible.topology.name}: {_summary(possible, rounds)}"
     proved = len(rounds.rounds) == rounds.fewest
-    print(f"rounds  {'no fewer' if proved else f'at least {rounds.fewest}'}: {rounds.why}")
-    print(
+    yield f"rounds  {'no fewer' if proved else f'at least {rounds.fewest}'}: {rounds.why}"
+    yield (
         f"links   all {rounds.links} that pairs cross, {counted(rounds.times, 'time')} each where so many pairs do; "
         f"{rounds.classes} {'class' if rounds.classes == 1 else 'classes'} distinguished,"
     )
-    finest = rounds.finest
-    print(
-        "        "
-        + ("as all pairs together would" if rounds.classes == finest else f"{finest} by all pairs together")
+    every = (
+        "as all pairs together would"
+        if rounds.classes == rounds.finest
+        else f"{rounds.finest} by all pairs together"
     )
+    yield f"        {every}"
     for number, tests in enumerate(rounds.rounds, 1):
-        print(f"\nround {number}")
-        for start in range(0, len(tests), 4):
-            print("  " + "  ".join(test.name for test in tests[start : start + 4]))
+        yield f"\nround {number}"
+        yield from _in_fours([test.name for test in tests])
     for tests in rounds.fill:
-        print(f"\nround {tests[0].together}, all at once to fill {_first_names(_filled_links(tests))}")
-        for start in range(0, len(tests), 4):
-            print("  " + "  ".join(test.name.split(" ")[0] for test in tests[start : start + 4]))
-    print_notes(*topology.notes, *_rounds_notes(possible, rounds))
-    return 0
+        yield f"\nround {tests[0].together}, all at once to fill {_first_names(_filled_links(tests))}"
+        yield from _in_fours([test.name.split(" ")[0] for test in tests])
+
+
+def _in_fours(names: Sequence[str]) -> Iterator[str]:
+    for start in range(0, len(names), 4):
+        yield "  " + "  ".join(names[start : start + 4])
 
 
 def _filled_links(tests: Sequence[PairTest]) -> list[str]:
@@ -271,18 +268,12 @@ def rounds_to_object(possible: PairTests, rounds: Rounds) -> dict[str, object]:
         "ends": list(possible.ends),
         "alone": list(possible.alone),
         "times": rounds.times,
-        "rounds": [
-            [
-                {"src": test.src, "dst": test.dst, "channel": test.channel, "stated": test.rate}
-                for test in tests
-            ]
-            for tests in rounds.rounds
-        ],
+        "rounds": [records_of(TESTS, tests) for tests in rounds.rounds],
         "fill": [
             {
                 "together": tests[0].together,
                 "fills": _filled_links(tests),
-                "tests": [{"src": test.src, "dst": test.dst} for test in tests],
+                "tests": records_of(TESTS[:2], tests),
             }
             for tests in rounds.fill
         ],
@@ -330,56 +321,54 @@ def _class_to_object(one: SlowClass) -> dict[str, object]:
     }
 
 
-def _print_verdict(topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str]) -> None:
+def _verdict_lines(
+    topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str]
+) -> Iterator[str]:
     healthy = ", ".join(f"{share:.0%} of what {kind} states" for kind, share in found.healthy.items())
-    print(
-        f"{topology.name}: {counted(results, 'result')}, {len(found.slow)} slow; healthy pairs get {healthy}"
-    )
+    yield f"{topology.name}: {counted(results, 'result')}, {len(found.slow)} slow; healthy pairs get {healthy}"
     rows = [_row("slow", one) for one in found.named]
     for part in found.alternatives:
         for place, each in enumerate(part[:MAX_PRINTED]):
             heads = ["or" if place else "either", *("and" for _ in each[1:])]
             rows += [_row(head, one) for head, one in zip(heads, each, strict=True)]
     if rows:
-        print()
-        print(table(("", "link", "GB/s", "healthy", "slow pairs"), rows))
+        yield ""
+        yield table(("", "link", "GB/s", "healthy", "slow pairs"), rows)
     if found.slow:
-        print()
+        yield ""
     together = [one for one in found.named if len(wire_names(one.links)) > 1]
     if together:
-        print("links in one line occur together in every test: which of them it is, pairs cannot tell")
+        yield "links in one line occur together in every test: which of them it is, pairs cannot tell"
     if found.alternatives:
-        print("either … or …: each explains the same slow pairs; more pairs tell them apart")
+        yield "either … or …: each explains the same slow pairs; more pairs tell them apart"
     if found.unexplained:
         names = [f"{one.test.name} {one.rate:.4g} GB/s" for one in found.unexplained]
-        print(
+        yield (
             f"no link explains {_first_names(names)}: other pairs cross its links at full speed; test again, look "
             "at its GPUs"
         )
     if found.unjudged:
-        print(
+        yield (
             "not judged, only slow pairs cross them: "
             f"{_first_names([_shared_words(links) for links in found.unjudged])}"
         )
     if found.unmeasured:
-        print(f"not measured: {_first_names([_shared_words(links) for links in found.unmeasured])}")
+        yield f"not measured: {_first_names([_shared_words(links) for links in found.unmeasured])}"
     if missing:
-        print(f"asked for, and without a result: {counted(len(missing), 'pair')}: {_first_names(missing)}")
+        yield f"asked for, and without a result: {counted(len(missing), 'pair')}: {_first_names(missing)}"
     if not found.fewest:
-        print(
-            "note: too many slow pairs hang together for the smallest explanation; this is one that is small"
-        )
+        yield "note: too many slow pairs hang together for the smallest explanation; this is one that is small"
     if not found.slow:
-        print("no pair is slow")
+        yield "no pair is slow"
     above = [kind for kind, share in found.healthy.items() if share > FAR_ABOVE]
     if above:
-        print(
+        yield (
             f"note: the pairs get more than {', '.join(above)} states; say with --nics and --nic-gbps which NICs the "
             "tests used together"
         )
     below = [kind for kind, share in found.healthy.items() if share < FAR_BELOW]
     if below:
-        print(
+        yield (
             f"note: even the faster pairs get less than {FAR_BELOW:.0%} of what {', '.join(below)} states; what slows "
             "all of them equally is not found by comparing them"
         )

@@ -1,45 +1,40 @@
-"""Pack trees for ``topoplan plan``, and print the rate, the bound and the bottleneck."""
+"""Pack trees for ``topoplan plan``, and print the rate, the bound and the bottleneck.
+
+The command has seven modes, each with a plan of its own kind; `MODES` says which options each of them takes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments, plan_sets, plan_sizes
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.main import PlanExplanation, plan_explanations
 from topoplan.cli.output import (
-    check_plot,
-    check_target,
-    draw_plot,
+    Answer,
+    collective_words,
     in_network_words,
-    phase_table,
+    machine_words,
+    note_lines,
     plan_notes,
-    print_csv,
-    print_json,
-    print_notes,
     progress_line,
-    rank_names,
     rate_verdict,
+    table,
     tree_noun,
-    tree_rows,
-    tree_table,
-    write_whole,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
-from topoplan.errors import UsageError, kind_of
+from topoplan.errors import kind_of
 from topoplan.machine.fabric import ALL, Fabric, channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.json_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
-from topoplan.plans.structure import connections_line, connections_needed, phases
+from topoplan.plans.shards import ImageShards, Shard, bracket_notation
+from topoplan.plans.structure import PlanPhases, connections_line, connections_needed, phases
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
@@ -47,20 +42,34 @@ from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
 from topoplan.units import bus_factor, bus_words, counted, exact, format_seconds
 
-TREE_OPTIONS = {
-    "method": "exact",
-    "order": None,
-    "height": None,
-    "epsilon": None,
-    "threshold": None,
-    "time_limit": None,
-    "tolerance": None,
-    "size": None,
-    "sizes": None,
-    "demand": None,
-    "bound_only": False,
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODES = {
+    "bound_only": "collective root",
+    "sizes": "collective root output plot csv",
+    "mesh": "collective output",
+    "survive": "collective root order output csv",
+    "density": "output plot csv",
+    "schedule": "collective root explain output plot csv",
+    "schedule_file": "collective root explain output plot csv",
 }
-"""Options that do not go with another schedule, and their values when they are not given."""
+"""The options of each mode, of those in `NOT_GIVEN`; without a mode trees are packed, and all options are taken."""
+
+NOT_GIVEN = {
+    **dict.fromkeys(("root", "order", "height", "epsilon", "threshold", "time_limit", "tolerance", "size")),
+    **dict.fromkeys(("demand", "output", "plot", "sizes", "mesh", "survive", "density", "schedule_file")),
+    **dict.fromkeys(("explain", "csv", "bound_only"), False),
+    **{"collective": "allreduce", "method": "exact", "schedule": TREES},
+}
+"""Values of options that are not given."""
+
+OWNERS = {
+    **dict.fromkeys(("epsilon", "threshold"), "--method mwu"),
+    **dict.fromkeys(("order", "height", "time_limit", "tolerance"), "--method exact"),
+    **{"engine": "--sizes", "engine_costs": "--engine windows", "axes": "--mesh", "entry_bits": "--density"},
+}
+"""Options that mean nothing without another one."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -95,143 +104,120 @@ def add_options(parser: arguments.OneLineParser) -> None:
         --demand F.json  with alltoall, {{"bytes": [[...], ...]}}, where row sends to column: the least time for it
         --tolerance      with exact and more than 32 GPUs that all differ in their measured bandwidths: how far
                          below the bound a plan on the slowest link of each kind may stay (default: {TOLERANCE})
+        --density D      allreduce that exchanges this share of the elements, the largest: between servers, or on
+                         all trees
+        --entry-bits B   with --density, bits of an entry, index and value, beside 32 of an element (default: 64)
+        -o F.json        write the plan file; - prints it in place of the summary
         """,
         height=int,
         epsilon=arguments.fraction,
         threshold=arguments.fraction,
         time_limit=arguments.seconds,
         tolerance=arguments.fraction,
+        density=float,
+        entry_bits=float,
     )
-    add_sparse(parser)
-    arguments.declare(parser, "-o F.json  write the plan file; - prints it in place of the summary")
     plan_sizes.add_options(parser)
     plan_sets.add_mesh_options(parser)
-    plan_sets.add_survival_options(parser)
     arguments.declare(
         parser,
         """
+        --survive K   plan for every single failure (K is 1) of a GPU, link, switch or NIC too; -o writes all in one
+                      file
         --bound-only  prove an upper bound, and make no plan: for thousands of GPUs
         --explain     print how the plan runs: pipeline, and memory beside the buffers
         """,
+        survive=int,
     )
     arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the trees, or with --sizes the times,")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Plan a collective on an allocation and prove how close it is to the best possible."""
-    outputs = {"-o -": options.output == "-", "--json": options.json, "--csv": options.csv}
-    printing = [name for name, asked in outputs.items() if asked]
-    if len(printing) > 1:
-        raise UsageError(f"{printing[0]} and {printing[1]} both print to stdout; leave one of them out")
-    belongings = (
-        *(("epsilon", "mwu"), ("threshold", "mwu")),
-        *((name, "exact") for name in ("order", "height", "time-limit", "tolerance")),
-    )
-    for name, method in belongings:
-        if getattr(options, name.replace("-", "_")) is not None and options.method != method:
-            raise UsageError(f"--{name} belongs to --method {method}; leave it out, or choose that method")
-    plan_sizes.check_options(options)
-    plan_sets.check_mesh_options(options)
-    plan_sets.check_survival_options(options)
-    sparse = is_sparse(options)
-    if options.schedule != TREES or options.schedule_file is not None:
-        _check_schedule(options)
-    check_target(options.output, "-o")
-    check_plot(options)
-    if options.explain and (options.bound_only or options.sizes is not None):
-        raise UsageError("--explain is for one plan; leave out --bound-only and --sizes")
-    if options.bound_only:
-        return _run_bound(options)
-    if options.sizes is not None:
-        return plan_sizes.run(options)
-    if options.mesh is not None:
-        return plan_sets.run_mesh(options)
-    if options.survive is not None:
-        return plan_sets.run_survival(options)
+    arguments.refuse_without(options, OWNERS)
+    mode = next((name for name in MODES if getattr(options, name) != NOT_GIVEN[name]), "")
+    if mode:
+        flag = arguments.flag(mode)
+        if mode == "schedule":
+            # The modules of schedules are imported only if one is requested.
+            from topoplan.schedules.registry import find_schedule
+
+            flag += f" {find_schedule(options.schedule).name}"
+        taken = (mode, *MODES[mode].split())
+        arguments.refuse_beside(options, flag, {k: v for k, v in NOT_GIVEN.items() if k not in taken})
+    runs: dict[str, Callable[[argparse.Namespace], Answer]] = {
+        "bound_only": _run_bound,
+        "sizes": plan_sizes.run,
+        "mesh": plan_sets.run_mesh,
+        "survive": plan_sets.run_survival,
+    }
+    return runs.get(mode, _run_plan)(options)
+
+
+def _run_plan(options: argparse.Namespace) -> Answer:
+    """Make one plan: of packed trees, of a schedule, or sparse."""
     machine = read_machine(options)
     warnings = machine.warnings(machine.allocation(options.gpus))
     with progress_line("planning") as progress:
-        made = plan_sparse(options, machine) if sparse else _plan(options, machine, progress)
+        made = _plan(options, machine, progress)
     explained = plan_explanations(made) if options.explain else {}
-    if options.plot:
+
+    def text() -> Iterator[str]:
+        yield from note_lines(*warnings)
+        yield from plan_lines(made, options.order or "height", tuple(explained.values()))
+
+    def value() -> dict[str, object]:
+        texts = {name: one.to_object() for name, one in explained.items()}
+        return {**plan_object(made), "notes": [*warnings, *plan_notes(made)], **texts}
+
+    def figure() -> Figure:
         from topoplan.operate.plot.trees import draw_trees
 
-        draw_plot(options, lambda: draw_trees(made))
-    if options.output == "-":
-        print(made.to_json(), end="")
-        return 0
-    if options.output:
-        write_whole(options.output, made.to_json())
-    if options.csv:
-        print_csv(tree_rows(made))
-    elif options.json:
-        texts = {name: one.to_object() for name, one in explained.items()}
-        print_json({**plan_object(made), "notes": [*warnings, *plan_notes(made)], **texts})
-    else:
-        print_notes(*warnings)
-        print_plan(made, options.order or "height", tuple(explained.values()))
-        for place in (options.output, options.plot):
-            if place:
-                print(f"written: {place}")
-    return 0
+        return draw_trees(made)
 
-
-def _check_schedule(options: argparse.Namespace) -> None:
-    """Refuse an unknown schedule, and with a known one the options of packed trees or of several plans."""
-    # The modules of schedules are imported only if one is requested.
-    from topoplan.schedules.registry import find_schedule
-
-    what = "--schedule-file"
-    if options.schedule != TREES:
-        what = f"--schedule {find_schedule(options.schedule).name}"
-        if options.schedule_file is not None:
-            raise UsageError(f"{what} and --schedule-file are two schedules; leave one of them out")
-    given = arguments.first_set_option(options, TREE_OPTIONS)
-    if given:
-        raise UsageError(
-            f"{what} is one plan without a search, so {given} does not go with it; leave one of them out"
-        )
+    return Answer(
+        text=text,
+        value=value,
+        rows=lambda: tree_rows(made),
+        file=made.to_json,
+        figure=figure,
+        notes=plan_notes(made),
+    )
 
 
 def _plan(
     options: argparse.Namespace, machine: RequestedMachine, progress: Callable[[str], None] | None
 ) -> Plan:
-    """Return the requested dense plan."""
-    trees = None if options.schedule_file is None else read_trees(options.schedule_file)
-    if trees is not None:
+    """Return the requested plan."""
+    gpus = machine.allocation(options.gpus)
+    if options.density is not None:
+        from topoplan.schedules.sparse_plan import sparse_plan
+
+        return sparse_plan(
+            machine.whole,
+            density=options.density,
+            gpus=gpus,
+            channels=options.channels,
+            entry_bits=64 if options.entry_bits is None else options.entry_bits,
+        )
+    where = {"gpus": gpus, "root": options.root, "channels": options.channels}
+    if options.schedule_file is not None:
+        trees = read_trees(options.schedule_file)
         from topoplan.schedules.user_trees import plan_from_trees
 
-        return plan_from_trees(
-            machine.whole,
-            options.collective,
-            trees,
-            gpus=machine.allocation(options.gpus),
-            root=options.root,
-            channels=options.channels,
-        )
+        return plan_from_trees(machine.whole, options.collective, trees, **where)
     if options.schedule != TREES:
         from topoplan.schedules.registry import make_schedule
 
-        return make_schedule(
-            options.schedule,
-            machine.whole,
-            options.collective,
-            gpus=machine.allocation(options.gpus),
-            root=options.root,
-            channels=options.channels,
-        )
+        return make_schedule(options.schedule, machine.whole, options.collective, **where)
     return make_plan(
         machine.whole,
         options.collective,
-        gpus=machine.allocation(options.gpus),
-        root=options.root,
+        **where,
         method=options.method,
-        channels=options.channels,
         order=options.order or "height",
         height=options.height,
         epsilon=0.05 if options.epsilon is None else options.epsilon,
@@ -244,42 +230,38 @@ def _plan(
     )
 
 
-def _run_bound(options: argparse.Namespace) -> int:
-    for name in ("output", "plot", "sizes", "size", "order", "height", "demand"):
-        if getattr(options, name) is not None:
-            raise UsageError(
-                f"--bound-only makes no plan, so {'-o' if name == 'output' else f'--{name}'} does not go with it"
-            )
+def _run_bound(options: argparse.Namespace) -> Answer:
+    """Prove the bound alone."""
     started = time.perf_counter()
     machine = read_machine(options)
     gpus = machine.allocation(options.gpus)
     proved = bound(machine.whole, options.collective, gpus=gpus, root=options.root, channels=options.channels)
     seconds = time.perf_counter() - started
     beyond = in_network_bound(proved)
-    if options.json:
-        print_json(
-            {
-                "collective": proved.collective,
-                "machine": proved.topology.name,
-                "ranks": list(proved.ranks),
-                "channels": list(proved.channels),
-                "bound": finite(proved.rate),
-                **({} if beyond is None else {"in_network_bound": beyond}),
-                "certificate": proved.certificate.to_object(),
-                "seconds": seconds,
-            }
-        )
-        return 0
-    print_notes(*machine.warnings(gpus))
-    count = counted(len(proved.ranks), "GPU")
-    print(f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}")
-    bus = bus_words(proved.rate, proved.collective, len(proved.ranks))
-    print(f"bound  {proved.rate:.6g} GB/s{bus}: {explain_certificate(proved)}")
-    if beyond is not None:
-        print(f"       {in_network_words(proved)}")
-    print(f"proved in {format_seconds(seconds)}")
-    print_notes(*proved.topology.notes)
-    return 0
+
+    def text() -> Iterator[str]:
+        yield from note_lines(*machine.warnings(gpus))
+        count = counted(len(proved.ranks), "GPU")
+        yield f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}"
+        bus = bus_words(proved.rate, proved.collective, len(proved.ranks))
+        yield f"bound  {proved.rate:.6g} GB/s{bus}: {explain_certificate(proved)}"
+        if beyond is not None:
+            yield f"       {in_network_words(proved)}"
+        yield f"proved in {format_seconds(seconds)}"
+
+    def value() -> dict[str, object]:
+        return {
+            "collective": proved.collective,
+            "machine": proved.topology.name,
+            "ranks": list(proved.ranks),
+            "channels": list(proved.channels),
+            "bound": finite(proved.rate),
+            **({} if beyond is None else {"in_network_bound": beyond}),
+            "certificate": proved.certificate.to_object(),
+            "seconds": seconds,
+        }
+
+    return Answer(text=text, value=value, notes=proved.topology.notes)
 
 
 def plan_object(plan: Plan) -> dict[str, object]:
@@ -318,59 +300,51 @@ def _wider_bound(plan: Plan) -> float | None:
     return float(wider) if float(wider) > plan.bound * (1 + LEAST_GAIN) else None
 
 
-def print_plan(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()) -> None:
-    """Print the plan for a person: rate against bound, bottleneck, choice among equals, trees, run."""
-    towards = "to" if plan.collective == "reduce" else "from"
-    root = "" if plan.root is None else f" {towards} {plan.ranks[plan.root]}"
-    print(
-        f"{plan.collective}{root} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')} "
-        f"({rank_names(plan.ranks)}), over {channel_words(plan.channels)}"
-    )
+def plan_lines(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()) -> Iterator[str]:
+    """Yield the plan for a person: rate against bound, bottleneck, choice among equals, trees, run."""
+    yield f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}"
     if len(plan.ranks) == 1:
-        print("one GPU: nothing moves")
+        yield "one GPU: nothing moves"
     else:
         count = len(plan.ranks)
         bus = bus_words(plan.rate, plan.collective, count)
         verdict = rate_verdict(plan.channels, plan.gap, in_network_words(plan))
-        print(f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({verdict})")
+        yield f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({verdict})"
         if plan.team_wide != plan.rate:
-            print(
+            yield (
                 f"nvls   {plan.rate:.6g} GB/s with roots that keep their own part outside NVSwitch, "
                 f"{plan.team_wide:.6g} team-wide, as multimem does it"
             )
         if isinstance(plan.certificate, Demand):
-            print(
-                f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
-            )
+            yield f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
         bus = bus_words(plan.bound, plan.collective, count)
-        print(f"bound  {plan.bound:.6g} GB/s{bus}: {explain_certificate(plan)}")
+        yield f"bound  {plan.bound:.6g} GB/s{bus}: {explain_certificate(plan)}"
         needed = connections_needed(plan)
         if needed is not None:
-            print(f"flows  {connections_line(needed)}")
+            yield f"flows  {connections_line(needed)}"
         wider = _wider_bound(plan)
         if wider is not None:
             bus = bus_words(wider, plan.collective, count)
-            print(
+            yield (
                 f"wider  {wider:.6g} GB/s{bus}, at most, with pcie too; "
                 "--channels all and all-staged say for which sizes"
             )
         made_by = ", ".join(dict.fromkeys((plan.schedule, plan.method)))
-        print(f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({made_by})")
+        yield f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({made_by})"
         if plan.method == "exact":
-            print(f"order  {_order_text(plan, order)}")
-        print()
-        print(tree_table(plan))
-        print()
+            yield f"order  {_order_text(plan, order)}"
+        yield ""
+        yield tree_table(plan)
+        yield ""
         by_phase = phases(plan)
         if by_phase is not None:
-            print(phase_table(by_phase))
-            print()
+            yield phase_table(by_phase)
+            yield ""
     for one in explained:
-        print(*one.lines(), sep="\n")
-        print()
+        yield from one.lines()
+        yield ""
     if plan.seconds is not None:
-        print(f"planned in {format_seconds(plan.seconds)}")
-    print_notes(*plan_notes(plan))
+        yield f"planned in {format_seconds(plan.seconds)}"
 
 
 def _order_text(plan: Plan, order: str) -> str:
@@ -395,63 +369,76 @@ def _order_text(plan: Plan, order: str) -> str:
     return f"lowest height first: {lowest}{fewer}"
 
 
-OF_ELEMENTS = {
-    "root": None,
-    "order": None,
-    "height": None,
-    "epsilon": None,
-    "threshold": None,
-    "time_limit": None,
-    "tolerance": None,
-    "size": None,
-    "sizes": None,
-    "demand": None,
-    "collective": "allreduce",
-    "method": "exact",
-    "bound_only": False,
-    "explain": False,
-    "schedule": TREES,
-    "schedule_file": None,
-}
-"""Options that do not go with a sparse plan, and their values when they are not given."""
+MAX_ROWS = 64
+"""Most shards in a table."""
+
+MAX_TREE_LENGTH = 78
+"""Most characters of a tree."""
 
 
-def add_sparse(parser: arguments.OneLineParser) -> None:
-    """Add ``--density`` and ``--entry-bits``."""
-    arguments.declare(
-        parser,
-        """
-        --density D     allreduce that exchanges this share of the elements, the largest: between servers, or on all
-                        trees
-        --entry-bits B  with --density, bits of an entry, index and value, beside 32 of an element (default: 64)
-        """,
-        density=float,
-        entry_bits=float,
+def tree_table(plan: Plan) -> str:
+    """Return a table with a row for each shard; images of one shard under symmetries share a row.
+
+    >>> import topoplan
+    >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:42])
+    1 of 512 symmetric  1/512  0.3968  s0.gpu0
+    """
+    listed = plan.shard_counts[:MAX_ROWS]
+    apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
+    images = isinstance(plan.shards, ImageShards)
+    heads = ("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "tree")
+    rows = []
+    for number, (shard, count) in enumerate(listed):
+        row = _tree_row(plan, shard, count, longest=MAX_TREE_LENGTH)
+        if plan.collective != ALL_TO_ALL or row["height"]:
+            row["shard"] = f"1 of {count} symmetric" if images else number
+            row["GB/s"] = f"{row['GB/s']:.4g}"
+            rows.append([str(row[head]) for head in heads])
+    more = len(plan.shard_counts) - len(listed)
+    return table(heads, rows) + (
+        f"\n… and {counted(more, 'shard')} more: -o and --json write all" if more else ""
     )
 
 
-def is_sparse(options: argparse.Namespace) -> bool:
-    """Return whether the plan is sparse; UsageError if an option does not go with the others."""
-    if options.density is None:
-        if options.entry_bits is not None:
-            raise UsageError("--entry-bits belongs to --density; leave it out, or give a density")
-        return False
-    given = arguments.first_set_option(options, OF_ELEMENTS)
-    if given:
-        raise UsageError(
-            f"{given} does not go with --density, which plans the sparse allreduce; leave it out"
-        )
-    return True
+def tree_rows(plan: Plan) -> list[dict[str, object]]:
+    """Return the rows of `tree_table` as objects, without limits; ``count`` is the number of symmetric shards.
+
+    >>> import topoplan
+    >>> tree_rows(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))[0]["tree"]
+    'gpu4>(gpu7 gpu5>gpu1)'
+    """
+    return [_tree_row(plan, shard, count) for shard, count in plan.shard_counts]
 
 
-def plan_sparse(options: argparse.Namespace, machine: RequestedMachine) -> Plan:
-    """Return the requested sparse plan."""
-    from topoplan.schedules.sparse_plan import sparse_plan
+def _tree_row(plan: Plan, shard: Shard, count: int, *, longest: int | None = None) -> dict[str, object]:
+    """Return a row for the last stage, which of an allreduce is the broadcast; of an exchange for the first gather."""
+    stage = next((stage for stage in shard.stages if stage.op == "gather"), shard.stages[-1])
+    return {
+        "count": count,
+        "channel": _channels(plan, shard),
+        "share": str(shard.share),
+        "GB/s": float(shard.share) * plan.rate if math.isfinite(plan.rate) else 0.0,
+        "root": plan.vertices[stage.root],
+        "height": stage.height,
+        "tree": bracket_notation(plan.vertices, stage, longest=longest),
+    }
 
-    return sparse_plan(
-        machine.whole,
-        density=options.density,
-        gpus=machine.allocation(options.gpus),
-        channels=options.channels,
-        entry_bits=64 if options.entry_bits is None else options.entry_bits,
-    )
+
+def _channels(plan: Plan, shard: Shard) -> str:
+    crossed = {edge.channel for stage in shard.stages for edge in stage.edges}
+    known = Fabric(plan.topology, plan.channels).edge_channels
+    return "+".join(channel for channel in known if channel in crossed)
+
+
+_LISTED = 4
+
+
+def phase_table(by_phase: PlanPhases) -> str:
+    """Return the rate of each phase alone, its full links, and which phase is the bottleneck."""
+    rows = []
+    for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):
+        links = [f"{src}>{dst}" for src, dst in one.full]
+        more = f" and {len(links) - _LISTED} more" if len(links) > _LISTED else ""
+        rows.append((one.name, f"{one.rate:.6g}" if links else "-", " ".join(links[:_LISTED]) + more))
+    heads = ("phase", "GB/s alone", "full links")
+    return f"{table(heads, rows)}\nbottleneck: {by_phase.bottleneck}"

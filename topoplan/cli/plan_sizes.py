@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
-    draw_plot,
+    Answer,
+    Column,
+    collective_words,
     in_network_words,
+    machine_words,
+    note_lines,
     plan_notes,
-    print_csv,
-    print_json,
-    print_notes,
     progress_line,
-    rank_names,
-    table,
-    write_whole,
+    records_of,
+    table_of,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -32,9 +32,20 @@ from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
 from topoplan.units import bus_words, counted, format_seconds, format_size
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from topoplan.model.schedule_selection import ScheduleChoice
     from topoplan.model.window_engine import KernelSetting
-    from topoplan.plans.size_plans import SizePlans, SizeTimes
+
+
+@dataclass(frozen=True, slots=True)
+class SizePoint:
+    """The model time at a size, and the bound on every schedule's."""
+
+    size: int
+    schedule: str
+    seconds: float
+    bound_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,48 +88,22 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse the options of ``--sizes``, or of one engine, without it."""
-    if options.sizes is None and options.engine is not None:
-        raise UsageError("--engine belongs to --sizes; give sizes, or leave it out")
-    if options.engine_costs is not None and options.engine != "windows":
-        raise UsageError("--engine-costs belongs to --engine windows; leave it out, or choose that engine")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Plan by size with the options of ``plan``, which has checked the output path."""
+def run(options: argparse.Namespace) -> Answer:
+    """Plan by size with the options of ``plan``."""
     from topoplan.model.schedule_selection import choose_by_size
     from topoplan.model.window_engine import load_costs
 
-    if options.method != "exact":
-        raise UsageError(
-            f"--sizes compares all schedules, so --method {options.method} does not go with it; leave one of them out"
-        )
-    if options.order is not None:
-        raise UsageError(
-            f"--sizes tries every order of the trees, so --order {options.order} does not go with it; "
-            "leave one of them out"
-        )
-    if options.height is not None:
-        raise UsageError("--sizes tries every height, so --height does not go with it; leave one of them out")
-    if options.time_limit is not None:
-        raise UsageError(
-            "--time-limit ends the search for one plan and --sizes makes many; leave one of them out"
-        )
-    if options.size is not None:
-        raise UsageError("--size is one size and --sizes plans for many; leave one of them out")
-    if options.demand is not None:
-        raise UsageError("--demand is of one size and --sizes plans for many; leave one of them out")
     if check_collective(options.collective) == ALL_TO_ALL:
         raise UsageError("--sizes chooses among trees, and an alltoall is planned by paths; leave it out")
     machine = read_machine(options)
+    gpus = machine.allocation(options.gpus)
     costs = None if options.engine_costs is None else load_costs(options.engine_costs)
     started = time.perf_counter()
     with progress_line("planning") as progress:
         choice = choose_by_size(
             machine.whole,
             options.collective,
-            gpus=machine.allocation(options.gpus),
+            gpus=gpus,
             root=options.root,
             channels=options.channels,
             sizes=options.sizes,
@@ -127,30 +112,22 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
     seconds = time.perf_counter() - started
-    if options.plot:
-        _draw_times(choice, options)
-    plans = choice.plans
-    if options.output == "-":
-        print(plans.to_json(), end="")
-        return 0
-    if options.output:
-        write_whole(options.output, plans.to_json())
     lines = range_times(choice)
-    notes = [*plan_notes(plans), *choice.notes]
-    if options.csv:
-        print_csv(_points(choice))
-        return 0
-    if options.json:
-        print_json(_object(choice, lines, notes, seconds))
-        return 0
-    print_notes(*machine.warnings(machine.allocation(options.gpus)))
-    _print(choice, lines)
-    print(f"planned in {format_seconds(seconds)}")
-    print_notes(*notes)
-    for place in (options.output, options.plot):
-        if place:
-            print(f"written: {place}")
-    return 0
+    notes = [*plan_notes(choice.plans), *choice.notes]
+
+    def text() -> Iterator[str]:
+        yield from note_lines(*machine.warnings(gpus))
+        yield from _lines(choice, lines)
+        yield f"planned in {format_seconds(seconds)}"
+
+    return Answer(
+        text=text,
+        value=lambda: _object(choice, lines, notes, seconds),
+        rows=lambda: records_of(POINTS, _points(choice)),
+        file=choice.plans.to_json,
+        figure=lambda: _figure(choice),
+        notes=notes,
+    )
 
 
 def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
@@ -203,132 +180,92 @@ def _split_at_packets(choice: ScheduleChoice) -> list[SizeRange]:
     return found
 
 
-def _print(choice: ScheduleChoice, lines: Sequence[RangeTimes]) -> None:
+def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes]) -> Iterator[str]:
     plans = choice.plans
     best = max(plans.plans, key=lambda plan: plan.rate)
-    towards = "to" if plans.collective == "reduce" else "from"
-    root = "" if plans.root is None else f" {towards} {plans.ranks[plans.root]}"
-    print(
-        f"{plans.collective}{root} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')} "
-        f"({rank_names(plans.ranks)}), over {channel_words(best.channels)}, by message size"
+    yield (
+        f"{collective_words(plans)} on {machine_words(plans)}, over {channel_words(best.channels)}, by message size"
     )
     if len(plans.ranks) == 1:
-        print("one GPU: nothing moves")
-    else:
-        bus = bus_words(best.bound, plans.collective, len(plans.ranks))
-        print(f"bound  {best.bound:.6g} GB/s{bus}: {explain_certificate(best)}")
-        beyond = in_network_words(best)
-        if beyond:
-            print(f"       {beyond}")
-        print()
-        print(_table(lines))
-        print()
-        if plans.times is not None:
-            print(_times_table(plans, plans.times))
-            print()
-        print(f"crossovers: {_crossovers(lines)}")
-        print(
-            f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
-            f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
-            + ("; blocks and chunk: there too" if choice.windows else "")
-        )
-
-
-def _table(lines: Sequence[RangeTimes]) -> str:
-    engine = ("blocks", "chunk") if any(line.setting for line in lines) else ()
-    head = (
-        "from",
-        "to",
-        "schedule",
-        "trees",
-        "height",
-        "GB/s",
-        *engine,
-        "us at from",
-        "us at to",
-        "next best",
-        "gain",
+        yield "one GPU: nothing moves"
+        return
+    bus = bus_words(best.bound, plans.collective, len(plans.ranks))
+    yield f"bound  {best.bound:.6g} GB/s{bus}: {explain_certificate(best)}"
+    beyond = in_network_words(best)
+    if beyond:
+        yield f"       {beyond}"
+    engine = any(line.setting for line in lines)
+    yield ""
+    yield table_of([column for column in RANGES if engine or column.head not in ("blocks", "chunk")], lines)
+    yield ""
+    if plans.times is not None:
+        yield table_of(POINTS, _points(choice))
+        yield ""
+    yield f"crossovers: {_crossovers(lines)}"
+    yield (
+        f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
+        f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
+        + ("; blocks and chunk: there too" if choice.windows else "")
     )
-    rows = []
-    for line in lines:
-        plan, stop = line.range.plan, line.range.stop
-        rows.append(
-            (
-                format_size(line.range.start),
-                "-" if stop is None else format_size(stop),
-                *(
-                    ("one-shot", "-", "-", "-")
-                    if line.packets
-                    else (plan.schedule, str(plan.trees), str(plan.height), f"{plan.rate:.4g}")
-                ),
-                *_setting_cells(line.setting),
-                *(f"{seconds * 1e6:.1f}" for seconds in line.seconds),
-                "-" if line.second is None else describe_schedule(line.second),
-                "-" if line.gain is None else f"{line.gain:.2f}x",
-            )
-        )
-    return table(head, rows)
 
 
-def _times_table(plans: SizePlans, times: SizeTimes) -> str:
-    """Return a table of model time and bound at every size."""
-    rows = [
-        (
-            format_size(size),
-            plans.at(size).schedule,
-            f"{seconds * 1e6:.1f}",
-            f"{least * 1e6:.1f}",
-            f"{seconds / least:.2f}",
-        )
-        for size, seconds, least in times.points
-    ]
-    return table(("size", "schedule", "us", "no schedule below", "ratio"), rows)
+def _of_trees(name: str) -> Callable[[RangeTimes], object]:
+    """Return a function of the plan's attribute; packets go without trees."""
+    return lambda line: None if line.packets else getattr(line.range.plan, name)
 
 
-def _points(choice: ScheduleChoice) -> list[dict[str, object]]:
-    """Return a record for every size, for ``--json`` and ``--csv``; on the windows engine the bound counts bytes
-    only.
-    """
+def _chunk(line: RangeTimes) -> int | None:
+    return None if line.setting is None or line.packets else line.setting.chunk
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+RANGES: tuple[Column[RangeTimes], ...] = (
+    Column("from", value="range.start", form=format_size),
+    Column("to", value="range.stop", form=format_size),
+    Column("schedule", value=lambda line: "one-shot" if line.packets else line.range.plan.schedule),
+    Column("trees", value=_of_trees("trees")),
+    Column("height", value=_of_trees("height")),
+    Column("GB/s", value=_of_trees("rate"), form=".4g"),
+    Column("blocks", value="setting.blocks"),
+    Column("chunk", value=_chunk, form=format_size),
+    Column("us at from", value=lambda line: line.seconds[0], form=_microseconds),
+    Column("us at to", value=lambda line: line.seconds[1], form=_microseconds),
+    Column("next best", value=lambda line: line.second and describe_schedule(line.second)),
+    Column("gain", "gain", form=lambda gain: f"{gain:.2f}x"),
+)
+
+POINTS: tuple[Column[SizePoint], ...] = (
+    Column("size", "size", form=format_size),
+    Column("schedule", "schedule"),
+    Column("us", "seconds", form=_microseconds),
+    Column("no schedule below", "bound_seconds", form=_microseconds),
+    Column(
+        "ratio",
+        "ratio",
+        lambda point: point.seconds / point.bound_seconds if point.bound_seconds else None,
+        ".2f",
+    ),
+)
+
+
+def _points(choice: ScheduleChoice) -> list[SizePoint]:
+    """Return the time and the bound at every size; on the windows engine the bound counts bytes only."""
     plans = choice.plans
-    if plans.times is None:
-        return _points_of_windows(choice)
-    return [
-        {
-            "size": size,
-            "schedule": plans.at(size).schedule,
-            "seconds": seconds,
-            "bound_seconds": least,
-            "ratio": seconds / least,
-        }
-        for size, seconds, least in plans.times.points
-    ]
-
-
-def _points_of_windows(choice: ScheduleChoice) -> list[dict[str, object]]:
+    if plans.times is not None:
+        return [SizePoint(size, plans.at(size).schedule, *times) for size, *times in plans.times.points]
     from topoplan.model.times_by_size import rounded
 
-    bound = max(plan.bound for plan in choice.plans.plans) * 1e9
-    points: list[dict[str, object]] = []
+    bound = max(plan.bound for plan in plans.plans) * 1e9
+    points = []
     for size in choice.sizes if choice.windows else ():
-        plan = choice.plans.at(size)
+        plan = plans.at(size)
         setting = choice.windows[choice.candidates.index(plan)].setting(size)
-        seconds, least = rounded(setting.seconds), rounded(size / bound)
-        points.append(
-            {
-                "size": size,
-                "schedule": "one-shot" if setting.packets else plan.schedule,
-                "seconds": seconds,
-                "bound_seconds": least,
-                "ratio": seconds / least if least else None,
-            }
-        )
+        schedule = "one-shot" if setting.packets else plan.schedule
+        points.append(SizePoint(size, schedule, rounded(setting.seconds), rounded(size / bound)))
     return points
-
-
-def _setting_cells(setting: KernelSetting | None) -> tuple[str, ...]:
-    if setting is None:
-        return ()
-    return str(setting.blocks), "-" if setting.packets else format_size(setting.chunk)
 
 
 def _crossovers(lines: Sequence[RangeTimes]) -> str:
@@ -370,7 +307,7 @@ def _object(
             }
             for line in lines
         ],
-        "points": _points(choice),
+        "points": records_of(POINTS, _points(choice)),
         **({} if choice.costs is None else {"engine": "windows", "costs": asdict(choice.costs)}),
         "candidates": [_summary(plan) for plan in choice.candidates],
         "digest": plans.digest,
@@ -399,7 +336,7 @@ def _summary(plan: Plan) -> dict[str, object]:
     }
 
 
-def _draw_times(choice: ScheduleChoice, options: argparse.Namespace) -> None:
+def _figure(choice: ScheduleChoice) -> Figure:
     from topoplan.model.times_by_size import row
     from topoplan.operate.plot.charts import draw_sweep
 
@@ -411,4 +348,4 @@ def _draw_times(choice: ScheduleChoice, options: argparse.Namespace) -> None:
             row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
         ]
     title = f"{plans.collective} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
-    draw_plot(options, lambda: draw_sweep(curves, title=title))
+    return draw_sweep(curves, title=title)

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import (
-    RequestedMachine,
-    add_cluster_options,
-    add_fault_options,
-    add_in_network,
-)
+from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.output import (
+    Answer,
+    Column,
     gpu_set_lines,
     in_network_words,
-    print_csv,
-    print_json,
-    print_notes,
     progress_line,
-    table,
+    records_of,
+    table_of,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -49,42 +43,52 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    add_cluster_options(parser)
-    add_in_network(parser)
-    add_fault_options(parser)
+    add_all_options(parser, in_network=True)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """List all sets of so many GPUs, best first, with what the best leave; or divide a machine among jobs."""
     collective = check_collective(options.collective)
-    arguments.check_csv(options)
     if (options.count is None) == (options.jobs is None):
         raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")
-    if options.jobs is not None:
-        return _run_jobs(options, collective)
     machine = read_machine(options)
     free = _free_gpus(options, machine)
+    named = {"machine": machine.whole.name, "collective": collective}
+    notes = machine.whole.notes
+    if options.jobs is not None:
+        with progress_line("dividing") as progress:
+            found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
+        columns = _job_columns(collective)
+        return Answer(
+            text=lambda: _job_lines(machine, collective, found),
+            value=lambda: {
+                **named,
+                "free": list(free),
+                "ways": found.ways,
+                "proved": found.proved,
+                "complete": found.complete,
+                "least": found.least,
+                "jobs": records_of(columns, found.jobs),
+                "notes": list(notes),
+            },
+            rows=lambda: records_of(columns, found.jobs),
+            notes=notes,
+        )
     with progress_line("comparing") as progress:
         sets = recommend(machine.whole, options.count, collective, free=free, progress=progress)
     factor = bus_factor(collective, options.count)
-    if options.json:
-        print_json(
-            {
-                "machine": machine.whole.name,
-                "collective": collective,
-                "count": options.count,
-                "free": list(free),
-                "sets": [_object(one, factor) for one in sets],
-                "notes": list(machine.whole.notes),
-            }
-        )
-    elif options.csv:
-        rows = [_object(one, factor) for one in sets]
-        print_csv([{**row, "gpus": number_ranges(one.gpus)} for one, row in zip(sets, rows, strict=True)])
-    else:
-        _print_sets(machine, collective, sets, factor)
-        print_notes(*machine.whole.notes)
-    return 0
+    return Answer(
+        text=lambda: _set_lines(machine, collective, sets, factor),
+        value=lambda: {
+            **named,
+            "count": options.count,
+            "free": list(free),
+            "sets": [_object(one, factor) for one in sets],
+            "notes": list(notes),
+        },
+        rows=lambda: [_object(one, factor) for one in sets],
+        notes=notes,
+    )
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -98,91 +102,43 @@ def _sizes(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _run_jobs(options: argparse.Namespace, collective: str) -> int:
-    machine = read_machine(options)
-    free = _free_gpus(options, machine)
-    with progress_line("dividing") as progress:
-        found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
-    rows = [_job_object(job, collective) for job in found.jobs]
-    if options.json:
-        print_json(
-            {
-                "machine": machine.whole.name,
-                "collective": collective,
-                "free": list(free),
-                "ways": found.ways,
-                "proved": found.proved,
-                "complete": found.complete,
-                "least": found.least,
-                "jobs": rows,
-                "notes": list(machine.whole.notes),
-            }
-        )
-    elif options.csv:
-        print_csv(
-            [{**row, "gpus": number_ranges(job.gpus)} for job, row in zip(found.jobs, rows, strict=True)]
-        )
-    else:
-        _print_jobs(machine, collective, found)
-        print_notes(*machine.whole.notes)
-    return 0
+def _job_columns(collective: str) -> tuple[Column[JobGpus], ...]:
+    """Return the columns of jobs; nothing moves in a job of one GPU."""
+
+    def bus(job: JobGpus) -> float | None:
+        return finite(job.rate * bus_factor(collective, len(job.gpus))) if len(job.gpus) > 1 else None
+
+    return (
+        Column("GPUs", "gpus", lambda job: list(job.gpus), number_ranges),
+        Column("GB/s", "rate", lambda job: finite(job.rate), ".6g"),
+        Column("busbw", "busbw", bus, ".6g"),
+        Column("alone", "alone", lambda job: finite(job.alone), ".6g"),
+        Column("best set", "best", lambda job: finite(job.best), ".6g"),
+        Column("part", "part", form=".4g"),
+        Column("shares links", "shares_links", form=lambda shares: "yes" if shares else "no"),
+    )
 
 
-def _job_object(job: JobGpus, collective: str) -> dict[str, object]:
-    """Return a job for JSON; null where nothing moves."""
-    return {
-        "gpus": list(job.gpus),
-        "rate": finite(job.rate),
-        "busbw": finite(job.rate * bus_factor(collective, len(job.gpus))) if len(job.gpus) > 1 else None,
-        "alone": finite(job.alone),
-        "best": finite(job.best),
-        "part": job.part,
-        "shares_links": job.shares_links,
-    }
-
-
-def _print_jobs(machine: RequestedMachine, collective: str, found: Division) -> None:
-    """Print a row for each job, and what the division maximises."""
+def _job_lines(machine: RequestedMachine, collective: str, found: Division) -> Iterator[str]:
+    """Yield a row for each job, and what the division maximises."""
     sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
     ways = f"{best} of {found.ways:,} ways" if found.ways != 1 else "the one way"
-    print(f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {ways} to divide it")
-    print()
-    rows = []
-    for number, job in enumerate(found.jobs):
-        moves = len(job.gpus) > 1
-        rates = (
-            [job.rate, job.rate * bus_factor(collective, len(job.gpus)), job.alone, job.best] if moves else []
-        )
-        rows.append(
-            (
-                str(number),
-                number_ranges(job.gpus),
-                *(f"{rate:.6g}" for rate in rates),
-                *("-" for _ in range(4 - len(rates))),
-                f"{job.part:.4g}",
-                "yes" if job.shares_links else "no",
-            )
-        )
-    print(table(("job", "GPUs", "GB/s", "busbw", "alone", "best set", "part", "shares links"), rows))
-    print()
-    print(
-        "GB/s: all jobs at once; alone: these GPUs by themselves; best set: the best GPUs for a job of this size"
-    )
-    print(
-        "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
-    )
+    yield f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {ways} to divide it\n"
+    yield table_of((Column("job", value=found.jobs.index), *_job_columns(collective)), found.jobs)
+    yield "\nGB/s: all jobs at once; alone: these GPUs by themselves; best set: the best GPUs for a job of this size"
+    yield "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
     for job in found.jobs:
         if not job.part:
-            print(
+            yield (
                 f"no NVLink, PCIe or network path of this description joins GPUs {number_ranges(job.gpus)}, "
                 "so a job there does 0 GB/s"
             )
     if any(job.shares_links for job in found.jobs):
-        print("shares links: its wires meet those of another job; GB/s holds while both run")
+        yield "shares links: its wires meet those of another job; GB/s holds while both run"
     if not found.complete:
         better = "in the sum of the parts" if found.proved else "in the least part"
-        print(f"not all ways were looked at, only the most promising: one that is better {better} may exist")
+        yield f"not all ways were looked at, only the most promising: one that is better {better} may exist"
 
 
 def _free_gpus(options: argparse.Namespace, machine: RequestedMachine) -> tuple[int, ...]:
@@ -216,56 +172,46 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
     }
 
 
-def _print_sets(machine: RequestedMachine, collective: str, sets: Sequence[GpuSet], factor: float) -> None:
-    """Print classes best first, each with its sets, and what the best set leaves."""
+def _set_lines(
+    machine: RequestedMachine, collective: str, sets: Sequence[GpuSet], factor: float
+) -> Iterator[str]:
+    """Yield classes best first, each with its sets, and what the best set leaves."""
     best = sets[0]
-    classes = [
-        list(group)
-        for _, group in groupby(sorted(sets, key=lambda one: one.number), key=lambda one: one.number)
-    ]
-    print(
+    by_class: dict[int, list[GpuSet]] = {}
+    for one in sorted(sets, key=lambda one: one.number):
+        by_class.setdefault(one.number, []).append(one)
+    classes = [*by_class.values()]
+    yield (
         f"{collective} on {machine.whole.name}: {counted(len(sets), 'set')} of {len(best.gpus)} GPUs, "
         f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
     )
     if best.channel is None:
-        print(f"best   none: no path joins any {len(best.gpus)} of these GPUs")
+        yield f"best   none: no path joins any {len(best.gpus)} of these GPUs"
     else:
         over = channel_words(best.channel.split("+"))
         bus = bus_words(best.rate, collective, len(best.gpus))
-        print(f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, over {over}")
-        beyond = _in_network(machine, collective, best)
+        yield f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, over {over}"
+        beyond = in_network_words(bound(machine.whole, collective, gpus=best.gpus))
         if beyond:
-            print(f"       {beyond}")
-        print(f"leaves {_remaining_words(best, sets)}")
-    print()
-    rows = [
-        (
-            str(group[0].number),
-            f"{group[0].rate:.6g}",
-            f"{group[0].rate * factor:.6g}",
-            f"{group[0].bound:.6g}",
-            _rate_range([one.ring for one in group]),
-            group[0].ring_kind,
-            f"{group[0].nccl:.6g}",
-            group[0].nccl_kind,
-            group[0].channel or "none",
-            str(len(group)),
-        )
-        for group in classes
-    ]
-    heads = ("class", "GB/s", "busbw", "bound", "ring", "ring is", "NCCL", "NCCL is", "over", "sets")
-    print(table(heads, rows))
-    print()
+            yield f"       {beyond}"
+        yield f"leaves {_remaining_words(best, sets)}"
+    columns: tuple[Column[list[GpuSet]], ...] = (
+        Column("class", value=lambda group: group[0].number),
+        Column("GB/s", value=lambda group: group[0].rate, form=".6g"),
+        Column("busbw", value=lambda group: group[0].rate * factor, form=".6g"),
+        Column("bound", value=lambda group: group[0].bound, form=".6g"),
+        Column("ring", value=lambda group: [one.ring for one in group], form=_rate_range),
+        Column("ring is", value=lambda group: group[0].ring_kind),
+        Column("NCCL", value=lambda group: group[0].nccl, form=".6g"),
+        Column("NCCL is", value=lambda group: group[0].nccl_kind),
+        Column("over", value=lambda group: group[0].channel or "none"),
+        Column("sets", value=len),
+    )
+    yield f"\n{table_of(columns, classes)}\n"
     for group in classes:
-        print(gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group)))
-    print()
-    print("GB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds")
-    print("ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires")
-
-
-def _in_network(machine: RequestedMachine, collective: str, best: GpuSet) -> str:
-    """Return what in-network reduction could add to the bound of a set."""
-    return in_network_words(bound(machine.whole, collective, gpus=best.gpus))
+        yield gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group))
+    yield "\nGB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds"
+    yield "ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires"
 
 
 def _rate_range(rates: Sequence[float]) -> str:

@@ -12,22 +12,12 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, check_csv, declare
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
-from topoplan.cli.output import (
-    check_plot,
-    check_target,
-    draw_plot,
-    print_csv,
-    print_json,
-    print_notes,
-    printable,
-    table,
-    write_whole,
-)
+from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, declare
+from topoplan.cli.machine_options import add_all_options
+from topoplan.cli.output import Answer, Column, printable, records_of, table, table_of
 from topoplan.cli.sources import read_machine
-from topoplan.errors import UsageError
 from topoplan.machine.topology import FACTS, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
@@ -36,6 +26,9 @@ from topoplan.reading.load import library, load
 from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
 from topoplan.reading.probe import probe
 from topoplan.units import counted, exact, listed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TreeNode = tuple[str, str]
 """A device and an empty text, or a CPU and one of its host bridges."""
@@ -194,37 +187,31 @@ def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
 
 def add_options(parser: OneLineParser) -> None:
     add_machine(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
     add_plot(parser, "the machine")
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
-    check_plot(options)
-    show_machine(read_machine(options).topology, options)
-    return 0
+    return _shown(read_machine(options).topology)
 
 
-def show_machine(topology: Topology, options: argparse.Namespace) -> None:
-    """Print a machine as text or as topology JSON, and draw it if a file is named."""
-    draw_machine(topology, options)
-    if options.json:
-        print_json(topology.to_object())
-        return
-    print(f"{topology.name}: {link_summary(topology)}")
-    _print_parts(topology)
-    if options.plot:
-        print(f"written: {options.plot}")
+def _shown(topology: Topology) -> Answer:
+    """Return a machine as text, topology JSON and figure."""
 
-
-def draw_machine(topology: Topology, options: argparse.Namespace) -> None:
-    """Draw a machine if a file is named."""
-    if options.plot:
+    def figure() -> Figure:
         from topoplan.operate.plot.machine import draw_topology
 
-        draw_plot(options, lambda: draw_topology(topology))
+        return draw_topology(topology)
+
+    return Answer(
+        text=lambda: [f"{topology.name}: {link_summary(topology)}", *_parts(topology)],
+        value=topology.to_object,
+        file=topology.to_json,
+        figure=figure,
+        notes=(*machine_warnings(topology), *topology.notes),
+    )
 
 
 def link_summary(topology: Topology) -> str:
@@ -247,13 +234,12 @@ def link_summary(topology: Topology) -> str:
     return ", ".join(parts) or ("PCIe only" if topology.links else "no links")
 
 
-def _print_parts(topology: Topology) -> None:
+def _parts(topology: Topology) -> Iterator[str]:
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
-    warnings = machine_warnings(topology)
-    print("devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none"))
+    yield "devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none")
     if len(topology.servers) > 1:
         groups = equivalent_servers(topology)
-        print("servers: " + ", ".join(_group_text(group) for group in groups))
+        yield "servers: " + ", ".join(_group_text(group) for group in groups)
         if len(groups) < len(topology.servers):
             topology = representative_servers(topology)
     plugged = {end for link in topology.links if link.channel != "network" for end in (link.src, link.dst)}
@@ -267,10 +253,9 @@ def _print_parts(topology: Topology) -> None:
     ]
     for part in parts:
         if part:
-            print(f"\n{part}")
+            yield f"\n{part}"
     if topology.source:
-        print(f"\nsource: {printable(topology.source)}")
-    print_notes(*warnings, *topology.notes)
+        yield f"\nsource: {printable(topology.source)}"
 
 
 def _group_text(group: Sequence[str]) -> str:
@@ -375,35 +360,26 @@ def add_list_options(parser: OneLineParser) -> None:
     add_csv(parser, "the table")
 
 
-def run_list(options: argparse.Namespace) -> int:
+def run_list(options: argparse.Namespace) -> Answer:
     """Name the machines of the library, their GPUs and their links."""
-    check_csv(options)
     machines = [load(name) for name in library()]
-    if options.json:
-        print_json(
-            {
-                "machines": [
-                    {
-                        "name": machine.name,
-                        "gpus": len(machine.gpus),
-                        "links": link_summary(machine),
-                        "source": machine.source,
-                        "notes": list(machine.notes),
-                    }
-                    for machine in machines
-                ]
-            }
-        )
-        return 0
-    rows = [
-        {"name": machine.name, "GPUs": str(len(machine.gpus)), "links": link_summary(machine)}
-        for machine in machines
-    ]
-    if options.csv:
-        print_csv(rows)
-        return 0
-    print(table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
-    return 0
+    shown: tuple[Column[Topology], ...] = (
+        Column("name", "name"),
+        Column("GPUs", "GPUs", lambda machine: len(machine.gpus)),
+        Column("links", "links", link_summary),
+    )
+    every: tuple[Column[Topology], ...] = (
+        shown[0],
+        Column(None, "gpus", lambda machine: len(machine.gpus)),
+        shown[2],
+        Column(None, "source"),
+        Column(None, "notes", lambda machine: list(machine.notes)),
+    )
+    return Answer(
+        text=lambda: [table_of(shown, machines)],
+        value=lambda: {"machines": records_of(every, machines)},
+        rows=lambda: records_of(shown, machines),
+    )
 
 
 def add_probe_options(parser: OneLineParser) -> None:
@@ -421,20 +397,6 @@ def add_probe_options(parser: OneLineParser) -> None:
     add_json(parser)
 
 
-def run_probe(options: argparse.Namespace) -> int:
+def run_probe(options: argparse.Namespace) -> Answer:
     """Read this machine through its NVIDIA driver and Linux, show it, and write it as topology JSON."""
-    if options.output == "-" and options.json:
-        raise UsageError("-o - and --json both print the machine; leave one out")
-    check_target(options.output, "-o")
-    check_plot(options)
-    topology = probe(sysfs_root=options.sysfs_root, refresh=options.refresh)
-    if options.output == "-":
-        draw_machine(topology, options)
-        print(topology.to_json(), end="")
-        return 0
-    if options.output:
-        write_whole(options.output, topology.to_json())
-    show_machine(topology, options)
-    if options.output and not options.json:
-        print(f"written: {options.output}")
-    return 0
+    return _shown(probe(sysfs_root=options.sysfs_root, refresh=options.refresh))

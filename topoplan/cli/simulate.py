@@ -6,24 +6,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.arguments import OneLineParser, first_set_option
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
+from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import (
-    check_plot,
+    Answer,
+    Column,
     check_target,
-    draw_plot,
+    machine_words,
     plan_notes,
-    print_csv,
-    print_json,
-    print_notes,
     progress_line,
-    rank_names,
     table,
+    table_of,
     tree_noun,
     write_whole,
 )
@@ -44,37 +42,16 @@ from topoplan.schedules.ring import ring
 from topoplan.solve.planner import plan as make_plan
 from topoplan.units import bus_words, counted, format_size
 
-
-def add_job_options(parser: OneLineParser) -> None:
-    """Add the options of jobs."""
-    arguments.declare(
-        parser,
-        f"""
-        --policy P[,P…]  TOPO is a file of jobs, run under each of {", ".join(POLICIES)}; all: under all of them
-        --queues K       with crux, how many priorities the network has (default: 8)
-        """,
-        queues=int,
-    )
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-def check_job_options(options: argparse.Namespace) -> None:
-    """Refuse options of plans beside ``--policy``, and options of policies without it."""
-    if options.policy is None:
-        if options.queues is not None:
-            raise UsageError("--queues belongs to --policy crux; leave it out, or give a policy")
-        return
-    given = first_set_option(
-        options, {name: None for name in (*MACHINE_OPTIONS, "trace") if hasattr(options, name)}
-    )
-    if given:
-        raise UsageError(f"{given} belongs to one plan and --policy to jobs; leave one of them out")
-
-
-def run_job_file(options: argparse.Namespace) -> int:
-    """Run a file of jobs under policies and print the results."""
+def _run_job_file(options: argparse.Namespace) -> Answer:
+    """Run a file of jobs under policies."""
+    arguments.refuse_beside(options, "--policy", dict.fromkeys((*MACHINE_OPTIONS, "trace")))
     names = list(POLICIES) if options.policy == "all" else options.policy.split(",")
     if options.queues is not None and "crux" not in names:
-        raise UsageError("--queues belongs to crux; name it among the policies, or leave --queues out")
+        raise UsageError("--queues belongs to --policy crux; add it, or leave --queues out")
     policies = [policy_named(name, queues=options.queues if name == "crux" else None) for name in names]
     where = "standard input" if options.topo == "-" else options.topo
     folder = "" if options.topo == "-" else str(Path(options.topo).parent)
@@ -88,63 +65,57 @@ def run_job_file(options: argparse.Namespace) -> int:
             if progress:
                 progress(f"under {policy.name} …")
             outcomes.append(run_jobs(jobs, policy))
-    if options.plot:
+
+    def figure() -> Figure:
         from topoplan.operate.plot.charts import draw_jobs
 
-        draw_plot(options, lambda: draw_jobs(outcomes))
-    if options.json:
-        print_json({"policies": {one.policy: one.to_object() for one in outcomes}})
-        return 0
-    _print_policies(jobs, outcomes)
-    if options.plot:
-        print(f"written: {options.plot}")
-    return 0
+        return draw_jobs(outcomes)
+
+    return Answer(
+        text=lambda: _policy_lines(jobs, outcomes),
+        value=lambda: {"policies": {one.policy: one.to_object() for one in outcomes}},
+        figure=figure,
+    )
 
 
-def _print_policies(jobs: Workload, outcomes: Sequence[PolicyRun]) -> None:
+def _policy_lines(jobs: Workload, outcomes: Sequence[PolicyRun]) -> Iterator[str]:
     until = "" if jobs.horizon is None else f", until {jobs.horizon:g} s"
-    print(f"{counted(len(jobs.jobs), 'job')} on {counted(len(jobs.links), 'link')}{until}\n")
+    yield f"{counted(len(jobs.jobs), 'job')} on {counted(len(jobs.links), 'link')}{until}\n"
+
+    def first_stage(one: PolicyRun) -> float | None:
+        return _mean([run.stages[0] for run in one.runs if run.stages])
+
+    def order(one: PolicyRun) -> str:
+        return "equal" if one.order is None else " ".join(jobs.jobs[number].name for number in one.order)
+
+    policies: tuple[Column[PolicyRun], ...] = (
+        Column("policy", "policy"),
+        Column("first stage s", value=first_stage, form=".6g"),
+        Column("cost", "cost", form=".6g"),
+        Column("makespan s", "makespan", form=".6g"),
+        Column("utilisation", "utilisation", form=".1%"),
+        Column("order", value=order),
+    )
+    yield table_of(policies, outcomes)
+    yield ""
     rows = []
-    for one in outcomes:
-        order = "equal" if one.order is None else " ".join(jobs.jobs[number].name for number in one.order)
-        ends = [run.stages[0] for run in one.runs if run.stages]
-        rows.append(
-            (
-                one.policy,
-                _seconds_text(sum(ends) / len(ends) if ends else None),
-                _seconds_text(one.cost),
-                _seconds_text(one.makespan),
-                f"{one.utilisation:.1%}",
-                order,
-            )
-        )
-    print(table(("policy", "first stage s", "cost", "makespan s", "utilisation", "order"), rows))
-    print()
-    details = []
     for one in outcomes:
         for number, (job, run) in enumerate(zip(jobs.jobs, one.runs, strict=True)):
             times = run.iterations
-            details.append(
-                (
-                    one.policy,
-                    job.name,
-                    " ".join(f"{end:.6g}" for end in run.stages) or "-",
-                    str(len(times)),
-                    _seconds_text(times[0] if times else None),
-                    _seconds_text(sum(times) / len(times) if times else None),
-                    _seconds_text(times[-1] if times else None),
-                    _seconds_text(one.idle(number)),
-                )
-            )
-    head = ("policy", "job", "stages end at s", "iterations", "first s", "mean s", "last s", "idle s")
-    print(table(head, details))
-    print(
+            seconds = (times[0], _mean(times), times[-1]) if times else (None, None, None)
+            ends = " ".join(f"{end:.6g}" for end in run.stages) or "-"
+            shown = ("-" if value is None else f"{value:.6g}" for value in (*seconds, one.idle(number)))
+            rows.append((one.policy, job.name, ends, str(len(times)), *shown))
+    yield table(
+        ("policy", "job", "stages end at s", "iterations", "first s", "mean s", "last s", "idle s"), rows
+    )
+    yield (
         "\ncost: weight x end of the first stage, summed over jobs; idle: seconds in which a job's GPUs do not compute"
     )
 
 
-def _seconds_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -166,19 +137,23 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
-    add_job_options(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    arguments.declare(
+        parser,
+        f"""
+        --policy P[,P…]  TOPO is a file of jobs, run under each of {", ".join(POLICIES)}; all: under all of them
+        --queues K       with crux, how many priorities the network has (default: 8)
+        """,
+        queues=int,
+    )
+    add_all_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
-    arguments.check_csv(options)
-    check_target(options.trace, "--trace")
-    check_plot(options)
-    check_job_options(options)
+    arguments.refuse_without(options, {"queues": "--policy"})
     if options.policy is not None:
-        return run_job_file(options)
+        return _run_job_file(options)
+    check_target(options.trace, "--trace")
     sizes = options.sizes
     with progress_line("planning") as progress:
         plan = _plan(options, progress)
@@ -187,15 +162,6 @@ def run(options: argparse.Namespace) -> int:
         rows = sweep(plan, sizes)
         rival_rows = sweep(rival, sizes) if rival else ()
         crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
-    if options.plot:
-        from topoplan.operate.plot.charts import draw_sweep
-
-        name = f"{plan.schedule} ({plan.trees})" if isinstance(plan, Plan) else "plans by size"
-        curves = {name: rows}
-        if rival:
-            curves[rival.schedule] = rival_rows
-        title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
-        draw_plot(options, lambda: draw_sweep(curves, title=title))
     if options.trace:
         with progress_line("running events"):
             events = run_events(plan.at(max(sizes)), nbytes=max(sizes))
@@ -205,45 +171,55 @@ def run(options: argparse.Namespace) -> int:
         with progress_line("running events"):
             queues = _SwitchQueues.of(plan.at(max(sizes)), max(sizes), options.headroom)
     notes = (*plan_notes(plan), *notes)
-    direct = plan.collective == ALL_TO_ALL
-    if options.json:
-        print_json(
-            {
-                "collective": plan.collective,
-                "machine": plan.topology.name,
-                "ranks": list(plan.ranks),
-                "plan": _curve_object(plan, rows),
-                "ring": _curve_object(rival, rival_rows) if rival and not direct else None,
-                **({"direct": _curve_object(rival, rival_rows) if rival else None} if direct else {}),
-                "crossover": crossing.to_object() if crossing else None,
-                **({"queues": queues.to_object()} if queues else {}),
-                "notes": list(notes),
-            }
-        )
-        return 0
-    if options.csv:
-        named = (("plan", rows), (rival.schedule if rival else "", rival_rows))
-        print_csv([{"schedule": name, **row.to_object()} for name, part in named for row in part])
-        return 0
-    gpus = f"{counted(len(plan.ranks), 'GPU')} ({rank_names(plan.ranks)})"
-    print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
-    for line in _describe(plan):
-        print(f"# plan: {line}")
-    print(format_table(rows))
-    if rival:
-        print(f"#\n# rival: {_describe(rival)[0]}")
-        print(format_table(rival_rows))
-    if rival and crossing:
-        print(f"#\n# {_crossing_text(crossing, rival, max(sizes))}")
-    if queues:
-        print("#")
-        for line in queues.lines():
-            print(f"# {line}")
-    print_notes(*notes)
-    for place in (options.trace, options.plot):
-        if place:
-            print(f"written: {place}")
-    return 0
+
+    def text() -> Iterator[str]:
+        yield f"# {plan.collective} on {machine_words(plan)}"
+        for line in _describe(plan):
+            yield f"# plan: {line}"
+        yield format_table(rows)
+        if rival:
+            yield f"#\n# rival: {_describe(rival)[0]}"
+            yield format_table(rival_rows)
+        if rival and crossing:
+            yield f"#\n# {_crossing_text(crossing, rival, max(sizes))}"
+        if queues:
+            yield "#"
+            for line in queues.lines():
+                yield f"# {line}"
+
+    def value() -> dict[str, object]:
+        direct = plan.collective == ALL_TO_ALL
+        other = _curve_object(rival, rival_rows) if rival else None
+        return {
+            "collective": plan.collective,
+            "machine": plan.topology.name,
+            "ranks": list(plan.ranks),
+            "plan": _curve_object(plan, rows),
+            "ring": None if direct else other,
+            **({"direct": other} if direct else {}),
+            "crossover": crossing.to_object() if crossing else None,
+            **({"queues": queues.to_object()} if queues else {}),
+            "notes": list(notes),
+        }
+
+    def figure() -> Figure:
+        from topoplan.operate.plot.charts import draw_sweep
+
+        curves = {f"{plan.schedule} ({plan.trees})" if isinstance(plan, Plan) else "plans by size": rows}
+        if rival:
+            curves[rival.schedule] = rival_rows
+        title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
+        return draw_sweep(curves, title=title)
+
+    named = (("plan", rows), (rival.schedule if rival else "", rival_rows))
+    return Answer(
+        text=text,
+        value=value,
+        rows=lambda: [{"schedule": name, **row.to_object()} for name, part in named for row in part],
+        figure=figure,
+        notes=notes,
+        written=(options.trace,),
+    )
 
 
 @dataclass(frozen=True, slots=True)

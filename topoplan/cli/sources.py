@@ -7,9 +7,9 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, cast
 
-from topoplan.cli.arguments import first_set_option
+from topoplan.cli.arguments import refuse_beside
 from topoplan.cli.machine_options import (
     CLUSTER_OPTIONS,
     FAULT_OPTIONS,
@@ -31,19 +31,12 @@ from topoplan.reading.slurm import expand_hostlist
 
 _PLAN_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.plans?/')
 _JOBS_FORMAT = re.compile(r'"format"\s*:\s*"topoplan\.jobs/')
+DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
+"""Options for what the description of a machine leaves open."""
+
 MACHINE_OPTIONS = (
-    *(
-        "gpus",
-        "server",
-        "collective",
-        "root",
-        "channels",
-        "size",
-        "nvlink_gbps",
-        "pcie_gbps",
-        "socket_gbps",
-        "merge",
-    ),
+    *("gpus", "server", "collective", "root", "channels", "size"),
+    *DESCRIPTION_OPTIONS,
     *CLUSTER_OPTIONS,
     *FAULT_OPTIONS,
 )
@@ -82,22 +75,8 @@ def _check_stdin(options: argparse.Namespace) -> None:
         raise UsageError("stdin is read once; give a file to all but one of TOPO, --merge and --overlay")
 
 
-class _LoadOptions(TypedDict):
-    """Options for what a description leaves open."""
-
-    nvlink_gbps: float | None
-    pcie_gbps: float | None
-    socket_gbps: float | None
-    merge: str | None
-
-
-def _load_options(options: argparse.Namespace) -> _LoadOptions:
-    return {
-        "nvlink_gbps": options.nvlink_gbps,
-        "pcie_gbps": options.pcie_gbps,
-        "socket_gbps": options.socket_gbps,
-        "merge": options.merge,
-    }
+def _load_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in DESCRIPTION_OPTIONS}
 
 
 def read_claimed_plan(path: str) -> Plans:
@@ -122,9 +101,7 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
         return read_topology(options)
     text = read_plan_text(options.topo)
     if text.lstrip().startswith("{") and _PLAN_FORMAT.search(text):
-        given = first_set_option(options, {name: None for name in MACHINE_OPTIONS if hasattr(options, name)})
-        if given:
-            raise UsageError(f"{given} does not go with a plan file, which has settled it; leave it out")
+        refuse_beside(options, "a plan file, which has settled it", dict.fromkeys(MACHINE_OPTIONS))
         return _verified(parse_claimed_plan(text, options.topo), options.topo)
     where = _place_words(options.topo)
     if _JOBS_FORMAT.search(text):

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from topoplan.cli.arguments import OneLineParser, add_json, add_plan_file, declare, first_set_option, gpu_list
+from topoplan.cli.arguments import (
+    OneLineParser,
+    add_json,
+    add_plan_file,
+    declare,
+    gpu_list,
+    refuse_beside,
+    refuse_without,
+)
 from topoplan.cli.output import (
+    Answer,
     in_network_words,
     plan_notes,
     print_error,
     print_json,
-    print_notes,
     progress_line,
     table,
     tree_noun,
@@ -26,7 +34,7 @@ from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
 from topoplan.engines.mscclpp_read import read_plan_file
 from topoplan.engines.mscclpp_read_back import check_execution_plan
 from topoplan.engines.verdict import EngineVerdict, TrafficLoads, machine_loads
-from topoplan.errors import PlanError, UsageError
+from topoplan.errors import PlanError
 from topoplan.machine.fabric import channel_words
 from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, check_times
@@ -35,7 +43,7 @@ from topoplan.plans.json_values import finite, parse_object, read_list, read_obj
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans, check_shape
 from topoplan.plans.size_plans import SizePlans
-from topoplan.plans.survival import SurvivalPlans, verify_survival
+from topoplan.plans.survival import MachineFailure, SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
 from topoplan.reading.load import load
 from topoplan.solve.upper_bound import in_network_bound
@@ -85,36 +93,46 @@ def add_options(parser: OneLineParser) -> None:
     add_json(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer | int:
     """Recompute what a plan file claims from the file alone, or run the operations of an engine's file."""
     text = read_plan_text(options.plan)
     engine = engine_of(text)
     if engine is not None:
         return _run_engine_file(options, text, engine)
-    given = first_set_option(options, {"machine": None, "gpus": None})
-    if given:
-        raise UsageError(f"{given} goes with an engine's file; a plan names its machine itself")
+    refuse_beside(options, "a plan, which names its machine itself", {"machine": None, "gpus": None})
     if is_mesh(text):
-        return _run_mesh(options, text)
+        mesh = MeshPlans.from_json(text)
+        return _checked(options, lambda: _mesh_answer(mesh, text))
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
-    if isinstance(plans, SurvivalPlans):
-        return _run_survival(plans, text, as_json=options.json)
+    return _checked(options, lambda: _plans_answer(plans, text))
+
+
+def _checked(options: argparse.Namespace, check: Callable[[], Answer]) -> Answer | int:
+    """Return the answer of a check, or report the fault of a wrong plan and return status 1."""
     try:
         with progress_line("checking"):
-            reports = verify_all(plans)
-            _check_shapes(text, plans)
-            bound = check_times(plans) if isinstance(plans, SizePlans) else None
+            return check()
     except PlanError as error:
-        return _refused(error, as_json=options.json)
+        if options.json:
+            place = {"shard": error.shard, "stage": error.stage, "rank": error.rank}
+            print_json({"valid": False, "error": error.fault, **place})
+        print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
+        return 1
+
+
+def _plans_answer(plans: Plans | SurvivalPlans, text: str) -> Answer:
+    if isinstance(plans, SurvivalPlans):
+        return _survival_answer(plans, text)
+    reports = verify_all(plans)
+    _check_shapes(text, plans)
     if not isinstance(plans, Plan):
-        _report_ranges(plans, reports, bound, as_json=options.json)
-    elif options.json:
-        print_json(_report_object(plans, reports[0]))
-    else:
-        _print_report(plans, reports[0])
-        print_notes(*plan_notes(plans))
-    return 0
+        return _ranges_answer(plans, reports, check_times(plans) if isinstance(plans, SizePlans) else None)
+    return Answer(
+        text=lambda: _report_lines(plans, reports[0]),
+        value=lambda: _report_object(plans, reports[0]),
+        notes=plan_notes(plans),
+    )
 
 
 def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans) -> None:
@@ -141,106 +159,75 @@ def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans) -> None:
         check_shape(read_object(read_object(item, "plan").get("plan"), "plan"), plan)
 
 
-def _refused(error: PlanError, *, as_json: bool) -> int:
-    if as_json:
-        print_json(
-            {
-                "valid": False,
-                "error": error.fault,
-                "shard": error.shard,
-                "stage": error.stage,
-                "rank": error.rank,
-            }
-        )
-    print_error("topoplan verify: wrong plan", f"{error}; make it again with topoplan plan")
-    return 1
-
-
-def _run_mesh(options: argparse.Namespace, text: str) -> int:
+def _mesh_answer(mesh: MeshPlans, text: str) -> Answer:
     """Check the plans of a mesh, each alone and all together."""
-    mesh = MeshPlans.from_json(text)
-    try:
-        with progress_line("checking"):
-            reports = verify_mesh(mesh)
-            _check_shapes(text, mesh)
-    except PlanError as error:
-        return _refused(error, as_json=options.json)
-    if options.json:
-        groups = [
-            _report_object(group.plan, report) for group, report in zip(mesh.groups, reports, strict=True)
-        ]
-        rate = {"rate": mesh.rate, "bound": mesh.bound, "optimal": mesh.gap == 0}
-        print_json({"valid": True, **rate, "groups": groups})
-        return 0
-    print(
-        f"valid: {counted(len(reports), 'group')}, each with each contribution exactly once wherever it must be"
+    reports = verify_mesh(mesh)
+    _check_shapes(text, mesh)
+    pairs = [*zip(mesh.groups, reports, strict=True)]
+    links = len(mesh.certificate.lengths)
+    return Answer(
+        text=lambda: [
+            f"valid: {counted(len(pairs), 'group')}, each with each contribution exactly once wherever it must be",
+            f"rate   {mesh.rate:.9g} GB/s in all groups of weight 1 at once, recomputed from their loads together",
+            f"bound  {mesh.bound:.9g} GB/s, recomputed from the lengths of {links} links",
+            "rate = bound: optimal" if mesh.gap == 0 else f"gap    {mesh.gap:.3%}",
+        ],
+        value=lambda: {
+            "valid": True,
+            "rate": mesh.rate,
+            "bound": mesh.bound,
+            "optimal": mesh.gap == 0,
+            "groups": [_report_object(group.plan, report) for group, report in pairs],
+        },
     )
-    print(
-        f"rate   {mesh.rate:.9g} GB/s in all groups of weight 1 at once, recomputed from their loads together"
-    )
-    print(
-        f"bound  {mesh.bound:.9g} GB/s, recomputed from the lengths of {len(mesh.certificate.lengths)} links"
-    )
-    print("rate = bound: optimal" if mesh.gap == 0 else f"gap    {mesh.gap:.3%}")
-    return 0
 
 
-def _run_survival(book: SurvivalPlans, text: str, *, as_json: bool) -> int:
+def _survival_answer(book: SurvivalPlans, text: str) -> Answer:
     """Check the plan of the whole machine, and that of each failure on the degraded machine."""
-    try:
-        with progress_line("checking"):
-            whole, *after = verify_survival(book)
-            _check_shapes(text, book)
-    except PlanError as error:
-        return _refused(error, as_json=as_json)
+    whole, *after = verify_survival(book)
+    _check_shapes(text, book)
     left = [one.failure for one in book.outcomes if one.plan is not None or one.like is not None]
-    if as_json:
-        rows = [
-            {
-                "kind": failure.kind,
-                "failure": failure.name,
-                "rate": finite(report.rate),
-                "bound": finite(report.bound),
-                "optimal": report.optimal,
-            }
-            for failure, report in zip(left, after, strict=True)
-        ]
-        print_json(
-            {
-                **_report_object(book.whole, whole),
-                "failures": rows,
-                "without_plan": len(book.outcomes) - len(left),
-                "digest": book.digest,
-            }
+    pairs = [*zip(left, after, strict=True)]
+    lost = len(book.outcomes) - len(left)
+
+    def lines() -> Iterator[str]:
+        yield from _report_lines(book.whole, whole)
+        yield (
+            f"\nall {counted(len(left), 'plan')} after a failure valid, each on the degraded machine, "
+            f"from {len(book.own)} in the file"
         )
-        return 0
-    _print_report(book.whole, whole)
-    print()
-    print(
-        f"all {counted(len(left), 'plan')} after a failure valid, each on the degraded machine, "
-        f"from {len(book.own)} in the file"
+        yield f"rate = bound for {sum(report.optimal for report in after)} of them"
+        moving = [pair for pair in pairs if pair[1].exact_rate is not None]
+        if moving:
+            failure, worst = min(moving, key=lambda pair: pair[1].rate)
+            yield f"worst  {worst.rate:.9g} GB/s, without {failure}"
+        if lost:
+            why = "the remaining GPUs are not connected, or the root is lost"
+            yield f"{counted(lost, 'failure')} without a plan: {why}"
+
+    def row(failure: MachineFailure, report: Verification) -> dict[str, object]:
+        rates = {"rate": finite(report.rate), "bound": finite(report.bound), "optimal": report.optimal}
+        return {"kind": failure.kind, "failure": failure.name, **rates}
+
+    return Answer(
+        text=lines,
+        value=lambda: {
+            **_report_object(book.whole, whole),
+            "failures": [row(*pair) for pair in pairs],
+            "without_plan": lost,
+            "digest": book.digest,
+        },
+        notes=plan_notes(book.whole),
     )
-    proved = sum(report.optimal for report in after)
-    print(f"rate = bound for {proved} of them")
-    moving = [place for place, report in enumerate(after) if report.exact_rate is not None]
-    if moving:
-        worst = min(moving, key=lambda place: after[place].rate)
-        print(f"worst  {after[worst].rate:.9g} GB/s, without {left[worst]}")
-    if len(left) < len(book.outcomes):
-        without = counted(len(book.outcomes) - len(left), "failure")
-        print(f"{without} without a plan: the remaining GPUs are not connected, or the root is lost")
-    print_notes(*plan_notes(book.whole))
-    return 0
 
 
-def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int:
+def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> Answer | int:
     """Check and run a file of an engine; with a machine, print the loads of its links."""
     machine = None
     if options.machine is not None:
         machine = load(options.machine)
         machine = machine if options.gpus is None else machine.subset(options.gpus)
-    elif options.gpus is not None:
-        raise UsageError("--gpus names GPUs of a machine; give --machine TOPO")
+    refuse_without(options, {"gpus": "--machine"})
     check = read_engine_file(text, engine)
     try:
         with progress_line("running"):
@@ -251,25 +238,25 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> int
         print_error(f"topoplan verify: wrong {ENGINES[engine]}", str(error))
         return 1
     loads = None if machine is None else machine_loads(verdict.traffic, verdict.ranks, machine)
-    if options.json:
-        print_json(_engine_object(ENGINES[engine], verdict, loads))
-        return 0
-    print(f"valid {ENGINES[engine]}: {verdict.summary}")
-    root = "" if verdict.root is None else f" from gpu {verdict.root}"
-    print(
-        f"postcondition of {verdict.collective}{root} holds in {counted(verdict.runs, 'interleaving')}; no read finds "
-        "nothing, no block hangs, no signal is unused"
+
+    def lines() -> Iterator[str]:
+        yield f"valid {ENGINES[engine]}: {verdict.summary}"
+        root = "" if verdict.root is None else f" from gpu {verdict.root}"
+        yield (
+            f"postcondition of {verdict.collective}{root} holds in {counted(verdict.runs, 'interleaving')}; no read "
+            "finds nothing, no block hangs, no signal is unused"
+        )
+        if loads is not None:
+            yield f"rate   {float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links"
+            rows = [
+                (f"{src}>{dst}", f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")
+                for (src, dst), load in loads.loads.items()
+            ]
+            yield table(("link", "load", "GB/s"), rows)
+
+    return Answer(
+        text=lines, value=lambda: _engine_object(ENGINES[engine], verdict, loads), notes=verdict.notes
     )
-    if loads is not None:
-        print(f"rate   {float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links")
-        header = ("link", "load", "GB/s")
-        rows = [
-            (f"{src}>{dst}", f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")
-            for (src, dst), load in loads.loads.items()
-        ]
-        print(table(header, rows))
-    print_notes(*verdict.notes)
-    return 0
 
 
 def _engine_object(kind: str, verdict: EngineVerdict, loads: TrafficLoads | None) -> dict[str, object]:
@@ -290,38 +277,42 @@ def _engine_object(kind: str, verdict: EngineVerdict, loads: TrafficLoads | None
     return found
 
 
-def _report_ranges(
-    plans: Plans, reports: Sequence[Verification], bound: TimeBound | None, *, as_json: bool
-) -> None:
-    """Print the report of each range, then of the times that the file states."""
+def _ranges_answer(plans: Plans, reports: Sequence[Verification], bound: TimeBound | None) -> Answer:
+    """Return the report of each range, then of the times that the file states."""
     pairs = list(zip(plans.ranges, reports, strict=True))
-    if as_json:
-        rows = [
-            {"from": one.start, "to": one.stop, **_report_object(one.plan, report)} for one, report in pairs
-        ]
-        times = {} if bound is None else {"times": _times_object(plans, bound)}
-        print_json(
-            {"valid": True, "collective": plans.collective, "ranges": rows, "digest": plans.digest, **times}
-        )
-        return
-    for one, report in pairs:
-        print(f"{one}, {one.plan.schedule}")
-        _print_report(one.plan, report)
-        print()
-    print(f"all {counted(len(pairs), 'range')} valid; they cover every size")
-    if bound is not None:
-        points = _points(plans)
-        steps = ", ".join(
-            f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
-            for chain, rate in bound.steps
-        )
-        size, seconds, least = max(points, key=lambda point: point[1] / point[2])
-        print(
-            f"times of {counted(len(points), 'size')} recomputed; no schedule is below {LAUNCH * 1e6:.1f} us and"
-        )
-        print(f"the least of {steps}")
-        print(f"furthest from it: {seconds / least:.2f} times at {format_size(size)}")
-    print_notes(*plan_notes(plans))
+
+    def lines() -> Iterator[str]:
+        for one, report in pairs:
+            yield f"{one}, {one.plan.schedule}"
+            yield from _report_lines(one.plan, report)
+            yield ""
+        yield f"all {counted(len(pairs), 'range')} valid; they cover every size"
+        if bound is not None:
+            points = _points(plans)
+            steps = ", ".join(
+                f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
+                for chain, rate in bound.steps
+            )
+            size, seconds, least = max(points, key=lambda point: point[1] / point[2])
+            sizes = counted(len(points), "size")
+            yield f"times of {sizes} recomputed; no schedule is below {LAUNCH * 1e6:.1f} us and"
+            yield f"the least of {steps}"
+            yield f"furthest from it: {seconds / least:.2f} times at {format_size(size)}"
+
+    return Answer(
+        text=lines,
+        value=lambda: {
+            "valid": True,
+            "collective": plans.collective,
+            "ranges": [
+                {"from": one.start, "to": one.stop, **_report_object(one.plan, report)}
+                for one, report in pairs
+            ],
+            "digest": plans.digest,
+            **({} if bound is None else {"times": _times_object(plans, bound)}),
+        },
+        notes=plan_notes(plans),
+    )
 
 
 def _points(plans: Plans) -> tuple[tuple[int, float, float], ...]:
@@ -357,21 +348,21 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
     }
 
 
-def _print_report(plan: Plan, report: Verification) -> None:
+def _report_lines(plan: Plan, report: Verification) -> Iterator[str]:
     ranks, trees = counted(len(plan.ranks), "rank"), counted(report.trees, tree_noun(plan))
-    print(f"valid: {plan.collective} of {ranks}, {trees}, height {report.height}")
-    print("postcondition holds: each contribution arrives exactly once wherever it must")
+    yield f"valid: {plan.collective} of {ranks}, {trees}, height {report.height}"
+    yield "postcondition holds: each contribution arrives exactly once wherever it must"
     if report.exact_rate is None or report.exact_bound is None:
-        print("one GPU: nothing moves")
+        yield "one GPU: nothing moves"
     else:
         bus, most = (
             bus_words(rate, plan.collective, len(plan.ranks), digits=9)
             for rate in (report.rate, report.bound)
         )
-        print(f"rate   {report.rate:.9g} GB/s = {report.exact_rate}{bus}, recomputed from the link loads")
-        print(f"bound  {report.bound:.9g} GB/s = {report.exact_bound}{most}: {explain_certificate(plan)}")
+        yield f"rate   {report.rate:.9g} GB/s = {report.exact_rate}{bus}, recomputed from the link loads"
+        yield f"bound  {report.bound:.9g} GB/s = {report.exact_bound}{most}: {explain_certificate(plan)}"
         gap = "rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}"
-        print(", ".join(filter(None, (gap, in_network_words(plan)))))
+        yield ", ".join(filter(None, (gap, in_network_words(plan))))
         full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
         more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""
-        print(f"full links: {full}{more}")
+        yield f"full links: {full}{more}"

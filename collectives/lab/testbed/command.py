@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
-from topoplan.cli.machine_options import add_cluster_options, add_fault_options
-from topoplan.cli.output import plan_notes, print_json, print_notes, progress_line, rank_names, table
+from topoplan.cli.machine_options import add_all_options
+from topoplan.cli.output import Answer, Column, machine_words, plan_notes, progress_line, table_of
 from topoplan.cli.sources import apply_machine_options, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
@@ -16,10 +16,10 @@ from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
 from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.ring import ring
 from topoplan.solve.planner import plan as make_plan
-from topoplan.units import counted, format_size
+from topoplan.units import format_size
 
 if TYPE_CHECKING:
-    from collectives.lab.testbed.run import ShapedRunOutcome
+    from collectives.lab.testbed.run import DropPhase, ScheduleMeasurement, ShapedRunOutcome
 
 LINE = "run plans over shaped links, predicted and measured"
 """Line in ``topoplan --help``."""
@@ -71,11 +71,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
         drop={"type": _parse_drop, "action": "append"},
     )
     arguments.add_json(parser)
-    add_cluster_options(parser)
-    add_fault_options(parser)
+    add_all_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Answer:
     """Build the machine's links as a network on this computer, slowed down, and run plans on it with real processes.
 
     Needs Linux, iproute2 and the right to make user namespaces, not root. Exit status 1 if any element is wrong.
@@ -104,16 +103,15 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
     notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))
-    if options.json:
-        print_json({**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes})
-    else:
-        _print_heading(first)
-        _print_outcome(outcome)
-        print_notes(*notes)
-    return 1 if any(one.wrong for one in outcome.measurements) else 0
+    return Answer(
+        text=lambda: [f"# {first.collective} on {machine_words(first)}", *_outcome_lines(outcome)],
+        value=lambda: {**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes},
+        notes=notes,
+        status=1 if any(one.wrong for one in outcome.measurements) else 0,
+    )
 
 
-def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> int:
+def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> Answer:
     """Run a plan while links become slower; exit status 1 if any element is wrong, or no rank replanned."""
     from collectives.lab.testbed.run import AFTER, run_drop
 
@@ -130,79 +128,77 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> i
             progress=progress,
         )
     done = any(one.name == AFTER for one in dropped.phases)
-    if options.json:
-        print_json(
-            {**_heading(plan), "chunk": options.chunk, "drop": dict(options.drop), **dropped.to_object()}
-        )
-    else:
-        _print_heading(plan)
+    drop = dict(options.drop)
+
+    def text() -> Iterator[str]:
+        yield f"# {plan.collective} on {machine_words(plan)}"
         fallen = ", ".join(f"{wire} to {part:g} of its rate" for wire, part in options.drop)
-        print(
-            f"# {plan.schedule}, {format_size(dropped.nbytes)}, bandwidth x {dropped.scale:.4g}; falls: {fallen}"
+        size = format_size(dropped.nbytes)
+        yield f"# {plan.schedule}, {size}, bandwidth x {dropped.scale:.4g}; falls: {fallen}"
+        columns: tuple[Column[DropPhase], ...] = (
+            Column("phase", value="name"),
+            Column("runs", value=lambda one: len(one.runs)),
+            Column("ms", value=lambda one: dropped.nbytes / one.rate / dropped.scale / 1e6, form=".1f"),
+            Column("GB/s", value="rate", form=".4g"),
+            Column("predicted", value="predicted", form=".4g"),
+            Column("optimum", value="optimum", form=".4g"),
+            Column("of optimum", value=lambda one: one.rate / one.optimum, form=".1%"),
+            Column("wrong", value="wrong"),
         )
-        header = ("phase", "runs", "ms", "GB/s", "predicted", "optimum", "of optimum", "wrong")
-        rows = [
-            (
-                one.name,
-                str(len(one.runs)),
-                f"{dropped.nbytes / one.rate / dropped.scale / 1e6:.1f}",
-                f"{one.rate:.4g}",
-                f"{one.predicted:.4g}",
-                f"{one.optimum:.4g}",
-                f"{one.rate / one.optimum:.1%}",
-                str(one.wrong),
-            )
-            for one in dropped.phases
-        ]
-        print(table(header, rows))
+        yield table_of(columns, dropped.phases)
         if dropped.switch is not None:
-            print(f"# the first run by the new plan took {dropped.switch * 1e3:.1f} ms with the replan")
+            yield f"# the first run by the new plan took {dropped.switch * 1e3:.1f} ms with the replan"
         if not done:
-            print("# no replan: no link was judged slow, or the model gains no more than 10 % by a new plan")
-        print_notes(*plan_notes(plan), *dropped.notes)
-    return 1 if any(one.wrong for one in dropped.phases) or not done else 0
+            yield "# no replan: no link was judged slow, or the model gains no more than 10 % by a new plan"
+
+    return Answer(
+        text=text,
+        value=lambda: {**_heading(plan), "chunk": options.chunk, "drop": drop, **dropped.to_object()},
+        notes=(*plan_notes(plan), *dropped.notes),
+        status=1 if any(one.wrong for one in dropped.phases) or not done else 0,
+    )
 
 
 def _heading(plan: Plan) -> dict[str, object]:
     return {"collective": plan.collective, "machine": plan.topology.name, "ranks": list(plan.ranks)}
 
 
-def _print_heading(plan: Plan) -> None:
-    gpus = f"{counted(len(plan.ranks), 'GPU')} ({rank_names(plan.ranks)})"
-    print(f"# {plan.collective} on {plan.topology.name}, {gpus}")
+def _paced(one: ScheduleMeasurement) -> str:
+    return one.schedule if one.headroom is None else f"{one.schedule}, paced at {one.headroom:g}"
 
 
-def _print_outcome(outcome: ShapedRunOutcome) -> None:
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+RUNS: tuple[Column[ScheduleMeasurement], ...] = (
+    Column("schedule", value=_paced),
+    Column("size", value="nbytes", form=format_size),
+    Column("line ms", value="line_seconds", form=_milliseconds),
+    Column("predicted ms", value="predicted", form=_milliseconds),
+    Column("measured ms", value="seconds", form=_milliseconds),
+    Column("ratio", value=lambda one: one.seconds / one.predicted, form=".3f"),
+    Column("line rate", value=lambda one: one.line_seconds / one.seconds, form=".1%"),
+    Column("wrong", value="wrong"),
+)
+
+
+def _outcome_lines(outcome: ShapedRunOutcome) -> Iterator[str]:
     reached = sorted(link.measured / link.shaped for link in outcome.links)
-    print(
+    yield (
         f"# {len(outcome.links)} links of {outcome.bits_per_second / 1e9:.3g} Gbit/s together (bandwidth x "
         f"{outcome.scale:.4g}), all at once they carry {reached[0]:.1%} to {reached[-1]:.1%} of their rates"
     )
-    header = ("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
-    rows = [
-        (
-            one.schedule if one.headroom is None else f"{one.schedule}, paced at {one.headroom:g}",
-            format_size(one.nbytes),
-            f"{one.line_seconds * 1e3:.1f}",
-            f"{one.predicted * 1e3:.1f}",
-            f"{one.seconds * 1e3:.1f}",
-            f"{one.seconds / one.predicted:.3f}",
-            f"{one.line_seconds / one.seconds:.1%}",
-            str(one.wrong),
-        )
-        for one in outcome.measurements
-    ]
-    print(table(header, rows))
+    yield table_of(RUNS, outcome.measurements)
     for one in outcome.measurements:
         if one.beats is not None:
-            how = "" if one.headroom is None else f", paced at {one.headroom:g}"
-            print(
-                f"# heartbeats, {one.schedule}{how}, {format_size(one.nbytes)}: median "
+            yield (
+                f"# heartbeats, {_paced(one)}, {format_size(one.nbytes)}: median "
                 f"{one.beats.median * 1e3:.2f} ms, 99th percentile {one.beats.p99 * 1e3:.2f} ms, {one.beats.lost} of "
                 f"{one.beats.sent} lost"
             )
     for gain in outcome.gains():
-        print(
+        yield (
             f"# {gain.schedule} over {gain.rival}, {format_size(gain.nbytes)}: predicted {gain.predicted:.3f}x, "
             f"measured {gain.measured:.3f}x ({gain.measured / gain.predicted - 1:+.1%})"
         )

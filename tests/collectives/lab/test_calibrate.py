@@ -330,13 +330,13 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-1v", "-o", "-", "--json"],
-                "-o - and --json both print the machine; leave one out",
+                "-o - and --json both print to stdout; leave one of them out",
             ),
             *(
                 (
                     machine(),
                     [option, "20"],
-                    f"{option} goes with a description of the machine; name it, or leave {option} out",
+                    f"{option} belongs to TOPO; add TOPO, or leave {option} out",
                 )
                 for option in ("--nvlink-gbps", "--pcie-gbps", "--socket-gbps", "--merge")
             ),

@@ -237,6 +237,7 @@ def test_show_prints_what_it_finds_amiss(show: Callable[..., str]) -> None:
 
 def test_json_is_the_machine_and_nothing_else(show: Callable[..., str]) -> None:
     """Warnings of ``show`` are not part of the machine that ``--json`` prints."""
+    assert topoplan.load(show("dgx-h100", "--json")) == topoplan.load("dgx-h100")
     out = show("dgx-1v", "--without-link", "gpu0-gpu3", "--json")
     assert json.loads(out)["notes"] == ["taken out: link gpu0-gpu3"]
 

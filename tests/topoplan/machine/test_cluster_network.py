@@ -197,7 +197,7 @@ def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]
     assert main([*words, "--flow-gbps", "100"]) == 0
     assert "flows  one connection from a rank to another does" in capsys.readouterr().out
     assert main(["plan", "dgx-1v", "--flow-gbps", "5"]) == 2
-    assert "--flow-gbps belongs to a cluster" in capsys.readouterr().err
+    assert "--flow-gbps belongs to --servers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flow", [0, float("nan"), "5", True])

@@ -168,7 +168,7 @@ def test_a_large_class_is_cut_in_text_only(run: Run) -> None:
     [
         ((), "say how many GPUs the job has with --count"),
         (("--count", "0"), "must be a number of GPUs"),
-        (("--count", "4", "--json", "--csv"), "two forms of one answer"),
+        (("--count", "4", "--json", "--csv"), "both print to stdout"),
         (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
         (("--jobs", "4", "--count", "2"), "say how many GPUs the job has with --count 4, or of several"),
         (("--jobs", "4,6"), "jobs of 4 and 6 GPUs do not fit on 8"),

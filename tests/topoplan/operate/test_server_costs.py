@@ -93,4 +93,4 @@ def test_the_command_prints_a_row_for_each_kind_of_server(run: Run, tmp_path: Pa
         "s3,3,9.375,12.5,0.0,3.0",
     ]
     status, _, err = run(*command, "--all-allocations")
-    assert (status, "does not go with --all-allocations" in err) == (2, True)
+    assert (status, "--all-allocations does not go with --without-each-server" in err) == (2, True)

@@ -137,7 +137,7 @@ def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -
     [
         (["dgx-1v"], "three phases need GPUs on two servers or more, and all 8 are on"),
         (["dgx-1v", "--order", "trees"], "--order belongs to --method exact"),
-        (["dgx-1v", "--sizes", "1KB:1GB"], "--sizes compares all schedules"),
+        (["dgx-1v", "--sizes", "1KB:1GB"], "--method does not go with --sizes"),
     ],
 )
 def test_what_does_not_go_with_three_phases_is_refused(

@@ -258,9 +258,9 @@ def test_a_file_of_trees_becomes_a_plan_that_verifies(run: Run, tmp_path: Path) 
         ('[{"edgs": []}]', (), "tree 0: key 'edgs' is unknown"),
         ("[[0, 1, 2, 3, 4]]", (), "tree 0: 4 is not a rank"),
         (None, (), "cannot be read: No such file or directory; give a file of trees"),
-        ("", ("--schedule", "ring"), "--schedule ring and --schedule-file are two schedules"),
-        ("", ("--size", "1MB"), "--schedule-file is one plan without a search, so --size does not go with"),
-        ("", ("--mesh", "dp=2,tp=2"), "--schedule-file is for one plan and does not go with --mesh"),
+        ("", ("--schedule", "ring"), "--schedule-file does not go with --schedule ring"),
+        ("", ("--size", "1MB"), "--size does not go with --schedule-file"),
+        ("", ("--mesh", "dp=2,tp=2"), "--schedule-file does not go with --mesh"),
         ("", ("--density", "0.01"), "--schedule-file does not go with --density"),
     ],
 )

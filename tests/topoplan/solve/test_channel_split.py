@@ -443,7 +443,7 @@ def test_the_command_line_plans_simulates_and_compares(
         (["plan", "pcie-x8", "--channels", "nvlink+pcie"], "pcie-x8 cannot be planned over nvlink and pcie"),
         (
             ["compare", "dgx-1v", "--all-allocations", "--channels", "nvlink+pcie"],
-            "goes with neither --channels",
+            "does not go with --all-allocations",
         ),
     ],
 )

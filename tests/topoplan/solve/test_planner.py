@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, both_ways, machine
 from topoplan.cli.main import main
-from topoplan.cli.plan import print_plan
+from topoplan.cli.plan import plan_lines
 from topoplan.errors import InfeasibleError, Note, UsageError, kind_of
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Link, Topology
@@ -291,7 +291,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         (["--time-limit", "soon"], "must be a number of seconds of 0 or more, such as 10, got 'soon'"),
         (["--time-limit=-1"], "must be a number of seconds of 0 or more, such as 10, got '-1'"),
         (["--time-limit", "1", "--method", "mwu"], "--time-limit belongs to --method exact"),
-        (["--time-limit", "1", "--sizes", "1KB:1MB"], "--time-limit ends the search for one plan"),
+        (["--time-limit", "1", "--sizes", "1KB:1MB"], "--time-limit does not go with --sizes"),
     ):
         assert main(["plan", "dgx-1v", *words]) == 2
         error = capsys.readouterr().err
@@ -299,16 +299,13 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.count("\n") == 1
 
 
-def test_what_was_searched_is_told_by_the_kind_of_a_note_and_not_by_its_words(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_was_searched_is_told_by_the_kind_of_a_note_and_not_by_its_words() -> None:
     made = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", time_limit=0)
     assert [kind_of(note) for note in made.notes] == ["stopped"]
     words = replace(made, notes=("stopped after lunch", "height is not depth"))
-    print_plan(words, "height")
-    assert f"lowest height first: none below {made.height}" in capsys.readouterr().out
-    print_plan(replace(made, notes=(Note("no time", "stopped"),)), "height")
-    assert "order  stopped in time" in capsys.readouterr().out
+    assert f"lowest height first: none below {made.height}" in "\n".join(plan_lines(words, "height"))
+    stopped = replace(made, notes=(Note("no time", "stopped"),))
+    assert "order  stopped in time" in "\n".join(plan_lines(stopped, "height"))
 
 
 def test_a_note_is_its_text_and_keeps_its_kind_when_it_is_copied() -> None:

@@ -88,6 +88,7 @@ def test_in_network_settles_which_switches_add(run: Run, log: Path) -> None:
     assert rows[-1]["nccl_is"] == "nvlink ring"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("code", "gpu", "best"),
     [("NV18", "NVIDIA H100 80GB HBM3", 450.0), ("NV18", "", 450.0), ("NV8", "NVIDIA H800", 200.0)],
@@ -161,27 +162,6 @@ def test_what_bench_prints_is_read_too(run: Run, tmp_path: Path) -> None:
     found = json.loads(run("explain", str(text), "--machine", "dgx-1v", "--json")[1])
     assert found["runs"][0]["gpus"] == [1, 4, 5, 7]
     assert [row["size"] for row in found["rows"]] == [1 << 10, 1 << 14]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "add --machine TOPO"),
-        (("--machine", "dgx-h100", "--json", "--csv"), "--json and --csv"),
-        (
-            ("--machine", "dgx-h100", "--gpus", "0-3"),
-            "of 8 ranks, but --gpus names 4; name the GPUs that ran",
-        ),
-        (("--machine", "v100x4"), "rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs"),
-        (("--machine", "dgx-h100", "--collective", "gather"), "gather"),
-        (("--machine", "dgx-h100", "--collective", "broadcast"), "--collective is for runs that do not name"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(run: Run, log: Path, arguments: tuple[str, ...], told: str) -> None:
-    """Exit status 2, nothing on stdout."""
-    status, out, err = run("explain", str(log), *arguments)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert told in err
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "roses are red\n", "{", "GPU0\tGPU1\nGPU0\tX\n", "\0\1\2"])
@@ -262,24 +242,6 @@ def test_without_a_machine_labels_name_protocols(run: Run, rivals: str) -> None:
     assert status == 0
     assert chosen(read(out), "allreduce", 1 << 20, nodes=2, ranks=16) == ("tree", "ll128", 12)
     assert "no lines for allgather" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("--tune", "ring"), "names no log"),
-        (("--tune", "rings=x.log"), "is not an algorithm of NCCL"),
-        (("--tune", "ring/ll=/nowhere.log"), "/nowhere.log cannot be read"),
-        (("x.log", "--tune", "ring/ll=y.log"), "leave LOG out"),
-        (("x.log", "--machine", "dgx-1v", "-o", "f.csv"), "-o goes with --tune"),
-        (("--machine", "dgx-1v"), "no LOG is given"),
-    ],
-)
-def test_bad_use_of_tune_is_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
-    """Exit status 2."""
-    status, out, err = run("explain", *arguments)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert told in err
 
 
 @pytest.mark.thorough

@@ -103,23 +103,3 @@ def test_wrong_files_are_one_line(run: Run, tmp_path: Path, place: str, value: o
     assert (status, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--policy", "tcp"), "policy 'tcp' is unknown; use fifo, fair, grouper"),
-        (("--policy", "fair", "--queues", "2"), "--queues belongs to crux"),
-        (
-            ("--policy", "crux", "--queues", "0"),
-            "queues must be 1 or more, and only for crux, got 0 for crux",
-        ),
-        (("--queues", "2"), "--queues belongs to --policy crux"),
-        (("--policy", "fair", "--gpus", "0-3"), "--gpus belongs to one plan and --policy to jobs"),
-        ((), "is a file of jobs; topoplan simulate runs it under a --policy"),
-    ],
-)
-def test_options_that_do_not_fit(run: Run, path: str, options: tuple[str, ...], words: str) -> None:
-    status, out, err = run("simulate", path, *options)
-    assert (status, out) == (2, "")
-    assert words in err

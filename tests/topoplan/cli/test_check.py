@@ -81,15 +81,6 @@ def test_a_healthy_machine_and_an_allocation_of_it(
     assert (status, out.splitlines()[1]) == (0, "resembles  dgx-1v, of which 4 of 8 GPUs are here")
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "no.txt"
-    path.write_text("nothing of the kind")
-    status, out, err = run(capsys, "check", str(path))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert run(capsys, "check", "dgx-1x")[0] == 2
-    assert run(capsys, "check", "--pcie-gbps", "12")[0] == 2
-
-
 def test_plan_warns_first_and_json_has_it_in_its_notes(
     broken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

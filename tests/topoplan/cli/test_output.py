@@ -1,4 +1,4 @@
-"""What eyes and other programs get: lines on a terminal, comma-separated values, bandwidths with units, completions."""
+"""What eyes and other programs get: lines, progress on a terminal, comma-separated values, completions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkout import ROOT
-from topoplan.cli.main import COMMANDS, main
-from topoplan.cli.output import wrap_line
+from tests.support.checkout import ROOT, Done
+from topoplan.cli.main import COMMANDS, main, wrap_line
+from topoplan.cli.output import progress_bar, progress_line
 from topoplan.errors import UsageError
 from topoplan.plans.shards import Edge, Stage, bracket_notation
 from topoplan.reading.load import library
 from topoplan.units import name_ranges, parse_bandwidth, parse_gpu_list
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
-    return capsys.readouterr().out
 
 
 def on_a_terminal(*arguments: str, columns: int) -> list[str]:
@@ -56,10 +51,10 @@ def untimed(text: str) -> list[str]:
 
 
 def test_no_line_on_a_terminal_is_wider_than_it_and_no_word_is_lost(
-    capsys: pytest.CaptureFixture[str],
+    done: Done,
 ) -> None:
     """A wide terminal gets 120 columns; where nobody looks, and as JSON, lines stay whole."""
-    whole = printed(capsys, "plan", "mi250", "--bound-only")
+    whole = done("plan", "mi250", "--bound-only")
     assert max(map(len, whole.splitlines())) > 120
     lines = on_a_terminal("plan", "mi250", "--bound-only", columns=300)
     assert 100 < max(map(len, lines)) <= 120
@@ -84,19 +79,14 @@ def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half(
     ids=["list", "plan", "simulate", "sizes"],
 )
 def test_tables_are_comma_separated_values_too(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], head: str, rows: int
+    done: Done, arguments: tuple[str, ...], head: str, rows: int
 ) -> None:
     """One row under the names of the columns for each line of the table, and nothing else."""
-    out = printed(capsys, *arguments, "--csv")
+    out = done(*arguments, "--csv")
     found = list(csv.reader(io.StringIO(out)))
     assert ",".join(found[0]) == head
     assert len(found) - 1 == rows
     assert {len(row) for row in found} == {len(found[0])}
-
-
-def test_csv_and_json_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "v100x4", "--csv", "--json"]) == 2
-    assert "--json and --csv both print to stdout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -122,12 +112,12 @@ def test_what_is_no_bandwidth_is_refused(text: str) -> None:
         parse_bandwidth(text)
 
 
-def test_options_take_bandwidths_in_bits_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_take_bandwidths_in_bits_and_bytes(done: Done) -> None:
     """A cluster with NICs of 12.5 GB/s is one with NICs of 100 Gb/s, and an NVLink of 200 Gb/s is one of 25 GB/s."""
     four = ("plan", "v100x4", "--servers", "2", "--nics", "1", "--bound-only", "--nic-gbps")
-    assert len({printed(capsys, *four, text).splitlines()[1] for text in ("100", "12.5GB/s", "0.1Tb/s")}) == 1
+    assert len({done(*four, text).splitlines()[1] for text in ("100", "12.5GB/s", "0.1Tb/s")}) == 1
     slow = ("plan", "v100x4", "--bound-only", "--slow-link")
-    assert len({printed(capsys, *slow, f"gpu0-gpu1={text}").splitlines()[1] for text in ("5", "40Gb/s")}) == 1
+    assert len({done(*slow, f"gpu0-gpu1={text}").splitlines()[1] for text in ("5", "40Gb/s")}) == 1
 
 
 @pytest.mark.parametrize(
@@ -165,15 +155,13 @@ def test_a_tree_in_brackets_is_the_tree() -> None:
 
 
 @pytest.mark.thorough
-def test_a_shell_completes_commands_options_and_machines(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_shell_completes_commands_options_and_machines(done: Done, tmp_path: Path) -> None:
     """The script is run in bash itself."""
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash here")
     script = tmp_path / "complete.sh"
-    script.write_text(printed(capsys, "completion", "bash"))
+    script.write_text(done("completion", "bash"))
     (tmp_path / "mine.json").touch()
 
     def completed(*words: str) -> list[str]:
@@ -191,5 +179,67 @@ def test_a_shell_completes_commands_options_and_machines(
     assert completed("plan", "mi") == ["mi250", "mi250x", "mi300x", "mine.json"]
     assert completed("bench", "x.json", "--back") == ["--backend"]
     assert set(COMMANDS) <= set(completed(""))
-    assert "_topoplan_machines" in printed(capsys, "completion", "zsh")
+    assert "_topoplan_machines" in done("completion", "zsh")
     assert main(["completion", "fish"]) == 2
+
+
+WIPED = "\r\x1b[K"
+
+
+def written_to_stderr(body: str) -> str:
+    """What a process writes to a terminal that is its stderr while it runs some lines inside a progress line."""
+    main, terminal = pty.openpty()
+    lines = [
+        "import time",
+        "from topoplan.cli.output import progress_line",
+        "with progress_line('planning') as tell:",
+    ]
+    code = "\n".join([*lines, *(f"    {line}" for line in body.splitlines())])
+    with subprocess.Popen([sys.executable, "-c", code], stderr=terminal) as process:
+        os.close(terminal)
+        seen = b""
+        while True:
+            try:
+                part = os.read(main, 4096)
+            except OSError:
+                break
+            if not part:
+                break
+            seen += part
+    os.close(main)
+    assert process.returncode == 0, seen
+    return seen.decode()
+
+
+def test_after_a_second_the_line_shows_what_is_done_and_is_wiped() -> None:
+    """First the name of the work, then what the callback was told last; nothing is left."""
+    seen = written_to_stderr("time.sleep(1.3)\ntell('class 3 of 12')\ntime.sleep(0.4)")
+    assert seen.index("planning") < seen.index("[######                  ]  1 s  class 3 of 12")
+    assert seen.endswith(WIPED)
+
+
+def test_what_is_done_at_once_writes_nothing() -> None:
+    """No flicker for short work, even if it reports."""
+    assert written_to_stderr("tell('class 3 of 12')") == ""
+
+
+@pytest.mark.thorough
+def test_the_line_is_wiped_before_an_error_leaves() -> None:
+    """An error inside passes through, and its message starts on an empty line."""
+    seen = written_to_stderr("time.sleep(1.2)\nraise SystemExit(0)")
+    assert "planning" in seen
+    assert seen.endswith(WIPED)
+
+
+def test_without_a_terminal_there_is_no_callback() -> None:
+    """Under pytest stderr is no terminal."""
+    with progress_line("planning") as tell:
+        assert tell is None
+
+
+def test_a_bar_is_full_when_all_is_counted_and_never_longer_than_its_frame() -> None:
+    """Every text and time gives a bar of the same width."""
+    assert progress_bar("size 4 of 4", 1).startswith("[########################]")
+    for text in ("size 0 of 4", "size 5 of 4", "packing"):
+        for tenths in range(100):
+            assert progress_bar(text, tenths / 10)[25] == "]"

@@ -1,7 +1,8 @@
-"""``topoplan export``: what goes to stdout, to stderr and into a file, and one line for what does not fit."""
+"""``export``: what goes to stdout, to stderr and into a file; ``verify`` of the files of engines."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,19 +11,8 @@ import pytest
 import topoplan
 from tests.support.checkout import Run
 from tests.support.nccl_rules import nccl_channels, nccl_links, read_as_nccl
+from topoplan.cli.main import main
 from topoplan.engines.registry import FORMATS
-
-
-@pytest.fixture
-def refused(run: Run) -> Callable[..., str]:
-    """Run a command that must be refused: exit 2, nothing on stdout, one line on stderr, which is returned."""
-
-    def call(*arguments: str, stdin: str = "") -> str:
-        status, out, err = run(*arguments, stdin=stdin)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        return err
-
-    return call
 
 
 @pytest.fixture
@@ -100,26 +90,6 @@ def test_every_format_is_in_the_help(run: Run) -> None:
     assert "cannot run packed trees inside a server" in words
 
 
-def test_unknown_formats_are_refused_before_anything_is_read(refused: Callable[..., str]) -> None:
-    """With the known ones, and the nearest where one is near."""
-    assert "format 'svg' is unknown; known ones are nccl-graph, nccl-topo" in refused(
-        "export", "none", "--to", "svg"
-    )
-    assert "did you mean nccl-topo?" in refused("export", "dgx-1v", "--to", "nccl_topo")
-    assert "--to" in refused("export", "dgx-1v")
-
-
-@pytest.mark.parametrize(
-    "option", [["--gpus", "0,1"], ["--server", "s0"], ["--without-gpu", "1"], ["--nvlink-gbps", "20"]]
-)
-def test_options_of_a_machine_do_not_go_with_a_plan(
-    refused: Callable[..., str], ring_file: str, option: list[str]
-) -> None:
-    """The plan has settled them."""
-    message = refused("export", ring_file, "--to", "nccl-graph", *option)
-    assert f"{option[0]} does not go with a plan file" in message
-
-
 def test_a_wrong_plan_is_refused(refused: Callable[..., str], ring_file: str, tmp_path: Path) -> None:
     """Plans are verified first: nobody runs a ring that leaves a GPU out."""
     wrong = tmp_path / "wrong.json"
@@ -150,30 +120,6 @@ def test_a_plan_of_several_servers_is_sent_to_their_machine(
             f"topoplan export: error: this plan spans 2 servers, and {to} describes one; export the machine with "
             "--server, or a plan for one server\n"
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["mi250x", "--to", "nccl-topo"], "gpu1 is joined to nic0 by PCIe"),
-        (
-            ["dgx-1v", "--to", "nccl-topo", "--without-link", "gpu0->gpu3"],
-            "gpu3->gpu0 (nvlink) has no reverse direction",
-        ),
-        (["dgx-1v", "--to", "nccl-topo", "--server", "s9"], "dgx-1v has no server 's9'; it has s0"),
-        (["dgx-1v", "--to", "nccl-graph", "--gpus", "3"], "dgx-1v has 1 GPU here"),
-        (
-            ["dgx-1v", "--to", "nccl-topo", "-o", "/no/such/folder/f.xml"],
-            "folder /no/such/folder does not exist",
-        ),
-        (["dgx-1v", "--to", "nccl-topo", "--gpus", "9"], "GPU 9 is out of range"),
-    ],
-)
-def test_what_does_not_fit_is_one_line(
-    refused: Callable[..., str], arguments: list[str], message: str
-) -> None:
-    """Exit 2, nothing on stdout."""
-    assert message in refused("export", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +221,50 @@ def test_bus_ids_belong_to_topology_files_of_machines_without_any(
     """A graph file has none, and a machine that states its own is not told others."""
     path, made = tmp_path / "ids.csv", tmp_path / "made.xml"
     path.write_text("\n".join(LISTED))
-    assert "goes with --to nccl-topo" in refused(
+    assert "belongs to --to nccl-topo" in refused(
         "export", "dgx-1v", "--to", "nccl-graph", "--bus-ids", str(path)
     )
     run("export", "dgx-1v", "--to", "nccl-topo", "--bus-ids", str(path), "-o", str(made))
     path.write_text("\n".join(LISTED).replace(":06:", ":f0:"))
     told = refused("export", str(made), "--to", "nccl-topo", "--bus-ids", str(path))
     assert "gpu0 states 0000:06:00.0 already, and index 0 is 0000:f0:00.0" in told
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    path.write_text(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]).to_json(), encoding="utf-8")
+    return str(path)
+
+
+def test_an_exported_file_is_verified_with_the_load_of_links(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of the four tree edges in both directions carries half of the buffer, twice where trees share a wire."""
+    file = str(tmp_path / "file.json")
+    assert main(["export", plan, "--to", "mscclpp", "-o", file]) == 0
+    assert "note: keeps 50 GB/s, all of the rate; 2 chunks" in capsys.readouterr().out
+    assert main(["verify", file, "--machine", "dgx-1v", "--gpus", "1,4,5,7"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("valid execution plan of MSCCL++: allreduce of 4 GPUs, in place: 2 chunks")
+    assert "rate   50 GB/s, from the loads of nvlink links" in out
+    assert main(["verify", file, "--machine", "dgx-1v", "--gpus", "1,4,5,7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["valid"], found["rate"], found["ranks"]) == (True, 50.0, 4)
+
+
+def test_wrong_files_exit_1_and_unreadable_ones_2(
+    plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line on stderr."""
+    file = tmp_path / "file.json"
+    assert main(["export", plan, "--to", "mscclpp", "-o", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    capsys.readouterr()
+    file.write_text(text.replace('"name": "rres"', '"name": "rre"', 1), encoding="utf-8")
+    assert main(["verify", str(file)]) == 1
+    assert capsys.readouterr().err.startswith("topoplan verify: wrong execution plan of MSCCL++: gpu")
+    for damaged in (text[: len(text) // 2], text.replace('"ops"', '"opps"', 1)):
+        file.write_text(damaged, encoding="utf-8")
+        assert main(["verify", str(file)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1

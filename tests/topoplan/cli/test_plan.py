@@ -1,0 +1,154 @@
+"""``plan`` of an all-to-all and of hundreds of GPUs, and what other commands do with its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.checkout import Done
+from topoplan.cli.main import main
+from topoplan.cli.plan import MAX_ROWS, tree_table
+from topoplan.plans.shards import ImageShards
+
+
+def demand_file(folder: Path, text: str) -> str:
+    path = folder / "demand.json"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_plan_goes_through_its_file_and_all_commands(done: Done, tmp_path: Path) -> None:
+    place = str(tmp_path / "plan.json")
+    said = done("plan", "v100x4", "--collective", "all-to-all", "-o", place)
+    assert (
+        "rate   125 GB/s of algorithm bandwidth, 93.75 of bus bandwidth (optimal over nvlink, proved)" in said
+    )
+    assert "only 125 GB/s leave {gpu0,3}, and 2 x 2 blocks of 1/4 of a buffer must" in said
+    assert "paths  18, height 2 (paths, exact)" in said
+    said = done("verify", place)
+    assert "valid: alltoall of 4 ranks, 18 paths, height 2" in said
+    assert "rate = bound: optimal" in said
+    timed = json.loads(done("simulate", place, "--sizes", "64MB", "--json"))
+    assert timed["ring"] is None
+    assert timed["direct"]["rate"] == 100
+    assert timed["plan"]["rows"][0]["busbw"] == pytest.approx(0.75 * timed["plan"]["rows"][0]["algbw"])
+    benched = done("bench", place, "--sizes", "64KB").splitlines()[-1].split()
+    assert (benched[1], benched[-1]) == ("4096", "0")
+
+
+@pytest.mark.parametrize(("machine", "direct"), [("v100x4", 100.0), ("dgx-1v", 4.0), ("dgx-2", 160.0)])
+def test_paths_stand_beside_direct_sends(done: Done, machine: str, direct: float) -> None:
+    (row,) = json.loads(done("compare", machine, "--collective", "alltoall", "--json"))["rows"]
+    assert (row["nccl"], row["nccl_kind"]) == (direct, "direct sends")
+    assert row["trees"] == row["bound"] >= direct
+    assert row["nccl_ratio"] == pytest.approx(row["trees"] / direct)
+
+
+def test_a_demand_is_planned_in_the_time_of_its_cut(done: Done, tmp_path: Path) -> None:
+    path = demand_file(tmp_path, '{"bytes": [[0, 2000000], [500000, 0]]}')
+    asked = ("plan", "dgx-a100", "--gpus", "0,1", "--collective", "alltoall", "--demand", path)
+    said = done(*asked, "-o", str(tmp_path / "plan.json"))
+    assert "time   6.67 us for the demand" in said
+    assert "only 300 GB/s leave {gpu0}, and 2e+06 bytes must: 6.67 us at least" in said
+    assert "rate = bound: optimal" in done("verify", str(tmp_path / "plan.json"))
+    assert json.loads(done(*asked, "--json"))["certificate"]["kind"] == "demand"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"bytes": [[0, -1], [1, 0]]}', "the demand from rank 0 to rank 1 is -1"),
+        ('{"bytes": [[0, NaN], [1, 0]]}', "the demand from rank 0 to rank 1 is nan"),
+        ('{"bytes": [[0, 1, 2], [1, 0, 2], [1, 2, 0]]}', "the demand has 3 rows of 3 entries for 2 ranks"),
+        ('{"bytes": [[0, "1"], [1, 0]]}', "must be a demand: give"),
+        ('{"bytes": 4}', "must be a demand: give"),
+        ("[[0, 1], [1, 0]]", "must be a demand: give"),
+        ('{"bytes": [[0, 1], [1, 0]], "unit": "MB"}', "must be a demand: give"),
+        ("bytes", "is not JSON"),
+    ],
+)
+def test_a_file_that_is_no_demand_is_refused_in_one_line(
+    done: Done, tmp_path: Path, text: str, message: str
+) -> None:
+    path = demand_file(tmp_path, text)
+    asked = ("plan", "dgx-1v", "--gpus", "0,1", "--collective", "alltoall", "--demand", path)
+    assert message in done(*asked, status=2)
+
+
+def test_an_engine_without_paths_is_told_of_and_another_runs_them(done: Done, tmp_path: Path) -> None:
+    place, file = str(tmp_path / "plan.json"), str(tmp_path / "engine.json")
+    done("plan", "v100x4", "--collective", "alltoall", "-o", place)
+    assert "so alltoall is left out" in done("export", place, "--to", "msccl-xml", status=2)
+    assert "take paths; use simple" in done("export", place, "--to", "mscclpp", "--protocol", "ll", status=2)
+    assert "keeps 125 GB/s, all of the rate; 20 chunks" in done(
+        "export", place, "--to", "mscclpp", "-o", file
+    )
+    assert "postcondition of alltoall holds" in done("verify", file)
+
+
+@pytest.fixture(scope="module")
+def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A topology file of 64 servers, 512 GPUs."""
+    path = tmp_path_factory.mktemp("large") / "cluster.json"
+    path.write_text(topoplan.nvswitch_cluster(64).to_json())
+    return str(path)
+
+
+def test_a_plan_of_512_gpus_prints_one_row(done: Done, cluster_file: str, tmp_path: Path) -> None:
+    """One tree stands for 512; GPUs and edges are named at the beginning, with how many are left out."""
+    target = tmp_path / "plan.json"
+    out = done("plan", cluster_file, "--collective", "allgather", "-o", str(target))
+    assert len(out) < 3000
+    assert "512 GPUs (s0-63.gpu0-7)" in out
+    rows = [line for line in out.splitlines() if line.startswith("1 of ")]
+    assert [row.split("  ")[0] for row in rows] == ["1 of 512 symmetric"]
+    assert rows[0].endswith(" … (511 edges)")
+    checked = done("verify", str(target))
+    assert "512 trees, height 2" in checked
+    assert "rate = bound: optimal" in checked
+
+
+@pytest.mark.thorough
+def test_simulate_of_512_gpus_beside_rings_across_servers(done: Done, cluster_file: str) -> None:
+    """Both are timed from their templates; at a large size the plan has its rate, and the rings theirs."""
+    out = done("simulate", cluster_file, "--collective", "allgather", "--sizes", "64GB", "--json")
+    value = json.loads(out)
+    assert value["plan"]["trees"] == 512
+    assert value["plan"]["rows"][0]["algbw"] == pytest.approx(value["plan"]["rate"], rel=0.01)
+    assert value["ring"]["schedule"] == "network ring"
+    assert value["ring"]["trees"] == 8 * 512
+    assert value["ring"]["rate"] == pytest.approx(200 * 512 / 511)
+
+
+@pytest.mark.thorough
+def test_a_trace_of_too_many_transfers_is_refused(
+    capsys: pytest.CaptureFixture[str], cluster_file: str, tmp_path: Path
+) -> None:
+    """One line with the number, exit 2, and no file."""
+    trace = tmp_path / "trace.json"
+    sizes = ("--sizes", "1GB")
+    assert main(("simulate", cluster_file, "--collective", "allgather", *sizes, "--trace", str(trace))) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "chunk transfers must be at most 2000000" in err
+    assert not trace.exists()
+
+
+def test_a_plan_of_many_shards_that_differ_is_cut_after_some() -> None:
+    """Five rings of 15 ranks have 75 shards; the last line counts those that are not listed."""
+    ring = topoplan.ring(topoplan.nvswitch_cluster(3, gpus=5, rails=None))
+    assert not isinstance(ring.shards, ImageShards)
+    lines = tree_table(ring).splitlines()
+    assert len(ring.shards) == 75
+    assert len(lines) == 1 + MAX_ROWS + 1
+    assert lines[-1] == "… and 11 shards more: -o and --json write all"
+
+
+def test_channels_are_named_where_shards_keep_to_different_ones() -> None:
+    """A tree across servers uses NVLink and the network, as all others do: no column; a split plan has one."""
+    assert "channel" not in tree_table(topoplan.plan(topoplan.nvswitch_cluster(2), "allgather"))
+    both = tree_table(topoplan.plan(topoplan.load("v100x4"), channels="nvlink+pcie"))
+    assert {line.split()[1] for line in both.splitlines()[1:]} == {"nvlink", "pcie"}
