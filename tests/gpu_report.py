@@ -79,25 +79,13 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a machine before a row runs.
+    """What is known of a machine before a row runs."""
 
-    Parameters
-    ----------
-    trouble : str
-        Why there is no GPU; empty where there is one.
-    gpus : int
-    libraries : frozenset of str
-        That can be found by name.
-    tools : dict of str to str
-        Programs of CUDA, and where they are.
-    told : dict
-        What the row ``device`` has found; empty before it has run.
-    """
-
-    trouble: str
+    trouble: str  # why there is no GPU; empty where there is one
     gpus: int = 0
-    libraries: frozenset[str] = frozenset()
-    tools: Mapping[str, str] = field(default_factory=dict)
+    libraries: frozenset[str] = frozenset()  # that can be found by name
+    tools: Mapping[str, str] = field(default_factory=dict)  # programs of CUDA, and where they are
+    # what the row ``device`` has found; empty before it has run
     told: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -115,55 +103,30 @@ class Missed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table.
-
-    Parameters
-    ----------
-    name : str
-    run : callable
-        Returns the text, or raises. A mapping it may return in place of a text has "text", and figures for the file.
-    seconds : float
-        Time limit.
-    needs : tuple of Need
-    shares_gpu : bool
-        Whether several processes use one GPU at once, so that NVIDIA's multi-process service helps.
-    listed : bool
-        Whether it stands in the table; others run only where a row starts them.
-    """
+    """One line of the table."""
 
     name: str
+    # returns the text, or raises. A mapping it may return in place of a text has "text", and figures for the
+    # file
     run: Callable[[], str | Mapping[str, Any]]
-    seconds: float = 60.0
+    seconds: float = 60.0  # time limit
     needs: tuple[Need, ...] = ()
+    # whether several processes use one GPU at once, so that NVIDIA's multi-process service helps
     shares_gpu: bool = False
-    listed: bool = True
+    listed: bool = True  # whether it stands in the table; others run only where a row starts them
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a row.
-
-    Parameters
-    ----------
-    name : str
-    verdict : str
-        "ok", "missed" (a goal), "failed", "cannot run", or "not run" (no time was left).
-    text : str
-    seconds : float
-    figures : dict
-    output : str
-        The end of what its process has printed, where it failed.
-    folder : str
-        Where all of its output, NCCL's log and further files are; empty if it did not run.
-    """
+    """What became of a row."""
 
     name: str
-    verdict: str
+    verdict: str  # "ok", "missed" (a goal), "failed", "cannot run", or "not run" (no time was left)
     text: str
     seconds: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
-    output: str = ""
-    folder: str = ""
+    output: str = ""  # the end of what its process has printed, where it failed
+    folder: str = ""  # where all of its output, NCCL's log and further files are; empty if it did not run
 
 
 # ---- what is known before

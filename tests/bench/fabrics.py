@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.bench.measure import BOUND_ALONE, LIMIT, Measured, measured
+from tests.bench.tables import Table
 
 COLLECTIVES = ("allgather", "reduce_scatter", "allreduce", "broadcast")
 
@@ -50,42 +51,41 @@ MORE = (
 )
 
 
+PLANNED = ("machine|<22", "collective|<14")
+FOUND = ("GB/s|9.4f", "gap|7", "height|6", "trees|5", "proof|<9", "verify s|8.3f", "file kB|7.0f")
+"""Columns: what was planned, and what became of it."""
+
+
 def main() -> None:
     """Print the rows with known optima and rivals, the bound of 16,384 GPUs, and all other collectives."""
     print("plans of known optima; CPU seconds, median of 3 processes; the rival: public ForestColl code,")
     print("its figures as the project's issue states them for this class of machine")
-    print(
-        f"  {'machine':22} {'collective':14} {'optimum':>8}  {'rival':>12} {'CPU s':>7} {'reach':>5} {'ratio':>8}"
-        f" {'GB/s':>8} {'gap':>7} {'height':>6} {'trees':>5} {'proof':9} {'verify s':>8} {'file kB':>7}  met"
+    table = Table(
+        *PLANNED, "optimum|8.3f", "rival|12", "CPU s|7.3f", "reach|5.1f", "ratio|8", *FOUND, "met|3"
     )
     for row in ROWS:
-        _print_row(row, measured(row.machine, row.collective))
+        _print_row(table, row, measured(row.machine, row.collective))
     _print_bound()
     print("\nmore machines and collectives, one process each")
-    print(
-        f"  {'machine':22} {'collective':14} {'CPU s':>7} {'GB/s':>9} {'gap':>7} {'height':>6} {'trees':>5}"
-        f" {'proof':9} {'verify s':>8} {'file kB':>7}"
-    )
+    table = Table(*PLANNED, "CPU s|7.3f", *FOUND)
     for machine in MORE:
         for collective in COLLECTIVES:
-            _print_measured(machine, collective, measured(machine, collective, runs=1))
+            found = measured(machine, collective, runs=1)
+            told = (f"over {LIMIT} s",) if found is None else (found.plan, *_found(found))
+            table.row(machine, collective, *told)
 
 
-def _print_row(row: Row, found: Measured | None) -> None:
-    head = f"  {row.machine:22} {row.collective:14} {row.optimum:8.3f}  {row.rival:>12}"
+def _print_row(table: Table, row: Row, found: Measured | None) -> None:
+    known = (row.machine, row.collective, row.optimum, row.rival)
     if found is None:
-        print(f"{head}  over {LIMIT} s")
+        table.row(*known, f"over {LIMIT} s")
         return
     agrees = abs(found.bound - row.optimum) <= SAME * row.optimum
     low = row.height is None or found.height <= row.height
     met = agrees and found.optimal and low and found.plan <= row.seconds
     sign = ">" if row.rival.startswith(">") else ""
-    ratio = "-" if row.rival_seconds is None else f"{sign}{row.rival_seconds / found.plan:.0f} x"
-    print(
-        f"{head} {found.plan:7.3f} {row.seconds:5.1f} {ratio:>8} {found.rate:8.3f} {_gap(found):>7}"
-        f" {found.height:6} {found.trees:5} {found.proof:9} {found.verify:8.3f} {found.size / 1000:7.0f}  "
-        f"{'yes' if met else 'NO'}"
-    )
+    ratio = None if row.rival_seconds is None else f"{sign}{row.rival_seconds / found.plan:.0f} x"
+    table.row(*known, found.plan, row.seconds, ratio, *_found(found), "yes" if met else "NO")
 
 
 def _print_bound() -> None:
@@ -100,16 +100,7 @@ def _print_bound() -> None:
     )
 
 
-def _print_measured(machine: str, collective: str, found: Measured | None) -> None:
-    head = f"  {machine:22} {collective:14}"
-    if found is None:
-        print(f"{head} over {LIMIT} s")
-        return
-    print(
-        f"{head} {found.plan:7.3f} {found.rate:9.4f} {_gap(found):>7} {found.height:6} {found.trees:5}"
-        f" {found.proof:9} {found.verify:8.3f} {found.size / 1000:7.0f}"
-    )
-
-
-def _gap(found: Measured) -> str:
-    return "0" if found.optimal else f"{1 - found.rate / found.bound:.1e}"
+def _found(found: Measured) -> tuple[object, ...]:
+    """Return the cells of the columns `FOUND`."""
+    gap = "0" if found.optimal else f"{1 - found.rate / found.bound:.1e}"
+    return found.rate, gap, found.height, found.trees, found.proof, found.verify, found.size / 1000

@@ -12,6 +12,7 @@ import numpy as np
 
 import topoplan
 from collectives import Communicator
+from tests.bench.tables import Table
 from tests.support.regular_fabrics import helped_star
 from topoplan.plans.plan import Plan
 from topoplan.schedules.parameter_server import parameter_server
@@ -22,7 +23,19 @@ ELEMENTS = 100_003
 
 def main() -> None:
     """Print the table."""
-    print("workers  helpers   alone  GB/s    bound  formula  trees   ms    servers  with a replica    wrong")
+    table = Table(
+        *(
+            "workers|7",
+            "helpers|7",
+            "alone|6.3f",
+            "GB/s|6.3f",
+            "bound|6.3f",
+            "formula|7.3f",
+            "trees|5",
+            "ms|5.1f",
+        ),
+        *("servers|7.3f", "with a replica|14.3f", "wrong|7"),
+    )
     for workers, helpers in TABLE:
         n, k = workers, helpers
         formula = min(10.0, 10 * (n * n + k * n - 2 * k) / (2 * n * (n - 1)))
@@ -34,13 +47,11 @@ def main() -> None:
         stars = [parameter_server(machine, replicas=r) for r in range(min(k, 2))] or [
             parameter_server(machine)
         ]
-        served = [f"{one.rate:.3f}" for one in stars]
+        served = [one.rate for one in stars]
         wrong = sum(wrong_elements(one) for one in (plan, *stars))
-        print(
-            f"{n:7}  {k:7}  {alone:6.3f}  {plan.rate:6.3f}  {plan.bound:6.3f}  {formula:7.3f}  {plan.trees:5}  "
-            f"{seconds * 1e3:5.1f}  {served[0]:>7}  {served[-1] if len(served) > 1 else '-':>14}  {wrong:7}",
-            flush=True,
-        )
+        replicated = served[-1] if len(served) > 1 else None
+        rates = (alone, plan.rate, plan.bound, formula)
+        table.row(n, k, *rates, plan.trees, seconds * 1e3, served[0], replicated, wrong)
 
 
 def wrong_elements(plan: Plan) -> int:

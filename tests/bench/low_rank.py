@@ -14,6 +14,7 @@ from collectives import GradientSynchronizer
 from collectives.examples.small_network import loss_and_gradients, parameters
 from collectives.training.gradient_filters import IntegerCodes, Significance
 from collectives.training.low_rank import LowRank
+from tests.bench.tables import Table
 
 RANKS, STEPS, BATCH, RATE = 4, 300, 16, 0.2
 HIDDEN, KINDS, SHOWN = 128, 10, 1400
@@ -25,7 +26,7 @@ def main() -> None:
         print("not measured: scikit-learn, which has the digits, is not installed")
         return
     print(f"# {RANKS} ranks, {STEPS} steps of {BATCH} samples each, 64 x {HIDDEN} x {KINDS}, rate {RATE}")
-    print("gradients                       loss   bytes of whole")
+    table = Table("gradients|<26", "loss|9.4f", "bytes of whole|16.1%")
     runs: list[tuple[str, LowRank | IntegerCodes | Significance | None]] = [("whole", None)]
     for rank in (1, 2, 4):
         runs += [
@@ -41,8 +42,7 @@ def main() -> None:
         ]
     runs.append(("above 0.03, third time", Significance(0.03, admission=3)))
     for name, how in runs:
-        loss, part = trained(how)
-        print(f"{name:26} {loss:9.4f}   {part:14.1%}", flush=True)
+        table.row(name, *trained(how))
 
 
 def trained(how: LowRank | IntegerCodes | Significance | None) -> tuple[float, float]:

@@ -15,6 +15,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.bench.tables import Table
+
 STEPS, WORK = 160, 0.02
 MODES = ("bsp", "ssp:1", "ssp:4", "asp", "local:4", "local:16")
 
@@ -28,7 +30,7 @@ def main() -> None:
     print(
         f"# 4 processes, {STEPS} steps of {WORK * 1e3:g} ms of work each, rank 1 is 3 x as slow in a quarter of them"
     )
-    print("# mode       steps/s   test loss   gap of clocks")
+    table = Table("mode|<9", "steps/s|9.1f", "test loss|11.4f", "gap of clocks|15")
     with tempfile.TemporaryDirectory() as folder:
         for mode in MODES:
             out = Path(folder) / "told.json"
@@ -42,8 +44,4 @@ def main() -> None:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             told = json.loads(out.read_text())
-            gap = "-" if told["gap"] is None else str(told["gap"])
-            print(
-                f"  {mode:<9}  {told['steps_per_second']:>7.1f}   {told['final']:>9.4f}   {gap:>13}",
-                flush=True,
-            )
+            table.row(mode, told["steps_per_second"], told["final"], told["gap"])

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from tests.bench.measure import LIMIT, measured
+from tests.bench.tables import Table
 
 MACHINES = (
     *(f"{servers} x A100" for servers in (16, 64, 128, 256, 512)),
@@ -27,21 +28,28 @@ def main() -> None:
         "servers of 8 A100 or 16 MI250 dies; measured: every link within 10 % of what is stated, no two alike;"
     )
     print("CPU seconds of one process each, file in kB, largest memory in MiB, gap below the proved bound")
-    print(
-        f"  {'machine':19} {'collective':10} {'build':>6} {'plan':>7} {'write':>6} {'read':>6}"
-        f" {'verify':>6} {'kB':>6} {'MiB':>5} {'GB/s':>8} {'gap':>6} {'height':>6} {'trees':>5}"
+    table = Table(
+        *(
+            "machine|<19",
+            "collective|<10",
+            "build|6.2f",
+            "plan|7.2f",
+            "write|6.2f",
+            "read|6.2f",
+            "verify|6.2f",
+        ),
+        *("kB|6", "MiB|5", "GB/s|8.3f", "gap|6.2%", "height|6", "trees|5"),
     )
     for machine in MACHINES:
         for collective in COLLECTIVES:
             found = measured(machine, collective, runs=1)
-            head = f"  {machine:19} {collective:10}"
             if found is None:
-                print(f"{head} over {LIMIT} s")
+                table.row(machine, collective, f"over {LIMIT} s")
                 continue
-            print(
-                f"{head} {found.build:6.2f} {found.plan:7.2f} {found.write:6.2f} {found.read:6.2f} {found.verify:6.2f}"
-                f" {found.size // 1000:6} {found.peak >> 20:5} {found.rate:8.3f} {1 - found.rate / found.bound:6.2%}"
-                f" {found.height:6} {found.trees:5}"
+            table.row(
+                *(machine, collective, found.build, found.plan, found.write, found.read, found.verify),
+                *(found.size // 1000, found.peak >> 20, found.rate, 1 - found.rate / found.bound),
+                *(found.height, found.trees),
             )
     print(
         "\nwhole commands for 1024 GPUs, 128 DGX A100 with NICs of 200 Gb/s; CPU seconds, start-up included"
