@@ -181,6 +181,14 @@ def test_a_search_that_meets_its_limit_says_so_and_its_rings_are_still_disjoint(
     assert len(hops) == len(set(hops)) == 6 * len(search.rings)
 
 
+@pytest.mark.thorough
+def test_a_mesh_too_large_to_enumerate_gets_rings_and_a_note_that_more_may_exist() -> None:
+    plan = ring(wired(12, [(a, b, 1.0, 1) for a, b in combinations(range(12), 2)]))
+    verify(plan)
+    assert len(plan.shards) >= 12 * 6
+    assert "more may exist" in plan.notes[0]
+
+
 def test_a_thin_link_in_a_cycle_of_four_holds_the_rings_down_and_relaying_helps() -> None:
     """Thin wire t = 1/4: two rings of t give 4t/3; relaying over the path as well gives 2 (1 + t) / 3."""
     machine = wired(4, [(0, 1, 1.0, 1), (1, 2, 1.0, 1), (2, 3, 1.0, 1), (3, 0, 0.25, 1)])
