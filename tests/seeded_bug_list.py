@@ -264,7 +264,7 @@ BUGS = (
         "topoplan/engines/msccl_write.py",
         "int(block.needed)",
         "int(False)",
-        ("tests/topoplan/engines/test_export_msccl.py",),
+        ("tests/topoplan/engines/test_msccl.py",),
     ),
     Bug(
         "engines-tuner-range",
@@ -507,7 +507,7 @@ BUGS = (
         "collectives/backends/mpi/mpi_transport.py",
         "memory[place * LENGTH : (place + 1) * LENGTH]",
         "memory[:LENGTH]",
-        ("tests/jobs/test_mpi.py::test_another_collective_on_one_rank_is_refused_on_all[mixed-count]",),
+        ("tests/jobs/test_mpi.py::test_ranks_that_differ_refuse_and_continue[mixed]",),
     ),
     Bug(
         "torch-last-sum",

@@ -65,13 +65,9 @@ def test_runs_in_an_empty_folder_and_prints_what_was_committed(
     committed, notebook = read(path), read(path)
     folder = tmp_path / "run"
     folder.mkdir()
-    client = nbclient.NotebookClient(
-        notebook,
-        kernel_name="python3",
-        timeout=SECONDS_PER_CELL,
-        resources={"metadata": {"path": str(folder)}},
-    )
-    client.execute()
+    nbclient.NotebookClient(
+        notebook, timeout=SECONDS_PER_CELL, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     for before, after in zip(code_cells(committed), code_cells(notebook), strict=True):
         if "solver-dependent" not in before.metadata.get("tags", ()):
             assert printed(after) == printed(before), f"cell {before.id}; see the top of this file"
@@ -85,21 +81,6 @@ def test_names_are_numbered_without_a_gap() -> None:
     assert len(NOTEBOOKS) >= 2
 
 
-@each_notebook
-def test_begins_with_its_number_and_one_question(path: Path) -> None:
-    cells = read(path).cells
-    number = path.name.split("-")[0]
-    assert cells[0].cell_type == "markdown"
-    assert re.match(rf"# {number}\. [^\n]+\?(\n|$)", cells[0].source)
-    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    assert len(re.findall(r"^# ", prose, re.MULTILINE)) == 1
-
-
-@each_notebook
-def test_has_no_function_longer_than_eight_lines(path: Path) -> None:
-    assert [name for cell in code_cells(read(path)) for name in long_functions(cell.source)] == []
-
-
 def test_a_function_of_nine_lines_is_found_and_one_of_eight_is_not() -> None:
     """The check above counts the line of the head and does not stumble over magics."""
     body = "%matplotlib inline\nprint(1)\ndef f():\n" + "    x = 1\n" * 7
@@ -108,22 +89,25 @@ def test_a_function_of_nine_lines_is_found_and_one_of_eight_is_not() -> None:
 
 
 @each_notebook
-def test_is_committed_as_run_from_top_to_bottom(path: Path) -> None:
-    """Cells are counted 1, 2, 3, …, none of them ended in an error, and figures are small enough for a repository."""
+def test_keeps_the_form_of_the_house(path: Path) -> None:
+    """It begins with its number and one question, has short functions, and is committed as run from top to bottom.
+
+    Cells are counted 1, 2, 3, …, none ended in an error, figures are small enough for a repository, and no path names
+    the machine that ran it.
+    """
     notebook = read(path)
     nbformat.validate(notebook)
+    number = path.name.split("-")[0]
+    assert notebook.cells[0].cell_type == "markdown"
+    assert re.match(rf"# {number}\. [^\n]+\?(\n|$)", notebook.cells[0].source)
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert len(re.findall(r"^# ", prose, re.MULTILINE)) == 1
     cells = code_cells(notebook)
+    assert [name for cell in cells for name in long_functions(cell.source)] == []
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
     assert notebook.metadata.kernelspec.name == "python3"
     assert path.stat().st_size <= LARGEST_FILE
-
-
-@each_notebook
-def test_names_no_path_of_the_machine_it_was_run_on(path: Path) -> None:
-    notebook = read(path)
-    text = "\n".join(
-        [cell.source for cell in notebook.cells] + [printed(cell) for cell in code_cells(notebook)]
-    )
+    text = "\n".join([*(cell.source for cell in notebook.cells), *map(printed, cells)])
     assert re.findall(r"(?<![\w.:/])/(?:\w[\w.-]*/)+\w*", text) == []

@@ -31,28 +31,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_plans_verifies_and_runs(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     home = tmp_path / "home"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(home),
-    ]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    options = ["--quiet", "--no-deps", "--no-index", "--target", str(home)]
+    pip = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
     environment = os.environ | {"PYTHONPATH": str(home)}
 
     def printed(*words: str) -> str:
+        command = [sys.executable, *words]
         done = subprocess.run(
-            [sys.executable, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True
         )
         return done.stdout
 

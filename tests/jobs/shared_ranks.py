@@ -44,11 +44,6 @@ def stopped(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(array)
 
 
-def different(comm: Communicator, rank: int) -> Any:
-    """Ranks that mean different collectives."""
-    return comm.all_reduce(np.ones(10 + rank)).tolist()
-
-
 def torch_tensors(comm: Communicator, rank: int) -> Any:
     """Sums of tensors, bfloat16 too."""
     import torch
@@ -98,7 +93,7 @@ def trained(comm: Communicator, rank: int) -> Any:
 
 GATHER: list[FileGather] = []
 
-WHAT = {one.__name__: one for one in (trained, killed, stopped, different, torch_tensors)}
+WHAT = {one.__name__: one for one in (trained, killed, stopped, torch_tensors)}
 
 
 def be(what: str, rank: int, size: int, folder: str, told: Connection) -> None:

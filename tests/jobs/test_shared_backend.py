@@ -62,12 +62,6 @@ def test_survivors_sleep_until_the_timeout_and_name_a_rank_that_stands_still(tmp
         assert "is stopped" in text
 
 
-def test_ranks_that_mean_different_things_refuse_each_other(tmp_path: Path) -> None:
-    for text, *_ in job("different", 2, tmp_path):
-        assert "10" in text
-        assert "11" in text
-
-
 @pytest.mark.thorough
 def test_a_plain_loop_sums_the_same_gradients_in_every_mode(tmp_path: Path) -> None:
     """Twelve steps of three ranks: each gradient is used once by everyone, however late."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -176,30 +175,88 @@ def _run(backend: Any, case: Case, here: Any, back: Any) -> list[str]:
     return [one or "none" for one in first] if first == second else ["differs from run to run"]
 
 
-def as_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What the body returns, or raises, for each rank, each a thread."""
-    results: list[Any] = [None] * size
+MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
+    "count": lambda comm, ones, odd: comm.all_reduce(ones(8 + odd)),
+    "count of none": lambda comm, ones, odd: comm.all_reduce(ones(100 * odd)),
+    "dtype": lambda comm, ones, odd: comm.all_reduce(ones(8, "f4" if odd else "f8")),
+    "op": lambda comm, ones, odd: comm.all_reduce(ones(8), op="max" if odd else "sum"),
+    "root": lambda comm, ones, odd: comm.broadcast(ones(8), root=int(odd)),
+    "collective": lambda comm, ones, odd: comm.all_gather(ones(8)) if odd else comm.all_reduce(ones(8)),
+    "shape": lambda comm, ones, odd: comm.all_reduce(ones((4, 6) if odd else (6, 4))),
+    "list": lambda comm, ones, odd: comm.all_reduce([1.0] if odd else ones(1)),
+    "divided": lambda comm, ones, odd: comm.reduce_scatter(ones(comm.size + odd)),
+    "blocks": lambda comm, ones, odd: comm.all_to_all(ones(comm.size + odd)),
+    "out": lambda comm, ones, odd: comm.all_gather(ones(2), out=ones(2) if odd else None),
+    "unknown op": lambda comm, ones, odd: comm.reduce(
+        ones(2), op="xor" if odd else "sum", async_op=True
+    ).wait(),
+    "entries": lambda comm, ones, odd: comm.sparse_all_reduce(
+        ones((4, 6) if odd else (6, 4), "f4"), density=0.5
+    ),
+    "density": lambda comm, ones, odd: comm.sparse_all_reduce(
+        ones(40, "f4"), density=2 if odd else 0.1, key="density"
+    ),
+}
+"""What rank 1 does otherwise."""
 
-    def work(rank: int) -> None:
-        try:
-            results[rank] = body(rank)
-        except Exception as error:
-            results[rank] = error
+DIFFER = ("count", "dtype", "op", "root", "collective", "shape", "plan", "chunk")
+"""Mistakes of which the error names the argument."""
 
-    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    return results
+WRONG = ("list", "divided", "blocks", "out", "unknown op", "density")
+"""Mistakes that are wrong on any rank."""
 
 
-def of_all(results: list[Any]) -> list[Any]:
-    """The results, when no rank failed."""
-    for one in results:
-        if isinstance(one, BaseException):
-            raise one
-    return results
+def refusals(
+    backend: Any,
+    *,
+    here: Callable[[NDArray[Any]], Any] = np.copy,
+    back: Callable[[Any], NDArray[Any]] = np.asarray,
+    **options: Any,
+) -> dict[str, tuple[str, Any, Any]]:
+    """The error of this rank for each mistake of rank 1, as text, rank and peer; right calls behind each are exact."""
+    (rank,) = backend.ranks
+    found: dict[str, tuple[str, Any, Any]] = {}
+
+    def ones(shape: Any, dtype: str = "f8") -> Any:
+        return here(np.ones(shape, dtype))
+
+    def check(name: str, call: Callable[[], object], right: Communicator) -> None:
+        with pytest.raises(UsageError) as raised:
+            call()
+        told: Any = raised.value
+        found[name] = (str(told), getattr(told, "rank", None), getattr(told, "peer", None))
+        for _ in range(3):  # over the rendezvous, and as a cached call
+            assert back(right.all_reduce(ones(3))).tolist() == [backend.size] * 3, name
+
+    plans = [forest_plan(backend.size, "allreduce", shape) for shape in ("star", "chain")]
+    comm = Communicator(plans[0], backend, chunk_bytes=256, **options)
+    for name, call in MISTAKES.items():
+        if name in ("entries", "density") and backend.name == "nccl":
+            continue  # stand-ins have no kernels of selections
+        check(name, partial(call, comm, ones, rank == 1), comm)
+        if name in WRONG:
+            check(f"{name} on all", partial(call, comm, ones, True), comm)
+    for name, plan, chunk in (("plan", plans[1], 256), ("chunk", plans[0], 512)):
+        other = Communicator(
+            *((plan, backend) if rank == 1 else (plans[0], backend)), chunk_bytes=chunk if rank == 1 else 256
+        )
+        check(name, lambda other=other: other.all_reduce(ones(64)), comm)
+    return found
+
+
+def check_refusals(ranks: list[dict[str, tuple[str, Any, Any]]]) -> None:
+    """All ranks name rank 1, and the argument in which it differs."""
+    for name in ranks[0]:
+        for rank, found in enumerate(ranks):
+            text, own, peer = found[name]
+            if name in DIFFER:
+                assert name in text, (name, text)
+                assert (own, peer) == (rank, 1), (name, text)
+            elif name in WRONG and rank != 1:
+                assert text.startswith("rank 1 refused the collective: "), (name, text)
+                assert peer == 1, (name, text)
+            elif name.endswith("on all"):
+                assert peer is None, (name, text)
 
 
 MESH = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])

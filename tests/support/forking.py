@@ -7,7 +7,15 @@ of a run, and what it is told to import later counts for nothing: so all tell it
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
+
+from collectives.peers.peer_watchdog import process_state
 
 
 def forking() -> ForkServerContext:
@@ -15,3 +23,14 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.jobs.forked_ranks"])
     return context
+
+
+@contextmanager
+def stopped_process() -> Iterator[int]:
+    """Yield the number of a process that is stopped."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        other.send_signal(signal.SIGSTOP)
+        while process_state(other.pid) != "T":
+            time.sleep(0.01)
+        yield other.pid
+        other.kill()

@@ -17,6 +17,7 @@ from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.fake_gpu import install
 from tests.support.fake_streams import Machine
 from tests.support.hand_plans import forest_plan
+from tests.support.job_meeting import as_threads
 from topoplan.plans.plan import Plan
 
 SECONDS = 60.0
@@ -63,30 +64,20 @@ def on_every_rank(
 ) -> list[Any]:
     """What the task returns or raises on each rank, each rank a thread with a GPU of its own."""
     size = len(plan.ranks)
-    results: list[Any] = [None] * size
 
-    def be(rank: int) -> None:
-        try:
-            with cupy.cuda.Device(rank):
-                world = TcpControlPlane(meeting.address, rank, size, timeout=timeout)
-                settings = {
-                    name: value[rank] if isinstance(value, list) else value for name, value in options.items()
-                }
-                backend = NcclBackend(cupy, world, timeout=timeout, **settings)
-                with Communicator(
-                    plan, backend, chunk_bytes=chunk_bytes, timeout=timeout, on_failure=on_failure
-                ) as comm:
-                    results[rank] = task(comm, rank)
-        except Exception as error:
-            results[rank] = error
+    def be(rank: int) -> Any:
+        with cupy.cuda.Device(rank):
+            world = TcpControlPlane(meeting.address, rank, size, timeout=timeout)
+            settings = {
+                name: value[rank] if isinstance(value, list) else value for name, value in options.items()
+            }
+            backend = NcclBackend(cupy, world, timeout=timeout, **settings)
+            about: dict[str, Any] = {"chunk_bytes": chunk_bytes, "timeout": timeout, "on_failure": on_failure}
+            with Communicator(plan, backend, **about) as comm:
+                return task(comm, rank)
 
     with Rendezvous("127.0.0.1:0", size) as meeting:
-        threads = [threading.Thread(target=be, args=[rank]) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SECONDS)
-    return results
+        return as_threads(size, be)
 
 
 def outcome(results: list[Any]) -> list[Any]:

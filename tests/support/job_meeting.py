@@ -45,6 +45,32 @@ class Meeting:
         return gathered
 
 
+def as_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    """What the body returns, or raises, for each rank, each a thread."""
+    results: list[Any] = [None] * size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return results
+
+
+def of_all(results: list[Any]) -> list[Any]:
+    """The results, when no rank failed."""
+    for one in results:
+        if isinstance(one, BaseException):
+            raise one
+    return results
+
+
 def in_shared_memory(plan: Plan, work: Callable[[Communicator, int], Any], **options: Any) -> list[Any]:
     """What each rank's thread returns, with a communicator of ranks that share memory."""
     size = len(plan.ranks)
@@ -55,8 +81,7 @@ def in_shared_memory(plan: Plan, work: Callable[[Communicator, int], Any], **opt
         with Communicator(plan, backend, **options) as comm:
             return work(comm, rank)
 
-    with ThreadPoolExecutor(size) as pool:
-        return [future.result(120) for future in [pool.submit(one, rank) for rank in range(size)]]
+    return of_all(as_threads(size, one))
 
 
 def plans_of(members: Sequence[dict[str, Any]], meeting: Meeting | None = None) -> list[Plan | Exception]:

@@ -1,10 +1,19 @@
-"""Small NVLink machines on which trees and rings differ: a circle with a thin link, a triangle with a tail."""
+"""Small NVLink machines on which trees and rings differ: a circle with a thin link, a triangle with a tail.
+
+And the machines of the library as cases of a test.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
+from _pytest.mark.structures import ParameterSet
+
 from topoplan.machine.topology import Device, Link, Topology
+from topoplan.reading.load import library
+
+LARGEST = ("gb200-nvl72", "gb300-nvl72", "p5.48xlarge")
 
 
 def joined(name: str, wires: Mapping[tuple[int, int], float]) -> Topology:
@@ -27,3 +36,9 @@ def thin_cycle() -> Topology:
 def tailed_triangle() -> Topology:
     """Three GPUs joined with each other, and a fourth behind one of them: no ring without passing through it twice."""
     return joined("triangle with a tail", {(0, 1): 25.0, (0, 2): 25.0, (1, 2): 25.0, (2, 3): 25.0})
+
+
+def library_cases(*left_out: str) -> list[ParameterSet]:
+    """The machines of the library; the largest only in `make test-all`."""
+    names = [name for name in library() if name not in left_out]
+    return [pytest.param(name, marks=[pytest.mark.thorough] if name in LARGEST else []) for name in names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -14,6 +13,7 @@ from collectives import Communicator
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.forking import forking
+from tests.support.job_meeting import as_threads
 from topoplan.plans.plan import Plan
 
 Array = NDArray[Any]
@@ -56,24 +56,12 @@ def backends_in_threads(
     **options: Any,
 ) -> list[Any]:
     """What the body returns, or raises, with the back end of every rank, and of every helper behind them."""
-    results: list[Any] = [None] * (size + helpers)
     options = {**options, "timeout": timeout, "helpers": helpers}
-
-    def work(rank: int, meeting: str) -> None:
-        try:
-            results[rank] = body(TcpBackend(rank, size, rendezvous=meeting, **options), rank)
-        except Exception as error:
-            results[rank] = error
-
-    with Rendezvous("127.0.0.1:0", len(results)) as meeting:
-        threads = [
-            threading.Thread(target=work, args=(rank, meeting.address)) for rank in range(len(results))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SECONDS)
-    return results
+    with Rendezvous("127.0.0.1:0", size + helpers) as meeting:
+        return as_threads(
+            size + helpers,
+            lambda rank: body(TcpBackend(rank, size, rendezvous=meeting.address, **options), rank),
+        )
 
 
 def in_threads(

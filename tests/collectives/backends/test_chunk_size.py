@@ -73,21 +73,6 @@ def test_one_slow_call_changes_nothing(name: str, slow: int) -> None:
     assert found == best
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_delays_now_and_then_cost_little(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    alpha, hops = 1e-6, 16
-
-    def noisy(size: int) -> float:
-        delay = 3.0 if generator.random() < 0.1 else 1.0
-        return pipeline(size, alpha=alpha, hops=hops) * delay * (1 + 0.01 * generator.random())
-
-    found, tried = settle(noisy)
-    best = min(pipeline(size * KB, alpha=alpha, hops=hops) for size in range(64, 64 * KB, 64))
-    assert len(tried) <= 14
-    assert pipeline(found, alpha=alpha, hops=hops) <= best * 1.5
-
-
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 64 * KB, 65 * KB, 100 * KB, 300 * KB, MB, 5 * MB, 1000003])
 @pytest.mark.parametrize("name", ["rising", "falling"])
 def test_no_chunk_is_larger_than_the_buffer(nbytes: int, name: str) -> None:

@@ -19,12 +19,20 @@ from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.tcp_control_plane import TcpControlPlane
-from tests.support.contract import GROUPS, Case, as_threads, cases, expected, of_all, run_cases
+from tests.support.contract import (
+    GROUPS,
+    Case,
+    cases,
+    check_refusals,
+    expected,
+    refusals,
+    run_cases,
+)
 from tests.support.fake_streams import Machine
 from tests.support.file_gather import FileGather
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
-from tests.support.job_meeting import Meeting
+from tests.support.job_meeting import Meeting, as_threads, of_all
 from tests.support.ports import free_port
 from tests.support.tcp_jobs import in_processes
 
@@ -41,36 +49,39 @@ def in_one_process(backend: Any, listed: Sequence[Case], **arrays: Any) -> Found
 
 def in_threads(listed: Sequence[Case], opened: Callable[[int, str], Any], **arrays: Any) -> Found:
     """The digests of all ranks by case, when a thread opens the back end of each."""
+    found = on_ranks(lambda backend: run_cases(backend, listed, **arrays), opened)
+    return [list(chain.from_iterable(ranks)) for ranks in zip(*found, strict=True)]
 
-    def be(rank: int) -> Found:
+
+def on_ranks(body: Callable[[Any], Any], opened: Callable[[int, str], Any]) -> list[Any]:
+    """What the body returns with the back end of each rank, a thread."""
+
+    def be(rank: int) -> Any:
         backend = opened(rank, meeting.address)
         try:
-            return run_cases(backend, listed, **arrays)
+            return body(backend)
         finally:
             backend.close()
 
     with Rendezvous("127.0.0.1:0", RANKS) as meeting:
-        found = as_threads(RANKS, be)
-    return [list(chain.from_iterable(ranks)) for ranks in zip(*of_all(found), strict=True)]
+        return of_all(as_threads(RANKS, be))
 
 
-def shared(listed: Sequence[Case], cupy: Any) -> Found:
+def shared() -> Callable[[int, str], Any]:
     meeting = Meeting(RANKS)
-    return in_threads(listed, lambda rank, _: SharedBackend(meeting.gather(rank), rank=rank, size=RANKS))
+    return lambda rank, _: SharedBackend(meeting.gather(rank), rank=rank, size=RANKS)
 
 
-def tcp(listed: Sequence[Case], cupy: Any) -> Found:
-    return in_threads(
-        listed, lambda rank, address: TcpBackend(rank, RANKS, rendezvous=address, flight_bytes=1 << 10)
-    )
+def tcp(rank: int, address: str) -> TcpBackend:
+    return TcpBackend(rank, RANKS, rendezvous=address, flight_bytes=1 << 10)
 
 
-def nccl(listed: Sequence[Case], cupy: Any, **options: Any) -> Found:
+def nccl(cupy: Any, **options: Any) -> Callable[[int, str], Any]:
     def opened(rank: int, address: str) -> NcclBackend:
         cupy.cuda.Device(rank).use()
         return NcclBackend(cupy, TcpControlPlane(address, rank, RANKS), region_bytes=8 << 20, **options)
 
-    return in_threads(listed, opened, here=cupy.asarray, back=lambda one: one.get())
+    return opened
 
 
 BACKENDS: dict[str, Callable[[Sequence[Case], Any], Found]] = {
@@ -79,10 +90,14 @@ BACKENDS: dict[str, Callable[[Sequence[Case], Any], Found]] = {
     "loopback-gpu": lambda listed, cupy: in_one_process(
         LoopbackGpu(cupy, RANKS), listed, here=cupy.asarray, back=lambda one: one.get()
     ),
-    "shared": shared,
-    "tcp": tcp,
-    "nccl": lambda listed, cupy: nccl(listed, cupy, engine="messages", step_bytes=600),
-    "windows": lambda listed, cupy: nccl(listed, cupy),
+    "shared": lambda listed, cupy: in_threads(listed, shared()),
+    "tcp": lambda listed, cupy: in_threads(listed, tcp),
+    "nccl": lambda listed, cupy: in_threads(
+        listed, nccl(cupy, engine="messages", step_bytes=600), here=cupy.asarray, back=lambda one: one.get()
+    ),
+    "windows": lambda listed, cupy: in_threads(
+        listed, nccl(cupy), here=cupy.asarray, back=lambda one: one.get()
+    ),
 }
 
 
@@ -123,6 +138,20 @@ def test_results_have_the_bits_of_loopback(
     listed = chosen(backend, group)
     for case, found in zip(listed, BACKENDS[backend](listed, cupy), strict=True):
         assert tuple(found) == expected(case), case
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("shared", {}), ("tcp", {}), ("tcp", {"on_failure": "shrink"}), ("nccl", {})]
+)
+def test_ranks_that_differ_refuse_and_continue(
+    backend: str, options: dict[str, str], machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus = RANKS
+    opened = {"shared": shared(), "tcp": tcp, "nccl": nccl(cupy)}[backend]
+    arrays: dict[str, Any] = (
+        {"here": cupy.asarray, "back": lambda one: one.get()} if backend == "nccl" else {}
+    )
+    check_refusals(on_ranks(lambda backend: refusals(backend, **arrays, **options), opened))
 
 
 def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:

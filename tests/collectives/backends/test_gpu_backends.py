@@ -146,18 +146,6 @@ def test_graphs_are_replayed_only_when_all_ranks_have_them(machine: Machine, cup
     assert machine.graph_launches > 3 * len(rounds) / 2
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_messages_of_nccl_are_aligned(machine: Machine, cupy: ModuleType, dtype: str) -> None:
-    """Elsewhere its kernels copy byte by byte."""
-    machine.gpus = 8
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
-    arrays = floats(8, 2557, dtype=dtype)
-    outcome(on_every_rank(cupy, plan, lambda comm, rank: comm.all_reduce(cupy.asarray(arrays[rank]))))
-    assert machine.message_bytes[True] > 0
-    assert machine.message_bytes[False] == 0
-
-
 def plans() -> dict[str, Plan]:
     machine = topoplan.load("dgx-1v")
     return {

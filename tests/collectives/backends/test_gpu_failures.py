@@ -26,6 +26,7 @@ from tests.support.gpu_ranks import SECONDS, floats, on_every_rank, outcome
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
+from tests.support.job_meeting import as_threads
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
@@ -73,22 +74,12 @@ def stuck(cupy: ModuleType) -> Iterator[None]:
         yield
 
 
-def test_ranks_that_differ_refuse_before_anything_moves(machine: Machine, cupy: ModuleType) -> None:
+def test_refuses_different_settings_before_anything_moves(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 3
-    plan = forest_plan(3, "allreduce", "star")
-    results = on_every_rank(cupy, plan, lambda comm, rank: comm.all_reduce(ones(cupy, 4 + (rank == 2))))
-    assert all(isinstance(result, BackendError) for result in results)
-    assert "count 5 instead of 4" in str(results[0])
-    assert machine.launches == 0
-    results = on_every_rank(
-        cupy, plan, lambda comm, rank: comm.all_reduce(np.zeros(4) if rank == 2 else ones(cupy))
-    )
-    assert isinstance(results[2], UsageError)
-    assert all("refused the collective: rank 2 has a ndarray" in str(result) for result in results[:2])
-    results = on_every_rank(
-        cupy, plan, lambda comm, rank: comm.all_reduce(ones(cupy)), step_bytes=[1000, 1001, 1001]
-    )
+    plan, steps = forest_plan(3, "allreduce", "star"), [1000, 1001, 1001]
+    results = on_every_rank(cupy, plan, lambda comm, rank: comm.all_reduce(ones(cupy)), step_bytes=steps)
     assert all("settings" in str(error) and "same on all ranks" in str(error) for error in results)
+    assert machine.launches == 0
 
 
 def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: ModuleType) -> None:
@@ -259,27 +250,18 @@ def from_environments(
     machine: Machine, ranks: int, task: Callable[[Communicator, NcclBackend, int], Any], **place: str
 ) -> list[Any]:
     """What the task returns or raises on each rank, each a thread that a launcher gave its place."""
-    results: list[Any] = [None] * ranks
 
-    def be(rank: int) -> None:
-        try:
-            told = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TOPOPLAN_RENDEZVOUS": meeting.address}
-            mine = {name: value.format(rank=rank, next=rank + 1) for name, value in place.items()}
-            backend = NcclBackend.from_environment(
-                environment={**told, **mine}, timeout=20.0, region_bytes=8 << 20
-            )
-            with Communicator(forest_plan(ranks, "allreduce", "binary"), backend, timeout=20.0) as comm:
-                results[rank] = task(comm, backend, rank)
-        except Exception as error:
-            results[rank] = error
+    def be(rank: int) -> Any:
+        told = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TOPOPLAN_RENDEZVOUS": meeting.address}
+        mine = {name: value.format(rank=rank, next=rank + 1) for name, value in place.items()}
+        backend = NcclBackend.from_environment(
+            environment={**told, **mine}, timeout=20.0, region_bytes=8 << 20
+        )
+        with Communicator(forest_plan(ranks, "allreduce", "binary"), backend, timeout=20.0) as comm:
+            return task(comm, backend, rank)
 
     with Rendezvous("127.0.0.1:0", ranks) as meeting:
-        threads = [threading.Thread(target=be, args=[rank]) for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    return results
+        return as_threads(ranks, be)
 
 
 def test_a_launcher_gives_each_rank_a_gpu(
@@ -328,7 +310,7 @@ def test_ranks_that_see_one_gpu_each(
     assert "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ
 
 
-@pytest.mark.parametrize("peers", [True, False], ids=["windows", "messages"])
+@pytest.mark.parametrize("peers", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_no_rank_makes_a_context_on_gpu_0(machine: Machine, cupy: ModuleType, peers: bool) -> None:
     """GPU 0 is another process's alone (EXCLUSIVE_PROCESS), and the ranks are on GPUs 1 and 2."""
     machine.gpus, machine.peers, machine.exclusive = 3, peers, {0}
@@ -377,7 +359,7 @@ def test_a_joining_rank_names_its_gpu(
         use_local_gpu(cupy, {"LOCAL_RANK": "0"})
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("one_each", [False, True], ids=["all GPUs", "one GPU each"])
 def test_processes_use_their_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_each: bool) -> None:
     """What the report runs on real GPUs, in two processes with stand-ins of their own."""

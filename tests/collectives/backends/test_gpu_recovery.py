@@ -18,8 +18,6 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.nccl import nccl_backend as backend_module
 from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.backends.nccl.nccl_communicators import NcclConnection
-from collectives.communicator.recovery import can_recover
-from collectives.peers.control_plane import ControlPlane
 from collectives.peers.membership_protocol import MembershipProtocol
 from tests.support import fake_nccl
 from tests.support.fake_nccl import Comm
@@ -223,7 +221,7 @@ def test_a_death_within_a_replayed_graph(machine: Machine, cupy: ModuleType, dea
         assert machine.graph_launches > before
         assert (raised.value.rank, raised.value.peer) == (rank, 2)
         comm.shrink()
-        assert (comm.epoch, backend_of(comm)._connections.shrunk) == (1, not deaf)
+        assert (comm.epoch, backend_of(comm)._connection.shrunk) == (1, not deaf)
         return comm.plan, comm.all_reduce(given, out=out).get()
 
     results = outcome(on_every_rank(cupy, plan_for(3), task, engine="messages"))
@@ -469,14 +467,14 @@ def test_a_newcomer_takes_the_place_of_the_dead_by_a_new_id(
             given = cupy.asarray(arrays[comm.rank])
             sums = [comm.all_reduce(given).get() for _ in range(4)]
         # what is left behind: of the first three the arenas of all, while there was a dead one
-        return comm.plan, sums, comm.engine, backend_of(comm)._connections.shrunk, len(machine.memory)
+        return comm.plan, sums, comm.engine, backend_of(comm)._connection.shrunk, len(machine.memory)
 
     def task(comm: Communicator, rank: int) -> Any:
         comm.all_reduce(cupy.asarray(arrays[rank]))
         if rank == 1:
             return dies(backend_of(comm))
         two = comm.all_reduce(cupy.asarray(arrays[rank])).get()
-        assert backend_of(comm)._connections.shrunk
+        assert backend_of(comm)._connection.shrunk
         if rank == 0:
             invitations.put(comm.invitation)
         while not (joined := comm.grow()):
@@ -540,29 +538,6 @@ def test_a_newcomer_without_nccl(machine: Machine, cupy: ModuleType, monkeypatch
         assert found.tobytes() == bits(plan, arrays, (0, 1))
     assert told == ["nccl4py is missing"]
     assert settled() == []
-
-
-def test_ranks_that_do_not_meet_at_a_rendezvous_cannot_go_on(machine: Machine, cupy: ModuleType) -> None:
-    class Alone(ControlPlane):
-        def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-            return [data]
-
-        def trouble(self) -> BackendError | None:
-            return None
-
-        def tell(self, error: BackendError) -> None: ...
-
-        def stalled(self, timeout: float) -> None: ...
-
-        def close(self) -> None: ...
-
-    backend = NcclBackend(cupy, Alone(0, 1))
-    assert not can_recover(backend)
-    with (
-        Communicator(topoplan.plan(topoplan.load("dgx-1v"), gpus=[3]), backend) as comm,
-        pytest.raises(BackendError, match="nccl where its ranks meet at a rendezvous"),
-    ):
-        comm.shrink()
 
 
 def test_loopback_gpu_goes_on_without_ranks_as_loopback_does(machine: Machine, cupy: ModuleType) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -38,7 +37,6 @@ from collectives.peers.rendezvous import Rendezvous
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
-    METHODS,
     backends_in_threads,
     call,
     given_to,
@@ -126,35 +124,6 @@ def test_the_largest_value_is_known_everywhere_between_collectives() -> None:
     assert backends_in_threads(3, body) == [[0.5, 3.0, 0.0]] * 3
 
 
-def other_plan(comm: Communicator, rank: int) -> Array:
-    return comm.all_reduce(np.zeros(64))
-
-
-MISMATCHES: list[tuple[str, Callable[[Communicator, int], Any]]] = [
-    ("count", lambda comm, rank: comm.all_reduce(np.zeros(8 + (rank == 2)))),
-    ("count", lambda comm, rank: comm.all_reduce(np.zeros(100 * (rank == 2)))),
-    ("dtype", lambda comm, rank: comm.all_reduce(np.zeros(8, "f4" if rank == 2 else "f8"))),
-    ("op", lambda comm, rank: comm.all_reduce(np.zeros(8), op="max" if rank == 2 else "sum")),
-    ("root", lambda comm, rank: comm.broadcast(np.zeros(8), root=int(rank == 2))),
-    ("collective", lambda comm, rank: call(comm, ("allgather", "allreduce")[rank == 2], np.zeros(8))),
-]
-
-
-@pytest.mark.parametrize("met", [False, True])
-@pytest.mark.parametrize(("field", "body"), MISMATCHES)
-def test_ranks_say_how_they_differ(field: str, body: Callable[[Communicator, int], Any], met: bool) -> None:
-    def differ(comm: Communicator, rank: int) -> Any:
-        if met:
-            assert comm.all_reduce(np.ones(3)).tolist() == [4.0] * 3
-        return body(comm, rank)
-
-    for rank, error in enumerate(in_threads(forest_plan(4, "allreduce", "chain"), differ)):
-        assert isinstance(error, RefusedError)
-        assert field in str(error)
-        assert error.rank == rank
-        assert error.peer == 2
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -172,74 +141,6 @@ def test_a_rank_that_does_not_come_is_named_at_once(body: Callable[[Any], Any], 
     for rank in (0, 2):
         assert isinstance(errors[rank], BackendError)
         assert message in str(errors[rank])
-
-
-SHAPED: list[tuple[str, Callable[[Communicator, Array], Any]]] = [
-    (collective, lambda comm, array, collective=collective: call(comm, collective, array))  # type: ignore[misc]
-    for collective in METHODS
-]
-SHAPED += [("sparse", lambda comm, array: comm.sparse_all_reduce(array, density=0.5))]
-
-
-@pytest.mark.parametrize(("name", "body"), SHAPED, ids=[name for name, _ in SHAPED])
-def test_refuses_arrays_of_another_shape(name: str, body: Callable[[Communicator, Array], Any]) -> None:
-    """Their elements do not mean the same."""
-
-    def with_shape(comm: Communicator, rank: int) -> Any:
-        return body(comm, np.ones((4, 6) if rank == 1 else (6, 4)))
-
-    for error in in_threads(forest_plan(2, "allreduce", "chain"), with_shape):
-        assert isinstance(error, BackendError)
-        assert re.search("shape '(4x6|6x4)' instead of|of (4x6|6x4) float64, .* instead of", str(error))
-
-
-def test_different_plans_or_chunks_are_refused_on_every_rank() -> None:
-    plans = [forest_plan(3, "allreduce", shape) for shape in ("star", "chain", "star")]
-    for errors, field in (
-        (in_threads(plans, other_plan), "plan"),
-        (in_threads(plans[0], other_plan, chunk_bytes=[256, 256, 512]), "chunk"),
-    ):
-        assert all(isinstance(error, BackendError) and f"{field} " in str(error) for error in errors)
-
-
-REFUSALS: dict[str, Callable[[Communicator, bool], object]] = {
-    "reduce_scatter": lambda comm, wrong: comm.reduce_scatter(np.ones(4 if wrong else 3)),
-    "alltoall": lambda comm, wrong: comm.all_to_all(np.ones(4 if wrong else 3)),
-    "out": lambda comm, wrong: comm.all_gather(np.ones(2), out=np.ones(2) if wrong else None),
-    "root": lambda comm, wrong: comm.broadcast(np.ones(2), root=9 if wrong else 0),
-    "op": lambda comm, wrong: comm.reduce(np.ones(2), op="xor" if wrong else "sum"),
-    "later": lambda comm, wrong: comm.all_reduce(
-        np.ones(2), op="xor" if wrong else "sum", async_op=True
-    ).wait(),
-    "density": lambda comm, wrong: comm.sparse_all_reduce(
-        np.ones(40),
-        density=None if wrong else 0.1,  # type: ignore[arg-type]
-    ),
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"on_failure": "shrink"}])
-def test_refusals_are_told_to_all_and_calls_continue(options: dict[str, Any]) -> None:
-    def body(backend: TcpBackend, rank: int) -> list[list[str]]:
-        with Communicator(forest_plan(3, "allreduce", "star"), backend, **options) as comm:
-            found: list[list[str]] = []
-            for call in REFUSALS.values():
-                for wrong in (True, rank == 1):
-                    with pytest.raises(UsageError) as raised:
-                        call(comm, wrong)
-                    for _ in range(3):  # over the rendezvous, where ranks meet, and as a cached call
-                        assert comm.all_reduce(np.ones(3)).tolist() == [3.0] * 3
-                    found.append(
-                        [type(raised.value).__name__, str(raised.value).replace(f"rank {rank} has", "")]
-                    )
-            return found
-
-    ranks = backends_in_threads(3, body)
-    for number, (kind, text) in enumerate(ranks[1]):
-        assert kind == ("RefusedError" if number % 2 else "UsageError")
-        if number % 2:
-            assert text.startswith("rank 1 refused the collective: ")
-            assert {one[number][0] for one in ranks} == {kind}
 
 
 def test_abort_ends_what_ranks_wait_for_and_all_that_comes() -> None:

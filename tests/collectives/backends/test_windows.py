@@ -18,7 +18,6 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.nccl import device_arenas, kernel_program, nccl_communicators, tree_steps
 from collectives.backends.nccl import window_engine as engine
 from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps
-from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import result_blocks
 from tests.support import fake_nccl
@@ -448,27 +447,6 @@ def test_a_library_without_windows_is_named(
     )
 
 
-def test_a_process_on_each_host_opens_no_handles(
-    pairs: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs.peers = True
-    monkeypatch.setattr(device_arenas, "_process", lambda: f"process {pairs.device // 2}")
-    assert said(cupy, 4).startswith("windows over peer access, messages between 2 domains")
-
-
-@pytest.mark.parametrize("text", ["", "abc", "0", "-3"])
-def test_a_number_of_queues_that_is_none_means_what_cuda_takes_by_default(text: str) -> None:
-    assert device_arenas._queues(text) == 8
-
-
-@pytest.mark.parametrize("timeout", [0.0, float("inf"), 1e12])
-def test_timeouts_that_sockets_do_not_take_are_refused(
-    machine: Machine, cupy: ModuleType, timeout: float
-) -> None:
-    with pytest.raises(UsageError, match="timeout at most 100000 s, got"):
-        NcclBackend(cupy, None, timeout=timeout)  # type: ignore[arg-type]
-
-
 def test_windows_of_an_nccl_older_than_its_bindings(machine: Machine, cupy: ModuleType) -> None:
     """As with the libnccl that a torch brings: it refuses the bindings' question for its properties."""
     import sys
@@ -626,39 +604,6 @@ def test_arrays_of_empty_outlive_the_communicator(machine: Machine, cupy: Module
     found = outcome(run(cupy, 2, task))
     assert len(machine.memory) == 2  # nobody gives memory back that another might still have
     assert found[1].get().tobytes() == np.arange(1000, dtype=np.float32).tobytes()
-
-
-@pytest.mark.thorough
-def test_a_rank_that_closes_while_another_one_goes_on_is_named(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus, machine.peers = 2, True
-
-    def task(comm: Communicator, rank: int) -> Any:
-        comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))
-        return rank or comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))
-
-    found = run(cupy, 2, task)
-    assert "rank 1 has closed its communicator; make the same calls on all ranks" in str(found[0])
-    assert found[1] == 1
-
-
-def test_memory_stays_where_a_rank_has_failed(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus, machine.peers = 2, True
-
-    def task(comm: Communicator, rank: int) -> Any:
-        backend: Any = comm._open().backend
-        if rank:
-            backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
-        comm.all_reduce(cupy.zeros(LONG, dtype=np.float32))
-
-    assert all(isinstance(one, Exception) for one in run(cupy, 2, task))
-    assert len(machine.memory) == 2
-
-
-def test_a_region_is_never_smaller_than_two_units(machine: Machine, cupy: ModuleType) -> None:
-    machine.gpus = 1
-    (found,) = run(cupy, 1, about, region_bytes=512)
-    assert isinstance(found, UsageError)
-    assert str(found) == "region_bytes must be a multiple of 512, 1024 at least, got 512"
 
 
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")

@@ -154,15 +154,6 @@ def test_a_call_that_waits_comes_after_those_in_flight() -> None:
         assert comm.all_reduce(arrays)[1][0] == 18
 
 
-@pytest.mark.parametrize("collective", ["reduce", "broadcast", "all_gather", "reduce_scatter"])
-def test_every_collective_can_run_in_the_background(collective: str) -> None:
-    arrays = [np.arange(12) * (rank + 1) for rank in range(4)]
-    with Communicator(forest_plan(4, "allreduce", "binary")) as comm:
-        method = getattr(comm, collective)
-        for now, later in zip(method(arrays), method(arrays, async_op=True).wait(), strict=True):
-            assert (now is None and later is None) or np.array_equal(now, later)
-
-
 def test_arguments_are_checked_before_the_call_returns() -> None:
     with (
         Communicator(forest_plan(2, "allreduce", "star")) as comm,

@@ -107,24 +107,6 @@ def test_cuda_numbers_are_of_visible(
     assert "rank 1 names GPU 2 and sees 2 of the 8 GPUs" in str(error)
 
 
-def test_two_hosts_with_their_gpus_in_different_orders(fake_here: Installer, host: str) -> None:
-    """Ranks alternate between the hosts; each finds its own GPU, and the rate is that of the same GPUs in order."""
-    fake_here("dgx1v")
-    machine = probe_host()
-    orders = {"a": [7, 0, 3, 4], "b": [1, 6, 5, 2]}
-    members: list[dict[str, Any]] = []
-    for first, second in zip(*orders.values(), strict=True):
-        members += [{"host": f"{host} a", "device": first}, {"host": f"{host} b", "device": second}]
-    plan = plan_of([{**one, "machine": machine} for one in members])
-    assert plan.ranks == tuple(f"s{number % 2}.gpu{one['device']}" for number, one in enumerate(members))
-    servers = [topoplan.Server(machine, order) for order in orders.values()]
-    assert plan.rate == topoplan.plan(topoplan.cluster(servers)).rate
-    assert topoplan.verify(plan).optimal
-    with Communicator(plan) as comm:
-        sums = comm.all_reduce([np.arange(100) * rank for rank in range(8)])
-    assert all(np.array_equal(one, 28 * np.arange(100)) for one in sums)
-
-
 def test_hosts_may_be_unlike_and_their_slower_nics_do_not_count(host: str) -> None:
     mixed = _pcie_box([100, 10, 100])
     kept, gbps, notes = network_speed(mixed)

@@ -136,7 +136,13 @@ launch_local([sys.executable, "-c", *sys.argv[1:]], 3)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, tmp_path: Path) -> None:
     """After an interrupt their children too."""
     program = WRITE_PIDS + AFTERWARDS["waits"]

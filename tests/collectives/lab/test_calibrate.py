@@ -125,14 +125,6 @@ class TestKnownAnswers:
             "12 us (usual: 10)",
         ]
 
-    def test_an_nvswitch_port_at_half_speed_is_found(self, calibrate: Calibrate, tmp_path: Path) -> None:
-        """Eight GPUs of a DGX A100; the port is slow in one direction, and nothing else changes."""
-        stated = topoplan.load("dgx-a100")
-        slow = topoplan.slow_links(stated, {"gpu3->nvswitch0": 150})
-        path = tmp_path / "measured.json"
-        calibrate(machine(slow), "dgx-a100", "-o", str(path))
-        assert bandwidths(topoplan.load(path)) == bandwidths(slow) != bandwidths(stated)
-
     def test_bus_ids_tell_gpus_apart(self, calibrate: Calibrate, tmp_path: Path) -> None:
         """CUDA's order reversed, and the topology knows its bus ids: the slow link is where it is."""
         slow = topoplan.slow_links(V100S, {"gpu1-gpu2": 25})

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +15,10 @@ from typing import Any
 import pytest
 
 from collectives.peers.membership_protocol import MembershipProtocol, can_reach_each_other
-from collectives.peers.peer_watchdog import process_state
 from collectives.peers.rendezvous_state import pack
 from collectives.peers.tcp_control_plane import TcpControlPlane
+from tests.support.forking import stopped_process
+from tests.support.job_meeting import as_threads
 from topoplan.errors import BackendError
 
 SECONDS = 5.0
@@ -41,20 +39,8 @@ def job(size: int) -> Iterator[list[MembershipProtocol]]:
 
 def at_once(ranks: dict[int, Callable[[], Any]]) -> dict[int, Any]:
     """What each returns or raises, all of them at the same time."""
-    found: dict[int, Any] = {}
-
-    def run(rank: int, what: Callable[[], Any]) -> None:
-        try:
-            found[rank] = what()
-        except BackendError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=run, args=one, daemon=True) for one in ranks.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(4 * SECONDS)
-    return found
+    calls = list(ranks.values())
+    return dict(zip(ranks, as_threads(len(calls), lambda number: calls[number]()), strict=True))
 
 
 def agreed(
@@ -129,20 +115,16 @@ def test_a_rank_that_was_silent_while_the_others_found_each_other_is_not_waited_
 
 def test_nobody_waits_for_a_host_that_is_stopped_longer_than_for_any_rank() -> None:
     """Its rendezvous takes them in, and says nothing."""
-    with job(2) as ranks, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with job(2) as ranks, stopped_process() as pid:
         agreed(ranks, {0: [], 1: []})
-        other.send_signal(signal.SIGSTOP)
-        while process_state(other.pid) != "T":
-            time.sleep(0.01)
         one = ranks[1]
-        one._cards[0] = replace(one._cards[0], pid=other.pid)
+        one._cards[0] = replace(one._cards[0], pid=pid)
         one.check(time.monotonic() + 9999)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             until = time.monotonic() + 0.1
             with pytest.raises(BackendError, match="rank 0 does not answer"):
                 TcpControlPlane(address, 1, 2, timeout=9999, look=lambda: one.check(until))
-        other.kill()
 
 
 def test_who_leaves_in_order_has_told_how_far_it_has_come() -> None:
@@ -374,18 +356,14 @@ def test_a_rank_that_the_network_does_not_reach_is_not_taken_for_dead() -> None:
 
 def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_again() -> None:
     """Where it was reported, it has had its time; one that nobody has reported may have been stopped just now."""
-    with job(2) as ranks, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with job(2) as ranks, stopped_process() as pid:
         one, card = ranks[0], ranks[0]._cards[1]
         assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
-        other.send_signal(signal.SIGSTOP)
-        while process_state(other.pid) != "T":
-            time.sleep(0.01)
-        one._cards[1] = replace(card, pid=other.pid)
+        one._cards[1] = replace(card, pid=pid)
         assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [0.0, 10.0]
-        one._cards[1] = replace(card, pid=other.pid, processes="of another machine")
+        one._cards[1] = replace(card, pid=pid, processes="of another machine")
         assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
         one._cards[1] = card
-        other.kill()
 
 
 def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +37,6 @@ from collectives.peers.address import (
 )
 from collectives.peers.control_plane import Signature, Waiting, attribute_failure, disagreement
 from collectives.peers.environment import JobIdentity, job_identity
-from collectives.peers.peer_watchdog import process_state
 from collectives.peers.rendezvous import (
     AddressLock,
     Rendezvous,
@@ -50,29 +48,22 @@ from collectives.peers.rendezvous import (
 from collectives.peers.rendezvous_client import RendezvousClient, SocketWatcher
 from collectives.peers.rendezvous_state import FORMAT, Message, Post, RendezvousState, Unpacker, pack
 from collectives.peers.tcp_control_plane import TcpControlPlane
+from tests.support.forking import stopped_process
 from tests.support.hand_plans import forest_plan
+from tests.support.job_meeting import as_threads
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
 
 def meet(*places: tuple[int, int], meeting: str, timeout: float = 5.0, **options: Any) -> list[Any]:
     """What becomes of processes that come as these ranks of so many: closed back ends, or errors."""
-    found: list[Any] = [None] * len(places)
 
-    def come(number: int, rank: int, size: int) -> None:
-        try:
-            backend = TcpBackend(rank, size, rendezvous=meeting, timeout=timeout, **options)
-            backend.close()
-            found[number] = backend.ranks
-        except Exception as error:
-            found[number] = error
+    def come(number: int) -> Any:
+        backend = TcpBackend(*places[number], rendezvous=meeting, timeout=timeout, **options)
+        backend.close()
+        return backend.ranks
 
-    threads = [threading.Thread(target=come, args=(number, *place)) for number, place in enumerate(places)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
+    return as_threads(len(places), come)
 
 
 def test_rank_0_hosts_the_rendezvous_by_itself_and_leaves_no_path_behind(tmp_path: Path) -> None:
@@ -198,11 +189,8 @@ def test_nobody_is_told_that_all_agree_when_one_has_left_that_did() -> None:
 
 def test_a_rendezvous_that_ends_does_not_wait_for_a_stopped_rank() -> None:
     """Only for ranks that may still hear its last word."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        other.send_signal(signal.SIGSTOP)
-        while process_state(other.pid) != "T":
-            time.sleep(0.01)
-        hello = {"processes": process_namespace(), "pid": other.pid}
+    with stopped_process() as pid:
+        hello = {"processes": process_namespace(), "pid": pid}
         one, end = socket.socketpair()
         with one, end:
             opening = _Opening(0, RendezvousState(2), {1: _RankConnection(one, 0.0, rank=1)})
@@ -212,7 +200,6 @@ def test_a_rendezvous_that_ends_does_not_wait_for_a_stopped_rank() -> None:
             assert _can_receive(opening)
             opening.hub.hellos[1] = {**hello, "processes": "of another machine"}
             assert _can_receive(opening)
-        other.kill()
 
 
 def test_nobody_at_the_rendezvous_is_an_error_after_the_timeout() -> None:
@@ -278,14 +265,13 @@ def test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job() -> None:
         b'{"token": "ab", "link": [0, 1, "nvlink"]}'.ljust(INTRODUCTION),
     ]
     garbage += [pack({"type": "hello", "format": "topoplan.tcp/1", "rank": "one"})]
-    results: list[Any] = [None, None]
     with Rendezvous("127.0.0.1:0", 2) as meeting:
         where = parse_address(meeting.address)
         visitors = [socket.create_connection((where.host, where.port)) for _ in garbage]
         for visitor, data in zip(visitors, garbage, strict=True):
             visitor.sendall(data)
 
-        def work(rank: int) -> None:
+        def work(rank: int) -> Any:
             backend = TcpBackend(rank, 2, rendezvous=meeting.address, timeout=5)
             strangers = []
             for data in garbage:
@@ -293,18 +279,14 @@ def test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job() -> None:
                     strangers.append(socket.create_connection((address, port)))
                     strangers[-1].sendall(data)
             with Communicator(plan, backend) as comm:
-                results[rank] = comm.all_reduce(np.arange(3))
+                total = comm.all_reduce(np.arange(3)).tolist()
             for stranger in strangers:
                 stranger.close()
+            return total
 
-        threads = [threading.Thread(target=work, args=[rank]) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
+        assert as_threads(2, work) == [[0, 2, 4]] * 2
         for visitor in visitors:
             visitor.close()
-    assert [result.tolist() for result in results] == [[0, 2, 4]] * 2
 
 
 def in_a_running_job(tell: Callable[[str], None], job: JobIdentity | None = None) -> list[Any]:
@@ -369,7 +351,6 @@ def test_a_second_process_for_a_rank_of_one_job_ends_both() -> None:
 
 
 LAUNCHED = JobIdentity(host="h", launchers=((12, 700), (11, 650)), session=11)
-STEP = (("Slurm step", "7.0"),)
 IDENTITIES = [
     (replace(LAUNCHED, launchers=((13, 701), (11, 650))), False),  # the launcher's other rank
     (replace(LAUNCHED, launchers=((22, 800), (21, 750))), True),
@@ -450,32 +431,25 @@ def test_a_wrapper_that_was_started_as_the_rank_has_not_launched_it() -> None:
 @pytest.mark.parametrize("hosted", [False, True], ids=["rank 0 listens", "launcher listens"])
 def test_communicators_open_in_a_row_and_together(shared: bool, beside: bool, hosted: bool) -> None:
     """Ranks run ahead of each other, since nothing keeps them together between two."""
-    made: list[Any] = [[], [], []]
 
-    def work(rank: int, address: str) -> None:
+    def work(rank: int) -> list[float | None]:
         kept: list[Any] = []
+        found = []
         make: Any = SharedBackend.met_at if shared else TcpBackend
-        try:
-            for turn in range(6):
-                backend = make(rank=rank, size=3, rendezvous=address, timeout=20)
-                made[rank].append(backend.largest(float(rank + turn)) if turn % 2 else None)
-                kept.append(backend)
-                while kept and not beside:
-                    kept.pop().close()
-            for backend in kept if rank else kept[::-1]:
-                backend.close()
-        except Exception as error:
-            made[rank] = error
+        for turn in range(6):
+            backend = make(rank=rank, size=3, rendezvous=address, timeout=20)
+            found.append(backend.largest(float(rank + turn)) if turn % 2 else None)
+            kept.append(backend)
+            while kept and not beside:
+                kept.pop().close()
+        for backend in kept if rank else kept[::-1]:
+            backend.close()
+        return found
 
     with contextlib.ExitStack() as stack:
         port = free_port()
         address = stack.enter_context(Rendezvous("127.0.0.1:0", 3)).address if hosted else f"127.0.0.1:{port}"
-        threads = [threading.Thread(target=work, args=(rank, address)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert made == [[None, 3.0, None, 5.0, None, 7.0]] * 3
+        assert as_threads(3, work) == [[None, 3.0, None, 5.0, None, 7.0]] * 3
     socket.create_server(("127.0.0.1", port)).close()
 
 
@@ -525,36 +499,6 @@ def test_ranks_that_have_met_keep_their_address_from_another_rank_0_and_free_the
     for release in releases:
         release()
     assert "only 1 of 2 ranks came" in come_as_rank_0(address)
-
-
-@pytest.mark.thorough
-def test_a_second_job_over_shared_memory_ends_the_first_where_nothing_tells_them_apart() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    places = [threading.Thread(target=lambda rank=rank: be(rank)) for rank in range(2)]
-    told: dict[int, str] = {}
-    opened, came = threading.Barrier(3), threading.Event()
-
-    def be(rank: int) -> None:
-        plan = forest_plan(2, "allreduce", "chain")
-        with Communicator(plan, SharedBackend.met_at(address, rank, 2, timeout=20)) as comm:
-            comm.all_reduce(np.ones(3))
-            opened.wait()
-            came.wait()
-            try:
-                comm.all_reduce(np.ones(3))
-            except BackendError as error:
-                told[rank] = str(error)
-
-    for place in places:
-        place.start()
-    opened.wait()
-    reason = come_as_rank_0(address)
-    came.set()
-    for place in places:
-        place.join()
-    assert "two processes came to" in reason
-    assert sorted(told) == [0, 1]
-    assert all("two processes came to" in text for text in told.values())
 
 
 def test_fields_that_one_call_leaves_out_do_not_explain_a_difference() -> None:
@@ -722,12 +666,9 @@ def test_a_stopped_rendezvous_gets_no_more_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("collectives.peers.tcp_control_plane.GRACE_SECONDS", 9999)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
+        stopped_process() as pid,
     ):
-        other.send_signal(signal.SIGSTOP)
-        while process_state(other.pid) != "T":
-            time.sleep(0.01)
-        seen = {"processes": process_namespace(), "pid": other.pid}
+        seen = {"processes": process_namespace(), "pid": pid}
         welcome = pack({"type": "welcome", "token": "", "host": 0, "peers": {}, **seen})
         address = f"127.0.0.1:{server.getsockname()[1]}"
         answers = threading.Thread(
@@ -745,7 +686,6 @@ def test_a_stopped_rendezvous_gets_no_more_time(monkeypatch: pytest.MonkeyPatch)
         world.close()
         answers.join()
         taken[0].close()
-        other.kill()
 
 
 def test_a_rank_whose_rendezvous_has_ended_sleeps(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_a_gpu_that_another_thread_uses_is_current_again(machine: Machine, cupy:
     assert machine.device == 0
 
 
+@pytest.mark.thorough
 def test_the_stand_in_makes_contexts_as_cuda_does(machine: Machine, cupy: ModuleType) -> None:
     """CuPy restores a GPU that nobody chose, and that makes a context on it: `on_device` does not."""
     machine.gpus = 2
@@ -82,6 +83,7 @@ def test_the_stand_in_makes_contexts_as_cuda_does(machine: Machine, cupy: Module
         use_device(cupy, 2)
 
 
+@pytest.mark.thorough
 def test_the_driver_is_asked_whether_a_gpu_has_a_context(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
@@ -97,6 +99,7 @@ def test_the_driver_is_asked_whether_a_gpu_has_a_context(tmp_path: Path) -> None
     assert done.stdout.strip() == "False True False False", done.stderr
 
 
+@pytest.mark.thorough
 def test_the_driver_in_c_has_the_prototypes_of_the_genuine_one() -> None:
     found = find_spec("cuda.bindings") if find_spec("cuda") else None
     if found is None or not found.submodule_search_locations:

@@ -87,12 +87,6 @@ def test_siblings_arrive_together_and_windows_cover_the_longer_way_of_others() -
         assert part.window >= 2 + behind - part.level
 
 
-def test_an_empty_buffer_has_no_streams() -> None:
-    table = lower(forest_plan(4, "allreduce", "star"), 0, chunk_elements=3)
-    assert streams(table) == ()
-    assert len(steps(table)) == 0
-
-
 @pytest.mark.parametrize("shares", ["8", "1"])
 def test_shards_of_other_lengths_keep_pace(shares: str) -> None:
     """A shard with a third of the chunks takes every third step, so that links carry about the same in each."""

@@ -128,14 +128,6 @@ def test_a_plan_that_needs_switches_otherwise_keeps_less() -> None:
     assert kept < plan.rate
 
 
-def test_fifteen_children_are_split_over_operations() -> None:
-    """Each root of a DGX-2 reads 15 peers: 8 in one operation and 7 in the next, over 15 channels in one block."""
-    file, _ = exported(topoplan.plan("dgx-2"))
-    loop = next(one for one in file.gpus[3].blocks[0].operations if one.name == "pipeline")
-    assert [len(one.reads) - 1 for one in loop.body if one.name in ("rre", "rres")] == [8, 7]
-    assert len(file.gpus[3].blocks[0].channels["memory"]) == 15
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("make", "most"),

@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -15,16 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
-from tests.support.hand_plans import chain, forest_plan, full_mesh, plan_of, stage
+from tests.support.hand_plans import chain, full_mesh, plan_of, stage
 from tests.support.nccl_rules import nccl_channels, read_as_nccl
+from tests.support.small_fabrics import both_ways, machine
 from topoplan.engines.exported import Exported
 from topoplan.engines.registry import export_machine, export_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Topology
 from topoplan.plans.plan import COLLECTIVES, Plan
 from topoplan.plans.shards import Shard
-from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, chain_rate, ring_bandwidth
-from topoplan.schedules.nccl_search import chain_choice, counted_machine, plan_orders
+from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, ring_bandwidth
+from topoplan.schedules.nccl_search import counted_machine, plan_orders
 
 BLINK = [1, 4, 5, 7]
 """GPUs of a DGX-1V without an NVLink ring (Blink, figure 2)."""
@@ -78,133 +79,89 @@ def test_rings_of_every_collective_are_the_same_graph(collective: str) -> None:
     assert f"of {collective}; the plan states" in made.notes[1]
 
 
-@pytest.mark.parametrize("gpus", [[0, 1, 2], [2, 3, 6, 7]])
-def test_a_ring_plan_keeps_its_rate(gpus: list[int]) -> None:
-    """Over direct NVLinks NCCL goes the plan's own ways, so that its rings give what the plan states."""
-    machine = topoplan.load("dgx-1v")
-    plan = topoplan.ring(machine, gpus=gpus)
-    assert plan.schedule == "nvlink ring"
-    exported = export_plan(plan, "nccl-graph")
-    assert stated_rates(exported)[0] == pytest.approx(plan.rate, rel=1e-5)
-    assert counted_rates(exported)[0] == pytest.approx(plan.rate * 20 / 25, rel=1e-5)
-
-
 def test_blinks_allocation_without_a_ring() -> None:
-    """Chains reach the 50 GB/s of packed trees; rings pass through GPU 5 and reach 33.3, as relaying rings do."""
+    """Chains reach the 50 GB/s of packed trees; rings pass through GPU 5 and reach 33.3, as relaying rings do.
+
+    NCCL expects at most 13.25 GB/s of a chain in one channel of a V100, so two would hide that chains are better.
+    """
     part = topoplan.load("dgx-1v").subset(BLINK)
     exported = export_machine(part, "nccl-graph")
     found = channels(exported, set(BLINK))
     assert Counter(map(tuple, found[1])) == {(1, 5, 4, 7): 2, (1, 5, 7, 4): 2}
-    assert stated_rates(exported) == pytest.approx(
-        (topoplan.ring(part, kind="relay").rate, topoplan.plan(part).rate), rel=1e-5
-    )
+    assert len(found[0]) == 4
     assert exported.notes[1] == (
         "AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50 GB/s"
     )
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("name", "rings", "chains", "counted"),
-    [
-        ("dgx-1v", 600 / 7, 75, 20 / 25),
-        ("dgx-1p", 320 / 7, 40, 18 / 20),
-        ("dgx-2", 80, 80, 20 / 25),
-        ("dgx-a100", 1200 / 7, 1200 / 7, 20 / 25),
-        ("dgx-h100", 1800 / 7, 1800 / 7, 20.6 / 25),
-        ("dgx-b200", 3600 / 7, 3600 / 7, 40.1 / 50),
-        ("v100x4", 200 / 3, 75, 20 / 25),
-        ("nvlink-x4", 200, 200, 20 / 25),
-        ("pcie-x8", 40 / 7, 10, 1),
-        ("mi250", 160, 150, 36 / 50),
-    ],
-)
-def test_the_best_rings_and_chains_of_machines(
-    name: str, rings: float, chains: float, counted: float
-) -> None:
-    """Rings as known; a chain crosses the link between sockets once and a ring twice, so chains win on PCIe.
+@dataclass(frozen=True)
+class Known:
+    """GB/s of AllReduce over rings and chains of a machine, and what NCCL 2.30 says of the same machine.
 
-    Speeds in the file are at NCCL's rates: nominal ones would make NCCL leave NVLS, which it rates itself.
-    A chain is a tree, so the optimum of the trees bounds it.
+    `counted` is NCCL's rate of a wire over the nominal one; `expected` what it expects of rings and chains (Simple)
+    with our file; `own` the rings, and GB/s of each, that it finds in our topology file (``ncclTopoCompute``).
     """
-    machine = topoplan.load(name)
+
+    name: str
+    gpus: tuple[int, ...] | None
+    best: tuple[float, float] | None = None
+    counted: float = 1.0
+    expected: tuple[float, float] | None = None
+    own: tuple[int, float] | None = None
+
+
+KNOWN = [
+    Known("dgx-1v", None, (600 / 7, 75), 20 / 25, (68.5714, 55.2), (6, 20)),
+    Known("dgx-1v", (1, 4, 5, 7), (100 / 3, 50), 20 / 25, (26.6667, 36.8), (2, 20)),
+    Known("dgx-1v", (0, 1, 5), expected=(15, 18.4)),
+    Known("dgx-1v", (1, 2, 4, 5, 6, 7), own=(2, 20)),
+    Known("v100x4", None, (200 / 3, 75), 20 / 25, (53.3333, 55.2), (4, 20)),
+    Known("dgx-1v", (0, 1, 3, 4, 5, 7), own=(4, 20)),
+    Known("dgx-1p", None, (320 / 7, 40), 18 / 20, (41.1429, 33.12), (4, 18)),
+    Known("dgx-2", None, (80, 80), 20 / 25, (64, 58.88), (6, 20)),
+    Known("pcie-x8", None, (40 / 7, 10), 1, (5.71429, 9.2)),
+    Known("dgx-a100", None, (1200 / 7, 1200 / 7), 20 / 25, (137.143, 126.171), (12, 20)),
+    Known("dgx-h100", None, (1800 / 7, 1800 / 7), 20.6 / 25, (211.886, 194.935), (12, 30)),
+    Known("dgx-b200", None, (3600 / 7, 3600 / 7), 40.1 / 50, (412.457, 379.461), (16, 45)),
+    Known("nvlink-x4", None, (200, 200), 20 / 25, own=(12, 20)),
+    Known("mi250", None, (160, 150), 36 / 50),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("known", KNOWN, ids=str)
+def test_the_best_rings_and_chains_of_machines(known: Known) -> None:
+    """A chain crosses the link between sockets once and a ring twice, so chains win on PCIe; trees bound chains.
+
+    Speeds in the file are at NCCL's rates: nominal ones would make NCCL leave NVLS, which it rates itself. NCCL's own
+    search beats neither the bound nor our file; on all of a DGX-1V, a DGX-2 and a DGX A100 it finds the optimum.
+    """
+    whole = topoplan.load(known.name)
+    machine = whole.subset(known.gpus) if known.gpus else whole
+    size = len(machine.gpus)
     exported = export_machine(machine, "nccl-graph")
-    assert stated_rates(exported) == pytest.approx((rings, chains), rel=1e-4)
-    assert counted_rates(exported) == pytest.approx((rings * counted, chains * counted), rel=1e-4)
-    found = channels(exported, set(range(len(machine.gpus))))
+    found = channels(exported, set(known.gpus or range(size)))
     assert len(found[0]) == len(found[1]) <= MOST_CHANNELS
-    if len(machine.gpus) <= 8:
+    if known.best:
+        rings, chains = known.best
+        assert stated_rates(exported) == pytest.approx((rings, chains), rel=1e-4)
+        assert counted_rates(exported) == pytest.approx(
+            (rings * known.counted, chains * known.counted), rel=1e-4
+        )
         assert chains <= topoplan.plan(machine).rate * (1 + 1e-4)
-
-
-EXPECTED = {
-    ("dgx-1v", None): (68.5714, 55.2),
-    ("dgx-1v", (1, 4, 5, 7)): (26.6667, 36.8),
-    ("dgx-1v", (0, 1, 5)): (15, 18.4),
-    ("dgx-1p", None): (41.1429, 33.12),
-    ("dgx-2", None): (64, 58.88),
-    ("dgx-a100", None): (137.143, 126.171),
-    ("dgx-h100", None): (211.886, 194.935),
-    ("dgx-b200", None): (412.457, 379.461),
-    ("v100x4", None): (53.3333, 55.2),
-    ("pcie-x8", None): (5.71429, 9.2),
-}
-"""GB/s of AllReduce that NCCL 2.30 expected of rings and of chains (Simple) with our file."""
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("name", "gpus"), EXPECTED)
-def test_what_nccl_expects(name: str, gpus: tuple[int, ...] | None) -> None:
-    """Which of the two it runs on large buffers follows from this, and a note says it."""
-    machine = topoplan.load(name)
-    exported = export_machine(machine.subset(gpus) if gpus else machine, "nccl-graph")
-    rings, chains = EXPECTED[name, gpus]
-    (note,) = (note for note in exported.notes if note.startswith("NCCL expects"))
-    first, second = (float(number) for number in re.findall(r"([0-9.]+) (?:GB/s )?of the", note))
-    assert (first, second) == pytest.approx((rings, chains), rel=1e-5)
-    assert f"it will run the {'chains' if chains > rings else 'rings'} on large buffers" in note
-
-
-OWN_SEARCH = {
-    ("dgx-1v", None): (6, 20),
-    ("dgx-1v", (1, 4, 5, 7)): (2, 20),
-    ("dgx-1v", (1, 2, 4, 5, 6, 7)): (2, 20),
-    ("dgx-1v", (0, 1, 3, 4, 5, 7)): (4, 20),
-    ("dgx-1p", None): (4, 18),
-    ("dgx-2", None): (6, 20),
-    ("dgx-a100", None): (12, 20),
-    ("dgx-h100", None): (12, 30),
-    ("dgx-b200", None): (16, 45),
-    ("v100x4", None): (4, 20),
-    ("nvlink-x4", None): (12, 20),
-}
-"""Rings and GB/s of each that NCCL 2.30 itself found in our topology file (``ncclTopoCompute``)."""
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("name", "gpus"), OWN_SEARCH)
-def test_nccls_own_search_beats_neither_the_bound_nor_our_file(
-    name: str, gpus: tuple[int, ...] | None
-) -> None:
-    """At NCCL's rates of NVLink; on all of a DGX-1V, a DGX-2 and a DGX A100 it finds the optimum."""
-    machine = topoplan.load(name)
-    part = machine.subset(gpus) if gpus else machine
-    rings, speed = OWN_SEARCH[name, gpus]
-    size = len(part.gpus)
-    own = rings * speed * size / (2 * (size - 1))
-    best = topoplan.plan(counted_machine(part).machine).rate
-    assert own <= best * (1 + 1e-9)
-    assert own <= max(counted_rates(export_machine(part, "nccl-graph"))) * (1 + 1e-5)
-    if gpus is None and name in ("dgx-1v", "dgx-2", "dgx-a100"):
-        assert own == pytest.approx(best)
-
-
-def test_a_chain_that_leads_has_channels_enough() -> None:
-    """NCCL expects at most 13.25 GB/s of a chain in one channel of a V100, so two would hide that chains are better."""
-    exported = export_machine(topoplan.load("dgx-1v").subset(BLINK), "nccl-graph")
-    ring, tree = ElementTree.fromstring(exported.text)
-    assert len(ring) == len(tree) == 4
-    assert 4 * 13.25 > 36.8 > 2 * 13.25
+    if known.expected:
+        rings, chains = known.expected
+        (note,) = (note for note in exported.notes if note.startswith("NCCL expects"))
+        numbers = [float(number) for number in re.findall(r"([0-9.]+) (?:GB/s )?of the", note)]
+        assert numbers == pytest.approx([rings, chains], rel=1e-5)
+        assert f"it will run the {'chains' if chains > rings else 'rings'} on large buffers" in note
+    if known.own:
+        own = known.own[0] * known.own[1] * size / (2 * (size - 1))
+        best = topoplan.plan(counted_machine(machine).machine).rate
+        assert own <= best * (1 + 1e-9)
+        assert own <= max(counted_rates(exported)) * (1 + 1e-5)
+        if known.gpus is None and known.name in ("dgx-1v", "dgx-2", "dgx-a100"):
+            assert own == pytest.approx(best)
 
 
 def test_an_allocation_is_named_by_nvml_numbers_in_hexadecimal() -> None:
@@ -272,13 +229,6 @@ def test_a_plan_of_chains_is_the_tree_graph() -> None:
     assert set(map(tuple, found[1])) == {(0, 1, 2, 3), (2, 0, 3, 1)}
     assert counted_rates(exported)[1] == pytest.approx(plan.rate)
     assert "chains of the plan: 2 in" in exported.notes[1]
-
-
-def test_both_graphs_have_equally_many_channels() -> None:
-    """NCCL takes the smaller number of the two and would drop the rest of the other."""
-    for plan in (topoplan.ring(topoplan.load("dgx-1v")), forest_plan(5, "allreduce", "chain")):
-        found = channels(export_plan(plan, "nccl-graph"), set(range(len(plan.ranks))))
-        assert len(found[0]) == len(found[1])
 
 
 @pytest.mark.parametrize("method", [topoplan.plan, topoplan.one_hop, topoplan.double_binary_tree])
@@ -352,19 +302,11 @@ def test_nccls_ways_from_gpu0(name: str, channels: str, kinds: dict[int, str]) -
 def test_several_switches_are_one_to_nvlink() -> None:
     """A GPU on two planes stripes over both: parts in proportion to the width of the ways, together the whole rate."""
     gpus = [f"gpu{i}" for i in range(4)]
-    devices = (*(Device(gpu, "gpu") for gpu in gpus), Device("a", "nvswitch"), Device("b", "nvswitch"))
-    wires = [
-        Link(*ends, "nvlink", rate)
-        for gpu in gpus
-        for plane, rate in (("a", 100.0), ("b", 50.0))
-        for ends in ((gpu, plane), (plane, gpu))
-    ]
-    paths = NcclPaths(Topology("planes", devices, tuple(wires)))
+    wires = {(gpu, plane): rate for gpu in gpus for plane, rate in (("sw0", 100.0), ("sw1", 50.0))}
+    paths = NcclPaths(machine(4, both_ways(wires), switches=2))
     parts = paths.hop("gpu0", "gpu1").part.items()
-    assert {link.dst: share for link, share in parts if link.dst in ("a", "b")} == {
-        "a": Fraction(2, 3),
-        "b": Fraction(1, 3),
-    }
+    found = {link.dst: share for link, share in parts if link.dst != "gpu1"}
+    assert found == {"sw0": Fraction(2, 3), "sw1": Fraction(1, 3)}
     assert ring_bandwidth(paths, {tuple(gpus): 1}) == 150
 
 
@@ -378,15 +320,6 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
     assert sum(numbers.values()) == count
     for order, share in shares.items():
         assert abs(numbers.get(order, 0) - share * count) < 1
-
-
-@pytest.mark.parametrize("size", [3, 4, 6])
-def test_chains_of_a_switch_fill_its_ports(size: int) -> None:
-    """Ends of chains load a port half as much as the GPUs between, so so many chains that ends fall evenly are best."""
-    machine = topoplan.load("dgx-2").subset(range(size))
-    paths = NcclPaths(machine)
-    chosen = chain_choice(machine, paths, [], size)
-    assert chain_rate(paths, Counter(chosen)) == Fraction(150 * size, 2 * (size - 1))
 
 
 def test_rings_of_plans_are_recognised_by_shape() -> None:

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.small_machines import LARGEST, library_cases
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import NETWORKS, Server
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.host_topology import both_ways
 from topoplan.machine.nic_wiring import wire_server
-from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.topology import Device, Topology, facts
 from topoplan.machine.variants import equivalent_servers, representative_servers
 from topoplan.plans.structure import phases
 from topoplan.reading.load import library
@@ -26,9 +27,7 @@ from topoplan.reading.load import library
 V100S = topoplan.load("dgx-1v")
 A100S = topoplan.load("dgx-a100")
 PLAIN = topoplan.load("pcie-x8")
-WITH_NICS = sorted(
-    (one for one in library() if one not in ("pcie-x8", "v100x4")), key=lambda one: "nvl72" in one
-)
+WITH_NICS = [one for one in library() if one not in ("pcie-x8", "v100x4", *LARGEST)]
 
 
 def speeds(topology: Topology, channel: str = "network") -> dict[tuple[str, str], float]:
@@ -94,34 +93,36 @@ def test_a_nic_carries_what_its_slot_and_its_port_do(gbps: float, carried: float
     )
 
 
-def test_each_nic_of_a_dgx_1v_serves_the_two_gpus_of_its_switch() -> None:
-    """NIC i sends for GPUs 2i and 2i + 1, and its plug into the PCIe switch is gone; the GPUs' plugs stay."""
+def test_each_nic_serves_the_gpus_of_its_switch() -> None:
+    """NIC i of a DGX-1V sends for GPUs 2i and 2i + 1; its plug into the PCIe switch is gone, the GPUs' plugs stay.
+
+    A PCIe switch of a DGX A100 holds two GPUs and two NICs: each GPU has one, or its slot would count twice.
+    """
     one = cluster([Server(V100S)], nic_gbps=100)
     senders = {(src, dst) for src, dst in speeds(one) if dst.endswith(".tx")}
     assert senders == {(f"s0.gpu{i}", f"s0.nic{i // 2}.tx") for i in range(8)}
     assert not any("nic" in src + dst for src, dst in speeds(one, "pcie"))
     assert ("s0.gpu0", "s0.pcie0") in speeds(one, "pcie")
+    wires = {(src, dst) for src, dst in speeds(cluster([Server(A100S)], nic_gbps=200)) if dst[:6] == "s0.nic"}
+    assert wires == {(sender, f"s0.nic{i}") for i in range(8) for sender in (f"s0.gpu{i}", "switch0")}
 
 
-def test_nics_beside_the_same_gpus_share_them_out() -> None:
-    """A PCIe switch of a DGX A100 holds two GPUs and two NICs: each GPU has one, or its slot would count twice."""
-    one = cluster([Server(A100S)], nic_gbps=200)
-    assert {(src, dst) for src, dst in speeds(one) if dst.startswith("s0.nic")} == {
-        (sender, f"s0.nic{i}") for i in range(8) for sender in (f"s0.gpu{i}", "switch0")
-    }
+def drawn(*wires: tuple[str, str, str, float]) -> Topology:
+    """A box of these wires, both ways; the kind of a device is its name without the number."""
+    names = dict.fromkeys(end for first, second, *_ in wires for end in (first, second))
+    devices = (Device(name, name.rstrip("0123456789")) for name in names)
+    return Topology("box", tuple(devices), tuple(link for wire in wires for link in both_ways(*wire)))
 
 
 def test_nics_behind_one_pcie_link_have_an_even_part_of_it() -> None:
     """Three NICs in one switch whose uplink of 24 GB/s leads to the GPUs carry 8 GB/s each, not 24."""
-    gpus = [f"gpu{i}" for i in range(3)]
-    devices = [Device(gpu, "gpu") for gpu in gpus] + [Device(f"nic{i}", "nic") for i in range(3)]
-    devices += [Device("cpu0", "cpu"), Device("pcie0", "pcie")]
-    links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
-    links += [wire for i in range(3) for wire in both_ways(f"nic{i}", "pcie0", "pcie", 24.0)]
-    links += [*both_ways("pcie0", "cpu0", "pcie", 24.0), *both_ways("gpu0", "gpu1", "nvlink", 50.0)]
-    wired = wire_server(
-        Topology("box", tuple(devices), tuple(links)), None, nics=None, rate=25.0, access="pcie"
+    box = drawn(
+        *((f"gpu{i}", "cpu0", "pcie", 24.0) for i in range(3)),
+        *((f"nic{i}", "pcie0", "pcie", 24.0) for i in range(3)),
+        ("pcie0", "cpu0", "pcie", 24.0),
+        ("gpu0", "gpu1", "nvlink", 50.0),
     )
+    wired = wire_server(box, None, nics=None, rate=25.0, access="pcie")
     assert [(port.out, port.back) for port in wired.ports] == [(8.0, 8.0)] * 3
 
 
@@ -150,27 +151,21 @@ def test_a_nic_for_storage_slows_no_other() -> None:
 
 def two_cpus() -> Topology:
     """Four GPUs and NIC mlx5_1 on one CPU; mlx5_10 and mlx5_2 on another one."""
-    gpus = [f"gpu{i}" for i in range(4)]
-    devices = [Device(gpu, "gpu") for gpu in gpus]
-    devices += [Device(f"nic{i}", "nic", facts=facts(adapter=f"mlx5_{n}")) for i, n in enumerate((1, 10, 2))]
-    devices += [Device("cpu0", "cpu"), Device("cpu1", "cpu")]
-    links = [wire for gpu in gpus for wire in both_ways(gpu, "cpu0", "pcie", 24.0)]
-    links += [wire for i in range(3) for wire in both_ways(f"nic{i}", f"cpu{min(i, 1)}", "pcie", 24.0)]
-    links += [*both_ways("cpu0", "cpu1", "sys", 16.0)]
-    links += [wire for gpu in gpus[1:] for wire in both_ways("gpu0", gpu, "nvlink", 50.0)]
-    return Topology("box", tuple(devices), tuple(links))
+    box = drawn(
+        *((f"gpu{i}", "cpu0", "pcie", 24.0) for i in range(4)),
+        *((f"nic{i}", f"cpu{min(i, 1)}", "pcie", 24.0) for i in range(3)),
+        ("cpu0", "cpu1", "sys", 16.0),
+        *(("gpu0", f"gpu{i}", "nvlink", 50.0) for i in range(1, 4)),
+    )
+    adapters = {f"nic{i}": facts(adapter=f"mlx5_{n}") for i, n in enumerate((1, 10, 2))}
+    return replace(box, devices=tuple(replace(one, facts=adapters.get(one.name, ())) for one in box.devices))
 
 
 def test_nics_are_those_that_nccl_takes_unless_they_are_asked_for() -> None:
     """A NIC on another CPU is left out where one is nearer, though it would bring 16 GB/s; a number asks for it."""
-    ports = {
-        nics: [
-            (port.sender[:4], port.out)
-            for port in wire_server(two_cpus(), None, nics=nics, rate=25.0, access="pcie").ports
-        ]
-        for nics in (None, 1, 2)
-    }
-    assert ports == {None: [("nic0", 24.0)], 1: [("nic0", 24.0)], 2: [("nic0", 24.0), ("nic1", 16.0)]}
+    for nics, taken in ((None, {"nic0": 24.0}), (1, {"nic0": 24.0}), (2, {"nic0": 24.0, "nic1": 16.0})):
+        ports = wire_server(two_cpus(), None, nics=nics, rate=25.0, access="pcie").ports
+        assert {port.sender[:4]: port.out for port in ports} == taken
 
 
 @pytest.mark.parametrize(
@@ -202,7 +197,7 @@ def test_nics_are_chosen_by_name_as_nccl_does(choice: str, taken: list[str]) -> 
 @given(st.data())
 def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.DataObject) -> None:
     """On every library machine with NVLink, for any allocation and number of NICs that it has."""
-    name = data.draw(st.sampled_from([one for one in WITH_NICS if not one.endswith("nvl72")]))
+    name = data.draw(st.sampled_from(WITH_NICS))
     machine = topoplan.load(name)
     gpus = data.draw(st.sets(st.integers(0, len(machine.gpus) - 1), min_size=1))
     listed = sum(device.kind == "nic" for device in machine.devices)
@@ -220,7 +215,7 @@ def test_what_leaves_a_gpu_for_the_network_fits_into_its_pcie_slot(data: st.Data
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", WITH_NICS)
+@pytest.mark.parametrize("name", library_cases("pcie-x8", "v100x4"))
 def test_an_allocation_of_a_server_is_the_cluster_cut_down(name: str) -> None:
     """As long as a NIC serves one of its GPUs, building for an allocation and cutting down afterwards agree."""
     machine = topoplan.load(name)
@@ -240,10 +235,9 @@ def test_an_allocation_far_from_all_nics_is_served() -> None:
     assert topoplan.plan(pair, "broadcast").rate == 10
     wired = wire_server(topoplan.load("mi250x"), [0], nics=None, rate=50.0, access="pcie")
     assert [(port.sender, port.out) for port in wired.ports] == [("nic0", 24.0)]
-    links = [*both_ways("gpu0", "cpu0", "pcie", 12.0), *both_ways("nic0", "cpu0", "pcie", 12.0)]
-    links += both_ways("gpu0", "gpu1", "nvlink", 25.0)
-    kinds = {"gpu0": "gpu", "gpu1": "gpu", "nic0": "nic", "cpu0": "cpu"}
-    box = Topology("islands", tuple(Device(*one) for one in kinds.items()), tuple(links))
+    box = drawn(
+        ("gpu0", "cpu0", "pcie", 12.0), ("nic0", "cpu0", "pcie", 12.0), ("gpu0", "gpu1", "nvlink", 25.0)
+    )
     wired = wire_server(box, [1], nics=None, rate=25.0, access="pcie")
     found = [(link.src, link.dst) for link in wired.links if link.channel == "network"]
     assert found == [("gpu1", "nic0"), ("nic0", "gpu1")]
@@ -302,69 +296,59 @@ def test_different_servers_keep_their_names_and_say_their_own() -> None:
     assert any(note.startswith("dgx-a100: NICs of 200 Gb/s") for note in mixed.notes)
 
 
-class TestNetworks:
-    def test_rails(self) -> None:
-        """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
-        for rails, number in ((None, 8), (2, 2), (3, 3)):
-            made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", rails=rails)
-            switches = [device.name for device in made.devices if device.kind == "switch"]
-            assert switches == [f"rail{i}" for i in range(number)]
-            assert all(
-                int(dst[4:]) == int(src[-1]) % number
-                for src, dst in speeds(made)
-                if src.startswith("s") and dst.startswith("rail")
-            )
-
-    @pytest.mark.parametrize(("ratio", "uplink"), [(1, 48.0), (2, 24.0), (3, 16.0), (1.5, 32.0)])
-    def test_a_spine_joins_rails_at_their_downlinks_over_the_oversubscription(
-        self, ratio: float, uplink: float
-    ) -> None:
-        """Two servers of 24 GB/s on each rail."""
-        made = cluster(
-            [Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", oversubscription=ratio
-        )
-        assert {speed for (src, dst), speed in speeds(made).items() if "spine0" in (src, dst)} == {uplink}
-
-    def test_a_fat_tree_fills_its_leaves_in_order(self) -> None:
-        """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast; one has no spine.
-
-        Of two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, a broadcast has 48 GB/s.
-        """
-
-        def tree(count: int, leaf_size: int) -> Topology:
-            return cluster(
-                [Server(A100S, count=count)],
-                nic_gbps=200,
-                network="fat-tree",
-                leaf_size=leaf_size,
-                oversubscription=4,
-            )
-
-        made = tree(5, 2)
-        assert {dst for (src, dst) in speeds(made) if src.startswith("s3.")} >= {"leaf1"}
-        assert [speeds(made)[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
-        assert [device.name for device in tree(2, 4).devices if device.kind == "switch"] == ["leaf0"]
-        assert topoplan.plan(tree(2, 1), "broadcast", gpus=[0, 1, 2, 8]).bound == 24
-        assert speeds(tree(2, 1))["leaf0", "spine0"] == 48
+def switches(machine: Topology) -> list[str]:
+    return [device.name for device in machine.devices if device.kind == "switch"]
 
 
-class TestAlike:
-    def test_one_that_is_broken_stands_apart(self) -> None:
-        made = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
-        assert equivalent_servers(made) == (("s0", "s1", "s3"), ("s2",))
-        assert representative_servers(made).servers == ("s0", "s2")
+@pytest.mark.parametrize(("rails", "number"), [(None, 8), (2, 2), (3, 3)])
+def test_rails(rails: int | None, number: int) -> None:
+    """NIC i is on rail i, or on rail i mod R; without oversubscription nothing joins the rails."""
+    made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", rails=rails)
+    assert switches(made) == [f"rail{i}" for i in range(number)]
+    wires = [(src, dst) for src, dst in speeds(made) if src[0] == "s" and dst.startswith("rail")]
+    assert all(int(dst[4:]) == int(src[-1]) % number for src, dst in wires)
 
-    def test_a_machine_is_its_own_excerpt(self) -> None:
-        assert representative_servers(V100S) == V100S
 
-    @pytest.mark.parametrize("network", NETWORKS)
-    def test_an_excerpt_holds_the_way_to_the_other_servers(self, network: str) -> None:
-        settings = {"leaf_size": 2} if network == "fat-tree" else {}
-        settings |= {} if network == "switch" else {"oversubscription": 2}
-        made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
-        part = representative_servers(made)
-        assert part.servers == ("s0",)
-        assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
+@pytest.mark.parametrize(("ratio", "uplink"), [(1, 48.0), (3, 16.0), (1.5, 32.0)])
+def test_a_spine_joins_rails_at_their_downlinks_over_the_oversubscription(
+    ratio: float, uplink: float
+) -> None:
+    """Two servers of 24 GB/s on each rail."""
+    made = cluster([Server(A100S, count=2)], nic_gbps=200, network="rail-optimised", oversubscription=ratio)
+    assert {speed for ends, speed in speeds(made).items() if "spine0" in ends} == {uplink}
+
+
+def test_a_fat_tree_fills_its_leaves_in_order() -> None:
+    """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast; one leaf has no spine.
+
+    Of two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, a broadcast has 48 GB/s.
+    """
+
+    def tree(count: int, leaf_size: int) -> Topology:
+        settings = {"network": "fat-tree", "leaf_size": leaf_size, "oversubscription": 4}
+        return cluster([Server(A100S, count=count)], nic_gbps=200, **settings)  # type: ignore[arg-type]
+
+    made = speeds(tree(5, 2))
+    assert {dst for src, dst in made if src.startswith("s3.")} >= {"leaf1"}
+    assert [made[f"leaf{i}", "spine0"] for i in range(3)] == [96.0, 96.0, 48.0]
+    assert switches(tree(2, 4)) == ["leaf0"]
+    assert topoplan.plan(tree(2, 1), "broadcast", gpus=[0, 1, 2, 8]).bound == 24
+    assert speeds(tree(2, 1))["leaf0", "spine0"] == 48
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_representative_servers_keep_the_way_to_the_others(network: str) -> None:
+    """A broken server stands apart; a machine is its own excerpt."""
+    settings = {"leaf_size": 2} if network == "fat-tree" else {}
+    settings |= {} if network == "switch" else {"oversubscription": 2}
+    made = cluster([Server(V100S, count=6)], nic_gbps=100, network=network, **settings)  # type: ignore[arg-type]
+    part = representative_servers(made)
+    assert part.servers == ("s0",)
+    assert ("spine0" in {device.name for device in part.devices}) == (network != "switch")
+    broken = topoplan.without_links(nvswitch_cluster(4), ["s2.gpu0-s2.nvswitch0"])
+    assert equivalent_servers(broken) == (("s0", "s1", "s3"), ("s2",))
+    assert representative_servers(broken).servers == ("s0", "s2")
+    assert representative_servers(V100S) == V100S
 
 
 def box(**changes: object) -> dict[str, object]:
@@ -444,12 +428,6 @@ def test_rails_of_servers_that_share_no_rail_may_be_joined_by_a_third() -> None:
     chain = [Server(V100S, [0]), Server(V100S, [0, 2]), Server(V100S, [2])]
     made = cluster(chain, nic_gbps=100, network="rail-optimised")
     assert topoplan.plan(made, "broadcast").rate == 12
-
-
-def test_links_of_a_server_keep_count_and_latency() -> None:
-    links = tuple(Link(*ends, "nvlink", 50.0, 2, 1e-6) for ends in (("a", "b"), ("b", "a")))
-    fast = Topology("pair", (Device("a", "gpu"), Device("b", "gpu")), links)
-    assert Link("s0.a", "s0.b", "nvlink", 50.0, 2, 1e-6) in cluster([Server(fast)], nic_gbps=100).links
 
 
 def with_nic_speeds(*gigabits: str) -> topoplan.Topology:

@@ -271,7 +271,7 @@ def test_refuses_in_one_line(machine: str, options: dict[str, Any], message: str
     with pytest.raises(UsageError) as caught:
         topoplan.plan_by_size(
             topoplan.nvswitch_cluster(2, gpus=2) if machine == "2 servers" else topoplan.load(machine),
-            **{"engine": "windows", **options},
+            **{"engine": "windows", "sizes": [1 << 20], **options},
         )
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -98,14 +98,6 @@ def test_no_candidate_is_below_the_bound(machine: Topology, collective: str) -> 
     check_candidates(choose_by_size(machine, collective, sizes=[1 << 10, 1 << 26]))
 
 
-@pytest.mark.thorough
-@pytest.mark.sampled
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("name", ["dgx-1v", "v100x4", "pcie-x8"])
-def test_no_library_candidate_is_below_the_bound(name: str, collective: str) -> None:
-    check_candidates(choose_by_size(topoplan.load(name), collective))
-
-
 def test_what_a_chain_of_some_length_can_do() -> None:
     """Between two groups a chain that returns does not help; between more, two hops pass a third."""
     assert crossings_of(2.5, 1, 1, two=True) == "half"

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.small_fabrics import both_ways, machine
+from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
@@ -22,7 +24,6 @@ from topoplan.model.dataflow import device_kinds, link_latency
 from topoplan.operate.calibration.calibrated_topology import MARK, calibrated
 from topoplan.operate.calibration.fit import Measurement, PairSamples
 from topoplan.operate.device_matching import match_gpus
-from topoplan.reading.load import library
 from topoplan.reading.pcie_tree import relation_matrix
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
@@ -109,6 +110,15 @@ def copied_through_the_host() -> Measurement:
     return copied(V100S, lambda *ends: 6.0 if ends in HOST_COPIES else rate(*ends), refused=HOST_COPIES)
 
 
+APART = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
+PLANES = machine(
+    3,
+    both_ways({(f"gpu{i}", name): rate for name, rate in (("sw0", 100.0), ("sw1", 50.0)) for i in range(3)}),
+    switches=2,
+)
+"""Two switches of 100 and 50 GB/s for each GPU."""
+
+
 SLOT = {("gpu1", "cpu0"): 3.0, ("cpu0", "gpu1"): 3.0}
 KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], list[str]]] = {
     "one slow direction": (
@@ -143,6 +153,21 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
         {("gpu0", "cpu0"): 15.0, ("cpu0", "cpu1"): 15.0, ("cpu1", "gpu2"): 15.0},
         ["faster than stated, as copies show that were held back elsewhere: gpu0>cpu0, cpu1>gpu2"],
     ),
+    "two GPUs that nothing joins": (
+        APART,
+        partial(copied, APART, lambda *_: 10),
+        {},
+        [
+            "0 of 0 links measured: each as fast as the fastest copy that crosses it",
+            "copies without a route in the topology, without effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
+        ],
+    ),
+    "120 GB/s striped over switches of 100 and 50 side by side": (
+        PLANES,
+        partial(copied, PLANES, lambda *_: 120),
+        {ends: 80.0 if "sw0" in ends else 40.0 for ends in ((one.src, one.dst) for one in PLANES.links)},
+        [],
+    ),
     "refused peer access, copies over PCIe": (
         V100S,
         copied_through_the_host,
@@ -158,235 +183,197 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
 }
 
 
-class TestKnownAnswers:
-    @pytest.mark.sampled
-    @pytest.mark.parametrize("name", library())
-    def test_links_as_fast_as_stated_change_nothing(self, name: str) -> None:
-        """Bandwidths and plans stay, whichever link of a route is the narrowest; latencies add up along a route."""
-        machine = topoplan.load(name)
-        made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
-        assert changes(machine, made) == {}
-        gpus = range(min(8, len(machine.gpus)))
-        assert topoplan.plan(made, gpus=gpus).rate == topoplan.plan(machine, gpus=gpus).rate
-        kinds, routes = device_kinds(made), CopyRoutes(made)
-        for src, dst in permutations(made.gpus[:16], 2):
-            if route := routes.between(src, dst):
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", library_cases())
+def test_links_as_fast_as_stated_change_nothing(name: str) -> None:
+    """Bandwidths and plans stay, whichever link of a route is the narrowest; latencies add up along a route.
+
+    Copies go over NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU.
+    """
+    machine = topoplan.load(name)
+    made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
+    assert changes(machine, made) == {}
+    gpus = range(min(8, len(machine.gpus)))
+    assert topoplan.plan(made, gpus=gpus).rate == topoplan.plan(machine, gpus=gpus).rate
+    kinds, routes = device_kinds(made), CopyRoutes(made)
+    names, cells = relation_matrix(machine, ("gpu",))
+    for src, row in zip(names, cells, strict=True):
+        for dst, code in zip(names, row, strict=True):
+            if src != dst:
+                route = routes.between(src, dst)
+                assert route
                 assert sum(link_latency(link, kinds) for link in route.links) == pytest.approx(ALPHA)
-
-    @pytest.mark.thorough
-    @pytest.mark.parametrize(("wire", "speed"), [("gpu1-gpu2", 25.0), ("gpu0-gpu1", 12.5)])
-    def test_a_link_at_half_speed_is_as_with_slow_link(self, wire: str, speed: float) -> None:
-        slow = topoplan.slow_links(V100S, {wire: speed})
-        made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE).topology
-        assert speeds(made) == speeds(slow)
-        for collective in ("allreduce", "broadcast", "allgather"):
-            assert topoplan.plan(made, collective).rate == topoplan.plan(slow, collective).rate
-
-    @pytest.mark.thorough
-    @pytest.mark.parametrize("part", [0.3, 0.7])
-    @pytest.mark.parametrize("machine", [V100S, topoplan.load("dgx-1p")], ids=lambda one: one.name)
-    def test_one_slow_link_is_found_and_no_other_is_blamed(self, machine: Topology, part: float) -> None:
-        """Every link in turn, NVLink, PCIe and between sockets; those that hold back no copy stay as stated."""
-        for link in machine.links:
-            speed = part * link.bandwidth
-            slow = topoplan.slow_links(machine, {f"{link.src}->{link.dst}": speed})
-            found, whole = copied(machine, on_wires(slow)), copied(machine, on_wires(machine))
-            made = calibrated(machine, found, date=DATE).topology
-            known = {} if found == whole else {(link.src, link.dst): pytest.approx(speed, rel=1e-3)}
-            assert changes(machine, made) == known
-
-    def test_a_copy_is_striped_over_switches_that_lie_side_by_side(self) -> None:
-        """Two switches of 100 and 50 GB/s for each GPU: 120 GB/s measured are 80 and 40."""
-        wires = {"sw0": 100.0, "sw1": 50.0}
-        devices = [Device(f"gpu{i}", "gpu") for i in range(3)] + [Device(name, "nvswitch") for name in wires]
-        links = [
-            Link(*ends, "nvlink", speed)
-            for name, speed in wires.items()
-            for i in range(3)
-            for ends in ((f"gpu{i}", name), (name, f"gpu{i}"))
-        ]
-        machine = Topology("planes", tuple(devices), tuple(links))
-        made = calibrated(machine, copied(machine, lambda *_: 120), date=DATE).topology
-        assert {link.bandwidth for link in made.links if "sw0" in (link.src, link.dst)} == {80.0}
-        assert {link.bandwidth for link in made.links if "sw1" in (link.src, link.dst)} == {40.0}
-
-    @pytest.mark.parametrize("case", KNOWN)
-    def test_changes_the_links_that_copies_show(self, case: str) -> None:
-        machine, found, wanted, notes = KNOWN[case]
-        made = calibrated(machine, found(), date=DATE)
-        assert changes(machine, made.topology) == wanted
-        assert {MARK + note for note in notes} <= set(made.notes)
+                assert (route.channel == "nvlink") == code.startswith("NV")
+                used = ("nvlink",) if route.channel == "nvlink" else ("pcie", "sys")
+                graph = nx.DiGraph((link.src, link.dst) for link in machine.links if link.channel in used)
+                graph.remove_nodes_from(set(machine.gpus) - {src, dst})
+                assert len(route.stages) == nx.shortest_path_length(graph, src, dst)
 
 
-class TestInvariants:
-    @given(st.data())
-    @settings(max_examples=40, deadline=None)
-    def test_no_copy_is_faster_than_its_links(self, data: st.DataObject) -> None:
-        """Any rates between any pairs of a PCIe box, a hybrid cube mesh and a switched box; unmeasured links stay."""
-        machine = data.draw(st.sampled_from([BOX, box(6, socket=20), V100S, topoplan.load("v100x4"), A100S]))
-        pairs = data.draw(
-            st.dictionaries(
-                st.sampled_from(list(permutations(machine.gpus, 2))),
-                st.floats(1, 400),
-                min_size=1,
-                max_size=20,
-            )
-        )
-        refused = frozenset(data.draw(st.lists(st.sampled_from(sorted(pairs)), unique=True)))
-        made = calibrated(machine, copied(machine, pairs, refused=refused), date=DATE)
-        after = speeds(made.topology)
-        crossed = set()
-        for pair in made.pairs:
-            assert pair.route
-            keys = [(link.src, link.dst, link.channel) for link in pair.route.links]
-            crossed |= set(keys)
-            # Four digits are kept.
-            assert min(after[key] for key in keys) >= pair.fit.line.bandwidth * (1 - 1e-3)
-        assert all(after[key] == speed for key, speed in speeds(machine).items() if key not in crossed)
-
-    @given(st.permutations(range(12)), st.lists(st.floats(1, 50), min_size=12, max_size=12))
-    @settings(max_examples=40, deadline=None)
-    def test_the_order_of_the_pairs_does_not_matter(self, order: list[int], rates: list[float]) -> None:
-        found = copied(BOX, dict(zip(permutations(BOX.gpus, 2), rates, strict=True)))
-        shuffled = replace(found, pairs=tuple(found.pairs[place] for place in order))
-        made, again = (calibrated(BOX, one, date=DATE).topology for one in (found, shuffled))
-        assert made.links == again.links
-
-    @pytest.mark.sampled
-    @pytest.mark.parametrize("name", library())
-    def test_copies_go_where_the_matrix_says_and_by_as_few_links_as_there_are(self, name: str) -> None:
-        """NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU."""
-        machine = topoplan.load(name)
-        names, cells = relation_matrix(machine, ("gpu",))
-        routes = CopyRoutes(machine)
-        for src, row in zip(names, cells, strict=True):
-            for dst, code in zip(names, row, strict=True):
-                if src != dst:
-                    route = routes.between(src, dst)
-                    assert route
-                    assert (route.channel == "nvlink") == code.startswith("NV")
-                    kinds = ("nvlink",) if route.channel == "nvlink" else ("pcie", "sys")
-                    graph = nx.DiGraph(
-                        (link.src, link.dst) for link in machine.links if link.channel in kinds
-                    )
-                    graph.remove_nodes_from(set(machine.gpus) - {src, dst})
-                    assert len(route.stages) == nx.shortest_path_length(graph, src, dst)
-
-    def test_a_calibrated_machine_reads_back_equal(self) -> None:
-        """Topology JSON keeps date, method, notes, latencies and times of switching."""
-        found = replace(copied(V100S, on_wires(V100S)), peer_access=((2, 0.00123456), (8, 0.02)))
-        made = calibrated(V100S, found, date=DATE).topology
-        assert topoplan.load(made.to_json()) == made
-        assert made.peer_access == ((2, 0.00123), (8, 0.02))
-        assert made.source.startswith(
-            "calibrated 2026-11-21: by hand, 64KB to 256MB, median of 3; links that were not measured: NVLink: NVIDIA"
-        )
-
-    def test_a_second_calibration_replaces_what_the_first_said(self) -> None:
-        """Notes of the machine stay, those of the first calibration go; its unmeasured links keep their source."""
-        first = calibrated(BOX, copied(BOX, {("gpu0", "gpu2"): 4.0}), date=DATE).topology
-        second = calibrated(first, copied(BOX, on_wires(BOX)), date="2026-11-22").topology
-        assert second.notes == (
-            "as built",
-            f"{MARK}10 of 10 links measured: each as fast as the fastest copy that crosses it",
-            f"{MARK}changed by more than 20%, GB/s: cpu0>cpu1 4 to 8",
-        )
-        assert second.source == (
-            "calibrated 2026-11-22: by hand, 64KB to 256MB, median of 3; links that were not measured: a drawing"
-        )
-
-    def test_copies_without_a_way_in_the_topology_are_named_and_have_no_effect(self) -> None:
-        apart = Topology("apart", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), ())
-        made = calibrated(apart, copied(apart, lambda *_: 10), date=DATE)
-        assert made.notes == (
-            f"{MARK}0 of 0 links measured: each as fast as the fastest copy that crosses it",
-            f"{MARK}copies without a route in the topology, without effect, GB/s: gpu0>gpu1 10, gpu1>gpu0 10",
-        )
-
-    def test_a_pair_of_another_machine_is_refused(self) -> None:
-        with pytest.raises(TopologyError) as error:
-            calibrated(BOX, copied(V100S, on_wires(V100S)), date=DATE)
-        assert str(error.value) == "topology box has no device 'gpu4'"
+@pytest.mark.thorough
+@pytest.mark.parametrize(("wire", "speed"), [("gpu1-gpu2", 25.0), ("gpu0-gpu1", 12.5)])
+def test_a_link_at_half_speed_is_as_with_slow_link(wire: str, speed: float) -> None:
+    slow = topoplan.slow_links(V100S, {wire: speed})
+    made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE).topology
+    assert speeds(made) == speeds(slow)
+    for collective in ("allreduce", "broadcast", "allgather"):
+        assert topoplan.plan(made, collective).rate == topoplan.plan(slow, collective).rate
 
 
-class TestMatching:
-    NAMED = replace(
-        BOX,
-        devices=tuple(
-            replace(device, busid=f"00000000:0{i + 6}:00.0" if device.kind == "gpu" else "")
-            for i, device in enumerate(BOX.devices)
-        ),
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", [0.3, 0.7])
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p"])
+def test_one_slow_link_is_found_and_no_other_is_blamed(name: str, part: float) -> None:
+    """Every link in turn, NVLink, PCIe and between sockets; those that hold back no copy stay as stated."""
+    machine = topoplan.load(name)
+    whole = copied(machine, on_wires(machine))
+    for link in machine.links:
+        speed = part * link.bandwidth
+        found = by_slow(machine, {f"{link.src}->{link.dst}": speed})
+        known = {} if found == whole else {(link.src, link.dst): pytest.approx(speed, rel=1e-3)}
+        assert changes(machine, calibrated(machine, found, date=DATE).topology) == known
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_changes_the_links_that_copies_show(case: str) -> None:
+    machine, found, wanted, notes = KNOWN[case]
+    made = calibrated(machine, found(), date=DATE)
+    assert changes(machine, made.topology) == wanted
+    assert {MARK + note for note in notes} <= set(made.notes)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_no_copy_is_faster_than_its_links(data: st.DataObject) -> None:
+    """Any rates between any pairs of a PCIe box, a hybrid cube mesh and a switched box; unmeasured links stay."""
+    machine = data.draw(st.sampled_from([BOX, box(6, socket=20), V100S, topoplan.load("v100x4"), A100S]))
+    ends = st.sampled_from(list(permutations(machine.gpus, 2)))
+    pairs = data.draw(st.dictionaries(ends, st.floats(1, 400), min_size=1, max_size=20))
+    refused = frozenset(data.draw(st.lists(st.sampled_from(sorted(pairs)), unique=True)))
+    made = calibrated(machine, copied(machine, pairs, refused=refused), date=DATE)
+    after = speeds(made.topology)
+    crossed = set()
+    for pair in made.pairs:
+        assert pair.route
+        keys = [(link.src, link.dst, link.channel) for link in pair.route.links]
+        crossed |= set(keys)
+        # Four digits are kept.
+        assert min(after[key] for key in keys) >= pair.fit.line.bandwidth * (1 - 1e-3)
+    assert all(after[key] == speed for key, speed in speeds(machine).items() if key not in crossed)
+
+
+@given(st.permutations(range(12)), st.lists(st.floats(1, 50), min_size=12, max_size=12))
+@settings(max_examples=30)
+def test_the_order_of_the_pairs_does_not_matter(order: list[int], rates: list[float]) -> None:
+    found = copied(BOX, dict(zip(permutations(BOX.gpus, 2), rates, strict=True)))
+    shuffled = replace(found, pairs=tuple(found.pairs[place] for place in order))
+    made, again = (calibrated(BOX, one, date=DATE).topology for one in (found, shuffled))
+    assert made.links == again.links
+
+
+def test_a_calibrated_machine_reads_back_equal_and_is_calibrated_again() -> None:
+    """Topology JSON keeps date, method, notes, latencies and times of switching.
+
+    Notes of the machine stay, those of the first calibration go; its unmeasured links keep their source.
+    """
+    found = replace(copied(V100S, on_wires(V100S)), peer_access=((2, 0.00123456), (8, 0.02)))
+    made = calibrated(V100S, found, date=DATE).topology
+    assert topoplan.load(made.to_json()) == made
+    assert made.peer_access == ((2, 0.00123), (8, 0.02))
+    how = "by hand, 64KB to 256MB, median of 3; links that were not measured:"
+    assert made.source.startswith(f"calibrated 2026-11-21: {how} NVLink: NVIDIA")
+    first = calibrated(BOX, copied(BOX, {("gpu0", "gpu2"): 4.0}), date=DATE).topology
+    second = calibrated(first, copied(BOX, on_wires(BOX)), date="2026-11-22").topology
+    assert second.notes == (
+        "as built",
+        f"{MARK}10 of 10 links measured: each as fast as the fastest copy that crosses it",
+        f"{MARK}changed by more than 20%, GB/s: cpu0>cpu1 4 to 8",
     )
+    assert second.source == f"calibrated 2026-11-22: {how} a drawing"
+    with pytest.raises(TopologyError, match=r"^topology box has no device 'gpu4'$"):
+        calibrated(BOX, copied(V100S, on_wires(V100S)), date=DATE)
 
-    def seen(self, gpus: list[int] | None, *buses: str) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
-        found, notes = match_gpus(self.NAMED, gpus, [f"0000:{bus}:00.0" for bus in buses])
-        return [(one.name, one.ordinal) for one in found], notes
 
-    def test_bus_ids_decide_whatever_the_order_and_however_they_are_written(self) -> None:
-        assert self.seen(None, "09", "06", "08", "07") == (
-            [("gpu0", 1), ("gpu1", 3), ("gpu2", 2), ("gpu3", 0)],
-            (),
-        )
+BUSES = {f"gpu{i}": f"00000000:0{i + 6}:00.0" for i in range(4)}
+NAMED = replace(BOX, devices=tuple(replace(one, busid=BUSES.get(one.name, "")) for one in BOX.devices))
 
-    def test_hidden_and_foreign_gpus_are_named(self) -> None:
-        """What CUDA does not show is left as stated; what the topology does not have is left alone."""
-        assert self.seen(None, "0a", "08", "06") == (
-            [("gpu0", 2), ("gpu2", 1)],
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "buses", "found", "notes"),
+    [
+        # bus ids decide, whatever the order and however they are written
+        (NAMED, None, "09 06 08 07", {"gpu0": 1, "gpu1": 3, "gpu2": 2, "gpu3": 0}, ()),
+        (
+            NAMED,
+            None,
+            "0a 08 06",
+            {"gpu0": 2, "gpu2": 1},
             (
                 "not measured, since CUDA does not show them: gpu1, gpu3",
                 "not measured, since box does not have them: GPUs at 0000:0a:00.0",
             ),
-        )
+        ),
+        # without bus ids as many as asked for are taken in the order of their numbers, as nvidia-smi counts
+        (
+            BOX,
+            [1, 3],
+            "09 07",
+            {"gpu1": 1, "gpu3": 0},
+            ("box states no bus ids: GPUs taken in the order of CUDA",),
+        ),
+    ],
+)
+def test_matches_gpus(
+    machine: Topology, gpus: list[int] | None, buses: str, found: dict[str, int], notes: tuple[str, ...]
+) -> None:
+    matched, told = match_gpus(machine, gpus, [f"0000:{bus}:00.0" for bus in buses.split()])
+    assert ({one.name: one.ordinal for one in matched}, told) == (found, notes)
+    if machine is BOX:
+        far, _ = match_gpus(BOX, [1, 3], ["10000:01:00.0", "2000:01:00.0"])
+        assert [(one.name, one.ordinal) for one in far] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
 
-    @pytest.mark.parametrize(
-        ("machine", "gpus", "buses", "message"),
-        [
-            (
-                NAMED,
-                [1, 2],
-                ["06", "08"],
-                "CUDA does not show gpu1; set CUDA_VISIBLE_DEVICES, or leave them out of --gpus",
-            ),
-            (
-                NAMED,
-                None,
-                ["0a", "0b"],
-                "box is another machine: its GPUs are at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, but "
-                "CUDA shows 0000:0a:00.0, 0000:0b:00.0; give the topology of this machine",
-            ),
-            (
-                BOX,
-                None,
-                ["06", "07"],
-                "CUDA shows 2 GPUs and box has 4 without bus ids, so they cannot be matched; give the topology of "
-                "topoplan probe, or --gpus with the visible ones",
-            ),
-            (
-                BOX,
-                None,
-                ["06", "06", "07", "08"],
-                "CUDA shows several GPUs at 0000:06:00.0, which are parts of one (MIG); measure whole GPUs",
-            ),
-            (
-                cluster([Server(V100S, count=2)], nic_gbps=100),
-                None,
-                ["06"],
-                "2 x dgx-1v must be one server, got 2 servers; give the topology of this server",
-            ),
-            (BOX, [4], ["06"], "GPU 4 is out of range: box has GPUs 0 to 3"),
-        ],
-    )
-    def test_what_cannot_be_told_is_refused(
-        self, machine: Topology, gpus: list[int] | None, buses: list[str], message: str
-    ) -> None:
-        with pytest.raises(UsageError) as error:
-            match_gpus(machine, gpus, [f"0000:{bus}:00.0" for bus in buses])
-        assert str(error.value) == message
 
-    def test_as_many_as_asked_for_are_taken_in_order(self) -> None:
-        """Without bus ids, under CUDA_VISIBLE_DEVICES: the order of bus ids, as nvidia-smi counts."""
-        found, notes = match_gpus(BOX, [1, 3], ["0000:09:00.0", "0000:07:00.0"])
-        assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)]
-        found, _ = match_gpus(BOX, [1, 3], ["10000:01:00.0", "2000:01:00.0"])
-        assert [(one.name, one.ordinal) for one in found] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
-        assert notes == ("box states no bus ids: GPUs taken in the order of CUDA",)
+@pytest.mark.parametrize(
+    ("machine", "gpus", "buses", "message"),
+    [
+        (
+            NAMED,
+            [1, 2],
+            "06 08",
+            "CUDA does not show gpu1; set CUDA_VISIBLE_DEVICES, or leave them out of --gpus",
+        ),
+        (
+            NAMED,
+            None,
+            "0a 0b",
+            "box is another machine: its GPUs are at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, but "
+            "CUDA shows 0000:0a:00.0, 0000:0b:00.0; give the topology of this machine",
+        ),
+        (
+            BOX,
+            None,
+            "06 07",
+            "CUDA shows 2 GPUs and box has 4 without bus ids, so they cannot be matched; give the topology of "
+            "topoplan probe, or --gpus with the visible ones",
+        ),
+        (
+            BOX,
+            None,
+            "06 06 07 08",
+            "CUDA shows several GPUs at 0000:06:00.0, which are parts of one (MIG); measure whole GPUs",
+        ),
+        (
+            cluster([Server(V100S, count=2)], nic_gbps=100),
+            None,
+            "06",
+            "2 x dgx-1v must be one server, got 2 servers; give the topology of this server",
+        ),
+        (BOX, [4], "06", "GPU 4 is out of range: box has GPUs 0 to 3"),
+    ],
+)
+def test_refuses_gpus_that_it_cannot_match(
+    machine: Topology, gpus: list[int] | None, buses: str, message: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        match_gpus(machine, gpus, [f"0000:{bus}:00.0" for bus in buses.split()])
+    assert str(error.value) == message

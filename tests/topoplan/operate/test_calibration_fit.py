@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, median
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +27,6 @@ def samples(times: Sequence[tuple[int, Sequence[float]]]) -> PairSamples:
     return PairSamples("gpu0", "gpu1", tuple((nbytes, tuple(repeats)) for nbytes, repeats in times))
 
 
-@settings(deadline=None)
 @given(ALPHAS, BANDWIDTHS, st.lists(st.sampled_from(SIZES), min_size=2, unique=True))
 def test_undisturbed_times_give_latency_and_bandwidth_back(
     alpha: float, bandwidth: float, sizes: list[int]
@@ -55,7 +53,7 @@ def disturbed(draw: st.DrawFn) -> tuple[float, float, float, PairSamples]:
     return alpha, bandwidth, noise, samples(times)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(disturbed())
 def test_with_a_fifth_of_the_repeats_disturbed_the_line_stays_within_its_bound(
     case: tuple[float, float, float, PairSamples],
@@ -70,21 +68,6 @@ def test_with_a_fifth_of_the_repeats_disturbed_the_line_stays_within_its_bound(
     assert fmean(off) <= 2 * noise / (1 - noise) + 1e-9
 
 
-def test_one_per_cent_of_noise_and_a_fifth_disturbed_leave_two_per_cent_of_bandwidth() -> None:
-    """10 us and 25 GB/s, nine repeats, two of them up to ten times as long; latency within 5 %."""
-    generator = np.random.default_rng(4)
-    for _ in range(50):
-        times = []
-        for nbytes, true in seconds(1e-5, 25):
-            factors = generator.normal(1, 0.01, 9)
-            factors[generator.choice(9, 2, replace=False)] = generator.uniform(1.5, 10, 2)
-            times.append((nbytes, true * factors))
-        line = fit_pair(samples(times)).line
-        assert line.bandwidth == pytest.approx(25, rel=0.02)
-        assert line.alpha == pytest.approx(1e-5, rel=0.05)
-
-
-@settings(deadline=None)
 @given(
     st.lists(st.floats(1e-6, 1e-1), min_size=4, max_size=8),
     st.lists(st.tuples(st.floats(0, 1e-3), st.floats(1e-13, 1e-8)), min_size=1),
@@ -102,7 +85,6 @@ def test_no_line_is_nearer_than_the_fitted_one(times: list[float], others: list[
         assert line.distance <= other * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(ALPHAS, BANDWIDTHS, st.integers(-8, 8), st.lists(st.floats(0.5, 2), min_size=13, max_size=13))
 def test_times_in_another_unit_give_the_same_line(
     alpha: float, bandwidth: float, power: int, factors: list[float]
@@ -136,48 +118,35 @@ def test_outliers_are_named_with_size_and_repeat_and_change_nothing() -> None:
     assert not fit_pair(samples(clean)).outliers
 
 
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ([1.0, 1.0, 1.0, 1.09], ()),
-        ([1.0, 1.0, 1.0, 1.11], (3,)),
-        ([1.0, 1.2, 0.8, 1.4, 0.6], ()),
-        ([1.0, 1.01, 0.99, 0.5, 1.02], (3,)),
-        ([1.0, 5.0], ()),
-    ],
-)
-def test_what_stands_out_is_beyond_the_deviation_and_beyond_a_tenth(
-    values: list[float], found: tuple[int, ...]
-) -> None:
+def test_what_stands_out_is_beyond_the_deviation_and_beyond_a_tenth() -> None:
     """More than 3.5 scaled median absolute deviations, and more than 10 % of the median; of two values none."""
-    assert outlying(values) == found
+    assert outlying([1.0, 1.0, 1.0, 1.09]) == ()
+    assert outlying([1.0, 1.0, 1.0, 1.11]) == (3,)
+    assert outlying([1.0, 1.2, 0.8, 1.4, 0.6]) == ()
+    assert outlying([1.0, 1.01, 0.99, 0.5, 1.02]) == (3,)
+    assert outlying([1.0, 5.0]) == ()
+
+
+SIZES_TOLD = "must be two or more, ascending, from 1 byte: one size cannot tell latency from bandwidth"
 
 
 @pytest.mark.parametrize(
     ("times", "message"),
     [
-        (
-            [(1024, [1e-5])],
-            "copies gpu0>gpu1: sizes [1024] must be two or more, ascending, from 1 byte: one size cannot tell latency "
-            "from bandwidth",
-        ),
-        (
-            [(2048, [1e-5]), (1024, [1e-5])],
-            "copies gpu0>gpu1: sizes [2048, 1024] must be two or more, ascending, from 1 byte: one size cannot tell "
-            "latency from bandwidth",
-        ),
+        ([(1024, [1e-5])], f"copies gpu0>gpu1: sizes [1024] {SIZES_TOLD}"),
+        ([(2048, [1e-5]), (1024, [1e-5])], f"copies gpu0>gpu1: sizes [2048, 1024] {SIZES_TOLD}"),
         (
             [(1024, [1e-5]), (2048, [1e-5, 0.0])],
             "copies gpu0>gpu1: times [1e-05, 0.0] of 2048 bytes must be above zero; choose larger sizes",
         ),
         (
             [(1024, [1e-5]), (2048, [1.0001e-5])],
-            "gpu0>gpu1: copies of up to 2KB take 10 us whatever their size, which leaves their bandwidth open; choose "
-            "larger sizes",
+            "gpu0>gpu1: copies of up to 2KB take 10 us whatever their size, which leaves their bandwidth open; "
+            "choose larger sizes",
         ),
     ],
 )
-def test_times_that_tell_no_bandwidth_are_refused(times: list[tuple[int, list[float]]], message: str) -> None:
+def test_refuses_times_that_tell_no_bandwidth(times: list[tuple[int, list[float]]], message: str) -> None:
     with pytest.raises(UsageError) as error:
         fit_pair(samples(times))
     assert str(error.value) == message

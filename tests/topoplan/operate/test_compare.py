@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.known_answers import Allocation, allocations, blink_figure
+from tests.support.small_fabrics import both_ways, machine
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.fabric_structure import machine_labelled_graph
 from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.allocations import (
     allocation_classes,
     allocation_wiring,
@@ -48,10 +50,9 @@ ALL_CLASSES = {
 """Classes with the allocations that NVLink does not connect."""
 
 
-def path_machine(*pairs: tuple[int, int], gpus: int = 3, name: str = "path") -> Topology:
+def path_machine(*pairs: tuple[int, int], gpus: int = 3) -> Topology:
     """GPUs joined by NVLinks of 25 GB/s, both ways."""
-    wires = [Link(f"gpu{i}", f"gpu{j}", "nvlink", 25.0) for a, b in pairs for i, j in ((a, b), (b, a))]
-    return Topology(name, tuple(Device(f"gpu{i}", "gpu") for i in range(gpus)), tuple(wires))
+    return machine(gpus, both_ways({(f"gpu{a}", f"gpu{b}"): 25.0 for a, b in pairs}))
 
 
 @cache
@@ -157,7 +158,6 @@ def reference_classes(topology: Topology) -> set[frozenset[tuple[int, ...]]]:
     for size in range(2, len(topology.gpus) + 1):
         for gpus in combinations(range(len(topology.gpus)), size):
             allocation = topology.subset(gpus)
-            key: tuple[int, str]
             try:
                 fabric = usable_fabric(allocation)
                 key = (size, fabric.channels[0])
@@ -165,15 +165,17 @@ def reference_classes(topology: Topology) -> set[frozenset[tuple[int, ...]]]:
                 fabric = Fabric(allocation, ("pcie",))
                 key = (size, "none")
             graph = reference_graph(fabric)
-            for known, other, members in found:
-                if key == known and nx.is_isomorphic(
-                    graph, other, lambda a, b: a == b, lambda a, b: a["label"] == b["label"]
-                ):
-                    members.append(gpus)
-                    break
-            else:
+            same = (members for known, other, members in found if key == known and isomorphic(graph, other))
+            members = next(same, None)
+            if members is None:
                 found.append((key, graph, [gpus]))
+            else:
+                members.append(gpus)
     return {frozenset(members) for _, _, members in found}
+
+
+def isomorphic(one: nx.DiGraph, other: nx.DiGraph) -> bool:
+    return nx.is_isomorphic(one, other, lambda a, b: a == b, lambda a, b: a["label"] == b["label"])
 
 
 @st.composite
@@ -242,7 +244,7 @@ def test_refuses_too_many_allocations_and_names_sizes_that_fit() -> None:
         ({"channels": "smoke"}, "channels 'smoke' is unknown; use one of auto, nvlink, pcie"),
     ],
 )
-def test_a_wrong_size_or_channel_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_refuses_a_wrong_size_or_channel(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         allocation_classes(topoplan.load("dgx-1v"), **arguments)
 
@@ -321,10 +323,8 @@ def test_summary_is_the_plain_arithmetic_of_its_rows() -> None:
 
 def test_compares_with_the_given_root() -> None:
     """A thin link one way makes the broadcast rate depend on the root."""
-    links = (Link("gpu0", "gpu1", "nvlink", 30.0), Link("gpu1", "gpu0", "nvlink", 10.0))
-    topology = Topology("uneven", (Device("gpu0", "gpu"), Device("gpu1", "gpu")), links)
-    assert compare(topology, "broadcast").trees == 30.0
-    assert compare(topology, "broadcast", root=1).trees == 10.0
+    topology = machine(2, {("gpu0", "gpu1"): 30.0, ("gpu1", "gpu0"): 10.0})
+    assert [compare(topology, "broadcast", root=root).trees for root in (None, 0, 1)] == [30.0, 30.0, 10.0]
     with pytest.raises(UsageError, match="root 5"):
         compare(topology, "broadcast", root=5)
 
@@ -408,25 +408,11 @@ def test_nccl_is_the_best_of_what_nccl_has() -> None:
 
 def test_nvls_is_a_rival_where_the_switch_copies_and_adds() -> None:
     """Rivals and trees speak of the same switches: with such a switch NVLS reaches the packed trees."""
-    machine = topoplan.load("dgx-h100").subset(range(4))
-    able = replace(
-        machine,
-        devices=tuple(
-            replace(one, multicast=True, reduce=True) if one.kind == "nvswitch" else one
-            for one in machine.devices
-        ),
-    )
-    plain, helped = compare(machine), compare(able)
+    box = topoplan.load("dgx-h100").subset(range(4))
+    plain, helped = compare(box), compare(with_all_capabilities(box))
     assert (plain.nccl, plain.nccl_kind) == (300.0, "nvlink ring")
     assert (helped.nccl, helped.nccl_kind, helped.nccl_ratio) == (450.0, "nvls", 1.0)
     assert not any("NVLS" in note for note in plain.notes)
-
-
-def test_on_two_dgx_a100_nccls_tree_is_the_rival() -> None:
-    """1200/7 of 520/3 GB/s, where rings have 320/3."""
-    row = compare(topoplan.cluster([topoplan.Server("dgx-a100", count=2)], nic_gbps=200, nic_access="direct"))
-    assert (row.nccl_kind, row.ring) == ("nccl tree", pytest.approx(320 / 3))
-    assert row.nccl_ratio == pytest.approx((520 / 3) / (1200 / 7))
 
 
 def test_json_holds_the_rows_and_no_number_that_json_lacks() -> None:

@@ -1,7 +1,9 @@
-"""What is named as amiss in a machine, and that sound machines give no warning."""
+"""Faults of a machine are found, named and costed; sound machines give no warning."""
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,14 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.bench.damages import MACHINES as DAMAGED
+from tests.bench.damages import cases
 from tests.bench.fabric_machines import MACHINES
-from tests.support.listings import EACH_MATRIX
-from topoplan.errors import warnings_first
+from tests.support.damaged_machines import IN_TEXT, KINDS, as_text, damaged, read_library
+from tests.support.listings import EACH_MATRIX, each
+from tests.support.listings import MACHINES as LISTINGS
+from tests.support.small_fabrics import both_ways
+from tests.support.small_fabrics import machine as small_machine
+from tests.support.small_machines import library_cases
+from topoplan.errors import TopologyError, warnings_first
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.variants import slow_links, without_devices, without_links
 from topoplan.operate.compare.costs import costs_of
 from topoplan.operate.diagnosis import diagnose, machine_warnings
-from topoplan.reading.load import library
 
 
 def found(machine: Topology) -> list[str]:
@@ -29,7 +37,8 @@ def found(machine: Topology) -> list[str]:
     return [text.removeprefix("warning: ") for text in texts]
 
 
-@pytest.mark.parametrize("name", library())
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", library_cases())
 def test_library_machines_have_no_warning(name: str) -> None:
     machine = topoplan.load(name)
     assert found(machine) == []
@@ -39,52 +48,6 @@ def test_library_machines_have_no_warning(name: str) -> None:
 @EACH_MATRIX
 def test_real_machines_have_no_warning(path: Path) -> None:
     assert found(topoplan.load(path)) == []
-
-
-@pytest.mark.parametrize("name", ["2 x A100", "4 x A100", "MI250", "switch, weak port", "DGX-1V, 0-3 dead"])
-def test_known_faults_of_known_fabrics(name: str) -> None:
-    """The DGX-1V whose link 0-3 is dead and the switch with a weak port are named; the sound ones are not."""
-    wanted = {
-        "DGX-1V, 0-3 dead": ["gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"],
-        "switch, weak port": ["gpu0-nvswitch0: 1 NVLink of 125 GB/s, should be 1 NVLink of 150 GB/s"],
-    }
-    assert found(MACHINES[name]()) == wanted.get(name, [])
-
-
-V100S, H100S = (lambda: topoplan.load("dgx-1v")), (lambda: topoplan.load("dgx-h100"))
-
-
-@pytest.mark.parametrize(
-    ("machine", "says"),
-    [
-        (
-            lambda: without_links(H100S(), ["gpu2-nvswitch0"]),
-            "gpu2: no NVLink, should be 18 NVLinks of 25 GB/s",
-        ),
-        (
-            lambda: without_links(V100S(), ["gpu1-gpu5"]),
-            "gpu1-gpu5: no NVLink, should be 2 NVLinks of 25 GB/s",
-        ),
-        (
-            lambda: slow_links(V100S(), {"gpu1-gpu5": 40}),
-            "gpu1-gpu5: 2 NVLinks of 20 GB/s, should be 2 NVLinks of 25 GB/s",
-        ),
-        (
-            lambda: slow_links(V100S(), {"gpu4-pcie2": 6}),
-            "gpu4-pcie2: PCIe of 6 GB/s, should be PCIe of 12 GB/s",
-        ),
-        (
-            lambda: without_devices(H100S(), ["nic3"]),
-            "pcie3: no NIC, should be 1 NIC, as most switches with GPUs have",
-        ),
-        (
-            lambda: without_links(H100S(), ["gpu7-pcie7"]),
-            "gpu7: no PCIe link, should be one, as most GPUs have",
-        ),
-    ],
-)
-def test_a_fault_is_named(machine: Callable[[], Topology], says: str) -> None:
-    assert found(machine()) == [says]
 
 
 def changed(machine: Topology, ends: tuple[str, str], **fields: object) -> Topology:
@@ -97,62 +60,90 @@ def changed(machine: Topology, ends: tuple[str, str], **fields: object) -> Topol
     return replace(machine, links=tuple(kept))
 
 
-def test_directions_that_differ_are_named() -> None:
-    fewer = changed(H100S(), ("nvswitch0", "gpu1"), count=17, bandwidth=425.0)
-    assert found(fewer) == [
-        "gpu1-nvswitch0: 17 NVLinks of 25 GB/s from nvswitch0 to gpu1, should be 18 NVLinks of 25 GB/s"
-    ]
-    slower = changed(V100S(), ("gpu2", "gpu6"), bandwidth=20.0)
-    assert found(slower) == [
-        "gpu2-gpu6: 1 NVLink of 20 GB/s from gpu2 to gpu6, should be 1 NVLink of 25 GB/s"
-    ]
-    gone = "gpu2-gpu6: 1 NVLink of 25 GB/s from gpu6 to gpu2 only, should be 1 NVLink of 25 GB/s both ways"
-    assert found(changed(V100S(), ("gpu2", "gpu6"))) == [gone]
+V100S, H100S = topoplan.load("dgx-1v"), topoplan.load("dgx-h100")
+ISLANDS = small_machine(5, both_ways({(f"gpu{i}", f"gpu{i + 1}"): 25.0 for i in (0, 1, 3)}))
+THIN = changed(H100S, ("gpu5", "nvswitch0"), count=15, bandwidth=375.0)
 
 
-def test_a_gpu_with_dead_links_to_the_switch_is_named() -> None:
-    """Three of its links are gone: 15 where another GPU has 18."""
-    thin = H100S()
-    for ends in (("gpu5", "nvswitch0"), ("nvswitch0", "gpu5")):
-        thin = changed(thin, ends, count=15, bandwidth=375.0)
-    assert found(thin) == ["gpu5-nvswitch0: 15 NVLinks of 25 GB/s, should be 18 NVLinks of 25 GB/s"]
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        (MACHINES["2 x A100"](), None),
+        (MACHINES["MI250"](), None),
+        (MACHINES["DGX-1V, 0-3 dead"](), "gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"),
+        (
+            MACHINES["switch, weak port"](),
+            "gpu0-nvswitch0: 1 NVLink of 125 GB/s, should be 1 NVLink of 150 GB/s",
+        ),
+        (without_links(H100S, ["gpu2-nvswitch0"]), "gpu2: no NVLink, should be 18 NVLinks of 25 GB/s"),
+        (
+            slow_links(V100S, {"gpu1-gpu5": 40}),
+            "gpu1-gpu5: 2 NVLinks of 20 GB/s, should be 2 NVLinks of 25 GB/s",
+        ),
+        (slow_links(V100S, {"gpu4-pcie2": 6}), "gpu4-pcie2: PCIe of 6 GB/s, should be PCIe of 12 GB/s"),
+        (
+            without_devices(H100S, ["nic3"]),
+            "pcie3: no NIC, should be 1 NIC, as most switches with GPUs have",
+        ),
+        (without_links(H100S, ["gpu7-pcie7"]), "gpu7: no PCIe link, should be one, as most GPUs have"),
+        # a wire fewer one way, a slower way, and a way that is missing
+        (
+            changed(H100S, ("nvswitch0", "gpu1"), count=17, bandwidth=425.0),
+            "gpu1-nvswitch0: 17 NVLinks of 25 GB/s from nvswitch0 to gpu1, should be 18 NVLinks of 25 GB/s",
+        ),
+        (
+            changed(V100S, ("gpu2", "gpu6"), bandwidth=20.0),
+            "gpu2-gpu6: 1 NVLink of 20 GB/s from gpu2 to gpu6, should be 1 NVLink of 25 GB/s",
+        ),
+        (
+            changed(V100S, ("gpu2", "gpu6")),
+            "gpu2-gpu6: 1 NVLink of 25 GB/s from gpu6 to gpu2 only, should be 1 NVLink of 25 GB/s both ways",
+        ),
+        (
+            changed(THIN, ("nvswitch0", "gpu5"), count=15, bandwidth=375.0),
+            "gpu5-nvswitch0: 15 NVLinks of 25 GB/s, should be 18 NVLinks of 25 GB/s",
+        ),
+        (ISLANDS, "gpu3,4: no path to gpu0-2 and back, should be one"),
+    ],
+)
+def test_names_each_fault_once(machine: Topology, says: str | None) -> None:
+    assert found(machine) == ([says] if says else [])
 
 
-def test_gpus_without_a_path_are_named() -> None:
-    devices = tuple(Device(f"gpu{i}", "gpu") for i in range(5))
-    pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (3, 4), (4, 3)]
-    links = tuple(Link(f"gpu{a}", f"gpu{b}", "nvlink", 25.0) for a, b in pairs)
-    islands = found(Topology("islands", devices, links))
-    assert islands == ["gpu3,4: no path to gpu0-2 and back, should be one"]
-    one_way = Topology("dumb", devices[:2], (Link("gpu0", "gpu1", "pcie", 12.0),))
-    assert found(one_way)[-1] == "gpu1: no path to gpu0 and back, should be one"
+def test_a_gpu_that_cannot_answer_is_named() -> None:
+    made = small_machine(2, {("gpu0", "gpu1"): 25.0})
+    assert found(made)[-1] == "gpu1: no path to gpu0 and back, should be one"
 
 
 def test_nics_of_a_numa_node_without_gpus_are_named() -> None:
-    """Where NUMA nodes are known of all GPUs; where one is not known, nothing can be said."""
-    numa = {f"gpu{i}": i // 4 for i in range(8)} | {"nic0": 0, "nic1": 2, "nic2": None}
-    devices = [Device(name, name[:3], numa=node) for name, node in numa.items()] + [
-        Device("cpu0", "cpu", numa=3)
-    ]
-    links = [Link(*ends, "pcie", 12.0) for name in numa for ends in ((name, "cpu0"), ("cpu0", name))]
-    made = Topology("made", tuple(devices), tuple(links))
-    assert "nic1,2: on a NUMA node without a GPU, should be on one with GPUs" in found(made)
-    unknown = tuple(replace(d, numa=None) if d.name in ("gpu1", "cpu0") else d for d in devices)
-    assert not any("NUMA" in text for text in found(replace(made, devices=unknown)))
+    """Where NUMA nodes are known of all GPUs; a few NICs away from them are usual, as for storage."""
 
+    def made(numa: dict[str, int | None], hub: str) -> Topology:
+        devices = [Device(name, name.rstrip("0123456789"), numa=node) for name, node in numa.items()]
+        ways = [ends for name in numa if name != hub for ends in ((name, hub), (hub, name))]
+        return Topology("made", tuple(devices), tuple(Link(*ends, "pcie", 12.0) for ends in ways))
 
-def test_many_faults_of_one_kind_are_counted() -> None:
-    slow = {f"gpu{a}-gpu{b}": 5.0 for a, b in ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5))}
-    texts = found(slow_links(V100S(), slow))
-    assert len(texts) == 4
-    assert texts[-1] == "3 more like this (link slow); topoplan check lists all"
+    gpus = {f"gpu{i}": i // 4 for i in range(8)}
+    nics = {"nic0": 0, "nic1": 2, "nic2": None}
+    wanted = "nic1,2: on a NUMA node without a GPU, should be on one with GPUs"
+    assert wanted in found(made({**gpus, **nics, "cpu0": 3}, "cpu0"))
+    storage = {f"nic{i}": int(i == 8) for i in range(9)}
+    for silent in (
+        made({**gpus, "gpu1": None, **nics, "cpu0": None}, "cpu0"),
+        made({"gpu0": 0, **storage}, "gpu0"),
+    ):
+        assert not any("NUMA" in text for text in found(silent))
 
 
 def test_servers_that_are_alike_are_named_once() -> None:
-    """A fault of every server is that of the first; another server's own is its own."""
-    weak = without_links(V100S(), ["gpu0-gpu3"])
-    both = topoplan.cluster([topoplan.Server(weak, count=2), topoplan.Server(V100S())], nic_gbps=100)
+    """A fault of every server is that of the first; another server's own is its own; four lines at most for a kind."""
+    weak = without_links(V100S, ["gpu0-gpu3"])
+    both = topoplan.cluster([topoplan.Server(weak, count=2), topoplan.Server(V100S)], nic_gbps=100)
     assert found(both) == ["s0.gpu0-s0.gpu3 (as in s1): no NVLink, should be 2 NVLinks of 25 GB/s"]
+    slow = {f"gpu{a}-gpu{b}": 5.0 for a, b in ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7), (4, 5))}
+    texts = found(slow_links(V100S, slow))
+    assert len(texts) == 4
+    assert texts[-1] == "3 more like this (link slow); topoplan check lists all"
 
 
 @pytest.mark.thorough
@@ -166,7 +157,7 @@ def test_a_fault_of_every_server_is_mended_in_all_for_its_cost() -> None:
             network="rail-optimised",
             nic_access="direct",
         )
-        for machine in (without_links(V100S(), ["gpu0-gpu3"]), V100S())
+        for machine in (without_links(V100S, ["gpu0-gpu3"]), V100S)
     )
     (cost,) = costs_of(diagnose(pair))
     told = ("warning: s0.gpu0-s0.gpu3 (as in s1): no NVLink, should be 2 NVLinks of 25 GB/s",)
@@ -175,20 +166,15 @@ def test_a_fault_of_every_server_is_mended_in_all_for_its_cost() -> None:
 
 
 @given(st.sets(st.integers(0, 15), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 def test_only_gpus_that_lost_links_are_named(dead: set[int]) -> None:
     """Of a DGX-1V with up to three dead pairs, no GPU is said to have fewer links that has all of its own."""
-    machine = V100S()
-    pairs = [
-        (link.src, link.dst) for link in machine.links if link.channel == "nvlink" and link.src < link.dst
-    ]
-    lost = [pairs[number] for number in sorted(dead)]
-    if lost:
-        machine = without_links(machine, ["-".join(pair) for pair in lost])
+    nvlinks = [link for link in V100S.links if link.channel == "nvlink" and link.src < link.dst]
+    lost = [(nvlinks[number].src, nvlinks[number].dst) for number in sorted(dead)]
+    machine = without_links(V100S, ["-".join(pair) for pair in lost])
     hurt = {gpu for pair in lost for gpu in pair}
     for text in found(machine):
-        named = set(re.split(", |-", text.split(":")[0]))
-        assert named <= hurt
+        assert set(re.split(", |-", text.split(":")[0])) <= hurt
 
 
 @given(st.lists(st.text(max_size=5) | st.text(max_size=3).map("warning: ".__add__)))
@@ -199,38 +185,147 @@ def test_warnings_go_first_and_the_rest_keeps_its_order(notes: list[str]) -> Non
     assert ranks == sorted(ranks)
 
 
-def test_a_few_nics_away_from_the_gpus_are_usual() -> None:
-    """As the storage NICs of a DGX A100: eight of nine sit with GPUs."""
-    devices = [Device("gpu0", "gpu", numa=0), *(Device(f"nic{i}", "nic", numa=int(i == 8)) for i in range(9))]
-    links = [
-        Link(*ends, "pcie", 12.0) for i in range(9) for ends in ((f"nic{i}", "gpu0"), ("gpu0", f"nic{i}"))
-    ]
-    assert not any("NUMA" in text for text in found(Topology("made", tuple(devices), tuple(links))))
-
-
 @pytest.mark.thorough
 def test_two_gpus_without_nvlinks_cost_each_its_own() -> None:
     """GPUs 0 and 3 of a DGX-1V share two wires; with gpu0 alone without NVLinks those are gone too."""
-    cut = without_links(V100S(), [f"gpu0-gpu{i}" for i in (1, 2, 3, 4)])
+    cut = without_links(V100S, [f"gpu0-gpu{i}" for i in (1, 2, 3, 4)])
     both = without_links(cut, [f"gpu3-gpu{i}" for i in (1, 2, 7)])
     costs = costs_of(diagnose(both))
     assert [round(cost.alone, 6) for cost in costs[:1]] == [round(topoplan.plan(cut).rate, 6)]
     assert len(costs) == 2
 
 
-def test_boards_whose_nvlinks_are_all_dark_are_named() -> None:
+@pytest.mark.parametrize(
+    ("model", "gpus", "named"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 2, True),
+        ("NVIDIA H100 80GB HBM3", 2, True),
+        ("NVIDIA A100-SXM4-80GB", 1, False),
+        ("Tesla V100-SXM2-32GB", 2, False),
+        ("NVIDIA H100 PCIe", 2, False),
+    ],
+)
+def test_boards_whose_nvlinks_are_all_dark_are_named(model: str, gpus: int, named: bool) -> None:
     """As without a fabric manager; two V100 of a DGX-1 may have none between them, and cards have none at all."""
-
-    def dark(model: str, gpus: int) -> list[str]:
-        machine = topoplan.load("pcie-x8").subset(range(gpus))
-        devices = tuple(replace(d, model=model) if d.kind == "gpu" else d for d in machine.devices)
-        return found(replace(machine, devices=devices))
-
+    machine = topoplan.load("pcie-x8").subset(range(gpus))
+    devices = tuple(replace(d, model=model) if d.kind == "gpu" else d for d in machine.devices)
     says = "gpu0,1: no NVLink, should be some, as on every such board (is the fabric manager running?)"
-    assert dark("NVIDIA A100-SXM4-80GB", 2) == dark("NVIDIA H100 80GB HBM3", 2) == [says]
-    assert (
-        dark("NVIDIA A100-SXM4-80GB", 1)
-        == dark("Tesla V100-SXM2-32GB", 2)
-        == dark("NVIDIA H100 PCIe", 2)
-        == []
-    )
+    assert found(replace(machine, devices=devices)) == ([says] if named else [])
+
+
+@pytest.mark.thorough
+def test_damages_are_found_named_and_costed() -> None:
+    """Some of those of ``python -m tests.bench damages``."""
+    made = cases(24, seed=4)
+    assert [case for case in made if not (case.found and case.named and case.costed)] == []
+    assert {case.form for case in made} == {"JSON", "text"}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_damage_is_found(kind: str) -> None:
+    """One of each on every machine, without its cost; in a matrix too where it can show it."""
+    rng = random.Random(kind)
+    for name in DAMAGED:
+        broken, damages = damaged(read_library(name), [kind], rng)
+        if not damages:
+            continue
+        (fault,) = diagnose(topoplan.load(json.dumps(broken))).faults
+        assert set(fault.devices) <= set(damages[0].devices), (name, damages)
+        if kind in IN_TEXT and not name.startswith("mi"):
+            text = diagnose(topoplan.load(as_text(broken)))
+            # Without a wire of gpu2-gpu3 all GPUs of a v100x4 have four: it looks like a machine of its own.
+            alike = (name, damages[0].devices) == ("v100x4", ("gpu2", "gpu3"))
+            assert text.healthy == alike, (name, damages)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", library_cases())
+def test_whole_machines_are_healthy(name: str) -> None:
+    machine = topoplan.load(name)
+    assert diagnose(machine).resembles == name
+    texts = [] if name.startswith("mi") else [topoplan.load(as_text(read_library(name)))]
+    rng = random.Random(name)
+    for whole in (machine, *texts):
+        assert diagnose(whole).faults == ()
+        for _ in range(6 if len(whole.gpus) <= 16 else 1):
+            chosen = sorted(rng.sample(range(len(whole.gpus)), rng.randint(1, len(whole.gpus))))
+            assert diagnose(whole.subset(chosen)).faults == (), chosen
+
+
+AMISS = {"dgx2_v100x16_PARTIAL.txt": ["row missing"], "radeon_x2.amd-smi.txt": ["no peer access"]}
+"""What is amiss in real descriptions: rows that were cut, access that is disabled."""
+
+
+@pytest.mark.parametrize(
+    "path", each(sorted(LISTINGS.glob("*-smi/*.txt")) + sorted(LISTINGS.glob("*ccl-xml/*.xml")))
+)
+def test_real_machines_are_healthy(path: Path) -> None:
+    try:
+        machine = topoplan.load(path)
+    except TopologyError:
+        pytest.skip("a listing of links, or of a part, which no machine can be read from")
+    assert [fault.kind for fault in diagnose(machine).faults] == AMISS.get(path.name, [])
+    if path.name not in AMISS:
+        rng = random.Random(path.name)
+        for _ in range(10):
+            chosen = sorted(rng.sample(range(len(machine.gpus)), rng.randint(1, len(machine.gpus))))
+            assert diagnose(machine.subset(chosen)).faults == (), chosen
+
+
+def test_a_machine_whose_gpus_are_numbered_otherwise_is_known() -> None:
+    """A matrix of a DGX-1V with its GPUs in another order, whole and with a pair dead."""
+    whole = read_library("dgx-1v")
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    names = {f"gpu{i}": f"gpu{order[i]}" for i in range(8)}
+    for link in whole["links"]:
+        link["src"], link["dst"] = names.get(link["src"], link["src"]), names.get(link["dst"], link["dst"])
+    assert diagnose(topoplan.load(as_text(whole))).resembles == "dgx-1v"
+    dead = {names["gpu0"], names["gpu3"]}
+    whole["links"] = [link for link in whole["links"] if {link["src"], link["dst"]} != dead]
+    found = diagnose(topoplan.load(as_text(whole)))
+    assert found.resembles == "dgx-1v"
+    assert [set(fault.devices) for fault in found.faults] == [dead]
+
+
+def of_wires(gpus: int, wires: Callable[[int, int], int]) -> topoplan.Topology:
+    """The machine of a matrix with so many NVLinks between two GPUs."""
+    rows = [
+        ["X" if i == j else f"NV{n}" if (n := wires(i, j)) else "SYS" for j in range(gpus)]
+        for i in range(gpus)
+    ]
+    heads = [f"GPU{i}" for i in range(gpus)]
+    lines = [" ".join([head, *row]) for head, row in zip(heads, rows, strict=True)]
+    return topoplan.load("\n".join(["  " + " ".join(heads), *lines]))
+
+
+SHAPES: dict[str, Callable[[int, int], int]] = {
+    "rings": lambda i, j: int((i - j) % 8 in (1, 7)),
+    "meshes": lambda i, j: 2,
+    "cubes": lambda i, j: 2 * ((i ^ j).bit_count() == 1),
+    "bridges": lambda i, j: 4 * (i // 2 == j // 2),
+    "one bridge": lambda i, j: 4 * ({i, j} == {0, 1}),
+    "quads": lambda i, j: int(i // 4 == j // 4),
+    "halves": lambda i, j: int((i < 4) != (j < 4)),
+    "doubled pairs": lambda i, j: 3 if i // 2 == j // 2 else 1,
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("shape", SHAPES)
+def test_machines_that_nobody_knows_give_no_alarm(shape: str) -> None:
+    for gpus in range(2, 9):
+        machine = of_wires(gpus, SHAPES[shape])
+        assert diagnose(machine).faults == (), gpus
+
+
+def test_a_machine_that_nobody_knows_is_held_against_itself() -> None:
+    """Four GPUs with six wires each way are whole; with a pair at half, that pair is named."""
+    assert diagnose(of_wires(4, lambda i, j: 6)).healthy
+    found = diagnose(of_wires(4, lambda i, j: 3 if {i, j} == {1, 3} else 6))
+    assert [(fault.kind, fault.devices) for fault in found.faults] == [("link missing", ("gpu1", "gpu3"))]
+    ring = diagnose(of_wires(8, lambda i, j: int((i - j) % 8 in (1, 7) and {i, j} != {4, 5})))
+    assert [(fault.kind, fault.devices) for fault in ring.faults] == [
+        ("fewer NVLinks", ("gpu4",)),
+        ("fewer NVLinks", ("gpu5",)),
+    ]

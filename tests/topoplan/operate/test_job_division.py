@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from pathlib import Path
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,9 @@ from scipy.optimize import linprog
 
 import topoplan
 from tests.support.checkout import Run
-from tests.support.small_fabrics import direct_machines
+from tests.support.small_fabrics import both_ways, direct_machines, machine, parents_of_trees
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Topology
 from topoplan.operate.compare import job_division as jobs_module
 from topoplan.operate.compare.job_division import Division, divide
 from topoplan.operate.compare.recommendation import recommend
@@ -90,56 +91,34 @@ def test_no_way_to_divide_random_machines_is_better(machine: Topology) -> None:
 
 
 def star_of_pairs(uplink: float) -> Topology:
-    """Three PCIe switches of two GPUs each, joined by a fourth over uplinks."""
-    devices = [Device(f"gpu{i}", "gpu", server="s0") for i in range(6)]
-    devices += [Device(f"sw{i}", "pcie", server="s0") for i in range(4)]
-    wires = [(f"gpu{i}", f"sw{i // 2}", 12.0) for i in range(6)] + [
-        (f"sw{i}", "sw3", uplink) for i in range(3)
-    ]
-    links = [Link(src, dst, "pcie", width) for a, b, width in wires for src, dst in ((a, b), (b, a))]
-    return Topology("star of pairs", tuple(devices), tuple(links))
-
-
-def route(machine: Topology, src: str, dst: str) -> list[tuple[str, str]]:
-    """The only way from one GPU to another on a tree of switches."""
-    following: dict[str, list[str]] = {}
-    for link in machine.links:
-        following.setdefault(link.src, []).append(link.dst)
-    paths = [[src]]
-    for path in paths:
-        if path[-1] == dst:
-            return [*pairwise(path)]
-        paths += [[*path, node] for node in following[path[-1]] if node not in path]
-    raise AssertionError(f"no way from {src} to {dst}")
+    """Three switches of two GPUs each, joined by a fourth over uplinks."""
+    wires = {(f"gpu{i}", f"sw{i // 2}"): 12.0 for i in range(6)} | {
+        (f"sw{i}", "sw3"): uplink for i in range(3)
+    }
+    return machine(6, both_ways(wires), switches=4, channel="pcie")
 
 
 def rooted_trees(gpus: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Every spanning tree of up to three ranks with its root, as (parent, child)."""
-    found = []
-    for root in gpus:
-        others = [gpu for gpu in gpus if gpu != root]
-        for parents in product(gpus, repeat=len(others)):
-            tree = [*zip(parents, others, strict=True)]
-            reached = {root}
-            for _ in others:
-                reached |= {child for parent, child in tree if parent in reached}
-            if len(reached) == len(gpus):
-                found.append((root, tree))
-    return found
+    """Every spanning tree of the ranks with its root, as (parent, child)."""
+    return [
+        (gpus[root], [(gpus[parent], gpus[child]) for child, parent in parents.items()])
+        for root in range(len(gpus))
+        for parents in parents_of_trees(len(gpus), root)
+    ]
 
 
 def rate_at_once(machine: Topology, sets: Sets, weights: Sequence[float]) -> float:
     """The largest R so that all jobs run at weight x R at once: a linear program over all pairs of trees."""
     number = {(link.src, link.dst): place for place, link in enumerate(machine.links)}
+    graph = nx.DiGraph([*number])
     columns, jobs = [], []
     for job, gpus in enumerate(sets):
         trees = rooted_trees(gpus)
         for (up_root, up), (down_root, down) in product(trees, trees):
             if up_root == down_root:
                 load = np.zeros(len(number))
-                crossed = [(child, parent) for parent, child in up] + down
-                for tail, head in crossed:
-                    for ends in route(machine, f"gpu{tail}", f"gpu{head}"):
+                for tail, head in [(child, parent) for parent, child in up] + down:
+                    for ends in pairwise(nx.shortest_path(graph, f"gpu{tail}", f"gpu{head}")):
                         load[number[ends]] += 1
                 columns.append(load)
                 jobs.append(job)
@@ -221,40 +200,24 @@ def test_refuses_a_division(
         divide(machine, sizes, collective)
 
 
-class TestCommand:
-    @pytest.mark.thorough
-    def test_json_and_text_have_the_jobs_in_their_order(self, run: Run) -> None:
-        found = json.loads(run("recommend", "dgx-1v", "--jobs", "2,4,1", "--json")[1])
-        assert [len(job["gpus"]) for job in found["jobs"]] == [2, 4, 1]
-        assert found["jobs"][2]["rate"] is None
-        assert (found["least"], found["proved"]) == (1.0, True)
-        status, out, err = run("recommend", "pcie-x8", "--jobs", "3,3,2")
-        assert (status, err) == (0, "")
-        assert "allreduce in jobs of 3,3,2 GPUs on pcie-x8: the best of" in out
-        assert "  1  3-5     10  13.3333     10        18  0.5556  no\n" in out
-        assert max(len(line) for line in out.splitlines()) <= 120
-        csv = run("recommend", "dgx-1v", "--jobs", "4,4", "--csv")[1]
-        assert csv.splitlines()[1].startswith("0-3,75.0,112.5,")
+@pytest.mark.thorough
+def test_the_command_prints_the_jobs_in_their_order(run: Run) -> None:
+    found = json.loads(run("recommend", "dgx-1v", "--jobs", "2,4,1", "--json")[1])
+    assert [len(job["gpus"]) for job in found["jobs"]] == [2, 4, 1]
+    assert found["jobs"][2]["rate"] is None
+    assert (found["least"], found["proved"]) == (1.0, True)
+    status, out, err = run("recommend", "pcie-x8", "--jobs", "3,3,2")
+    assert (status, err) == (0, "")
+    assert "  1  3-5     10  13.3333     10        18  0.5556  no\n" in out
+    assert max(len(line) for line in out.splitlines()) <= 120
+    csv = run("recommend", "dgx-1v", "--jobs", "4,4", "--csv")[1]
+    assert csv.splitlines()[1].startswith("0-3,75.0,112.5,")
 
-    def test_a_job_that_no_path_joins_is_told(self, run: Run, tmp_path: Path) -> None:
-        """Four GPUs of which NVLink joins two, and nothing else is described: the other two do 0 GB/s, and why."""
-        gpus = tuple(Device(f"gpu{number}", "gpu") for number in range(4))
-        wires = tuple(Link(src, dst, "nvlink", 50.0) for src, dst in (("gpu0", "gpu1"), ("gpu1", "gpu0")))
-        (tmp_path / "machine.json").write_text(Topology("pair", gpus, wires).to_json(), encoding="utf-8")
-        out = run("recommend", str(tmp_path / "machine.json"), "--jobs", "2,2")[1]
-        assert (
-            "no NVLink, PCIe or network path of this description joins GPUs 2,3, so a job there does 0" in out
-        )
-        assert "no NVLink" not in run("recommend", "v100x4", "--jobs", "2,2")[1]
 
-    @pytest.mark.parametrize(
-        ("arguments", "told"),
-        [
-            (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
-            (("--jobs", "4", "--count", "2"), "say how many GPUs the job has with --count 4, or of several"),
-            (("--jobs", "4,6"), "jobs of 4 and 6 GPUs do not fit on 8"),
-        ],
-    )
-    def test_bad_input_is_one_line(self, run: Run, arguments: tuple[str, ...], told: str) -> None:
-        status, _, err = run("recommend", "dgx-1v", *arguments)
-        assert (status, err.count("\n"), told in err) == (2, 1, True)
+def test_the_command_tells_of_a_job_that_no_path_joins(run: Run, tmp_path: Path) -> None:
+    """Four GPUs of which NVLink joins two, and nothing else is described: the other two do 0 GB/s, and why."""
+    file = tmp_path / "machine.json"
+    file.write_text(machine(4, both_ways({("gpu0", "gpu1"): 50.0})).to_json(), encoding="utf-8")
+    told = "no NVLink, PCIe or network path of this description joins GPUs 2,3, so a job there does 0"
+    assert told in run("recommend", str(file), "--jobs", "2,2")[1]
+    assert "no NVLink" not in run("recommend", "v100x4", "--jobs", "2,2")[1]

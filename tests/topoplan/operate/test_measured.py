@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 
@@ -25,9 +27,17 @@ def known(machine: Topology, collective: str, gpus: tuple[int, ...], root: int |
     return attainable(with_all_capabilities(machine), collective, gpus=gpus, root=root)
 
 
-def judged(log: PerfLog | str, machine: Topology, **more: object) -> JudgedRun:
+A100S = topoplan.load("dgx-a100")
+
+
+def judged(log: PerfLog | str, machine: Topology = A100S, **more: Any) -> JudgedRun:
     (run,) = parse_perf_runs(log if isinstance(log, str) else log.text())
-    return judge(run, machine, partial(known, machine), **more)  # type: ignore[arg-type]
+    return judge(run, machine, partial(known, machine), **more)
+
+
+def bare(log: PerfLog) -> str:
+    """The log without its list of ranks."""
+    return "\n".join(line for line in log.text().splitlines() if "Rank" not in line)
 
 
 def pair(nic: float = 400) -> Topology:
@@ -69,31 +79,24 @@ def test_nccl_does_less_than_trees_where_nvlink_has_no_ring() -> None:
 
 @pytest.mark.thorough
 def test_small_sizes_are_bound_by_latency_and_large_ones_by_bandwidth() -> None:
-    kinds = [row.bound_by for row in judged(PerfLog(), topoplan.load("dgx-a100")).rows]
+    kinds = [row.bound_by for row in judged(PerfLog()).rows]
     assert kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {"latency", "bandwidth"}
-    found = attainable(topoplan.load("dgx-a100"))
+    found = attainable(A100S)
     edge = (found.time.seconds(0)) * found.best * 1e9
     assert (found.bound_by(int(edge * 0.99)), found.bound_by(int(edge * 1.01))) == ("latency", "bandwidth")
 
 
 def test_ranks_are_found_by_device_and_by_bus_id() -> None:
     """A machine that states bus ids overrules the numbers of CUDA, which CUDA_VISIBLE_DEVICES changes."""
-    machine = topoplan.load("dgx-a100")
     log = PerfLog(hosts=(("node1", (0, 1, 2, 3)),), rate=100)
-    assert judged(log, machine).gpus == (0, 1, 2, 3)
+    assert judged(log).gpus == (0, 1, 2, 3)
     buses = ("bd", "b7", "90", "87", "4e", "47", "0f", "07")
     at = {f"gpu{place}": f"00000000:{bus.upper()}:00.0" for place, bus in enumerate(buses)}
-    plugged = replace(
-        machine, devices=tuple(replace(one, busid=at.get(one.name, one.busid)) for one in machine.devices)
-    )
-    assert judged(log, plugged).gpus == (4, 5, 6, 7)
-
-
-def test_hosts_are_servers_in_the_order_of_their_ranks() -> None:
-    """GPUs 2 and 3 of the first, 0 of the second."""
-    log = PerfLog(hosts=(("b", (2, 3)), ("a", (0,))), rate=20)
-    assert judged(log, pair()).gpus == (2, 3, 8)
+    devices = tuple(replace(one, busid=at.get(one.name, one.busid)) for one in A100S.devices)
+    assert judged(log, replace(A100S, devices=devices)).gpus == (4, 5, 6, 7)
+    # hosts are servers in the order of their ranks: GPUs 2 and 3 of the first, 0 of the second
+    assert judged(PerfLog(hosts=(("b", (2, 3)), ("a", (0,))), rate=20), pair()).gpus == (2, 3, 8)
 
 
 def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
@@ -107,6 +110,9 @@ def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
         gpus_of(parse_perf_runs(PerfLog(hosts=[*hosts, ("more", [0])]).text())[0].ranks, machine)
 
 
+GAP = "\n".join(line for line in PerfLog(rate=100, gpu="A100").text().splitlines() if "Rank  3" not in line)
+
+
 @pytest.mark.parametrize(
     ("log", "more", "told"),
     [
@@ -118,57 +124,49 @@ def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
         ),
         (PerfLog(), {"gpus": [0, 1]}, "of 8 ranks, but --gpus names 2"),
         (PerfLog(hosts=(("node1", (0, 0, 1)),)), {}, "ranks 0,1 of the log share GPU 0"),
+        # a line was lost; the factor of seven ranks would be wrong for all rows
+        (GAP, {}, "lists only ranks 0-2,4-7 of 8; name the GPUs"),
+        # both have the factor (N - 1) / N and no reduction
+        (
+            PerfLog("all_gather", names_test=False),
+            {},
+            "may be allgather or alltoall; name it with --collective",
+        ),
+        # both have a root and no reduction
+        (
+            PerfLog("gather", (("n1", range(4)),), [1 << 30], names_test=False, rate=100),
+            {},
+            "it may be gather or scatter; no plan does that",
+        ),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused(log: PerfLog, more: dict[str, object], told: str) -> None:
+def test_refuses_logs_in_one_line(log: PerfLog | str, more: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as error:
-        judged(log, topoplan.load("dgx-a100"), **more)
+        judged(log, **more)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_list_of_ranks_with_a_gap_is_refused_unless_the_gpus_are_named() -> None:
-    """A line of it was lost; the factor of seven ranks would be wrong for all rows."""
-    text = "\n".join(
-        line for line in PerfLog(rate=100, gpu="A100").text().splitlines() if "Rank  3" not in line
-    )
-    with pytest.raises(UsageError, match=r"lists only ranks 0-2,4-7 of 8; name the GPUs"):
-        judged(text, topoplan.load("dgx-a100"))
-    assert judged(text, topoplan.load("dgx-a100"), gpus=range(8)).warnings == ()
+    if log == GAP:
+        assert judged(log, gpus=range(8)).warnings == ()
 
 
 def test_one_rank_alone_moves_nothing() -> None:
     """What nccl-tests prints where it was built without MPI and mpirun starts it several times."""
-    found = judged(PerfLog(hosts=(("node1", (0,)),)), topoplan.load("dgx-a100"))
+    found = judged(PerfLog(hosts=(("node1", (0,)),)))
     assert "built without MPI=1" in found.warnings[0]
     assert {(row.of_best, row.to_object()["best"]) for row in found.rows} == {(None, None)}
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("test", ["all_reduce", "reduce_scatter", "broadcast", "reduce"])
-def test_a_test_that_is_not_named_is_known_by_its_columns(test: str) -> None:
-    found = judged(PerfLog(test, names_test=False, newer=False), topoplan.load("dgx-a100"))
-    assert found.rows[0].collective == {"all_reduce": "allreduce"}.get(test, test)
-    assert "by its columns" in found.notes[0]
-
-
-def test_allgather_and_alltoall_look_alike_and_have_to_be_named() -> None:
-    """Both have the factor (N - 1) / N and no reduction."""
-    log = PerfLog("all_gather", names_test=False)
-    with pytest.raises(UsageError, match="may be allgather or alltoall; name it with --collective"):
-        judged(log, topoplan.load("dgx-a100"))
-    assert judged(log, topoplan.load("dgx-a100"), collective="alltoall").rows[0].collective == "alltoall"
-
-
-@pytest.mark.parametrize("test", ["all_reduce", "reduce", "broadcast", "reduce_scatter"])
+@pytest.mark.parametrize("ranks", [8, 2])
 @pytest.mark.parametrize("listed", [True, False])
-def test_logs_of_two_ranks_are_known_by_root_and_reduction(test: str, listed: bool) -> None:
-    """algbw and busbw are equal in an allreduce of two, a reduce and a broadcast; only the last two have a root."""
-    log = PerfLog(test, (("n1", (0, 1)),), [1 << 20, 1 << 30], names_test=False, newer=False, rate=100)
-    lines = log.text().splitlines()
-    text = "\n".join(line for line in lines if listed or "Rank" not in line)
-    found = judged(text, topoplan.load("dgx-a100"), **({} if listed else {"gpus": [0, 1]}))
-    assert (found.rows[0].collective, found.gpus) == ({"all_reduce": "allreduce"}.get(test, test), (0, 1))
+@pytest.mark.parametrize("test", ["all_reduce", "reduce_scatter", "broadcast", "reduce"])
+def test_a_test_that_is_not_named_is_known_by_its_columns(test: str, listed: bool, ranks: int) -> None:
+    """By reduction, root and the factor of its bandwidths; of two ranks by root and reduction alone."""
+    log = PerfLog(test, (("n1", range(ranks)),), [1 << 20, 1 << 30], names_test=False, newer=False, rate=100)
+    found = judged(log.text() if listed else bare(log), **({} if listed else {"gpus": range(ranks)}))
+    assert found.rows[0].collective == {"all_reduce": "allreduce"}.get(test, test)
+    assert found.gpus == tuple(range(ranks))
+    assert "by its columns" in " ".join(found.notes)
 
 
 def test_a_log_without_a_list_of_ranks_is_of_as_many_as_its_columns_say() -> None:
@@ -177,30 +175,16 @@ def test_a_log_without_a_list_of_ranks_is_of_as_many_as_its_columns_say() -> Non
     four = replace(two, test="reduce_scatter", hosts=(("n1", range(4)),))
     for log, told in ((two, "allreduce of 2 ranks"), (four, "reduce_scatter of 4 ranks")):
         for named in (False, True):
-            text = replace(log, names_test=named).text()
-            bare = "\n".join(line for line in text.splitlines() if "Rank" not in line)
             with pytest.raises(UsageError, match=f"by its columns the log is of {told}.*with --gpus"):
-                judged(bare, topoplan.load("dgx-a100"))
-    whole = replace(two, hosts=(("n1", range(8)),)).text()
-    bare = "\n".join(line for line in whole.splitlines() if "Rank" not in line)
-    found = judged(bare, topoplan.load("dgx-a100"))
+                judged(bare(replace(log, names_test=named)))
+    found = judged(bare(replace(two, hosts=(("n1", range(8)),))))
     assert (found.rows[0].collective, len(found.gpus)) == ("allreduce", 8)
     assert "taken as all 8 GPUs" in found.notes[0]
-
-
-def test_a_collective_that_the_columns_are_not_of_is_doubted() -> None:
-    log = PerfLog("all_reduce", (("n1", (0, 1)),), [1 << 30], names_test=False, rate=100)
-    found = judged(log, topoplan.load("dgx-a100"), collective="reduce")
-    assert (
-        "--collective reduce does not fit the columns of the log, which are those of allreduce"
-        in found.warnings
-    )
-
-
-def test_a_log_of_gather_or_scatter_alone_is_not_guessed_to_be_a_collective_of_plans() -> None:
-    log = PerfLog("gather", (("n1", range(4)),), [1 << 30], names_test=False, rate=100)
-    with pytest.raises(UsageError, match="it may be gather or scatter; no plan does that"):
-        judged(log, topoplan.load("dgx-a100"))
+    doubted = judged(two, collective="reduce").warnings
+    wanted = "--collective reduce does not fit the columns of the log, which are those of allreduce"
+    assert wanted in doubted
+    gathered = PerfLog("all_gather", names_test=False)
+    assert judged(gathered, collective="alltoall").rows[0].collective == "alltoall"
 
 
 def test_more_than_nccl_or_any_schedule_can_always_says_which_assumption_falls() -> None:
@@ -210,10 +194,9 @@ def test_more_than_nccl_or_any_schedule_can_always_says_which_assumption_falls()
     log = PerfLog(hosts=hosts, sizes=[1 << 30, 1 << 33], rate=202, start=1e-5)
     (told,) = judged(log, slots).warnings
     assert "8GB: 206.1 GB/s is 104.0% of NCCL's best (network ring): it takes 49.91 GB/s of each NIC" in told
-    little = judged(PerfLog(sizes=[1 << 30], rate=172.5, start=0, gpu="A100"), topoplan.load("dgx-a100"))
-    assert "it takes 2.7% more of the links than the machine states" in little.warnings[0]
-    much = judged(PerfLog(sizes=[1 << 30], rate=200, start=0, gpu="A100"), topoplan.load("dgx-a100"))
-    assert "the machine has more than was stated" in much.warnings[0]
+    one = PerfLog(sizes=[1 << 30], rate=172.5, start=0, gpu="A100")
+    assert "it takes 2.7% more of the links than the machine states" in judged(one).warnings[0]
+    assert "the machine has more than was stated" in judged(replace(one, rate=200)).warnings[0]
 
 
 def test_gpus_of_another_model_than_the_machines_are_told() -> None:
@@ -230,22 +213,19 @@ def test_gpus_of_another_model_than_the_machines_are_told() -> None:
 
 def test_ranks_that_see_one_gpu_each_are_numbered_by_bus_id_or_have_to_be_named() -> None:
     """All print device 0; a whole host of them is all its GPUs."""
-    text = PerfLog(rate=100, sizes=[1 << 30], gpu="A100").text()
-    for device in range(1, 8):
-        text = text.replace(f"device  {device} ", "device  0 ")
-    assert judged(text, topoplan.load("dgx-a100")).gpus == tuple(range(8))
-    part = PerfLog(hosts=(("node1", range(4)),), rate=100).text()
-    for device in range(1, 4):
-        part = part.replace(f"device  {device} ", "device  0 ")
-    with pytest.raises(
-        UsageError, match="ranks 0-3 of the log each see one GPU of node1, as device 0; name the 4 GPUs"
-    ):
-        judged(part, topoplan.load("dgx-a100"))
+
+    def first_device(log: PerfLog) -> str:
+        return re.sub(r"device  \d ", "device  0 ", log.text())
+
+    assert judged(first_device(PerfLog(rate=100, sizes=[1 << 30], gpu="A100"))).gpus == tuple(range(8))
+    told = "ranks 0-3 of the log each see one GPU of node1, as device 0; name the 4 GPUs"
+    with pytest.raises(UsageError, match=told):
+        judged(first_device(PerfLog(hosts=(("node1", range(4)),), rate=100)))
 
 
 @pytest.mark.parametrize("test", ["sendrecv", "gather", "scatter", "hypercube"])
 def test_what_is_no_collective_is_listed_and_not_compared(test: str) -> None:
-    found = judged(PerfLog(test), topoplan.load("dgx-a100"))
+    found = judged(PerfLog(test))
     assert len(found.rows) == 14
     assert {(row.collective, row.reachable, row.of_best) for row in found.rows} == {(test, None, None)}
     assert f"{test}: 14 rows are not compared" in found.warnings[-1]
@@ -254,14 +234,12 @@ def test_what_is_no_collective_is_listed_and_not_compared(test: str) -> None:
 
 def test_figures_that_cannot_be_are_told() -> None:
     """More than the wires carry; the factor of other ranks; a rate that is not size over time."""
-    fast = judged(PerfLog(rate=900), topoplan.load("dgx-a100"))
+    fast = judged(PerfLog(rate=900))
     assert "more than any schedule can over these wires (171.4)" in fast.warnings[0]
     assert "(and 7 more)" in fast.warnings[0]
     text = PerfLog(sizes=[1 << 30], rate=100).text()
-    wrong = judged(text.replace(" 174.", " 131."), topoplan.load("dgx-a100"))
-    assert "is not algbw" in " ".join(wrong.warnings)
-    slow = judged(text.replace(" 10759", " 20759"), topoplan.load("dgx-a100"))
-    assert "is not size / time" in " ".join(slow.warnings)
+    for old, new, told in ((" 174.", " 131.", "is not algbw"), (" 10759", " 20759", "is not size / time")):
+        assert told in " ".join(judged(text.replace(old, new)).warnings)
 
 
 def test_rows_of_every_root_are_compared_with_their_own_root() -> None:
@@ -308,7 +286,7 @@ def test_bus_bandwidth_above_the_nics_is_explained() -> None:
     assert "above the 50 GB/s of one NIC: a server has 8 of them" in str(middle)
     assert "above the 400 GB/s of a server's 8 NICs" in str(large)
     assert "1.875 bytes for a byte of the buffer, and only 1 must leave a server" in str(large)
-    assert judged(PerfLog(), topoplan.load("dgx-a100")).references[0].nics is None
+    assert judged(PerfLog()).references[0].nics is None
 
 
 def test_communicators_side_by_side_are_told_apart() -> None:
@@ -316,6 +294,6 @@ def test_communicators_side_by_side_are_told_apart() -> None:
     text = PerfLog(rate=50).text()
     for rank in range(4, 8):
         text = text.replace(f"Rank {rank:2d} Group  0", f"Rank {rank:2d} Group  1")
-    found = judged(text, topoplan.load("dgx-a100"))
+    found = judged(text)
     assert found.gpus == (0, 1, 2, 3)
     assert "2 communicators ran at once" in found.warnings[0]

@@ -56,19 +56,14 @@ def test_sockets_between_servers_with_nics_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("via", "kind"),
-    [("NET/IB/0/GDRDMA", None), ("NET/IB/0", "no gdr"), ("NET/Socket/1", "socket"), ("P2P/MNNVL", None)],
-)
-def test_ways_between_servers(via: str, kind: str | None) -> None:
-    """InfiniBand that reads the GPU's memory fits; without it data pass host memory."""
-    line = f"n:1:2 [7] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [send] via {via}"
-    found = [one for one in kinds(judged(line, h100_pair())) if one in ("no gdr", "socket")]
-    assert found == ([kind] if kind else [])
-
-
-@pytest.mark.parametrize(
     ("machine", "pair", "via", "kind"),
     [
+        # between servers: InfiniBand that reads the GPU's memory fits; without it data pass host memory
+        ("two dgx-h100", (7, 8), "NET/IB/0/GDRDMA", None),
+        ("two dgx-h100", (7, 8), "NET/IB/0", "no gdr"),
+        ("two dgx-h100", (7, 8), "NET/Socket/1", "socket"),
+        ("two dgx-h100", (7, 8), "P2P/MNNVL", None),
+        # inside: host memory misfits where NVLink or PCIe switches join the pair, and not between sockets
         ("dgx-1v", (0, 1), "SHM/direct/direct", "shm"),
         ("dgx-1v", (0, 5), "SHM/direct/direct", None),
         ("dgx-1v", (0, 1), "P2P/IPC", None),
@@ -77,12 +72,12 @@ def test_ways_between_servers(via: str, kind: str | None) -> None:
         ("dgx-h100", (0, 1), "NET/IB/0/GDRDMA", "net inside"),
     ],
 )
-def test_ways_inside_a_server(machine: str, pair: tuple[int, int], via: str, kind: str | None) -> None:
-    """Host memory misfits where NVLink or PCIe switches join the pair, and not between sockets."""
+def test_ways_between_gpus(machine: str, pair: tuple[int, int], via: str, kind: str | None) -> None:
     tail, head = pair
-    line = f"n:1:2 [{tail}] NCCL INFO Channel 00/0 : {tail}[{tail}] -> {head}[{head}] via {via}"
-    found = [one for one in kinds(judged(line, topoplan.load(machine))) if one != "few channels"]
-    assert found == ([kind] if kind else [])
+    ends = f"{tail}[{tail % 8}] -> {head}[{head % 8}] [send]"
+    line = f"n:1:2 [{tail}] NCCL INFO Channel 00/0 : {ends} via {via}"
+    found = kinds(judged(line, h100_pair() if machine.startswith("two") else topoplan.load(machine)))
+    assert [one for one in found if one not in ("few channels", "no nvls")] == ([kind] if kind else [])
 
 
 def test_settings_that_cost_nothing_are_no_finding() -> None:
@@ -108,7 +103,10 @@ def test_ranks_of_a_log_of_one_host_of_two_are_judged() -> None:
 
 
 def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
-    """A ring of ranks that no other line names, one that names ranks which are not there, and no number of ranks."""
+    """A ring of ranks that no other line names, one that names ranks which are not there, and no number of ranks.
+
+    NCCL_DEBUG_FILE writes a file for each process, so that of one rank.
+    """
     ring = "h:1:2 [0] NCCL INFO Channel 00/02 :    0   1   2   3\n"
     way = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct\n"
     machine = topoplan.load("dgx-h100")
@@ -118,6 +116,9 @@ def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
     assert kinds(cut) == ["shm"]
     assert "states neither the number of ranks nor their GPUs" in cut.notes[0]
     assert cut.to_object()["ranks"] is None
+    one = "\n".join(line for line in healthy().text().splitlines() if "[3] NCCL" in line)
+    run = judged(one, topoplan.load("dgx-1v"))
+    assert (run.notes, run.rings) == (("the log is of ranks 3, 1 of 8",), None)
 
 
 def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
@@ -127,13 +128,6 @@ def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
         run = judged(log, topoplan.load("dgx-a100"))
         assert dict(run.gpus) == {8: 0, 9: 1}
         assert any("every process sees one GPU" in note for note in run.notes)
-
-
-def test_one_rank_alone_is_told() -> None:
-    text = "\n".join(line for line in healthy().text().splitlines() if "[3] NCCL" in line)
-    run = judged(text, topoplan.load("dgx-1v"))
-    assert run.notes == ("the log is of ranks 3, 1 of 8",)
-    assert run.rings is None
 
 
 @pytest.mark.parametrize(

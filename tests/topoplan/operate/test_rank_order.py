@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise, permutations
 from random import Random
 
@@ -21,7 +23,6 @@ from topoplan.operate.link_loads import HopLoads, tree_edges
 from topoplan.operate.rank_order import (
     ENUMERATED,
     MEETS_BOUND,
-    RankOrder,
     best_order,
     near_servers,
     ring_bound,
@@ -179,59 +180,60 @@ def test_more_hosts_than_can_be_listed_meet_the_bound_on_a_tree(seed: int) -> No
         assert found.after.merit >= found.before.merit
 
 
-def rings(found: RankOrder) -> tuple[float, float]:
-    """Bus bandwidth as given and as found."""
-    return float(found.before.ring), float(found.after.ring)
+def three_domains() -> Topology:
+    """Three NVLink domains of eight GPUs, a NIC each."""
+    tray = domain(topoplan.load("gb200-nvl72"), 8)
+    return cluster([Server(tray, count=3)], nic_gbps=400, nic_access="direct")
 
 
-def test_nothing_is_changed_where_nothing_is_gained() -> None:
-    given_order = (3, 1, 0, 2, 7, 6, 5, 4)
-    found = best_order(topoplan.load("dgx-a100"), given=given_order)
-    assert found.ranks == found.given == given_order
-    assert found.after == found.before
-
-
-def test_double_links_of_a_dgx_1v_make_a_ring_and_mi250_has_one_over_its_links() -> None:
-    found = best_order(topoplan.load("dgx-1v"))
-    assert rings(found) == (25, 50)
-    assert found.bound == 50
-    found = best_order(topoplan.load("mi250"))
-    assert rings(found) == (12, 50)
-    assert found.proof == MEETS_BOUND
-
-
-def test_alternating_leaves_cost_what_their_oversubscription_says() -> None:
-    """Hosts in turns on two leaves: 8 hops cross in place of 2, over uplinks a quarter as wide as what is below.
-
-    8 NICs of 50 GB/s a node: uplinks of 4 x 400 / 4 GB/s, crossed 4 times each way, then once.
-    """
+def two_leaves() -> Topology:
+    """Hosts in turns on two leaves: 8 NICs of 50 GB/s each, uplinks of 4 x 400 / 4 GB/s."""
     nodes = tuple((f"n{number}", f"leaf{number % 2}") for number in range(8))
     network = NodeNetwork("two leaves", (("leaf0", "top"), ("leaf1", "top"), ("top", "")), nodes)
     machines = {node: topoplan.load("dgx-h100") for node, _ in nodes}
-    machine = cluster_of_nodes(network, machines, nic_gbps=400, nic_access="direct", oversubscription=4)
+    return cluster_of_nodes(network, machines, nic_gbps=400, nic_access="direct", oversubscription=4)
+
+
+TURNS = tuple(8 * domain + gpu for gpu in range(8) for domain in range(3))
+
+
+@pytest.mark.parametrize(
+    ("machine", "given_order", "rings"),
+    [
+        # the double links make a ring
+        (partial(topoplan.load, "dgx-1v"), None, (25, 50)),
+        (partial(topoplan.load, "mi250"), None, (12, 50)),
+        # hosts without a switch in between are visited along their cables
+        (partial(topoplan.load, "torus:4,4"), None, (0, 12.5)),
+        # ranks of an NVLink domain stay together
+        (three_domains, TURNS, (50, 400)),
+        # uplinks are crossed 4 times each way, then once
+        (two_leaves, None, (100, 400)),
+    ],
+)
+def test_rings_before_and_after(
+    machine: Callable[[], Topology], given_order: tuple[int, ...] | None, rings: tuple[float, float]
+) -> None:
+    """The best order meets its bound."""
+    found = best_order(machine(), given=given_order)
+    assert (float(found.before.ring), float(found.after.ring)) == rings
+    assert found.after.ring == found.bound
+
+
+def test_servers_and_leaves_are_visited_one_after_another() -> None:
+    """Nothing is changed where nothing is gained."""
+    machine = two_leaves()
     found = best_order(machine)
-    assert rings(found) == (100, 400)
     assert (float(found.before.between_switches), float(found.after.between_switches)) == (16, 4)
     assert found.proof == MEETS_BOUND
     firsts = [machine.gpus[rank].split(".")[0] for rank in found.ranks[::8]]
     assert firsts == ["n0", "n2", "n4", "n6", "n1", "n3", "n5", "n7"]
-
-
-def test_ranks_of_an_nvlink_domain_stay_together() -> None:
-    tray = domain(topoplan.load("gb200-nvl72"), 8)
-    machine = cluster([Server(tray, count=3)], nic_gbps=400, nic_access="direct")
-    turns = [8 * domain + gpu for gpu in range(8) for domain in range(3)]
-    found = best_order(machine, given=turns)
-    homes = [rank // 8 for rank in found.ranks]
+    homes = [rank // 8 for rank in best_order(three_domains(), given=TURNS).ranks]
     assert sum(a != b for a, b in pairwise(homes)) == 2
-    assert rings(found) == (50, 400)
-    assert found.proof == MEETS_BOUND
-
-
-def test_hosts_without_a_switch_in_between_are_visited_along_their_cables() -> None:
-    found = best_order(topoplan.load("torus:4,4"))
-    assert found.before.ring == 0
-    assert found.after.ring == found.bound == Fraction(25, 2)
+    given_order = (3, 1, 0, 2, 7, 6, 5, 4)
+    found = best_order(topoplan.load("dgx-a100"), given=given_order)
+    assert found.ranks == found.given == given_order
+    assert found.after == found.before
 
 
 def test_levels_of_a_fat_tree_are_hosts_leaves_pods_and_all() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from topoplan.cli.main import main
+from tests.support.checkout import Run
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import without_each_server
@@ -45,48 +45,37 @@ def test_rates_are_those_of_plans_on_what_is_left() -> None:
             assert row.bus == pytest.approx(row.rate * 3 / 4)
 
 
-def test_of_two_equally_slow_servers_neither_costs_by_itself() -> None:
+def test_no_server_is_blamed_where_none_costs_by_itself() -> None:
+    """Of two equally slow servers each leaves the other in; five alike do less than four for their number."""
     found = without_each_server(hosts([100, 40, 40, 100]))
-    assert found.slow == ()
-    assert found.whole.rate == 5.0
-
-
-def test_what_any_server_fewer_gains_is_no_fault_of_one() -> None:
-    """Alike servers: five do less than four because of the ranks, and none is blamed."""
+    assert (found.slow, found.whole.rate) == ((), 5.0)
     found = without_each_server(hosts([100] * 5))
     assert found.gain(found.rows[0]) > 1
     assert found.slow == ()
 
 
 def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
+    """A chain of three hosts without its middle; what is left of two servers is one, and moves nothing."""
     ends = [(f"gpu{n}", f"gpu{n + 1}") for n in range(2)]
-    chain = Topology(
-        "chain",
-        tuple(topoplan.Device(f"gpu{n}", "gpu", f"s{n}") for n in range(3)),
-        tuple(topoplan.Link(*way, "network", 5.0) for a, b in ends for way in ((a, b), (b, a))),
-    )
-    found = without_each_server(chain)
+    devices = tuple(topoplan.Device(f"gpu{n}", "gpu", f"s{n}") for n in range(3))
+    links = tuple(topoplan.Link(*way, "network", 5.0) for a, b in ends for way in ((a, b), (b, a)))
+    found = without_each_server(Topology("chain", devices, links))
     assert [row.rate for row in found.rows if row.servers == ("s1",)] == [0.0]
-
-
-def test_fewer_than_three_servers_are_refused() -> None:
     with pytest.raises(UsageError, match="three servers or more"):
         without_each_server(hosts([100, 40]))
     with pytest.raises(UsageError, match="three servers or more, got 1"):
         without_each_server("dgx-1v")
 
 
-def test_the_command_prints_a_row_for_each_kind_of_server(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_prints_a_row_for_each_kind_of_server(run: Run, tmp_path: Path) -> None:
     """From a cluster file, as text and as JSON; options of other comparisons are refused."""
     path = tmp_path / "mixed.json"
     path.write_text(
         '{"format": "topoplan.cluster/1", "network": {"nic_gbps": 100, "nics": 1, "nic_access": "direct"}, "servers": '
         '[{"machine": "dgx-1v", "gpus": [0], "count": 3}, {"machine": "dgx-1v", "gpus": [0], "nic_gbps": 25}]}'
     )
-    assert main(["compare", str(path), "--without-each-server"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    command = ("compare", str(path), "--without-each-server")
+    lines = run(*command)[1].splitlines()
     assert lines[1:5] == [
         "servers              GPUs   GB/s  busbw  of all",
         "all                     4  3.125  4.688",
@@ -94,18 +83,14 @@ def test_the_command_prints_a_row_for_each_kind_of_server(
         "all but one of s0-2     3  3.125  4.167   1.00x",
     ]
     assert lines[5].startswith("s3 holds the others back: they do 9.375 GB/s")
-    assert main(["compare", str(path), "--without-each-server", "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = json.loads(run(*command, "--json")[1])
     assert made["all"]["rate"] == 3.125
-    assert [(row["servers"], row["gain"]) for row in made["without"]] == [
-        (["s3"], 3.0),
-        (["s0", "s1", "s2"], 1.0),
-    ]
-    assert main(["compare", str(path), "--without-each-server", "--csv"]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == [
+    rows = [(row["servers"], row["gain"]) for row in made["without"]]
+    assert rows == [(["s3"], 3.0), (["s0", "s1", "s2"], 1.0)]
+    assert run(*command, "--csv")[1].splitlines()[:3] == [
         "servers,gpus,rate,busbw,gap,gain",
         ",4,3.125,4.6875,0.0,1.0",
         "s3,3,9.375,12.5,0.0,3.0",
     ]
-    assert main(["compare", str(path), "--without-each-server", "--all-allocations"]) == 2
-    assert "does not go with --all-allocations" in capsys.readouterr().err
+    status, _, err = run(*command, "--all-allocations")
+    assert (status, "does not go with --all-allocations" in err) == (2, True)

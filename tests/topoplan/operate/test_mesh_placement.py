@@ -25,13 +25,12 @@ def together(
     filled: dict[int, Fraction] = {}
     for axis, weight in weights.items():
         size = axes[axis]
+        sent = weight * Fraction(2 * (size - 1), size)
         for group in groups_along(list(axes.items()), axis):
             ring = [ranks[rank] for rank in group]
             for tail, head in zip(ring, (*ring[1:], ring[0]), strict=True):
                 for link, part in (loads.hop(tail, head) or {}).items():
-                    filled[link] = filled.get(link, Fraction(0)) + part * weight * Fraction(
-                        2 * (size - 1), size
-                    )
+                    filled[link] = filled.get(link, Fraction(0)) + part * sent
     return min(loads.capacity[link] / load for link, load in filled.items() if load)
 
 
@@ -49,27 +48,18 @@ def test_no_placement_of_six_ranks_has_faster_rings(weights: dict[str, int]) -> 
 
 
 def servers(count: int) -> Topology:
-    return cluster(
-        [Server("dgx-h100", count=count)],
-        nic_gbps=400,
-        network="fat-tree",
-        leaf_size=2,
-        oversubscription=4,
-        nic_access="direct",
-    )
+    boxes = [Server("dgx-h100", count=count)]
+    tree = {"network": "fat-tree", "leaf_size": 2, "oversubscription": 4}
+    return cluster(boxes, nic_gbps=400, nic_access="direct", **tree)  # type: ignore[arg-type]
 
 
 def test_all_divisions_of_the_axes_over_the_levels_are_there() -> None:
     """8 GPUs, 2 servers, 2 switches for dp 4 x tp 8: tp takes 2, 4 or 8 of a server, and what is left is divided."""
     found = best_mesh(servers(4), {"dp": 4, "tp": 8}, axes={"dp": 1, "tp": 100})
     assert found.levels == (("in a server", 8), ("on a switch", 2), ("across", 2))
-    factors = {one.factors for one in found.placements}
-    assert factors == {
-        ((4, 1, 1), (2, 2, 2)),
-        ((2, 2, 1), (4, 1, 2)),
-        ((2, 1, 2), (4, 2, 1)),
-        ((1, 2, 2), (8, 1, 1)),
-    }
+    data = ((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2))
+    tensor = ((2, 2, 2), (4, 1, 2), (4, 2, 1), (8, 1, 1))
+    assert {one.factors for one in found.placements} == {*zip(data, tensor, strict=True)}
     for one in found.placements:
         assert sorted(one.ranks) == list(range(32))
         assert [prod(parts) for parts in one.factors] == [4, 8]
