@@ -73,8 +73,8 @@ class SparseExplanation:
         Bytes of the gathered messages of all ranks, with padding.
     reason : str
     seconds : mapping of str to float
-        Model times: of `explain` for "auto" those of all exchanges of this machine, of a call those that were not ruled
-        out by a lower bound, else that of the one that was named.
+        Model times: for "auto" of all exchanges of this machine if it comes from `explain`, of the exchanges that no
+        lower bound rules out if it comes from a call; else of the named one.
     plan : Plan or None
         The plan that runs, unless entries are gathered: that of the allreduce, or the sparse plan.
     """
@@ -124,7 +124,7 @@ class ExchangeTimes:
         return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
 
     def choose(self) -> SparseExplanation:
-        """Return the exchange, by the times of those that may be the fastest."""
+        """Return the exchange, by the times of exchanges that may be the fastest."""
         named = check_exchange(self._asked.exchange)
         if named != "auto":
             self._time(named)
