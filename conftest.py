@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +20,17 @@ WITH_TORCH = [
 ]
 collect_ignore_glob = [] if find_spec("torch") else WITH_TORCH
 TESTS = Path(__file__).parent / "tests"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from walking thousands of items, which live as long as the session."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -399,13 +399,7 @@ def line(outcome: Outcome, width: int) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, of what failed processes have printed.
-
-    Examples
-    --------
-    >>> last_line("a\\nb\\n\\n"), last_line("")
-    ('b', 'nothing was printed')
-    """
+    """The last line that says something, of what failed processes have printed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing was printed"
 

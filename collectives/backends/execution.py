@@ -439,7 +439,8 @@ class Execution(Generic[Array]):
 
     def _writes_to(self, output: Array) -> bool:
         """Return whether the back end may write a result to the caller's array itself."""
-        return self.backend.arrays.contiguous(output) and self.backend.writes(output)
+        backend = self.backend
+        return backend.arrays.contiguous(output) and (backend.direct or backend.writes(output))
 
     def _divided(self, line: Array, rank: int) -> Array:
         """Return a rank's input of an average, divided by the number of ranks, in memory of this module."""

@@ -97,7 +97,7 @@ class Communicator(DenseCollectives, SparseCollectives):
     on_failure : str
         Reaction to the failure of a rank in a collective: "raise", or "shrink" to exclude it (`shrink`) and repeat the
         collective among the survivors (see `Handle.repeated`, `Handle.without` and `notes`). Supported by the back
-        ends tcp, shared and mpi, torch with tensors on the CPU, and nccl if its ranks meet at a rendezvous. An average
+        ends tcp, shared and mpi, torch with tensors on the CPU, and nccl unless mpiexec started it. An average
         is then one of fewer ranks. A collective that cannot be repeated raises `BackendError`, and the next call runs
         among the survivors: its root failed, the survivors do not divide its arrays, or an ``out`` has as many blocks
         as there were ranks. Sparse collectives are repeated with the residuals from before them, by another exchange

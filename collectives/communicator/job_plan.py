@@ -166,7 +166,7 @@ def _check_size(given_plan: PlanOrTopology, size: int, where: str) -> None:
 
 
 def _no_plan(name: str) -> UsageError:
-    if name.startswith("loopback"):
+    if name in backends_with("in_process"):
         return UsageError(
             f"{name} holds all ranks in this process, without a job to plan for; give a plan, for example "
             "topoplan.plan(topoplan.probe())"

@@ -213,8 +213,8 @@ def describe_replan(before: Plans, after: Plans, change: PlanChange | str) -> st
 
 RECOVERY_UNSUPPORTED = (
     "the {name} back end cannot continue without a rank; start the job again with the surviving ranks "
-    "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, torch with tensors on the CPU, and nccl where "
-    "its ranks meet at a rendezvous)"
+    "(loopback, loopback-gpu, shared and mpi can, tcp without helpers, torch with tensors on the CPU, and nccl "
+    "unless mpiexec started it)"
 )
 
 

@@ -2,9 +2,8 @@
 
 A control plane provides an allgather of bytes and a failure notice; the rest is the same over each transport and
 stands here. NCCL has none of this: a rank that waits for a dead one waits for ever. Transports are the rendezvous
-(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`), MPI (`MpiControlPlane`) and messages of a process
-group (`GroupControlPlane`). The first two notice that a process has ended and find the stalled rank; over MPI a rank
-names the neighbour that it waits for, after the timeout.
+(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`) and messages of a process group (`GroupControlPlane`).
+The first two notice that a process has ended and find the stalled rank.
 
 Every rank sends a `Signature` before the first byte of a collective moves, or a refusal if its arguments are wrong.
 All ranks get all signatures before any raises, so all raise the same error and can run the next collective. Failure
@@ -16,19 +15,15 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from hashlib import sha256
-from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any
 
-from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.errors import BackendError, RefusedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +233,6 @@ def _after_call(*values: str | int | None) -> str:
     return json.dumps(dict(zip(_NAMES[1:], values, strict=True)))[1:]
 
 
-BLOCK_BYTES = 640  # bytes of the first gather of a `BlockControlPlane`: a signature fits, with some text
-
 COLLECTIVE, VALUE, TEXT, SHUTDOWN_NOTICE = b"c", b"v", b"t", b"f"
 """Kinds of control messages; ranks that exchange different kinds must not mistake one for the other."""
 
@@ -344,29 +337,6 @@ class ControlPlane(ABC):
         return [one[1:] for one in said]
 
 
-class BlockControlPlane(ControlPlane):
-    """A control plane over blocks whose lengths all ranks must know in advance.
-
-    All ranks first send a block of `BLOCK_BYTES` with the length of the message in front. Longer messages end in a
-    second round without padding: if one of 1024 ranks sends a plan, the others do not send as much.
-    """
-
-    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
-        message = len(data).to_bytes(4, "big") + data
-        blocks = self._exchange(message[:BLOCK_BYTES].ljust(BLOCK_BYTES), [BLOCK_BYTES] * self.size, timeout)
-        lengths = [4 + int.from_bytes(block[:4], "big") for block in blocks]
-        if max(lengths) > BLOCK_BYTES:
-            rest = self._exchange(
-                message[BLOCK_BYTES:], [max(0, length - BLOCK_BYTES) for length in lengths], timeout
-            )
-            blocks = [block + more for block, more in zip(blocks, rest, strict=True)]
-        return [block[4:length] for block, length in zip(blocks, lengths, strict=True)]
-
-    @abstractmethod
-    def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        """Return the bytes of every rank, in order of rank, of these lengths."""
-
-
 def waits_for_no_peer() -> Waiting:
     """Return the state of a rank outside a collective."""
     return Waiting(None, None, 0.0)
@@ -383,92 +353,3 @@ def plain_message(error: BackendError) -> str:
     text = str(error)
     known = any(value is not None for value in (error.rank, error.peer, error.step))
     return text.split(": ", 1)[1] if known else text
-
-
-FAILURE_TAG = 7  # MPI tag of failures
-
-MPI_POLL_SECONDS = 0.0005
-
-
-class MpiControlPlane(BlockControlPlane):
-    """The control plane of an MPI communicator, which is duplicated; all its processes must construct it.
-
-    Raises
-    ------
-    UsageError
-        MPI was started for one thread only.
-    """
-
-    def __init__(self, communicator: Any) -> None:
-        from mpi4py import MPI
-
-        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise UsageError("MPI runs for one thread only; start it with MPI.THREAD_SERIALIZED or more")
-        self._mpi = communicator.Dup()
-        super().__init__(int(self._mpi.Get_rank()), int(self._mpi.Get_size()))
-        self._one = threading.Lock()
-        self._found: BackendError | None = None
-        self._sent: list[Any] = []
-        self._closed = False
-
-    def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        from mpi4py import MPI
-
-        known = self.trouble()
-        if known is not None:
-            raise known
-        sent, everyone = bytearray(own), bytearray(sum(lengths))
-        with self._one:
-            request = self._mpi.Iallgatherv(
-                [sent, MPI.BYTE], [everyone, (lengths, [0, *accumulate(lengths)][:-1]), MPI.BYTE]
-            )
-        deadline = time.monotonic() + timeout
-        while not self._test(request):
-            error = self.trouble()
-            if error is None and time.monotonic() > deadline:
-                self.tell(
-                    BackendError(
-                        f"waited {timeout:g} s for ranks that have not called this collective", rank=self.rank
-                    )
-                )
-                error = self.trouble()
-            if error is not None:
-                self._sent.append((request, sent, everyone))
-                raise error
-            time.sleep(MPI_POLL_SECONDS)
-        starts = [0, *accumulate(lengths)]
-        return [bytes(everyone[i:j]) for i, j in pairwise(starts)]
-
-    def trouble(self) -> BackendError | None:
-        with self._one:
-            if self._found is None and not self._closed and self._mpi.iprobe(tag=FAILURE_TAG):
-                self._found = BackendError(**json.loads(self._mpi.recv(tag=FAILURE_TAG)))
-            return self._found
-
-    def tell(self, error: BackendError) -> None:
-        """If two ranks report at the same time, each rank gets one of the reports."""
-        if self.trouble() is not None:
-            return
-        where = {"rank": error.rank, "peer": error.peer, "step": error.step}
-        report = json.dumps({"message": plain_message(error), **where})
-        with self._one:
-            self._found = BackendError(plain_message(error), **where)
-            others = [peer for peer in range(self.size) if peer != self.rank]
-            self._sent += [self._mpi.isend(report, dest=peer, tag=FAILURE_TAG) for peer in others]
-
-    def stalled(self, timeout: float) -> None:
-        """The failure is attributed to the neighbour that this rank waits for."""
-        wait = self.waiting()
-        message = f"waited {timeout:g} s for rank {wait.peer}, or for one that it waits for"
-        self.tell(BackendError(message, rank=self.rank, peer=wait.peer, step=wait.step))
-
-    def close(self) -> None:
-        """After a failure the duplicate stays: freeing it would wait for the others."""
-        with self._one:
-            if not self._closed and self._found is None:
-                self._mpi.Free()
-            self._closed = True
-
-    def _test(self, request: Any) -> bool:
-        with self._one:
-            return bool(request.Test())

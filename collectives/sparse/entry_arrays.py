@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Line = TypeVar("Line")
 
+Array = NDArray[Any]
+
 Entries = tuple[Any, Any]  # indices, ascending, and values
 
 
@@ -126,7 +128,6 @@ class EntryArrays(Protocol[Line]):
         """Sum entries in their order; return the k largest and the others."""
 
 
-Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 LARGEST_FLOAT = {
@@ -261,9 +262,6 @@ def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | 
     return message[:border].view(index), message[border:].view(dtype)
 
 
-HostArray = NDArray[Any]
-
-
 class HostEntryArrays(Generic[Line]):
     """The `EntryArrays` of numpy arrays, for any array library."""
 
@@ -279,20 +277,20 @@ class HostEntryArrays(Generic[Line]):
     def area(self, nbytes: int) -> Line:
         return self._library.empty((nbytes,), self._library.of(np.empty(0, np.uint8)))
 
-    def values(self, line: Line) -> HostArray:
+    def values(self, line: Line) -> Array:
         return self._library.values(line)
 
-    def line(self, values: HostArray) -> Line:
+    def line(self, values: Array) -> Line:
         return self._library.wrapped(values)
 
-    def zeroed(self, line: Line) -> HostArray:
+    def zeroed(self, line: Line) -> Array:
         if not self._library.by_numpy(line):
             return np.zeros(self._library.shape(line), self._library.dtype(line))
         values = self._library.values(line)
         values.fill(0)
         return values
 
-    def store(self, line: Line, values: HostArray) -> None:
+    def store(self, line: Line, values: Array) -> None:
         if not self._library.by_numpy(line):
             self._library.put(line, values)
             return
@@ -310,20 +308,20 @@ class HostEntryArrays(Generic[Line]):
         with np.errstate(over="ignore"):  # overflow becomes infinite, as in sums of such values
             self._library.put(target, self._library.values(result))
 
-    def bounded(self, values: HostArray, limit: float = math.inf) -> bool:
+    def bounded(self, values: Array, limit: float = math.inf) -> bool:
         # a NaN makes smallest and largest NaN, for which no comparison holds
         return not values.size or (float(values.min()) > -limit and float(values.max()) < limit)
 
-    def shown(self, values: HostArray) -> HostArray:
+    def shown(self, values: Array) -> Array:
         shown = np.where(np.isfinite(values), values.dtype.type(0), values)
         shown[np.isnan(shown)] = np.inf
         return shown
 
-    def nonzero(self, values: HostArray) -> Entries:
+    def nonzero(self, values: Array) -> Entries:
         indices = np.flatnonzero(values)
         return indices, values[indices]
 
-    def add(self, total: HostArray, entries: Entries) -> None:
+    def add(self, total: Array, entries: Entries) -> None:
         indices, values = entries
         total[indices] += values
 
@@ -341,7 +339,7 @@ class HostEntryArrays(Generic[Line]):
         lost = np.subtract(values, decoded[1], where=np.isfinite(values), out=np.zeros_like(values))
         return EncodedEntries(message, decoded, (indices, lost))
 
-    def decode(self, message: HostArray, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
+    def decode(self, message: Array, *, size: int, dtype: str, wire: WireFormat | None) -> Entries:
         return decode_entries(message, size=size, dtype=dtype, wire=wire)
 
     def merge(self, parts: Sequence[Entries], k: int) -> tuple[Entries, Entries]:
@@ -369,7 +367,7 @@ def merge_entries(parts: Sequence[Entries]) -> Entries:
     return indices, values
 
 
-def largest_entries(indices: HostArray, values: HostArray, k: int) -> tuple[Entries, Entries]:
+def largest_entries(indices: Array, values: Array, k: int) -> tuple[Entries, Entries]:
     """Return the k entries of largest magnitude, ties by lowest index, and the others, both ascending.
 
     Examples

@@ -111,6 +111,7 @@ class ExchangeTimes:
         self._nbytes = asked.size * np.dtype(asked.dtype).itemsize
         message = message_bytes(self._entries, size=asked.size, dtype=asked.dtype, wire=asked.wire)
         self._gathered = plans.ranks * place_bytes(message)
+        self._sparse = self._entries < asked.size
         self._seconds: dict[str, float] = {}
         self._least: dict[str, float] = {}
 
@@ -120,7 +121,7 @@ class ExchangeTimes:
             return self.choose()
         for name in ("dense", "pairs", *self._plans.possible(self._share)):
             self._time(name)
-        return self._explanation(choose_exchange(self._seconds, sparse=self._entries < self._asked.size))
+        return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
 
     def choose(self) -> SparseExplanation:
         """Return the exchange, by the times of those that may be the fastest."""
@@ -129,42 +130,22 @@ class ExchangeTimes:
             self._time(named)
             return self._explanation(named)
         self._time("dense")
-        if self._entries == self._asked.size:
-            return self._explanation("dense")
-        rivals = ("pairs", *self._plans.applicable())
-        least = self._plans.least_seconds(rivals, self._share, self._nbytes, gathered=self._gathered)
-        self._take_fastest(
-            {name: least[name] for name in rivals if name not in TREES or "servers" not in rivals}
-        )
-        if "servers" in rivals and "servers" not in self._seconds:
-            # trees compete only where there are no three phases, which a plan shows
-            trees = {name: least[name] for name in rivals if name in TREES}
-            if min(trees.values(), default=math.inf) <= min(self._seconds.values()) and not self._plans.has(
-                "servers", self._share
-            ):
-                self._least.pop("servers", None)
-                self._take_fastest(trees)
-        return self._explanation(choose_exchange(self._seconds, sparse=True))
-
-    def _take_fastest(self, least: dict[str, float]) -> None:
-        """Compute times in the order of their lower bounds, until one is below all bounds that are left."""
-        left = dict(least)
-        while left:
+        left = self._plans.least_seconds(self._share, self._nbytes, self._gathered) if self._sparse else {}
+        while left and min(left.values()) <= min(self._seconds.values()):
             name = min(left, key=left.__getitem__)
-            if left[name] > min(self._seconds.values()):
-                self._least.update(left)
-                return
             del left[name]
-            if name == "pairs" or self._plans.has(name, self._share):
+            if self._competes(name):
                 self._time(name)
+        self._least = left
+        return self._explanation(choose_exchange(self._seconds, sparse=self._sparse))
+
+    def _competes(self, name: str) -> bool:
+        """Return whether this machine has an exchange, and for trees that it has no three phases."""
+        beside_servers = name in TREES and self._plans.has("servers", self._share)
+        return name == "pairs" or (not beside_servers and self._plans.has(name, self._share))
 
     def _time(self, name: str) -> None:
-        if name == "dense":
-            self._seconds[name] = self._plans.dense_seconds("allreduce", self._nbytes)
-        elif name == "pairs":
-            self._seconds[name] = self._plans.dense_seconds("allgather", self._gathered)
-        else:
-            self._seconds[name] = self._plans.seconds(name, self._share, self._nbytes)
+        self._seconds[name] = self._plans.seconds(name, self._share, self._nbytes, self._gathered)
 
     def _explanation(self, chosen: str) -> SparseExplanation:
         plan = None
@@ -185,12 +166,9 @@ class ExchangeTimes:
             "balanced": "balanced trees",
         }
         times = [
-            f"{names[name]} {self._seconds[name] * 1e3:.3g} ms" for name in names if name in self._seconds
-        ]
-        times += [
-            f"{names[name]} at least {self._least[name] * 1e3:.3g} ms"
-            for name in names
-            if name in self._least
+            f"{words} {found[name] * 1e3:.3g} ms"
+            for found, more in ((self._seconds, ""), (self._least, " at least"))
+            for name, words in ((name, names[name] + more) for name in names if name in found)
         ]
         if self._asked.exchange != "auto":
             return f"asked for; by the model {times[0]}"
@@ -215,12 +193,8 @@ def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
     >>> choose_exchange({"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
     'servers'
     """
-    rivals = ("dense", "pairs", "servers") if "servers" in seconds else EXCHANGES
-    return (
-        min((name for name in EXCHANGES if name in seconds and name in rivals), key=seconds.__getitem__)
-        if sparse
-        else "dense"
-    )
+    rivals = EXCHANGES[:4] if "servers" in seconds else EXCHANGES
+    return min((name for name in rivals if name in seconds), key=seconds.__getitem__) if sparse else "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +233,7 @@ class ServerCuts:
             if dst in into:
                 into[dst] += float(capacity) * 1e9
                 entering = min(entering, seconds)
-            if src in out and dst in into:
-                direct = min(direct, seconds)
+                direct = min(direct, seconds if src in out else math.inf)
         return cls(
             tuple(members.values()),
             tuple(into.values()),
@@ -280,7 +253,6 @@ class SparsePlans:
         self._execution = execution
         self._store = execution.store.copied() if local else None
         self._runners: dict[tuple[str, Fraction], RoundRunner[Any]] = {}
-        self._seconds: dict[tuple[str, Fraction, int], float] = {}
         self._elements: dict[str, Plan] = {}
         self._absent: dict[str, str] = {}
 
@@ -289,14 +261,6 @@ class SparsePlans:
         if self._store is not None:
             return self._store.plan(collective, None, nbytes)
         return self._execution.plan(collective, nbytes)
-
-    def dense_seconds(self, collective: str, nbytes: int) -> float:
-        """Return the model time of such a plan."""
-        return simulate(self.dense(collective, nbytes), nbytes=nbytes).seconds
-
-    def applicable(self) -> tuple[str, ...]:
-        """Return the exchanges with plans of their own that such a machine may have."""
-        return tuple(name for name in ("servers", *TREES) if not self._reason(name))
 
     def possible(self, entries: Fraction) -> tuple[str, ...]:
         """Return the exchanges that have a plan on this machine; ``entries`` as in `runner`."""
@@ -317,38 +281,33 @@ class SparsePlans:
             raise UsageError(f"no exchange {exchange!r} here: {missing}; use {others}")
         return self._runners[exchange, entries]
 
-    def seconds(self, exchange: str, entries: Fraction, nbytes: int) -> float:
-        """Return the model time of an exchange for a gradient of so many bytes."""
-        key = (exchange, entries, nbytes)
-        if key not in self._seconds:
-            self._seconds[key] = simulate(self.runner(exchange, entries).plan, nbytes=nbytes).seconds
-        return self._seconds[key]
+    def seconds(self, exchange: str, entries: Fraction, nbytes: int, gathered: int) -> float:
+        """Return the model time of an exchange for a gradient of so many bytes, and messages of so many together."""
+        nbytes = gathered if exchange == "pairs" else nbytes
+        collective = {"dense": "allreduce", "pairs": "allgather"}.get(exchange)
+        plan = self.dense(collective, nbytes) if collective else self.runner(exchange, entries).plan
+        return simulate(plan, nbytes=nbytes).seconds
 
-    def least_seconds(
-        self, exchanges: Sequence[str], entries: Fraction, nbytes: int, *, gathered: int
-    ) -> dict[str, float]:
-        """Return lower bounds of the model times of exchanges, from the links around servers, without a plan.
+    def least_seconds(self, entries: Fraction, nbytes: int, gathered: int) -> dict[str, float]:
+        """Return lower bounds of the model times of exchanges of entries, without a plan; arguments as `seconds`.
 
         Every round takes a launch, a start-up, and the bytes that must enter or leave a server over its capacity; with
         one server, or one rank on each, a rank stands for a server. Of G servers, all but one receive what is gathered
         from the others (pairs), the entries of G - 1 others (servers), or the sums (trees), which G - 1 have sent up.
         """
-        ranks, between = self.ranks, self._cuts
-        if ranks == 1:
-            return dict.fromkeys(exchanges, 0.0)
-        count, start = len(between.members), LAUNCH + between.latency
-        packed = nbytes * float(entries)
+        if self.ranks == 1:
+            return {"pairs": 0.0}
+        cuts, packed = ServerCuts.around(self._servers), nbytes * float(entries)
+        others, start = len(cuts.members) - 1, LAUNCH + cuts.latency
+        outside = [1 - members / self.ranks for members in cuts.members]
         bounds = {
             "pairs": start
-            + max(
-                gathered * (ranks - members) / ranks / into
-                for members, into in zip(between.members, between.into, strict=True)
-            ),
-            "servers": 3 * LAUNCH + between.latency + packed * (count - 1) / min(between.into),
-            "tree": 2 * start + packed * (1 / max(between.into) + 1 / max(between.out)),
-            "balanced": 2 * start + packed * (count - 1) * (1 / sum(between.into) + 1 / sum(between.out)),
+            + max(gathered * part / into for part, into in zip(outside, cuts.into, strict=True)),
+            "servers": start + 2 * LAUNCH + packed * others / min(cuts.into),
+            "tree": 2 * start + packed * (1 / max(cuts.into) + 1 / max(cuts.out)),
+            "balanced": 2 * start + packed * others * (1 / sum(cuts.into) + 1 / sum(cuts.out)),
         }
-        return {name: bounds[name] * MARGIN for name in exchanges}
+        return {name: bounds[name] * MARGIN for name in bounds if name == "pairs" or not self._reason(name)}
 
     @property
     def _channels(self) -> str:
@@ -357,10 +316,6 @@ class SparsePlans:
     @cached_property
     def _servers(self) -> FabricServers:
         return FabricServers(Fabric(self._execution.topology, self._execution.channels))
-
-    @cached_property
-    def _cuts(self) -> ServerCuts:
-        return ServerCuts.around(self._servers)
 
     def _missing(self, exchange: str, entries: Fraction) -> str:
         """Return why this machine has no such exchange; empty if it has one, which is then planned."""

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic
 
@@ -36,41 +37,36 @@ GatherEntries = Callable[[list[Any]], list[Any]]
 """Takes messages of one length, one for each rank of this process; returns all messages concatenated, for each rank."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DenseExchange(Generic[Line]):
     """The allreduce of the whole gradient and the residual, after which the residual is zero.
 
     `sum_lines` takes a line for each rank of this process and returns the sums; lines do not change.
     """
 
-    def __init__(
-        self,
-        sum_lines: Callable[[list[Line]], list[Line]],
-        library: ArrayLibrary[Line],
-        arrays: EntryArrays[Line],
-    ) -> None:
-        self._sum_lines = sum_lines
-        self._library = library
-        self._arrays = arrays
+    sum_lines: Callable[[list[Line]], list[Line]]
+    library: ArrayLibrary[Line]
+    arrays: EntryArrays[Line]
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         given: dict[int, Line] = {}
         try:
             for rank, line in gradients.items():
                 given[rank] = line if residuals[rank].empty else self._with_residual(residuals[rank], line)
-            return self._sum_lines(list(given.values()))
+            return self.sum_lines(list(given.values()))
         except BaseException:
             for rank, line in given.items():
                 residuals[rank].changed()
-                residuals[rank].whole.residual[...] = self._arrays.values(line)
+                residuals[rank].whole.residual[...] = self.arrays.values(line)
             raise
 
     def _with_residual(self, residuals: Residuals, line: Line) -> Line:
         """Return a line with the gradient plus the residual, and clear the residual."""
         whole = residuals.whole
         residuals.changed()
-        select_entries(whole, self._arrays.values(line), 0, self._arrays)
-        everything = self._library.empty(self._library.shape(line), line)
-        self._arrays.store(everything, whole.residual)
+        select_entries(whole, self.arrays.values(line), 0, self.arrays)
+        everything = self.library.empty(self.library.shape(line), line)
+        self.arrays.store(everything, whole.residual)
         whole.residual[...] = 0
         if whole.velocity is not None:
             whole.velocity[...] = 0
@@ -78,26 +74,19 @@ class DenseExchange(Generic[Line]):
         return everything
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PairExchange(Generic[Line]):
     """One sparse allreduce over pairs of index and value; `messages` are of one shard, the whole gradient."""
 
-    def __init__(
-        self,
-        gather: GatherEntries,
-        ranks: int,
-        library: ArrayLibrary[Line],
-        arrays: EntryArrays[Line],
-        messages: EntryMessages[Line],
-    ) -> None:
-        self._gather = gather
-        self._ranks = ranks
-        self._library = library
-        self._arrays = arrays
-        self._messages = messages
+    gather: GatherEntries
+    ranks: int
+    library: ArrayLibrary[Line]
+    arrays: EntryArrays[Line]
+    messages: EntryMessages[Line]
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
         """Entries are added in the order of ranks."""
-        arrays, messages = self._arrays, self._messages
+        arrays, messages = self.arrays, self.messages
         chosen: dict[int, Entries] = {}
         sent: dict[int, EncodedEntries] = {}
         try:
@@ -106,7 +95,7 @@ class PairExchange(Generic[Line]):
                 whole = residuals[rank].whole
                 chosen[rank] = select_entries(whole, arrays.values(line), messages.entries[0], arrays)
                 sent[rank] = messages.encoded(chosen[rank], 0, rank=rank, step=whole.step)
-            gathered = self._gather([self._placed(one.message) for one in sent.values()])
+            gathered = self.gather([self._placed(one.message) for one in sent.values()])
         except BaseException:
             for rank, entries in chosen.items():
                 arrays.add(residuals[rank].whole.residual, entries)
@@ -118,23 +107,23 @@ class PairExchange(Generic[Line]):
 
     def _placed(self, message: Any) -> Any:
         """Return a message with its padding."""
-        length = self._messages.lengths[0]
+        length = self.messages.lengths[0]
         if place_bytes(length) == length:
             return message
-        line = self._library.empty((place_bytes(length),), self._arrays.line(message))
-        self._arrays.store(self._library.part(line, 0, length), message)
-        return self._arrays.values(line)
+        line = self.library.empty((place_bytes(length),), self.arrays.line(message))
+        self.arrays.store(self.library.part(line, 0, length), message)
+        return self.arrays.values(line)
 
     def _sum(self, like: Line, gathered: Any) -> Line:
-        messages = self._messages
-        result = self._library.empty((messages.size,), like)
-        total = self._arrays.zeroed(result)
+        messages = self.messages
+        result = self.library.empty((messages.size,), like)
+        total = self.arrays.zeroed(result)
         length = messages.lengths[0]
-        for rank in range(self._ranks):
+        for rank in range(self.ranks):
             start = rank * place_bytes(length)
             message = gathered[start : start + length]
-            self._arrays.add(total, messages.decoded(message, 0))
-        self._arrays.store(result, total)
+            self.arrays.add(total, messages.decoded(message, 0))
+        self.arrays.store(result, total)
         return result
 
 
@@ -374,25 +363,18 @@ def _first_shards(plan: Plan) -> list[int]:
 Remainder = tuple[int, int, Entries]  # rank, shard, and entries that the rank does not send on
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TreeExchange(Generic[Line]):
     """One sparse allreduce over trees; all stages move entries, and `messages` are of the plan's shards."""
 
-    def __init__(
-        self,
-        runner: RoundRunner[Line],
-        library: ArrayLibrary[Line],
-        arrays: EntryArrays[Line],
-        messages: EntryMessages[Line],
-        about: str,
-    ) -> None:
-        self._runner = runner
-        self._library = library
-        self._arrays = arrays
-        self._messages = messages
-        self._about = about
+    runner: RoundRunner[Line]
+    library: ArrayLibrary[Line]
+    arrays: EntryArrays[Line]
+    messages: EntryMessages[Line]
+    about: str
 
     def run(self, residuals: Mapping[int, Residuals], gradients: Mapping[int, Line]) -> list[Line]:
-        arrays, messages = self._arrays, self._messages
+        arrays, messages = self.arrays, self.messages
         fed: dict[tuple[int, int], Entries] = {}
         remainders: list[Remainder] = []
         try:
@@ -405,7 +387,7 @@ class TreeExchange(Generic[Line]):
                         residuals[rank].part(start, stop), values[start:stop], entries, arrays
                     )
             held = dict(fed)
-            for number in range(len(self._runner.rounds)):
+            for number in range(len(self.runner.rounds)):
                 self._round(number, residuals, held, remainders)
         except BaseException:
             self._keep(((rank, shard, entries) for (rank, shard), entries in fed.items()), residuals)
@@ -413,7 +395,7 @@ class TreeExchange(Generic[Line]):
         self._keep(remainders, residuals)
         lines = []
         for rank, line in gradients.items():
-            result = self._library.empty((messages.size,), line)
+            result = self.library.empty((messages.size,), line)
             total = arrays.zeroed(result)
             for shard, start in enumerate(messages.borders[:-1]):
                 arrays.add(total[start : messages.borders[shard + 1]], held[rank, shard])
@@ -429,7 +411,7 @@ class TreeExchange(Generic[Line]):
         remainders: list[Remainder],
     ) -> None:
         """Send the entries of ranks one level up or all the way down; note the remainders."""
-        messages, one = self._messages, self._runner.rounds[number]
+        messages, one = self.messages, self.runner.rounds[number]
         sent = {}
         senders = zip(one.shards, one.senders, strict=True)
         for shard, rank in ((shard, rank) for together, rank in senders for shard in together):
@@ -439,8 +421,8 @@ class TreeExchange(Generic[Line]):
                 sent[rank, shard], held[rank, shard] = encoded.message, encoded.decoded
                 if encoded.lost is not None:
                     remainders.append((rank, shard, encoded.lost))
-        about = f"{self._about}, {one.kind} {number}"
-        arrived = self._runner.exchange(number, messages.lengths, sent, self._arrays, about=about)
+        about = f"{self.about}, {one.kind} {number}"
+        arrived = self.runner.exchange(number, messages.lengths, sent, self.arrays, about=about)
         for rank, found in arrived.items():
             for shard in sorted({shard for shard, _, _ in found}):
                 others = [messages.decoded(message, shard) for at, _, message in found if at == shard]
@@ -448,10 +430,10 @@ class TreeExchange(Generic[Line]):
                     held[rank, shard] = others[0]
                     continue
                 together = [held[rank, shard], *others]
-                held[rank, shard], rest = self._arrays.merge(together, messages.entries[shard])
+                held[rank, shard], rest = self.arrays.merge(together, messages.entries[shard])
                 remainders.append((rank, shard, rest))
 
     def _keep(self, remainders: Iterable[Remainder], residuals: Mapping[int, Residuals]) -> None:
         for rank, shard, entries in remainders:
-            start, stop = self._messages.borders[shard : shard + 2]
-            self._arrays.add(residuals[rank].part(start, stop).residual, entries)
+            start, stop = self.messages.borders[shard : shard + 2]
+            self.arrays.add(residuals[rank].part(start, stop).residual, entries)

@@ -35,7 +35,7 @@ from collectives.torch.parameter_residuals import (
 from collectives.training.averaging import InStepAverager
 from collectives.training.buckets import DataPresence, error_in_bucket
 from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
-from collectives.training.low_rank import reduce_line
+from collectives.training.gradient_filters import reduce_line
 from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
 

@@ -15,7 +15,7 @@ from copy import deepcopy
 from hashlib import sha256
 from numbers import Real
 from types import FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -48,16 +48,15 @@ from collectives.training.checkpoint_state import (
     unscaled_state,
     warn_of_unused_state,
 )
-from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
-from collectives.training.gradient_filters import IntegerCodes, Significance
-from collectives.training.low_rank import LowRank
-from collectives.training.modes import BSP, Gossip, Mode, mode_of
+from collectives.training.exchange_settings import (
+    ExchangeOptions,
+    ExchangeSettings,
+    GivenScale,
+    LossScale,
+)
+from collectives.training.modes import BSP, Gossip, mode_of
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
-
-if TYPE_CHECKING:
-    from collectives.sparse.codec import WireFormat
-
 
 FORMAT = "topoplan.hook/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1; earlier states name no format."""
@@ -169,30 +168,25 @@ class HookState:
         plan: PlanLike | None = None,
         *,
         group: dist.ProcessGroup | None = None,
-        density: Density | None = None,
-        exchange: str = "auto",
-        momentum: float = 0.0,
-        wire: "WireFormat | None" = None,
         compress: str | None = None,
-        low_rank: LowRank | int | None = None,
-        codes: IntegerCodes | int | None = None,
-        significance: Significance | float | None = None,
         loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         shared: bool = True,
         engine: str = "auto",
         exact: bool = True,
-        mode: Mode | str | None = None,
         parameters: Iterable[torch.nn.Parameter] | None = None,
         on_failure: str = "raise",
         on_change: Callable[[int, int], object] | None = None,
         invitation: str | None = None,
+        **options: Unpack[ExchangeOptions],
     ) -> None:
         listed = None if parameters is None else tensors_of(parameters)
         given = {
-            name: value for name, value in locals().items() if name not in ("self", "invitation", "listed")
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "invitation", "listed", "options")
         }
-        self._arguments: dict[str, Any] = {**given, "parameters": listed}
+        self._arguments: dict[str, Any] = {**given, **options, "parameters": listed}
         if group is not None and dist.is_initialized() and group is dist.group.WORLD:
             self._arguments["group"] = None  # of any process
         self._copied: dict[str, Any] | None = None
@@ -204,27 +198,18 @@ class HookState:
         def settings() -> ExchangeSettings:
             if on_failure not in ("raise", "shrink"):
                 raise UsageError(f"on_failure must be raise or shrink, got {on_failure!r}")
-            if on_failure == "shrink" and not isinstance(mode_of(mode), BSP):
+            how = ExchangeSettings.of(compress=compress, **options)
+            if on_failure == "shrink" and not isinstance(how.mode, BSP):
                 raise UsageError(
                     "on_failure='shrink' needs mode bsp, whose steps wait for all ranks; leave mode out"
                 )
-            if isinstance(mode, Gossip):
+            if isinstance(how.mode, Gossip):
                 raise UsageError(
                     "Gossip needs loops that call after_step, which those of DDP do not; use "
                     "collectives.GradientSynchronizer"
                 )
             LossScale(loss_scale)
-            return ExchangeSettings(
-                density,
-                exchange,
-                momentum,
-                wire,
-                mode_of(mode),
-                compress,
-                LowRank.of(low_rank),
-                IntegerCodes.of(codes),
-                Significance.of(significance),
-            )
+            return how
 
         numbers = ParameterNumbers(listed)
         if not dist.is_initialized():
@@ -246,7 +231,7 @@ class HookState:
         verdict = PlanAgreement(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
-        self.momentum = momentum
+        self.momentum = how.momentum
         self.shrunk: tuple[Shrunk, ...] = ()
         self._on_change = on_change
         self._registered = on_failure == "raise"
@@ -658,7 +643,7 @@ class HookState:
         self._loss_scale, self._without_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
-        self.mode = mode_of(arguments["mode"])
+        self.mode = mode_of(arguments.get("mode"))
         self.communicator, self.shrunk = None, ()
         self.reason = "this copy of a HookState has not connected to the other ranks yet"
         self.recorder = Recorder("hook", ranks=self.size)

@@ -29,9 +29,8 @@ from collectives.communicator.handle import Handle
 from collectives.sparse.exchange_choice import SparseExplanation
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
-from collectives.training.exchange_settings import FILTERS, ExchangeSettings, LossScale
-from collectives.training.gradient_filters import IntegerCodeExchange, SignificanceExchange
-from collectives.training.low_rank import LowRankExchange
+from collectives.training.exchange_settings import ExchangeSettings, LossScale
+from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
 from collectives.training.report import Recorder
@@ -190,10 +189,9 @@ class InStepAverager(Averager):
         self.communicator = communicator
         self._keys: set[str] = set()
         self.settings = settings
-        low_rank, codes, significance = settings.low_rank, settings.codes, settings.significance
-        self._low_rank = LowRankExchange(communicator, low_rank) if low_rank else None
-        self._codes = IntegerCodeExchange(communicator, codes) if codes else None
-        self._significance = SignificanceExchange(communicator, significance) if significance else None
+        self._filter = None if settings.filter is None else settings.filter.exchange(communicator)
+        self._memory = None if self._filter is None else self._filter.memory
+        self._filter_text = f"{settings.filter or ''}"
 
     def start(
         self,
@@ -213,30 +211,22 @@ class InStepAverager(Averager):
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
-        low_rank, codes = self._low_rank, self._codes
-        elements = elements_of(comm, gradients)
         try:
             density = how.density_at(step)
             scale = self.scale if self.filters or how.density is not None else 1.0
         except UsageError as error:
             comm.refuse(str(error))
             raise
-        if parts is None:
-            parts = (BucketPart(key, 0, elements, (elements,)),)
-        if low_rank is not None and (thin := low_rank.settings.thin(key, parts, step)):
-            handle, part = low_rank.start(
-                thin, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
-            )
-            note: Mapping[str, Any] | None = _note(part, f"rank {low_rank.settings.rank}")
-        elif codes is not None:
-            handle = codes.start(key, gradients, step=step, op=op, out=out, async_op=async_op)
-            part = codes.settings.nbytes(elements) / max(nbytes, 1)
-            note = _note(part, f"{codes.settings.bits} bits")
-        elif self._significance is not None:
-            handle, part = self._significance.start(
-                key, gradients, parts=parts, scale=scale, op=op, out=out, async_op=async_op
-            )
-            note = _note(min(part, 1.0), f"above {self._significance.settings.threshold:g}")
+        filtered = None
+        if self._filter is not None:
+            if parts is None:
+                elements = elements_of(comm, gradients)
+                parts = (BucketPart(key, 0, elements, (elements,)),)
+            filtered = self._filter.start(FilterCall(key, gradients, parts, step, scale, op, out, async_op))
+        note: Mapping[str, Any] | None
+        if filtered is not None:
+            handle, part, words = filtered
+            note = _note(part, words)
         elif how.density is None:
             asynchronous = async_op or comm.on_failure == "shrink"
             handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=asynchronous))
@@ -278,16 +268,16 @@ class InStepAverager(Averager):
 
     def end_step(self) -> None:
         super().end_step()
-        if (memory := self._memory) is not None:
-            memory.end_step()
+        if self._memory is not None:
+            self._memory.end_step()
 
     def give_up(self) -> None:
         super().give_up()
-        if (memory := self._memory) is not None:
-            memory.finite = False
-            memory.settle()
-        if keys := self._keys:
-            self._keys = set()
+        if self._memory is not None:
+            self._memory.finite = False
+            self._memory.settle()
+        keys, self._keys = self._keys, set()
+        if keys:
             self.communicator.end_sparse_step(keys, lost=True)
 
     def _check_finite(self, memory: FilterState, averages: Any) -> Any:
@@ -307,14 +297,14 @@ class InStepAverager(Averager):
 
     @property
     def filters(self) -> bool:
-        return bool(self._filter)
+        return self._filter is not None
 
     def filter_state(self) -> dict[str, Any]:
         kept = super().filter_state() if self._memory is None else self._memory.state()
-        return {**kept, "filter": self._filter}
+        return {**kept, "filter": self._filter_text}
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
-        memory, fits = self._memory, state["filter"] == self._filter
+        memory, fits = self._memory, state["filter"] == self._filter_text
         if memory is not None:
             memory.restore(state if fits else EMPTY_STATE)
         return describe_state(state) if memory is None or not fits else ""
@@ -328,12 +318,10 @@ class InStepAverager(Averager):
 
     def common(self) -> dict[str, NDArray[Any]]:
         """Return the right factors of low ranks."""
-        arrays = {} if self._low_rank is None else self._low_rank.memory.arrays
-        return {key: one for key, (one, *_) in arrays.items()}
+        return {key: one for key, (one, *_) in self._shared_arrays.arrays.items()}
 
     def restore_common(self, state: Mapping[str, NDArray[Any]]) -> None:
-        if self._low_rank is not None:
-            self._low_rank.memory.arrays = {key: [one] for key, one in state.items()}
+        self._shared_arrays.arrays = {key: [one] for key, one in state.items()}
 
     def norm_kept(self) -> float | None:
         if self.settings.density is not None:
@@ -346,14 +334,10 @@ class InStepAverager(Averager):
         return math.sqrt(math.fsum(float(np.vdot(one, one)) for one in lines))
 
     @property
-    def _filter(self) -> str:
-        return ", ".join(f"{one}" for name in FILTERS if (one := getattr(self.settings, name)) is not None)
-
-    @property
-    def _memory(self) -> FilterState | None:
-        """The state of the filter, if it keeps any."""
-        kept: LowRankExchange | SignificanceExchange | None = self._low_rank or self._significance
-        return None if kept is None else kept.memory
+    def _shared_arrays(self) -> FilterState:
+        """The filter's state if all ranks have the same arrays in it, else an empty one."""
+        shared = self._filter is not None and self._filter.arrays_shared
+        return self._memory if shared and self._memory is not None else FilterState()
 
 
 class StaleAverager(Averager):
@@ -639,9 +623,8 @@ def _note(density: float, how: str, bound: float = math.inf) -> dict[str, Any]:
 
 def _sparse_note(chosen: SparseExplanation, density: float) -> dict[str, Any]:
     """Return the fields of the record of a sparse exchange."""
-    dense = chosen.exchange == "dense"
     bound = math.inf if chosen.plan is None else chosen.plan.bound
-    return _note(1.0 if dense else density, chosen.exchange, bound)
+    return _note(1.0 if chosen.exchange == "dense" else density, chosen.exchange, bound)
 
 
 def nbytes_of(comm: Communicator, gradients: Any) -> int:

@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
 
 from collectives.sparse.selection.error_feedback import checked_density
 from collectives.training.gradient_filters import IntegerCodes, Significance
 from collectives.training.low_rank import LowRank
-from collectives.training.modes import BSP, Mode
+from collectives.training.modes import BSP, Mode, mode_of
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,16 +34,15 @@ Density = float | Callable[[int], float]
 GivenScale = float | Callable[[], float] | HasScale
 """The loss scale of gradients, or what returns it in each step."""
 
-FILTERS = ("low_rank", "codes", "significance")
-"""Filters of dense gradients."""
+FILTERS = {"low_rank": LowRank, "codes": IntegerCodes, "significance": Significance}
+"""Settings of the filters of dense gradients."""
 
 NARROW = ("float16", "bfloat16")
 """Types to which dense gradients may be rounded."""
 
 
 class LossScale:
-    """Factor that gradients of a step were multiplied by: a number, a function, or an object with ``get_scale()``; 1 by
-    default.
+    """Factor of the gradients of a step: a number, a function, or an object with ``get_scale()``; 1 by default.
 
     `given` says whether there is one. Raises `UsageError` for anything else.
 
@@ -83,6 +82,19 @@ class LossScale:
                 "that returns one"
             )
         return scale
+
+
+class ExchangeOptions(TypedDict, total=False):
+    """Arguments of a user from which `ExchangeSettings.of` makes settings."""
+
+    density: Density | None
+    exchange: str
+    momentum: float
+    wire: WireFormat | None
+    mode: Mode | str | None
+    low_rank: LowRank | int | None
+    codes: IntegerCodes | int | None
+    significance: Significance | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +155,22 @@ class ExchangeSettings:
         given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
         return (
             f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
-            f"compress {self.compress}"
-            + "".join(f", {one}" for one in map(self.__getattribute__, FILTERS) if one is not None)
+            f"compress {self.compress}" + (f", {self.filter}" if self.filter else "")
         )
+
+    @classmethod
+    def of(cls, *, compress: str | None = None, **given: Unpack[ExchangeOptions]) -> ExchangeSettings:
+        """Return settings of the arguments of a user: a mode also by its name, a filter by its first number."""
+        options: dict[str, Any] = {**given, "mode": mode_of(given.get("mode")), "compress": compress}
+        for name, kind in FILTERS.items():
+            if not isinstance(value := options.get(name), kind | None):
+                options[name] = kind(value)
+        return cls(**options)
+
+    @property
+    def filter(self) -> LowRank | IntegerCodes | Significance | None:
+        """The settings of the filter of dense gradients; None without one."""
+        return next((one for one in map(self.__getattribute__, FILTERS) if one is not None), None)
 
     def density_at(self, step: int) -> float:
         """Return the density of a step; 1 for dense gradients.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,89 @@ from collectives.sparse.quantization import (
     to_fixed_point,
 )
 from collectives.training.checkpoint_state import BucketPart, FilterState
-from collectives.training.low_rank import distribute_average, rank_count, reduce_line
 from collectives.training.modes import check_count
 from topoplan.errors import UsageError
+
+Line = NDArray[Any]
+
+Filtered = tuple[Handle[Any], float, str]
+"""Handle of the average, share of the gradient's bytes that a rank sends, and how they travel."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilterCall:
+    """The arguments of `Averager.start`, with the step of training and its loss scale."""
+
+    key: str
+    gradients: Any
+    parts: Sequence[BucketPart]
+    step: int
+    scale: float
+    op: str
+    out: Any
+    async_op: bool
+
+
+class GradientFilter(ABC):
+    """Averages dense gradients in another form; `memory` is the state from step to step, None without one."""
+
+    name: str
+    memory: FilterState | None = None
+    arrays_shared = False
+    """Whether all ranks have the same arrays in `memory`."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    @abstractmethod
+    def start(self, call: FilterCall) -> Filtered | None:
+        """Start as `Averager.start`; None for a gradient that travels as it is in this step."""
+
+    def _listed(self, gradients: Any) -> list[Any]:
+        """Return a gradient for each rank of this process; UsageError if they are not floats."""
+        given = [gradients] if self.communicator.one_rank else list(gradients)
+        if "float" not in (kind := self.communicator.arrays.dtype(given[0])):
+            raise UsageError(f"{self.name} needs gradients of floats, got {kind}")
+        return given
+
+
+def rank_count(handle: Handle[Any], communicator: Communicator) -> int:
+    """Return the number of ranks of a finished collective: the same on all, even if a rank fails meanwhile."""
+    return len(handle.among) or communicator.size
+
+
+def reduce_line(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
+    """Reduce a line of every rank, in place, wait for it, and return its number of ranks (`rank_count`)."""
+    given = lines[0] if communicator.one_rank else lines
+    asynchronous = communicator.on_failure == "shrink"
+    handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=asynchronous))
+    handle.wait()
+    return rank_count(handle, communicator)
+
+
+def distribute_average(
+    communicator: Communicator,
+    average: Line,
+    given: Sequence[Any],
+    out: Any,
+    memory: FilterState | None = None,
+) -> Any:
+    """Return an average in arrays of all ranks of this process: those of ``out``, or new ones like `given`.
+
+    A filter's memory notes whether it is finite there.
+    """
+    library, one_rank = communicator.arrays, communicator.one_rank
+    if memory is not None:
+        memory.look_at(average, library.dtype(given[0]))
+    if out is None:
+        outs = [library.empty(library.shape(one), one) for one in given]
+    else:
+        outs = [out] if one_rank else list(out)
+    for result in outs:
+        values = average.reshape(library.shape(result))
+        with np.errstate(over="ignore"):  # overflow is infinite, as in sums of such values
+            library.put(result, values.astype(library.values(result).dtype, copy=False))
+    return outs[0] if one_rank else outs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +148,9 @@ class IntegerCodes:
                 f"seed must be from 0 to 2^32 - 1 and block 1 or more, got {self.seed} and {self.block}"
             )
 
-    @staticmethod
-    def of(given: IntegerCodes | int | None) -> IntegerCodes | None:
-        """Return the settings, also for the bits alone."""
-        return given if given is None or isinstance(given, IntegerCodes) else IntegerCodes(given)
+    def exchange(self, communicator: Communicator) -> IntegerCodeExchange:
+        """Return the filter over a communicator."""
+        return IntegerCodeExchange(communicator, self)
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes of the codes of so many values, and of the maxima exchanged before.
@@ -81,20 +161,19 @@ class IntegerCodes:
         return elements * self.bits // 8 + 4 * -(-elements // self.block)
 
 
-class IntegerCodeExchange:
-    """Averages gradients by sums of codes over a communicator; the bits must hold a sum over its ranks."""
+class IntegerCodeExchange(GradientFilter):
+    """Averages gradients by sums of codes, whose bits must hold a sum over all ranks; waits for the blocks' maxima."""
+
+    name = "codes"
 
     def __init__(self, communicator: Communicator, settings: IntegerCodes) -> None:
         code_levels(settings.bits, communicator.size)
-        self.communicator = communicator
+        super().__init__(communicator)
         self.settings = settings
 
-    def start(self, key: str, gradients: Any, *, step: int, op: str, out: Any, async_op: bool) -> Handle[Any]:
-        """Start to average a gradient, as `Averager.start`; waits for the maximum of the blocks."""
+    def start(self, call: FilterCall) -> Filtered:
         comm, library, how = self.communicator, self.communicator.arrays, self.settings
-        given = [gradients] if comm.one_rank else list(gradients)
-        if "float" not in library.dtype(given[0]):
-            raise UsageError(f"codes need gradients of floats, got {library.dtype(given[0])}")
+        given = self._listed(call.gradients)
         lines = [_floats(library.values(one)) for one in given]
         ranges = [library.wrapped(largest_magnitudes(one, how.block)) for one in lines]
         ranks = reduce_line(comm, ranges, "max")
@@ -105,13 +184,13 @@ class IntegerCodeExchange:
         if undefined is not None:
             largest[broken] = 0
             lines = [np.where(undefined, line.dtype.type(0), line) for line in lines]
-        seed = how.seed << 32 | zlib.crc32(key.encode())
+        seed = how.seed << 32 | zlib.crc32(call.key.encode())
         made = [
             to_fixed_point(
                 line,
                 bits=how.bits,
                 seed=seed,
-                step=step,
+                step=call.step,
                 stream=rank,
                 block=how.block,
                 ranks=ranks,
@@ -123,18 +202,19 @@ class IntegerCodeExchange:
         scales = made[0].scales
 
         adding = codes[0] if comm.one_rank else codes
-        asynchronous = async_op or comm.on_failure == "shrink"
+        asynchronous = call.async_op or comm.on_failure == "shrink"
         handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
 
         def decoded(_: Any) -> Any:
             total = from_fixed_point(FixedPoint(np.asarray(library.values(codes[0])), scales, how.block))
             # a sum of gradients that were divided before is their average already
-            average = total if op == "sum" else total / np.float32(rank_count(handle, comm))
+            average = total if call.op == "sum" else total / np.float32(rank_count(handle, comm))
             if undefined is not None:
                 average[undefined] = np.nan
-            return distribute_average(comm, average, given, out)
+            return distribute_average(comm, average, given, call.out)
 
-        return handle.then(decoded)
+        part = how.nbytes(lines[0].size) / max(lines[0].size * library.itemsize(given[0]), 1)
+        return handle.then(decoded), part, f"{how.bits} bits"
 
 
 def _floats(values: NDArray[Any]) -> NDArray[Any]:
@@ -142,8 +222,6 @@ def _floats(values: NDArray[Any]) -> NDArray[Any]:
     line = values.reshape(math.prod(values.shape))
     return line if line.dtype in (np.float16, np.float32, np.float64) else line.astype(np.float32)
 
-
-Line = NDArray[Any]
 
 _MIXERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 """Odd 64-bit multipliers from which those of every row of a sketch are made."""
@@ -183,10 +261,9 @@ class Significance:
         if self.width & (self.width - 1):
             raise UsageError(f"width must be a power of two, such as 65536, got {self.width}")
 
-    @staticmethod
-    def of(given: Significance | float | None) -> Significance | None:
-        """Return the settings, also for the threshold alone."""
-        return given if given is None or isinstance(given, Significance) else Significance(given)
+    def exchange(self, communicator: Communicator) -> SignificanceExchange:
+        """Return the filter over a communicator."""
+        return SignificanceExchange(communicator, self)
 
 
 class CountMin:
@@ -225,38 +302,28 @@ class CountMin:
         return places
 
 
-class SignificanceExchange:
-    """Averages gradients by their significant entries; `memory` has the residuals, and the counts of each bucket."""
+class SignificanceExchange(GradientFilter):
+    """Averages gradients by their significant entries; `memory` has the residuals, and the counts of each bucket.
+
+    A start waits for the largest number of entries of a rank.
+    """
+
+    name = "significance"
+    memory: FilterState
 
     def __init__(self, communicator: Communicator, settings: Significance) -> None:
-        self.communicator = communicator
+        super().__init__(communicator)
         self.settings = settings
         self.memory = FilterState()
 
-    def start(
-        self,
-        key: str,
-        gradients: Any,
-        *,
-        parts: Sequence[BucketPart],
-        scale: float,
-        op: str,
-        out: Any,
-        async_op: bool,
-    ) -> tuple[Handle[Any], float]:
-        """Start as `Averager.start`; return also the bytes that each rank gives over those of the gradient.
-
-        Waits for the largest number of entries of a rank. ``scale`` is the loss scale.
-        """
+    def start(self, call: FilterCall) -> Filtered:
         comm, library = self.communicator, self.communicator.arrays
-        given = [gradients] if comm.one_rank else list(gradients)
-        if "float" not in library.dtype(given[0]):
-            raise UsageError(f"significance needs gradients of floats, got {library.dtype(given[0])}")
+        given, words = self._listed(call.gradients), f"above {self.settings.threshold:g}"
         wide = np.float64 if library.dtype(given[0]) == "float64" else np.float32
         lines = [library.values(one).reshape(-1).astype(wide) for one in given]
-        chosen = self._choose(key, parts, lines, scale)
+        chosen = self._choose(call, lines)
         counts = [library.wrapped(np.array([len(one)], dtype=np.int64)) for one, _ in chosen]
-        ranks, asynchronous = reduce_line(comm, counts, "max"), async_op or comm.on_failure == "shrink"
+        ranks, asynchronous = reduce_line(comm, counts, "max"), call.async_op or comm.on_failure == "shrink"
         most, size, item = int(library.values(counts[0])[0]), lines[0].size, lines[0].itemsize
         entry = np.dtype([("index", np.uint32), ("value", wide)])
         if size > 1 << 32 or most * entry.itemsize * ranks >= 2 * size * item:
@@ -266,10 +333,10 @@ class SignificanceExchange:
 
             def whole(_: Any) -> Any:
                 total: Line = np.asarray(library.values(sent[0]))
-                over = 1 if op == "sum" else rank_count(adds, comm)
-                return distribute_average(comm, total / wide(over), given, out, self.memory)
+                over = 1 if call.op == "sum" else rank_count(adds, comm)
+                return distribute_average(comm, total / wide(over), given, call.out, self.memory)
 
-            return adds.then(whole), 1.0
+            return adds.then(whole), 1.0, words
         messages = []
         for indices, values in chosen:
             message = np.zeros(most + 1, dtype=entry)
@@ -285,24 +352,22 @@ class SignificanceExchange:
                 part = message[1 : int(message["index"][0]) + 1]
                 total[part["index"]] += part["value"]
             return distribute_average(
-                comm, total / wide(1 if op == "sum" else len(all_of)), given, out, self.memory
+                comm, total / wide(1 if call.op == "sum" else len(all_of)), given, call.out, self.memory
             )
 
         handle = Handle.around(
             comm.all_gather(messages[0] if comm.one_rank else messages, async_op=asynchronous)
         )
-        return handle.then(added), (most + 1) * entry.itemsize / max(size * item, 1)
+        return handle.then(added), min((most + 1) * entry.itemsize / max(size * item, 1), 1.0), words
 
-    def _choose(
-        self, key: str, parts: Sequence[BucketPart], lines: list[Line], scale: float
-    ) -> list[tuple[NDArray[np.int64], Line]]:
+    def _choose(self, call: FilterCall, lines: list[Line]) -> list[tuple[NDArray[np.int64], Line]]:
         """Return indices and values that each rank of this process sends; keep the others."""
         how = self.settings
-        sketches = self._sketches(key) if how.admission > 1 else []
-        self.memory.add_to(parts, lines, scale=scale)
+        sketches = self._sketches(call.key) if how.admission > 1 else []
+        self.memory.add_to(call.parts, lines, scale=call.scale)
         found = []
         for place, line in enumerate(lines):
-            indices = np.flatnonzero(~(np.abs(line) <= how.threshold * scale))
+            indices = np.flatnonzero(~(np.abs(line) <= how.threshold * call.scale))
             if sketches:
                 sketches[place].add(indices)
                 often = sketches[place].estimate(indices) >= how.admission
@@ -310,7 +375,7 @@ class SignificanceExchange:
             found.append((indices, line[indices]))
             line[indices] = 0
         if how.feedback:
-            self.memory.keep(parts, lines, scale=scale)
+            self.memory.keep(call.parts, lines, scale=call.scale)
         return found
 
     def _sketches(self, key: str) -> list[CountMin]:

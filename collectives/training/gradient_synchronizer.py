@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -34,15 +34,15 @@ from collectives.training.checkpoint_state import (
     unscaled_state,
     warn_of_unused_state,
 )
-from collectives.training.exchange_settings import Density, ExchangeSettings, GivenScale, LossScale
-from collectives.training.gradient_filters import IntegerCodes, Significance
-from collectives.training.low_rank import LowRank
-from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Mode, Proximal, mode_of
+from collectives.training.exchange_settings import (
+    ExchangeOptions,
+    ExchangeSettings,
+    GivenScale,
+    LossScale,
+)
+from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Proximal
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
-
-if TYPE_CHECKING:
-    from collectives.sparse.codec import WireFormat
 
 FORMAT = "topoplan.gradients/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1."""
@@ -146,14 +146,6 @@ class GradientSynchronizer:
         *,
         backend: str | Backend[Any] = "mpi",
         bucket_bytes: int = BUCKET_BYTES,
-        density: Density | None = None,
-        exchange: str = "auto",
-        momentum: float = 0.0,
-        wire: WireFormat | None = None,
-        mode: Mode | str | None = None,
-        low_rank: LowRank | int | None = None,
-        codes: IntegerCodes | int | None = None,
-        significance: Significance | float | None = None,
         loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
@@ -162,19 +154,10 @@ class GradientSynchronizer:
         on_change: Callable[[int, int], object] | None = None,
         invitation: str | None = None,
         name: str = "gradients",
+        **options: Unpack[ExchangeOptions],
     ) -> None:
-        self.mode = mode_of(mode)
-        self._sparse = density is not None
-        how = ExchangeSettings(
-            density,
-            exchange,
-            momentum,
-            wire,
-            self.mode,
-            low_rank=LowRank.of(low_rank),
-            codes=IntegerCodes.of(codes),
-            significance=Significance.of(significance),
-        )
+        how = ExchangeSettings.of(**options)
+        self.mode, self._sparse = how.mode, how.density is not None
         scale = LossScale(loss_scale)
         self._joining = invitation is not None
         opened: Backend[Any] | None = None
@@ -201,9 +184,8 @@ class GradientSynchronizer:
             self._averager = make_averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale)
             self._exchange = BucketExchange(comm, self._averager, memory, self._shapes.shapes)
             self._averaged = self._confirmed_step = 0
-            self._last_with_data = (
-                0  # place of a rank of this process that had data in the last step with data
-            )
+            # place of a rank of this process that had data in the last step with data
+            self._last_with_data = 0
             self._diverged = False
             self._proximal: Proximal | None = None
             if isinstance(self.mode, LocalSGD) and self.mode.proximal:
@@ -603,12 +585,8 @@ class GradientSynchronizer:
             memory.append(BucketMemory(bucket, shapes, comm, likes))
             if how.density is not None and not self._joining:
                 lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
-                comm.exchange_for(
-                    lines[0] if comm.one_rank else lines,
-                    density=how.density_at(0),
-                    exchange=how.exchange,
-                    wire=how.wire,
-                )
+                given = lines[0] if comm.one_rank else lines
+                comm.exchange_for(given, density=how.density_at(0), exchange=how.exchange, wire=how.wire)
         return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:

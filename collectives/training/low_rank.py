@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
 from collectives.training.checkpoint_state import BucketPart, FilterState
+from collectives.training.gradient_filters import FilterCall, Filtered, GradientFilter, distribute_average
 from collectives.training.modes import check_count
 from topoplan.errors import UsageError
 
@@ -59,10 +60,9 @@ class LowRank:
         check_count("rank of a low rank", self.rank, least=1)
         check_count("begins of a low rank", self.begins, least=0)
 
-    @staticmethod
-    def of(given: LowRank | int | None) -> LowRank | None:
-        """Return the settings, also for the rank alone."""
-        return given if given is None or isinstance(given, LowRank) else LowRank(given)
+    def exchange(self, communicator: Communicator) -> LowRankExchange:
+        """Return the filter over a communicator."""
+        return LowRankExchange(communicator, self)
 
     def sides(self, elements: int) -> tuple[int, int]:
         """Return rows and columns of a gradient's matrix.
@@ -106,39 +106,35 @@ class ThinMatrix:
     columns: int
 
 
-class LowRankExchange:
-    """Averages gradients by thin matrices over a communicator; `memory` has the residuals, and Q of each matrix."""
+class LowRankExchange(GradientFilter):
+    """Averages gradients by thin matrices; `memory` has the residuals, and Q of each matrix.
+
+    A start waits for the first, thinner sum. The rest of a bucket travels whole.
+    """
+
+    name = "low_rank"
+    arrays_shared = True
+    memory: FilterState
 
     def __init__(self, communicator: Communicator, settings: LowRank) -> None:
-        self.communicator = communicator
+        super().__init__(communicator)
         self.settings = settings
         self.memory = FilterState()
 
-    def start(
-        self,
-        thin: Sequence[ThinMatrix],
-        gradients: Any,
-        *,
-        parts: Sequence[BucketPart],
-        scale: float,
-        op: str,
-        out: Any,
-        async_op: bool,
-    ) -> tuple[Handle[Any], float]:
-        """Start as `Averager.start`; return also the part of the bytes that travels. Waits for the first, thinner sum.
-
-        `thin` lists the approximated matrices; the rest travels whole. `scale` is the loss scale.
-        """
+    def start(self, call: FilterCall) -> Filtered | None:
         comm, library, how = self.communicator, self.communicator.arrays, self.settings
-        given = [gradients] if comm.one_rank else list(gradients)
-        if "float" not in library.dtype(given[0]):
-            raise UsageError(f"low_rank needs gradients of floats, got {library.dtype(given[0])}")
-        approximated = {at.key for at in thin} if how.matrices == "layers" else {one.name for one in parts}
-        held = [one for one in parts if one.name in approximated]
-        whole = [one for one in parts if one.name not in approximated]
+        thin = how.thin(call.key, call.parts, call.step)
+        if not thin:
+            return None
+        given = self._listed(call.gradients)
+        approximated = (
+            {at.key for at in thin} if how.matrices == "layers" else {one.name for one in call.parts}
+        )
+        held = [one for one in call.parts if one.name in approximated]
+        whole = [one for one in call.parts if one.name not in approximated]
         values = [library.values(one).reshape(-1) for one in given]
         lines = [one.astype(np.float32) for one in values]
-        self.memory.add_to(held, lines, scale=scale)
+        self.memory.add_to(held, lines, scale=call.scale)
         matrices = [[_matrix(line[at.start : at.stop], at) for at in thin] for line in lines]
         rights = [self._right(at) for at in thin]
         with np.errstate(invalid="ignore"):
@@ -149,7 +145,7 @@ class LowRankExchange:
                 ]
                 for mine, one in zip(matrices, values, strict=True)
             ]
-        summed = self._sum(products, given, op, async_op=False).wait()
+        summed = self._sum(products, given, call.op, async_op=False).wait()
         # parameters that travel whole have arrived with the first sum
         total = values[0].astype(np.result_type(values[0].dtype, np.float32))
         for part, line in zip(whole, summed[len(thin) :], strict=True):
@@ -160,10 +156,10 @@ class LowRankExchange:
         def undefined() -> Any:
             for at in thin:
                 total[at.start : at.stop] = np.nan
-            return distribute_average(comm, total, given, out, self.memory)
+            return distribute_average(comm, total, given, call.out, self.memory)
 
         if not _finite(summed[: len(thin)]):
-            return Handle.of(undefined()), travels
+            return Handle.of(undefined()), travels, f"rank {how.rank}"
         lefts = [orthonormal(one.astype(np.float32)) for one in summed[: len(thin)]]
         again = [[m.T @ left for m, left in zip(mine, lefts, strict=True)] for mine in matrices]
 
@@ -175,18 +171,18 @@ class LowRankExchange:
                 average = outer(left, right).reshape(-1)[: at.stop - at.start]
                 total[at.start : at.stop] = average
                 # gradients that were divided before: each rank has given its part of the sum
-                share = average / np.float32(comm.size) if op == "sum" else average
+                share = average / np.float32(comm.size) if call.op == "sum" else average
                 for line in lines:
                     line[at.start : at.stop] -= share
                 dead = ~right.any(axis=0)
                 kept = np.where(dead, _initial_factor(at.key, at.columns, how.rank), right)
                 self.memory.keep_arrays(at.key, [kept])
             if how.feedback:
-                self.memory.keep(held, lines, scale=scale)
-            return distribute_average(comm, total, given, out, self.memory)
+                self.memory.keep(held, lines, scale=call.scale)
+            return distribute_average(comm, total, given, call.out, self.memory)
 
-        handle = self._sum(again, given, op, async_op=async_op).then(product)
-        return handle, travels
+        handle = self._sum(again, given, call.op, async_op=call.async_op).then(product)
+        return handle, travels, f"rank {how.rank}"
 
     def _right(self, at: ThinMatrix) -> Matrix:
         """Return the start of the search for a matrix's directions, columns of norm 1: the last Q, or a random one."""
@@ -219,45 +215,6 @@ class LowRankExchange:
                 for start, stop, shape in zip(borders, borders[1:], shapes, strict=False)
             ]
         )
-
-
-def rank_count(handle: Handle[Any], communicator: Communicator) -> int:
-    """Return the number of ranks of a finished collective: the same on all, even if a rank fails meanwhile."""
-    return len(handle.among) or communicator.size
-
-
-def reduce_line(communicator: Communicator, lines: Sequence[Any], op: str) -> int:
-    """Reduce a line of every rank, in place, wait for it, and return its number of ranks (`rank_count`)."""
-    given = lines[0] if communicator.one_rank else lines
-    asynchronous = communicator.on_failure == "shrink"
-    handle = Handle.around(communicator.all_reduce(given, op=op, out=given, async_op=asynchronous))
-    handle.wait()
-    return rank_count(handle, communicator)
-
-
-def distribute_average(
-    communicator: Communicator,
-    average: Matrix,
-    given: Sequence[Any],
-    out: Any,
-    memory: FilterState | None = None,
-) -> Any:
-    """Return an average in arrays of all ranks of this process: those of ``out``, or new ones like `given`.
-
-    A filter's memory notes whether it is finite there.
-    """
-    library, one_rank = communicator.arrays, communicator.one_rank
-    if memory is not None:
-        memory.look_at(average, library.dtype(given[0]))
-    if out is None:
-        outs = [library.empty(library.shape(one), one) for one in given]
-    else:
-        outs = [out] if one_rank else list(out)
-    for result in outs:
-        values = average.reshape(library.shape(result))
-        with np.errstate(over="ignore"):  # overflow is infinite, as in sums of such values
-            library.put(result, values.astype(library.values(result).dtype, copy=False))
-    return outs[0] if one_rank else outs
 
 
 def orthonormal(matrix: Matrix) -> Matrix:

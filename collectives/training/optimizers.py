@@ -166,9 +166,9 @@ class ArrayLayerOptimizer(ABC):
 
     def __init__(
         self,
-        *,
         learning_rate: float,
         weight_decay: float | Sequence[float],
+        *,
         excluded: Collection[int],
         communicator: Communicator | GradientAveraging | None,
     ) -> None:
@@ -364,12 +364,7 @@ class Lars(ArrayLayerOptimizer):
         excluded: Collection[int] = (),
         communicator: Communicator | GradientAveraging | None = None,
     ) -> None:
-        super().__init__(
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            excluded=excluded,
-            communicator=communicator,
-        )
+        super().__init__(learning_rate, weight_decay, excluded=excluded, communicator=communicator)
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum must be in [0, 1), got {momentum}; give for example 0.9")
         if not coefficient > 0:
@@ -421,12 +416,7 @@ class Lamb(ArrayLayerOptimizer):
         excluded: Collection[int] = (),
         communicator: Communicator | GradientAveraging | None = None,
     ) -> None:
-        super().__init__(
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            excluded=excluded,
-            communicator=communicator,
-        )
+        super().__init__(learning_rate, weight_decay, excluded=excluded, communicator=communicator)
         for beta in betas:
             if not 0 <= beta < 1:
                 raise UsageError(f"betas must be in [0, 1), got {beta}; give for example 0.9 and 0.999")

@@ -76,7 +76,6 @@ class AllReduce(Contender):
         call()
 
     def prepared(self, nbytes: int) -> Callable[[], object]:
-        """See `Contender.prepared`; arrays are made for each turn, so that no place in memory decides."""
         given = [self.made(nbytes // 4) for _ in self.held]
         out = given if self.in_place else [self.made(nbytes // 4) for _ in self.held]
         call = partial(self.run, given, out)
@@ -109,13 +108,11 @@ class Planned(AllReduce):
         self.small = self.made(1), self.made(1)
 
     def made(self, count: int) -> Any:
-        """See `AllReduce.made`."""
         if self.shared_arrays:
             return self.comm.empty((count,), "float32")
         return self.comm.arrays.of(np.empty(count, np.float32))
 
     def run(self, given: list[Any], out: list[Any]) -> None:
-        """See `AllReduce.run`."""
         if self.comm.one_rank:
             self.comm.all_reduce(given[0], out=out[0])
         else:
@@ -128,12 +125,10 @@ class Planned(AllReduce):
         call()
 
     def meet(self) -> None:
-        """See `Contender.meet`; ranks of one process always have met."""
         if self.comm.one_rank:
             self.comm.all_reduce(self.small[0], out=self.small[1])
 
     def close(self) -> None:
-        """See `Contender.close`."""
         self.comm.close()
 
 
@@ -149,11 +144,9 @@ class Mpi(AllReduce):
         super().__init__(ranks=ranks, in_place=in_place)
 
     def run(self, given: list[Any], out: list[Any]) -> None:
-        """See `AllReduce.run`."""
         self.world.Allreduce(self.there if self.in_place else given[0], out[0])
 
     def meet(self) -> None:
-        """See `Contender.meet`."""
         self.world.Barrier()
 
 
@@ -167,19 +160,15 @@ class Gloo(AllReduce):
         self.small = self.made(1)
 
     def made(self, count: int) -> Any:
-        """See `AllReduce.made`."""
         return self.torch.zeros(count)
 
     def run(self, given: list[Any], out: list[Any]) -> None:
-        """See `AllReduce.run`."""
         self.dist.all_reduce(out[0])
 
     def meet(self) -> None:
-        """See `Contender.meet`."""
         self.dist.all_reduce(self.small)
 
     def close(self) -> None:
-        """See `Contender.close`."""
         self.dist.destroy_process_group()
 
 
@@ -193,7 +182,6 @@ class Memcpy(Contender):
         """See `Contender.meet`; ranks of it need nothing of each other."""
 
     def prepared(self, nbytes: int) -> Callable[[], object]:
-        """See `Contender.prepared`."""
         source, target = np.zeros(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         call = partial(np.copyto, target, source)
         call()
@@ -213,11 +201,9 @@ class Ddp(Contender):
         self.made: tuple[int, Any, Any] = (0, None, None)
 
     def meet(self) -> None:
-        """See `Contender.meet`."""
         self.dist.barrier()
 
     def prepared(self, nbytes: int) -> Callable[[], object]:
-        """See `Contender.prepared`; a model is kept until a turn has another size."""
         if self.made[0] != nbytes:
             self._close_hook()
             self.made = (nbytes, *self._model(nbytes))
@@ -255,7 +241,6 @@ class Ddp(Contender):
         return model, state
 
     def close(self) -> None:
-        """See `Contender.close`."""
         self._close_hook()
         self.dist.destroy_process_group()
 

@@ -72,29 +72,16 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What is timed.
+    """What is timed."""
 
-    Parameters
-    ----------
-    name : str
-        In the table.
-    about : mapping
-        ``kind`` of `tests.bench.executor_rank`, and its settings but for the number of ranks.
-    launcher : str
-        The back end whose processes are started, or ``mpiexec`` for that beside ``python``.
-    checkout : path
-        Where topoplan and collectives come from.
-    python : str
-    rival : bool
-        Whether times are compared with it.
-    """
-
-    name: str
+    name: str  # in the table
+    # ``kind`` of `tests.bench.executor_rank`, and its settings but for the number of ranks
     about: Mapping[str, Any]
+    # the back end whose processes are started, or ``mpiexec`` for that beside ``python``
     launcher: str = "torch"
-    checkout: Path = ROOT
+    checkout: Path = ROOT  # where topoplan and collectives come from
     python: str = sys.executable
-    rival: bool = False
+    rival: bool = False  # whether times are compared with it
 
 
 class Failed(Exception):

@@ -18,30 +18,16 @@ SAME = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table: what is known, and what is to be reached.
-
-    Parameters
-    ----------
-    machine, collective : str
-    optimum : float
-        GB/s.
-    rival : str
-        What the rival needs, or reaches, as published.
-    rival_seconds : float or None
-        The same as CPU seconds, for the ratio; at least so many where ``rival`` begins with a sign.
-    seconds : float
-        CPU seconds to reach.
-    height : int or None
-        Height to reach; None where none is asked for.
-    """
+    """A line of the table: what is known, and what is to be reached."""
 
     machine: str
     collective: str
-    optimum: float
-    rival: str
+    optimum: float  # GB/s
+    rival: str  # what the rival needs, or reaches, as published
+    # the same as CPU seconds, for the ratio; at least so many where ``rival`` begins with a sign
     rival_seconds: float | None
-    seconds: float
-    height: int | None = None
+    seconds: float  # CPU seconds to reach
+    height: int | None = None  # height to reach; None where none is asked for
 
 
 ROWS = (

@@ -24,24 +24,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run came to.
+    """What a run came to."""
 
-    Parameters
-    ----------
-    loss : float
-        Mean of the workers' losses, above the best one.
-    loss_of_mean : float
-        Of the mean of their parameters, which `finish` gives.
-    drift : float
-        How far pulls moved that mean, which averaging would leave where it is: the largest entry.
-    steps : float
-        Mean over workers.
-    """
-
-    loss: float
-    loss_of_mean: float
-    drift: float
-    steps: float
+    loss: float  # mean of the workers' losses, above the best one
+    loss_of_mean: float  # of the mean of their parameters, which `finish` gives
+    drift: float  # how far pulls moved that mean, which averaging would leave where it is: the largest entry
+    steps: float  # mean over workers
 
 
 def two_servers() -> Topology:

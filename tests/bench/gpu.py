@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
@@ -22,6 +21,7 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu, program_of
 from collectives.backends.nccl.nccl_library import describe_library, find_library
 from collectives.tables.cupy_arrays import load_cupy
 from collectives.tables.kernels.kernel_launch import Chunks, Kernels, work_of
+from tests.bench.timing import medians
 from tests.gpu_report import last_line
 from tests.jobs.nccl_rank import start
 from tests.support.ports import free_port
@@ -118,7 +118,11 @@ def loopback_bandwidth(cupy: ModuleType, megabytes: int, step_bytes: int) -> flo
     given = [any_cupy.full(count, rank, dtype=np.float32) for rank in range(8)]
     out = [any_cupy.empty_like(array) for array in given]
     with Communicator(plan, LoopbackGpu(cupy, 8, step_bytes=step_bytes), chunk_bytes=CHUNK) as comm:
-        return work.traffic(4) / _seconds(lambda: comm.all_reduce(given, out=out)) / 1e9
+        return (
+            work.traffic(4)
+            / medians({"": lambda: comm.all_reduce(given, out=out)}, RUNS, warm_up=3)[""]
+            / 1e9
+        )
 
 
 def nccl(cupy: Any) -> None:
@@ -143,13 +147,7 @@ def nccl(cupy: Any) -> None:
 
 
 def timings(text: str) -> list[tuple[int, float]]:
-    """Megabytes and seconds from the lines of two numbers, whatever else ranks and libraries print.
-
-    Examples
-    --------
-    >>> timings("UserWarning: old driver\\n16 0.25\\n1 2 3\\n256 fast\\n")
-    [(16, 0.25)]
-    """
+    """Megabytes and seconds from the lines of two numbers, whatever else ranks and libraries print."""
     found = [re.fullmatch(r"(\d+) (\d[\d.e+-]*)", line.strip()) for line in text.splitlines()]
     return [(int(one[1]), float(one[2])) for one in found if one is not None]
 
@@ -168,15 +166,4 @@ def gpu_seconds(cupy: Any, call: Callable[[], object], runs: int = RUNS) -> floa
             mark.record(stream)
         stream.synchronize()
     times = [cupy.cuda.get_elapsed_time(one, other) / 1e3 for one, other in pairwise(marks)]
-    return statistics.median(times)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(RUNS):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
     return statistics.median(times)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from collectives.sparse.gpu_entry_arrays import GpuErrorFeedback, add_entries_gpu
-from collectives.sparse.selection.gpu_topk import Addend, SelectionPasses, feed_gpu, topk_gpu
+from collectives.sparse.selection.gpu_topk import FeedbackAddend, SelectionPasses, topk_gpu
 from collectives.tables.cupy_arrays import load_cupy
 from tests.bench.gpu import RUNS, copy_bandwidth, gpu_seconds
 from topoplan.errors import UsageError
@@ -60,18 +60,9 @@ def measure(cupy: Any, count: int, k: int, copied: float) -> None:
     for rival, call in rivals(cupy, x, k):
         took = rival_seconds(cupy, call)
         figures.append(f"{rival} {took if isinstance(took, str) else f'{took / own:.1f}x its time'}")
-    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(Addend(gradient)))
-    sampled = gpu_seconds(cupy, lambda: feed_gpu(x, gradient, k))
-    found = [None]
-
-    def certified() -> None:
-        found[0] = feed_gpu(x, gradient, k, threshold=found[0])[2]
-
-    guessed = gpu_seconds(cupy, certified)
-    figures.append(
-        f"feed {share(12 * count, sampled, copied)}, with the last threshold {share(12 * count, guessed, copied)}, "
-        f"two reads {share(16 * count, plain, copied)}"
-    )
+    added = FeedbackAddend(gradient, "float32", None, None)
+    plain = gpu_seconds(cupy, lambda: roads(cupy, x, k, clears=True).two_reads(added))
+    figures.append(f"feed in two reads {share(16 * count, plain, copied)}")
     print(f"  {count} elements, k {k}: {'; '.join(figures)}")
 
 

@@ -1,57 +1,113 @@
-"""An allreduce among ranks of one process, against numpy doing the same sum and the copies."""
+"""Allreduces of one process: against numpy doing the same sum and copies, and on paced links against the model.
+
+Each machine of paced links runs at a scale at which its trees need `SECONDS`. Ratios are prediction over measurement,
+so 1 is exact; "of rate" is how much of the plan's rate was reached.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 import topoplan
 from collectives import Communicator
+from collectives.backends.loopback.paced_loopback import PacedLoopback
+from tests.bench.timing import medians
+from tests.support.small_machines import thin_cycle
+from topoplan.machine.cluster import cluster
+from topoplan.machine.cluster_network import Server
+from topoplan.plans.plan import Plan
 
-MEGABYTES = (1, 16, 64)
-RUNS = 7
+SECONDS = 1.0
+NIC_GBPS = 10
+
+Arrays = list[NDArray[np.float32]]
 
 
 def main() -> None:
-    """Print all times and ratios."""
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
-    print(f"allreduce of 8 ranks on arrays in one process, float32, median of {RUNS}:")
-    with Communicator(plan) as communicator:
-        for megabytes in MEGABYTES:
-            ours, rival = _beside_numpy(communicator, megabytes)
+    """Print both tables."""
+    beside_numpy(topoplan.load("dgx-1v"))
+    print("\nallreduce on paced links, float32, all ranks in one process, median of 3")
+    print(f"{'machine':<26} {'MB':>3} {'schedule':<12}  simulated rate alone  measured  ratio of rate")
+    for name, (trees, ring) in plans().items():
+        for megabytes in (64, 16):
+            scale = (megabytes << 20) / (trees.rate * 1e9 * SECONDS)
+            tree, rival = (paced(name, plan, megabytes << 20, scale) for plan in (trees, ring))
+            said, took = (rival[which] / tree[which] for which in (0, 1))
             print(
-                f"  {megabytes:3} MB  plan {ours * 1e3:7.2f} ms  numpy sum and copies {rival * 1e3:7.2f} ms  "
-                f"ratio {rival / ours:.2f} x"
+                f"{'':<30} trees over ring: predicted {said:.3f} x, measured {took:.3f} x, {said / took:.3f}"
             )
 
 
-def _beside_numpy(communicator: Communicator, megabytes: int) -> tuple[float, float]:
-    """Median seconds of the plan and of numpy, in turns."""
-    inputs, results = _arrays(communicator.size, megabytes)
-
-    def plain() -> None:
-        np.add(inputs[0], inputs[1], out=results[0])
-        for array in inputs[2:]:
-            np.add(results[0], array, out=results[0])
-        for result in results[1:]:
-            result[...] = results[0]
-
-    pairs = [
-        (_seconds(lambda: communicator.all_reduce(inputs, out=results)), _seconds(plain)) for _ in range(RUNS)
-    ]
-    ours, rival = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return ours, rival
+def beside_numpy(machine: topoplan.Topology, runs: int = 7) -> None:
+    """Print the time of a plan beside numpy's, in turns."""
+    print(f"allreduce of 8 ranks on arrays in one process, float32, median of {runs}:")
+    with Communicator(topoplan.plan(machine, "allreduce")) as communicator:
+        for megabytes in (1, 16, 64):
+            inputs, results = arrays(communicator.size, megabytes << 20)
+            plain = partial(sum_and_copy, inputs, results)
+            contenders = {"plan": partial(communicator.all_reduce, inputs, out=results), "numpy": plain}
+            found = medians(contenders, runs)
+            told = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in found.items())
+            print(f"  {megabytes:3} MB  {told}, ratio {found['numpy'] / found['plan']:.2f} x")
 
 
-def _arrays(ranks: int, megabytes: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    inputs = [np.full(megabytes << 18, rank, dtype=np.float32) for rank in range(ranks)]
+def sum_and_copy(inputs: Arrays, results: Arrays) -> None:
+    """Do what an allreduce does, with numpy's own operations."""
+    np.add(inputs[0], inputs[1], out=results[0])
+    for array in inputs[2:]:
+        np.add(results[0], array, out=results[0])
+    for result in results[1:]:
+        result[...] = results[0]
+
+
+def arrays(ranks: int, nbytes: int) -> tuple[Arrays, Arrays]:
+    """Return the inputs of all ranks, and results that have been touched."""
+    inputs = [np.full(nbytes // 4, rank, dtype=np.float32) for rank in range(ranks)]
     return inputs, [np.zeros_like(array) + 1 for array in inputs]
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+def plans() -> dict[str, tuple[Plan, Plan]]:
+    """Return trees and ring of every machine."""
+    dgx = topoplan.load("dgx-1v")
+    chosen = {
+        "cycle with a thin link": (thin_cycle(), None, "auto"),
+        **{
+            f"dgx-1v {','.join(map(str, gpus))}": (dgx, gpus, "auto")
+            for gpus in (range(8), range(6), [1, 4, 5, 7])
+        },
+        "dgx-1v 0-3 nvlink+pcie": (dgx, range(4), "nvlink+pcie"),
+        "dgx-2": (topoplan.load("dgx-2"), None, "auto"),
+        **{
+            f"2 x {gpus} behind 10 Gb/s": (
+                cluster([Server(dgx, range(gpus), 2)], nic_gbps=NIC_GBPS),
+                None,
+                "auto",
+            )
+            for gpus in (2, 4)
+        },
+    }
+    return {
+        name: (topoplan.plan(machine, gpus=gpus, channels=channels), topoplan.ring(machine, gpus=gpus))
+        for name, (machine, gpus, channels) in chosen.items()
+    }
+
+
+def paced(name: str, plan: Plan, nbytes: int, scale: float) -> tuple[float, float]:
+    """Run a plan, print its line, and return predicted and measured seconds."""
+    ranks = len(plan.ranks)
+    inputs, results = arrays(ranks, nbytes)
+    with Communicator(plan, PacedLoopback(ranks, scale=scale)) as communicator:
+        took = medians({"": partial(communicator.all_reduce, inputs, out=results)}, 3)[""]
+    if not all(bool(np.all(result == ranks * (ranks - 1) / 2)) for result in results):
+        raise SystemExit(f"{name}: wrong sums")
+    said = topoplan.simulate(plan, nbytes=round(nbytes / scale)).seconds
+    alone = nbytes / (plan.rate * 1e9 * scale)
+    print(
+        f"{name:<26} {nbytes >> 20:>3} {plan.schedule:<12} {said * 1e3:>7.0f} ms {alone * 1e3:>7.0f} ms "
+        f"{took * 1e3:>6.0f} ms {said / took:>6.3f} {alone / took:>7.3f}",
+        flush=True,
+    )
+    return said, took

@@ -32,27 +32,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for mode in MODES:
             out = Path(folder) / "told.json"
-            options = [
-                "--steps",
-                str(STEPS),
-                "--every",
-                str(STEPS),
-                "--work",
-                str(WORK),
-                "--sgd-momentum",
-                "0",
-            ]
-            rate = ["--rate", "0.2", "--mode", mode, "--straggler", slow, "--out", str(out)]
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "4",
-            ]
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+            options = f"--steps {STEPS} --every {STEPS} --work {WORK} --sgd-momentum 0 --rate 0.2".split()
+            options += ["--mode", mode, "--straggler", slow, "--out", str(out)]
             subprocess.run(
-                [*launcher, "-m", "collectives.examples.train_cifar_like", *options, *rate],
+                [sys.executable, *launcher, "-m", "collectives.examples.train_cifar_like", *options],
                 check=True,
                 capture_output=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -43,24 +43,14 @@ class TooLongError(BaseException):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a reader's mutations.
-
-    Parameters
-    ----------
-    read, refused : int
-    slowest : float
-        Seconds, of mutation `slow`.
-    memory : int
-        Bytes above what the process had before the first.
-    tracebacks : dict of str to list of int
-        Numbers of the mutations, by the error and where it was raised.
-    """
+    """What became of a reader's mutations."""
 
     read: int = 0
     refused: int = 0
-    slowest: float = 0.0
+    slowest: float = 0.0  # seconds, of mutation `slow`
     slow: int = 0
-    memory: int = 0
+    memory: int = 0  # bytes above what the process had before the first
+    # numbers of the mutations, by the error and where it was raised
     tracebacks: dict[str, list[int]] = field(default_factory=dict)
 
 

@@ -5,8 +5,6 @@ A time is the median of a few runs, which take turns. ``topk`` finds the same en
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 
 import collectives
 from collectives.sparse.selection.error_feedback import ErrorFeedback
+from tests.bench.timing import medians
 
 SIZES = (16 << 20, 64 << 20)
 DENSITIES = (0.001, 0.01)
@@ -62,7 +61,7 @@ def distributions() -> dict[str, Callable[[int], Array]]:
 def _line(name: str, data: Array, k: int) -> None:
     gradient = np.roll(data, 1) * np.float32(0.1)
     feedback, residual = ErrorFeedback(data.size), data.copy()
-    quick = _medians(
+    quick = medians(
         {
             "topk": lambda: collectives.topk(data, k),
             "read": lambda: np.add.reduce(data),
@@ -71,6 +70,7 @@ def _line(name: str, data: Array, k: int) -> None:
             "add": lambda: np.add(residual, gradient, out=residual),
         },
         RUNS,
+        warm_up=1,
     )
     slow: dict[str, Callable[[], object]] = {
         "argpartition": lambda: np.argpartition(np.abs(data), data.size - k)[data.size - k :],
@@ -78,7 +78,7 @@ def _line(name: str, data: Array, k: int) -> None:
     }
     if find_spec("torch") is not None:
         slow |= _torch_rivals(data, gradient, k)
-    slowly = _medians(slow, SLOW_RUNS)
+    slowly = medians(slow, SLOW_RUNS)
     topk = quick["topk"]
 
     def times(rival: str, ours: float) -> str:
@@ -91,17 +91,6 @@ def _line(name: str, data: Array, k: int) -> None:
         f"{quick['feedback'] / quick['add']:>6.2f}x {times('torch feedback', quick['feedback']):>7}",
         flush=True,
     )
-
-
-def _medians(contenders: dict[str, Callable[[], object]], runs: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in range(runs + (runs > 1)):
-        for name, contender in contenders.items():
-            started = time.perf_counter()
-            contender()
-            if run or runs == 1:
-                seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def _torch_rivals(data: Array, gradient: Array, k: int) -> dict[str, Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""Kills (SIGKILL) or stops (SIGSTOP) a rank of the mpi back end at a random moment, again and again.
+"""Kills (SIGKILL) or stops (SIGSTOP) a rank of the mpi back end at some moment.
 
 Every survivor must report exactly one `BackendError` that names itself, the hurt rank and a step; its ``out`` array
 must be untouched. Then all processes must end, the stopped one too, and leave nothing in shared memory.
@@ -6,12 +6,9 @@ must be untouched. Then all processes must end, the stopped one too, and leave n
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -30,8 +27,6 @@ from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import BackendError
 
 RANKS = 4
-ELEMENTS = (1 << 12, 1 << 20, 1 << 22)
-"""Of arrays: small ones, and large ones that are read from other processes where ranks share memory."""
 
 STEP_SECONDS = 1.0
 """Timeout of the ranks."""
@@ -103,7 +98,7 @@ def one_round(what: Round, tries: int = 3) -> tuple[list[str], list[float]]:
     """Start the ranks, hurt one, and look at what the others say; complaints, and seconds until they noticed."""
     command = mpiexec_command(
         RANKS,
-        [sys.executable, "-m", "tests.faults.mpi", "--work", what.form, "--elements", str(what.elements)],
+        [sys.executable, "-m", "tests.faults.mpi", what.form, str(what.elements)],
     )
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -154,43 +149,5 @@ def one_round(what: Round, tries: int = 3) -> tuple[list[str], list[float]]:
     return complaints, [when - hurt for when in noticed]
 
 
-def main(arguments: list[str]) -> int:
-    """Run the rounds and print what became of them."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults mpi", description=__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="rounds (20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (0)")
-    parser.add_argument("--form", choices=sorted(FORMS), help="how ranks exchange (a random one each round)")
-    parser.add_argument("--elements", type=int, help="of the arrays (some number each round)")
-    parser.add_argument("--work", choices=sorted(FORMS), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.work:
-        work(options.work, options.elements)
-        return 0
-    chooser = random.Random(options.seed)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    bad = 0
-    for number in range(options.kills):
-        what = Round(
-            options.form or chooser.choice(sorted(FORMS)),
-            chooser.randrange(RANKS),
-            chooser.choices([signal.SIGKILL, signal.SIGSTOP], [4, 1])[0],
-            chooser.uniform(0, 0.2),
-            options.elements or chooser.choice(ELEMENTS),
-        )
-        complaints, noticed = one_round(what)
-        seconds.setdefault((what.form, what.number.name), []).extend(noticed)
-        bad += bool(complaints)
-        for complaint in complaints:
-            print(f"round {number}, {what}: {complaint}")
-    print(f"{options.kills} rounds of {RANKS} ranks, timeout {STEP_SECONDS:g} s: {options.kills - bad} clean")
-    for (form, name), times in sorted(seconds.items()):
-        if times:
-            print(
-                f"  {form:8} {name}: {len(times)} survivors noticed after "
-                f"{statistics.median(times):.3f} s (median), {max(times):.3f} s (longest)"
-            )
-    return 1 if bad else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    work(sys.argv[1], int(sys.argv[2]))

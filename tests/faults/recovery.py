@@ -75,33 +75,18 @@ NETWORKS = ("10.9.9.2", "10.9.9.3")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What happens to a job.
-
-    Parameters
-    ----------
-    backend : str
-    size : int
-    within : dict of rank to float
-        Victims that die so many seconds after they have begun the collective `DEATH`; below zero before it.
-    recovering : dict of rank to int
-        Victims that die when they are to say their n-th text while the others find each other.
-    alone : bool
-        Whether survivors go on by themselves.
-    elements : int
-    number : signal
-        What victims get that die in a collective.
-    timeout : float
-        Of the ranks, in seconds.
-    """
+    """What happens to a job."""
 
     backend: str
     size: int
+    # victims that die so many seconds after they have begun the collective `DEATH`; below zero before it
     within: Mapping[int, float]
+    # victims that die when they are to say their n-th text while the others find each other
     recovering: Mapping[int, int] = field(default_factory=dict)
-    alone: bool = True
+    alone: bool = True  # whether survivors go on by themselves
     elements: int = MANY
-    number: signal.Signals = signal.SIGKILL
-    timeout: float = STEP_SECONDS
+    number: signal.Signals = signal.SIGKILL  # what victims get that die in a collective
+    timeout: float = STEP_SECONDS  # of the ranks, in seconds
 
     @property
     def victims(self) -> set[int]:
@@ -224,21 +209,11 @@ def work(rank: int, plan: Plan, meeting: str, what: Round, reports: Connection) 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Processes that run.
+    """Processes that run."""
 
-    Parameters
-    ----------
-    pids : list of int
-        By rank.
-    readers : list of Connection
-        What they say.
-    left : list of str
-        What is left of them in the end that should not be.
-    """
-
-    pids: Sequence[int]
-    readers: Sequence[Connection]
-    left: list[str] = field(default_factory=list)
+    pids: Sequence[int]  # by rank
+    readers: Sequence[Connection]  # what they say
+    left: list[str] = field(default_factory=list)  # what is left of them in the end that should not be
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Kills (SIGKILL) or stops (SIGSTOP) a rank of the tcp back end at a random moment, again and again.
+"""Kills (SIGKILL) or stops (SIGSTOP) a rank of the tcp back end; `bench --chaos` does so at random, again and again.
 
 Every survivor must report exactly one `BackendError` that names a rank, a peer and a step, close all its
 connections, end all its threads, and exit. Rank 0 hosts the rendezvous in every second round, so its death takes that
@@ -7,11 +7,9 @@ along; in the others this process hosts it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers.rendezvous import Rendezvous
@@ -167,40 +164,3 @@ def faults_of(reports: dict[int, list[dict[str, Any]]]) -> list[str]:
             or not report["untouched"]
         ]
     return found
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the rounds; prints each fault, and totals."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults tcp")
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(RANKS))
-    generator = np.random.default_rng(options.seed)
-    bad = named = 0
-    times: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
-    for number in range(options.kills):
-        what = Round(
-            victim=int(generator.integers(RANKS)),
-            number=signal.SIGKILL if generator.random() < 0.75 else signal.SIGSTOP,
-            delay=float(generator.uniform(0, 0.1)),
-            rank_hosts=number % 2 == 0,
-            elements=FEW if number % 4 > 1 else ELEMENTS,
-        )
-        reports = one_round(plan, what)
-        faults = faults_of(reports)
-        bad += bool(faults)
-        for fault in faults:
-            print(f"round {number}, {what}: {fault}", file=sys.stderr)
-        listed = [report for reports_of_rank in reports.values() for report in reports_of_rank]
-        others = [report for report in listed if report.get("peer") != what.victim]
-        named += not others
-        for report in others:
-            print(f"round {number}, {what}: rank {report['rank']} named another: {report}")
-        times[what.number.name] += [report["after"] for report in listed if "after" in report]
-    print(f"{options.kills} rounds of {RANKS} ranks, {bad} with a fault, {named} where all named the victim")
-    for name, seconds in times.items():
-        if seconds:
-            median, most = float(np.median(seconds)), max(seconds)
-            print(f"{name}: {len(seconds)} errors, after {median:.3f} s (median), {most:.3f} s (latest)")
-    return int(bad > 0)

@@ -43,29 +43,17 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A job.
-
-    Parameters
-    ----------
-    backend : str
-    size : int
-    deaths : mapping of rank to (int, float)
-        The step in which a rank dies, and how many seconds after its beginning.
-    steps : int
-    options : mapping
-        Of the synchronizer.
-    back : int or None
-        The step before which others have come in the places of those that died.
-    giving : int or None
-        The broadcast in which rank 0 dies when it gives others what they need; its place is taken again then, too.
-    """
+    """A job."""
 
     backend: str
     size: int
+    # the step in which a rank dies, and how many seconds after its beginning
     deaths: Mapping[int, tuple[int, float]]
     steps: int = 12
-    options: Mapping[str, Any] = field(default_factory=dict)
-    back: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the synchronizer
+    back: int | None = None  # the step before which others have come in the places of those that died
+    # the broadcast in which rank 0 dies when it gives others what they need; its place is taken again then,
+    # too
     giving: int | None = None
 
     def __str__(self) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 import topoplan
 from collectives import Communicator
 from collectives.backends.mpi.mpi_backend import MpiBackend
-from collectives.peers.control_plane import MpiControlPlane
 from tests.support.contract import GROUPS, MESH, cases, refusals, run_cases, sums_of_mesh
 from tests.support.hand_plans import forest_plan
 from tests.support.sparse_steps import TWO_SERVERS, as_it_is, read_only, steps_of_each, taken
@@ -44,26 +43,6 @@ def results(form: str) -> dict[str, Any]:
     last = world.Ibarrier()
     while not last.Test():
         time.sleep(0.01)
-    return found
-
-
-def control(what: str) -> str:
-    """What this rank hears when the last one reports trouble ("tell") or does not come ("away")."""
-    from mpi4py import MPI
-
-    world = MpiControlPlane(MPI.COMM_WORLD)
-    assert world.gather(b"%d" % world.rank, timeout=20) == [b"%d" % rank for rank in range(world.size)]
-    if world.rank == world.size - 1:
-        if what == "tell":
-            world.tell(BackendError("out of paper: now", rank=world.rank, peer=0, step=7))
-        time.sleep(1.5 * (what == "away"))
-    try:
-        world.gather(b"again", timeout=0.5)
-        found = ""
-    except BackendError as error:
-        assert world.trouble() is not None
-        found = str(error)
-    world.close()
     return found
 
 
@@ -147,7 +126,7 @@ def main() -> None:
     from mpi4py import MPI
 
     scenario, form = sys.argv[1].split()
-    found = {"results": results, "mistakes": mistakes, "control": control}[scenario](form)
+    found = {"results": results, "mistakes": mistakes}[scenario](form)
     Path(sys.argv[2], f"{MPI.COMM_WORLD.rank}.json").write_text(json.dumps(found))
 
 

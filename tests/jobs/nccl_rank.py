@@ -83,14 +83,7 @@ def start(
 
 
 def refused_by_nccl(text: str) -> str | None:
-    """The line in which NCCL says that it does not put several ranks on one GPU, where there is one.
-
-    Examples
-    --------
-    >>> refused_by_nccl("RuntimeError: NCCL_ERROR_INVALID_USAGE\\nMultiple Ranks are using the same GPU 0\\n")
-    'Multiple Ranks are using the same GPU 0'
-    >>> refused_by_nccl("NCCL refuses: AttributeError: module 'cupy.cuda' has no attribute 'nccl'")
-    """
+    """The line in which NCCL says that it does not put several ranks on one GPU, where there is one."""
     told = ("Multiple Ranks are using the same GPU", "Duplicate GPU detected")
     return next((line.strip() for line in text.splitlines() if any(one in line for one in told)), None)
 

@@ -55,18 +55,6 @@ def test_results_are_those_of_loopback_on_every_rank(form: str, size: int, tmp_p
         assert [one["mesh"] for one in found] == SUMS_OF_MESH
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("tell", "rank 2, peer 0, step 7: out of paper: now"),
-        ("away", "waited 0.5 s for ranks that have not called this collective"),
-    ],
-)
-def test_control_messages_over_mpi_reach_all_ranks(what: str, text: str, tmp_path: Path) -> None:
-    assert all(text in found for found in ranks(f"control {what}", 3, tmp_path))
-
-
 @pytest.fixture(scope="module", params=["shared", "messages", "mixed"])
 def mistakes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -26,7 +26,7 @@ from collectives.tables.kernels.kernel_launch import (
 from collectives.tables.kernels.source import GRADIENT_DTYPES, KEY_BITS
 from tests.ptx.machine import KernelFault, Memory, run
 from tests.ptx.text import Program
-from tests.support.kernel_data import averaged, bits_type, joined, narrowed, same_bits, special, widened
+from tests.support.kernel_data import averaged, bits_type, joined, same_bits, special, widened
 from tests.support.selection_data import drawn, key_of, reference
 
 Array = NDArray[Any]
@@ -82,11 +82,6 @@ MOST_STEPS = 200_000_000
 def wide(values: Array, dtype: str) -> Array:
     """Numbers to compute with: singles for bfloat16, others as they are."""
     return widened(values) if dtype == "bfloat16" else values
-
-
-def narrow(values: Array, dtype: str) -> Array:
-    """Back to how the dtype is stored."""
-    return narrowed(values) if dtype == "bfloat16" else values
 
 
 # ---- joins, averages, copies
@@ -186,7 +181,7 @@ NO_NUMBER = {"bfloat16": 0x7FFF, "float16": 0x7FFF, "float32": 0x7FFFFFFF, "floa
 class Addend:
     """What a kernel adds to the elements that it reads: nothing, or a gradient, through a velocity or not."""
 
-    kind: str  # "", "feed", "feedback" or "momentum"
+    kind: str  # "", "feedback" or "momentum"
     dtype: str
     given: str
     x: Array
@@ -207,9 +202,7 @@ class Addend:
         momentum = np.array([0.5], dtype=bits_type(dtype))
         kept, speed, sums = x.copy(), velocity.copy(), x.copy()
         with np.errstate(all="ignore"):
-            if kind == "feed":
-                sums = kept = narrow(wide(x, dtype) + wide(gradient, dtype), dtype)
-            elif kind:
+            if kind:
                 step = wide(gradient, given).astype(dtype)
                 if kind == "momentum":
                     step = velocity * momentum[0] + step
@@ -232,8 +225,6 @@ class Addend:
         places.append(
             memory.put("gradient", self.gradient, writable=False, shift=shift * self.gradient.itemsize)
         )
-        if self.kind == "feed":
-            return places
         if self.kind == "feedback":
             return [*places, 0, 0]
         places.append(memory.put("velocity", self.velocity, shift=shift * size))
@@ -528,8 +519,6 @@ def parsed(kernel: str) -> tuple[str, str, str, str]:
     if given in GRADIENT_DTYPES["float64"] and head:
         kind, _, form = head.partition("_")
         return (form, kind, dtype, given) if kind != "take" else (head, "", dtype, given)
-    if form.startswith("feed_"):
-        return form.removeprefix("feed_"), "feed", dtype, dtype
     return form, "", dtype, ""
 
 

@@ -37,50 +37,26 @@ QUAD = (1, 4, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Some collectives one after another, on an engine of its own.
+    """Some collectives one after another, on an engine of its own."""
 
-    Parameters
-    ----------
-    machine : str
-        Of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before "adder"
-        they only add. "three phases" is a plan by hand, of six ranks.
-    collective : str
-    gpus : tuple of int
-        Of each server; empty for all.
-    counts : tuple of int
-        Elements that each rank gives, or gets in reduce_scatter, for each call.
-    op, dtype : str
-    chunk : int
-        Elements.
-    small : bool
-        Everything to everybody.
-    in_place : bool
-    blocks, threads : int
-    direct : bool
-        Results lie in the arenas.
-    exact : bool
-        Sums have the plan's order.
-    domains : tuple of int
-        Of each rank; empty for its server.
-    again : bool
-        All calls put their results at the same place, so that those of the last are left.
-    """
-
+    # of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before
+    # "adder" they only add. "three phases" is a plan by hand, of six ranks
     machine: str
     collective: str = "allreduce"
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()  # of each server; empty for all
+    # elements that each rank gives, or gets in reduce_scatter, for each call
     counts: tuple[int, ...] = (100,)
     op: str = "sum"
     dtype: str = "float32"
-    chunk: int = 16
-    small: bool = False
+    chunk: int = 16  # elements
+    small: bool = False  # everything to everybody
     in_place: bool = False
     blocks: int = 2
     threads: int = 32
-    direct: bool = False
-    exact: bool = True
-    domains: tuple[int, ...] = ()
-    again: bool = False
+    direct: bool = False  # results lie in the arenas
+    exact: bool = True  # sums have the plan's order
+    domains: tuple[int, ...] = ()  # of each rank; empty for its server
+    again: bool = False  # all calls put their results at the same place, so that those of the last are left
 
     @property
     def switched(self) -> bool:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.thorough
 SAMPLE = (
     *("join_sum_float16", "join_max_bfloat16", "join_prod_complex64", "join_min_uint8"),
     *("divide_int32", "divide_float16", "divide_bfloat16", "copy_16"),
-    *("histogram_float64", "feed_histogram_float16", "gather_float32", "feed_gather_bfloat16"),
+    *("histogram_float64", "histogram_float16", "gather_float32", "gather_bfloat16"),
     *("measure_list_float32", "measure_all_float16", "emit_list_int64_float32", "emit_all_int32_bfloat16"),
     *("feedback_histogram_bfloat16_float32", "momentum_gather_float16_float64"),
     *("momentum_take_back_float32_float32", "add_entries_int32_float64", "zero_entries_int64_float32"),
@@ -28,7 +28,6 @@ SAMPLE = (
 MUTANTS_OF = (
     "gather_float32",
     "measure_list_float32",
-    "feed_gather_float16",
     "momentum_take_back_float32_float32",
 )
 """Kernels whose mutants `make test-all` tries; without the cases of many blocks, so not all of them."""

@@ -80,26 +80,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A kernel.
-
-    Parameters
-    ----------
-    name : str
-    code : array of `INSTRUCTION`
-    texts, lines : tuple of str, of int
-        Each instruction as it stands in the text, and its line there.
-    registers : int
-    constants, specials : tuple of (register, value)
-        A special's value says which.
-    parameters, variables : tuple of Part
-    """
+    """A kernel."""
 
     name: str
     code: NDArray[np.void]
-    texts: tuple[str, ...]
+    texts: tuple[str, ...]  # each instruction as it stands in the text, and its line there
     lines: tuple[int, ...]
     registers: int
-    constants: tuple[tuple[int, int], ...]
+    constants: tuple[tuple[int, int], ...]  # a special's value says which
     specials: tuple[tuple[int, int], ...]
     parameters: tuple[Part, ...]
     variables: tuple[Part, ...]

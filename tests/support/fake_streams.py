@@ -121,55 +121,11 @@ class Machine:
 
     Each thread has a current device, 0 at first. As in CUDA since release 12, making a device current makes its primary
     context, and so does every call that works on the current one.
-
-    Parameters
-    ----------
-    gpus : int
-    order : str
-        Which stream goes first where several can: "first" or "last" made, or "random".
-    seed : int
-
-    Attributes
-    ----------
-    contexts : set of int
-        Devices on which this process has a context.
-    exclusive : set of int
-        Devices that are in compute mode EXCLUSIVE_PROCESS and have a context of another process.
-    first : int
-        Number on the host of the first GPU that this process sees.
-    fault : int
-        CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so.
-    faults : dict of int to int
-        So for one GPU.
-    make_world : callable or None
-        Makes what joins the ranks of a unique id, where they are not threads of this process.
-    numbers : iterator of int
-        NCCL's unique ids.
-    misuses : list of str
-        What NCCL forbids and was done.
-    message_bytes : dict of bool to int
-        Bytes of messages whose address is a multiple of 16, and of the others.
-    peers : bool
-        Whether GPUs reach each other's memory.
-    windows : (bool, bool)
-        Whether NCCL has windows among them, and multicast addresses of these.
-    teams : int
-        Into how many sets NCCL takes GPUs to fall that reach each other's memory.
-    deaf_graphs : bool
-        Whether what is under way in graphs goes on when its communicator is revoked.
-    ipc : bool
-        Whether handles of memory open in other processes.
-    opened : list of int
-        What is open of other processes' memory.
-    room : int
-        Free bytes of a GPU.
-    memory : dict of int to array
-        What was allocated beside arrays and not given back, by address.
     """
 
     def __init__(self, gpus: int = 1, *, order: str = "random", seed: int = 0) -> None:
         self.gpus = gpus
-        self.order = order
+        self.order = order  # which stream goes first where several can: "first" or "last" made, or "random"
         self.random = random.Random(seed)
         self.lock = threading.RLock()
         self.streams: list[Any] = []
@@ -179,24 +135,30 @@ class Machine:
         self.graph_launches = 0
         self.here = threading.local()
         self.worlds: dict[bytes, Any] = {}
+        # makes what joins the ranks of a unique id, where they are not threads of this process
         self.make_world: Callable[[bytes, int], Any] | None = None
-        self.numbers: Iterator[int] = count()
+        self.numbers: Iterator[int] = count()  # NCCL's unique ids
         self.async_error = ""
+        # CUDA's number of an error that a GPU has met: from then on nothing runs, and all that asks is told so
         self.fault = 0
-        self.faults: dict[int, int] = {}
-        self.misuses: list[str] = []
+        self.faults: dict[int, int] = {}  # so for one GPU
+        self.misuses: list[str] = []  # what NCCL forbids and was done
+        # bytes of messages whose address is a multiple of 16, and of the others
         self.message_bytes = {True: 0, False: 0}
-        self.peers = False
-        self.windows = (False, False)
-        self.teams = 1
+        self.peers = False  # whether GPUs reach each other's memory
+        self.windows = (False, False)  # whether NCCL has windows among them, and multicast addresses of these
+        self.teams = 1  # into how many sets NCCL takes GPUs to fall that reach each other's memory
+        # whether what is under way in graphs goes on when its communicator is revoked
         self.deaf_graphs = False
-        self.ipc = True
-        self.opened: list[int] = []
-        self.room = 1 << 34
+        self.ipc = True  # whether handles of memory open in other processes
+        self.opened: list[int] = []  # what is open of other processes' memory
+        self.room = 1 << 34  # free bytes of a GPU
+        # what was allocated beside arrays and not given back, by address
         self.memory: dict[int, np.ndarray] = {}
-        self.contexts: set[int] = set()
+        self.contexts: set[int] = set()  # devices on which this process has a context
+        # devices that are in compute mode EXCLUSIVE_PROCESS and have a context of another process
         self.exclusive: set[int] = set()
-        self.first = 0
+        self.first = 0  # number on the host of the first GPU that this process sees
 
     def use(self, device: int) -> None:
         """Make a device current in this thread."""

@@ -21,7 +21,7 @@ from collectives.sparse.gpu_entry_arrays import (
     decode_entries_gpu,
     encode_entries_gpu,
 )
-from collectives.sparse.selection.gpu_topk import feed_gpu, topk_gpu
+from collectives.sparse.selection.gpu_topk import topk_gpu
 from collectives.tables.kernels.kernel_launch import TILE_BYTES, Chunks, Kernels, work_of
 from collectives.tables.kernels.source import BYTES, ELEMENTS, divide_kernel, join_kernel, kernel_names
 from tests.support.feedback_steps import compare_steps
@@ -35,7 +35,7 @@ from tests.support.kernel_data import (
     same_bits,
     special,
 )
-from tests.support.selection_data import drawn, key_of, reference, same
+from tests.support.selection_data import drawn, reference, same
 from topoplan.errors import TopoplanError, UsageError
 
 Array = NDArray[Any]
@@ -194,19 +194,18 @@ def check_repeated_topk(cupy: Any, dtype: str, count: int = 1 << 22, rounds: int
 def check_feed(cupy: Any, dtype: str, count: int = 4300003, k: int = 10000) -> None:
     """Error feedback takes out what numpy would and keeps the rest, at any alignment."""
     generator = np.random.default_rng(7)
-    room = cupy.zeros(count + 1, dtype=dtype)
-    for residual in (room[:count], room[1:]):
-        residual[...] = 0
-        total, threshold = np.zeros(count, dtype=dtype), None
+    whole = GpuErrorFeedback(count + 1, dtype)
+    for feedback in (whole.part(0, count), whole.part(1, count + 1)):
+        feedback.residual[...] = 0
+        total = np.zeros(count, dtype=dtype)
         for _ in range(4):
             gradient = drawn("normal", dtype, count, generator)
             total = total + gradient
             expected = reference(total, k)
-            indices, values, threshold = feed_gpu(residual, cupy.asarray(gradient), k, threshold=threshold)
+            indices, values = feedback.feed(cupy.asarray(gradient), k)
             assert same((indices.get(), values.get()), expected)
-            assert threshold.get()[0] == key_of(expected[1]).min()
             total[expected[0]] = 0
-            assert residual.get().tobytes() == total.tobytes()
+            assert feedback.residual.get().tobytes() == total.tobytes()
 
 
 def check_nan_in_topk(cupy: Any, size: int = 100000) -> None:

@@ -185,7 +185,7 @@ def select_bandwidth() -> dict[str, Any]:
 
 def feedback_bandwidth() -> dict[str, Any]:
     """A gradient is added and the largest are taken: two reads and a write of the residual, a read of the gradient."""
-    from collectives.sparse.selection.gpu_topk import Addend, SelectionPasses
+    from collectives.sparse.selection.gpu_topk import FeedbackAddend, SelectionPasses
     from tests.bench import gpu as bench
 
     cupy, found = cupy_here(), {}
@@ -193,7 +193,8 @@ def feedback_bandwidth() -> dict[str, Any]:
     for share in (0.001, 0.01):
 
         def twice(k: int = int(share * x.size)) -> None:
-            SelectionPasses(cupy, x, "float32", k, refuses=True, clears=True).two_reads(Addend(gradient))
+            added = FeedbackAddend(gradient, "float32", None, None)
+            SelectionPasses(cupy, x, "float32", k, refuses=True, clears=True).two_reads(added)
 
         found[f"float32, {share:.1%}"] = 4 * x.nbytes / bench.gpu_seconds(cupy, twice) / 1e9
     return shares(cupy, SELECT_GOAL, found)

@@ -72,26 +72,14 @@ def close_behind_a_graph() -> str:
 
 
 def said(text: str, task: str) -> dict[int, str]:
-    """What each rank has printed of a task.
-
-    Examples
-    --------
-    >>> said("rank 0: check: ok\\nrank 1: check: ok\\nrank 0: close: 0.012 s\\n", "check")
-    {0: 'ok', 1: 'ok'}
-    """
+    """What each rank has printed of a task."""
     return {
         int(rank): words for rank, words in re.findall(rf"^rank (\d+): {task}: (.*)$", text, re.MULTILINE)
     }
 
 
 def seconds_of(text: str, task: str, ranks: Sequence[int], limit: float) -> float:
-    """The longest time that ranks have printed for a task; raises where one is missing or above the limit.
-
-    Examples
-    --------
-    >>> seconds_of("rank 0: refuse: raised after 0.25 s: no\\nrank 0: close: 0.012 s\\n", "refuse", [0], 10.0)
-    0.25
-    """
+    """The longest time that ranks have printed for a task; raises where one is missing or above the limit."""
     lines = said(text, task)
     missing = [rank for rank in ranks if rank not in lines]
     assert not missing, f"ranks {missing} have not got through {task}: {last_line(text)}"
@@ -123,13 +111,7 @@ def _nccl_logs() -> str:
 
 
 def engine_of(text: str, kind: str = "") -> str:
-    """Return the engine that ranks have printed; raises if it is not of the kind that was asked for.
-
-    Examples
-    --------
-    >>> engine_of("rank 0: engine: windows over ipc (no windows)\\n", "ipc")
-    'windows over ipc (no windows)'
-    """
+    """Return the engine that ranks have printed; raises if it is not of the kind that was asked for."""
     engines = said(text, "engine")
     assert 0 in engines, f"no rank has printed its engine: {last_line(text)}"
     assert engines[0].split(" (")[0].endswith(kind), f"the engine is {engines[0]}, and the row is on {kind}"

@@ -48,17 +48,7 @@ COSTS = ROOT / "build" / "engine-costs.json"
 
 
 class Ranks:
-    """Some ranks on the GPU that is current, each with an arena, a stream and an engine of its own.
-
-    Parameters
-    ----------
-    cupy : module
-    size, blocks : int
-    arena : int
-        Bytes.
-    **settings : int
-        Of the engine.
-    """
+    """Some ranks on the GPU that is current, each with an arena, a stream and an engine of its own."""
 
     def __init__(
         self, cupy: Any, size: int, *, arena: int, timeout: float = SECONDS, **settings: int
@@ -300,9 +290,9 @@ def region_of_one_rank(kind: str, **environment: str) -> str:
         backend = NcclBackend(cupy, TcpControlPlane(meeting.address, 0, 1, timeout=SECONDS), timeout=SECONDS)
         device = cupy.cuda.Device()
         steps = AgreedSteps(backend._world, timeout=SECONDS, enter=backend._enter)
-        library, connections = backend.library, backend._connections
+        library, connection = backend.library, backend._connection
         region = open_device_arenas(
-            cupy, library, connections, steps, rank=0, size=1, device=device.id, nbytes=64 << 20
+            cupy, library, connection, steps, rank=0, size=1, device=device.id, nbytes=64 << 20
         )
         assert isinstance(region, DeviceArenas), f"no region: {region}"
         print(f"{region.kind}: {region.why}")

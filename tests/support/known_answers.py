@@ -16,38 +16,18 @@ FOLDER = ROOT / "tests" / "answers"
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A class of allocations of a DGX-1; rates in units of one NVLink in one direction.
+    """A class of allocations of a DGX-1; rates in units of one NVLink in one direction."""
 
-    Parameters
-    ----------
-    machine : str
-        Name in the library.
-    gpus : tuple of int
-        One member.
-    links : int
-        NVLinks inside.
-    broadcast, allreduce, allgather : Fraction
-        Optimal rates.
-    rings : int
-        Largest number of directed NVLink rings; of two GPUs 0.
-    ring_allreduce : Fraction
-        Rate of an allreduce over them.
-    partition : tuple of tuple of int
-        Parts of some member that prove the allreduce.
-    members : tuple of tuple of int
-        All allocations of the class.
-    """
-
-    machine: str
-    gpus: tuple[int, ...]
-    links: int
-    broadcast: Fraction
+    machine: str  # name in the library
+    gpus: tuple[int, ...]  # one member
+    links: int  # NVLinks inside
+    broadcast: Fraction  # optimal rates
     allreduce: Fraction
     allgather: Fraction
-    rings: int
-    ring_allreduce: Fraction
-    partition: tuple[tuple[int, ...], ...]
-    members: tuple[tuple[int, ...], ...]
+    rings: int  # largest number of directed NVLink rings; of two GPUs 0
+    ring_allreduce: Fraction  # rate of an allreduce over them
+    partition: tuple[tuple[int, ...], ...]  # parts of some member that prove the allreduce
+    members: tuple[tuple[int, ...], ...]  # all allocations of the class
 
     def rate(self, collective: str) -> Fraction:
         """The optimum of a collective."""

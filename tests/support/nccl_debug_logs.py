@@ -17,34 +17,17 @@ DGX1_RINGS = ((0, 3, 2, 1, 5, 6, 7, 4), (0, 3, 2, 1, 5, 6, 7, 4), (0, 1, 3, 7, 5
 
 @dataclass(frozen=True)
 class DebugLog:
-    """What NCCL prints of one communicator.
+    """What NCCL prints of one communicator."""
 
-    Parameters
-    ----------
-    hosts : sequence of (str, int)
-        And the number of ranks on each.
-    rings : sequence of orders of ranks
-    via : function of two ranks
-        What joins them, as NCCL prints it.
-    version : str
-    extra : sequence of str
-        Further lines of rank 0, before it connects.
-    nvls : int
-        Channels for NVLS.
-    repeat : int
-        How often each ring is run.
-    tail : sequence of str
-        Lines of rank 0 after it is ready.
-    """
-
-    hosts: Sequence[tuple[str, int]] = (("node1", 8),)
+    hosts: Sequence[tuple[str, int]] = (("node1", 8),)  # and the number of ranks on each
     rings: Sequence[Sequence[int]] = DGX1_RINGS
+    # what joins them, as NCCL prints it
     via: Callable[[int, int], str] = lambda source, target: "P2P/CUMEM/read"
     version: str = "2.21.5+cuda12.4"
-    extra: Sequence[str] = ()
-    nvls: int = 0
-    repeat: int = 3
-    tail: Sequence[str] = field(default_factory=tuple)
+    extra: Sequence[str] = ()  # further lines of rank 0, before it connects
+    nvls: int = 0  # channels for NVLS
+    repeat: int = 3  # how often each ring is run
+    tail: Sequence[str] = field(default_factory=tuple)  # lines of rank 0 after it is ready
 
     @property
     def size(self) -> int:

@@ -69,21 +69,7 @@ def machine(
     cpus: int = 2,
     **attributes: object,
 ) -> str:
-    """GPUs in pairs under PCIe switches, spread over CPUs, with direct NVLinks and links to a hidden switch.
-
-    Parameters
-    ----------
-    gpus : int
-    wires : mapping of (int, int) to int
-        NVLinks by pair of GPUs.
-    switched : int
-        NVLinks of each GPU to a switch.
-    nics : int
-        At most one for each PCIe switch.
-    cpus : int
-    attributes
-        Of every ``gpu`` element.
-    """
+    """GPUs in pairs under PCIe switches, spread over CPUs, with direct NVLinks and links to a hidden switch."""
     switches = []
     for first in range(0, gpus, 2):
         below = []

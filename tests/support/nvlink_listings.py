@@ -44,24 +44,13 @@ def bus_ids(machine: Topology) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Listings:
-    """A machine whose wires are whole but for those named.
-
-    Parameters
-    ----------
-    machine : Topology
-    dead : collection of Wire
-    speeds : mapping of Wire to Fraction
-        Share of its speed that a slow wire keeps.
-    model : str
-    links : int
-        Links of each GPU; those beyond its wires lead nowhere.
-    """
+    """A machine whose wires are whole but for those named."""
 
     machine: Topology
     dead: Collection[Wire] = ()
-    speeds: Mapping[Wire, Fraction] | None = None
+    speeds: Mapping[Wire, Fraction] | None = None  # share of its speed that a slow wire keeps
     model: str = "NVIDIA GPU"
-    links: int = 0
+    links: int = 0  # links of each GPU; those beyond its wires lead nowhere
 
     def status(self, gpus: Sequence[int] | None = None) -> str:
         """``nvidia-smi nvlink -s`` of some GPUs or all."""

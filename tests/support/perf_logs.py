@@ -36,38 +36,18 @@ def number(value: float, width: int) -> str:
 
 @dataclass(frozen=True)
 class PerfLog:
-    """What a run prints.
+    """What a run prints."""
 
-    Parameters
-    ----------
-    test : str
-        Without ``_perf``.
-    hosts : sequence of (str, sequence of int)
-        Devices of the ranks on each host.
-    sizes : sequence of int
-    start : float
-        Seconds of a row without bytes.
-    rate : float
-        GB/s of algorithm bandwidth without a start.
-    gpu : str
-    names_test, newer : bool
-        Whether the run says which test it is, and bus ids stand whole.
-    wrong : dict of int to int
-        Wrong elements by size.
-    checked : bool
-        False prints N/A.
-    """
-
-    test: str = "all_reduce"
-    hosts: Sequence[tuple[str, Sequence[int]]] = (("node1", range(8)),)
+    test: str = "all_reduce"  # without ``_perf``
+    hosts: Sequence[tuple[str, Sequence[int]]] = (("node1", range(8)),)  # devices of the ranks on each host
     sizes: Sequence[int] = tuple(8 << 2 * step for step in range(14))
-    start: float = 22e-6
-    rate: float = 240.0
+    start: float = 22e-6  # seconds of a row without bytes
+    rate: float = 240.0  # GB/s of algorithm bandwidth without a start
     gpu: str = "NVIDIA H100 80GB HBM3"
-    names_test: bool = True
+    names_test: bool = True  # whether the run says which test it is, and bus ids stand whole
     newer: bool = True
-    wrong: dict[int, int] = field(default_factory=dict)
-    checked: bool = True
+    wrong: dict[int, int] = field(default_factory=dict)  # wrong elements by size
+    checked: bool = True  # false prints N/A
     root: int = 0
     in_place: float = 0.98
 

@@ -169,26 +169,7 @@ class Region:
 
 
 class Ranks:
-    """The ranks of a plan, each with an engine.
-
-    Parameters
-    ----------
-    size : int
-    threads : int
-        Of a block.
-    timeout : float
-        Seconds of the machine's clock.
-    arena : int
-        Bytes.
-    domains : tuple of int
-        Of each rank; empty for one.
-    switched : bool
-        Whether there is a multicast address.
-    filled : bool
-        Whether new memory may be read before it is written, as by messages of a rank that has given up.
-    **settings : int
-        Of the engine.
-    """
+    """The ranks of a plan, each with an engine; of `filled` memory all may be read before it is written."""
 
     def __init__(
         self,

@@ -23,14 +23,6 @@ def execute(
     `inputs` are the arrays of each rank, (count,), only read. Rows write to `buffers`, (count,) of each rank, whose
     other elements (`TransferTable.kept`) stay unchanged; they may be `inputs`. `combine` joins a rank's value with an
     arriving one.
-
-    >>> import topoplan
-    >>> from collectives import lower
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
-    >>> memory = [np.full(5, 10**rank) for rank in range(8)]
-    >>> execute(lower(plan, 5, chunk_elements=16), memory, memory)
-    >>> memory[3].tolist()
-    [11111111, 11111111, 11111111, 11111111, 11111111]
     """
     rows = zip(
         table.source.tolist(),

@@ -51,13 +51,13 @@ def test_contenders_of_two_checkouts_run_in_the_same_rounds() -> None:
 
 @pytest.mark.thorough
 def test_a_contender_that_does_not_start_says_why() -> None:
-    wrong = Contender(
-        "tcp", {"kind": "planned", "backend": "smoke", "in_place": False, "shared_arrays": False}, "tcp"
-    )
+    what = {"kind": "planned", "backend": "smoke", "in_place": False, "shared_arrays": False}
+    wrong = Contender("tcp", what, "tcp")
     with pytest.raises(Failed, match="'smoke'"):
         Job(wrong, 2)
 
 
+@pytest.mark.thorough
 def test_busy_neighbours_end_where_they_are_no_longer_needed() -> None:
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     if not children.exists():

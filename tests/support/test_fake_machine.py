@@ -1,21 +1,31 @@
-"""What the fake NVML tells the genuine nvidia-ml-py: all that the descriptions say, in NVML's types and errors."""
+"""The fake machine against its descriptions: what the genuine nvidia-ml-py is told, how the library fails, and sysfs.
+
+All of it is thorough: by default `tests/topoplan/reading/test_probe.py` reads fake machines by nvidia-ml-py, and finds
+those of the library.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from tests.support.fake_machine.ask import LINKS, ask
-from tests.support.fake_machine.broken import HALF_SPEED, refusals
 from tests.support.fake_machine.description import FakeMachine, Gpu
-from tests.support.fake_machine.fixtures import Installer
-from tests.support.fake_machine.machines import MACHINES
-from tests.support.fake_machine.nvml_text import C2C_MEGABYTES, nvml_bus_id
+from tests.support.fake_machine.fixtures import SONAME, Installer, build_libraries
+from tests.support.fake_machine.machines import HALF_SPEED, MACHINES, refusals
+from tests.support.fake_machine.nvml_text import common_ancestor, nvml_bus_id
 from topoplan.machine.library import LIBRARY
+
+pytestmark = pytest.mark.thorough
 
 # Machines whose every call is answered.
 SOUND = [
@@ -34,7 +44,6 @@ def answers(fake_host: Installer) -> Answers:
     return cache(lambda name: ask(fake_host(name).environment))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", SOUND)
 def test_gpus_are_told_as_described(name: str, answers: Answers) -> None:
     """Name, ids, place, PCIe link, capability and the rest of each GPU; every call answers in NVML's own type."""
@@ -140,19 +149,6 @@ def test_the_wires_of_a_dgx_1_are_the_librarys(name: str, library: str, answers:
     assert wires(answers(name)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "per_switch"),
-    [("dgx2", [1] * 6), ("dgx_a100", [2] * 6), ("dgx_h100", [4, 4, 5, 5]), ("hidden_switch", [12])],
-)
-def test_each_gpu_of_a_switched_machine_reaches_its_switches(
-    name: str, per_switch: list[int], answers: Answers
-) -> None:
-    """With so many links to each."""
-    for gpu in answers(name)["gpus"]:
-        counts = Counter(link["remote"] for link in gpu["links"] if link["state"] == 1)
-        assert sorted(counts.values()) == per_switch
-
-
 def test_a_dead_wire_and_a_slow_one_show_at_both_ends(answers: Answers) -> None:
     """One of the two wires 0-3 is gone and one of the two wires 5-6 has half the speed."""
     told = answers("dead_nvlinks")
@@ -162,46 +158,6 @@ def test_a_dead_wire_and_a_slow_one_show_at_both_ends(answers: Answers) -> None:
     for number, counts in enumerate(speeds):
         expected = {25781: 5, 0: 1} if number in (0, 3) else {25781: 6}
         assert counts == ({25781: 5, HALF_SPEED: 1} if number in (5, 6) else expected)
-
-
-def test_peer_access_is_refused_where_described(answers: Answers) -> None:
-    """By registry key for a wired pair, by chipset for an unwired one; other sockets are out of PCIe's reach anyway."""
-    told = answers("refused_p2p")["gpus"]
-    assert wires({"gpus": told})[0, 1] == 1
-    assert [told[0]["p2p"][b][0] for b in range(1, 8)] == [4, 0, 0, 0, 1, 3, 3]
-
-
-def test_mig_instances_are_devices_of_their_own(answers: Answers) -> None:
-    """Two on GPU 3, with names, identities and their parent; its NVLinks are down and it has no peers."""
-    machine, told = MACHINES["one_mig"](), answers("one_mig")["gpus"]
-    assert [len(gpu["instances"]) for gpu in told] == [0, 0, 0, 2, 0, 0, 0, 0]
-    for (name, identity, parent, flag), described in zip(
-        told[3]["instances"], machine.gpus[3].instances, strict=True
-    ):
-        assert (name, parent, flag) == (described, told[3]["uuid"], 1)
-        assert identity.startswith("MIG-")
-    assert {link["state"] for link in told[3]["links"][:12]} == {0}
-    assert told[3]["p2p"][0] == told[0]["p2p"][3] == [5] * 5
-
-
-def test_a_superchip_has_links_to_its_cpu(answers: Answers) -> None:
-    """Ten C2C links with their speed; a machine without them answers NotSupported."""
-    (gpu,) = answers("grace_hopper")["gpus"]
-    assert (gpu["c2c"], gpu["c2c_count"], gpu["memory_node"]) == (1, 10, 1)
-    assert gpu["c2c_links"] == [[1, C2C_MEGABYTES]] * 10 + [["NotSupported"] * 2] * 2
-    other = answers("dgx_a100")["gpus"][0]
-    assert (other["c2c"], other["c2c_count"]) == ("NotSupported", "NotSupported")
-
-
-@pytest.mark.parametrize(
-    ("name", "init"),
-    [("no_driver", "LibraryNotFound"), ("driver_not_loaded", "DriverNotLoaded"), ("no_gpu", "")],
-)
-def test_machines_that_have_no_gpus_to_show(name: str, init: str, answers: Answers) -> None:
-    """No library, a library without the kernel module, and a driver with nothing to drive."""
-    told = answers(name)
-    assert told["init"] == init
-    assert told.get("gpus", []) == []
 
 
 def test_an_old_driver_lacks_newer_functions(answers: Answers) -> None:
@@ -230,3 +186,252 @@ def test_about_half_of_the_calls_fail_in_three_ways(answers: Answers) -> None:
     states = [link["state"] for gpu in told for link in gpu["links"][:6]]
     assert {state for state in states if state != 1} == errors
     assert 16 <= states.count(1) <= 32
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (3, pynvml.NVMLError_NotSupported),
+        (4, pynvml.NVMLError_NoPermission),
+        (9, pynvml.NVMLError_DriverNotLoaded),
+        (13, pynvml.NVMLError_FunctionNotFound),
+        (15, pynvml.NVMLError_GpuIsLost),
+        (999, pynvml.NVMLError_Unknown),
+    ],
+)
+def test_a_rule_makes_a_call_fail(code: int, error: type[Exception], fake_here: Installer) -> None:
+    """For one GPU and link, for one GPU, and for every function that begins so; other calls are untouched."""
+    rules = (f"nvmlDeviceGetNvLinkState {code} 2 1", f"nvmlDeviceGetName {code} 3", f"nvmlSystem* {code}")
+    fake_here(replace(MACHINES["dgx1v"](), rules=rules))
+    pynvml.nvmlInit()
+    second, third = (pynvml.nvmlDeviceGetHandleByIndex(i) for i in (2, 3))
+    failing: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (pynvml.nvmlDeviceGetNvLinkState, (second, 1)),
+        (pynvml.nvmlDeviceGetName, (third,)),
+        (pynvml.nvmlSystemGetDriverVersion, ()),
+    ]
+    for function, arguments in failing:
+        with pytest.raises(error):
+            function(*arguments)
+    assert pynvml.nvmlDeviceGetNvLinkState(second, 0) == pynvml.nvmlDeviceGetNvLinkState(third, 1) == 1
+    assert pynvml.nvmlDeviceGetName(second) == "Tesla V100-SXM2-32GB"
+    pynvml.nvmlShutdown()
+
+
+def test_a_lost_gpu_cannot_be_asked(fake_here: Installer) -> None:
+    """It counts, but gives no handle."""
+    fake_here("lost_gpu")
+    pynvml.nvmlInit()
+    assert pynvml.nvmlDeviceGetCount() == 8
+    with pytest.raises(pynvml.NVMLError_GpuIsLost):
+        pynvml.nvmlDeviceGetHandleByIndex(5)
+    pynvml.nvmlShutdown()
+
+
+def test_one_process_sees_one_machine_after_another(fake_here: Installer) -> None:
+    """The text is read at each nvmlInit."""
+    for name, model in (("dgx1v", "Tesla V100-SXM2-32GB"), ("dgx1p", "Tesla P100-SXM2-16GB")):
+        fake_here(name)
+        pynvml.nvmlInit()
+        assert pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(7)) == model
+        pynvml.nvmlShutdown()
+    with pytest.raises(pynvml.NVMLError_Uninitialized):
+        pynvml.nvmlDeviceGetCount()
+
+
+def test_devices_are_found_by_index_identity_and_place(fake_here: Installer) -> None:
+    """And by nothing else."""
+    machine = fake_here("dgx1v").machine
+    pynvml.nvmlInit()
+    for busid in ("0000:0a:00.0", "00000000:0A:00.0"):
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(busid)
+        assert pynvml.nvmlDeviceGetIndex(handle) == 2
+    identity = f"GPU-{machine.uuid('0000:0a:00.0')}"
+    assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(identity)) == 2
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetHandleByPciBusId("0000:99:00.0")
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        pynvml.nvmlDeviceGetHandleByUUID("GPU-0")
+    with pytest.raises(pynvml.NVMLError_InvalidArgument):
+        pynvml.nvmlDeviceGetHandleByIndex(8)
+    pynvml.nvmlShutdown()
+
+
+def test_fabric_is_told_in_each_version_of_its_structure(fake_here: Installer) -> None:
+    """The first has no health, the second no summary; a version that is not known is refused."""
+    fake_here("dgx_h100")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    first, second = pynvml.c_nvmlGpuFabricInfo_t(), pynvml.c_nvmlGpuFabricInfo_v2_t()
+    pynvml.nvmlDeviceGetGpuFabricInfo(handle, pynvml.byref(first))
+    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, pynvml.byref(second))
+    assert (first.state, first.status, first.cliqueId) == (3, 0, 0)
+    assert (second.state, second.status, second.healthMask) == (3, 0, 0x1AA)
+    second.version = 7
+    with pytest.raises(pynvml.NVMLError_ArgumentVersionMismatch):
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, pynvml.byref(second))
+    pynvml.nvmlShutdown()
+
+
+def test_a_text_that_cannot_be_read_is_no_machine(
+    fake_here: Installer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A mistake in a description must not pass for a failing driver."""
+    host = fake_here(MACHINES["pcie_box"]())
+    with (host.folder / "nvml.txt").open("a") as text:
+        text.write("pstaet 8\n")
+    with pytest.raises(pynvml.NVMLError_Unknown):
+        pynvml.nvmlInit()
+    assert "cannot read: pstaet 8" in capfd.readouterr().err
+
+
+def test_the_library_is_built_once(fake_nvml: Path) -> None:
+    """A second request finds what the first made."""
+    before = (fake_nvml / "new" / SONAME).stat()
+    assert build_libraries(fake_nvml) == fake_nvml
+    assert (fake_nvml / "new" / SONAME).stat() == before
+
+
+CODES = {10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+
+def nested(sysfs: Path, busid: str) -> list[str]:
+    """Host bridge and bus ids on the way down to a PCI device, read from its real path."""
+    path = (sysfs / "bus/pci/devices" / busid).resolve(strict=True)
+    return list(path.relative_to(sysfs.resolve() / "devices").parts)
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_links_lead_to_nested_folders(name: str, fake_host: Installer) -> None:
+    """Each PCI device lies in the folder of the bridge above it, and is found by its bus id."""
+    host = fake_host(name)
+    for busid, (root, chain) in host.machine.places().items():
+        assert nested(host.sysfs_root, busid) == [f"pci{root.bus}", *(pci.busid for pci in chain)]
+    assert {path.name for path in (host.sysfs_root / "bus/pci/devices").iterdir()} == set(
+        host.machine.places()
+    )
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_links_stay_inside_the_tree(name: str, fake_host: Installer) -> None:
+    """All are relative, so the tree is the same wherever it stands; only unreadable files point out of it."""
+    host = fake_host(MACHINES[name]())
+    folder = host.folder.rename(host.folder.with_name("elsewhere"))
+    inside = folder.resolve()
+    links = [path for path in inside.rglob("*") if path.is_symlink()]
+    assert len(links) > 4
+    for link in links:
+        target = os.readlink(link)
+        if target != "/proc/self/mem":
+            end = Path(os.path.normpath(link.parent / target))
+            assert not os.path.isabs(target)
+            assert end.is_relative_to(inside)
+            assert end.exists()
+
+
+def test_files_say_what_linux_would(fake_host: Installer) -> None:
+    """Texts of a GPU, an idle one, a port that tells no speed, CPUs and nodes."""
+    sysfs = fake_host("dgx1v").sysfs_root
+    devices = sysfs / "bus/pci/devices"
+
+    def read(path: str) -> str:
+        return (sysfs / path).read_text()
+
+    gpu = {path.name: path.read_text() for path in (devices / "0000:85:00.0").iterdir() if path.is_file()}
+    assert gpu == {
+        "class": "0x030200\n",
+        "vendor": "0x10de\n",
+        "device": "0x1db5\n",
+        "subsystem_vendor": "0x10de\n",
+        "subsystem_device": "0x1249\n",
+        "numa_node": "1\n",
+        "local_cpulist": "20-39,60-79\n",
+        "max_link_speed": "8.0 GT/s PCIe\n",
+        "max_link_width": "16\n",
+        "current_link_speed": "2.5 GT/s PCIe\n",
+        "current_link_width": "16\n",
+    }
+    assert read("bus/pci/devices/0000:02:00.0/max_link_speed") == "Unknown\n"
+    assert read("devices/system/node/node1/cpulist") == "20-39,60-79\n"
+    assert read("devices/system/node/node1/distance") == "21 10\n"
+    assert read("devices/system/cpu/modalias").startswith("cpu:type:x86,ven0000fam0006mod004F:feature:,")
+    assert read("module/nvidia/version") == "535.161.08\n"
+    cpuinfo = (sysfs.parent / "proc/cpuinfo").read_text()
+    assert cpuinfo.count("model name\t: Intel(R) Xeon(R) CPU E5-2698 v4 @ 2.20GHz\n") == 80
+    boot = (sysfs.parent / "proc/sys/kernel/random/boot_id").read_text()
+    assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\n", boot)
+
+
+def test_network_devices_are_in_both_places(fake_host: Installer) -> None:
+    """By class and below their PCI device, with speed and state; a virtual interface has no device."""
+    host = fake_host("dgx1v")
+    rdma = host.sysfs_root / "class/infiniband"
+    net = host.sysfs_root / "class/net"
+    assert sorted(path.name for path in rdma.iterdir()) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
+    for adapter, bus in (("mlx5_0", "05"), ("mlx5_1", "0c"), ("mlx5_2", "84"), ("mlx5_3", "8b")):
+        device = (host.sysfs_root / f"bus/pci/devices/0000:{bus}:00.0").resolve()
+        assert (rdma / adapter / "device").resolve() == device
+        assert (rdma / adapter).resolve() == device / "infiniband" / adapter
+        port = {path.name: path.read_text() for path in (rdma / adapter / "ports/1").iterdir()}
+        assert port["rate"] == "100 Gb/sec (4X EDR)\n"
+        assert (port["state"], port["link_layer"]) == ("4: ACTIVE\n", "InfiniBand\n")
+        assert [path.name for path in (device / "net").iterdir()] == [f"ib{adapter[-1]}"]
+    assert (net / "eno1/speed").read_text() == "10000\n"
+    assert os.readlink(net / "eno1/device") == "../../../0000:01:00.0"
+    assert not (net / "docker0/device").exists()
+
+
+def test_described_files_are_unreadable_or_absent(fake_host: Installer) -> None:
+    """About half of the PCI devices miss a file, the others have one that cannot be read."""
+    host = fake_host("half_failing")
+    for file in host.machine.unreadable:
+        with pytest.raises(OSError, match="error"):
+            (host.sysfs_root / file).read_text()
+    for file in host.machine.absent:
+        assert not (host.sysfs_root / file).exists()
+    devices = len(host.machine.places())
+    assert 0.3 * devices < len(host.machine.unreadable) < 0.7 * devices
+    assert len(host.machine.unreadable) + len(host.machine.absent) == devices + 4
+
+
+def nearness(machine: FakeMachine, sysfs: Path, gpu: int, nic: str) -> str:
+    """Code that nvidia-smi prints for a GPU and an RDMA adapter, from the real paths of both."""
+    adapter = (sysfs / "class/infiniband" / nic / "device").resolve().name
+    first, second = nested(sysfs, machine.gpus[gpu].busid), nested(sysfs, adapter)
+    shared = sum(a == b for a, b in zip(first, second, strict=False))
+    nodes = {
+        (sysfs / "bus/pci/devices" / busid / "numa_node").read_text()
+        for busid in (adapter, machine.gpus[gpu].busid)
+    }
+    if len(nodes) > 1:
+        return "SYS"
+    if shared < 2:
+        return ("NODE", "PHB")[shared]
+    return "PIX" if len(first) == len(second) == shared + 2 else "PXB"
+
+
+@pytest.mark.parametrize(("name", "text"), [("dgx1v", "dgx1_v100"), ("dgx2", "dgx2_v100x16_PARTIAL")])
+def test_the_genuine_matrix_is_that_of_the_fake(
+    name: str, text: str, fake_host: Installer, machines_dir: Path
+) -> None:
+    """Each GPU's row of the real machine's `nvidia-smi topo -m`: wires, nearness of GPUs and NICs, CPUs."""
+    host = fake_host(name)
+    machine, sysfs = host.machine, host.sysfs_root
+    lines = (machines_dir / "nvidia-smi" / f"{text}.txt").read_text().splitlines()
+    columns = next(line.split() for line in lines if line.split()[:2] == ["GPU0", "GPU1"])
+    rows = [line.split() for line in lines if re.match(r"GPU\d+\s", line)]
+    assert len(rows) == {"dgx1v": 8, "dgx2": 4}[name]
+    for row, *cells in rows:
+        gpu = int(row[3:])
+        links = machine.gpus[gpu].links
+        cpus = (sysfs / "bus/pci/devices" / machine.gpus[gpu].busid / "local_cpulist").read_text().strip()
+        assert cells[-1] == cpus
+        for column, cell in zip(columns, cells[:-1], strict=False):
+            if not column.startswith("GPU"):
+                assert cell == nearness(machine, sysfs, gpu, column)
+                continue
+            other = int(column[3:])
+            far = {link.remote for link in machine.gpus[other].links if link.kind == "switch"}
+            wires = len(links) if far else sum(link.remote == machine.gpus[other].busid for link in links)
+            code = f"NV{wires}" if wires else CODES.get(common_ancestor(machine, gpu, other))
+            assert cell == ("X" if gpu == other else code)

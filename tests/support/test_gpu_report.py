@@ -32,7 +32,6 @@ from tests.support import (
     kernel_data,
 )
 from tests.support.checkout import ROOT
-from tests.support.failing_gpu_rows import ROWS as FAILING
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import machine as machine
 from tests.support.gpu_ranks import on_every_rank, outcome
@@ -74,6 +73,7 @@ def test_without_a_gpu_no_process_is_started(tmp_path: Path, monkeypatch: pytest
     assert gpu_report.main(["-o", str(tmp_path / "out.json")]) == 0
 
 
+@pytest.mark.thorough
 def test_pytest_is_not_needed_and_topoplan_is_imported_from_the_checkout() -> None:
     code = (
         "import sys; sys.modules['pytest'] = None\n"
@@ -91,76 +91,51 @@ def test_pytest_is_not_needed_and_topoplan_is_imported_from_the_checkout() -> No
     assert Path(done.stdout.strip()) == ROOT / "topoplan" / "__init__.py"
 
 
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str, Path]:
-    """Exit status, file by row, and table of rows that end in every way."""
-    folder = tmp_path_factory.mktemp("rows")
+ENDINGS = {
+    "fine": ("ok", "all is well\non two lines"),
+    "leaves": ("failed", "its process ended without a result, by exit status 3"),
+    "crashes": ("failed", "its process ended without a result, by signal 11, Segmentation fault"),
+    "hangs": ("failed", "killed after its 6 s"),
+    "noise": ("failed", "its process ended without a result, by exit status 0"),
+    "crashes-late": ("failed", "its process ended by signal 6, Aborted behind its result: well so far"),
+    "talks-late": ("ok", "well"),
+    "raises": ("failed", "AssertionError: float32 differs"),
+    "misses": ("missed", "61% of 80%"),
+    "gives-up": ("cannot run", "NCCL refuses"),
+    "unable": ("cannot run", "no GPU that suits"),
+}
+ENDINGS["saved-before"] = ("ok", " ".join(ENDINGS))
+"""Verdict and text of each row of `failing_gpu_rows`; the last one says what the file held before it."""
+
+
+def test_rows_fail_alone_and_leave_output_and_stacks_and_no_process(tmp_path: Path) -> None:
     command = [
         sys.executable,
-        str(ROOT / "tests" / "support" / "failing_gpu_rows.py"),
+        str(ROOT / "tests/support/failing_gpu_rows.py"),
         "-o",
-        str(folder / "out.json"),
+        str(tmp_path / "out.json"),
     ]
-    surroundings = environment(FAILING_ROWS_FOLDER=str(folder))
+    surroundings = environment(FAILING_ROWS_FOLDER=str(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=120)
-    found = json.loads((folder / "out.json").read_text())
-    return done.returncode, {row["name"]: row for row in found["rows"]}, done.stdout, folder
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("name", "verdict", "text"),
-    [
-        ("fine", "ok", "all is well\non two lines"),
-        ("leaves", "failed", "its process ended without a result, by exit status 3"),
-        ("crashes", "failed", "its process ended without a result, by signal 11, Segmentation fault"),
-        ("hangs", "failed", "killed after its 6 s"),
-        ("noise", "failed", "its process ended without a result, by exit status 0"),
-        ("crashes-late", "failed", "its process ended by signal 6, Aborted behind its result: well so far"),
-        ("talks-late", "ok", "well"),
-        ("raises", "failed", "AssertionError: float32 differs"),
-        ("misses", "missed", "61% of 80%"),
-        ("gives-up", "cannot run", "NCCL refuses"),
-        ("unable", "cannot run", "no GPU that suits"),
-    ],
-)
-def test_a_row_that_ends_badly_is_a_failure_of_its_own(
-    failing: tuple[int, dict[str, Any], str, Path], name: str, verdict: str, text: str
-) -> None:
-    row = failing[1][name]
-    assert (row["verdict"], row["text"]) == (verdict, text)
-
-
-def test_the_exit_status_counts_failures_and_the_table_has_a_line_for_each_row(
-    failing: tuple[int, dict[str, Any], str, Path],
-) -> None:
-    status, rows, table, _ = failing
-    assert list(rows) == [row.name for row in FAILING]
-    assert status == sum(row["verdict"] in ("failed", "missed") for row in rows.values()) == 7
+    found = json.loads((tmp_path / "out.json").read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name: (row["verdict"], row["text"]) for name, row in rows.items()} == ENDINGS
+    assert done.returncode == 7
     assert rows["fine"]["figures"] == {"rate": 12.5}
-    assert "on two lines" in table
     assert "Traceback" in rows["raises"]["output"]
-    assert "7 failed or missed" in table.splitlines()[-1]
-
-
-def test_the_file_is_whole_after_each_row(failing: tuple[int, dict[str, Any], str, Path]) -> None:
-    names = [row.name for row in FAILING]
-    assert failing[1]["saved-before"]["text"] == " ".join(names[:-1])
-    assert sorted(one.name for one in failing[3].iterdir()) == ["out-rows", "out.json", "waiting"]
-
-
-def test_a_failed_row_leaves_all_its_output_and_a_hang_its_stacks(
-    failing: tuple[int, dict[str, Any], str, Path],
-) -> None:
-    _, rows, table, _ = failing
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out-rows", "out.json", "waiting"]
+    table = done.stdout
+    assert "on two lines" in table
     assert f"see {rows['crashes']['folder']}" in table
+    assert "7 failed or missed" in table.splitlines()[-1]
     texts = {
         name: Path(row["folder"], "output.txt").read_text() for name, row in rows.items() if row["folder"]
     }
     assert set(texts) == {*rows} - {"unable"}
-    assert "Fatal Python error: Segmentation fault" in texts["crashes"]
-    assert "File" in texts["crashes"]
+    assert re.search(r"Fatal Python error: Segmentation fault(.|\n)*File", texts["crashes"])
     assert re.search(r"Timeout .*\n(.*\n)*.* in hangs\n", texts["hangs"])
+    state = Path(f"/proc/{(tmp_path / 'waiting').read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_the_environment_of_a_row_keeps_what_the_caller_set(
@@ -175,12 +150,6 @@ def test_the_environment_of_a_row_keeps_what_the_caller_set(
     assert found["NCCL_DEBUG_FILE"] == f"{tmp_path}/nccl.%h.%p.log"
     assert (found["CUDA_DEVICE_MAX_CONNECTIONS"], found["CUDA_VISIBLE_DEVICES"]) == ("32", "3")
     assert found["PYTHONFAULTHANDLER"] == "1"
-
-
-def test_what_a_row_has_started_is_gone_with_it(failing: tuple[int, dict[str, Any], str, Path]) -> None:
-    number = (failing[3] / "waiting").read_text()
-    state = Path(f"/proc/{number}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_rows_are_chosen_by_pattern_behind_the_one_that_the_others_are_decided_by() -> None:
@@ -291,6 +260,7 @@ def test_the_rows_on_kernels_hold_on_the_stand_in(cupy: ModuleType, monkeypatch:
     assert gpu_kernel_rows.averages_and_copies() == "3 averages by 2, 3, 7 and 200; 5 copies"
 
 
+@pytest.mark.thorough
 def test_a_kernel_that_errs_in_one_bit_or_writes_beside_its_array_is_found(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,11 +320,13 @@ def test_the_rows_of_all_ranks_on_one_gpu_hold_on_the_stand_in(cupy: ModuleType)
     assert gpu_kernel_rows.shrunk().startswith("4 ranks, 3, 2 and 1")
 
 
+@pytest.mark.thorough
 def test_the_row_of_bfloat16_holds_on_the_stand_in(cupy: ModuleType) -> None:
     pytest.importorskip("ml_dtypes", reason="numpy has no bfloat16 of its own")
     assert gpu_kernel_rows.bfloat16().startswith("sum, avg")
 
 
+@pytest.mark.thorough
 def test_a_rank_that_sends_to_itself_holds_on_the_stand_in(cupy: Any) -> None:
     nccl = find_library()
     gpu_exchange_checks.check_messages_to_itself(cupy, nccl, (1, 16, 3001))
@@ -384,6 +356,7 @@ def measured(machine: Machine, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> An
     return cupy
 
 
+@pytest.mark.thorough
 def test_the_row_of_the_device_tells_what_the_others_are_decided_by(measured: Any) -> None:
     found = gpu_rows.device()
     assert found["text"].startswith(
@@ -412,6 +385,7 @@ def test_the_rows_that_measure_tell_shares_and_miss_goals_on_the_stand_in(
     assert found["float32"] == pytest.approx(2 * 2**19 / 1e-3 / 1e9)
 
 
+@pytest.mark.thorough
 def test_the_row_of_messages_compares_alignments_on_the_stand_in(measured: Any) -> None:
     assert "64 MB at 67 GB/s, behind 4 bytes at 67 GB/s" in gpu_rank_rows.messages_to_itself()
 
@@ -483,20 +457,27 @@ def test_ranks_that_are_slow_or_silent_fail_their_row() -> None:
         gpu_rank_rows.seconds_of(text, "close", [0, 2], 4.0)
 
 
+DUPLICATE = "NcclFailed: invalid usage\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\n"
+LACKING = "AttributeError: module 'cupy.cuda' has no attribute 'nccl'\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "shared", "error", "message"),
     [
-        ("AttributeError: module 'cupy.cuda' has no attribute 'nccl'\n", "has no attribute 'nccl'"),
-        ("", "nothing was printed"),
-        ("killed: it took too long\n", "took too long"),
+        (LACKING, True, AssertionError, "has no attribute 'nccl'"),
+        (f"BackendError: NCCL refuses: {LACKING}", True, AssertionError, "has no attribute 'nccl'"),
+        ("", True, AssertionError, "nothing was printed"),
+        ("killed: it took too long\n", True, AssertionError, "took too long"),
+        (DUPLICATE, True, CannotRun, "NCCL does not run 2 ranks on this GPU: Duplicate GPU detected"),
+        (DUPLICATE, False, AssertionError, "Duplicate GPU"),
     ],
 )
-def test_ranks_that_crash_or_hang_fail_their_row_and_are_no_skip(
-    monkeypatch: pytest.MonkeyPatch, text: str, message: str
+def test_only_what_nccl_itself_refuses_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, text: str, shared: bool, error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr(nccl_rank, "start", lambda *_, **__: (False, text))
-    with pytest.raises(AssertionError, match=message):
-        gpu_rank_rows.collectives_of(2)
+    with pytest.raises(error, match=message):
+        gpu_rank_rows.collectives_of(2, shared=shared)
 
 
 def test_a_row_fails_on_another_engine_than_its_own() -> None:
@@ -506,22 +487,6 @@ def test_a_row_fails_on_another_engine_than_its_own() -> None:
         gpu_rank_rows.engine_of(text, "windows")
     with pytest.raises(AssertionError, match="no rank has printed its engine"):
         gpu_rank_rows.engine_of("Segmentation fault\n", "windows")
-
-
-def test_an_error_of_our_own_is_not_a_refusal_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "BackendError: NCCL refuses: AttributeError: module 'cupy.cuda' has no attribute 'nccl'\n"
-    monkeypatch.setattr(nccl_rank, "start", lambda *_, **__: (False, text))
-    with pytest.raises(AssertionError, match="has no attribute 'nccl'"):
-        gpu_rank_rows.collectives_of(2)
-
-
-def test_only_what_nccl_itself_refuses_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "NcclFailed: invalid usage\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000\n"
-    monkeypatch.setattr(nccl_rank, "start", lambda *_, **__: (False, text))
-    with pytest.raises(CannotRun, match="NCCL does not run 2 ranks on this GPU: Duplicate GPU detected"):
-        gpu_rank_rows.collectives_of(2)
-    with pytest.raises(AssertionError, match="Duplicate GPU"):
-        gpu_rank_rows.collectives_of(2, shared=False)
 
 
 def test_the_calls_of_ncclallreduce_are_those_of_the_genuine_package() -> None:
@@ -589,6 +554,7 @@ def test_shares_are_of_the_memorys_clock_and_width_and_one_below_the_goal_is_mis
         gpu_kernel_rows.shares(cupy_with_memory(0, 5120), 0.8, {"sum": 1400.0})
 
 
+@pytest.mark.thorough
 def test_lars_and_lamb_on_a_device_are_compared_with_the_processor() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     assert gpu_rank_rows.lars_lamb("cpu").startswith("6 steps of both")
@@ -616,7 +582,7 @@ def test_lines_of_a_benchmarks_ranks_that_are_no_figures_are_passed_over() -> No
     text = "UserWarning: CuPy may not function correctly\n1 0.00125\nNCCL version 2.30.7\n256 1.5e-02\n"
     assert bench.timings(text) == [(1, 0.00125), (256, 0.015)]
     assert bench.timings("") == []
-    assert gpu_report.last_line("") == "nothing was printed"
+    assert [gpu_report.last_line(one) for one in ("a\nb\n\n", "")] == ["b", "nothing was printed"]
 
 
 def test_a_rival_that_fails_is_told_by_its_error() -> None:

@@ -215,7 +215,7 @@ def cupy() -> None:
     pytest.importorskip("cupy", reason="compared with the genuine CuPy: pip install cupy-cuda12x")
 
 
-@pytest.mark.parametrize("which", ["fake_gpu", "fake_cupy"])
+@pytest.mark.parametrize("which", ["fake_gpu", pytest.param("fake_cupy", marks=pytest.mark.thorough)])
 def test_the_fake_cupy_has_no_name_that_cupy_lacks_when_it_has_just_been_imported(
     cupy: None, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,21 +280,28 @@ def test_the_fake_nccl4py_has_its_names_and_signatures() -> None:
     bindings.check_status(bindings.Result.InProgress)  # no error: the communicator is not ready yet
 
 
-def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
-    """With the genuine bindings: what is made of a communicator is found where NCCL writes it, when it does."""
+def printed(folder: Path, library: str, script: str, *flags: str) -> list[str]:
+    """Return the lines that a script prints with the genuine bindings and a libnccl of this source."""
     pytest.importorskip("nccl.core", reason="compared with nccl4py: pip install nccl4py cuda-bindings")
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("a library in C is compared with nccl4py: install cc")
-    (tmp_path / "nccl.c").write_text(SHRINKS_LATE)
-    command = [compiler, "-shared", "-fPIC", "-o", "libnccl.so.2", "nccl.c", "-lpthread"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    (folder / "nccl.c").write_text(library)
+    command = [compiler, "-shared", "-fPIC", *flags, "-o", "libnccl.so.2", "nccl.c", "-lpthread"]
+    subprocess.run(command, cwd=folder, check=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", SHRINKS], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    return done.stdout.splitlines()
+
+
+@pytest.mark.thorough
+def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
+    """What is made of a communicator is found where NCCL writes it, when it does."""
+    lines = printed(tmp_path, SHRINKS_LATE, SHRINKS)
+    assert lines == [
         "revoke 0",
         "shrink without 1 2 of 2, flags 1",
         "True True",
@@ -303,30 +310,13 @@ def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("release", "told"), [(22907, "True"), (23203, "properties are told")])
-def test_nccl4py_makes_windows_with_a_libnccl_that_is_older_than_its_bindings(
-    tmp_path: Path, release: int, told: str
-) -> None:
-    """With the genuine bindings: all that the product asks is answered, where the properties are refused."""
-    pytest.importorskip("nccl.core", reason="compared with nccl4py: pip install nccl4py cuda-bindings")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("a library in C is compared with nccl4py: install cc")
-    (tmp_path / "nccl.c").write_text(OLD_WINDOWS)
-    command = [compiler, "-shared", "-fPIC", f"-DRELEASE={release}", "-o", "libnccl.so.2", "nccl.c"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", WINDOWS], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    version, made_for = f"2.{release // 100 % 100}.{release % 100}", "2.32.3"
-    assert done.stdout.splitlines() == [
-        told,
-        "4 True False 0",
-        "[0, 24, 0]",
-        f"{version} by nccl4py for {made_for}",
-    ]
+def test_nccl4py_makes_windows_with_an_older_libnccl(tmp_path: Path, release: int, told: str) -> None:
+    """All that the product asks is answered, where the properties are refused."""
+    version = f"2.{release // 100 % 100}.{release % 100} by nccl4py for 2.32.3"
+    lines = printed(tmp_path, OLD_WINDOWS, WINDOWS, f"-DRELEASE={release}")
+    assert lines == [told, "4 True False 0", "[0, 24, 0]", version]
 
 
 def test_the_library_with_windows_has_the_prototypes_that_the_bindings_call() -> None:
@@ -365,6 +355,7 @@ def test_the_fakes_stand_where_the_genuine_modules_are() -> None:
     assert sorted(nccl_faces(Machine(), {})) == ["nccl.bindings.nccl", "nccl.core"]
 
 
+@pytest.mark.thorough
 def test_with_the_genuine_packages_and_no_gpu_a_bench_over_nccl_gets_as_far_as_the_driver(
     cupy: None, tmp_path: Path
 ) -> None:

@@ -53,17 +53,10 @@ SMALL = "nvlink-x4"
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of texts.
-
-    Parameters
-    ----------
-    name : str
-    made : tuple of str, or function
-        Its texts, or what makes them; a few are made by planning.
-    read : function of a str
-    """
+    """A reader of texts."""
 
     name: str
+    # its texts, or what makes them; a few are made by planning
     made: tuple[str, ...] | Callable[[], tuple[str, ...]]
     read: Callable[[str], object]
 

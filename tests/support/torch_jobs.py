@@ -23,17 +23,7 @@ Told = list[dict[str, Any]]
 def torchrun(
     program: str, folder: Path, *, ranks: int, plan: str | None = None
 ) -> tuple[subprocess.CompletedProcess[str], Told]:
-    """How a job ends, and the objects in ``RANK.json``; torchrun itself sees to it that no process is left.
-
-    Parameters
-    ----------
-    program : str
-        A file in ``tests/jobs``; its argument is the folder.
-    folder : path
-    ranks : int
-    plan : str, optional
-        What TOPOPLAN_PLAN is to name, as JSON.
-    """
+    """How a job ends, and the objects in ``RANK.json``; torchrun itself sees to it that no process is left."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     if plan is not None:

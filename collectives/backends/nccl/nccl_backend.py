@@ -44,8 +44,9 @@ from collectives.backends.nccl.nccl_communicators import (
 )
 from collectives.backends.nccl.window_engine import BLOCKS, KEPT, SLOT_BYTES, BoundKernelPlan, WindowEngine
 from collectives.backends.stepped_program import program_of, waits_for
+from collectives.peers.address import address_among
 from collectives.peers.agreement import Gather
-from collectives.peers.control_plane import ControlPlane, Signature
+from collectives.peers.control_plane import Signature
 from collectives.peers.environment import integer_variable, read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
@@ -101,6 +102,8 @@ class NcclBackend(OneRank):
     `BackendError` if the ranks do not find each other.
     """
 
+    _world: TcpControlPlane
+
     name = "nccl"
     arrays: CupyArrays
     direct = False
@@ -109,7 +112,7 @@ class NcclBackend(OneRank):
     def __init__(
         self,
         cupy: ModuleType,
-        world: ControlPlane,
+        world: TcpControlPlane,
         *,
         device: int | None = None,
         timeout: float = 30.0,
@@ -191,14 +194,35 @@ class NcclBackend(OneRank):
         """Return the back end of a process that a launcher started.
 
         Rank and size are found as for the other back ends (`read_rank_environment`); under mpiexec without these
-        variables the ranks are MPI's. The GPU is number ``LOCAL_RANK``, under mpiexec the rank among the processes of
-        the host, modulo the GPUs that the process sees. It becomes current in the calling thread, so that arrays are
-        made there.
+        variables the ranks are MPI's, and cannot recover: MPI waits for a dead one at the end. The GPU is number
+        ``LOCAL_RANK``, under mpiexec the rank among the processes of the host, modulo the GPUs that the process sees.
+        It becomes current in the calling thread, so that arrays are made there.
         """
         cupy = load_cupy(cls.name)
-        world, local = _control_plane(environment, timeout)
+        settings: dict[str, Any] = {**options}
+        if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
+            from collectives.backends.mpi.mpi_backend import load_mpi
+
+            mpi = load_mpi()
+            comm = mpi.COMM_WORLD
+            neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
+            settings["device"] = _use_gpu(cupy, int(neighbours.Get_rank()), settings.get("device"))
+            address = address_among(comm.allgather, comm.rank)
+            made = cls.among(
+                comm.allgather,
+                range(comm.size),
+                cupy,
+                rank=comm.rank,
+                local=address,
+                timeout=timeout,
+                **settings,
+            )
+            made._stay_out()
+            return made
+        place = read_rank_environment(environment, cls.name)
+        local = integer_variable(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
+        world = TcpControlPlane(place.rendezvous, place.rank, place.size, timeout=timeout)
         try:
-            settings: dict[str, Any] = {**options}
             settings["device"] = _use_gpu(cupy, local, settings.get("device"))
             return cls(cupy, world, timeout=timeout, **settings)
         except BaseException:
@@ -242,10 +266,6 @@ class NcclBackend(OneRank):
         return made
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
-        if not isinstance(self._world, TcpControlPlane):
-            raise UsageError(
-                "ranks whose rendezvous is MPI cannot be split; start them with RANK and TOPOPLAN_RENDEZVOUS set"
-            )
         made = NcclBackend.among(
             self.gather_texts,
             group_of(groups, self.rank),
@@ -347,22 +367,24 @@ class NcclBackend(OneRank):
     def _survivors(self) -> MembershipProtocol | None:
         """Return the survivors' rendezvous, if this rank has an address for one."""
         world = self._world
-        if not isinstance(world, TcpControlPlane):
-            return None
         return MembershipProtocol.of(
             lambda text: world.texts(text, timeout=self._timeout), self.rank, world.control.local
         )
 
     def _stay_out_if_failed(self) -> None:
         """Leave recovery to the other ranks if this rank's GPU has failed, which no later CUDA call repairs."""
-        runtime, survivors = self._cupy.cuda.runtime, self.survivors
+        runtime = self._cupy.cuda.runtime
         try:
             with self._gpu():
                 self._under_way(runtime.streamQuery(self._streams.origin.ptr))
         except runtime.CUDARuntimeError:
-            self.survivors = None
-            if survivors is not None:
-                survivors.close()
+            self._stay_out()
+
+    def _stay_out(self) -> None:
+        """Leave recovery to the other ranks."""
+        survivors, self.survivors = self.survivors, None
+        if survivors is not None:
+            survivors.close()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)
@@ -732,19 +754,3 @@ def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
     except ImportError:
         return lambda name: contextlib.nullcontext()
     return annotate
-
-
-def _control_plane(environment: Mapping[str, str], timeout: float) -> tuple[ControlPlane, int]:
-    """Return the control plane of this process, and its local rank."""
-    if not environment.get("RANK") and any(environment.get(name) for name in UNDER_MPI):
-        try:
-            from mpi4py import MPI
-        except ImportError:
-            raise UsageError('ranks of mpiexec need mpi4py: pip install "topoplan[mpi]"') from None
-        from collectives.peers.control_plane import MpiControlPlane
-
-        neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        return MpiControlPlane(MPI.COMM_WORLD), int(neighbours.Get_rank())
-    place = read_rank_environment(environment, "nccl")
-    local = integer_variable(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
-    return TcpControlPlane(place.rendezvous, place.rank, place.size, timeout=timeout), local

@@ -226,12 +226,13 @@ class NcclConnection:
         def leave() -> None:
             if self._calls.acquire(timeout=BLOCKED_CALL_SECONDS):
                 self._calls.release()  # later calls see that it has ended
-            link = self._link
-            if link is not None:
-                self._apart(lambda: how(link)).join()
-            self._gone.set()
+            try:
+                if self._link is not None:
+                    how(self._link)
+            finally:
+                self._gone.set()
 
-        threading.Thread(target=leave, name="nccl shutdown", daemon=True).start()
+        self._apart(leave)
 
     def _apart(self, leave: Callable[[], object]) -> threading.Thread:
         """Run `leave` in a thread of its own."""
@@ -240,6 +241,7 @@ class NcclConnection:
             # the reason is reported already; a communicator that cannot be freed has no further effect
             with suppress(Exception):
                 use_device(self._cupy, self._device)
+            with suppress(Exception):
                 leave()
 
         thread = threading.Thread(target=run, name="nccl shutdown", daemon=True)

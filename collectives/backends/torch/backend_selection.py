@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from collectives.backends.backend import AVERAGED, Backend, Call
+from collectives.backends.backend import AVERAGED, Backend, Call, OneRank
 from collectives.backends.nccl.nccl_backend import ENGINES, NcclBackend, no_windows
 from collectives.backends.nccl.nccl_library import find_library
 from collectives.backends.shared.shared_backend import SharedBackend
@@ -41,7 +41,7 @@ from collectives.tables.torch_arrays import TorchArrays, check_cupy, on_gpu, str
 from topoplan.errors import BackendError, TopoplanError, UsageError
 
 
-class WindowBackend(Backend[torch.Tensor]):
+class WindowBackend(OneRank):
     """`Backend` of one rank of a process group over the windows of an nccl back end.
 
     `messages`, of the same ranks, carries tensors on the CPU; it is not closed. `close` calls all of `on_close`.
@@ -49,7 +49,6 @@ class WindowBackend(Backend[torch.Tensor]):
 
     name = "nccl"
     arrays: TorchArrays
-    one_rank = True
     direct = False
     averages = True
 
@@ -60,6 +59,7 @@ class WindowBackend(Backend[torch.Tensor]):
         self.ranks, self.size, self.arrays = kernels.ranks, kernels.size, arrays
         self.chunk_bytes, self.about_engine = kernels.chunk_bytes, kernels.about_engine
         self._kernels, self._messages, self._cupy = kernels, messages, cupy
+        self._world, self._timeout = kernels._world, kernels.timeout
         self._gpu = kernels.arrays.device
 
     def run(self, call: Call[torch.Tensor]) -> None:
@@ -75,17 +75,8 @@ class WindowBackend(Backend[torch.Tensor]):
         )
         self._kernels.run(replace(call, memory=(replace(memory, source=source, result=result),)))
 
-    def abort(self, error: BackendError) -> None:
-        self._kernels.abort(error)
-
-    def largest(self, value: float) -> float:
-        return self._kernels.largest(value)
-
     def agree(self, signature: Signature) -> None:
         self._kernels.agree(signature)
-
-    def gather_texts(self, text: str) -> list[str]:
-        return self._kernels.gather_texts(text)
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         nbytes = math.prod(shape) * like.element_size()
@@ -102,6 +93,9 @@ class WindowBackend(Backend[torch.Tensor]):
         self._kernels.close()
         for close in self.on_close:
             close()
+
+    def _reporting_failures(self) -> AbstractContextManager[None]:
+        return self._kernels._reporting_failures()
 
     def _run_messages(self, call: Call[torch.Tensor]) -> None:
         assert self._messages is not None, "`check` refuses tensors on the CPU without them"

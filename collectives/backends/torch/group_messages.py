@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.peers.address import host_identity
-from collectives.peers.control_plane import BlockControlPlane, plain_message
+from collectives.peers.control_plane import ControlPlane, plain_message
 from topoplan.errors import BackendError
 
 LANES = 62
@@ -316,8 +316,15 @@ class NoticeAddress:
     key: str
 
 
-class GroupControlPlane(BlockControlPlane):
-    """`ControlPlane` of the ranks of a process group, which must all make one.
+BLOCK_BYTES = 640
+"""Bytes of the first round of a gather: a signature fits, with some text."""
+
+
+class GroupControlPlane(ControlPlane):
+    """The control plane of the ranks of a process group, which must all make one.
+
+    All ranks first send a block of `BLOCK_BYTES` with the length of the message in front. Longer messages end in a
+    second round without padding: if one of 1024 ranks sends a plan, the others do not send as much.
 
     The first of `wires` carries the blocks; after the loss of a peer all are closed, so that ranks that wait for this
     one fail. Blocks are assembled on `device`. `lane` is the number of the back end, proposed by this rank, then as
@@ -389,10 +396,19 @@ class GroupControlPlane(BlockControlPlane):
     def close(self) -> None:
         self._socket.close()
 
-    def _exchange(self, own: bytes, lengths: Sequence[int], timeout: float) -> list[bytes]:
-        return self.guarded(lambda: self._gathered(own, lengths))
+    def gather(self, data: bytes, *, timeout: float) -> list[bytes]:
+        return self.guarded(lambda: self._gathered(len(data).to_bytes(4, "big") + data))
 
-    def _gathered(self, own: bytes, lengths: Sequence[int]) -> list[bytes]:
+    def _gathered(self, message: bytes) -> list[bytes]:
+        blocks = self._exchange(message[:BLOCK_BYTES].ljust(BLOCK_BYTES), [BLOCK_BYTES] * self.size)
+        lengths = [4 + int.from_bytes(block[:4], "big") for block in blocks]
+        if max(lengths) > BLOCK_BYTES:
+            rest = self._exchange(message[BLOCK_BYTES:], [max(0, length - BLOCK_BYTES) for length in lengths])
+            blocks = [block + more for block, more in zip(blocks, rest, strict=True)]
+        return [block[4:length] for block, length in zip(blocks, lengths, strict=True)]
+
+    def _exchange(self, own: bytes, lengths: Sequence[int]) -> list[bytes]:
+        """Return the bytes of every rank, in order of rank, of these lengths."""
         rank, size, wires = self.rank, self.size, self._wires[0]
         # the blocks of this rank, in the order rank, rank + 1, ...
         ends = [0, *accumulate(lengths[(rank + place) % size] for place in range(size))]

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from collectives.tables.compiled import compiled, trailing_zeros
 
-KeyArray = NDArray[Any]
+Array = NDArray[Any]
 
 
 @compiled
-def histogram(bits: KeyArray, mask: Any, shift: Any, counts: KeyArray) -> None:
+def histogram(bits: Array, mask: Any, shift: Any, counts: Array) -> None:
     """Count the keys by their bits after a right shift; adds to ``counts`` (2, bins)."""
     even = bits.size - bits.size % 2
     # two tables: equal neighbours would wait for each other's count
@@ -38,9 +38,7 @@ def histogram(bits: KeyArray, mask: Any, shift: Any, counts: KeyArray) -> None:
 
 
 @compiled
-def histogram_within(
-    bits: KeyArray, mask: Any, shift: Any, bin_shift: Any, border: Any, counts: KeyArray
-) -> None:
+def histogram_within(bits: Array, mask: Any, shift: Any, bin_shift: Any, border: Any, counts: Array) -> None:
     """Count the keys in one bin, ``border``, of an earlier histogram; ``counts`` has the bins that divide it."""
     first = border << (bin_shift - shift)
     for i in range(bits.size):
@@ -50,7 +48,7 @@ def histogram_within(
 
 
 @compiled
-def take(bits: KeyArray, mask: Any, border: Any, ties: int, kept: KeyArray) -> None:
+def take(bits: Array, mask: Any, border: Any, ties: int, kept: Array) -> None:
     """Write the indices of keys above ``border`` and of the first ``ties`` equal to it; ``kept`` has a spare place."""
     count = 0
     for i in range(bits.size):
@@ -62,9 +60,7 @@ def take(bits: KeyArray, mask: Any, border: Any, ties: int, kept: KeyArray) -> N
 
 
 @compiled
-def divide(
-    bits: KeyArray, mask: Any, shift: Any, border: Any, certain: KeyArray, candidates: KeyArray
-) -> None:
+def divide(bits: Array, mask: Any, shift: Any, border: Any, certain: Array, candidates: Array) -> None:
     """Write the indices of keys above a bin of the histogram, and of those in it; both buffers fit exactly."""
     sure = maybe = 0
     for i in range(bits.size):
@@ -266,8 +262,6 @@ DISTANCE = BLOCK + 4 * WORD
 """Prefetch distance in elements; a whole number of pages would cause conflict misses."""
 
 AHEAD = 16  # sample places that are prefetched at the same time: each is a cache miss
-
-Array = NDArray[Any]
 
 
 @compiled

@@ -39,12 +39,12 @@ from collectives.sparse.selection.topk import (
 )
 from topoplan.errors import UsageError
 
+Array = NDArray[Any]
+
 RESULT_BUFFERS = 3
 """Results that are kept: the caller's while the next one is made, and the one with the saved velocities."""
 
 FREE_REFERENCES = 2  # references to a result that nothing else refers to: the list's and the argument's
-
-BufferArray = NDArray[Any]
 
 
 class SelectionWorkspace:
@@ -54,13 +54,13 @@ class SelectionWorkspace:
     the residual's dtype, for sums.
     """
 
-    def __init__(self, residual: BufferArray, k: int) -> None:
+    def __init__(self, residual: Array, k: int) -> None:
         self.k = k
         sampled = k <= LARGEST_SHARE * residual.size
         self.candidates = candidate_buffer(magnitudes(residual), k if sampled else 0)
         self.keys = np.empty_like(self.candidates.bits)
         self.sample = np.empty((len(sample_starts(max(residual.size, 4 * RUN))), RUN), residual.dtype)
-        self._results: list[BufferArray] = []
+        self._results: list[Array] = []
 
     def result(self) -> SelectedEntries:
         """Return memory for k entries and `SPARE` more that no other array refers to.
@@ -76,15 +76,13 @@ class SelectionWorkspace:
         self._results = [made, *self._results[: RESULT_BUFFERS - 1]]
         return self._entries(made)
 
-    def _entries(self, memory: BufferArray) -> SelectedEntries:
+    def _entries(self, memory: Array) -> SelectedEntries:
         kinds = self.candidates.indices.dtype, self.candidates.bits.dtype
         wide, narrow = sorted(kinds, key=lambda kind: -kind.itemsize)
         middle = (self.k + SPARE) * wide.itemsize
         first, second = memory[:middle].view(wide), memory[middle:].view(narrow)
         return SelectedEntries(first, second) if wide == kinds[0] else SelectedEntries(second, first)
 
-
-HostArray = NDArray[Any]
 
 HALVES: dict[str, type[np.integer[Any]]] = {"float16": np.int16, "bfloat16": np.uint16}
 """Integer types under which compiled loops read gradients of 16 bits."""
@@ -102,12 +100,12 @@ class ResidualArrays:
     below 1.
     """
 
-    residual: HostArray
-    velocity: HostArray | None
+    residual: Array
+    velocity: Array | None
     momentum: Any
 
 
-def flat_gradient(gradient: HostArray, residual: HostArray) -> HostArray:
+def flat_gradient(gradient: Array, residual: Array) -> Array:
     """Return a gradient, flat, in a dtype that is added to the residual; UsageError if it does not fit."""
     kind = gradient.dtype.name if isinstance(gradient, np.ndarray) else type(gradient).__name__
     if not isinstance(gradient, np.ndarray) or not (
@@ -123,7 +121,7 @@ def flat_gradient(gradient: HostArray, residual: HostArray) -> HostArray:
     return np.ascontiguousarray(gradient, None if read_as_it_is else residual.dtype).reshape(-1)
 
 
-def add_and_take(kept: ResidualArrays, gradient: HostArray, workspace: SelectionWorkspace) -> SelectedEntries:
+def add_and_take(kept: ResidualArrays, gradient: Array, workspace: SelectionWorkspace) -> SelectedEntries:
     """Add a gradient to the residual, and remove and return its k entries of largest magnitude.
 
     `gradient` is (d,) of the residual's dtype, float32, float16 or bfloat16. Raises `NotFinite` if a sum is NaN: then
@@ -153,13 +151,13 @@ def add_and_take(kept: ResidualArrays, gradient: HostArray, workspace: Selection
     return chosen
 
 
-def _memory(gradient: HostArray) -> HostArray:
+def _memory(gradient: Array) -> Array:
     kind = gradient.dtype.name
     return gradient.view(HALVES[kind]) if kind in HALVES else gradient
 
 
 def _accumulate(
-    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, threshold: Any, workspace: SelectionWorkspace
+    kept: ResidualArrays, data: Magnitudes, gradient: Array, threshold: Any, workspace: SelectionWorkspace
 ) -> tuple[int, int]:
     from collectives.sparse.selection.compiled_passes import accumulate
 
@@ -179,7 +177,7 @@ def _accumulate(
 
 
 def _threshold(
-    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, workspace: SelectionWorkspace
+    kept: ResidualArrays, data: Magnitudes, gradient: Array, workspace: SelectionWorkspace
 ) -> Any | None:
     """Return a key that probably k entries of the sum will reach; None if a sample does not help."""
     k, size = workspace.k, gradient.size
@@ -204,7 +202,7 @@ def _threshold(
 
 
 def _finish_pass(
-    kept: ResidualArrays, data: Magnitudes, gradient: HostArray, taken: SelectedEntries, stop: int
+    kept: ResidualArrays, data: Magnitudes, gradient: Array, taken: SelectedEntries, stop: int
 ) -> None:
     """Add the rest after a pass that met values that are not finite; or undo it, and raise, if there is a NaN."""
     finite = (taken.bits & data.mask) < data.infinity
@@ -235,7 +233,7 @@ def _finish_pass(
         kept.velocity[stop:] = later
 
 
-def _undo(kept: ResidualArrays, step: HostArray, odd: HostArray, stop: int) -> None:
+def _undo(kept: ResidualArrays, step: Array, odd: Array, stop: int) -> None:
     """Undo the addition before `stop`, except at the entries `odd`, to which nothing was added."""
     added = np.ones(stop, np.bool_)
     added[odd] = False
@@ -245,8 +243,6 @@ def _undo(kept: ResidualArrays, step: HostArray, odd: HostArray, stop: int) -> N
     kept.residual[:stop][added] -= kept.velocity[:stop][added]
     kept.velocity[:stop][added] = (kept.velocity[:stop][added] - step[:stop][added]) / kept.momentum
 
-
-Array = NDArray[Any]
 
 DTYPES = ("float32", "float64")
 

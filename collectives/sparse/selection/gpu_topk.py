@@ -4,7 +4,7 @@ The key of an element is its bits without the sign, as an unsigned integer; ever
 keys at the border those of lowest index are selected. Three ways to one result, d elements of b bytes each:
 
 - *one read*: entries at or above a guessed bound (d b bytes; 3 d b with a gradient added in the same pass). It holds
-  if at least k were found. The guess is an earlier threshold, or comes from a sample.
+  if at least k were found. The guess comes from a sample.
 - *two reads*: a histogram of the top 11 bits gives the bound, then entries are gathered (2 d b; 4 d b with a gradient).
   In float64 those bits are the exponent alone, so 11 more come first: 3 d b.
 - *all reads*: the whole key is found on the data itself (5 d b in float32, 4 d b in the half types, 8 d b in float64).
@@ -38,45 +38,30 @@ NULL_ADDRESS = np.int64(0)  # kernels take this address in place of an array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Addend:
-    """A contiguous gradient of x's own dtype."""
-
-    gradient: Any
-
-    def form(self, kernel: str) -> str:
-        """Return the name of the kernel that adds it."""
-        return f"feed_{kernel}"
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments of such a kernel after x."""
-        return (self.gradient,)
-
-    def every(self, cupy: Any, step: int) -> Addend:
-        """Return a copy of every `step`-th element."""
-        return Addend(cupy.ascontiguousarray(self.gradient[::step]))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FeedbackAddend(Addend):
-    """A gradient for a residual; sums that would be NaN are not added.
+class FeedbackAddend:
+    """A contiguous gradient for a residual; sums that would be NaN are not added.
 
     `dtype` is that of the gradient's elements. The optional velocity becomes its product with the momentum, of shape
     (1,), plus the gradient, and is added.
     """
 
+    gradient: Any
     dtype: str
     velocity: Any
     momentum: Any
 
     def form(self, kernel: str) -> str:
+        """Return the name of the kernel that adds it."""
         return feedback_form("feedback" if self.velocity is None else "momentum", kernel, self.dtype)
 
     def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of such a kernel after x."""
         if self.velocity is None:
             return self.gradient, NULL_ADDRESS, NULL_ADDRESS
         return self.gradient, self.velocity, self.momentum
 
     def every(self, cupy: Any, step: int) -> FeedbackAddend:
+        """Return a copy of every `step`-th element."""
         velocity = None if self.velocity is None else cupy.ascontiguousarray(self.velocity[::step])
         return FeedbackAddend(
             cupy.ascontiguousarray(self.gradient[::step]), self.dtype, velocity, self.momentum
@@ -96,8 +81,8 @@ class NotANumber(UsageError):
 class SelectionPasses:
     """A selection of k of the elements of x (contiguous, not empty), on the current GPU and stream.
 
-    `dtype` is a key of `KEY_BITS`. `refuses` refuses NaN, and `clears` zeroes the selected elements in x. `indices`,
-    `values` and `threshold`, the key of the k-th largest as (1,) uint64, are the result once a method has succeeded.
+    `dtype` is a key of `KEY_BITS`. `refuses` refuses NaN, and `clears` zeroes the selected elements in x. `indices` and
+    `values` are the result once a method has succeeded.
     """
 
     def __init__(self, cupy: ModuleType, x: Any, dtype: str, k: int, *, refuses: bool, clears: bool) -> None:
@@ -112,27 +97,22 @@ class SelectionPasses:
         self._index = "int32" if x.size < 2**31 else "int64"
         self.indices: Any = cupy.empty(k, dtype=self._index)
         self.values: Any = cupy.empty(k, dtype=x.dtype)
-        self.threshold: Any = None
 
     @property
     def samples(self) -> bool:
         """Whether a sample is cheap compared with a read of all elements, and k is small enough."""
         return bool(self._x.size >= SPARSEST * SAMPLE and 0 < 4 * self._k <= self._x.size)
 
-    def select(self, addend: Addend | None = None, bound: Any = None) -> None:
-        """Add once, in the first pass, and try methods until one succeeds; a given bound first."""
+    def select(self, addend: FeedbackAddend | None = None) -> None:
+        """Add once, in the first pass, and try methods until one succeeds."""
         if not self._x.size:
             return
-        if bound is not None and addend is not None and self._k:
-            held = self.certified(addend, bound) or self.two_reads()
-        elif self.samples:
-            held = self.sampled(addend) or self.two_reads()
-        else:
-            held = self.two_reads(addend)
-        if not held:
+        samples = self.samples
+        held = samples and self.sampled(addend)
+        if not held and not self.two_reads(None if samples else addend):
             self.all_reads()
 
-    def sampled(self, addend: Addend | None = None) -> bool:
+    def sampled(self, addend: FeedbackAddend | None = None) -> bool:
         """Select in one read with a bound from a sample of evenly spaced elements; return whether it sufficed.
 
         The bound is the key in the sample whose rank exceeds the expected one by four standard deviations of a random
@@ -147,13 +127,12 @@ class SelectionPasses:
         first, second = digits(self._dtype)[:2]
         self._histogram(guess, x, more, x.size, NULL_ADDRESS, first, rank)
         self._histogram(guess, x, None, x.size, NULL_ADDRESS, second, 0)
-        return self._one_read(addend, guess[1:2], 0)
+        work = self._workspace()
+        run = self._gathered(work, addend, guess[1:2])
+        self._select_from(work, run, digits(self._dtype), self._k)
+        return self._ended(work)
 
-    def certified(self, addend: Addend, threshold: Any) -> bool:
-        """Select in one read with a bound 1/8 octave below an earlier threshold; return whether it sufficed."""
-        return self._one_read(addend, threshold, 1 << KEY_BITS[self._dtype][1] - 3)
-
-    def two_reads(self, addend: Addend | None = None) -> bool:
+    def two_reads(self, addend: FeedbackAddend | None = None) -> bool:
         """Add an addend to x, and select in two reads; return whether the list was long enough."""
         work = self._workspace()
         first, *rest = digits(self._dtype)
@@ -162,7 +141,7 @@ class SelectionPasses:
             return self._ended(work)
         if first[0] >= KEY_BITS[self._dtype][1]:  # no bit of the mantissa is known yet
             self._histogram(work, self._x, None, self._x.size, NULL_ADDRESS, rest.pop(0), 0)
-        run = self._gathered(work, None, work[1:2], 0)
+        run = self._gathered(work, None, work[1:2])
         self._select_from(work, run, tuple(rest), 0)
         return self._ended(work)
 
@@ -172,21 +151,21 @@ class SelectionPasses:
         for number, digit in enumerate(digits(self._dtype)):
             self._histogram(work, self._x, None, self._x.size, NULL_ADDRESS, digit, 0 if number else self._k)
         self._emit("all", work, (self._x, NULL_ADDRESS, np.int64(self._x.size), NULL_ADDRESS, NULL_ADDRESS))
-        self.threshold = work[1:2]
         self._cupy.cuda.get_current_stream().synchronize()
-
-    def _one_read(self, addend: Addend | None, bound: Any, lower: int) -> bool:
-        work = self._workspace()
-        run = self._gathered(work, addend, bound, lower)
-        self._select_from(work, run, digits(self._dtype), self._k)
-        return self._ended(work)
 
     def _workspace(self) -> Any:
         """Return a `SELECTION_STATE` and the counters after it, all zero."""
         return self._cupy.zeros(WORDS + BINS, dtype=np.uint64)
 
     def _histogram(
-        self, work: Any, x: Any, addend: Addend | None, most: int, length: Any, digit: tuple[int, int], k: int
+        self,
+        work: Any,
+        x: Any,
+        addend: FeedbackAddend | None,
+        most: int,
+        length: Any,
+        digit: tuple[int, int],
+        k: int,
     ) -> None:
         form, given = _with(addend, "histogram")
         shift, bits = np.array(digit, dtype=np.int32)
@@ -197,7 +176,7 @@ class SelectionPasses:
             (x, *given, np.int64(most), length, shift, bits, np.int64(k), work[WORDS:], work),
         )
 
-    def _gathered(self, work: Any, addend: Addend | None, bound: Any, lower: int) -> tuple[Any, ...]:
+    def _gathered(self, work: Any, addend: FeedbackAddend | None, bound: Any) -> tuple[Any, ...]:
         """Gather the elements at or above the bound; return the arguments of `Runs` in ``emit.cu``."""
         form, given = _with(addend, "gather")
         count = np.int64(self._x.size)
@@ -207,7 +186,7 @@ class SelectionPasses:
         kept = self._cupy.empty(self._tiles, dtype=np.uint32)
         found = (values, places, np.int64(self._room), starts, kept)
         self._kernels.launch(
-            form, self._dtype, self._blocks, (self._x, *given, count, bound, np.int64(lower), *found, work)
+            form, self._dtype, self._blocks, (self._x, *given, count, bound, np.int64(0), *found, work)
         )
         return values, places, count, starts, kept
 
@@ -242,11 +221,10 @@ class SelectionPasses:
                 f"NaN among the {self._x.size} elements to select from; remove it, or pass nan='largest' to count it "
                 "above infinity"
             )
-        self.threshold = work[1:2]
         return bool(not self._k or self._k <= state["gathered"] <= self._room)
 
 
-def _with(addend: Addend | None, kernel: str) -> tuple[str, tuple[Any, ...]]:
+def _with(addend: FeedbackAddend | None, kernel: str) -> tuple[str, tuple[Any, ...]]:
     """Return the form of a kernel, and its addend."""
     return (kernel, (NULL_ADDRESS,)) if addend is None else (addend.form(kernel), addend.arguments())
 
@@ -264,7 +242,7 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
     present.
     """
     cupy = load_cupy("gpu selection")
-    dtype = _element_dtype(cupy, x, "x")
+    dtype = _element_dtype(cupy, x)
     count = check_arguments(k, x.size, nan)
     with on_device(cupy, x.device.id):
         line = cupy.ascontiguousarray(x).reshape(-1)
@@ -273,65 +251,15 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
         return passes.indices, passes.values
 
 
-def feed_gpu(
-    residual: Any, gradient: Any, k: int, *, threshold: Any = None, nan: str = "refuse"
-) -> tuple[Any, Any, Any]:
-    """Add a gradient to a residual, and remove and return the k entries of largest magnitude, and a threshold.
-
-    Moves 16 bytes per float32 element, and 12 if a sample or the previous step's threshold gives a bound that at least
-    k entries, and not far more, reach; the result is the same. What is returned and the residual sum to residual +
-    gradient. The residual is contiguous, as in `topk_gpu`; the gradient has its shape, dtype and GPU, and is copied if
-    it is not contiguous. The threshold, that of an earlier step, affects only the speed. If a NaN is refused, the
-    residual holds the sum already and no entry is removed. Raises as `topk_gpu`; also if the two arrays do not fit
-    together, or the residual is not contiguous.
-    """
-    cupy = load_cupy("gpu selection")
-    dtype = _element_dtype(cupy, residual, "residual")
-    if _element_dtype(cupy, gradient, "gradient") != dtype or gradient.shape != residual.shape:
+def _element_dtype(cupy: ModuleType, x: Any) -> str:
+    """Return the element type of x."""
+    if not isinstance(x, cupy.ndarray):
         raise UsageError(
-            f"the gradient is {gradient.dtype} of shape {gradient.shape} and the residual {residual.dtype} of shape "
-            f"{residual.shape}; pass arrays of one dtype and shape"
+            f"x must be a CuPy array, got {type(x).__name__}; put it on the GPU with cupy.asarray"
         )
-    if gradient.device.id != residual.device.id:
-        raise UsageError(
-            f"the gradient is on GPU {gradient.device.id} and the residual on GPU {residual.device.id}; "
-            "put both on one"
-        )
-    if not residual.flags.c_contiguous:
-        raise UsageError(
-            f"the residual has strides {residual.strides}, so it cannot be changed in place; "
-            "pass a contiguous array"
-        )
-    count = check_arguments(k, residual.size, nan)
-    with on_device(cupy, residual.device.id):
-        bound = _checked_threshold(cupy, threshold, residual.device.id)
-        line, more = residual.reshape(-1), cupy.ascontiguousarray(gradient).reshape(-1)
-        passes = SelectionPasses(cupy, line, dtype, count, refuses=nan == "refuse", clears=True)
-        passes.select(Addend(more), bound)
-        return passes.indices, passes.values, passes.threshold if count else None
-
-
-def _element_dtype(cupy: ModuleType, array: Any, what: str) -> str:
-    """Return the element type of an array."""
-    if not isinstance(array, cupy.ndarray):
-        raise UsageError(
-            f"{what} must be a CuPy array, got {type(array).__name__}; put it on the GPU with cupy.asarray"
-        )
-    name = "bfloat16" if array.dtype.name == "uint16" else str(array.dtype.name)
+    name = "bfloat16" if x.dtype.name == "uint16" else str(x.dtype.name)
     if name not in KEY_BITS:
         raise UsageError(
-            f"dtype of {what} must be float16, float32, float64, or uint16 with the bits of bfloat16, got {array.dtype}"
+            f"dtype of x must be float16, float32, float64, or uint16 with the bits of bfloat16, got {x.dtype}"
         )
     return name
-
-
-def _checked_threshold(cupy: Any, threshold: Any, device: int) -> Any:
-    if threshold is None:
-        return None
-    fits = isinstance(threshold, cupy.ndarray) and threshold.dtype == np.uint64 and threshold.size == 1
-    if not fits or threshold.device.id != device:
-        raise UsageError(
-            f"threshold must be that of an earlier step on GPU {device}, got {type(threshold).__name__}; pass what "
-            "feed_gpu returned for this residual, or None"
-        )
-    return threshold

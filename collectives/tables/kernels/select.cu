@@ -171,29 +171,6 @@ struct Nothing {
     __device__ void add(Pack<Element> (&)[VECTORS], Element*, long long, int) const {}
 };
 
-// A gradient.
-template <class Element>
-struct Gradient {
-    const Element* gradient;
-
-    __device__ Gradient in_global() const { return {in_global_memory(gradient)}; }
-    __device__ void add(Pack<Element> (&pack)[VECTORS], Element* x, long long first, int size) const {
-        constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;  // small elements need a register each while they are added
-#pragma unroll
-        for (int batch = 0; batch < VECTORS; batch += BATCH) {
-            Pack<Element> more[BATCH];
-            read(more, gradient + first, batch, size);
-#pragma unroll
-            for (int u = 0; u < BATCH; ++u) {
-                Pack<Element>& sum = pack[batch + u];
-#pragma unroll
-                for (int l = 0; l < Pack<Element>::LANES; ++l) sum.lane[l] = plus(sum.lane[l], more[u].lane[l]);
-                store<Element>(x + first, sum, place_of<Element>(batch + u), size);
-            }
-        }
-    }
-};
-
 // A tile of x, which begins at `first`, and its summand.
 template <class Element, class Addend>
 __device__ inline void read_tile(Pack<Element> (&pack)[VECTORS], Element* x, const Addend& addend, long long first,

@@ -235,9 +235,7 @@ KEY_BITS = {"bfloat16": (15, 7), "float16": (15, 10), "float32": (31, 23), "floa
 
 SELECTION_FORMS = {
     "histogram": "HISTOGRAM({name}, {element}, Nothing<{element}>{{}})",
-    "feed_histogram": "HISTOGRAM({name}, {element}, Gradient<{element}>{{gradient}})",
     "gather": "GATHER({name}, {element}, Nothing<{element}>{{}})",
-    "feed_gather": "GATHER({name}, {element}, Gradient<{element}>{{gradient}})",
     "measure_list": "MEASURE({name}, {element}, true)",
     "measure_all": "MEASURE({name}, {element}, false)",
     **{
@@ -258,7 +256,7 @@ def selection_kernel_names() -> tuple[str, ...]:
     """Return the names of all selection kernels, without those of error feedback.
 
     >>> len(selection_kernel_names())
-    40
+    32
     """
     return tuple(selection_kernel(form, dtype) for form in SELECTION_FORMS for dtype in KEY_BITS)
 

@@ -47,9 +47,8 @@ def test_bounds_hold_and_do_not_change_the_choice(machine: Topology, gpus: list[
                 assert chosen.exchange == every.exchange
                 assert chosen.seconds.items() <= every.seconds.items()
                 names = [name for name in every.seconds if name != "dense"]
-                least = SparsePlans(comm._members.execution).least_seconds(
-                    names, asked.entry_share, size * 4, gathered=every.pairs_bytes
-                )
+                plans = SparsePlans(comm._members.execution)
+                least = plans.least_seconds(asked.entry_share, size * 4, every.pairs_bytes)
                 assert all(least[name] <= every.seconds[name] for name in names), (least, every.seconds)
 
 

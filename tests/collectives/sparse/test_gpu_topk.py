@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import collectives
 from collectives.sparse.gpu_entry_arrays import GpuErrorFeedback
 from collectives.sparse.selection import gpu_topk
-from collectives.sparse.selection.gpu_topk import feed_gpu, topk_gpu
+from collectives.sparse.selection.gpu_topk import topk_gpu
 from collectives.tables.kernels.kernel_launch import (
     BINS,
     SELECTION_STATE,
@@ -23,7 +23,7 @@ from collectives.tables.kernels.kernel_launch import (
 )
 from tests.support.compiled_kernels import launch
 from tests.support.fake_streams import Machine
-from tests.support.selection_data import DATA, DTYPES, drawn, key_of, reference, same
+from tests.support.selection_data import DATA, DTYPES, drawn, reference, same
 from tests.support.selection_on_cpu import Launches, install_selection
 from topoplan.errors import UsageError
 
@@ -179,47 +179,6 @@ def wide(values: Any, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_steps_are_those_of_numpy_and_conserve_whole_numbers(fake: Fake, dtype: str) -> None:
-    cupy, launches = fake
-    generator = np.random.default_rng(5)
-    count, k = 13001, 130
-    given_, sent = np.zeros(count), np.zeros(count)
-    residual = cupy.asarray(drawn("zeros", dtype, count, generator))
-    threshold = None
-    for step in range(6):
-        whole = np.rint(generator.standard_normal(count) * 3 * (1 + (step == 4) * 2))
-        gradient = stored(whole, dtype)
-        launches.backwards = step % 2 == 1
-        total = stored(wide(residual.get(), dtype) + whole, dtype)
-        indices, values, threshold = feed_gpu(residual, cupy.asarray(gradient), k, threshold=threshold)
-        expected = reference(total, k)
-        assert same((indices.get(), values.get()), expected)
-        assert threshold.get()[0] == key_of(expected[1]).min()
-        total[expected[0]] = 0
-        assert residual.get().tobytes() == total.tobytes()
-        given_ += whole
-        sent[expected[0]] += wide(expected[1], dtype)
-        assert (sent + wide(residual.get(), dtype) == given_).all()
-
-
-def test_a_threshold_that_holds_saves_a_read_and_another_changes_nothing(fake: Fake) -> None:
-    cupy, launches = fake
-    kept, gradient = (normal("float32", 30000, seed) for seed in (6, 7))
-    expected = reference(kept + gradient, 300)
-    key = int(key_of(expected[1]).min())
-    reads = []
-    for guess in (None, key, key + (1 << 22), 0, 2**64 - 1):
-        residual = cupy.asarray(kept)
-        threshold = None if guess is None else cupy.asarray(np.array([guess], dtype=np.uint64))
-        indices, values, found = feed_gpu(residual, cupy.asarray(gradient), 300, threshold=threshold)
-        assert same((indices.get(), values.get()), expected)
-        assert found.get().tolist() == [key]
-        assert np.flatnonzero(residual.get() != kept + gradient).tolist() == expected[0].tolist()
-        reads.append([form for form in launches.forms() if "gather" in form or "feed" in form])
-    assert reads == [["feed_histogram", "gather"], ["feed_gather"], *[["feed_gather", "gather"]] * 3]
-
-
-@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_a_sample_saves_a_read_of_many_elements(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -230,11 +189,13 @@ def test_a_sample_saves_a_read_of_many_elements(
     for k in (1, 700, 17500):
         check(topk_gpu(cupy.asarray(x), k), x, k)
         assert launches.forms() == [*["histogram"] * 2, "gather", *rest, "measure_list", "emit_list_int32"]
-    residual = cupy.zeros(70001, dtype=x.dtype)
-    found = feed_gpu(residual, cupy.asarray(x), 700)
-    check(found, x, 700)
-    assert [form for form in launches.forms() if "feed" in form] == ["feed_histogram", "feed_gather"]
-    assert np.flatnonzero(residual.get() != x).tolist() == found[0].get().tolist()
+    feedback = GpuErrorFeedback(70001, "float64" if dtype == "float64" else "float32")
+    found = feedback.feed(cupy.asarray(x), 700)
+    kept = wide(x, dtype).astype(feedback.residual.dtype)
+    check(found, kept, 700)
+    reads = [form for form in launches.forms() if "feed" in form]
+    assert reads == [f"feedback_histogram_{dtype}", f"feedback_gather_{dtype}"]
+    assert np.flatnonzero(feedback.residual.get() != kept).tolist() == found[0].get().tolist()
 
 
 def test_a_sample_that_misses_the_largest_changes_nothing(
@@ -244,75 +205,62 @@ def test_a_sample_that_misses_the_largest_changes_nothing(
     monkeypatch.setattr(gpu_topk, "SAMPLE", 1000)
     x = normal("float32", 64000, 8)
     x[::64] = 1e6 * x[::64]
-    residual = cupy.zeros(64000, dtype=np.float32)
-    found = feed_gpu(residual, cupy.asarray(x), 2000)
+    feedback = GpuErrorFeedback(64000)
+    found = feedback.feed(cupy.asarray(x), 2000)
     check(found, x, 2000)
-    assert [form for form in launches.forms() if "gather" in form] == ["feed_gather", "gather"]
+    assert [form for form in launches.forms() if "gather" in form] == ["feedback_gather_float32", "gather"]
     x[found[0].get()] = 0
-    assert residual.get().tobytes() == x.tobytes()
+    assert feedback.residual.get().tobytes() == x.tobytes()
 
 
 def test_a_residual_of_equal_magnitudes_gives_its_first_entries(fake: Fake) -> None:
     cupy, launches = fake
-    residual = cupy.zeros(20000, dtype=np.float32)
+    feedback = GpuErrorFeedback(20000)
     gradient = np.where(np.arange(20000) % 2, -1, 1).astype(np.float32)
-    indices, values, threshold = feed_gpu(residual, cupy.asarray(gradient), 5)
+    indices, values = feedback.feed(cupy.asarray(gradient), 5)
     assert indices.get().tolist() == [0, 1, 2, 3, 4]
     assert values.get().tolist() == [1, -1, 1, -1, 1]
     assert "emit_all_int32" in launches.forms()
-    feed_gpu(residual, cupy.zeros(20000, dtype=np.float32), 5, threshold=threshold)
-    assert np.flatnonzero(residual.get()[:20] == 0).tolist() == list(range(10))
-    assert np.abs(residual.get()).sum() == 19990
+    feedback.feed(cupy.zeros(20000, dtype=np.float32), 5)
+    assert np.flatnonzero(feedback.residual.get()[:20] == 0).tolist() == list(range(10))
+    assert np.abs(feedback.residual.get()).sum() == 19990
 
 
 def test_a_step_without_entries_only_adds(fake: Fake) -> None:
     cupy, _ = fake
-    kept, gradient = (normal("float16", 3000, seed) for seed in range(2))
-    residual = cupy.asarray(kept)
-    indices, values, threshold = feed_gpu(residual, cupy.asarray(gradient), 0)
-    assert (indices.size, values.size, threshold) == (0, 0, None)
-    assert residual.get().tobytes() == (kept + gradient).tobytes()
+    given, feedback = [normal("float32", 3000, seed) for seed in range(2)], GpuErrorFeedback(3000)
+    for gradient in given:
+        indices, values = feedback.feed(cupy.asarray(gradient), 0)
+        assert (indices.size, values.size) == (0, 0)
+    assert feedback.residual.get().tobytes() == (given[0] + given[1]).tobytes()
     nothing = cupy.zeros(0, dtype=np.float32)
-    assert feed_gpu(nothing, nothing, 0)[0].size == topk_gpu(nothing, 0)[0].size == 0
+    assert GpuErrorFeedback(0).feed(nothing, 0)[0].size == topk_gpu(nothing, 0)[0].size == 0
 
 
 # ---- refusals
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE)
-def test_a_nan_is_refused_and_nothing_is_taken(fake: Fake, dtype: str) -> None:
+def test_a_nan_is_refused_or_counts_as_the_largest(fake: Fake, dtype: str) -> None:
     cupy, _ = fake
     x = normal(dtype, 5000, 2)
     x[4321] = stored(np.array([np.nan]), dtype)[0]
     with pytest.raises(UsageError, match="NaN among the 5000 elements"):
         topk_gpu(cupy.asarray(x), 9)
-    for threshold in (None, cupy.asarray(np.array([1 << 14], dtype=np.uint64))):
-        residual = cupy.zeros(5000, dtype=x.dtype)
-        with pytest.raises(UsageError, match="nan='largest'"):
-            feed_gpu(residual, cupy.asarray(x), 9, threshold=threshold)
-        kept = key_of(residual.get())
-        assert (np.delete(kept, 4321) == np.delete(key_of(x), 4321)).all()
-        # a sum on a GPU is a NaN of its own making
-        assert kept[4321] > key_of(stored(np.array([np.inf]), dtype))[0]
     assert 4321 in topk_gpu(cupy.asarray(x), 1, nan="largest")[0].get()
 
 
 def test_refuses_bad_arguments(fake: Fake) -> None:
     cupy, _ = fake
     x = cupy.zeros(10, dtype=np.float32)
-    longer = cupy.zeros(20, dtype=np.float32)
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
-        (topk_gpu, (np.zeros(10), 1), {}, "x must be a CuPy array, got ndarray"),
-        (topk_gpu, (cupy.zeros(10, dtype=np.int32), 1), {}, "dtype of x must be .*, got int32"),
-        (topk_gpu, (x, 11), {}, "k must be a whole number from 0 to 10, .*, got 11"),
-        (topk_gpu, (x, -1), {}, "k must be .*, got -1"),
-        (topk_gpu, (x, 0.5), {}, "k must be a whole number from 0 to 10, .*, got 0.5"),
-        (topk_gpu, (x, 1), {"nan": "ignore"}, "nan='ignore' is unknown; use 'refuse' or 'largest'"),
-        (feed_gpu, (x, longer, 1), {}, r"gradient is float32 of shape \(20,\)"),
-        (feed_gpu, (x, cupy.zeros(10, dtype=np.float64), 1), {}, "gradient is float64"),
-        (feed_gpu, (longer[::2], x, 1), {}, "cannot be changed in place"),
-        (feed_gpu, (x, x, 1), {"threshold": 0.5}, "must be that of an earlier step on GPU 0, got float"),
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((np.zeros(10), 1), {}, "x must be a CuPy array, got ndarray"),
+        ((cupy.zeros(10, dtype=np.int32), 1), {}, "dtype of x must be .*, got int32"),
+        ((x, 11), {}, "k must be a whole number from 0 to 10, .*, got 11"),
+        ((x, -1), {}, "k must be .*, got -1"),
+        ((x, 0.5), {}, "k must be a whole number from 0 to 10, .*, got 0.5"),
+        ((x, 1), {"nan": "ignore"}, "nan='ignore' is unknown; use 'refuse' or 'largest'"),
     ]
-    for call, arguments, options, message in calls:
+    for arguments, options, message in calls:
         with pytest.raises(UsageError, match=message):
-            call(*arguments, **options)
+            topk_gpu(*arguments, **options)

@@ -22,7 +22,7 @@ VALUES: tuple[Any, ...] = ("as given", "float16", "fixed8")
 CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     *[(gpu_checks.check_topk, (kind, dtype)) for kind in sorted(DATA) for dtype in DTYPES],
     *[(gpu_checks.check_repeated_topk, (dtype,)) for dtype in DTYPES],
-    *[(gpu_checks.check_feed, (dtype,)) for dtype in ("float16", "float32", "float64")],
+    *[(gpu_checks.check_feed, (dtype,)) for dtype in ("float32", "float64")],
     (gpu_checks.check_nan_in_topk, ()),
     (gpu_checks.check_topk_on_the_current_stream, ()),
     *[(gpu_checks.check_feedback, (case,)) for case in CASES],

@@ -43,8 +43,8 @@ def compiled(release: int, architecture: int, names: list[str]) -> Built:
 
 def vectors_of(name: str) -> tuple[int, int] | None:
     """Return how often a kernel that reads all data loads and stores vectors of 16 bytes."""
-    if found := re.fullmatch(r"(feed_)?(gather|histogram)_[a-z]+\d+", name):
-        return (8, 4) if found[1] else (4, 0)
+    if re.fullmatch(r"(gather|histogram)_[a-z]+\d+", name):
+        return 4, 0
     if found := re.fullmatch(r"(feedback|momentum)_(gather|histogram)_(\w+)_\3", name):
         return (12, 8) if found[1] == "momentum" else (8, 4)
     return None

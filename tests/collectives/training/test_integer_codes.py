@@ -135,7 +135,7 @@ def test_a_block_that_has_no_codes_on_some_rank_is_nan_on_all(wrong: float, bits
         (np.zeros(4, np.float32), {"codes": 12}, "bits of codes must be 8 or 16, got 12"),
         (np.zeros(4, np.float32), {"codes": 8, "density": 0.1}, "codes is for dense gradients in mode bsp"),
         (np.zeros(4, np.float32), {"codes": 8, "low_rank": 2}, "give low_rank or codes"),
-        (np.zeros(4, np.int64), {"codes": 8}, "codes need gradients of floats, got int64"),
+        (np.zeros(4, np.int64), {"codes": 8}, "codes needs gradients of floats, got int64"),
     ],
 )
 def test_refusals(gradient: Any, options: dict[str, Any], words: str) -> None:

@@ -21,28 +21,15 @@ SPEEDS = {1: "2.5", 2: "5.0", 3: "8.0", 4: "16.0", 5: "32.0"}
 
 @dataclass(frozen=True, slots=True)
 class Pci:
-    """A PCI device, with what is below it.
+    """A PCI device, with what is below it."""
 
-    Parameters
-    ----------
-    busid : str
-        As the kernel writes it.
-    ids : str
-        Vendor, device, subsystem vendor and subsystem device, as ``10b5:8764:10b5:8764``.
-    pci_class : str
-    generation, width : int
-        Fastest that the link to what is above can do; generation 0: the kernel writes ``Unknown`` and width 0.
-    current_generation : int
-        0 for the fastest.
-    children : tuple of Pci
-    """
-
-    busid: str
-    ids: str
+    busid: str  # as the kernel writes it
+    ids: str  # vendor, device, subsystem vendor and subsystem device, as ``10b5:8764:10b5:8764``
     pci_class: str = BRIDGE
+    # fastest that the link to what is above can do; generation 0: the kernel writes ``Unknown`` and width 0
     generation: int = 3
     width: int = 16
-    current_generation: int = 0
+    current_generation: int = 0  # 0 for the fastest
     children: tuple[Pci, ...] = ()
 
 
@@ -57,114 +44,58 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Nvlink:
-    """One end of an NVLink.
+    """One end of an NVLink."""
 
-    Parameters
-    ----------
-    remote : str
-        Bus id of the far end as the kernel writes it; ``hidden`` for a switch that the machine does not show.
-    kind : str
-        Of the far end: gpu, switch, cpu or unknown.
-    megabytes : int
-        Speed in MB/s.
-    up : bool
-    """
-
+    # bus id of the far end as the kernel writes it; ``hidden`` for a switch that the machine does not show
     remote: str
-    kind: str
-    megabytes: int
+    kind: str  # of the far end: gpu, switch, cpu or unknown
+    megabytes: int  # speed in MB/s
     up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as NVML describes it.
-
-    Parameters
-    ----------
-    busid, name : str
-    capability : tuple of int
-        Compute capability.
-    nvlink_version : int
-        ``nvmlNvlinkVersion_t``: 1 for P100, 2 for V100, 4 for A100, 6 for H100.
-    links : tuple of Nvlink
-    pstate : int
-        8 is idle: the PCIe link then runs at generation 1.
-    fabric : tuple of int
-        State, status, clique, health mask, health summary.
-    c2c_links : int
-    mig : tuple of int
-        Mode now, mode after the next reset, most instances; empty where the GPU knows no MIG.
-    instances : tuple of str
-        Name of each MIG instance.
-    memory_node : int
-        NUMA node of the GPU's own memory; -1 without one.
-    """
+    """A GPU as NVML describes it."""
 
     busid: str
     name: str
-    capability: tuple[int, int]
-    nvlink_version: int = 0
+    capability: tuple[int, int]  # compute capability
+    nvlink_version: int = 0  # ``nvmlNvlinkVersion_t``: 1 for P100, 2 for V100, 4 for A100, 6 for H100
     links: tuple[Nvlink, ...] = ()
-    pstate: int = 0
+    pstate: int = 0  # 8 is idle: the PCIe link then runs at generation 1
+    # state, status, clique, health mask, health summary
     fabric: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     c2c_links: int = 0
+    # mode now, mode after the next reset, most instances; empty where the GPU knows no MIG
     mig: tuple[int, ...] = ()
-    instances: tuple[str, ...] = ()
-    memory_node: int = -1
+    instances: tuple[str, ...] = ()  # name of each MIG instance
+    memory_node: int = -1  # NUMA node of the GPU's own memory; -1 without one
 
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network device of Linux: RDMA adapter, network interface, or both.
+    """A network device of Linux: RDMA adapter, network interface, or both."""
 
-    Parameters
-    ----------
-    busid : str
-        Empty for a virtual interface.
-    adapter : str
-        Such as ``mlx5_0``; empty without RDMA.
-    rate : str
-        As in the port's file ``rate``: ``100 Gb/sec (4X EDR)``.
-    layer : str
-        InfiniBand or Ethernet.
-    interface : str
-        Such as ``eno1``; empty without one.
-    megabits : int or None
-        As in the interface's file ``speed``; None: reading it is an error, as where there is no carrier.
-    up : bool
-    """
-
-    busid: str
-    adapter: str = ""
-    rate: str = ""
-    layer: str = "InfiniBand"
-    interface: str = ""
+    busid: str  # empty for a virtual interface
+    adapter: str = ""  # such as ``mlx5_0``; empty without RDMA
+    rate: str = ""  # as in the port's file ``rate``: ``100 Gb/sec (4X EDR)``
+    layer: str = "InfiniBand"  # InfiniBand or Ethernet
+    interface: str = ""  # such as ``eno1``; empty without one
+    # as in the interface's file ``speed``; None: reading it is an error, as where there is no carrier
     megabits: int | None = None
     up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Cpus:
-    """All CPUs of the machine.
+    """All CPUs of the machine."""
 
-    Parameters
-    ----------
-    vendor, name : str
-        Vendor as CPUID gives it; the name is empty on ARM, where ``/proc/cpuinfo`` has none.
-    family, model : int
-    nodes : tuple of str
-        CPUs of each NUMA node, as ``0-19,40-59``; empty for a node of memory only.
-    distances : tuple of tuple of int
-        Between nodes, as the firmware's SLIT table.
-    """
-
-    vendor: str
+    vendor: str  # vendor as CPUID gives it; the name is empty on ARM, where ``/proc/cpuinfo`` has none
     name: str
     family: int
     model: int
-    nodes: tuple[str, ...]
-    distances: tuple[tuple[int, ...], ...]
+    nodes: tuple[str, ...]  # CPUs of each NUMA node, as ``0-19,40-59``; empty for a node of memory only
+    distances: tuple[tuple[int, ...], ...]  # between nodes, as the firmware's SLIT table
 
     def count(self) -> int:
         """How many CPUs there are."""
@@ -177,43 +108,21 @@ class Cpus:
 
 @dataclass(frozen=True, slots=True)
 class FakeMachine:
-    """A machine.
-
-    Parameters
-    ----------
-    name : str
-    cpus : Cpus
-    roots : tuple of Root
-    gpus : tuple of Gpu
-        In NVML's order.
-    nics : tuple of Nic
-    driver : str
-        Version; empty: no driver is installed.
-    cuda : int
-        Newest CUDA version that the driver supports, as NVML says it.
-    library : str
-        ``new``, ``old`` (newer functions are absent) or ``none``.
-    p2p_across_sockets : bool
-        Whether PCIe peer access works between NUMA nodes.
-    refused : tuple of (int, int, int)
-        Pairs of GPUs for which NVML refuses peer access, with ``nvmlGpuP2PStatus_t``.
-    rules : tuple of str
-        ``FUNCTION CODE [GPU [LINK]]``, see ``machine_text.c``.
-    unreadable, absent : tuple of str
-        Files of the sysfs tree, as paths from its root, that give an error when read, or are not there.
-    """
+    """A machine."""
 
     name: str
     cpus: Cpus
     roots: tuple[Root, ...]
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # in NVML's order
     nics: tuple[Nic, ...] = ()
-    driver: str = "535.161.08"
-    cuda: int = 12020
-    library: str = "new"
-    p2p_across_sockets: bool = True
+    driver: str = "535.161.08"  # version; empty: no driver is installed
+    cuda: int = 12020  # newest CUDA version that the driver supports, as NVML says it
+    library: str = "new"  # ``new``, ``old`` (newer functions are absent) or ``none``
+    p2p_across_sockets: bool = True  # whether PCIe peer access works between NUMA nodes
+    # pairs of GPUs for which NVML refuses peer access, with ``nvmlGpuP2PStatus_t``
     refused: tuple[tuple[int, int, int], ...] = ()
-    rules: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()  # ``FUNCTION CODE [GPU [LINK]]``, see ``machine_text.c``
+    # files of the sysfs tree, as paths from its root, that give an error when read, or are not there
     unreadable: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
 

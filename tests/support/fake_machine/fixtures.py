@@ -1,19 +1,91 @@
-"""Fixtures: a fake machine for subprocesses (`fake_host`) and for this process (`fake_here`)."""
+"""The fake NVML, built with the system's C compiler, and machines shown to subprocesses (`fake_host`) or here."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pynvml
 import pytest
 
 from tests.support.fake_machine.description import FakeMachine
-from tests.support.fake_machine.install import FakeHost, install
-from tests.support.fake_machine.library import SONAME, build_libraries, compiler
 from tests.support.fake_machine.machines import MACHINES
+from tests.support.fake_machine.nvml_text import nvml_text
+from tests.support.fake_machine.sysfs import write_sysfs
+
+SONAME = "libnvidia-ml.so.1"
+SOURCES = Path(__file__).parent
+VARIANTS = {"new": (), "old": ("-DFAKE_NVML_OLD_DRIVER",)}
+
+
+def compiler() -> str | None:
+    """Path of ``cc``; None where there is none."""
+    return shutil.which("cc")
+
+
+def build_libraries(folder: Path) -> Path:
+    """Make ``<variant>/libnvidia-ml.so.1`` below a folder, unless it is there; safe beside other processes.
+
+    ``none`` holds an empty file of that name, so that a machine without a driver is one also where tests run on a
+    machine that has one.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        The compiler refuses.
+    """
+    for variant, flags in VARIANTS.items():
+        library = folder / variant / SONAME
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            fresh = library.with_suffix(f".{os.getpid()}")
+            warnings = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-O1")
+            shape = ("-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,-soname,{SONAME}")
+            sources = sorted(map(str, SOURCES.glob("*.c")))
+            command = [compiler() or "cc", *warnings, *shape, *flags, "-o", str(fresh), *sources]
+            subprocess.run(command, check=True)
+            fresh.replace(library)
+    empty = folder / "none" / SONAME
+    empty.parent.mkdir(parents=True, exist_ok=True)
+    empty.touch()
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class FakeHost:
+    """A fake machine on disk."""
+
+    machine: FakeMachine
+    folder: Path  # holds ``nvml.txt``, ``sys`` and ``proc``
+    sysfs_root: Path  # what stands for ``/sys``
+    library: Path  # the fake ``libnvidia-ml.so.1``
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The environment variables that make the difference."""
+        return {
+            "LD_LIBRARY_PATH": str(self.library.parent),
+            "FAKE_NVML": str(self.folder / "nvml.txt"),
+            "TOPOPLAN_SYSFS_ROOT": str(self.sysfs_root),
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a subprocess: this process's environment with the settings."""
+        return {**os.environ, **self.settings}
+
+
+def install(machine: FakeMachine, folder: Path, libraries: Path) -> FakeHost:
+    """Write a machine's NVML text and sysfs tree into a new folder."""
+    folder.mkdir(parents=True)
+    (folder / "nvml.txt").write_text(nvml_text(machine))
+    return FakeHost(machine, folder, write_sysfs(machine, folder), libraries / machine.library / SONAME)
+
 
 Installer = Callable[[str | FakeMachine], FakeHost]
 

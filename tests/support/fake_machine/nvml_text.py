@@ -28,13 +28,7 @@ def nvml_text(machine: FakeMachine) -> str:
 
 
 def nvml_bus_id(busid: str) -> str:
-    """A bus id as NVML writes it.
-
-    Examples
-    --------
-    >>> nvml_bus_id("0000:0a:00.0")
-    '00000000:0A:00.0'
-    """
+    """A bus id as NVML writes it."""
     return f"0000{busid}".upper()
 
 

@@ -1,9 +1,10 @@
-"""Certificates are sound: whatever lengths, cut or partition one writes down, no plan beats the bound it proves."""
+"""Certificates are sound: no plan beats the bound that one proves; read aloud, capacity over use is that bound."""
 
 from __future__ import annotations
 
 import heapq
 import json
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -33,10 +34,13 @@ from topoplan.plans.certificates.certificate import (
     Partition,
     Trivial,
     certificate_from_object,
+    explain_certificate,
 )
 from topoplan.plans.certificates.exchange import BetweenServersBound, EntryBound, InsideServerBound
 from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.plans.plan import Plan
+from topoplan.reading.load import library
+from topoplan.units import parse_gpu_list
 
 MACHINES = switched_machines() | direct_machines(most=5) | direct_machines(most=5, symmetric=True)
 ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
@@ -127,22 +131,6 @@ def test_any_partition_bounds_the_allreduce(topology: Topology, data: st.DataObj
         assert bound(Partition(parts), topology, "allreduce") >= optimum(topology, "allreduce")
 
 
-@given(switched_machines() | direct_machines(most=5), ANY_COLLECTIVE)
-@settings(max_examples=60, deadline=None)
-def test_lengths_of_one_across_a_cut_or_partition_prove_as_much(topology: Topology, collective: str) -> None:
-    """A cut is a certificate by lengths: with 1 on each link that it counts, the dual bound is no weaker."""
-    root = 0 if collective in ROOTED else None
-    fabric = nvlink(topology)
-    certificate = best_bound(fabric, collective, root)
-    value = certificate.bound(fabric, collective, root)
-    if isinstance(certificate, Lengths):
-        return
-    counted = certificate.link_lengths(fabric, collective)
-    crossing = [link for link, length in zip(fabric.links, counted, strict=True) if length]
-    unit = Lengths(tuple((link.src, link.dst, Fraction(1)) for link in crossing))
-    assert unit.bound(fabric, collective, root) <= value
-
-
 @st.composite
 def distances(draw: st.DrawFn, *, size: int) -> list[list[int]]:
     """Shortest distances between ranks: any lengths, closed under relaying."""
@@ -211,11 +199,7 @@ TRIANGLE = machine(3, both_ways({("gpu0", "gpu1"): 1.0, ("gpu1", "gpu2"): 2.0, (
         (Cut(("gpu0", "gpu7")), "allgather", "device 'gpu7', which the topology does not have"),
         (Cut(()), "allgather", "at least one rank"),
         (Cut(("gpu1",)), "reduce", "must hold the root, rank 0"),
-        (
-            Partition((("gpu0",), ("gpu1", "gpu2"))),
-            "broadcast",
-            "a partition bounds allreduce, not broadcast",
-        ),
+        (Partition((("gpu0",), ("gpu1", "gpu2"))), "broadcast", "a partition bounds allreduce, not"),
         (Partition((("gpu0", "gpu1"), ("gpu1", "gpu2"))), "allreduce", "gpu1 stands in two parts"),
         (Partition((("gpu0", "gpu1", "gpu2"),)), "allreduce", "at least two parts"),
         (Partition((("gpu0",), ("gpu1", "rack"))), "allreduce", "device 'rack'"),
@@ -275,7 +259,6 @@ def test_lengths_before_a_switch_that_copies_or_behind_one_that_adds_prove_nothi
 
 
 def test_a_rank_out_of_reach_is_named() -> None:
-    """Distances need a path between every two ranks."""
     fabric = nvlink(machine(3, both_ways({("gpu0", "gpu2"): 1.0})))
     with pytest.raises(PlanError, match="rank 0 does not reach rank 1"):
         forest_length(fabric, [1, 1], "allreduce", None)
@@ -305,7 +288,6 @@ def test_every_kind_reads_what_it_wrote(certificate: Certificate) -> None:
 
 @pytest.mark.parametrize("inner", KINDS[4:], ids=lambda one: one.kind)
 def test_what_is_made_of_others_is_made_of_one_fabric_each(inner: Certificate) -> None:
-    """Nesting has an end in every kind."""
     for outer in (KINDS[4], KINDS[5], KINDS[6]):
         value = outer.to_object()
         holder = value["parts"][0] if outer.kind == "channels" else value  # type: ignore[index]
@@ -314,3 +296,127 @@ def test_what_is_made_of_others_is_made_of_one_fabric_each(inner: Certificate) -
             PlanError, match=r"must be a cut, a partition, lengths or trivial|cannot itself be"
         ):
             certificate_from_object(value)
+
+
+CUT_WORDS = re.compile(
+    r"only (\S+) GB/s (leave|enter) \{(.*)\}, and (every byte|(\d+)/(\d+) of the buffer) must"
+)
+EDGE = re.compile(r"only (\S+) GB/s cross the edge of \{(.*)\} each way, and every byte must both ways")
+COUNTED = re.compile(
+    r".* carry (\S+) GB/s (?:both ways|together), and every byte crosses them (?:at least )?(\S+) times"
+)
+WEIGHTED = re.compile(
+    r".* carry (\S+) GB/s, and every byte takes at least (\S+) of that weight; the heaviest are .*"
+)
+
+
+def stated_bound(sentence: str) -> float:
+    """The bound that a reader of the sentence computes."""
+    if found := CUT_WORDS.fullmatch(sentence):
+        used = 1.0 if found[5] is None else int(found[5]) / int(found[6])
+        return float(found[1]) / used
+    if found := EDGE.fullmatch(sentence):
+        return float(found[1])
+    found = COUNTED.fullmatch(sentence) or WEIGHTED.fullmatch(sentence)
+    assert found is not None, sentence
+    return float(found[1]) / float(found[2])
+
+
+def proved(plan: Plan, certificate: Certificate) -> tuple[Plan, float]:
+    """The plan under another certificate, and the bound which that one proves."""
+    fabric = Fabric(plan.topology, plan.channels)
+    bound = float(certificate.bound(fabric, plan.collective, plan.root))
+    return replace(plan, certificate=certificate, bound=bound), bound
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one == "dgx-1v" else pytest.mark.thorough) for one in library()]
+)
+def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
+    """On every library machine and its PCIe side, the stated figures give the plan's bound."""
+    machine = topoplan.load(name)
+    for gpus in (None, [0, 1, 3], [1, 2]):
+        for channels in ("auto", "pcie"):
+            if gpus is not None or channels == "auto":
+                plan = topoplan.plan(machine, collective, gpus=gpus, channels=channels)
+                assert stated_bound(explain_certificate(plan)) == pytest.approx(plan.bound, rel=2e-5)
+
+
+@given(st.data(), st.sampled_from(["broadcast", "reduce", "allgather", "reduce_scatter"]))
+@settings(max_examples=25, deadline=None)
+def test_the_shorter_side_of_a_cut_is_named(data: st.DataObject, collective: str) -> None:
+    """Of any cut the side with fewer devices is named, and the stated capacity leaves or enters that side."""
+    plan = topoplan.plan(topoplan.load("v100x4"), collective, channels="pcie")
+    others = data.draw(st.sets(st.sampled_from(["gpu1", "gpu2", "pcie0", "pcie1", "cpu0"])))
+    explained, bound = proved(plan, Cut(("gpu0", *sorted(others))))
+    sentence = explain_certificate(explained)
+    assert stated_bound(sentence) == pytest.approx(bound, rel=2e-5)
+    found = CUT_WORDS.fullmatch(sentence)
+    assert found is not None
+    named = {name for names in found[3].split() for name in listed_names(names)}
+    assert len(named) <= 3
+    crossing = sum(
+        link.bandwidth
+        for link in plan.topology.links
+        if link.channel in ("pcie", "sys")
+        and (link.src in named, link.dst in named) == (found[2] == "leave", found[2] == "enter")
+    )
+    assert float(found[1]) == pytest.approx(crossing, rel=2e-5)
+
+
+def listed_names(names: str) -> list[str]:
+    """The devices of one word such as ``gpu0-2,6``."""
+    found = re.fullmatch(r"([a-z]+)([\d,-]+)", names)
+    assert found is not None
+    return [f"{found[1]}{number}" for number in parse_gpu_list(found[2])]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "certificate", "bound", "sentence"),
+    [
+        (
+            range(8),
+            Cut(tuple(f"gpu{i}" for i in range(7))),
+            150,
+            "only 150 GB/s enter {gpu7}, and every byte must",
+        ),
+        (
+            range(3),
+            Partition((("gpu0",), ("gpu2",))),
+            50,
+            "the links between {gpu0} {gpu1} {gpu2} carry 200 GB/s both ways, and every byte crosses them 4 times",
+        ),
+    ],
+    ids=["weaker of both directions", "a GPU in no part is one of its own"],
+)
+def test_sentences_of_an_allreduce(
+    gpus: range, certificate: Certificate, bound: float, sentence: str
+) -> None:
+    explained, proved_bound = proved(topoplan.plan("dgx-1v", gpus=gpus), certificate)
+    assert explain_certificate(explained) == sentence
+    assert proved_bound == bound
+
+
+def test_equal_lengths_are_a_count() -> None:
+    """Behind one switch every byte leaves a GPU 30 times in an allreduce of 16: 16 x 150 / 30 = 80 GB/s."""
+    assert explain_certificate(topoplan.plan("dgx-2")) == (
+        "the links out of all 16 GPUs carry 2400 GB/s together, and every byte crosses them at least 30 times"
+    )
+    assert explain_certificate(topoplan.plan("dgx-1v", gpus=[3])) == "one rank moves nothing"
+
+
+@given(st.lists(st.integers(0, 4), min_size=6, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_unequal_lengths_are_weights(values: list[int]) -> None:
+    """Any lengths on the six links of three GPUs give their bound, in whatever unit they are stated."""
+    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2])
+    ends = [(link.src, link.dst) for link in plan.topology.links if link.channel == "nvlink"]
+    certificate = Lengths(tuple((*pair, Fraction(y, 7)) for pair, y in zip(ends, values, strict=True)))
+    try:
+        explained, bound = proved(plan, certificate)
+    except PlanError:
+        return
+    sentence = explain_certificate(explained)
+    assert stated_bound(sentence) == pytest.approx(bound, rel=2e-5)
+    assert bool(WEIGHTED.fullmatch(sentence)) == (len({y for y in values if y}) > 1)

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 import topoplan
 from collectives import Communicator
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.machine.fabric import Fabric
-from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.model.event_simulation import run_events
 from topoplan.plans.certificates.certificate import Certificate, explain_certificate
 from topoplan.plans.certificates.exchange import BetweenServersBound, EntryBound, InsideServerBound
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
-from topoplan.plans.structure import ROUND, phases, rounds
+from topoplan.plans.structure import ROUND, rounds
 from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
 from topoplan.units import entry_share
 
@@ -83,18 +81,6 @@ def test_one_server_and_servers_of_one_gpu_get_trees_and_others_three_phases() -
     assert topoplan.verify(alone).trees == 0
 
 
-@pytest.mark.parametrize("gpus", [(3, 5), (1, 2, 3)], ids=str)
-def test_uneven_servers_exchange_between_one_rank_of_each(gpus: tuple[int, ...]) -> None:
-    plan = sparse_servers(servers_of(*gpus), entries=entry_share(0.01))
-    topoplan.verify(plan)
-    servers = FabricServers(Fabric(plan.topology, plan.channels))
-    for shard in plan.shards:
-        owners = [stage.root for stage in shard.stages if stage.op == "gather"]
-        assert servers.of_rank[owners].tolist() == list(range(len(gpus)))
-        assert [stage.root for stage in shard.stages] == owners * 3
-    assert plan.rate <= plan.bound
-
-
 @pytest.mark.thorough
 def test_shares_of_the_owners_load_the_nics_of_a_server_almost_evenly() -> None:
     plan = sparse_servers(servers_of(8, 8, 8, gbps=10, nics=4), entries=entry_share(0.05))
@@ -104,14 +90,6 @@ def test_shares_of_the_owners_load_the_nics_of_a_server_almost_evenly() -> None:
     assert sum(sent) == pytest.approx(2 * 0.1 * 64 * MB)
     assert max(sent) < 1.1 * sum(sent) / 4
     assert plan.notes[0].startswith("stays 7.17% below the bound of")
-
-
-@pytest.mark.parametrize(("servers", "bits"), [(2, 40.5), pytest.param(16, 64, marks=pytest.mark.thorough)])
-def test_bytes_through_the_nics_are_those_of_the_formula(servers: int, bits: float) -> None:
-    plan = topoplan.sparse_plan(servers_of(*[8] * servers), density=0.01, entry_bits=bits)
-    busy = topoplan.simulate(plan, nbytes=10**8).link_bytes
-    out = sum(nbytes for (src, dst), nbytes in busy.items() if src.startswith("s0.") and dst == "switch0")
-    assert out == pytest.approx((servers - 1) * 0.01 * bits / 32 * 10**8)
 
 
 def other_stages(plan: Plan, change: Callable[[tuple[Stage, ...]], Iterable[Stage]]) -> Plan:
@@ -347,14 +325,6 @@ def test_a_sparse_plan_takes_the_time_of_its_rounds_by_both_models(plan: Plan, n
     assert max(each.end for each in events.transfers) == pytest.approx(events.seconds)
 
 
-def test_phases_weigh_entries() -> None:
-    found = phases(sparse_servers(servers_of(8, 8, gbps=25), entries=entry_share(0.1)))
-    assert found is not None
-    assert found.between.rate == pytest.approx(3.125 / 0.2)
-    assert found.inside.rate == pytest.approx(600 / 7)
-    assert found.bottleneck == "between servers"
-
-
 @pytest.mark.parametrize("density", [0, -1, 1.5, float("nan")])
 def test_a_density_out_of_range_is_refused(density: float) -> None:
     with pytest.raises(UsageError, match="is not above 0 and at most 1"):
@@ -394,13 +364,3 @@ def test_every_cluster_has_sparse_three_phases_that_verify(
     assert report.exact_rate is not None
     assert report.exact_bound is not None
     assert Fraction(1, 3) * report.exact_bound < report.exact_rate <= report.exact_bound
-
-
-def test_edges_of_a_plan_keep_their_routes() -> None:
-    """Ways between owners are those of the dense plan: over the owners' own NICs."""
-    plan = sparse_servers(servers_of(8, 8, nics=4), entries=entry_share(0.01))
-    for shard in plan.shards:
-        for stage in shard.stages:
-            for edge in stage.edges:
-                assert isinstance(edge, Edge)
-                assert ("switch0" in edge.route) == (stage.op == "gather")

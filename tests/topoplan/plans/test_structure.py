@@ -53,16 +53,6 @@ def test_the_bottleneck_moves_from_the_network_into_the_servers(
     assert ("s0.nic0.tx", "switch0") in found.between.full
 
 
-def test_phases_of_a_plan_by_hand() -> None:
-    """Two servers of two GPUs; each shard crosses 20 GB/s wires once each way inside and 6 GB/s ports between."""
-    plan = topoplan.three_phase(nvswitch_cluster(2, gpus=2, nvlink=20.0, nic=6.0))
-    found = phases(plan)
-    assert found is not None
-    assert found.reduce.rate == found.broadcast.rate == 40.0
-    assert found.inside.rate == 20.0
-    assert (found.between.rate, plan.rate, found.bottleneck) == (12.0, 12.0, "between servers")
-
-
 @pytest.mark.thorough
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 4), st.integers(1, 5), st.integers(1, 40), st.sampled_from(["exact", "three-phase"]))

@@ -340,7 +340,6 @@ def test_a_stage_of_the_other_kind_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 6, 10**30])
 def test_ranks_that_there_are_not_are_found(rank: int) -> None:
-    """As parent, as child, and as the root of a tree."""
     for change in (
         lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(0, rank),
         lambda v: v["shards"][1]["stages"][1]["edges"][0].__setitem__(1, rank),

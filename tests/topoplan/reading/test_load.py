@@ -1,4 +1,4 @@
-"""`load`: names, files, stdin and text, recognised by content; and every bad source is one clear line."""
+"""`load`: names, files, stdin and text, recognised by content; bad and damaged sources are one clear line."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import topoplan
-from topoplan.errors import TopologyError, UsageError
+from tests.bench.mutations import outcome
+from tests.support.text_readers import Reader, readers
+from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.library import dgx_1v
-from topoplan.reading.load import library_path, load
+from topoplan.reading.load import library_path, load, load_text
+from topoplan.units import parse_size
 
 PAIR = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV2\t0-7\nGPU1\tNV2\t X \t0-7\n"
 
@@ -24,7 +29,6 @@ def rates(machine: topoplan.Topology, channel: str) -> set[float]:
 
 
 def test_a_name_a_file_and_a_text_give_the_same_machine(tmp_path: Path) -> None:
-    """The same description by three roads."""
     text = dgx_1v().to_json()
     path = tmp_path / "without-extension"
     path.write_text(text)
@@ -32,7 +36,6 @@ def test_a_name_a_file_and_a_text_give_the_same_machine(tmp_path: Path) -> None:
 
 
 def test_a_matrix_is_recognised_by_content_and_named_after_its_file(tmp_path: Path) -> None:
-    """Neither the extension nor the folder matters."""
     path = tmp_path / "mynode.json"
     path.write_text(PAIR)
     assert load(path).name == "mynode"
@@ -40,7 +43,6 @@ def test_a_matrix_is_recognised_by_content_and_named_after_its_file(tmp_path: Pa
 
 
 def test_stdin_is_read_for_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both formats may come through a pipe."""
     for text, gpus in ((PAIR, 2), (dgx_1v().to_json(), 8)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         assert len(load("-").gpus) == gpus
@@ -55,7 +57,6 @@ def test_byte_order_marks_are_understood(encoding: str, tmp_path: Path) -> None:
 
 
 def test_given_rates_replace_the_assumed_ones() -> None:
-    """With both given, no note is left about them."""
     machine = load(PAIR, nvlink_gbps=22, pcie_gbps=10)
     assert rates(machine, "nvlink") == {22.0}
     assert rates(machine, "pcie") == {10.0}
@@ -64,17 +65,10 @@ def test_given_rates_replace_the_assumed_ones() -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_must_be_a_finite_number_above_zero(rate: float) -> None:
-    """The message names the option and the value."""
     with pytest.raises(UsageError, match="--nvlink-gbps"):
         load(PAIR, nvlink_gbps=rate)
     with pytest.raises(UsageError, match="--pcie-gbps"):
         load(PAIR, pcie_gbps=rate)
-
-
-def test_rates_are_refused_for_a_machine_that_states_its_own() -> None:
-    """They would silently do nothing."""
-    with pytest.raises(UsageError, match="states its own bandwidths"):
-        load("dgx-1v", nvlink_gbps=22)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +82,6 @@ def test_an_unknown_name_suggests_the_nearest(name: str, near: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "no/such/file.txt", "x" * 5000, "a\0b", "…"])
 def test_a_name_like_nothing_lists_the_library(name: str) -> None:
-    """However odd it is."""
     with pytest.raises(UsageError, match=r"dgx-1p, dgx-1v"):
         load(name)
 
@@ -110,7 +103,6 @@ def test_a_name_like_nothing_lists_the_library(name: str) -> None:
 def test_a_file_that_is_no_machine_is_refused_in_one_line_with_its_name(
     content: bytes, says: str, tmp_path: Path
 ) -> None:
-    """Empty, binary, XML, prose and other formats."""
     path = tmp_path / "topo.txt"
     path.write_bytes(content)
     with pytest.raises(TopologyError) as caught:
@@ -122,7 +114,6 @@ def test_a_file_that_is_no_machine_is_refused_in_one_line_with_its_name(
 
 
 def test_a_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    """It exists, but it cannot be read as a file."""
     with pytest.raises(UsageError, match="cannot be read"):
         load(tmp_path)
 
@@ -146,3 +137,31 @@ def test_the_library_is_found_inside_an_installed_package(tmp_path: Path) -> Non
         check=True,
     )
     assert done.stdout.split() == [str(tmp_path / "topoplan" / "topologies"), "150.0"]
+
+
+@pytest.mark.parametrize("reader", readers(), ids=lambda reader: reader.name)
+@pytest.mark.parametrize("number", [5, pytest.param(200, marks=pytest.mark.thorough)])
+def test_damaged_texts_leave_no_traceback(reader: Reader, number: int) -> None:
+    """The same texts in every run; whole ones are taken, so that a mutation damages something."""
+    for text in reader.texts:
+        reader.read(text)
+    assert outcome(reader, range(number)).tracebacks == {}
+
+
+@pytest.mark.parametrize(
+    ("read", "start", "repeated", "end"),
+    [
+        (parse_size, "0", " ", "x"),
+        (parse_size, "1", "0", "x"),
+        (load_text, "GPU 0: V100\nLink 0: Remote Device 25", ":", ""),
+        (load_text, "GPU 0: V100\nLink 0: a", ".a:", ""),
+        (load_text, "GPU 0: V100", "(UUID:", "\nLink 0: 25 GB/s"),
+        (load_text, "GPU type: H100", " ", "x\n\tGPU0\tGPU1\nGPU0\t X \tNV1\nGPU1\tNV1\t X \n"),
+    ],
+)
+def test_a_long_run_of_one_sign_is_read_in_one_pass(
+    read: Callable[[str], object], start: str, repeated: str, end: str
+) -> None:
+    """A pattern that tries again at each sign of a run would take minutes here."""
+    with suppress(TopoplanError):
+        read(start + repeated * 200_000 + end)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
@@ -59,16 +59,6 @@ def cells(topology: Topology) -> dict[tuple[str, str], str]:
     }
 
 
-def test_dgx1_is_the_genuine_text(machines_dir: Path) -> None:
-    """All cells of the DGX-1V equal its genuine nvidia-smi text, letter by letter; its GPU block is the library's."""
-    path = machines_dir / "nvidia-smi" / "dgx1_v100.txt"
-    _, text = genuine(path)
-    _, rows = relation_matrix(topoplan.load(path))
-    assert [list(row) for row in rows] == [row[:12] for row in text.values()]
-    _, rows = relation_matrix(topoplan.load("dgx-1v"))
-    assert [list(row[:8]) for row in rows[:8]] == [text[f"GPU{i}"][:8] for i in range(8)]
-
-
 @EACH_MATRIX
 def test_real_matrices_come_back_cell_for_cell(path: Path) -> None:
     """Every cell of every real text, but for those where the text contradicts itself, which are read as NODE."""
@@ -104,14 +94,6 @@ def test_library_matrices_are_symmetric(name: str) -> None:
     assert all(shown[b, a] == code and (code == "X") == (a == b) for (a, b), code in shown.items())
 
 
-@pytest.mark.parametrize(("name", "links"), [("dgx-1p", 4), ("dgx-1v", 6), ("nvlink-x4", 12), ("pcie-x8", 0)])
-def test_rows_add_up_to_the_links_of_a_gpu(name: str, links: int) -> None:
-    """NV# of a row adds up to the NVLinks of the GPU, where links are direct."""
-    made = topoplan.load(name)
-    counts = nvlinks_of_pairs(made)
-    assert {sum(counts[gpu, other] for other in made.gpus) for gpu in made.gpus} == {links}
-
-
 def test_planes_of_switches_add_up() -> None:
     """Two switches reached with 3 and 2 links make NV5; joined switches count once, by the thinner side."""
     kinds = {"a": "gpu", "b": "gpu", "s": "nvswitch", "t": "nvswitch"}
@@ -143,6 +125,7 @@ def test_host_bridges_tell_node_from_phb() -> None:
     assert {pair: shown[pair[0], pair[1]] for pair in wanted} == wanted
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=2, max_size=8))
 def test_any_text_without_lone_switches_comes_back(places: list[tuple[int, int, int, int]]) -> None:
     """CPU, host bridge, cascade and switch of each device, two devices at every place: all codes are printed again."""
@@ -158,14 +141,6 @@ def test_any_text_without_lone_switches_comes_back(places: list[tuple[int, int, 
     lines = [" ".join(names)] + [" ".join([row, *(code(row, column) for column in names)]) for row in names]
     shown = cells(topoplan.load("\n".join(lines)))
     assert list(shown.values()) == [code(row, column) for row in names for column in names]
-
-
-def test_no_path_leads_through_a_gpu() -> None:
-    """A GPU forwards nothing, so what hangs behind one is out of reach."""
-    shown = cells(
-        machine({"a": "gpu", "b": "gpu", "n": "nic"}, [("a", "b", "pcie", 1), ("b", "n", "pcie", 1)])
-    )
-    assert (shown["b", "n"], shown["a", "n"]) == ("PIX", "-")
 
 
 @pytest.mark.parametrize("switched", [True, False])

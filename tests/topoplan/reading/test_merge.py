@@ -70,7 +70,6 @@ def test_notes_go_with_what_they_speak_of() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.permutations(range(4)))
 def test_gpus_are_matched_by_bus_id_where_both_state_it(order: list[int]) -> None:
-    """However the other description numbers them."""
     text = machine(4, {(0, 1): 1, (1, 2): 2, (2, 3): 3})
     numbered = text
     for i, number in enumerate(order):
@@ -83,7 +82,6 @@ def test_gpus_are_matched_by_bus_id_where_both_state_it(order: list[int]) -> Non
 
 
 def test_merging_a_machine_with_itself_changes_only_notes_and_source() -> None:
-    """Its NVLinks take their own place."""
     for name in ("dgx-1v", "dgx-h100", "mi250"):
         topology = topoplan.load(name)
         merged = merge_nvlink(topology, topology)
@@ -101,7 +99,7 @@ def test_an_nvlink_to_a_cpu_leads_to_the_cpu_of_the_gpu() -> None:
     base = parse_nccl_xml(system(cpu(0, gpu_pci(0)), cpu(1, gpu_pci(1))))
     merged = merge_nvlink(base, other)
     assert {(link.src, link.dst) for link in part(merged, nvlink=True)} == {
-        *(("gpu0", "cpu0"), ("cpu0", "gpu0"), ("gpu1", "cpu1"), ("cpu1", "gpu1")),
+        *(("gpu0", "cpu0"), ("cpu0", "gpu0"), ("gpu1", "cpu1"), ("cpu1", "gpu1"))
     }
 
 
@@ -131,7 +129,6 @@ def test_devices_without_class_are_gpus_where_the_other_description_has_gpus(tmp
 
 
 def test_nothing_to_merge_is_said() -> None:
-    """The other description may be of the PCIe side too."""
     merged = merge_nvlink(topoplan.load("dgx-1v"), topoplan.load("pcie-x8"))
     assert not part(merged, nvlink=True)
     assert "NVLinks from pcie-x8, GPUs matched by number; it states none" in merged.notes

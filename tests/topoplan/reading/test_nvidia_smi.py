@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import combinations
@@ -12,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import topoplan
-from tests.support.mutated_texts import mutated
-from topoplan.errors import TopologyError, UsageError
+from topoplan.errors import TopologyError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.host_topology import cpus_of
 from topoplan.machine.library import LIBRARY
@@ -66,11 +63,6 @@ def rate_of(machine: Topology, channel: str) -> set[float]:
     return {link.bandwidth / link.count for link in machine.links if link.channel == channel}
 
 
-DGX_1_SHAPE = {
-    **{f"gpu{i}": f"pcie{i // 2}" for i in range(8)},
-    **{f"pcie{i}": f"cpu{i // 2}" for i in range(4)},
-}
-
 # name: GPUs, NVLinks in all, links per GPU if switched, GB/s per NVLink, groups of GPUs on one CPU
 REAL = {
     "a100x4_nv4_della": (4, 24, None, 25.0, ["01", "23"]),
@@ -121,23 +113,6 @@ def test_every_real_matrix_is_in_the_table_above(machines_dir: Path) -> None:
     assert {name for name in files if not name.endswith(".nvlink")} == set(REAL)
 
 
-def test_listings_of_nvidia_smi_nvlink_are_refused(machines_dir: Path) -> None:
-    """They are another command's output, and the message names the right one."""
-    listings = sorted((machines_dir / "nvidia-smi").glob("*.nvlink.txt"))
-    assert listings
-    for path in listings:
-        with pytest.raises(TopologyError, match="topo -m"):
-            parse_nvidia_smi(path.read_text())
-
-
-def test_the_real_dgx_1v_is_the_librarys(machines_dir: Path) -> None:
-    """Same NVLinks and same PCIe tree of the GPUs; the real one prints its NICs in another order."""
-    machine = parse_nvidia_smi((machines_dir / "nvidia-smi" / "dgx1_v100.txt").read_text())
-    assert nvlinks_of(machine) == nvlinks_of(LIBRARY["dgx-1v"]())
-    tree = {child: parent for child, parent in parents_of(machine).items() if not child.startswith("nic")}
-    assert tree == DGX_1_SHAPE
-
-
 def code_between(machine: Topology, *, hide: bool) -> Callable[[str, str], str]:
     """Codes that a driver would print for a machine whose host tree is known; NV# hides them if ``hide``."""
     parents = parents_of(machine)
@@ -165,15 +140,7 @@ def code_between(machine: Topology, *, hide: bool) -> Callable[[str, str], str]:
 
 @pytest.mark.parametrize(
     ("name", "nvlink", "pcie"),
-    [
-        ("dgx-1p", None, None),
-        ("dgx-1v", None, None),
-        ("dgx-2", None, None),
-        ("dgx-a100", None, None),
-        ("dgx-h100", None, None),
-        ("dgx-b200", 50.0, None),
-        ("pcie-x8", None, 24.0),
-    ],
+    [("dgx-1v", None, None), ("dgx-a100", None, None), ("dgx-b200", 50.0, None), ("pcie-x8", None, 24.0)],
 )
 def test_library_machines_survive_being_printed_by_nvidia_smi(
     name: str, nvlink: float | None, pcie: float | None
@@ -200,7 +167,7 @@ def host_trees(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int, in
 
 
 @given(host_trees(), st.sampled_from(["\t", "    "]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_fully_printed_tree_is_recovered(
     tree: tuple[list[str], dict[str, tuple[int, int, int]]], separator: str
 ) -> None:
@@ -221,7 +188,7 @@ def test_any_fully_printed_tree_is_recovered(
 
 
 @given(st.integers(2, 8), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_direct_nvlink_graph_is_recovered(gpus: int, data: st.DataObject) -> None:
     """Counts that fit one GPU are direct links, pair by pair, and PCIe still connects everything."""
     pairs = list(combinations(range(gpus), 2))
@@ -261,52 +228,6 @@ def test_rates_of_several_links_stay_as_exact_as_they_are_written(
             assert exact(link.bandwidth) == Fraction(link.count * thousandths, 1000)
 
 
-def test_a_box_of_single_double_and_triple_links_has_few_trees_of_simple_shares() -> None:
-    """At 25.781 GB/s per link, where a rounded 77.343 once gave 5, 5 and 10 trees and shares of 2578100000000000ths."""
-    codes = {(0, 1): 1, (2, 3): 1, (0, 2): 2, (1, 3): 2, (0, 3): 3, (1, 2): 3}
-
-    def code(first: str, second: str) -> str:
-        i, j = sorted((int(first[3:]), int(second[3:])))
-        return f"NV{codes[i, j]}"
-
-    machine = parse_nvidia_smi(matrix_text([f"GPU{i}" for i in range(4)], code), nvlink_gbps=25.781)
-    plans = {name: topoplan.plan(machine, name) for name in ("allreduce", "broadcast", "allgather")}
-    assert {name: (plan.rate, plan.trees) for name, plan in plans.items()} == {
-        "allreduce": (103.124, 3),
-        "broadcast": (154.686, 4),
-        "allgather": (206.248, 6),
-    }
-    assert {shard.share.denominator for plan in plans.values() for shard in plan.shards} == {2, 3, 4, 6, 8}
-
-
-SAMPLE = (
-    matrix_text(
-        ["GPU0", "GPU1", "GPU2", "GPU3", "mlx5_0", "mlx5_1"],
-        code_between(LIBRARY["dgx-1v"]().subset([0, 1, 2, 3]), hide=True),
-        affinity=lambda name: "0-19,40-59\t0" if name.startswith("GPU") else "",
-    )
-    .replace("mlx5_0", "NIC0")
-    .replace("mlx5_1", "NIC1")
-)
-
-
-@given(st.data())
-@settings(max_examples=300, deadline=None)
-def test_a_damaged_matrix_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
-    """Characters, words and lines removed, repeated, swapped or replaced raise nothing but our errors."""
-    text = mutated(SAMPLE, data, words=("NV2", "SYS", "X", "GPU0", "\x1b[4m", "", "-1", "NV99", "\0", "é"))
-    with contextlib.suppress(TopologyError, UsageError):
-        machine = parse_nvidia_smi(text)
-        assert Fabric(machine, ("pcie",)).unreachable() == ()
-
-
-@given(st.text(max_size=60))
-def test_random_text_is_refused(text: str) -> None:
-    """And by a TopologyError only."""
-    with pytest.raises(TopologyError):
-        parse_nvidia_smi(text)
-
-
 def test_escapes_comments_and_prose_around_the_table_are_skipped() -> None:
     """Colour and underline, also where the escape character was lost in copying, prompts and # lines."""
     plain = parse_nvidia_smi(uniform(2, "NV2"))
@@ -317,7 +238,6 @@ def test_escapes_comments_and_prose_around_the_table_are_skipped() -> None:
 
 
 def test_a_header_whose_names_run_together_is_read() -> None:
-    """As web pages print it when tabs are lost."""
     text = uniform(3, "NV1").replace("\tGPU0\tGPU1\tGPU2", "    GPU0GPU1GPU2mlx5_0\tmlx5_1\tCPU Affinity")
     rows = [line + "\tSYS\tSYS\t0-7" if line.startswith("GPU") else line for line in text.splitlines()]
     machine = parse_nvidia_smi("\n".join(rows))
@@ -329,7 +249,6 @@ def test_a_header_whose_names_run_together_is_read() -> None:
 
 
 def test_old_codes_mean_what_their_successors_mean() -> None:
-    """SOC is SYS and PSB (two GPUs on one board) is PIX."""
     for old, new in (("SOC", "SYS"), ("PSB", "PIX")):
         assert parse_nvidia_smi(uniform(2, old)) == parse_nvidia_smi(uniform(2, new))
 
@@ -383,7 +302,6 @@ def test_a_lost_blank_that_two_splits_explain_is_refused() -> None:
 
 
 def test_a_run_of_cells_that_does_not_fit_is_refused() -> None:
-    """A blank is missing elsewhere too."""
     with pytest.raises(
         TopologyError, match="row GPU0: 'SYSSYS' has lost a blank, but split the row does not fit"
     ):
@@ -405,20 +323,15 @@ NAMES = {
 
 
 @pytest.mark.parametrize("report", NAMES)
-@pytest.mark.parametrize(
-    ("model", "nvlink", "pcie"),
-    [("NVIDIA GB200", 50.0, 48.0), ("NVIDIA H100 80GB HBM3", 25.0, 48.0), ("NVIDIA B200", 50.0, 48.0)],
-)
-def test_the_report_around_a_matrix_names_the_gpus(
-    report: str, model: str, nvlink: float, pcie: float
-) -> None:
+def test_the_report_around_a_matrix_names_the_gpus(report: str) -> None:
     """NV18 of a switch is 25 or 50 GB/s a link by the GPU's name, whichever tool wrote it and wherever it stands."""
-    text = NAMES[report].format(model)
-    for whole in (f"{text}\n\n{uniform(3, 'NV18')}", f"{uniform(3, 'NV18')}\n{text}"):
-        machine = parse_nvidia_smi(whole)
-        assert {machine.device(gpu).model for gpu in machine.gpus} == {model}
-        assert (rate_of(machine, "nvlink"), rate_of(machine, "pcie")) == ({nvlink}, {pcie})
-        assert not any("not printed" in note for note in machine.notes)
+    for model, nvlink in {"NVIDIA GB200": 50.0, "NVIDIA H100 80GB HBM3": 25.0, "NVIDIA B200": 50.0}.items():
+        text = NAMES[report].format(model)
+        for whole in (f"{text}\n\n{uniform(3, 'NV18')}", f"{uniform(3, 'NV18')}\n{text}"):
+            machine = parse_nvidia_smi(whole)
+            assert {machine.device(gpu).model for gpu in machine.gpus} == {model}
+            assert (rate_of(machine, "nvlink"), rate_of(machine, "pcie")) == ({nvlink}, {48.0})
+            assert not any("not printed" in note for note in machine.notes)
 
 
 def test_names_of_other_gpus_are_not_used() -> None:
@@ -492,16 +405,8 @@ def test_topo_p2p_alone_says_what_to_give() -> None:
 
 @pytest.mark.parametrize(("printed", "numa"), [("3", 3), ("0-1", None), ("0,8,252-255", None), ("N/A", None)])
 def test_numa_nodes_are_kept_where_one_is_printed(printed: str, numa: int | None) -> None:
-    """A list or N/A says nothing about one node."""
     text = matrix_text(["GPU0"], lambda a, b: "", affinity=lambda name: f"0-3\t{printed}")
     assert parse_nvidia_smi(text).device("gpu0").numa == numa
-
-
-def test_one_visible_gpu_is_a_machine() -> None:
-    """A job that was given one GPU sees a one by one matrix."""
-    machine = parse_nvidia_smi(uniform(1, ""))
-    assert machine.gpus == ("gpu0",)
-    assert parents_of(machine) == {"gpu0": "cpu0"}
 
 
 def test_cut_rows_are_filled_by_symmetry_with_a_note() -> None:
@@ -517,18 +422,10 @@ def test_cut_rows_are_filled_by_symmetry_with_a_note() -> None:
 @pytest.mark.parametrize(
     ("gpus", "code", "switched", "rate", "pcie"),
     [
-        (4, "NV1", False, 20.0, 12.0),
-        (2, "NV1", False, 25.0, 12.0),
-        (2, "NV4", False, 14.0625, 24.0),
-        (4, "NV2", False, 25.0, 12.0),
-        (4, "NV4", False, 25.0, 24.0),
-        (4, "NV6", False, 25.0, 48.0),
-        (5, "NV6", True, 25.0, 12.0),
-        (2, "NV12", False, 25.0, 24.0),
-        (3, "NV12", True, 25.0, 24.0),
-        (8, "NV8", True, 25.0, 24.0),
-        (2, "NV18", False, 25.0, 48.0),
-        (8, "NV18", True, 25.0, 48.0),
+        *[(4, "NV1", False, 20.0, 12.0), (2, "NV1", False, 25.0, 12.0), (2, "NV4", False, 14.0625, 24.0)],
+        *[(4, "NV2", False, 25.0, 12.0), (4, "NV4", False, 25.0, 24.0), (4, "NV6", False, 25.0, 48.0)],
+        *[(5, "NV6", True, 25.0, 12.0), (2, "NV12", False, 25.0, 24.0), (3, "NV12", True, 25.0, 24.0)],
+        *[(8, "NV8", True, 25.0, 24.0), (2, "NV18", False, 25.0, 48.0), (8, "NV18", True, 25.0, 48.0)],
     ],
 )
 def test_the_row_sum_tells_switch_and_generation(
@@ -541,11 +438,6 @@ def test_the_row_sum_tells_switch_and_generation(
     assert rate_of(machine, "pcie") == {pcie}
     assert any("--nvlink-gbps" in note for note in machine.notes)
     assert any("--pcie-gbps" in note for note in machine.notes)
-
-
-def test_direct_nv6_says_that_it_may_be_a_part_of_an_nvswitch_machine() -> None:
-    """Four of a DGX-2's GPUs print what four directly joined H100 print."""
-    assert any("NVSwitch machine look the same" in note for note in parse_nvidia_smi(uniform(4, "NV6")).notes)
 
 
 def test_a_gpu_without_nvlink_is_not_joined_to_the_switch() -> None:
@@ -566,18 +458,6 @@ def test_a_gpu_with_dead_links_to_the_switch_has_fewer() -> None:
     assert counts == {f"gpu{i}": 10 if i == 3 else 12 for i in range(8)}
 
 
-def test_affinity_places_gpus_whose_codes_are_hidden() -> None:
-    """Two sockets with two GPUs each, NVLink between all: only CPU affinity tells who sits where."""
-    text = matrix_text(
-        [f"GPU{i}" for i in range(4)],
-        lambda a, b: "NV4",
-        affinity=lambda name: "0-7" if name < "GPU2" else "8-15",
-    )
-    machine = parse_nvidia_smi(text)
-    assert parents_of(machine) == {"gpu0": "cpu0", "gpu1": "cpu0", "gpu2": "cpu1", "gpu3": "cpu1"}
-    assert sum("placed by CPU affinity" in note for note in machine.notes) == 1
-
-
 def test_affinity_overrules_sys_only_where_it_differs_between_gpus() -> None:
     """Firmware may print SYS everywhere, and a job bound to one core prints one affinity everywhere."""
     names = [f"GPU{i}" for i in range(4)]
@@ -585,13 +465,6 @@ def test_affinity_overrules_sys_only_where_it_differs_between_gpus() -> None:
     bound = matrix_text(names, lambda a, b: "SYS", affinity=lambda name: "1-1")
     assert len(cpus_of(parents_of(parse_nvidia_smi(told)))) == 2
     assert len(cpus_of(parents_of(parse_nvidia_smi(bound)))) == 4
-
-
-def test_devices_that_nothing_places_are_assumed_on_one_cpu_with_a_note() -> None:
-    """NVLink between all and no affinity: the codes are gone."""
-    machine = parse_nvidia_smi(uniform(4, "NV4"))
-    assert set(parents_of(machine).values()) == {"cpu0"}
-    assert any("assumed at root ports of cpu0" in note for note in machine.notes)
 
 
 def test_codes_that_contradict_each_other_are_noted_and_the_nearer_is_kept() -> None:
@@ -638,7 +511,6 @@ def damaged(old: str, new: str, *, gpus: int = 3) -> str:
     ],
 )
 def test_bad_matrices_are_refused_with_row_column_and_value(text: str, says: list[str]) -> None:
-    """One line that says where, what, and what to do."""
     with pytest.raises(TopologyError) as caught:
         parse_nvidia_smi(text)
     message = str(caught.value)

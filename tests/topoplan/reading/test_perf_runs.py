@@ -6,9 +6,7 @@ import contextlib
 import json
 from dataclasses import replace
 
-import hypothesis
 import pytest
-from hypothesis import strategies as st
 
 from tests.support.perf_logs import FACTORS, PerfLog
 from tests.topoplan.reading.test_debug_log import LABELS
@@ -60,13 +58,6 @@ def test_every_row_comes_back_in_both_places(log: PerfLog) -> None:
             assert timing.busbw == pytest.approx(factor * row.size / seconds / 1e9, abs=0.0051)
             assert timing.wrong == (log.wrong.get(row.size, 0) if log.checked else None)
     assert bool(run.warnings) == bool(log.wrong)
-
-
-def test_bus_ids_of_old_and_new_tests_are_the_same() -> None:
-    """``0x0f`` is ``0000:0f:00``."""
-    old, new = (parse_perf_runs(PerfLog(newer=newer).text())[0] for newer in (False, True))
-    assert [rank.busid for rank in old.ranks] == [rank.busid for rank in new.ranks]
-    assert new.ranks[1].busid == "0000:0f:00.0"
 
 
 def test_several_runs_in_one_text_stay_apart() -> None:
@@ -219,13 +210,14 @@ LONG = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("piece", LONG.values(), ids=LONG)
 @pytest.mark.parametrize(
     "lead", ["", "h:1:2 [0] NCCL INFO Channel 00/0 : 0 -> 1 via ", "# Rank 0 ", '{"results": ["']
 )
-def test_a_line_of_a_megabyte_is_read_in_linear_time(lead: str, piece: str) -> None:
+def test_a_long_line_is_read_in_linear_time(lead: str, piece: str) -> None:
     """60 KB took half a minute; a reader that is quadratic would not end here."""
-    text = lead + piece * (1_000_000 // len(piece)) + "!"
+    text = lead + piece * (250_000 // len(piece)) + "!"
     with contextlib.suppress(UsageError):
         parse_perf_runs(text)
     parse_nccl_log(text)
@@ -257,7 +249,6 @@ def test_columns_are_found_by_their_names() -> None:
 
 
 def test_a_row_that_ran_in_place_only_has_no_time_out_of_place() -> None:
-    """Its columns are blank."""
     log = PerfLog(sizes=[1 << 20])
     row = log.row(1 << 20)
     blank = row[:54] + " " * 34 + log.block(1 << 20, log.seconds(1 << 20))
@@ -304,7 +295,6 @@ def test_a_row_that_is_cut_is_named() -> None:
     ],
 )
 def test_what_is_amiss_leaves_a_warning(line: str, told: str) -> None:
-    """And every other row is read."""
     text = PerfLog(sizes=[1024, 2048]).text().replace("# Out of", f"{line}\n# Out of", 1)
     (run,) = parse_perf_runs(text)
     assert any(told in warning for warning in run.warnings), run.warnings
@@ -312,86 +302,39 @@ def test_what_is_amiss_leaves_a_warning(line: str, told: str) -> None:
 
 
 def test_another_text_has_no_run() -> None:
-    """Not a poem, not a machine, not numbers in columns."""
     for text in ("roses are red\n", "GPU0\tGPU1\n", "1 2 3\n4 5 6\n", "# a comment\n"):
         assert parse_perf_runs(text) == ()
 
 
-@hypothesis.given(st.data())
-@hypothesis.settings(max_examples=25)
-def test_no_damage_ends_in_an_error(data: st.DataObject) -> None:
-    """Lines left out, doubled or cut, bytes changed: runs with warnings, or none."""
-    lines = PerfLog(sizes=[1024, 4096, 1 << 20]).text().splitlines()
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(lines) - 1))
-        kind = data.draw(st.sampled_from(["drop", "double", "cut", "change"]))
-        if kind == "drop" and len(lines) > 1:
-            del lines[place]
-        elif kind == "double":
-            lines.insert(place, lines[place])
-        elif lines[place]:
-            column = data.draw(st.integers(0, len(lines[place]) - 1))
-            new = (
-                "" if kind == "cut" else data.draw(st.characters(codec="ascii")) + lines[place][column + 1 :]
-            )
-            lines[place] = lines[place][:column] + new
-    for run in parse_perf_runs("\n".join(lines)):
-        assert all(row.timing.seconds > 0 and row.size >= 0 for row in run.rows)
-
-
 def test_the_json_of_nccl_tests_is_the_same_run() -> None:
-    """Written as ``-J`` writes it."""
     log = PerfLog("reduce_scatter", sizes=[1 << 20, 1 << 24])
     (text,) = parse_perf_runs(log.text())
-
-    def block(seconds: float, size: int) -> dict[str, object]:
-        return {
-            "time": seconds * 1e6,
-            "alg_bw": size / seconds / 1e9,
-            "bus_bw": size / seconds / 1e9 * 7 / 8,
-            "nwrong": 0.0,
-        }
-
-    value = {
-        "version": 2,
-        "args": ["./build/reduce_scatter_perf", "-b", "1M"],
-        "config": {"nthreads": 1},
-        "devices": [
-            {
-                "rank": rank,
-                "group": 0,
-                "hostname": "node1",
-                "device": rank,
-                "device_hex": text.ranks[rank].busid.removesuffix(".0"),
-                "device_info": log.gpu,
-            }
-            for rank in range(8)
-        ],
-        "results": [
-            {
-                "size": size,
-                "type": "float",
-                "redop": "sum",
-                "root": "    -1",
-                "out_of_place": block(log.seconds(size), size),
-                "in_place": None,
-            }
-            for size in log.sizes
-        ],
-    }
-    (run,) = parse_perf_runs(json.dumps(value))
-    assert (run.collective, run.stated, run.warnings) == ("reduce_scatter", 8, ())
-    assert run.ranks == text.ranks
-    assert [row.timing.algbw for row in run.rows] == [
-        pytest.approx(row.timing.algbw, abs=0.006) for row in text.rows
+    found = {size: (log.seconds(size), size / log.seconds(size) / 1e9) for size in log.sizes}
+    devices = [
+        {"rank": number, "hostname": "node1", "device": number, "device_hex": rank.busid.removesuffix(".0")}
+        for number, rank in enumerate(text.ranks)
     ]
+    results = [
+        {
+            **{"size": size, "type": "float", "redop": "sum", "root": "    -1", "in_place": None},
+            "out_of_place": {"time": seconds * 1e6, "alg_bw": rate, "bus_bw": rate * 7 / 8, "nwrong": 0.0},
+        }
+        for size, (seconds, rate) in found.items()
+    ]
+    value = {"version": 2, "args": ["./build/reduce_scatter_perf"], "devices": devices, "results": results}
+    (run,) = parse_perf_runs(json.dumps({**value, "config": {"nthreads": 1}}))
+    assert (run.collective, run.stated, run.warnings) == ("reduce_scatter", 8, ())
+    assert [(one.host, one.device, one.busid) for one in run.ranks] == [
+        (one.host, one.device, one.busid) for one in text.ranks
+    ]
+    rates = [pytest.approx(row.timing.algbw, abs=0.006) for row in text.rows]
+    assert [row.timing.algbw for row in run.rows] == rates
 
 
 @pytest.mark.parametrize(
     "text", ['{"rows": [1], "ranks": ["gpu0"]}', '{"results": [{}], "config": {}}', '{"results": [']
 )
 def test_json_that_is_no_log_is_refused_in_one_line(text: str) -> None:
-    """Cut, or without what it needs."""
     with pytest.raises(UsageError, match="JSON"):
         parse_perf_runs(text)
 
@@ -425,7 +368,6 @@ def test_rows_of_a_bench_without_a_time_are_left_out() -> None:
 
 
 def test_a_writer_of_other_widths_is_read_alike() -> None:
-    """Only the order of the columns counts."""
     text = PerfLog().text()
     narrow = "\n".join(line if line.startswith("#") else " ".join(line.split()) for line in text.splitlines())
     (wide,), (tight,) = parse_perf_runs(text), parse_perf_runs(narrow)

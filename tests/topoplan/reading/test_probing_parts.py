@@ -261,7 +261,6 @@ BUNDLES: dict[
 
 @pytest.mark.parametrize("name", BUNDLES)
 def test_nvlinks_count_as_their_ends_say(name: str) -> None:
-    """Far ends and counts of each GPU, and warnings."""
     gpus, changes, ends, notes = BUNDLES[name]
     found, told = counts(*gpus, switches=SWITCHES, **changes)
     assert list(found.values()) == [[end] if end else [] for end in ends]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import topoplan
 from tests.support.listings import MACHINES, each
-from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.diagnosis import diagnose
-from topoplan.reading.rocm_smi import parse_rocm_smi
 
 Cell = Callable[[int, int], object]
 
@@ -223,14 +218,6 @@ def test_tables_that_name_a_gpu_twice_and_numa_nodes_of_bus_ids_are_refused() ->
         topoplan.load(tables + nodes)
     with pytest.raises(TopologyError, match=r"column 0000:03:00\.0 occurs twice"):
         topoplan.load(tables.replace("0000:0c:00.0", "0000:03:00.0"))
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_any_damage_is_read_or_refused(data: st.DataObject) -> None:
-    text = mutated(WHOLE, data, words=["XGMI", "15", "GPU9", "0-0", "N/A", "==="])
-    with contextlib.suppress(TopologyError):
-        parse_rocm_smi(text)
 
 
 KNOWN = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from tests.support.mutated_texts import mutated
 from topoplan.errors import TopologyError, TopoplanError, UsageError
 from topoplan.machine.named_nodes import NodeNetwork, cluster_of_nodes
 from topoplan.machine.topology import Device, Topology
@@ -64,15 +62,6 @@ def test_a_topology_conf_is_a_tree_and_its_nodes_in_slurms_order() -> None:
     assert [node for node, _ in found.nodes] == [f"node0{number}" for number in range(1, 8)]
     assert dict(found.nodes)["node07"] == "leaf2"
     assert (found.name, found.blocks, found.notes) == ("here", False, (LINK_SPEED,))
-
-
-def test_blocks_of_a_topology_conf_stand_side_by_side() -> None:
-    found = parse_slurm(
-        "BlockName=b1 Nodes=Node[104-106]\nBlockName=b2 Nodes=Node[201-202],Node205\nBlockSizes=3,6\n"
-    )
-    assert found.blocks
-    assert found.switches == (("b1", ""), ("b2", ""))
-    assert [home for _, home in found.nodes] == ["b1"] * 3 + ["b2"] * 3
 
 
 def test_of_a_topology_yaml_the_default_is_taken_or_the_one_of_a_name() -> None:
@@ -174,28 +163,6 @@ def test_what_makes_no_network_is_told_with_its_place(text: str, told: str) -> N
     assert "\n" not in str(caught.value)
 
 
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_damaged_texts_are_read_or_refused(data: st.DataObject) -> None:
-    text = data.draw(st.sampled_from([CONF, YAML]))
-    words = [
-        "SwitchName=leaf1",
-        "Nodes=",
-        "[",
-        "]",
-        "- ",
-        ":",
-        "\t",
-        "leaf1",
-        "node[01-08]",
-        "'",
-        "spine",
-        "99",
-    ]
-    with contextlib.suppress(TopologyError, UsageError):
-        assert parse_slurm(mutated(text, data, words=words)).nodes
-
-
 STEMS, NUMBERS = st.sampled_from(["n", "gpu-", "r1c", ""]), st.sampled_from(["", "7", "08", "9", "10", "100"])
 NAMES = st.lists(st.builds("{}{}".format, STEMS, NUMBERS), min_size=1, max_size=8).filter(all)
 
@@ -216,11 +183,7 @@ def test_lists_of_names_with_several_brackets_and_words() -> None:
 
 def test_yaml_of_lists_keys_quotes_and_comments() -> None:
     text = "a: [1, 'x y']\nb:\n- c: 1\n  d:\n    e: f#g  # comment\n-\n  - h\nempty:\n"
-    assert read_yaml(text) == {
-        "a": ["1", "x y"],
-        "b": [{"c": "1", "d": {"e": "f#g"}}, ["h"]],
-        "empty": None,
-    }
+    assert read_yaml(text) == {"a": ["1", "x y"], "b": [{"c": "1", "d": {"e": "f#g"}}, ["h"]], "empty": None}
 
 
 def test_uplinks_carry_what_hangs_below_by_the_oversubscription_nodes_of_others_included() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from tests.support.matrices import uniform_matrix
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology, facts
@@ -133,13 +132,6 @@ def test_nvswitches_are_marked_by_the_generation_of_their_gpus(
         assert all(device.capable == (("multicast", "reduce") if able else ()) for device in switches)
     assert topoplan.load(machine.to_json()) == topoplan.load(machine.to_networkx()) == machine
     assert (in_network_bound(topoplan.plan(machine)) is not None) is able
-
-
-@pytest.mark.parametrize(("code", "able"), [("NV18", True), ("NV12", False)])
-def test_the_text_of_nvidia_smi_marks_its_nvswitch(code: str, able: bool) -> None:
-    """NV18 is Hopper or Blackwell; after dead links only more than an A100 has tell it."""
-    text = uniform_matrix(8, code)
-    assert bool(topoplan.load(text).device("nvswitch0").capable) is able
 
 
 def test_every_line_of_a_bound_says_what_in_network_reduction_could_do(run: Run, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
 from topoplan.schedules.ring import ring, server_rings, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
-from topoplan.schedules.routes import DirectRoutes, Layer
+from topoplan.schedules.routes import DirectRoutes
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
@@ -59,19 +59,6 @@ def box(switch_of: list[int], *, link: float = 12.0, sockets: float = 40.0) -> T
     devices += [Device(f"{kind}{switch}", kind) for kind in ("pcie", "cpu") for switch in switches]
     links = [Link(u, v, channel, bw) for a, b, channel, bw in wires for u, v in ((a, b), (b, a))]
     return Topology("box", tuple(devices), tuple(links))
-
-
-def switched(size: int, ports: list[float]) -> Topology:
-    """GPUs with a port of so many GB/s on each of several NVSwitches."""
-    devices = [Device(f"gpu{gpu}", "gpu") for gpu in range(size)]
-    devices += [Device(f"nvswitch{plane}", "nvswitch") for plane in range(len(ports))]
-    links = [
-        Link(u, v, "nvlink", port)
-        for gpu in range(size)
-        for plane, port in enumerate(ports)
-        for u, v in ((f"gpu{gpu}", f"nvswitch{plane}"), (f"nvswitch{plane}", f"gpu{gpu}"))
-    ]
-    return Topology("switched", tuple(devices), tuple(links))
 
 
 def exact_rate(plan: Plan) -> Fraction:
@@ -125,19 +112,6 @@ def test_the_rings_of_a_plan_share_no_wire() -> None:
 
 
 @pytest.mark.thorough
-def test_a_relaying_ring_is_never_slower_than_the_nvlink_rings() -> None:
-    better = 0
-    for row in allocations():
-        for collective in COLLECTIVES:
-            relay = exact_rate(ring(dgx1(row.machine), collective, gpus=row.gpus, kind="relay"))
-            direct = nvlink_ring(row, collective)
-            if direct is not None:
-                assert relay >= exact_rate(direct), (row.gpus, collective)
-                better += relay > exact_rate(direct)
-    assert better > 0
-
-
-@pytest.mark.thorough
 def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None:
     """104 of the 197 that NVLink connects, and the 50 that it does not, fall back to PCIe."""
     machine = topoplan.load("dgx-1v")
@@ -161,16 +135,6 @@ def test_every_collective_over_every_kind_of_ring_verifies(collective: str, kind
     report = verify(plan)
     assert report.exact_bound is not None
     assert 0 < plan.rate <= plan.bound
-
-
-def test_a_full_mesh_has_as_many_rings_as_links_except_for_four_and_six_gpus() -> None:
-    """Tillson 1980: the complete directed graph is a union of Hamiltonian cycles except for 4 and 6 vertices."""
-    found = {
-        size: disjoint_rings([[int(u != v) for v in range(size)] for u in range(size)])
-        for size in range(2, 9)
-    }
-    assert [len(found[size].rings) for size in range(2, 9)] == [1, 2, 2, 4, 4, 6, 7]
-    assert all(search.exhaustive for search in found.values())
 
 
 def most_rings(lanes: list[list[int]]) -> int:
@@ -310,12 +274,6 @@ def test_behind_an_nvswitch_one_logical_ring_runs_at_the_port_rate(kind: str) ->
         assert "single logical ring over the NVSwitch" in plan.notes[0]
 
 
-def test_each_plane_of_switches_carries_a_ring_at_the_rate_of_its_ports() -> None:
-    plan = ring(switched(4, [50.0, 50.0, 25.0]))
-    assert exact_rate(plan) == Fraction(125 * 4, 6)
-    assert plan.trees == 12
-
-
 def test_two_gpus_have_one_ring_there_and_back_for_each_wire_and_one_has_none() -> None:
     machine = dgx1("dgx-1v")
     alone = ring(machine, gpus=[5])
@@ -338,12 +296,6 @@ def test_the_root_is_named_by_gpu_number_and_stands_in_the_plan_by_rank() -> Non
     assert (plan.ranks, plan.root) == (("gpu4", "gpu5", "gpu7"), 1)
     assert {shard.stages[0].root for shard in plan.shards} == {1}
     assert ring(machine, "reduce", gpus=[7, 5, 4]).root == 0
-
-
-def test_the_fall_back_to_pcie_is_noted() -> None:
-    machine = topoplan.load("dgx-1v")
-    assert "no NVLink ring exists (the search was exhaustive)" in ring(machine, gpus=[1, 4, 5, 7]).notes[0]
-    assert "NVLink does not connect" in ring(machine, gpus=[0, 5]).notes[0]
 
 
 def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
@@ -459,20 +411,6 @@ def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
     assert topoplan.verify(topoplan.ring(made)).exact_rate == Fraction(8 * nic * 24, 46)
 
 
-@pytest.mark.parametrize(
-    ("name", "servers", "gbps", "rate"),
-    [("dgx-h100", 2, 400, Fraction(640, 3)), ("dgx-a100", 4, 200, Fraction(3200, 31))],
-)
-def test_rings_of_direct_nics_are_those_of_another_program(
-    name: str, servers: int, gbps: int, rate: Fraction
-) -> None:
-    """Answers of another program for servers behind one switch."""
-    made = topoplan.cluster(
-        [topoplan.Server(name, count=servers)], nic_gbps=gbps, nic_access="direct", network="switch"
-    )
-    assert topoplan.verify(topoplan.ring(made)).exact_rate == rate
-
-
 @pytest.mark.parametrize("servers", [3])
 def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int) -> None:
     """Ranks of a server stand together in every order; the hops between servers part over all NICs."""
@@ -498,38 +436,6 @@ def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
         lengths = [len(hop) for hop in one.hops]
         assert sorted(lengths) == [1] * 14 + [4, 4]
     assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(48 * 16, 30)
-
-
-@pytest.mark.parametrize(
-    "fabric",
-    [
-        Fabric(topoplan.load("dgx-1v"), ("nvlink",)),
-        Fabric(topoplan.load("dgx-1v"), ("pcie",)),
-        Fabric(topoplan.load("mi250"), ("pcie",)),
-        usable_fabric(topoplan.nvswitch_cluster(3, gpus=4)),
-        usable_fabric(dgx_1v_servers(2)),
-    ],
-    ids=["nvlink", "pcie", "cpus", "rails", "one switch"],
-)
-def test_routes_are_the_shortest_of_all_arcs(fabric: Fabric) -> None:
-    """The search from both ends finds the links of what the enumeration of all routes finds, and its widest."""
-    every: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for arc in fabric.arcs:
-        every.setdefault((arc.tail, arc.head), []).append(arc.links)
-    routes = DirectRoutes(fabric)
-    even, odd = ([Fraction(number % 2 == rest) for number in range(len(fabric.links))] for rest in (0, 1))
-
-    def links_of(layer: Layer) -> set[int]:
-        return {number for number, _, _ in layer}
-
-    for pair in permutations(range(fabric.size), 2):
-        known = every.get(pair, [])
-        shortest = min(map(len, known), default=0)
-        short = [links for links in known if len(links) == shortest]
-        assert tuple(map(links_of, routes.layers(*pair))) == tuple(map(set, zip(*short, strict=True)))
-        for width in (fabric.capacity, even, odd):
-            best = max(short, key=lambda links, width=width: min(width[link] for link in links), default=None)
-            assert routes.shortest(*pair, width) == best
 
 
 @pytest.mark.thorough

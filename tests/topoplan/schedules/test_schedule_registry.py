@@ -141,7 +141,6 @@ PLACES = {
 def test_every_name_writes_a_plan_file_that_verifies(
     run: Run, tmp_path: Path, name: str, collective: str
 ) -> None:
-    """For each collective that it is defined for."""
     path = str(tmp_path / "plan.json")
     where = PLACES.get(name, ("v100x4",))
     planned = run("plan", *where, "--schedule", name, "--collective", collective, "-o", path)
@@ -236,10 +235,7 @@ def test_a_package_adds_a_schedule_by_an_entry_point(run: Run, tmp_path: Path) -
         ("broken", "broken, which the package other offers, cannot be loaded: SyntaxError"),
         ("number", "schedule number, of the package other, is a int, not a function that makes a plan"),
         ("crash", "schedule crash, of the package other, failed: ZeroDivisionError: division by zero"),
-        (
-            "nothing",
-            "schedule nothing, of the package other, made a wrong plan: it is a NoneType, not a Plan",
-        ),
+        ("nothing", "schedule nothing, of the package other, made a wrong plan: it is a NoneType, not a"),
         ("claims", "schedule claims, of the package other, made a wrong plan: claims a rate of 1000000 GB/s"),
         ("other", "schedule other, of the package other, made a wrong plan: it is of another machine"),
     ],
@@ -259,14 +255,7 @@ def test_a_ring_runs_over_the_channel_that_is_asked_for(run: Run, tmp_path: Path
     assert run("verify", str(path))[0] == 0
 
 
-def test_three_phases_by_name_are_the_method(run: Run) -> None:
-    """The same plan under both options."""
-    cluster = ("plan", "v100x4", "--servers", "2", "--nic-gbps", "100", "--nics", "1", "-o", "-")
-    assert run(*cluster, "--schedule", "three-phase")[1] == run(*cluster, "--method", "three-phase")[1]
-
-
 def test_trees_are_what_is_planned_anyway(run: Run) -> None:
-    """Under their name, and with every option of theirs."""
     assert run("plan", "v100x4", "--schedule", "trees", "-o", "-") == run("plan", "v100x4", "-o", "-")
     assert run("plan", "v100x4", "--schedule", "trees", "--method", "mwu", "--epsilon", "0.1")[0] == 0
 
@@ -274,10 +263,7 @@ def test_trees_are_what_is_planned_anyway(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            ("--schedule", "nope"),
-            "known ones are trees, three-phase, one-hop, mesh, double-tree, lowest-tree, ring,",
-        ),
+        (("--schedule", "nope"), "known ones are trees, three-phase, one-hop, mesh, double-tree"),
         (("--schedule", "Ring"), "did you mean ring?"),
         (("--schedule", ""), "schedule '' is unknown"),
         (("--schedule", "ring", "--sizes", "1KB:1MB"), "--sizes does not go with it"),
@@ -292,14 +278,8 @@ def test_trees_are_what_is_planned_anyway(run: Run) -> None:
             ("--schedule", "double-tree", "--collective", "allgather"),
             "double binary trees do not do allgather",
         ),
-        (
-            ("--schedule", "one-hop", "--gpus", "1,4,5"),
-            "no one-hop: gpu4 reaches gpu1 only through another GPU; ch",
-        ),
-        (
-            ("--schedule", "relay-ring", "--gpus", "0,5"),
-            "no relay rings: no NVLink path leaves the cut {gpu0};",
-        ),
+        (("--schedule", "one-hop", "--gpus", "1,4,5"), "no one-hop: gpu4 reaches gpu1 only through another"),
+        (("--schedule", "relay-ring", "--gpus", "0,5"), "no relay rings: no NVLink path leaves the cut"),
     ],
 )
 def test_what_does_not_go_with_a_schedule_is_one_line(run: Run, options: tuple[str, ...], says: str) -> None:

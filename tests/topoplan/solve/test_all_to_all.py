@@ -78,7 +78,6 @@ def test_relays_are_worth_a_quarter_on_four_gpus() -> None:
 @settings(max_examples=20)
 @given(st.one_of(direct_machines(), switched_machines()), st.data())
 def test_the_rate_is_that_of_a_linear_program(small: Topology, data: st.DataObject) -> None:
-    """Of equal blocks, and of any demand."""
     try:
         plan = topoplan.plan(small, "alltoall")
     except InfeasibleError:
@@ -98,7 +97,6 @@ def test_the_rate_is_that_of_a_linear_program(small: Topology, data: st.DataObje
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(6))
 def test_irregular_machines_reach_a_linear_program(kind: str, seed: int) -> None:
-    """Each with equal blocks and with a random demand."""
     made = irregular(kind, seed)
     plan = topoplan.plan(made, "alltoall")
     fabric, size = Fabric(plan.topology, plan.channels), len(plan.ranks)
@@ -214,9 +212,3 @@ def test_lengths_prove_what_no_cut_does() -> None:
     plan = topoplan.plan(machine(3, wires), "alltoall")
     assert isinstance(plan.certificate, Cut | Lengths)
     assert exact_rate(plan) == 2
-
-
-def test_one_gpu_keeps_its_block() -> None:
-    plan = topoplan.plan("dgx-1v", "alltoall", gpus=[3])
-    assert plan.rate == float("inf")
-    topoplan.verify(plan)

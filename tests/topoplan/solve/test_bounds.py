@@ -7,7 +7,6 @@ from dataclasses import replace
 from fractions import Fraction
 
 import networkx as nx
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -32,10 +31,9 @@ from topoplan.machine.cluster import nvswitch_cluster
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Cut, Lengths, Partition, Trivial
-from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length, zero_length_components
+from topoplan.plans.certificates.forest_length import cheapest_forest, forest_length
 from topoplan.solve.cuts_and_partitions import (
     FlowNetwork,
-    Quotient,
     best_bound,
     equivalent_ranks,
     smallest_cut,
@@ -95,24 +93,6 @@ def test_the_allreduce_bound_is_the_weakest_partition(topology: Topology) -> Non
             found.append(sum(crossing, Fraction(0)) / (len(parts) - 1))
     assert value(topology, "allreduce") == min(found)
     assert isinstance(best_bound(nvlink(topology), "allreduce"), Partition)
-
-
-@pytest.mark.parametrize(
-    ("name", "broadcast", "allreduce", "allgather"),
-    [
-        ("dgx-1v", 150, Fraction(600, 7), Fraction(1200, 7)),
-        ("dgx-1p", 80, Fraction(320, 7), Fraction(640, 7)),
-        ("dgx-2", 150, 80, 160),
-        ("dgx-a100", 300, Fraction(1200, 7), Fraction(2400, 7)),
-    ],
-)
-def test_bounds_of_real_machines(name: str, broadcast: int, allreduce: Fraction, allgather: Fraction) -> None:
-    """Design section 8: 6, 24/7 and 48/7 links on DGX-1V, 4, 16/7 and 32/7 on DGX-1P, 80 GB/s on DGX-2."""
-    machine = topoplan.load(name)
-    for root in (0, len(machine.gpus) - 1):
-        assert value(machine, "broadcast", root) == value(machine, "reduce", root) == broadcast
-    assert value(machine, "allreduce") == allreduce
-    assert value(machine, "allgather") == value(machine, "reduce_scatter") == allgather
 
 
 def test_each_kind_of_certificate_has_its_place() -> None:
@@ -210,68 +190,6 @@ def test_bounds_of_channels_that_a_buffer_is_divided_between_add_up() -> None:
     assert rates == [75.0, 8.0, 83.0]
 
 
-FEW = st.sampled_from([1.0, 2.0])
-"""Few different bandwidths, so that devices look alike."""
-
-ALIKE = st.one_of(
-    direct_machines(most=6, symmetric=True, bandwidths=st.just(1.0)),
-    direct_machines(most=5, bandwidths=FEW),
-    switched_machines(bandwidths=FEW),
-)
-
-
-@given(ALIKE, st.integers(0, 5), st.integers(0, 5), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_the_smallest_cut_between_two_ranks_is_that_of_all_device_sets(
-    topology: Topology, one: int, two: int, forward: bool
-) -> None:
-    """Its value, and the set that comes with it has that value."""
-    size = len(topology.gpus)
-    source, sink = one % size, two % size
-    if source == sink:
-        sink = (sink + 1) % size
-    fabric = Fabric(topology, ("nvlink",))
-    capacity, scale = whole_capacities(fabric)
-    value, side = Quotient(fabric, capacity, fixed=[source, sink], forward=forward).smallest_cut(source, sink)
-    every = frozenset(device.name for device in topology.devices)
-
-    def across(names: frozenset[str]) -> Fraction:
-        return leaving(topology, names if forward else every - names)
-
-    known = [s for s in device_sets(topology) if f"gpu{source}" in s and f"gpu{sink}" not in s]
-    assert Fraction(value, scale) == min(across(s) for s in known)
-    names = frozenset(fabric.nodes[node] for node in side)
-    assert f"gpu{source}" in names
-    assert f"gpu{sink}" not in names
-    assert across(names) == Fraction(value, scale)
-
-
-@given(ALIKE, st.integers(0, 5), st.fractions(Fraction(1, 9), 9, max_denominator=12), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_a_cut_slower_than_a_time_is_found_where_there_is_one(
-    topology: Topology, sink: int, time: Fraction, forward: bool
-) -> None:
-    """Over all device sets without the sink: |S ∩ ranks| > time x capacity."""
-    sink %= len(topology.gpus)
-    fabric = Fabric(topology, ("nvlink",))
-    capacity, scale = whole_capacities(fabric)
-    found = Quotient(fabric, capacity, fixed=[sink], forward=forward).gather_cut(
-        sink, ranks=fabric.size, time=time / scale
-    )
-    every = frozenset(device.name for device in topology.devices)
-
-    def excess(names: frozenset[str]) -> Fraction:
-        crossing = leaving(topology, names if forward else every - names)
-        return sum(gpu in names for gpu in topology.gpus) - time * crossing
-
-    worst = max(excess(s) for s in device_sets(topology) if f"gpu{sink}" not in s)
-    assert (found is not None) == (worst > 0)
-    if found is not None:
-        names = frozenset(fabric.nodes[node] for node in found)
-        assert f"gpu{sink}" not in names
-        assert excess(names) == worst
-
-
 @pytest.mark.parametrize(
     "fabric",
     [
@@ -332,22 +250,6 @@ def test_devices_joined_at_no_length_may_be_one(
     root = 0 if collective in ROOTED else None
     whole = cheapest_forest(rank_distances(fabric, length), collective, root)
     assert forest_length(fabric, length, collective, root) == whole
-
-
-@given(switched_machines() | direct_machines(most=5), st.data())
-@settings(max_examples=40, deadline=None)
-def test_parts_are_devices_that_reach_each_other_for_nothing(topology: Topology, data: st.DataObject) -> None:
-    """Both ways: reachability over links of length zero, by repeated squaring."""
-    fabric = Fabric(topology, ("nvlink",))
-    length = [data.draw(st.sampled_from([0, 0, 1])) for _ in fabric.links]
-    size = len(fabric.nodes)
-    free = np.eye(size, dtype=bool)
-    for (s, d), y in zip(fabric.ends, length, strict=True):
-        free[s, d] |= y == 0
-    for _ in range(size):
-        free = free @ free
-    both = free & free.T
-    assert zero_length_components(fabric, length) == [int(np.flatnonzero(both[v])[0]) for v in range(size)]
 
 
 LONG = [1 << 40, 1 << 57, (1 << 61) // 7 - 1, 1 << 61, 1 << 90]

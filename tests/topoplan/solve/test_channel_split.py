@@ -1,11 +1,10 @@
-"""PCIe and NVLink together: equation 8 of Blink, the start of a channel, split plans, their proof and their time."""
+"""PCIe beside NVLink: equation 8 of Blink, split plans, and one packing over all wires, staged or not."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,17 @@ from hypothesis import strategies as st
 
 import collectives
 import topoplan
+from tests.support.checkout import Run
 from tests.support.known_answers import blink_figure
 from topoplan.cli.main import main
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.hardware import PEER_ACCESS
+from topoplan.machine.routing import staged
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.machine.topology_json import parse_topology_json
 from topoplan.model.channel_split import SPLIT_GRAIN, channel_split, hybrid_plan, split_shares
-from topoplan.model.dataflow import LAUNCH, channel_starts, peer_access_seconds
+from topoplan.model.dataflow import LAUNCH, channel_starts, peer_access_seconds, switched_hops
 from topoplan.model.event_simulation import chrome_trace, run_events
 from topoplan.plans.certificates.certificate import Channels, Cut, explain_certificate
 from topoplan.plans.plan import Plan
@@ -371,7 +372,6 @@ def test_verify_refuses_a_certificate_of_other_channels() -> None:
     ],
 )
 def test_plan_files_with_a_wrong_certificate_are_refused(parts: object, message: str) -> None:
-    """The fault is named, and nesting has an end."""
     value = json.loads(pair_plan([]).to_json())
     value["certificate"]["parts"] = parts
     with pytest.raises(PlanError, match=message):
@@ -385,11 +385,7 @@ def test_plan_files_with_a_wrong_certificate_are_refused(parts: object, message:
             (DGX, {"channels": one}, r"unknown; use one of auto, .*nvlink\+pcie")
             for one in ("pcie+nvlink", "")
         ),
-        (
-            DGX,
-            {"nbytes": GB},
-            r"a size matters only to channels nvlink\+pcie, all, all-staged; leave it out with",
-        ),
+        (DGX, {"nbytes": GB}, r"a size matters only to channels nvlink\+pcie, all, all-staged; leave it"),
         (DGX, {"channels": "nvlink+pcie", "nbytes": -1}, "a buffer of -1 bytes cannot be planned for"),
     ],
 )
@@ -406,32 +402,6 @@ def test_a_machine_without_one_of_the_channels_is_refused() -> None:
             topoplan.plan(machine, channels="nvlink+pcie")
         assert caught.value.cut == ("gpu0",)
         assert "\n" not in str(caught.value)
-
-
-def test_one_gpu_needs_no_second_channel() -> None:
-    """Nothing moves, whatever the channels and the size."""
-    plan = topoplan.plan(DGX, "broadcast", gpus=[3], channels="nvlink+pcie", nbytes=GB)
-    assert topoplan.verify(plan).exact_rate is None
-
-
-@pytest.mark.thorough
-def test_every_allocation_of_a_dgx_1v_that_nvlink_connects_can_be_split() -> None:
-    """All 4-GPU allocations: rate and bound are the sums of both channels', and verified."""
-    for gpus in combinations(range(8), 4):
-        try:
-            nvlink = topoplan.plan(DGX, "allreduce", gpus=gpus, channels="nvlink")
-        except InfeasibleError:
-            continue
-        pcie = topoplan.plan(DGX, "allreduce", gpus=gpus, channels="pcie")
-        plan = hybrid_plan([nvlink, pcie], nbytes=None)
-        assert topoplan.verify(plan).optimal
-        assert plan.bound == pytest.approx(nvlink.bound + pcie.bound, rel=1e-12)
-
-
-def test_a_machine_that_states_no_time_is_told_what_was_assumed() -> None:
-    """The note gives the seconds and the key to set."""
-    plan = topoplan.plan(topoplan.load("dgx-h100"), "allgather", channels="nvlink+pcie", nbytes=8 * GB)
-    assert any("not stated: 3.7 ms assumed" in note and "peer_access" in note for note in plan.notes)
 
 
 def test_a_split_plan_runs() -> None:
@@ -485,3 +455,108 @@ def test_the_command_line_refuses_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+KNOWN = [
+    ((6, 7), "62", "62", "124", "56", "62", "112"),
+    ((4, 5, 6, 7), "83", "112", "448/3", "79", "112", "424/3"),
+    ((1, 3, 4, 5), "37", "37", "148/3", "34", "37", "148/3"),
+    ((0, 1, 4, 5, 7), "255/4", "87", "435/4", "243/4", "87", "405/4"),
+    ((0, 1, 4, 5, 6, 7), "141/2", "87", "522/5", "135/2", "87", "486/5"),
+    ((1, 2, 3, 4, 5, 6, 7), "82", "108", "392/3", "79", "108", "392/3"),
+    ((0, 1, 2, 3, 4, 5, 6, 7), "648/7", "158", "1296/7", "624/7", "156", "1248/7"),
+]
+"""Allocations of a DGX-1V with the best allreduce, broadcast and allgather over all wires, then with PCIe staged."""
+
+
+def two_pairs(*, host: bool = True) -> Topology:
+    """Four GPUs on one CPU at 24 GB/s, joined in pairs by NVLink at 56.25 GB/s."""
+    devices = (*(Device(f"gpu{number}", "gpu") for number in range(4)), Device("cpu0", "cpu"))
+    wires = [(f"gpu{number}", "cpu0", "pcie", 24.0) for number in range(4)] if host else []
+    wires += [("gpu0", "gpu1", "nvlink", 56.25), ("gpu2", "gpu3", "nvlink", 56.25)]
+    links = [Link(*ends, channel, rate) for a, b, channel, rate in wires for ends in ((a, b), (b, a))]
+    return Topology("two pairs", devices, tuple(links))
+
+
+@pytest.mark.parametrize("channels", ["all", "all-staged"])
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if len(row[0]) == 4 else pytest.mark.thorough) for row in KNOWN],
+    ids=lambda row: "".join(map(str, row[0])),
+)
+def test_known_optima_are_reached_and_proved(
+    row: tuple[tuple[int, ...], *tuple[str, ...]], channels: str
+) -> None:
+    rates = row[1:4] if channels == "all" else row[4:]
+    for collective, rate in zip(("allreduce", "broadcast", "allgather"), rates, strict=True):
+        made = topoplan.plan(DGX, collective, gpus=row[0], channels=channels)
+        report = topoplan.verify(Plan.from_json(made.to_json()))
+        assert report.exact_rate == report.exact_bound == Fraction(rate)
+
+
+@pytest.mark.parametrize("channels", ["all", "all-staged"])
+def test_an_all_to_all_takes_all_wires_too(channels: str) -> None:
+    assert topoplan.plan(DGX, "alltoall", channels=channels).rate == 79.0
+
+
+@pytest.mark.parametrize(
+    ("collective", "alone", "union"), [("allreduce", 16, 48), ("broadcast", 24, 48), ("allgather", 32, 96)]
+)
+def test_islands_take_the_wires_between_them(collective: str, alone: int, union: int) -> None:
+    """By default, and without a switch of peer access: PCIe joins only GPUs that NVLink does not."""
+    machine = two_pairs()
+    made = topoplan.plan(machine, collective)
+    assert (made.channels, made.rate, made.gap) == (("all",), union, 0)
+    assert switched_hops(made) == 0
+    assert topoplan.plan(machine, collective, channels="pcie").rate == alone
+
+
+def test_staged_copies_pass_a_cpu() -> None:
+    """No route between two GPUs turns around at a PCIe switch; a staged machine is staged already."""
+    made = topoplan.plan(DGX, gpus=[6, 7], channels="all-staged")
+    routes = [edge.route for shard in made.shards for stage in shard.stages for edge in stage.edges]
+    pcie = [route for route in routes if len(route) > 2]
+    assert pcie
+    assert all(any(made.topology.device(name).kind == "cpu" for name in route) for route in pcie)
+    assert staged(made.topology) == made.topology
+    assert switched_hops(made) == 0
+    with pytest.raises(PlanError, match="turns copies around"):
+        topoplan.verify(replace(made, topology=DGX.subset([6, 7])))
+
+
+@pytest.mark.thorough
+def test_from_which_size_all_wires_pay() -> None:
+    """PCIe beside NVLink starts 3.7 ms late, staged copies do not: they pay from 38 MB on, peer access from 4 GB."""
+    for channels, small, large in (("all", 2 << 30, 8 << 30), ("all-staged", 16 << 20, 64 << 20)):
+        assert topoplan.plan(DGX, channels=channels, nbytes=small).channels == ("nvlink",)
+        made = topoplan.plan(DGX, channels=channels, nbytes=large)
+        assert made.channels == (channels,)
+        times = [topoplan.simulate(one, nbytes=large).seconds for one in (made, topoplan.plan(DGX))]
+        assert times[0] < times[1]
+
+
+def test_the_command_says_over_what_a_plan_is_optimal(run: Run) -> None:
+    said = run("plan", "dgx-1v", "--gpus", "4,5,6,7")[1]
+    assert "(optimal over nvlink, proved)" in said
+    assert "wider  83 GB/s, 124.5 of bus bandwidth, at most, with pcie too" in said
+    said = run("plan", "dgx-1v", "--gpus", "4,5,6,7", "--channels", "all")[1]
+    assert "(optimal over nvlink and pcie together, proved)" in said
+    assert "nvlink alone reaches 75 GB/s; by the model all wires are faster from about" in said
+
+
+def test_what_cannot_be_is_one_line(run: Run) -> None:
+    with pytest.raises(UsageError, match="two pairs states no PCIe links, which channels all would take"):
+        topoplan.plan(two_pairs(host=False), channels="all")
+    with pytest.raises(InfeasibleError, match="states no PCIe links of a host that joins the others"):
+        topoplan.plan(two_pairs(host=False))
+    with pytest.raises(UsageError, match="a buffer of -1 bytes"):
+        topoplan.plan(DGX, channels="all", nbytes=-1)
+    with pytest.raises(UsageError, match="plans by size need channels that suit all sizes"):
+        topoplan.plan_by_size(DGX, channels="all")
+    bare = Topology(
+        "no host",
+        (*DGX.devices[:2], Device("p", "pcie")),
+        (Link("gpu0", "p", "pcie", 12.0), Link("p", "gpu1", "pcie", 12.0)),
+    )
+    with pytest.raises(UsageError, match="no link leads from p to a CPU"):
+        Fabric(staged(bare), ("all-staged",))

@@ -25,7 +25,6 @@ from tests.support.small_fabrics import (
     switched_machines,
 )
 from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology
-from topoplan.plans.certificates.certificate import Lengths
 from topoplan.plans.plan import Plan
 
 CLOSE = 1e-6
@@ -91,17 +90,6 @@ def test_the_rate_is_the_optimum_over_all_flows(topology: Topology, collective: 
     top = root % len(topology.gpus) if collective in ROOTED else None
     made = proved(topology, collective, root=top)
     assert made.rate == pytest.approx(rate_by_flows(topology, collective, root=top), rel=CLOSE)
-
-
-def test_uneven_ports_need_dual_lengths_as_a_proof() -> None:
-    """No cut proves this allreduce: one port is narrower than the rest, both ways, and the others make up for it."""
-    ports = {"gpu0": (6, 6), "gpu1": (6, 6), "gpu2": (6, 6), "gpu3": (5, 5)}
-    wires = {(gpu, "sw0"): float(out) for gpu, (out, _) in ports.items()}
-    wires |= {("sw0", gpu): float(into) for gpu, (_, into) in ports.items()}
-    topology = machine(4, wires, switches=1)
-    made = proved(topology, "allreduce")
-    assert isinstance(made.certificate, Lengths)
-    assert made.rate == pytest.approx(rate_by_flows(topology, "allreduce"), rel=CLOSE)
 
 
 @given(direct_machines(most=6, bandwidths=WRITTEN, symmetric=True), ANY_COLLECTIVE)
@@ -180,34 +168,6 @@ def test_known_rates_and_heights(name: str, collective: str, rate: Fraction, hei
     if height == 1:
         assert made.schedule == "one-hop"
         assert sorted(shard.stages[0].root for shard in made.shards) == list(range(len(made.ranks)))
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("gpus", [[0, 5, 9], [1, 2, 3, 4, 5, 6, 15]])
-def test_any_part_of_a_switched_box_is_planned_at_one_port(collective: str, gpus: list[int]) -> None:
-    """N GPUs of 150 GB/s: the closed forms of Blink 3.5, proved and with trees of height 2 at most."""
-    made = topoplan.plan(topoplan.load("dgx-2"), collective, gpus=gpus)
-    n = len(gpus)
-    forms = {"allreduce": 150 * n / (2 * (n - 1)), "broadcast": 150.0, "allgather": 150 * n / (n - 1)}
-    forms |= {"reduce": 150.0, "reduce_scatter": forms["allgather"]}
-    assert made.rate == pytest.approx(forms[collective], rel=1e-12)
-    assert topoplan.verify(made).optimal
-    assert made.height <= 2
-
-
-def test_one_weak_port_leaves_no_one_hop_forest() -> None:
-    """With one port at 125 of 150 GB/s equal stars waste the others: trees do better, and are proved optimal."""
-    box = topoplan.load("dgx-2").subset(range(8))
-    links = tuple(
-        replace(link, bandwidth=125.0)
-        if "gpu3" in (link.src, link.dst) and link.channel == "nvlink"
-        else link
-        for link in box.links
-    )
-    made = proved(replace(box, links=links), "allreduce")
-    assert made.schedule == "trees"
-    assert made.rate == pytest.approx(83.9285714, rel=1e-8)
-    assert made.rate > 125 * 8 / 14
 
 
 def test_of_two_wires_between_the_same_devices_the_wider_is_used() -> None:

@@ -23,7 +23,6 @@ from topoplan.engines.registry import export_plan
 from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Device, Link, Topology
-from topoplan.plans.certificates.certificate import Cut, Lengths
 from topoplan.plans.certificates.exchange import Steiner
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
@@ -97,14 +96,6 @@ def test_the_lengths_of_the_formula_prove_it(workers: int, helpers: int) -> None
     assert bound(tight - Fraction(1, 10)) > best(workers, helpers)
 
 
-def test_cuts_alone_prove_less() -> None:
-    """A worker's port is 10 GB/s wide; trees of three workers and a helper do 25/3."""
-    fabric = Fabric(star(3, 1), ("network",))
-    assert Cut(("gpu0",)).bound(fabric, "allreduce", None) == 10
-    with pytest.raises(PlanError, match="trees may pass helper helper0, which these lengths do not count"):
-        Lengths((("gpu0", "sw0", Fraction(1)),)).bound(fabric, "allreduce", None)
-
-
 def test_shards_root_at_helpers_and_the_file_says_so() -> None:
     """Of three workers and one helper a third of the buffer is added up at the helper: format 2."""
     made = proved(star(3, 1))
@@ -147,7 +138,6 @@ def meets_the_program(topology: Topology, collective: str) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("helpers", [1, 2])
 def test_small_stars_meet_a_program_over_all_trees(helpers: int, collective: str) -> None:
-    """Three workers: every tree is listed."""
     meets_the_program(star(3, helpers), collective)
 
 
@@ -157,7 +147,6 @@ def test_small_stars_meet_a_program_over_all_trees(helpers: int, collective: str
 def test_random_machines_with_helpers_meet_a_program_over_all_trees(
     topology: Topology, collective: str
 ) -> None:
-    """Unequal ports and direct links."""
     meets_the_program(topology, collective)
 
 
@@ -201,7 +190,6 @@ def test_transfer_tables_over_helpers_are_right(collective: str) -> None:
 
 
 def test_paced_links_run_helpers_too() -> None:
-    """As loopback does."""
     with Communicator(proved(star(3, 2)), PacedLoopback(3, scale=1.0)) as comm:
         results = comm.all_reduce([np.arange(999.0) + rank for rank in range(3)])
     assert all(np.array_equal(result, 3 * np.arange(999.0) + 3) for result in results)
@@ -209,7 +197,6 @@ def test_paced_links_run_helpers_too() -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "torch"])
 def test_where_every_process_is_a_rank_helpers_are_refused(backend: str) -> None:
-    """One line, before anybody is met."""
     with pytest.raises(
         UsageError, match=f"helper0 is a helper rank in this plan, and the {backend} back end has none"
     ):
@@ -217,7 +204,6 @@ def test_where_every_process_is_a_rank_helpers_are_refused(backend: str) -> None
 
 
 def test_engines_know_ranks_alone() -> None:
-    """No file of them is made; Graphviz draws helpers."""
     made = proved(star(3, 1))
     for name in ("mscclpp", "msccl-xml", "chakra"):
         with pytest.raises(
@@ -228,7 +214,6 @@ def test_engines_know_ranks_alone() -> None:
 
 
 def test_a_helper_without_links_is_refused(run: Run) -> None:
-    """No link in, no link out: one line."""
     whole = star(3, 1)
     for end, way in (("dst", "in"), ("src", "out")):
         links = tuple(link for link in whole.links if getattr(link, end) != "helper0")
@@ -237,7 +222,6 @@ def test_a_helper_without_links_is_refused(run: Run) -> None:
 
 
 def test_a_helper_sends_nothing_before_it_holds_something() -> None:
-    """Its memory would be sent as it is."""
     made = proved(star(3, 1))
     route = ("gpu0", "sw0", "helper0")
     for stage in (
@@ -258,7 +242,6 @@ def test_other_methods_join_ranks_alone_and_say_so() -> None:
 
 
 def test_the_command_line_names_helpers(run: Run, tmp_path: object) -> None:
-    """The table of trees, the bound and its check."""
     path = f"{tmp_path}/star.json"
     with open(path, "w") as file:
         file.write(star(3, 1).to_json())

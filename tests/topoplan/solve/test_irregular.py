@@ -253,7 +253,6 @@ def test_blocks_prove_what_flows_do_on_clusters(collective: str) -> None:
 
 
 def test_a_wrong_tolerance_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """No part of the bound, or another method."""
     with pytest.raises(UsageError, match="tolerance 1 must be a part of the bound"):
         topoplan.plan(topoplan.load("dgx-1v"), tolerance=1)
     assert main(["plan", "dgx-1v", "--tolerance", "0.1", "--method", "mwu"]) == 2

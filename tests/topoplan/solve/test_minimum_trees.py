@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import topoplan
-from tests.support.small_fabrics import both_ways, height_of, machine, parents_of_trees
+from tests.support.small_fabrics import height_of, parents_of_trees
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.forest_length import cheapest_forest
 from topoplan.plans.minimum_trees import (
     UNREACHABLE,
@@ -22,7 +21,6 @@ from topoplan.plans.minimum_trees import (
     cheapest_arborescence,
     cheapest_spanning_tree,
 )
-from topoplan.plans.plan import Plan
 from topoplan.solve.hop_constrained_search import low_arborescences, lowest_heights
 from topoplan.solve.packing.packing_program import Packing, Pricing, length_of
 
@@ -115,7 +113,6 @@ def test_lengths_hundreds_of_orders_of_magnitude_apart_keep_their_precision(wide
 @given(costs(most=8, largest=20))
 @settings(max_examples=40, deadline=None)
 def test_prim_finds_the_cheapest_spanning_tree(cost: Matrix) -> None:
-    """On symmetric costs, with ties, against networkx."""
     size = len(cost)
     parent = cheapest_spanning_tree([[cost[min(u, v)][max(u, v)] for v in range(size)] for u in range(size)])
     assert parent[0] == -1
@@ -156,17 +153,6 @@ def test_the_oracle_offers_nothing_where_no_tree_is_low_enough() -> None:
 
 
 Costs = NDArray[np.int64]
-
-
-def direct(pairs: dict[tuple[int, int], int], unit: float) -> Topology:
-    size = 1 + max(map(max, pairs))
-    return machine(size, both_ways({(f"gpu{a}", f"gpu{b}"): n * unit for (a, b), n in pairs.items()}))
-
-
-def torus(rows: int, columns: int) -> Topology:
-    ranks = [(i, j) for i in range(rows) for j in range(columns)]
-    steps = [(i, j, (i + di) % rows, (j + dj) % columns) for i, j in ranks for di, dj in ((0, 1), (1, 0))]
-    return direct({(i * columns + j, k * columns + m): 1 for i, j, k, m in steps}, 10.0)
 
 
 def weight(cost: Costs, parent: list[int]) -> int:
@@ -311,40 +297,3 @@ def test_each_server_is_entered_once_and_where_it_is_cheapest(count: int, size: 
     assert parent is not None
     check_tree(cost, parent, 0, height)
     assert weight(cost, parent) == int(into[1:].min(axis=1).sum())
-
-
-def test_every_further_edge_of_height_pays_where_the_root_is_dear() -> None:
-    """Servers of 8: entering one costs 1000 from the root, 500 from its server, 1 from elsewhere.
-
-    Height 2: the root feeds one rank of another server, and that all ranks of the others. Height 3: this rank is fed by
-    way of the root's server. Height 4: and it enters every other server but once.
-    """
-    count = 6
-    cost, _ = servers(np.random.default_rng(0), count, 8)
-    cost = np.minimum(cost, 1)
-    cost[0, 8:], cost[1:8, 8:] = 1000, 500
-    others = count - 2
-    for height, best in (
-        (2, 1000 + 8 * others),
-        (3, min(500 + 8 * others, 1000 + others)),
-        (4, 500 + others),
-    ):
-        parent = low_arborescences(cost, [0], height)[0]
-        assert parent is not None
-        check_tree(cost, parent, 0, height)
-        assert weight(cost, parent) == best
-
-
-def proved(topology: Topology, collective: str) -> Plan:
-    """The plan, after the independent check found its rate equal to its bound."""
-    made = topoplan.plan(topology, collective, root=0 if collective == "broadcast" else None)
-    assert topoplan.verify(made).optimal
-    return made
-
-
-@pytest.mark.parametrize("collective", ["allgather", "allreduce"])
-def test_a_torus_needs_no_more_height_than_its_diameter(collective: str) -> None:
-    """4 x 4: the farthest rank is four hops away."""
-    made = proved(torus(4, 4), collective)
-    assert made.height == 4
-    assert made.notes == ()

@@ -157,7 +157,6 @@ def test_a_thin_dead_end_beside_many_wide_links_ends() -> None:
 
 @pytest.mark.parametrize("wrong", [-0.1, 1e-9, 0.6, 1, float("nan"), float("inf")])
 def test_epsilon_and_threshold_out_of_range_are_refused(wrong: float) -> None:
-    """The message holds the value and what is allowed."""
     with pytest.raises(UsageError, match=r"epsilon .* must be from 0\.002 to 0\.5"):
         topoplan.plan("dgx-1v", method="mwu", epsilon=wrong)
     if not 0 <= wrong < 1:

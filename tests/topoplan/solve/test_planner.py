@@ -57,7 +57,6 @@ def test_one_gpu_gets_a_plan_that_moves_nothing(collective: str, method: str) ->
     ],
 )
 def test_what_does_not_fit_is_refused_with_value_and_remedy(wanted: dict[str, object], message: str) -> None:
-    """One line, before anything is planned."""
     with pytest.raises(UsageError) as caught:
         topoplan.plan(DGX, **wanted)  # type: ignore[arg-type]
     assert message in str(caught.value)
@@ -67,7 +66,6 @@ def test_what_does_not_fit_is_refused_with_value_and_remedy(wanted: dict[str, ob
 
 
 def test_spellings_of_a_collective_are_one() -> None:
-    """Dashes, underscores and capitals do not matter."""
     for name in ("all-reduce", "ALLREDUCE", "all_reduce", "AllReduce"):
         assert topoplan.plan(DGX, name, gpus=[0, 1]).collective == "allreduce"
 
@@ -234,7 +232,6 @@ def test_no_time_at_all_gives_a_valid_plan_with_its_true_gap(name: str, collecti
 
 
 def test_a_limit_that_is_not_met_changes_nothing() -> None:
-    """The same plan as without one, and no note."""
     topology = topoplan.load("dgx-1v")
     assert topoplan.plan(topology, time_limit=1e6).digest == topoplan.plan(topology).digest
 
@@ -271,7 +268,6 @@ def test_the_gap_of_a_stopped_forest_is_that_of_its_certificate() -> None:
 
 @pytest.mark.parametrize("limit", [-1, float("nan"), float("inf"), "5"])
 def test_limits_that_are_no_seconds_are_refused(limit: float) -> None:
-    """In one line with the value."""
     with pytest.raises(UsageError, match=r"time_limit is .*give the seconds"):
         topoplan.plan(topoplan.load("dgx-1v"), time_limit=limit)
     with pytest.raises(UsageError, match="leave it out with 'mwu'"):
@@ -279,7 +275,6 @@ def test_limits_that_are_no_seconds_are_refused(limit: float) -> None:
 
 
 def test_a_deadline_remembers_that_it_cut_something_short() -> None:
-    """Only where a search asked."""
     late = Deadline(0)
     assert not late.cut
     assert late.over()

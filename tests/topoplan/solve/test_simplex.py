@@ -83,7 +83,6 @@ def assert_proved(program: Program, simplex: Simplex) -> None:
 @given(SMALL, st.integers(0, 11))
 @settings(max_examples=60, deadline=None)
 def test_small_programs_are_proved_and_agree_with_linprog(program: Program, first: int) -> None:
-    """Whether columns come at once or in two helpings."""
     other = linprog([-c for c in program.costs], A_ub=np.array(program.columns).T, b_ub=program.limits)
     for kind in BOTH:
         simplex = solved(kind, program, first=first)

@@ -117,7 +117,6 @@ def test_ranks_that_are_left_keep_their_order() -> None:
 
 
 def test_what_fails_goes_by_any_of_its_names() -> None:
-    """Either end first, and a NIC by one of its sides."""
     book = book_of("2 x nvlink-x4")
     there, back = (book.plan_without(links=[wire]) for wire in ("s0.gpu0-s0.gpu1", "s0.gpu1-s0.gpu0"))
     assert there == back

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +16,6 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.bench.fabric_machines import MACHINES
-from tests.support.checkout import ROOT
 from tests.support.regular_fabrics import CHANNELS, cluster, hybrid_cubes, library, shuffled, torus, wire
 from tests.support.small_fabrics import both_ways, direct_machines, machine, switched_machines
 from topoplan.errors import UsageError
@@ -214,15 +210,6 @@ def test_the_equitable_partition_is_the_coarsest(topology: Topology, fix: bool) 
     assert all((classes[list(p)] == classes).all() for p in all_automorphisms(fabric))
 
 
-@pytest.mark.parametrize(
-    ("machine_name", "channel"), [("dgx-a100", "pcie"), ("dgx-2", "pcie"), ("dgx-1v", "nvlink")]
-)
-def test_library_machines_have_the_classes_that_loops_find(machine_name: str, channel: str) -> None:
-    fabric = Fabric(topoplan.load(machine_name), (channel,))
-    for fixed in ((), (0,), (5, 2)):
-        assert dict(enumerate(equitable_partition(fabric, fixed).tolist())) == refined_by_loops(fabric, fixed)
-
-
 def test_orbits_of_links_of_a_machine_are_few() -> None:
     """DGX-1V: turning both quads onto each other and back leaves single and double links apart."""
     fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
@@ -364,27 +351,6 @@ def test_measured_bandwidths_leave_nothing_to_find() -> None:
         replace(link, bandwidth=link.bandwidth + i / 1000) for i, link in enumerate(fabric.topology.links)
     ]
     assert find_symmetry(Fabric(replace(fabric.topology, links=tuple(measured)), CHANNELS)) == ()
-
-
-@pytest.mark.thorough
-def test_the_same_generators_in_every_process() -> None:
-    """Four hash seeds, on fabrics that take all roads: blocks, inside of blocks, all automorphisms, twins."""
-    code = (
-        "import hashlib, numpy as np, tests.support.regular_fabrics as t\n"
-        "from topoplan.solve.symmetry.symmetry_search import find_symmetry\n"
-        "fabrics = [t.cluster([8] * 4, rails=1, servers_per_leaf=2, spines=4), t.hybrid_cubes(3),"
-        " t.cluster([7, 8, 8, 8], rails=1), t.library('nvlink-x4'), t.shuffled(t.cluster([8] * 4), 1, names=False)]\n"
-        "found = [each.astype('<i8').tobytes() for fabric in fabrics for each in find_symmetry(fabric)]\n"
-        "print(len(found), hashlib.sha256(b''.join(found)).hexdigest())\n"
-    )
-    printed = set()
-    for seed in range(4):
-        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
-        run = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
-        printed.add(run.stdout)
-    assert len(printed) == 1
 
 
 @pytest.mark.parametrize(
