@@ -162,7 +162,7 @@ def test_ranks_that_hang_are_named_with_their_stacks() -> None:
         (["--chaos", "5"], "loopback is not one, use --backend shared, tcp or mpi"),
         (["--chaos", "5", "--backend", "shared", "--rivals"], "--rivals does not go with --chaos"),
         (["--chaos", "5", "--backend", "shared", "--csv", "--json"], "--json and --csv both print"),
-        (["--seed", "5"], "--seed is for --chaos"),
+        (["--seed", "5"], "--seed belongs to --chaos"),
     ],
 )
 def test_bad_input_is_one_line(
