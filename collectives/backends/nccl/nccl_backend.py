@@ -179,7 +179,10 @@ class NcclBackend(OneRank):
         try:
             self._connection.connect()
             self.about_engine = self._open_engine(region_bytes)
-            self.survivors = self._survivors() if survivors is None and recovers else survivors
+            if survivors is None and recovers:
+                gather = partial(world.texts, timeout=timeout)
+                survivors = MembershipProtocol.of(gather, self.rank, world.control.local)
+            self.survivors = survivors
             self._connection.keeps = self.survivors is not None
         except BaseException as error:
             self._end(self._failure(error))
@@ -214,10 +217,7 @@ class NcclBackend(OneRank):
             settings["device"] = int(used[comm.rank])
             address = address_among(comm.allgather, comm.rank)
             if not address:
-                raise UsageError(
-                    "the hosts of these ranks do not reach each other over TCP, which the rendezvous needs; look at "
-                    "their names and firewalls"
-                )
+                raise UsageError("hosts do not reach each other by TCP; look at their names and firewalls")
             return cls.among(
                 comm.allgather,
                 range(comm.size),
@@ -372,13 +372,6 @@ class NcclBackend(OneRank):
         self._programs.clear()
         for close in self._on_close:
             close()
-
-    def _survivors(self) -> MembershipProtocol | None:
-        """Return the survivors' rendezvous, if this rank has an address for one."""
-        world = self._world
-        return MembershipProtocol.of(
-            lambda text: world.texts(text, timeout=self._timeout), self.rank, world.control.local
-        )
 
     def _stay_out_if_failed(self) -> None:
         """Leave recovery to the other ranks if this rank's GPU has failed, which no later CUDA call repairs."""
