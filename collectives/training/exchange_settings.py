@@ -159,7 +159,7 @@ class ExchangeSettings:
         )
 
     @classmethod
-    def of(cls, *, compress: str | None = None, **given: Unpack[ExchangeOptions]) -> ExchangeSettings:
+    def of(cls, *, compress: str | None, **given: Unpack[ExchangeOptions]) -> ExchangeSettings:
         """Return settings of the arguments of a user: a mode also by its name, a filter by its first number."""
         options: dict[str, Any] = {**given, "mode": mode_of(given.get("mode")), "compress": compress}
         for name, kind in FILTERS.items():

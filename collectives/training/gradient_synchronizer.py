@@ -156,7 +156,7 @@ class GradientSynchronizer:
         name: str = "gradients",
         **options: Unpack[ExchangeOptions],
     ) -> None:
-        how = ExchangeSettings.of(**options)
+        how = ExchangeSettings.of(compress=None, **options)
         self.mode, self._sparse = how.mode, how.density is not None
         scale = LossScale(loss_scale)
         self._joining = invitation is not None

@@ -221,7 +221,7 @@ class Addend:
         size = self.x.itemsize
         places = [memory.put("x", self.x, writable=self.kind != "", shift=shift * size)]
         if not self.kind:
-            return [*places, 0]
+            return places
         places.append(
             memory.put("gradient", self.gradient, writable=False, shift=shift * self.gradient.itemsize)
         )
@@ -317,14 +317,13 @@ def _gather(
     tiles = -(-count // tile)
     keys = key_of(added.sums).astype(np.uint64)
     bound = int(np.sort(keys)[::-1][max(1, round(count * density)) - 1])
-    lower = bound // 200
-    chosen = np.flatnonzero(keys >= max(bound - lower, 0))
+    chosen = np.flatnonzero(keys >= bound)
     room = int(len(chosen) * space)
     state, limit = new_state(gathered=0), np.array([bound], dtype=np.uint64)
     values, places = np.zeros(room, dtype=bits_type(dtype)), np.zeros(room, dtype=np.uint16)
     starts, kept = np.zeros(tiles, dtype=np.uint64), np.zeros(tiles, dtype=np.uint32)
     memory = Memory()
-    arguments = [*added.place(memory, shift), count, memory.put("bound", limit, writable=False), lower]
+    arguments = [*added.place(memory, shift), count, memory.put("bound", limit, writable=False)]
     unwritten = partial(memory.put, written=False)
     arguments += [unwritten("values", values), unwritten("places", places), room]
     arguments += [unwritten("starts", starts), unwritten("kept", kept), memory.put("state", state)]

@@ -45,7 +45,7 @@ from collectives.backends.nccl.nccl_communicators import (
 from collectives.backends.nccl.window_engine import BLOCKS, KEPT, SLOT_BYTES, BoundKernelPlan, WindowEngine
 from collectives.backends.stepped_program import program_of, waits_for
 from collectives.peers.address import address_among
-from collectives.peers.agreement import Gather
+from collectives.peers.agreement import Gather, gather_or_raise
 from collectives.peers.control_plane import Signature
 from collectives.peers.environment import integer_variable, read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol
@@ -92,6 +92,7 @@ class NcclBackend(OneRank):
       NCCL's sends and receives, and kernels that join. "auto" takes windows if all ranks have them and the plan fits.
     - `region_bytes`: memory of each GPU for windows, half of it for slots and flags, half for arrays of `empty`.
     - `exact`: sums have the plan's bits. Without it a switch may add floating-point numbers in its own order.
+    - `recovers`: ranks can recover from a failure; not under mpiexec, since MPI waits for a failed rank at the end.
     - `arrays`, `survivors`, `parent`: taken over from an earlier back end of this rank. This one closes `survivors`.
 
     `about_engine` names the engine and why no better one is used; it is the same on all ranks. `survivors` becomes None
@@ -121,6 +122,7 @@ class NcclBackend(OneRank):
         engine: str = "auto",
         region_bytes: int = REGION_BYTES,
         exact: bool = True,
+        recovers: bool = True,
         arrays: CupyArrays | None = None,
         survivors: MembershipProtocol | None = None,
         parent: ParentCommunicator | None = None,
@@ -160,6 +162,7 @@ class NcclBackend(OneRank):
         self._shared_settings: dict[str, Any] = {
             **self._settings,
             "graphs": graphs,
+            "recovers": recovers,
             "region_bytes": region_bytes,
         }
         self._on_close: list[Callable[[], None]] = []
@@ -176,7 +179,10 @@ class NcclBackend(OneRank):
         try:
             self._connection.connect()
             self.about_engine = self._open_engine(region_bytes)
-            self.survivors = self._survivors() if survivors is None else survivors
+            if survivors is None and recovers:
+                gather = partial(world.texts, timeout=timeout)
+                survivors = MembershipProtocol.of(gather, self.rank, world.control.local)
+            self.survivors = survivors
             self._connection.keeps = self.survivors is not None
         except BaseException as error:
             self._end(self._failure(error))
@@ -194,9 +200,9 @@ class NcclBackend(OneRank):
         """Return the back end of a process that a launcher started.
 
         Rank and size are found as for the other back ends (`read_rank_environment`); under mpiexec without these
-        variables the ranks are MPI's, and cannot recover: MPI waits for a dead one at the end. The GPU is number
-        ``LOCAL_RANK``, under mpiexec the rank among the processes of the host, modulo the GPUs that the process sees.
-        It becomes current in the calling thread, so that arrays are made there.
+        variables the ranks are MPI's, and cannot recover. The GPU is number ``LOCAL_RANK``, under mpiexec the rank
+        among the processes of the host, modulo the GPUs that the process sees. It becomes current in the calling
+        thread, so that arrays are made there.
         """
         cupy = load_cupy(cls.name)
         settings: dict[str, Any] = {**options}
@@ -205,20 +211,23 @@ class NcclBackend(OneRank):
 
             mpi = load_mpi()
             comm = mpi.COMM_WORLD
-            neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
-            settings["device"] = _use_gpu(cupy, int(neighbours.Get_rank()), settings.get("device"))
+            local = int(comm.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
+            # all ranks raise if one has no GPU: MPI would wait for it without end
+            used = gather_or_raise(comm.allgather, lambda: str(_use_gpu(cupy, local, settings.get("device"))))
+            settings["device"] = int(used[comm.rank])
             address = address_among(comm.allgather, comm.rank)
-            made = cls.among(
+            if not address:
+                raise UsageError("hosts do not reach each other by TCP; look at their names and firewalls")
+            return cls.among(
                 comm.allgather,
                 range(comm.size),
                 cupy,
                 rank=comm.rank,
                 local=address,
                 timeout=timeout,
+                recovers=False,
                 **settings,
             )
-            made._stay_out()
-            return made
         place = read_rank_environment(environment, cls.name)
         local = integer_variable(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
         world = TcpControlPlane(place.rendezvous, place.rank, place.size, timeout=timeout)
@@ -364,13 +373,6 @@ class NcclBackend(OneRank):
         for close in self._on_close:
             close()
 
-    def _survivors(self) -> MembershipProtocol | None:
-        """Return the survivors' rendezvous, if this rank has an address for one."""
-        world = self._world
-        return MembershipProtocol.of(
-            lambda text: world.texts(text, timeout=self._timeout), self.rank, world.control.local
-        )
-
     def _stay_out_if_failed(self) -> None:
         """Leave recovery to the other ranks if this rank's GPU has failed, which no later CUDA call repairs."""
         runtime = self._cupy.cuda.runtime
@@ -378,13 +380,9 @@ class NcclBackend(OneRank):
             with self._gpu():
                 self._under_way(runtime.streamQuery(self._streams.origin.ptr))
         except runtime.CUDARuntimeError:
-            self._stay_out()
-
-    def _stay_out(self) -> None:
-        """Leave recovery to the other ranks."""
-        survivors, self.survivors = self.survivors, None
-        if survivors is not None:
-            survivors.close()
+            survivors, self.survivors = self.survivors, None
+            if survivors is not None:
+                survivors.close()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
         one, (source, result) = call.memory[0], _addresses(call)

@@ -294,7 +294,7 @@ def exchange(
         if not moved and idle:
             if now - state.touched < LINGERING and now >= state.rests:
                 state.rests = _lend(frame, now)
-            elif _sleep(links, frame, polled, now, CALL_NANOSECONDS - (now - began)):
+            elif _sleep(links, polled, now, CALL_NANOSECONDS - (now - began)):
                 return WAITING
         idle = not moved
     return ENDED
@@ -606,7 +606,7 @@ def _place(streams: Records, frame: Records, stream: Word, chunk: Word) -> Word:
 
 
 @compiled
-def _sleep(links: Records, frame: Records, polled: NDArray[np.int16], now: Word, nanoseconds: Word) -> bool:
+def _sleep(links: Records, polled: NDArray[np.int16], now: Word, nanoseconds: Word) -> bool:
     """Sleep until something can move; return whether the rank was woken instead."""
     connections = polled.view(np.int32)
     count = 1

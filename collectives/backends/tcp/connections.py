@@ -8,7 +8,7 @@ and its queue; any other is closed.
 There is one connection per directed link, without Nagle delay, with reno instead of a congestion control that
 models the path (bbr takes a shaped link for a slower one), and little unsent data in the system, so that the next
 chunk is chosen as late as possible. If links are paced and the system cannot do it, the sender pauses
-(`compiled_exchange.flow`).
+(`compiled_exchange.exchange`).
 
 ::
 

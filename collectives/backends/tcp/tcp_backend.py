@@ -93,7 +93,7 @@ class TcpBackend(OneRank):
     They `follow` the agreements of the ranks, which then are always over the rendezvous.
 
     - `rendezvous`: ``host:port`` or ``unix:/path``. Rank 0 listens there, unless a `Rendezvous` does.
-    - `wires`: file with the addresses of each link (see `link_addresses`), or its contents; other links use the address
+    - `wires`: file with the addresses of each link (see `connections`), or its contents; other links use the address
       from which the rendezvous is reached, which for a Unix path is 127.0.0.1.
     - `pace`: limit each link to this times the bandwidth in the plan (see `connection_rates`).
     - `timeout`: seconds to wait for the next step of a collective.

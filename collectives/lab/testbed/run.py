@@ -1,8 +1,8 @@
 """Run plans on a network of shaped links in a sandbox, and compare measured with predicted times.
 
-The plan runs on its network, then rank 0 reshapes the link, and all ranks continue until they have judged it and, after
-a replan, have run the new plan as often. The result states the optimum of each machine by the model beside it. The
-network has wires for the links between any two GPUs and for the links of that optimum, so another plan finds its own.
+A link can become slower in the middle (`run_drop`): rank 0 reshapes it, and all ranks continue until they have judged
+it and, after a replan, have run the new plan as often. The result states the optimum of each machine by the model. That
+network has wires for the links between any two GPUs and for those of the optimum, so another plan finds its own.
 """
 
 from __future__ import annotations

@@ -185,9 +185,7 @@ class SelectionPasses:
         starts = self._cupy.empty(self._tiles, dtype=np.uint64)
         kept = self._cupy.empty(self._tiles, dtype=np.uint32)
         found = (values, places, np.int64(self._room), starts, kept)
-        self._kernels.launch(
-            form, self._dtype, self._blocks, (self._x, *given, count, bound, np.int64(0), *found, work)
-        )
+        self._kernels.launch(form, self._dtype, self._blocks, (self._x, *given, count, bound, *found, work))
         return values, places, count, starts, kept
 
     def _select_from(
@@ -226,7 +224,7 @@ class SelectionPasses:
 
 def _with(addend: FeedbackAddend | None, kernel: str) -> tuple[str, tuple[Any, ...]]:
     """Return the form of a kernel, and its addend."""
-    return (kernel, (NULL_ADDRESS,)) if addend is None else (addend.form(kernel), addend.arguments())
+    return (kernel, ()) if addend is None else (addend.form(kernel), addend.arguments())
 
 
 def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:

@@ -133,17 +133,16 @@ __device__ inline void emit(const Runs<Element, LISTED>& runs, Word k, long long
 
 #define HISTOGRAM(NAME, ELEMENT, ADDEND)                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                     \
-        NAME(ELEMENT* x, const ELEMENT* gradient, long long most, const Word* length, int shift, int bits,       \
-             long long k, Word* counts, State* state) {                                                          \
+        NAME(ELEMENT* x, long long most, const Word* length, int shift, int bits, long long k, Word* counts,     \
+             State* state) {                                                                                     \
         histogram(x, ADDEND, most, length, shift, bits, (Word)k, counts, state);                                 \
     }
 
 #define GATHER(NAME, ELEMENT, ADDEND)                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                     \
-        NAME(ELEMENT* x, const ELEMENT* gradient, long long count, const Word* bound, long long lower,           \
-             ELEMENT* values, unsigned short* places, long long room, Word* starts, unsigned* kept,              \
-             State* state) {                                                                                     \
-        gather(x, ADDEND, count, bound, (Word)lower, values, places, room, starts, kept, state);                 \
+        NAME(ELEMENT* x, long long count, const Word* bound, ELEMENT* values, unsigned short* places,            \
+             long long room, Word* starts, unsigned* kept, State* state) {                                       \
+        gather(x, ADDEND, count, bound, values, places, room, starts, kept, state);                              \
     }
 
 #define MEASURE(NAME, ELEMENT, LISTED)                                                                           \

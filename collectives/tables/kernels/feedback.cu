@@ -94,10 +94,9 @@ __device__ inline void take_back(Element* x, const Given* gradient, Element* vel
 #define FEEDBACK_GATHER(NAME, ELEMENT, GIVEN, MOVES)                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS, 4)                                                     \
         NAME(ELEMENT* x, const GIVEN* gradient, ELEMENT* velocity, const ELEMENT* momentum, long long count,     \
-             const Word* bound, long long lower, ELEMENT* values, unsigned short* places, long long room,        \
-             Word* starts, unsigned* kept, State* state) {                                                       \
-        gather(x, FEEDBACK(ELEMENT, GIVEN, MOVES), count, bound, (Word)lower, values, places, room, starts,      \
-               kept, state);                                                                                     \
+             const Word* bound, ELEMENT* values, unsigned short* places, long long room, Word* starts,           \
+             unsigned* kept, State* state) {                                                                     \
+        gather(x, FEEDBACK(ELEMENT, GIVEN, MOVES), count, bound, values, places, room, starts, kept, state);     \
     }
 
 #define TAKE_BACK(NAME, ELEMENT, GIVEN, MOVES)                                                                   \

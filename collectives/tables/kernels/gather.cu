@@ -3,17 +3,15 @@
 // The list holds a run for every tile, in index order within it; `starts` and `kept` locate it. Entries beyond the
 // capacity are only counted.
 template <class Element, class Addend>
-__device__ inline void gather(Element* x, Addend addend, long long count, const Word* bound, Word lower,
-                              Element* values, unsigned short* places, long long room, Word* starts, unsigned* kept,
-                              State* state) {
+__device__ inline void gather(Element* x, Addend addend, long long count, const Word* bound, Element* values,
+                              unsigned short* places, long long room, Word* starts, unsigned* kept, State* state) {
     typedef typename Format<Element>::Key Key;
     constexpr int LANES = Pack<Element>::LANES;
     constexpr unsigned LANE_BITS = (1u << LANES) - 1;
     __shared__ Word start;
     x = in_global_memory(x);
     addend = addend.in_global();
-    const Word lowered = *bound > lower ? *bound - lower : 0;
-    const Key least = lowered < (Key)~(Key)0 ? (Key)lowered : (Key)~(Key)0;
+    const Key least = *bound < (Key)~(Key)0 ? (Key)*bound : (Key)~(Key)0;
     Key greatest = 0;
     for (long long tile = blockIdx.x; tile * Pack<Element>::TILE < count; tile += gridDim.x) {
         const long long first = tile * Pack<Element>::TILE;

@@ -7,13 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from collectives import Communicator
+from collectives.backends.mpi import mpi_backend
 from collectives.backends.nccl.nccl_backend import NcclBackend, use_local_gpu
 from collectives.peers.control_plane import Signature
 from collectives.peers.rendezvous import Rendezvous
@@ -26,7 +27,7 @@ from tests.support.gpu_ranks import SECONDS, floats, on_every_rank, outcome
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
 from tests.support.hand_plans import forest_plan
-from tests.support.job_meeting import as_threads
+from tests.support.job_meeting import Meeting, as_threads
 from tests.support.ports import free_port
 from topoplan.errors import BackendError, UsageError
 
@@ -326,6 +327,47 @@ def test_no_rank_makes_a_context_on_gpu_0(machine: Machine, cupy: ModuleType, pe
         wanted = reference.all_reduce(arrays)[0].tobytes()
     assert found == [(rank + 1, [wanted] * 4) for rank in range(2)]
     assert machine.contexts == {1, 2}
+
+
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_ranks_of_mpiexec_meet_by_mpi_or_all_raise(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, exclusive: bool
+) -> None:
+    """MPI would wait without end for a rank that has no GPU, and at the end for a dead one: so none recovers."""
+    machine.gpus, machine.exclusive = 2, {1} if exclusive else set()
+    here, meeting = threading.local(), Meeting(2)
+
+    class World:
+        size = 2
+        rank = property(lambda self: here.rank)
+
+        def allgather(self, text: str) -> list[str]:
+            return meeting.gather(here.rank)(text)
+
+        def Split_type(self, kind: int) -> World:
+            return self
+
+        def Get_rank(self) -> int:
+            return int(here.rank)
+
+    monkeypatch.setattr(
+        mpi_backend, "load_mpi", lambda: SimpleNamespace(COMM_WORLD=World(), COMM_TYPE_SHARED=0)
+    )
+
+    def be(rank: int) -> Any:
+        here.rank = rank
+        backend = NcclBackend.from_environment(environment={"PMI_SIZE": "2"}, timeout=SECONDS)
+        parts = backend.split([[0, 1]])
+        with contextlib.ExitStack() as stack:
+            for one in (backend, *parts):
+                stack.callback(one.close)
+            return backend.arrays.device, [one.survivors for one in (backend, *parts)]
+
+    found = as_threads(2, be)
+    if exclusive:
+        assert all(isinstance(one, UsageError) and "GPU 1 cannot be used" in str(one) for one in found)
+    else:
+        assert found == [(0, [None, None]), (1, [None, None])]
 
 
 @pytest.mark.parametrize("options", [{}, {"device": 5}], ids=str)

@@ -117,7 +117,7 @@ def test_wide_indices_equal_narrow_ones(dtype: str) -> None:
     state, counts = np.zeros(1, dtype=SELECTION_STATE), np.zeros(BINS, dtype=np.uint64)
     for number, digit in enumerate(digits(dtype)):
         first = 0 if number else k
-        words = [x.ctypes.data, 0, len(x), 0, *digit, first, counts.ctypes.data, state.ctypes.data]
+        words = [x.ctypes.data, len(x), 0, *digit, first, counts.ctypes.data, state.ctypes.data]
         launch(f"histogram_{dtype}", blocks, THREADS, words, backwards=False)
     above, equal = (np.empty(tiles, dtype=np.uint32) for _ in range(2))
     groups = np.empty(2 * blocks, dtype=np.uint64)

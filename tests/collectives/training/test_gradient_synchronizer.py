@@ -326,6 +326,11 @@ def test_refuses_settings_that_do_not_fit(call: Callable[[Arrays], Any], message
         call(whole_numbers(6))
 
 
+def test_compress_is_for_the_hook_alone() -> None:
+    with pytest.raises(TypeError, match="compress"):
+        GradientSynchronizer(whole_numbers(6), PLAN, backend="loopback", **{"compress": "float16"})  # type: ignore[arg-type]
+
+
 def test_a_refusal_leaves_the_callers_back_end_open() -> None:
     given = Watched(RANKS)
     with pytest.raises(UsageError, match="parameters must not be empty"):
