@@ -150,7 +150,7 @@ EXPLANATION_GROUP = "topoplan.explanations"
 
 
 class CommandModule(Protocol):
-    """A module that implements a command."""
+    """A module that implements a command; ``-o``, ``--json`` and ``--csv`` are checked before it runs."""
 
     LINE: str
     """Its line in the list of commands."""

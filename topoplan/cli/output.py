@@ -96,7 +96,7 @@ def check_outputs(options: argparse.Namespace) -> None:
     if len(printing) > 1:
         raise UsageError(f"{printing[0]} and {printing[1]} both print to stdout; leave one of them out")
     check_target(given.get("output"), "-o")
-    if "plot" in given:
+    if "plot_size" in given:
         check_plot(options)
 
 

@@ -1,4 +1,4 @@
-"""``topoplan plan --mesh`` and ``--survive 1``: plans for the groups of a mesh, and one for each single failure."""
+"""Plan the groups of a mesh, or a machine and all its single failures: ``topoplan plan --mesh``, ``--survive 1``."""
 
 from __future__ import annotations
 

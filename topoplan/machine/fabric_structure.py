@@ -1,20 +1,14 @@
-"""Compute the structure of a fabric: ranks by server, labelled graph with colour refinement, permutations that keep it.
-
-Links that leave a server are those of NICs to switches and cables between servers.
+"""Compute the structure of a fabric: ranks by server, labelled graph, colour refinement, permutations that keep links.
 
 Nodes of the labelled graph are positions in `Fabric.nodes`, ranks first. The label of a node says whether it is a rank
-or a helper and whether it copies or adds; the label of a link encodes bandwidth, channel and latency. Names, kinds,
-models and NUMA nodes are left out. In a fabric with paths through third servers, which routes must not take
-(`topoplan.machine.routing`), labels also say which devices do not forward and which links join two servers, so that
-symmetries map routes to routes.
+or a helper and whether it copies or adds; that of a link encodes bandwidth, channel and latency. If routes must not
+pass third servers (`topoplan.machine.routing`), labels also say which devices do not forward and which links join two
+servers. Refinement (Weisfeiler and Leman 1968, directed) names every colour by its position among the sorted
+signatures, without hashing, so isomorphic colourings get equal names.
 
-Refinement (Weisfeiler and Leman 1968, directed) names every colour by its position among the sorted signatures.
-Isomorphic colourings get equal names, and two nodes share a colour only if their signatures are equal: no hashing.
-
-An automorphism maps ranks to ranks and each link to one of equal bandwidth, channel and latency. Averaged over a group
-of them, a packing loads all links of an orbit equally: a program needs one row for each orbit of links, one root for
-each orbit of ranks, and a tree represents all its images. An equitable partition bounds every group: nodes of different
-classes are never in one orbit. The search for groups is in `topoplan.solve.symmetry`.
+An automorphism maps ranks to ranks and each link to one of equal label. Averaged over a group of them, a packing loads
+all links of an orbit equally: a program needs one row for each orbit of links and one root for each orbit of ranks.
+Nodes of different classes of an equitable partition are never in one orbit. `topoplan.solve.symmetry` finds the groups.
 """
 
 from __future__ import annotations
@@ -242,6 +236,8 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
 @dataclass(frozen=True)
 class FabricServers:
     """The servers with ranks of a fabric, in the order of their first ranks.
+
+    Links that leave a server are those of NICs to switches and cables between servers.
 
     >>> from topoplan.machine.cluster import nvswitch_cluster
     >>> servers = FabricServers(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")))

@@ -1,17 +1,14 @@
-"""Describe one server, and convert the description to its Topology: NVLinks, PCIe tree, NICs, links between CPUs.
+"""Describe one server by its PCIe tree, NVLinks and NICs, and convert the description to its Topology.
 
-The probe and the reader of NCCL's topology files make the description. Bandwidths are in GB/s per direction. PCI bus
-IDs identify devices, written as the kernel writes them (``0000:06:00.0``, see `bus_id`).
+The probe and the reader of NCCL's topology files make the description, in GB/s per direction. PCI bus IDs identify
+devices, written as the kernel writes them (``0000:06:00.0``, see `bus_id`).
 
-The PCIe tree keeps GPUs, NICs and the switches that they share. Branches without a GPU or NIC are left out. A port
-above a single device is a part of its link; a port above several functions of one card stays, since they share its
-link. Two levels of one Broadcom switch chip, which appears as a cascade but has full bandwidth between all ports,
-become one switch (NCCL, ``ncclTopoFlattenBcmSwitches``). A bridge above a single device is contracted into one link, as
-fast as the slower. A PCIe wire or a link between CPUs is full-duplex: two links of equal bandwidth.
-
+The PCIe tree keeps GPUs, NICs and the switches that they share. A port or bridge above a single device is a part of its
+link, as fast as the slower; a port above several functions of one card stays, since they share its link. Two levels of
+one Broadcom switch chip, which appears as a cascade but has full bandwidth between all ports, become one switch (NCCL,
+``ncclTopoFlattenBcmSwitches``). A PCIe wire or a link between CPUs is full-duplex: two links of equal bandwidth.
 Each GPU lists the far ends of its NVLinks, so a link between two GPUs is listed once for each direction. All NVSwitch
-chips are one switch, since hardware stripes every transfer over them. Each NVLink that NCCL ignores silently gets a
-note.
+chips are one switch, since hardware stripes every transfer over them.
 """
 
 from __future__ import annotations

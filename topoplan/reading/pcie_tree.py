@@ -1,18 +1,14 @@
-"""Relate a PCIe tree and its pairwise codes, and merge two descriptions of one machine.
-
-`infer_pcie_tree` infers switches and CPUs from codes, and `relation_matrix` gives the codes of a machine.
+"""Infer a PCIe tree from codes of pairs of devices, give the codes of a machine, and merge two descriptions of one.
 
 A code says how far up the PCIe tree two devices meet, so true codes are an ultrametric: d(a, c) is at most the larger
 of d(a, b) and d(b, c), and equal to it if these differ. A pair whose code is not printed (NV# in its place, or cut
 rows) gets the least, over all paths, of the largest code on the path: single linkage. Devices joined at PIX share a
 switch, at PXB a cascade of switches, at PHB a host bridge, at NODE a CPU. The last two give the same tree, since a root
-port of its own limits nothing; nor does a switch above one device, which is left out. Host bridges are named if a code
-distinguishes two of a CPU. Groups that no code joins are joined by CPU affinity if their distance is unknown, or if it
-is SYS but affinity differs elsewhere (firmware without NUMA nodes prints SYS everywhere, and a job bound to one core
-prints one affinity everywhere). The rest is assumed, with a note.
+port of its own limits nothing; nor does a switch above one device, which is left out. The rest is placed by CPU
+affinity or assumed, with a note.
 
-Some files hold the PCIe part only, such as those of cloud machines, and some sources see more of one side than of the
-other. A note stays with its subject: notes about NVLink come from the description that gives the NVLinks.
+`merge_nvlink` serves files that hold the PCIe part only, such as those of cloud machines. A note stays with its
+subject: notes about NVLink come from the description that gives the NVLinks.
 """
 
 from __future__ import annotations
@@ -342,6 +338,10 @@ def infer_pcie_tree(
     names: Sequence[str], distance: Mapping[tuple[str, str], int], *, affinity: Mapping[str, str]
 ) -> PcieTree:
     """Place devices, GPUs before NICs, under switches and CPUs.
+
+    Host bridges are named if a code distinguishes two of a CPU. Groups that no code joins are joined by CPU affinity if
+    their distance is unknown, or if it is SYS but affinity differs elsewhere (firmware without NUMA nodes prints SYS
+    everywhere, and a job bound to one core prints one affinity everywhere).
 
     ``distance`` holds the position in `CODES` of each pair whose code is known, under one of its two orders.
     ``affinity`` is the text of a device's CPUs, of which only equality counts; unknown ones are missing.

@@ -227,9 +227,7 @@ def _nvls_shards(laid: ServerChannels, collective: str) -> Iterator[Shard]:
     for owner in ranks:
         for plane in planes:
             stages = (
-                Stage(
-                    op, owner, tuple(laid.through(op, owner, rank, plane) for rank in ranks if rank != owner)
-                )
+                Stage(op, owner, tuple(laid.through(owner, rank, plane) for rank in ranks if rank != owner))
                 for op in stage_order(collective)
             )
             yield Shard(Fraction(1, len(ranks) * len(planes)), tuple(stages))
@@ -341,7 +339,7 @@ def _edges(
             at = parent.second if last else parent.first
             yield laid.between(op, at, one.first, share, channel, parent.first)
         for hop in one.hops:
-            yield laid.through(op, *hop, one.plane) if one.plane else laid.inside(op, *hop, share)
+            yield laid.through(*hop, one.plane) if one.plane else laid.inside(op, *hop, share)
 
 
 def _server_chains(laid: ServerChannels, server: int) -> list[tuple[int, ...]]:

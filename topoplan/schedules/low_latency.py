@@ -70,7 +70,7 @@ def lowest_tree(
         return made.timed(time.perf_counter() - started)
     if collective in ("allgather", "reduce_scatter"):
         routes, share, steps = LeastLoaded(fabric), Fraction(1, fabric.size), _steps(fabric, collective)
-        shards = [_shard(fabric, steps, owner, routes, share) for owner in range(fabric.size)]
+        shards = [_shard(steps, owner, routes, share) for owner in range(fabric.size)]
     else:
         shards = [_best_shard(fabric, collective, range(fabric.size) if rank is None else (rank,))]
     name = "lowest tree" if len(shards) == 1 else "lowest trees"
@@ -84,9 +84,7 @@ def _best_shard(fabric: Fabric, collective: str, roots: Sequence[int]) -> Shard:
     depths = {root: sum(max(_depths(onward, root)) for onward in steps.values()) for root in roots}
     lowest = min(depths.values())
     routes = LeastLoaded(fabric)
-    shards = [
-        _shard(fabric, steps, root, routes.emptied(), Fraction(1)) for root in roots if depths[root] == lowest
-    ]
+    shards = [_shard(steps, root, routes.emptied(), Fraction(1)) for root in roots if depths[root] == lowest]
     return max(shards, key=lambda shard: forest_rate([shard], fabric) or 0)
 
 
@@ -105,7 +103,7 @@ def _steps(fabric: Fabric, collective: str) -> Steps:
     return steps
 
 
-def _shard(fabric: Fabric, steps: Steps, root: int, routes: LeastLoaded, share: Fraction) -> Shard:
+def _shard(steps: Steps, root: int, routes: LeastLoaded, share: Fraction) -> Shard:
     return Shard(share, tuple(_stage(op, onward, root, routes, share) for op, onward in steps.items()))
 
 

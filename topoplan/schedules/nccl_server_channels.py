@@ -103,7 +103,7 @@ class ServerChannels:
 
         return self._edge(op, parent, child, share, find)
 
-    def through(self, op: str, parent: int, child: int, switch: str) -> Edge:
+    def through(self, parent: int, child: int, switch: str) -> Edge:
         """Return an edge over a switch to which both ranks have a link."""
         ranks = self._fabric.ranks
         route = (ranks[parent], switch, ranks[child])

@@ -1,30 +1,15 @@
-"""Bound the rate of a collective without a packing: cuts by maximum flow, partitions by a chain of maximum flows.
+"""Bound the rate of a collective without a packing, by maximum flows in whole numbers (Dinic 1970).
 
 - Broadcast from r: the smallest cut between r and any rank (Edmonds 1973).
 - Allgather: the largest |S ∩ ranks| / B+(S) over device sets S that leave out a rank (ForestColl, 2024), by
   Dinkelbach's method on flows from a super source.
 - Allreduce on direct symmetric links: the smallest cut(P) / (|P| - 1) over partitions P of the ranks (Tutte 1961,
   Nash-Williams 1961), by Dilworth truncation (Cunningham 1985, Barahona 1992): N flows for each value tried.
-- All-to-all: the best of cuts around ranks and servers, and of equal lengths of all links (every block takes at
-  least as many links as lie between its ranks). The exact optimum may need the dual values of a packing.
-- Allreduce elsewhere: the best of a cut and of lengths that are cheap to write down: on the ports of all ranks, or
-  on the links into equivalent parts. The exact optimum may need the dual values of a packing. If switches copy and
-  add, the lengths of ports do not hold.
+- Allreduce elsewhere: the best of a cut and of lengths on the ports of all ranks or on links into equivalent parts.
+- All-to-all: the best of cuts around ranks and servers, and of equal lengths of all links.
 
-Equivalent parts (servers behind a network, leaves behind a spine): if a set U of devices and its images under the
-fabric's symmetries divide all ranks into k groups, every tree enters k - 1 of them (a reduce as well as a broadcast,
-whatever its root), so rate <= k B-(U) / (2 (k - 1)), with B-(U) the capacity into U. As dual lengths: 1 on those
-links.
-
-`quick_bound` serves machines of many inequivalent ranks, on which flows take too long: it considers only the cuts
-around single ranks, servers and pods (`nested_blocks`), and the links into all k blocks of a level together.
-
-In an equitable partition every device of a class has the same capacity to and from each other class, so a maximum
-flow may be averaged over each class without loss (linear programs shrink by colour refinement: Grohe, Kersting,
-Mladenov, Selman 2014): flow and cut of the machine are those of the small graph whose vertices are the classes and
-whose capacities are those between classes together. The sink, and the root of a broadcast, are classes of their
-own. A cut found here is a cut of the machine, whatever the argument; a packing that meets it proves that it is the
-smallest.
+The exact optimum of the last two may need the dual values of a packing. `quick_bound` serves machines of many
+inequivalent ranks, on which flows take too long: it considers only cuts and lengths of blocks (`nested_blocks`).
 """
 
 from __future__ import annotations
@@ -129,6 +114,11 @@ class FlowNetwork:
 
 class Quotient:
     """Classes of devices that are equivalent beside some fixed ones, and the capacities between them.
+
+    In an equitable partition every device of a class has the same capacity to and from each other class, so a maximum
+    flow may be averaged over each class without loss (linear programs shrink by colour refinement: Grohe, Kersting,
+    Mladenov, Selman 2014): flow and cut of the machine are those of the quotient. A cut found here is a cut of the
+    machine, whatever the argument; a packing that meets it proves that it is the smallest.
 
     ``capacity`` has a whole number for each link, in any unit, the same on equivalent links. Each ``fixed`` node is a
     class of its own. ``forward`` takes links in their own direction, else reversed. `class_of` maps nodes to classes,
@@ -440,7 +430,10 @@ def _provable(lengths: Lengths, fabric: Fabric) -> bool:
 def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tuple[Fraction, Lengths] | None:
     """Return the bound, in GB/s, that a set of nodes and its images prove for an allreduce, and its certificate.
 
-    None if the images do not divide the ranks into groups. ``entering`` counts links into the groups, else out of them.
+    If a set U of devices and its images under the fabric's symmetries divide all ranks into k groups, such as servers
+    behind a network or leaves behind a spine, every tree enters k - 1 of them (a reduce as well as a broadcast,
+    whatever its root), so rate <= k B-(U) / (2 (k - 1)), with B-(U) the capacity into U. As dual lengths: 1 on those
+    links. None if the images do not divide the ranks. ``entering`` counts links into the groups, else out of them.
 
     Examples
     --------

@@ -1,18 +1,14 @@
-"""Write the XML that NCCL's parser accepts, and fit a server into its PCIe tree.
+"""Fit one server into the PCIe tree of NCCL's topology file, and write the XML that NCCL's parser accepts.
 
 The file has no place for a device with two paths to a CPU, a GPU joined to a NIC, links that are missing or slower in
-one direction, and CPUs that are not all joined: each is refused in one line that names the link. Parts that
-the rest does not need are left out with a note: networks, and devices below no CPU that carry nothing between GPUs.
+one direction, and CPUs that are not all joined: each is refused in one line that names the link. Parts that the rest
+does not need are left out with a note: networks, and devices below no CPU that carry nothing between GPUs. NCCL knows
+one NVSwitch: several are combined if every GPU is on all of them.
 
-Each GPU lists other GPUs, the NVSwitch, or its own CPU. A bundle from GPU to GPU is listed at both ends, so its two
-directions may differ; a bundle to the switch or to a CPU is listed once and counts for both. NCCL knows one NVSwitch:
-several are combined if every GPU is on all of them. Links of channel c2c lead from a GPU to its CPU, and are whole
-numbers of MB/s for each wire.
-
-The rules are those of ``xmlGetNode`` and its callers in NCCL, ``src/graph/xml.cc`` and ``xml.h``: one space before each
-attribute, no tab anywhere outside a value, no XML declaration, at most 16 attributes, names and values shorter than 255
-bytes, a limited number of elements. A comment is skipped if an element could stand in its place. Entities are not
-decoded, so values that NCCL compares (bus ids, classes, names of network devices) must not need any.
+The parser (``xmlGetNode`` and its callers in NCCL, ``src/graph/xml.cc`` and ``xml.h``) wants one space before each
+attribute, no tab outside a value, no XML declaration, at most 16 attributes, names and values below 255 bytes, and a
+limited number of elements. It decodes no entities, so values that NCCL compares (bus ids, classes, names of network
+devices) must not need any.
 """
 
 from __future__ import annotations
@@ -177,10 +173,11 @@ def _omitted_devices(topology: Topology, kept: set[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuLinks:
-    """The links that one GPU lists.
+    """The links that one GPU lists: to other GPUs, the NVSwitch, or its own CPU.
 
-    ``nvlinks`` hold the far end (a GPU, a CPU, or empty for the NVSwitch), the links, and GB/s per direction of all
-    of them; ``c2c`` leads to its CPU.
+    A bundle from GPU to GPU is listed at both ends, so its two directions may differ; a bundle to the switch or to a
+    CPU is listed once and counts for both. ``nvlinks`` hold the far end (a GPU, a CPU, or empty for the NVSwitch), the
+    links, and GB/s per direction of all of them; ``c2c`` leads to its CPU, in whole MB/s for each wire.
     """
 
     nvlinks: tuple[tuple[str, int, float], ...]

@@ -331,13 +331,13 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
             found = one.reachable
             if found is None:
                 continue
-            above = _above(one, found, rate)
+            above = _above(found, rate)
             if above:
                 doubt(above[0], f"{where}: {above[1]}", rate / found.best)
     return [words + (f" (and {count - 1} more)" if count > 1 else "") for count, _, words in doubts.values()]
 
 
-def _above(one: JudgedRow, found: Attainable, rate: float) -> tuple[str, str] | None:
+def _above(found: Attainable, rate: float) -> tuple[str, str] | None:
     """Return kind and words of the assumption that is wrong if a rate exceeds the bound, or NCCL's best; else None."""
     if rate > found.best * ABOVE:
         what = f"more than any schedule can over these wires ({found.best:.4g})"

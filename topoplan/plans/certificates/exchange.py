@@ -1,26 +1,13 @@
 """Certify plans that exchange blocks or entries, and trees that pass devices other than ranks.
 
-`Demand`: for every byte of the buffer D(s, d) bytes go from rank s to rank d. A path is never shorter than the
-distance, so rate <= sum of c(e) y(e) / sum of D(s, d) distance(s, d), the dual of the concurrent flow problem
-(Shahrokhi and Matula 1990, section 2). With length 1 on the links out of a device set it is the bound of a cut. If
-all pairs exchange equal amounts, D = 1 / N; a `Demand` states another D, beside a certificate that gives the lengths.
-
+- `Demand`: pairs of ranks exchange different numbers of bytes, and no path is shorter than the distance.
 - `EntryBound`: each stage moves entries of one size, so it is the bound of elements, divided by that size.
 - `InsideServerBound`: elements are summed inside servers, and no server sums faster than its own links allow.
 - `BetweenServersBound`: the entries of every server must leave any set of servers, once for each server in it.
+- `Steiner`: lengths of links for trees that may pass helpers, and switches that copy or add.
 
 `SparseCertificate.suppose` rejects plans of other kinds: `EntryBound` holds if each stage moves entries, the others
 if elements stay inside servers and the entries of each server are exchanged once.
-
-`Steiner`: any y, as in `topoplan.plans.certificates.certificate.Lengths`. L is the length of the cheapest forest of the
-collective whose trees span the ranks and may have other inner vertices: helpers in every tree, and as roots of an
-allreduce; switches that copy in trees that lead down, switches that add in trees that lead up. If data may be coded
-instead of copied and added, cuts are the bound; these lengths bound what trees can do, which may be less.
-
-For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020). With
-y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all. A star
-around a worker is 4 (n - 1) long up and down, and one around a helper 2 (n + n (n - 2) / n), which is equal. No tree is
-shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
 """
 
 from __future__ import annotations
@@ -71,7 +58,11 @@ DemandMatrix = tuple[tuple[int, ...], ...]
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class Demand(Certificate):
-    """A certificate for an all-to-all whose pairs exchange different numbers of bytes; row sends to column."""
+    """A certificate for an all-to-all whose pairs exchange different numbers of bytes; row sends to column.
+
+    For every byte of the buffer D(s, d) bytes go from rank s to rank d. ``certificate`` gives the lengths y: rate <=
+    sum of c(e) y(e) / sum of D(s, d) distance(s, d), the dual of concurrent flow (Shahrokhi, Matula 1990, section 2).
+    """
 
     kind: ClassVar[str] = "demand"
     demand: DemandMatrix
@@ -407,7 +398,16 @@ MOST_COMPARED = 4096
 @register_certificate
 @dataclass(frozen=True, slots=True)
 class Steiner(Lengths):
-    """Lengths of the links under which a cheapest tree may pass helpers and switches."""
+    """Lengths of the links under which a cheapest tree may pass helpers and switches.
+
+    L is the length of the cheapest forest of the collective whose trees span the ranks and may have other inner
+    vertices: helpers in every tree, and as roots of an allreduce; switches that copy in trees that lead down, switches
+    that add in trees that lead up. If data may be coded instead, cuts are the bound, which may be higher.
+    For example n workers and k helpers with links of B each way behind one switch (BytePS: Jiang et al., OSDI 2020).
+    With y = 1 on the links of workers and y = (n - 2) / n on those of helpers, c y is 2 B (n + k (n - 2) / n) in all.
+    A star around a worker is 4 (n - 1) long up and down, and one around a helper 2 (n + n (n - 2) / n), which is equal.
+    No tree is shorter: rate <= (n^2 + k n - 2 k) B / (2 n (n - 1)).
+    """
 
     kind: ClassVar[str] = "steiner"
 

@@ -1,29 +1,14 @@
-"""Parse the tables of nccl-tests and of ``topoplan bench``, and strip what launchers add to the lines of a log.
+"""Parse the tables of nccl-tests and of ``topoplan bench``, with the labels of launchers removed from their lines.
 
 A run begins with its settings (``# nThread 1 nGpus 8 …``), lists its ranks, and prints a table under a head that
 names the columns, first out of place and then in place; a summary ends it. Columns are found by the names in that
-head, so that versions with other columns are parsed too. The # marks may be missing (web pages remove them). Prefixes
-of launchers are stripped (`topoplan.reading.nccl.perf_text`), and NCCL's lines between the rows are skipped
-(`topoplan.reading.nccl.debug_log` parses them). rccl-tests prints a JSON object for each row.
-
-The test is the one that a run names itself; else one that is mentioned before it, such as in its command, if the
-columns are those of that test.
+head, so that versions with other columns are parsed too. The # marks may be missing (web pages remove them). NCCL's
+lines between the rows are skipped (`topoplan.reading.nccl.debug_log` parses them). rccl-tests prints a JSON object for
+each row. The test is the one that a run names itself; else one that is mentioned before it, such as in its command, if
+the columns are those of that test.
 
 Nothing is dropped silently: a malformed row, wrong results, a missing summary and a failed test each leave a warning.
 The meaning of the figures on a machine is not decided here.
-
-A launcher puts a label before every line, often a time stamp too, and several may follow one another:
-
-    [1,0]<stdout>: …            mpirun --tag-output; prterun and SageMaker write more between the brackets
-    [default0]:…  [rank0]: …    torchrun
-    [0] …  0: …                 mpiexec -l, srun -l
-    n1: …  nccl-1  | …          pdsh and clush, docker compose
-    Nov  2 10:00:00 n1 nccl[7]: syslog
-    [pod/name/container] …      kubectl logs --prefix; stern writes both names and blanks
-    > …                         a quotation
-
-A label is removed only if it is the whole beginning of a line, so that no word of the log itself is lost. Every
-pattern matches a bounded number of characters, so that a long line costs no more than its length.
 """
 
 from __future__ import annotations
@@ -93,6 +78,19 @@ def log_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def split_label(line: str) -> tuple[str, str]:
     """Return the labels before a line, without blanks and time stamps, and the rest of the line.
+
+    A launcher puts a label before every line, often a time stamp too, and several may follow one another:
+
+        [1,0]<stdout>: …            mpirun --tag-output; prterun and SageMaker write more between the brackets
+        [default0]:…  [rank0]: …    torchrun
+        [0] …  0: …                 mpiexec -l, srun -l
+        n1: …  nccl-1  | …          pdsh and clush, docker compose
+        Nov  2 10:00:00 n1 nccl[7]: syslog
+        [pod/name/container] …      kubectl logs --prefix; stern writes both names and blanks
+        > …                         a quotation
+
+    A label is removed only if it is the whole beginning of a line, so that no word of the log itself is lost. Every
+    pattern matches a bounded number of characters, so that a long line costs no more than its length.
 
     >>> split_label("2026-11-02T10:00:00.5Z [1,0]<stdout>:#  Rank  0")
     ('[1,0]<stdout>:', '#  Rank  0')

@@ -1,24 +1,13 @@
 """Pack composed trees in three phases: reduce in servers, exchange between local roots, broadcast (Blink 3.4).
 
-One program over all composed trees (`composed_pricing`), solved by column generation on orbits of symmetries, gives
-shares, centres, local roots and trees of the best composition together, for any GPU counts, wires and NICs of the
-servers. Then the height inside servers is lowered as far as the rate allows. If NICs have bandwidth to spare, a last
-program keeps the rate and leaves the NICs of a server evenly free: local roots are spread.
-
-`plan_three_phase` puts the composition under the lowest bound on any plan: flows; the dual lengths of the
-composition's own program, if they prove anything; and on small fabrics, if neither is reached, the certificate of
-the exact method.
-
 A composed tree has one local root in each server. One of these is the centre: each other local root is its child, and
-the ranks of a server are below their local root. For an allreduce the centre is the root, and both directions use
-the same local roots (Blink 3.4, with each of n centres owning 1/n of a partition). A broadcast or allgather has its
-root at the data: the tree of its server starts there, and from a gateway, any rank of that tree, the data goes to the
-centre, or the gateway is the centre. A reduce or reduce-scatter is the same backwards.
+the ranks of a server are below their local root. One program over all composed trees (`ComposedPricing`), solved by
+column generation on orbits of symmetries, gives shares, centres, local roots and trees of the best composition
+together, for any GPU counts, wires and NICs of the servers. Then the height inside servers is lowered as far as the
+rate allows. If NICs have bandwidth to spare, a last program keeps the rate and spreads the local roots.
 
-Under additive lengths everything but the centre is chosen server by server, so N centres price all composed trees.
-
-Trees inside servers are arborescences (Chu-Liu, Edmonds); with a limit on the height they come from the exact
-tables of `minimum_trees`, or for servers with more GPUs than these take from `hop_constrained_search`.
+`plan_three_phase` puts the composition under the lowest bound on any plan: flows; the dual lengths of the composition's
+own program, if they prove anything; and on small fabrics, if neither is reached, the certificate of the exact method.
 """
 
 from __future__ import annotations
@@ -167,6 +156,11 @@ class ServerRoutes:
 class ComposedStar:
     """Centre, gateway and local roots of a composed tree.
 
+    For an allreduce the centre is the root, and both directions use the same local roots (Blink 3.4, with each of n
+    centres owning 1/n of a partition). A broadcast or allgather has its root at the data: the tree of its server starts
+    there, and from a gateway, any rank of that tree, the data goes to the centre, or the gateway is the centre. A
+    reduce or reduce-scatter is the same backwards.
+
     All three ranks are the same for an allreduce; gateway and centre are if the data starts in the centre's server.
     ``local``, of shape (servers,), is the local root of each server, unused for those of gateway and centre.
     """
@@ -264,7 +258,8 @@ def _places(servers: FabricServers) -> NDArray[np.int64]:
 class ComposedPricing(Pricing):
     """The cheapest composed trees; ``height`` limits the trees inside servers.
 
-    Unlimited trees, and limited ones in servers of up to `LARGEST_EXACT` GPUs, are priced exactly.
+    Under additive lengths everything but the centre is chosen server by server, so N centres price all composed trees.
+    Unlimited trees (Chu-Liu, Edmonds), and limited ones in servers of up to `LARGEST_EXACT` GPUs, are priced exactly.
     """
 
     servers: FabricServers = field(kw_only=True)

@@ -1,20 +1,14 @@
 """Find a small group of automorphisms of a fabric with few orbits of ranks and links.
 
-Symmetries that follow the blocks of ranks, aligned by number, come first. If the classes of an equitable partition
-leave something to gain and equivalent blocks were not joined, blocks are aligned by their wires. On fabrics of up to
-`MOST_RANKS_IN_FULL` ranks all automorphisms follow. The best of the groups found is taken.
+Every tree of a packing is copied for each element of the group, so of two groups with the same orbits the smaller one
+serves better. Symmetries that follow the blocks of ranks, aligned by number, come first (`BlockSymmetry`). If the
+classes of an equitable partition leave something to gain and equivalent blocks were not joined, blocks are aligned by
+their wires. On fabrics of up to `MOST_RANKS_IN_FULL` ranks all automorphisms follow. The best of the groups found is
+taken. Every guess is checked on all links; symmetries across blocks and those hidden by numbering are missed.
 
-Blocks (`BlockSymmetry`): servers, leaves and pods are rotated in all blocks of a kind at once. Level by level, each
-accepted part commutes with the earlier ones, so S servers of n GPUs get a group of S n elements, one for each rank. For
-blocks with an irregular inside, a good group of one block acts in all of them at once. Interchangeable switches rotate
-along with the rotations that have room for them, which costs no element. Every guess is checked on all links. Missed
-are symmetries across blocks and symmetries hidden by numbering; `BlockSymmetry.parts` can also align ranks by the
-wires, which is slower.
-
-Every tree of a packing is copied for each element of the group, so of two groups with the same orbits the smaller
-one serves better. From all elements of a small group, the subgroup that joins most is grown greedily. From parts that
-commute, such as rotations at different levels, powers within the limit are chosen, after rotations of unrelated nodes
-have been merged. Counts of orbits leave out links that are not on a route between ranks.
+From all elements of a small group, the subgroup that joins most is grown greedily (`best_subgroup`). From parts that
+commute, such as rotations at different levels, powers within the limit are chosen (`commuting_subgroup`). Counts of
+orbits leave out links that are not on a route between ranks.
 """
 
 from __future__ import annotations
@@ -295,7 +289,11 @@ class CommutingParts:
 
 
 class BlockSymmetry:
-    """The search on one fabric.
+    """The search on one fabric: servers, leaves and pods are rotated in all blocks of a kind at once.
+
+    Level by level, each accepted part commutes with the earlier ones, so S servers of n GPUs get a group of S n
+    elements, one for each rank. For blocks with an irregular inside, a good group of one block acts in all of them at
+    once. Interchangeable switches rotate along with the rotations that have room for them, which costs no element.
 
     ``count`` is of the fabric's labelled graph. ``classes``, of shape (nodes,), are an equitable partition that no
     automorphism may leave. No group has less than ``fewest`` orbits of useful links.
