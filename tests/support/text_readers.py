@@ -36,7 +36,7 @@ from topoplan.model.jobs import read_jobs
 from topoplan.model.times_by_size import check_times
 from topoplan.model.window_engine import load_costs
 from topoplan.operate.calibration.pair_results import parse_results
-from topoplan.operate.compare import nccl_run
+from topoplan.operate.compare import nccl_debug_run
 from topoplan.plans.mesh_plans import MeshPlans, verify_mesh
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import SurvivalPlans, verify_survival
@@ -139,7 +139,7 @@ def _explained(*machine: str) -> Callable[[str], object]:
         told = io.StringIO()
         with (
             patch.object(explain, "attainable", _reachable),
-            patch.object(nccl_run, "nccl_ring", _nccl_ring),
+            patch.object(nccl_debug_run, "nccl_ring", _nccl_ring),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(told),
         ):
@@ -150,7 +150,7 @@ def _explained(*machine: str) -> Callable[[str], object]:
     return _from_file(run)
 
 
-_reachable, _nccl_ring = cache(explain.attainable), cache(nccl_run.nccl_ring)
+_reachable, _nccl_ring = cache(explain.attainable), cache(nccl_debug_run.nccl_ring)
 
 
 def _nodes(text: str) -> object:

@@ -21,8 +21,8 @@ from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.comparison import LATENCY, Attainable, attainable
-from topoplan.operate.compare.measured import JudgedRow, JudgedRun, judge, nic_words
-from topoplan.operate.compare.nccl_run import NcclRun, choice_lines, judge_nccl
+from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
+from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge_nccl
 from topoplan.operate.device_matching import gpus_of
 from topoplan.plans.plan import check_collective
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind

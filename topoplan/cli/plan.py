@@ -31,7 +31,7 @@ from topoplan.errors import kind_of
 from topoplan.machine.fabric import ALL, Fabric, channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
-from topoplan.plans.json_values import finite
+from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
 from topoplan.plans.shards import ImageShards, Shard, bracket_notation
 from topoplan.plans.structure import PlanPhases, connections_line, connections_needed, phases

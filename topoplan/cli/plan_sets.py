@@ -26,7 +26,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
-from topoplan.plans.json_values import finite
+from topoplan.plans.file_values import finite
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans
 from topoplan.plans.plan import Plan
 from topoplan.plans.survival import MachineFailure, SurvivalPlans

@@ -27,7 +27,7 @@ from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
-from topoplan.plans.json_values import finite
+from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
 from topoplan.units import bus_words, counted, format_seconds, format_size
 

@@ -21,7 +21,7 @@ from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.operate.compare.job_division import Division, JobGpus, divide
 from topoplan.operate.compare.recommendation import GpuSet, recommend
-from topoplan.plans.json_values import finite
+from topoplan.plans.file_values import finite
 from topoplan.plans.plan import check_collective
 from topoplan.solve.upper_bound import bound
 from topoplan.units import bus_factor, bus_words, counted, number_ranges

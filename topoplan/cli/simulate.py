@@ -34,7 +34,7 @@ from topoplan.model.job_policies import POLICIES, policy_named
 from topoplan.model.jobs import Workload, read_jobs
 from topoplan.model.times_by_size import Crossover, SizeRow, crossover, format_table, sweep
 from topoplan.plans.certificates.exchange import Demand
-from topoplan.plans.json_values import finite
+from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.reading.load import read_text
 from topoplan.schedules.low_latency import direct_sends

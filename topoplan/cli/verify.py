@@ -39,7 +39,7 @@ from topoplan.machine.fabric import channel_words
 from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, check_times
 from topoplan.plans.certificates.certificate import explain_certificate
-from topoplan.plans.json_values import finite, parse_object, read_list, read_object
+from topoplan.plans.file_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans, check_shape
 from topoplan.plans.size_plans import SizePlans

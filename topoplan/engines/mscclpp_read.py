@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from topoplan.errors import PlanError
-from topoplan.plans.json_values import parse_object, read_list, read_object, read_text, read_whole
+from topoplan.plans.file_values import parse_object, read_list, read_object, read_text, read_whole
 
 BUFFERS = ("i", "o", "s")
 CHANNELS = ("memory", "port", "switch")

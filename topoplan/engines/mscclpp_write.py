@@ -45,7 +45,7 @@ from topoplan.engines.mscclpp_write_tasks import (
 from topoplan.errors import UsageError
 from topoplan.model.closed_form import chunk_counts, pipeline
 from topoplan.model.dataflow import dataflow
-from topoplan.plans.json_values import compact
+from topoplan.plans.file_values import compact
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 
 MAX_BLOCK_OPERATIONS = 64

@@ -22,7 +22,7 @@ from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology_json import decode_json
 from topoplan.model.closed_form import clock
-from topoplan.plans.json_values import read_list, read_object
+from topoplan.plans.file_values import read_list, read_object
 from topoplan.plans.size_plans import load_plan
 
 FORMAT = "topoplan.jobs/1"

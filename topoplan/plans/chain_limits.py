@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import capacity_of, leaving, node_set
-from topoplan.plans.json_values import read_list, read_number, read_object, read_text, read_texts, read_whole
+from topoplan.plans.file_values import read_list, read_number, read_object, read_text, read_texts, read_whole
 from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees
 from topoplan.units import TOLERANCE
 

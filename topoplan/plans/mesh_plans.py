@@ -25,7 +25,7 @@ from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import Lengths, certificate_from_object
-from topoplan.plans.json_values import (
+from topoplan.plans.file_values import (
     check_format,
     check_known,
     compact,

@@ -31,7 +31,7 @@ from topoplan.errors import PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric
 from topoplan.machine.topology import Topology, format_value
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object
-from topoplan.plans.json_values import (
+from topoplan.plans.file_values import (
     check_format,
     check_known,
     compact,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import LARGEST_TABLE, group_elements
-from topoplan.plans.json_values import (
+from topoplan.plans.file_values import (
     check_known,
     read_fraction,
     read_list,

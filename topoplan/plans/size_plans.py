@@ -17,7 +17,7 @@ from pathlib import Path
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.chain_limits import ChainLimit, limit_from_object
-from topoplan.plans.json_values import (
+from topoplan.plans.file_values import (
     check_format,
     check_known,
     compact,

@@ -21,7 +21,7 @@ from topoplan.machine import variants
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
-from topoplan.plans.json_values import compact, parse_object, read_list, read_object, read_text, read_whole
+from topoplan.plans.file_values import compact, parse_object, read_list, read_object, read_text, read_whole
 from topoplan.plans.plan import (
     ALL_TO_ALL,
     PLAN_FORMAT_2,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
 from topoplan.machine.fabric import ALL
-from topoplan.plans.json_values import finite
+from topoplan.plans.file_values import finite
 from topoplan.units import bus_factor, number_ranges
 
 NO_RING = "none"

@@ -30,7 +30,7 @@ from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.forest_length import forest_length, zero_length_components
-from topoplan.plans.json_values import (
+from topoplan.plans.file_values import (
     check_known,
     read_fraction,
     read_list,

@@ -46,7 +46,7 @@ from topoplan.plans.certificates.forest_length import (
     distances,
     exchange_length,
 )
-from topoplan.plans.json_values import read_fraction, read_list, read_text, read_texts, read_whole
+from topoplan.plans.file_values import read_fraction, read_list, read_text, read_texts, read_whole
 from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
 from topoplan.plans.shards import Shard, Stage, path_ends, shard_counts
 from topoplan.units import format_seconds, shown

@@ -15,7 +15,7 @@ the end alone (Init COMPLETE), so the lines before it belong to it; later ones p
 connect after Init COMPLETE. The number of ranks is that of the ``comm`` line or of a whole ring, and unknown
 otherwise.
 
-`topoplan.operate.compare.nccl_run` interprets the log on a machine.
+`topoplan.operate.compare.nccl_debug_run` interprets the log on a machine.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.comparison import Attainable, attainable
-from topoplan.operate.compare.measured import JudgedRun, judge, nic_words
+from topoplan.operate.compare.judged_log import JudgedRun, judge, nic_words
 from topoplan.operate.device_matching import gpus_of
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 

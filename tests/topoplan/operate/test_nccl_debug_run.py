@@ -9,7 +9,7 @@ from tests.support.nccl_debug_logs import DebugLog, healthy, over_sockets, witho
 from tests.topoplan.reading.test_debug_log import OLDER
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
-from topoplan.operate.compare.nccl_run import NcclRun, judge_nccl
+from topoplan.operate.compare.nccl_debug_run import NcclRun, judge_nccl
 from topoplan.reading.nccl.debug_log import parse_nccl_log
 
 
