@@ -40,7 +40,9 @@ PAIR = topoplan.cluster([topoplan.Server(DGX, [0, 1, 2], count=2)], nic_gbps=100
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["tcp", "shared", "mpi", "torch"])
+@pytest.mark.parametrize(
+    "backend", ["tcp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("shared", "mpi", "torch"))]
+)
 def test_ranks_wait_for_the_planner_beyond_their_timeout(backend: str, tmp_path: Path) -> None:
     """Half as long again as the timeout; then one error for all, a collective, and one that ranks disagree about."""
     module = {"mpi": "mpi4py", "torch": "torch"}.get(backend)

@@ -86,7 +86,7 @@ OTHER_CALLS: dict[str, dict[str, Any]] = {
     "key": {"key": "other"},
     "wire": {"wire": WireFormat()},
 }
-AGREED = ("density", "exchange")
+AGREED = ("density", "exchange", "wire")
 """What ranks find to differ while one of them plans: then nobody has put a gradient into the sum of a server yet."""
 
 

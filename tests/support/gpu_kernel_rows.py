@@ -76,7 +76,7 @@ def selection() -> str:
         for kind in sorted(DATA):
             check_topk(cupy, kind, dtype, ((1, (0, 1)), (70001, (0, 1, 700, 20000, 70001))))
         check_topk(cupy, "normal", dtype)
-    for dtype in ("float16", "float32", "float64"):
+    for dtype in ("float32", "float64"):
         check_feed(cupy, dtype)
     check_nan_in_topk(cupy)
     check_topk_on_the_current_stream(cupy)

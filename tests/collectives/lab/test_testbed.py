@@ -299,7 +299,7 @@ def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines()[3].startswith("lowest trees  1MB")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @needs_namespaces
 def test_heartbeats_wait_less_with_pacing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All senders of a reduce meet at one port: without pacing its queue is most of what a heartbeat waits for."""

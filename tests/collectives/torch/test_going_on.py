@@ -76,7 +76,9 @@ class Job:
         with Communicator.join(self._door[0], seat=self.seat, wait=SECONDS) as comm:
             try:
                 self.found.append(self._grown(self._exchange(comm, has_it=False), self.has))
-            except (UsageError, ZeroDivisionError) as error:
+            except ZeroDivisionError as error:  # and the others hear of it when the communicator closes
+                self.found.append(str(error))
+            except UsageError as error:
                 self.found.append(str(error))
                 assert self._over.wait(SECONDS)
 
