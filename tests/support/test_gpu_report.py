@@ -108,6 +108,7 @@ ENDINGS["saved-before"] = ("ok", " ".join(ENDINGS))
 """Verdict and text of each row of `failing_gpu_rows`; the last one says what the file held before it."""
 
 
+@pytest.mark.thorough
 def test_rows_fail_alone_and_leave_output_and_stacks_and_no_process(tmp_path: Path) -> None:
     command = [
         sys.executable,

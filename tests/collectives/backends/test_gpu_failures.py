@@ -83,6 +83,7 @@ def test_refuses_different_settings_before_anything_moves(machine: Machine, cupy
     assert machine.launches == 0
 
 
+@pytest.mark.thorough
 def test_a_rank_that_stays_away_is_named_by_all_others(machine: Machine, cupy: ModuleType) -> None:
     machine.gpus = 4
     release = threading.Event()
@@ -145,6 +146,7 @@ def test_an_nccl_error_ends_later_calls_too(machine: Machine, cupy: ModuleType, 
     assert all("failed in an earlier collective" in str(result) for result in results), results
 
 
+@pytest.mark.thorough
 def test_control_messages_between_collectives_are_agreed(machine: Machine, cupy: ModuleType) -> None:
     """A text of any length; ranks that do different things, or mean different collectives, are named."""
     machine.gpus = 3
@@ -223,6 +225,7 @@ def test_an_error_of_the_gpu_is_told_by_the_rank_that_met_it(machine: Machine, c
     assert any("the GPU failed: CUDARuntimeError('cudaError 700')" in str(result) for result in results)
 
 
+@pytest.mark.thorough
 def test_communicators_are_not_aborted_beside_a_running_call(machine: Machine, cupy: ModuleType) -> None:
     """Rank 2 comes to its first message after the others have given up, so they cannot connect to it."""
     machine.gpus = 3
