@@ -144,6 +144,11 @@ def _offset(record: np.dtype[np.void], name: str) -> int:
     return record.fields[name][1]
 
 
+def word_of(record: np.dtype[np.void], name: str) -> int:
+    """Return the place of a field among the words of its record."""
+    return _offset(record, name) // 8
+
+
 HEADER_BYTES, CREDIT_BYTES = 32, 24
 LINK_BYTES, HEADER_AT, CREDIT_AT = LINK.itemsize, _offset(LINK, "header"), _offset(LINK, "credit")
 CLOCK_AT, ARGUMENTS_AT, MESSAGE_AT = (_offset(EXCHANGE, name) for name in ("clock", "arguments", "message"))
