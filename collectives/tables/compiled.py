@@ -28,6 +28,18 @@ COMPILE_SECONDS = 30.0
 Word = Any
 """A number of 64 bits in compiled loops, where int and NumPy's scalars are one."""
 
+Records = Any
+"""An array of records, whose fields are attributes in compiled loops."""
+
+
+def words(*names: str | tuple[str, int]) -> list[Any]:
+    """Return the fields of a record of words of 64 bits; a name may come with their number.
+
+    >>> words("row", ("clock", 2))
+    [('row', 'i8'), ('clock', 'i8', (2,))]
+    """
+    return [(name, "i8") if isinstance(name, str) else (name[0], "i8", (name[1],)) for name in names]
+
 
 def compiled(loop: Loop) -> Loop:
     """Return the loop as machine code, compiled at its first call with arguments of these types.

@@ -34,7 +34,7 @@ from topoplan.plans.file_values import (
     read_texts,
     read_whole,
 )
-from topoplan.units import name_ranges
+from topoplan.units import name_ranges, shown
 
 OPERATIONS = ("reduce", "broadcast", "gather")
 """Operations of a stage; data runs towards the root in a reduce, and away from it in the others."""
@@ -440,6 +440,19 @@ def moved_shard(shard: Shard, vertices: Sequence[int], names: Mapping[str, str])
         there = Stage(stage.op, vertices[stage.root], edges, stage.entries)
         stages.append(replace(there, edges=there.top_down()))
     return Shard(shard.share, tuple(stages))
+
+
+LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
+"""Range of the bytes of entries for each byte of a shard."""
+
+
+def check_entries(entries: Fraction) -> None:
+    """Raise PlanError if a size of entries is not between `LEAST_ENTRIES` and `MOST_ENTRIES`."""
+    if not LEAST_ENTRIES <= entries <= MOST_ENTRIES:
+        raise PlanError(
+            f"{shown(entries)} bytes of entries for a byte of the shard must be from {float(LEAST_ENTRIES):g} to "
+            f"{MOST_ENTRIES}"
+        )
 
 
 def path_ends(shard: Shard) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from topoplan.machine.routing import staged
 from topoplan.plans.certificates.certificate import Channels
 from topoplan.plans.loads import edge_links, full_links, link_loads, rate_of_loads
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, ROOTED, Plan, Plans
-from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, owner_of, path_ends
+from topoplan.plans.shards import OPERATIONS, ImageShards, Shard, Stage, check_entries, owner_of, path_ends
 from topoplan.units import TOLERANCE, nearest_float, shown
 
 MANY = 1 << 40
@@ -235,8 +235,6 @@ def _check_trees(shard: Shard, number: int, size: int, *, sparse: bool = False) 
             raise PlanError("a gather moves entries, and the stage says none", shard=number, stage=position)
         try:
             if stage.entries is not None:
-                from topoplan.plans.certificates.exchange import check_entries
-
                 check_entries(stage.entries)
             stage.check_ranks(size)
             stage.top_down()
@@ -430,12 +428,8 @@ def exchanged(shard: Shard) -> Iterator[tuple[int, list[int], dict[int, list[int
 def _check_sparse(plan: Plan, fabric: Fabric) -> None:
     """Check that a sparse plan can run, and meets the assumptions of its certificate."""
     certificate = plan.certificate
-    if not (plan.sparse or certificate.of_entries):
-        return
-    from topoplan.plans.certificates.exchange import SparseCertificate
-
     if not plan.sparse:
-        if isinstance(certificate, SparseCertificate):
+        if certificate.of_entries:
             raise PlanError("the certificate bounds plans that move entries, and this one moves none")
         return
     if plan.collective != "allreduce":
@@ -443,6 +437,8 @@ def _check_sparse(plan: Plan, fabric: Fabric) -> None:
     from topoplan.plans.structure import rounds
 
     rounds(plan)  # rejects shards that cannot run in parallel
+    from topoplan.plans.certificates.exchange import SparseCertificate
+
     if not isinstance(certificate, SparseCertificate):
         raise PlanError(
             "the certificate bounds plans that move elements; entries, inside server or between servers bound this one"

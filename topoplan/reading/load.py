@@ -32,17 +32,24 @@ if TYPE_CHECKING:
 
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16", b"\xef\xbb\xbf": "utf-8-sig"}
 
+ROCM_TITLES = {
+    "access": r"ACCESS TABLE:|Link accessibility between two GPUs",
+    "weight": r"WEIGHT TABLE:|Weight between two GPUs",
+    "hops": r"HOPS TABLE:|Hops between two GPUs",
+    "type": r"LINK TYPE TABLE:|Link Type between two GPUs",
+    "bandwidth": r"NUMA BW TABLE:|Bandwidth between two GPUs",
+    "numa": r"Numa Nodes",
+}
+"""Titles of the tables that are parsed, amd-smi's and rocm-smi's."""
+
+SLURM = ("topology.conf", "topology.yaml")
+
 _FORMS = {
     "json": re.compile(r"\A\{"),
     "nccl": re.compile(r"\A<"),
-    "slurm": re.compile(
-        r"(?im)^[ \t]*(?:SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*="
-        r"|^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:"
-    ),
-    "rocm-smi": re.compile(
-        r"(?:ACCESS|WEIGHT|HOPS|LINK TYPE|NUMA BW) TABLE:|Link accessibility between two GPUs|Numa Nodes"
-        r"|(?:Weight|Hops|Link Type|Bandwidth) between two GPUs"
-    ),
+    "topology.conf": re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*="),
+    "topology.yaml": re.compile(r"(?m)^(?:---[ \t]*\n)?[ \t]*-[ \t]+topology[ \t]*:"),
+    "rocm-smi": re.compile("|".join(ROCM_TITLES.values())),
 }
 """Formats with a reader of their own, and how a text of each is recognised; nvidia-smi's reader takes all others."""
 
@@ -191,7 +198,7 @@ def _read_machine(
 
             topology = with_capable(parse_nccl_xml(text, gpu_ids=gpu_ids, **rates))
             return replace(topology, name=name) if name and topology.name == UNNAMED else topology
-        if form == "slurm":
+        if form in SLURM:
             raise UsageError(
                 "it states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with "
                 "--server dgx-h100, and other commands in a topoplan.cluster/1 file with a tree in its network"
@@ -212,7 +219,7 @@ def form_of(text: str) -> str:
     """Return the format of a text: a key of `_FORMS`, ``nvidia-smi`` for all others, and nothing for an empty text.
 
     >>> form_of("SwitchName=s1 Nodes=n[1-2]"), form_of("GPU0 GPU1"), form_of(" {}")
-    ('slurm', 'nvidia-smi', 'json')
+    ('topology.conf', 'nvidia-smi', 'json')
     """
     text = text.lstrip("\ufeff \t\r\n")
     found = (form for form, pattern in _FORMS.items() if pattern.search(text))
@@ -233,7 +240,7 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
     ``which`` selects one of several topologies by its name. Errors are those of `load`.
     """
     text, where, name, _ = _find(source)
-    if form_of(text) != "slurm":
+    if form_of(text) not in SLURM:
         return None
     from topoplan.reading.slurm import parse_slurm
 

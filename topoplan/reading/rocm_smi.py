@@ -29,22 +29,13 @@ from topoplan.machine.hardware import PCIE_X16, SOCKET, checked_rate
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links, plain_bus_id
 from topoplan.machine.routing import has_peer_access, without_peer_access
 from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.reading.load import ROCM_TITLES
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
 from topoplan.units import listed, several
 
 _SERVER = "s0"
 
-_TITLES = {
-    "access": r"ACCESS TABLE:|Link accessibility between two GPUs",
-    "weight": r"WEIGHT TABLE:|Weight between two GPUs",
-    "hops": r"HOPS TABLE:|Hops between two GPUs",
-    "type": r"LINK TYPE TABLE:|Link Type between two GPUs",
-    "bandwidth": r"NUMA BW TABLE:|Bandwidth between two GPUs",
-    "numa": r"Numa Nodes",
-}
-"""Titles of the tables that are parsed, amd-smi's and rocm-smi's."""
-
-_TITLE = re.compile("|".join(f"(?P<{key}>{pattern})" for key, pattern in _TITLES.items()))
+_TITLE = re.compile("|".join(f"(?P<{key}>{pattern})" for key, pattern in ROCM_TITLES.items()))
 _OTHER_TITLE = re.compile(r"[A-Z][A-Z -]* TABLE:|Legend:|=+ .* =+|=+")
 _GPU = re.compile(r"GPU\d+|[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]")
 _NODE = re.compile(r"GPU\[(\d{1,6})\]\s*:\s*\(Topology\) Numa Node:\s*(-?\d{1,9})\b")

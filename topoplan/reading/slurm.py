@@ -29,6 +29,7 @@ from math import prod
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.named_nodes import DEEPEST, NodeNetwork
+from topoplan.reading.load import form_of
 
 MOST_HOSTS = 65_536
 """Largest number of names in one list: more is a typing error."""
@@ -195,7 +196,6 @@ def read_yaml(text: str) -> object:
     return value_of(root, 0)
 
 
-_CONF = re.compile(r"(?im)^[ \t]*(SwitchName|BlockName|BlockSizes|AggregatedBlock)[ \t]*=")
 _PAIR = re.compile(r"([A-Za-z]+)=(\S+)")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -247,7 +247,7 @@ def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:
     >>> found.switches, found.nodes
     ((('s1', 'top'), ('s2', 'top'), ('top', '')), (('n8', 's2'), ('n9', 's1'), ('n10', 's1')))
     """
-    if _CONF.search(text):
+    if form_of(text) == "topology.conf":
         if which:
             raise UsageError(
                 f"topology {which!r} is not in a topology.conf, which holds one without a name; leave the name out"

@@ -12,8 +12,6 @@ once. An operation that needs Python ends the call, which continues there when i
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,6 +49,7 @@ from collectives.peers.control_page import (
 )
 from collectives.peers.control_plane import LENGTH
 from collectives.tables.compiled import (
+    Records,
     Word,
     add_to_word,
     call_numpy,
@@ -127,8 +126,6 @@ _memcpy = from_system("memcpy", arguments=3)
 _memcmp = from_system("memcmp", arguments=3)
 
 Numbers = NDArray[np.int64]
-Records = Any
-"""An array of records, whose fields are attributes for numba."""
 
 
 @compiled

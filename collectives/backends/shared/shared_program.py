@@ -25,6 +25,7 @@ from collectives.backends.shared.values import (
     slots_of,
 )
 from collectives.peers.control_page import HostPlacement
+from collectives.tables.compiled import words
 from collectives.tables.transfer_table import Given, TransferTable, place_in, stream_of, streams
 
 Numbers = NDArray[np.int64]
@@ -51,30 +52,28 @@ FETCHED_BLOCK = 64 << 10
 """Bytes of a block if inputs are read from other processes."""
 
 
-def _words(*names: str) -> np.dtype[np.void]:
-    return np.dtype([(name, np.int64) for name in names])
-
-
-OPERATION = _words(
-    "row",  # of the table
-    "kind",
-    "together",  # operations from here on that are done together, block by block
-    "first_wait",  # of the group
-    "last_wait",  # exclusive
-    "first_input",
-    "last_input",  # exclusive
-    "memory",  # target, -1 for sending
-    "offset",  # in bytes
-    "bytes",
-    "message",  # number of the message that it sends or waits for, or -1
-    "post",  # progress to publish after it, or 0
+OPERATION = np.dtype(
+    words(
+        "row",  # of the table
+        "kind",
+        "together",  # operations from here on that are done together, block by block
+        "first_wait",  # of the group
+        "last_wait",  # exclusive
+        "first_input",
+        "last_input",  # exclusive
+        "memory",  # target, -1 for sending
+        "offset",  # in bytes
+        "bytes",
+        "message",  # number of the message that it sends or waits for, or -1
+        "post",  # progress to publish after it, or 0
+    )
 )
 
-PREREQUISITE = _words("place", "least", "row")
+PREREQUISITE = np.dtype(words("place", "least", "row"))
 """The place of the awaited rank among those of the host, the progress that it must have published, and the row that
 needs it."""
 
-INPUT = _words("memory", "offset")
+INPUT = np.dtype(words("memory", "offset"))
 """A memory, and a byte of it."""
 
 Place = tuple[int, int]

@@ -14,14 +14,21 @@ import errno
 import select
 import socket
 import sys
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from collectives.peers.control_page import SHOWABLE
 from collectives.peers.control_plane import LENGTH
-from collectives.tables.compiled import Word, call_numpy, compiled, compiled_by_one, from_system
+from collectives.tables.compiled import (
+    Records,
+    Word,
+    call_numpy,
+    compiled,
+    compiled_by_one,
+    from_system,
+    words,
+)
 
 TAKEN_NUMBERS = 955512967
 """A checksum of the numbers imported here: cached machine code depends on this file alone."""
@@ -40,101 +47,107 @@ LINGERING = 50_000
 """Nanoseconds for which a rank yields its processor before it sleeps while chunks move."""
 
 
-def _words(*names: str | tuple[str, int], errno: bool = False) -> np.dtype[np.void]:
-    """Return the record type of words of 64 bits, a name with their number or one, after the system's ``errno``."""
-    fields: list[Any] = [("errno", np.int32), ("unused", np.int32)] if errno else []
-    fields += [(name, np.int64) if isinstance(name, str) else (name[0], np.int64, name[1]) for name in names]
-    return np.dtype(fields)
+_HEAD = [("errno", np.int32), ("unused", np.int32), *words(("clock", 2))]
+"""Begins the state of a barrier and of an exchange: the system's last error, and a time."""
 
-
-BARRIER = _words(
-    ("clock", 2),
-    "round",
-    "sent",  # bytes of the round
-    "got",
-    "rank",
-    "ranks",
-    "given",  # bytes of each input
-    "source",  # address of the input
-    "outbox",  # addresses of the outgoing note, the incoming note and all inputs in the end
-    "inbox",
-    "shown",
-    "rests",  # when the processor may be yielded again
-    errno=True,
+BARRIER = np.dtype(
+    [
+        *_HEAD,
+        *words(
+            "round",
+            "sent",  # bytes of the round
+            "got",
+            "rank",
+            "ranks",
+            "given",  # bytes of each input
+            "source",  # address of the input
+            "outbox",  # addresses of the outgoing note, the incoming note and all inputs in the end
+            "inbox",
+            "shown",
+            "rests",  # when the processor may be yielded again
+        ),
+    ]
 )
 """The state of a barrier."""
 
-STREAM = _words(
-    "number",  # the same on all ranks
-    "first",  # first element in the rank's input
-    "length",  # elements
-    "chunk",  # elements of a chunk
-    "chunks",
-    "adds",  # arriving chunks are added
-    "own",  # the rank has received nothing yet there: it sends its input, or adds to it
-    "place",  # first element in the result, or among the partial sums
-    "slots",  # partial sums, 0 for the result
-    "slot",  # elements of a partial sum
-    "written",  # stream that must have been joined here before a chunk is sent, or -1
-    "window",  # chunks that may be under way, or 0 for all
-    "first_before",  # rows of `befores` that must precede a join
-    "last_before",
-    "kept",  # first place of the ring of arrived buffers
-    "keeps",  # places of that ring
-    "first_chunk",  # number of its first chunk among those of all streams
+STREAM = np.dtype(
+    words(
+        "number",  # the same on all ranks
+        "first",  # first element in the rank's input
+        "length",  # elements
+        "chunk",  # elements of a chunk
+        "chunks",
+        "adds",  # arriving chunks are added
+        "own",  # the rank has received nothing yet there: it sends its input, or adds to it
+        "place",  # first element in the result, or among the partial sums
+        "slots",  # partial sums, 0 for the result
+        "slot",  # elements of a partial sum
+        "written",  # stream that must have been joined here before a chunk is sent, or -1
+        "window",  # chunks that may be under way, or 0 for all
+        "first_before",  # rows of `befores` that must precede a join
+        "last_before",
+        "kept",  # first place of the ring of arrived buffers
+        "keeps",  # places of that ring
+        "first_chunk",  # number of its first chunk among those of all streams
+    )
 )
 """A stream at one of its ends. Streams are sorted by link."""
 
-BEFORE = _words("stream", "lag")
+BEFORE = np.dtype(words("stream", "lag"))
 """A chunk may be joined once the stream has done the chunk so many before it."""
 
-PROGRESS = _words("done", "come", "credited")
+PROGRESS = np.dtype(words("done", "come", "credited"))
 """The state of a stream in chunks: sent or joined; arrived; and acknowledged by the destination."""
 
-LINK = _words(
-    "descriptor",  # of the connection, -1 before it is open
-    "leaves",  # chunks leave here
-    "first_stream",
-    "last_stream",  # exclusive
-    "left",  # chunks that have yet to be moved
-    "pace",  # bytes per second, 0 for no limit
-    "over",  # when the next chunk may leave
-    "stream",  # of the chunk that is being moved, -1 for none; so are the next five
-    "moved",  # bytes of header and chunk
-    "at",  # address
-    "bytes",
-    "buffer",  # in which it arrives, -1 for its own place
-    "back",  # bytes of a credit that have come
-    "came_at",  # when the chunk began to come
-    ("header", 4),  # call, stream, chunk, bytes
-    ("credit", 3),  # call, stream, chunks joined
+LINK = np.dtype(
+    words(
+        "descriptor",  # of the connection, -1 before it is open
+        "leaves",  # chunks leave here
+        "first_stream",
+        "last_stream",  # exclusive
+        "left",  # chunks that have yet to be moved
+        "pace",  # bytes per second, 0 for no limit
+        "over",  # when the next chunk may leave
+        "stream",  # of the chunk that is being moved, -1 for none; so are the next five
+        "moved",  # bytes of header and chunk
+        "at",  # address
+        "bytes",
+        "buffer",  # in which it arrives, -1 for its own place
+        "back",  # bytes of a credit that have come
+        "came_at",  # when the chunk began to come
+        ("header", 4),  # call, stream, chunk, bytes
+        ("credit", 3),  # call, stream, chunks joined
+    )
 )
 """A link of the rank."""
 
-EXCHANGE = _words(
-    ("clock", 2),
-    "left",  # chunks that have yet to be sent or joined
-    "call",  # number of the collective
-    "item",  # bytes of an element
-    "given_at",  # addresses
-    "result_at",
-    "partial_at",
-    "buffers_at",
-    "buffer_bytes",
-    "free",  # free buffers
-    "kept_chunks",  # arrived chunks that wait for their join
-    "join",  # address of the loop that joins, 0 for Python
-    "join_data",  # numpy's data of that loop
-    "aside",  # stream whose chunk Python must join
-    "done_aside",  # Python has joined it
-    "touched",  # time of the last progress
-    "trouble",  # link that ended the call
-    "rests",  # when the processor may be yielded again
-    "shut",  # a window was found closed
-    ("arguments", 7),  # of numpy's loops
-    ("message", 7),  # a message of the system (``struct msghdr``)
-    ("parts", 4),  # and its two parts
-    errno=True,
+EXCHANGE = np.dtype(
+    [
+        *_HEAD,
+        *words(
+            "left",  # chunks that have yet to be sent or joined
+            "call",  # number of the collective
+            "item",  # bytes of an element
+            "given_at",  # addresses
+            "result_at",
+            "partial_at",
+            "buffers_at",
+            "buffer_bytes",
+            "free",  # free buffers
+            "kept_chunks",  # arrived chunks that wait for their join
+            "join",  # address of the loop that joins, 0 for Python
+            "join_data",  # numpy's data of that loop
+            "aside",  # stream whose chunk Python must join
+            "done_aside",  # Python has joined it
+            "touched",  # time of the last progress
+            "trouble",  # link that ended the call
+            "rests",  # when the processor may be yielded again
+            "shut",  # a window was found closed
+            ("arguments", 7),  # of numpy's loops
+            ("message", 7),  # a message of the system (``struct msghdr``)
+            ("parts", 4),  # and its two parts
+        ),
+    ]
 )
 """The state of an exchange."""
 
@@ -149,7 +162,7 @@ def word_of(record: np.dtype[np.void], name: str) -> int:
     return _offset(record, name) // 8
 
 
-HEADER_BYTES, CREDIT_BYTES = 32, 24
+HEADER_BYTES, CREDIT_BYTES = LINK["header"].itemsize, LINK["credit"].itemsize
 LINK_BYTES, HEADER_AT, CREDIT_AT = LINK.itemsize, _offset(LINK, "header"), _offset(LINK, "credit")
 CLOCK_AT, ARGUMENTS_AT, MESSAGE_AT = (_offset(EXCHANGE, name) for name in ("clock", "arguments", "message"))
 
@@ -169,8 +182,6 @@ _memcmp = from_system("memcmp", arguments=3)
 _error_location = from_system("__error" if sys.platform == "darwin" else "__errno_location", arguments=0)
 
 Numbers = NDArray[np.int64]
-Records = Any
-"""An array of records, whose fields are attributes for numba."""
 
 
 @compiled
@@ -657,9 +668,9 @@ def _would_wait(frame: Records) -> bool:
 
 def compile_ahead() -> None:
     """Compile `barrier` and `exchange`, or load them, before any peer waits for this rank."""
-    polled, words = np.zeros((1, 4), dtype=np.int16), np.zeros((0, 2), dtype=np.int64)
+    polled, pairs = np.zeros((1, 4), dtype=np.int16), np.zeros((0, 2), dtype=np.int64)
     streams, befores, links, progress = (np.zeros(0, kind) for kind in (STREAM, BEFORE, LINK, PROGRESS))
     barrier_frame, frame, none = np.zeros(1, BARRIER), np.zeros(1, EXCHANGE), np.zeros(0, dtype=np.int64)
     with compiled_by_one(exchange):
-        barrier(words, barrier_frame, polled)
-        exchange(streams, befores, links, progress, none, none, frame, polled, words)
+        barrier(pairs, barrier_frame, polled)
+        exchange(streams, befores, links, progress, none, none, frame, polled, pairs)

@@ -246,7 +246,7 @@ def test_nodes_that_nothing_joins_or_that_are_not_there_are_refused() -> None:
 def test_a_file_is_recognised_and_as_a_machine_refused_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "topology.conf"
     path.write_text(CONF)
-    assert form_of(CONF) == form_of(YAML) == "slurm"
+    assert (form_of(CONF), form_of(YAML)) == ("topology.conf", "topology.yaml")
     found = load_network(path)
     assert isinstance(found, NodeNetwork)
     assert found.name == "topology"

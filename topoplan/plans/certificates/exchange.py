@@ -48,7 +48,7 @@ from topoplan.plans.certificates.forest_length import (
 )
 from topoplan.plans.file_values import read_fraction, read_list, read_text, read_texts, read_whole
 from topoplan.plans.minimum_trees import equivalent_vertices, inner_sets, set_count
-from topoplan.plans.shards import Shard, Stage, path_ends, shard_counts
+from topoplan.plans.shards import Shard, Stage, check_entries, path_ends, shard_counts
 from topoplan.units import format_seconds, shown
 
 DemandMatrix = tuple[tuple[int, ...], ...]
@@ -140,10 +140,6 @@ class Demand(Certificate):
             raise PlanError(f"the certificate's demand has other than {size} rows of {size}")
         if min(map(min, self.demand)) < 0 or not any(map(any, self.demand)):
             raise PlanError("the certificate's demand must be zero or more bytes, and some above")
-
-
-LEAST_ENTRIES, MOST_ENTRIES = Fraction(1, 10**9), 10**6
-"""Range of the bytes of entries for each byte of a shard."""
 
 
 class SparseCertificate(Certificate):
@@ -298,15 +294,6 @@ class BetweenServersBound(ServerBound):
 def inside_channels(fabric: Fabric) -> tuple[str, ...]:
     """Return the channels of a fabric over which elements of sparse plans may move."""
     return tuple(channel for channel in fabric.channels if channel != "network")
-
-
-def check_entries(entries: Fraction) -> None:
-    """Raise PlanError if a size of entries is not between `LEAST_ENTRIES` and `MOST_ENTRIES`."""
-    if not LEAST_ENTRIES <= entries <= MOST_ENTRIES:
-        raise PlanError(
-            f"{shown(entries)} bytes of entries for a byte of the shard must be from {float(LEAST_ENTRIES):g} to "
-            f"{MOST_ENTRIES}"
-        )
 
 
 def _read_entries(value: dict[str, object]) -> Fraction:
