@@ -21,6 +21,7 @@ from tests.support.fake_streams import Machine  # noqa: E402
 from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by  # noqa: E402
 from tests.support.gpu_ranks import cupy, floats, machine, outcome  # noqa: E402
 from tests.support.hand_plans import forest_plan  # noqa: E402
+from tests.support.job_meeting import as_threads
 from topoplan.errors import BackendError, UsageError  # noqa: E402
 
 __all__ = ["cupy", "machine"]
@@ -63,29 +64,19 @@ def on_every_rank(
     cupy: ModuleType, task: Callable[[Communicator, int], Any], *, engine: str = "auto", **options: Any
 ) -> list[Any]:
     """What the task returns or raises on each rank; what is said instead where there are no windows."""
-    together, results = Together(RANKS), [None] * RANKS
-    plan = forest_plan(RANKS, "allreduce", "binary")
+    together, plan = Together(RANKS), forest_plan(RANKS, "allreduce", "binary")
 
-    def be(rank: int) -> None:
-        try:
-            with cupy.cuda.Device(rank):
-                job = backend_selection.GroupMembers(together.gather(rank), rank, RANKS, 20.0)
-                devices = [torch.device("cuda", rank)]
-                made, about = backend_selection.window_backend(job, devices, None, engine=engine, exact=True)
-                if made is None:
-                    results[rank] = about
-                    return
-                with Communicator(plan, made, timeout=20.0, **options) as comm:
-                    results[rank] = task(comm, rank)
-        except Exception as error:
-            results[rank] = error
+    def be(rank: int) -> Any:
+        with cupy.cuda.Device(rank):
+            job = backend_selection.GroupMembers(together.gather(rank), rank, RANKS, 20.0)
+            devices = [torch.device("cuda", rank)]
+            made, about = backend_selection.window_backend(job, devices, None, engine=engine, exact=True)
+            if made is None:
+                return about
+            with Communicator(plan, made, timeout=20.0, **options) as comm:
+                return task(comm, rank)
 
-    threads = [threading.Thread(target=be, args=[rank]) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    return as_threads(RANKS, be)
 
 
 def test_tensors_are_summed_in_place_with_the_bits_of_loopback(machine: Machine, gpus: ModuleType) -> None:
