@@ -21,7 +21,7 @@ from tests.support.fake_streams import Machine  # noqa: E402
 from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by  # noqa: E402
 from tests.support.gpu_ranks import cupy, floats, machine, outcome  # noqa: E402
 from tests.support.hand_plans import forest_plan  # noqa: E402
-from tests.support.job_meeting import as_threads
+from tests.support.job_meeting import as_threads  # noqa: E402
 from topoplan.errors import BackendError, UsageError  # noqa: E402
 
 __all__ = ["cupy", "machine"]
