@@ -79,9 +79,9 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a machine before a row runs."""
+    """The facts of a machine before a row runs."""
 
-    trouble: str  # why there is no GPU; empty where there is one
+    trouble: str  # why no GPU is usable; empty if one is
     gpus: int = 0
     libraries: frozenset[str] = frozenset()  # that can be found by name
     tools: Mapping[str, str] = field(default_factory=dict)  # programs of CUDA, and where they are
@@ -118,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a row."""
+    """The outcome of a row."""
 
     name: str
     verdict: str  # "ok", "missed" (a goal), "failed", "cannot run", or "not run" (no time was left)

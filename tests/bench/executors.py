@@ -72,7 +72,7 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What is timed."""
+    """The timed calls."""
 
     name: str  # in the table
     # ``kind`` of `tests.bench.executor_rank`, and its settings but for the number of ranks

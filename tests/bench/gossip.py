@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run came to."""
+    """The outcome of a run."""
 
     loss: float  # mean of the workers' losses, above the best one
     loss_of_mean: float  # of the mean of their parameters, which `finish` gives

@@ -43,7 +43,7 @@ class TooLongError(BaseException):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a reader's mutations."""
+    """The outcomes of a reader's mutations."""
 
     read: int = 0
     refused: int = 0

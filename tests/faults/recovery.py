@@ -75,7 +75,7 @@ NETWORKS = ("10.9.9.2", "10.9.9.3")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What happens to a job."""
+    """The failures of a job."""
 
     backend: str
     size: int

@@ -51,7 +51,7 @@ class Training:
     deaths: Mapping[int, tuple[int, float]]
     steps: int = 12
     options: Mapping[str, Any] = field(default_factory=dict)  # of the synchronizer
-    back: int | None = None  # the step before which others have come in the places of those that died
+    back: int | None = None  # the step before which others have taken the places of the dead ranks
     # the broadcast in which rank 0 dies when it gives others what they need; its place is taken again then,
     # too
     giving: int | None = None

@@ -82,7 +82,7 @@ def of_cases(ranks: int) -> list[list[str]]:
 
 @scenario(6)
 def results_are_loopbacks_bit_for_bit() -> None:
-    """Of groups of 2 to 6 ranks; the contract of four has every dtype and reduction."""
+    """Groups of 2 to 6 ranks; the contract of four has every dtype and reduction."""
     for ranks in range(2, 7):
         every: list[Any] = [None] * 6
         dist.all_gather_object(every, of_cases(ranks))
@@ -182,7 +182,7 @@ def rounded_by_loopback(rank: int) -> list[list[str]]:
 
 @scenario(6)
 def sparse_allreduces_and_residuals_are_loopbacks_bit_for_bit() -> None:
-    """Of four ranks: of float32, and the bits that bfloat16 gradients give."""
+    """Float32 of four ranks, and the bits of bfloat16 gradients."""
     if 4 in backends():
         comm = Communicator(TWO_SERVERS, backends()[4])
         (rank,) = comm.ranks

@@ -1,6 +1,6 @@
 """The machine that runs PTX on this processor: what each of its checks finds and lets pass.
 
-What it computes is compared with numpy by `tests.ptx.test_ptx_kernels`, on the instructions that kernels have.
+Its results are compared with numpy by `tests.ptx.test_ptx_kernels`, on the instructions that kernels have.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ SAMPLE = (
 
 
 DEFAULT = (0, 12, 15, 27, 38)
-"""Of the sample in the default run: large, small, direct stores, a switch, and messages."""
+"""The sample of the default run: large, small, direct stores, a switch, and messages."""
 
 PAIR = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
 ALONE = (

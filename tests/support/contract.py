@@ -95,7 +95,7 @@ def fitting(collective: str, ranks: int, count: int) -> int:
 
 
 def inputs(case: Case) -> list[NDArray[Any]]:
-    """What each rank puts in: numbers that do not add up exactly, of both signs, with a NaN where there can be."""
+    """Return the input of each rank: numbers of both signs with inexact sums, with a NaN if the type has one."""
     generator = np.random.default_rng(zlib.crc32(repr(case).encode()))
     arrays = []
     for rank in range(case.ranks):
@@ -124,7 +124,7 @@ def collective_of(comm: Communicator, case: Case) -> Callable[..., Any]:
 
 
 def digest(result: NDArray[Any] | None) -> str:
-    """What two equal results have in common; any NaN is as good as another."""
+    """Return a key that equal results share; all NaNs are equal."""
     if result is None:
         return "none"
     if result.dtype.kind in "fc":
@@ -197,7 +197,7 @@ MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
         ones(40, "f4"), density=2 if odd else 0.1, key="density"
     ),
 }
-"""What rank 1 does otherwise."""
+"""The differences of rank 1."""
 
 DIFFER = ("count", "dtype", "op", "root", "collective", "shape", "plan", "chunk")
 """Mistakes of which the error names the argument."""
@@ -261,7 +261,7 @@ def check_refusals(ranks: list[dict[str, tuple[str, Any, Any]]]) -> None:
 
 MESH = topoplan.plan_mesh(topoplan.load("dgx-1v"), {"dp": 2, "tp": 2}, gpus=[0, 1, 2, 3])
 SUMS_OF_MESH = [[4.0, 3.0, 10.0], [6.0, 3.0, 10.0], [4.0, 7.0, 10.0], [6.0, 7.0, 10.0]]
-"""Of ranks 1 to 4 along dp, along tp, and over all."""
+"""Sums of ranks 1 to 4 along dp, along tp, and over all."""
 
 
 def sums_of_mesh(comm: Communicator) -> list[float]:

@@ -72,7 +72,7 @@ def close_behind_a_graph() -> str:
 
 
 def said(text: str, task: str) -> dict[int, str]:
-    """What each rank has printed of a task."""
+    """Return the output of each rank for a task."""
     return {
         int(rank): words for rank, words in re.findall(rf"^rank (\d+): {task}: (.*)$", text, re.MULTILINE)
     }

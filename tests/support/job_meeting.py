@@ -46,7 +46,7 @@ class Meeting:
 
 
 def as_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """What the body returns, or raises, for each rank, each a thread."""
+    """Return the body's result or exception for each rank, a thread each."""
     results: list[Any] = [None] * size
 
     def work(rank: int) -> None:

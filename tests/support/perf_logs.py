@@ -36,7 +36,7 @@ def number(value: float, width: int) -> str:
 
 @dataclass(frozen=True)
 class PerfLog:
-    """What a run prints."""
+    """Return the output of a run."""
 
     test: str = "all_reduce"  # without ``_perf``
     hosts: Sequence[tuple[str, Sequence[int]]] = (("node1", range(8)),)  # devices of the ranks on each host

@@ -299,7 +299,7 @@ def printed(folder: Path, library: str, script: str, *flags: str) -> list[str]:
 
 @pytest.mark.thorough
 def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
-    """What is made of a communicator is found where NCCL writes it, when it does."""
+    """Results of a communicator's calls are found at NCCL's addresses, once NCCL has written them."""
     lines = printed(tmp_path, SHRINKS_LATE, SHRINKS)
     assert lines == [
         "revoke 0",

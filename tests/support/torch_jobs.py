@@ -46,7 +46,7 @@ def torchrun(
 def told_by_all(
     program: str, folder: Path, *, ranks: int, plan: str | None = None, killed: tuple[int, ...] = ()
 ) -> Told:
-    """What every rank of a job that ends well has written; without torchrun, its processes are forked.
+    """Return the output of every rank of a successful job; without torchrun, its processes are forked.
 
     Ranks that are ``killed`` must be, by a signal, and the others end by themselves.
     """

@@ -1,4 +1,4 @@
-"""What every back end must do: each collective, size, root, type and reduction with the bits of loopback."""
+"""The contract of every back end: each collective, size, root, type and reduction with the bits of loopback."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def in_threads(listed: Sequence[Case], opened: Callable[[int, str], Any], **arra
 
 
 def on_ranks(body: Callable[[Any], Any], opened: Callable[[int, str], Any]) -> list[Any]:
-    """What the body returns with the back end of each rank, a thread."""
+    """Return the body's result with the back end of each rank, a thread."""
 
     def be(rank: int) -> Any:
         backend = opened(rank, meeting.address)
@@ -155,7 +155,7 @@ def test_ranks_that_differ_refuse_and_continue(
 
 
 def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:
-    """What a process finds that is one rank of all groups in turn."""
+    """Return the results of a process that is one rank of all groups in turn."""
     arrays: dict[str, Any] = {}
     if backend == "torch":
         import torch

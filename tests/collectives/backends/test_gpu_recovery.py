@@ -67,7 +67,7 @@ def bits(plan: Plan, arrays: list[np.ndarray], ranks: tuple[int, ...]) -> bytes:
 def recovered(
     machine: Machine, cupy: ModuleType, size: int, left: tuple[int, ...], task: Any, **options: Any
 ) -> list[Any]:
-    """What the task returns on each rank, plan and sum first; survivors have their plan's bits, and all is closed."""
+    """Return the task's result on each rank, plan and sum first; survivors have their plan's bits; all is closed."""
     results = outcome(on_every_rank(cupy, plan_for(size), task, **options))
     for rank in left:
         plan, found = results[rank][:2]

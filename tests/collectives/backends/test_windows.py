@@ -41,7 +41,7 @@ LONG = 4200
 
 
 def about_engine(comm: Communicator, rank: int) -> str:
-    """What a rank says of its engine."""
+    """Return a rank's description of its engine."""
     found: str = comm._open().backend.about_engine
     return found
 
@@ -324,7 +324,7 @@ def test_groups_of_a_mesh_have_arenas_of_their_own(machine: Machine, cupy: Modul
 
 
 def about(comm: Communicator, rank: int) -> tuple[str, tuple[int, ...]]:
-    """What a rank says of its engine, and where it finds arenas."""
+    """Return a rank's description of its engine, and how it finds arenas."""
     backend: Any = comm._open().backend
     engine = backend._engine
     return backend.about_engine, () if engine is None else tuple(map(bool, engine.region.addresses))
@@ -336,7 +336,7 @@ def run(cupy: ModuleType, size: int, task: Any, collective: str = "allreduce", *
 
 
 def said(cupy: ModuleType, size: int, **options: Any) -> str:
-    """What all ranks say of their engine, which is the same."""
+    """Return the description of the engine, the same on all ranks."""
     found = {one for one, _ in outcome(run(cupy, size, about, **options))}
     assert len(found) == 1
     return found.pop()
@@ -626,7 +626,7 @@ def test_limits_are_those_of_the_engine() -> None:
     ("name", "collective"), [*(("v100x4", one) for one in COLLECTIVES), ("dgx-h100", "allreduce")]
 )
 def test_steps_are_those_of_the_kernel(name: str, collective: str) -> None:
-    """Of every plan that there is a kernel for."""
+    """Every plan with a kernel."""
     for plan in candidates(topoplan.load(name), collective)[0]:
         if not plan.exchanges:
             check_steps(plan)

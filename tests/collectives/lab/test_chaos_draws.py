@@ -1,4 +1,4 @@
-"""What chaos runs draw from a seed: faults and rounds, and the elements that are wrong."""
+"""Draws of chaos runs from a seed: faults, rounds and wrong elements."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ needs_pidfd = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux te
 
 
 def watch_over(pids: tuple[int, ...]) -> tuple[PeerWatchdog, threading.Event]:
-    """Of rank 0, and what its alarm sets."""
+    """The page of rank 0, and the words that its alarm sets."""
     control = ControlPage(memoryview(bytearray(ControlPage.size(len(pids)))), 0)
     alarmed = threading.Event()
     control.alarm = alarmed.set

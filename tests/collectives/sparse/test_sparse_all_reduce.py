@@ -176,7 +176,7 @@ def exchanges_on(comm: Communicator) -> list[str]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("gpus", SERVERS, ids=str)
 def test_sums_at_density_one_are_the_dense_ones_in_every_exchange(gpus: tuple[int, ...]) -> None:
-    """What the communicator chooses for any floats; and what it is told to take, where sums are exact."""
+    """The communicator's choice for any floats, and a named exchange for floats with exact sums."""
     with Communicator(topoplan.plan(servers_of(gpus))) as comm:
         generator = np.random.default_rng(len(gpus))
         floats = [generator.standard_normal(SIZE) for _ in range(comm.size)]

@@ -368,7 +368,7 @@ RANKS = 4
 
 
 def gradient(rank: int, weights: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of a quadratic whose minimum is elsewhere on each rank."""
+    """A quadratic with another minimum on each rank."""
     return (weights - (rank + 1)) * np.linspace(0.5, 1.5, weights.size)
 
 

@@ -81,7 +81,7 @@ class Nic:
     rate: str = ""  # as in the port's file ``rate``: ``100 Gb/sec (4X EDR)``
     layer: str = "InfiniBand"  # InfiniBand or Ethernet
     interface: str = ""  # such as ``eno1``; empty without one
-    # as in the interface's file ``speed``; None: reading it is an error, as where there is no carrier
+    # as in the interface's file ``speed``; None: reading it is an error, as without a carrier
     megabits: int | None = None
     up: bool = True
 

@@ -142,7 +142,7 @@ def no_gpu() -> FakeMachine:
 
 
 def no_driver() -> FakeMachine:
-    """A DGX-1V without NVIDIA's driver: the GPUs are on the PCIe bus, and there is no library."""
+    """A DGX-1V without NVIDIA's driver: the GPUs are on the PCIe bus, and the library is missing."""
     return replace(dgx1v(), name="no_driver", driver="", library="none")
 
 

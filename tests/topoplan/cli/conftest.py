@@ -1,4 +1,4 @@
-"""What the tests of commands share: commands that succeed, and commands that are refused."""
+"""Fixtures of the tests of commands: a command that succeeds, and one that is refused."""
 
 from __future__ import annotations
 

@@ -449,7 +449,7 @@ class TestBadMachine:
 
     @pytest.mark.parametrize("command", MACHINE_COMMANDS)
     def test_every_command(self, refused: Done, tmp_path: Path, command: str) -> None:
-        """A text that is no machine, a name that is nearly one, a folder, and the empty name."""
+        """A text without a machine, a misspelled name, a folder, and the empty name."""
         assert "no header line" in refused(command, "-", stdin=b"Hello.\n")
         assert "did you mean dgx-1v?" in refused(command, "dgx1-v")
         assert f"{tmp_path} cannot be read" in refused(command, str(tmp_path))

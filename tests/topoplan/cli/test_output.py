@@ -1,4 +1,4 @@
-"""What eyes and other programs get: lines, progress on a terminal, comma-separated values, completions."""
+"""Output for readers and programs: lines, progress on a terminal, comma-separated values, completions."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ WIPED = "\r\x1b[K"
 
 
 def written_to_stderr(body: str) -> str:
-    """What a process writes to a terminal that is its stderr while it runs some lines inside a progress line."""
+    """Return the output of a process on a terminal as stderr, while it runs some lines inside a progress line."""
     main, terminal = pty.openpty()
     lines = [
         "import time",
@@ -232,7 +232,7 @@ def test_the_line_is_wiped_before_an_error_leaves() -> None:
 
 
 def test_without_a_terminal_there_is_no_callback() -> None:
-    """Under pytest stderr is no terminal."""
+    """Under pytest stderr is not a terminal."""
     with progress_line("planning") as tell:
         assert tell is None
 

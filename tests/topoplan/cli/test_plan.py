@@ -138,7 +138,7 @@ def test_a_trace_of_too_many_transfers_is_refused(
 
 
 def test_a_plan_of_many_shards_that_differ_is_cut_after_some() -> None:
-    """Five rings of 15 ranks have 75 shards; the last line counts those that are not listed."""
+    """Five rings of 15 ranks have 75 shards; the last line counts the rest."""
     ring = topoplan.ring(topoplan.nvswitch_cluster(3, gpus=5, rails=None))
     assert not isinstance(ring.shards, ImageShards)
     lines = tree_table(ring).splitlines()

@@ -75,7 +75,7 @@ def test_the_numbers_stand_in_json_and_csv(done: Done) -> None:
 
 
 def test_a_wrong_file_is_told_with_its_failure(done: Done, tmp_path: Path) -> None:
-    """Exit status 1, and 2 where it is no file of the format."""
+    """Exit status 1, and 2 for a file of another format."""
     place = tmp_path / "plans.json"
     value = json.loads(done("plan", "v100x4", "--survive", "1", "-o", "-"))
     value["failures"][0]["plan"]["rate"] = 1000

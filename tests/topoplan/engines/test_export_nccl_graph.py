@@ -266,7 +266,7 @@ THROUGH = {
 
 @pytest.mark.parametrize("name", THROUGH)
 def test_the_gpus_that_nccl_passes_through(name: str) -> None:
-    """Of equally wide ways the one whose last NVLink is widest, then the first of the receiver's list."""
+    """Among equally wide paths the one with the widest last NVLink, then the first of the receiver's list."""
     paths = NcclPaths(topoplan.load(name))
     found = []
     for tail in range(8):
@@ -323,7 +323,7 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
 
 
 def test_rings_of_plans_are_recognised_by_shape() -> None:
-    """Whoever made them: a plan's shards are regrouped by ring, from its lowest GPU on."""
+    """Shards of any plan are regrouped by ring, from its lowest GPU on."""
     found = plan_orders(topoplan.ring(topoplan.load("dgx-2"), "reduce_scatter", gpus=[2, 5, 8]))
     assert found is not None
     assert (found.closed, found.shares) == (True, {("gpu2", "gpu5", "gpu8"): 1})

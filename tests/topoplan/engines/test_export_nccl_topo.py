@@ -74,7 +74,7 @@ def named(
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_library_machine_comes_back_from_its_file(name: str) -> None:
-    """What was invented is unset again; NCCL's arithmetic gives the machine's links, and rates of PCIe exactly."""
+    """Invented values are unset again; NCCL's arithmetic gives the machine's links, and rates of PCIe exactly."""
     machine = topoplan.load(name)
     exported = nccl_topo_xml(machine)
     same(topoplan.load(exported.text), machine)

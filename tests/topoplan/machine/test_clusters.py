@@ -321,7 +321,7 @@ def test_a_spine_joins_rails_at_their_downlinks_over_the_oversubscription(
 def test_a_fat_tree_fills_its_leaves_in_order() -> None:
     """Five servers on leaves of two: the last leaf holds one, and its uplink is half as fast; one leaf has no spine.
 
-    Of two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, a broadcast has 48 GB/s.
+    A broadcast over two leaves of one server, 8 NICs of 24 GB/s, 4:1 oversubscribed, has 48 GB/s.
     """
 
     def tree(count: int, leaf_size: int) -> Topology:

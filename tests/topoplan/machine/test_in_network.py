@@ -176,7 +176,7 @@ def test_gifts_never_cost_and_never_beat_flows_or_lengths(
 
 
 def test_lengths_hold_around_a_switch_that_a_rank_is_next_to() -> None:
-    """Where a switch and a rank are at distance zero both ways, the rank could copy in its place.
+    """A rank at distance zero both ways from a switch could copy in its place.
 
     One way is not enough: the switch reaches a rank for nothing, but the rank does not reach the switch.
     """

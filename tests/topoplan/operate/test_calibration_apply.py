@@ -43,7 +43,7 @@ def copied(
     refused: frozenset[Ends] = frozenset(),
     alpha: float = ALPHA,
 ) -> Measurement:
-    """What a meter finds where copies run at exactly these GB/s."""
+    """Return the measurements of copies that run at exactly these GB/s."""
     rate = rates if callable(rates) else lambda src, dst: rates[src, dst]
     pairs = []
     for src, dst in permutations(topology.gpus, 2):
@@ -224,7 +224,7 @@ def test_a_link_at_half_speed_is_as_with_slow_link(wire: str, speed: float) -> N
 @pytest.mark.parametrize("part", [0.3, 0.7])
 @pytest.mark.parametrize("name", ["dgx-1v", "dgx-1p"])
 def test_one_slow_link_is_found_and_no_other_is_blamed(name: str, part: float) -> None:
-    """Every link in turn, NVLink, PCIe and between sockets; those that hold back no copy stay as stated."""
+    """Every link in turn, NVLink, PCIe and between sockets; links that limit no copy stay as stated."""
     machine = topoplan.load(name)
     whole = copied(machine, on_wires(machine))
     for link in machine.links:

@@ -298,7 +298,7 @@ def test_ratios_on_a_dgx_1v_are_distributed_as_in_figure_13(collective: str) -> 
 
 @pytest.mark.thorough
 def test_summary_is_the_plain_arithmetic_of_its_rows() -> None:
-    """Of the 46 NVLink classes of a DGX-1V 21 have no ring; means are over classes and weighted by members."""
+    """21 of the 46 NVLink classes of a DGX-1V have no ring; means are over classes and weighted by members."""
     every = rows_of("dgx-1v", "allreduce")
     found = summary([row for row in every if row.channel == "nvlink" and len(row.gpus) > 2])
     assert (found.classes, found.without_nvlink_ring, found.over_pcie, found.without_plan) == (46, 21, 0, 0)

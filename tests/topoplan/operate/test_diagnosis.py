@@ -168,7 +168,7 @@ def test_a_fault_of_every_server_is_mended_in_all_for_its_cost() -> None:
 @given(st.sets(st.integers(0, 15), max_size=3))
 @settings(max_examples=40)
 def test_only_gpus_that_lost_links_are_named(dead: set[int]) -> None:
-    """Of a DGX-1V with up to three dead pairs, no GPU is said to have fewer links that has all of its own."""
+    """On a DGX-1V with up to three dead pairs, no GPU with all of its links is reported to have fewer."""
     nvlinks = [link for link in V100S.links if link.channel == "nvlink" and link.src < link.dst]
     lost = [(nvlinks[number].src, nvlinks[number].dst) for number in sorted(dead)]
     machine = without_links(V100S, ["-".join(pair) for pair in lost])
@@ -254,7 +254,7 @@ def test_whole_machines_are_healthy(name: str) -> None:
 
 
 AMISS = {"dgx2_v100x16_PARTIAL.txt": ["row missing"], "radeon_x2.amd-smi.txt": ["no peer access"]}
-"""What is amiss in real descriptions: rows that were cut, access that is disabled."""
+"""Faults in real descriptions: rows that were cut, access that is disabled."""
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def flattened(machine: Topology) -> Topology:
 def test_a_slot_of_another_width_is_told_beside_the_switch_that_is_missing() -> None:
     """A virtual machine's view: what hangs on the switches hangs on the CPU there.
 
-    Of the two differences the slot alone changes the rate between two servers, in either direction.
+    The slot alone changes the rate between two servers, in either direction.
     """
 
     def two(machine: Topology) -> Topology:

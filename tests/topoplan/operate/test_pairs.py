@@ -128,7 +128,7 @@ def test_the_bound_is_the_optimum_of_all_plans_of_a_small_tree() -> None:
 def blamed(
     possible: PairTests, rate: Callable[[PairTest], float | None], *, told: bool = False
 ) -> SlowLinkReport:
-    """What pairs at these rates are blamed on; None was not measured."""
+    """Return the links that are blamed for pairs at these rates; None was not measured."""
     rates = [(test, rate(test)) for test in possible.tests]
     measured = [MeasuredPair(test, value) for test, value in rates if value is not None]
     return attribute_slow_pairs(measured, **({"possible": possible.tests} if told else {}))

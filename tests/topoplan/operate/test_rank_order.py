@@ -104,7 +104,7 @@ def by_all_orders(machine: Topology) -> Fraction:
 @given(machine=direct_machines(most=6) | switched_machines())
 @settings(max_examples=25)
 def test_the_best_order_is_the_best_of_all(machine: Topology) -> None:
-    """Of wired GPUs and behind switches."""
+    """Wired GPUs, and GPUs behind switches."""
     agrees_with_all_orders(machine)
 
 

@@ -46,7 +46,7 @@ def test_rates_are_those_of_plans_on_what_is_left() -> None:
 
 
 def test_no_server_is_blamed_where_none_costs_by_itself() -> None:
-    """Of two equally slow servers each leaves the other in; five alike do less than four for their number."""
+    """Removing one of two equally slow servers leaves the other in; five alike do less than four for their number."""
     found = without_each_server(hosts([100, 40, 40, 100]))
     assert (found.slow, found.whole.rate) == ((), 5.0)
     found = without_each_server(hosts([100] * 5))

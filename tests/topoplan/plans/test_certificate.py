@@ -346,7 +346,7 @@ def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
 @given(st.data(), st.sampled_from(["broadcast", "reduce", "allgather", "reduce_scatter"]))
 @settings(max_examples=25, deadline=None)
 def test_the_shorter_side_of_a_cut_is_named(data: st.DataObject, collective: str) -> None:
-    """Of any cut the side with fewer devices is named, and the stated capacity leaves or enters that side."""
+    """The smaller side of any cut is named, and the stated capacity leaves or enters that side."""
     plan = topoplan.plan(topoplan.load("v100x4"), collective, channels="pcie")
     others = data.draw(st.sets(st.sampled_from(["gpu1", "gpu2", "pcie0", "pcie1", "cpu0"])))
     explained, bound = proved(plan, Cut(("gpu0", *sorted(others))))

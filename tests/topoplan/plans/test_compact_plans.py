@@ -271,7 +271,7 @@ def setter(symmetry: object) -> Callable[[JsonPlan], None]:
 
 
 def slower_wire(value: JsonPlan) -> None:
-    """One NIC slower than the others: images stay trees, and the rate is no longer true."""
+    """One NIC slower than the others: images stay trees, and the rate becomes false."""
     next(link for link in value["topology"]["links"] if link["src"] == "s3.nic2")["bandwidth"] = 24.0
 
 

@@ -1,4 +1,4 @@
-"""What a plan is made of: phases over servers and their bottleneck, and shapes of trees that differ but in names."""
+"""Structure of a plan: phases over servers and their bottleneck, and shapes of trees that differ but in names."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_what_is_told_apart() -> None:
 
 
 def test_a_tree_up_and_down_is_one() -> None:
-    """What runs over the same edges is one tree with both operations; a ring's two paths are two."""
+    """Two operations over the same edges are one tree; a ring's two paths are two."""
     (star,) = tree_shapes(topoplan.plan("dgx-2"))
     assert [operations for _, operations in star.trees] == [("reduce", "broadcast")]
     paths = tree_shapes(ring("dgx-1v", "allreduce"))[0]

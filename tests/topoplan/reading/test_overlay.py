@@ -59,7 +59,7 @@ def test_every_word_for_a_link_that_is_down() -> None:
 
 
 def test_gpus_without_links_that_are_up() -> None:
-    """All down: the driver's sentence stands below the GPU line or in it. Not Supported is no damage: 0 links."""
+    """All down: the driver's sentence stands below the GPU line or in it. "Not Supported" means 0 links, not damage."""
     sentence = "NVML: Unable to retrieve NVLink information as all links are inActive"
     for end in (f"\n{sentence}", f" {sentence}"):
         (gpu,) = parse_nvlink_status(f"GPU 1: NVIDIA B200 (UUID: {UUID}1){end}")
@@ -150,7 +150,7 @@ def test_nonsense_is_refused_in_one_line(text: str, says: str) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_what_was_listed_is_read_back(data: st.DataObject) -> None:
-    """Links that are up and down, and where those that are up lead, for any set of dead wires, numbered anew or not."""
+    """Links that are up or down, and the far ends of those up, for any set of dead wires, numbered anew or not."""
     machine = topoplan.load(data.draw(st.sampled_from(["dgx-1v", "v100x4"])))
     dead = data.draw(st.sets(st.sampled_from(wires_of(machine))))
     listings = Listings(machine, dead, links=data.draw(st.integers(0, 8)))

@@ -129,7 +129,7 @@ def test_one_hop_exists_exactly_where_the_lowest_tree_has_height_one(
 
 
 def test_the_lowest_tree_starts_in_the_middle() -> None:
-    """Five GPUs in a row: an allreduce meets at the third, two hops up and two down, whoever is first."""
+    """Five GPUs in a row: an allreduce meets at the third, two hops up and two down, for any first GPU."""
     row = machine(5, both_ways({(f"gpu{i}", f"gpu{i + 1}"): 1.0 for i in range(4)}))
     plan = topoplan.lowest_tree(row)
     assert (plan.shards[0].stages[0].root, plan.height, plan.depth) == (2, 2, 4)

@@ -28,7 +28,7 @@ from topoplan.machine.topology import FASTEST, SLOWEST, Device, Link, Topology
 from topoplan.plans.plan import Plan
 
 CLOSE = 1e-6
-"""What linprog's answers are good for."""
+"""Certificates from the solutions of linprog."""
 
 ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
 

@@ -31,7 +31,7 @@ from topoplan.solve.packing.multiplicative_weights import pack_mwu
 from topoplan.solve.packing.packing_program import Packing
 
 CLOSE = 1e-6
-"""What linprog's answers are good for."""
+"""Certificates from the solutions of linprog."""
 
 LINK = {"dgx-1v": 25, "dgx-1p": 20}
 """GB/s of an NVLink."""

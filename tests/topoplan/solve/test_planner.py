@@ -284,7 +284,7 @@ def test_a_deadline_remembers_that_it_cut_something_short() -> None:
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """--time-limit 0 prints the note; what is no number of seconds, or goes with another method, is one line."""
+    """--time-limit 0 prints the note; a value that is not a number, or another method, is refused in one line."""
     assert main(["plan", "dgx-1v", "--time-limit", "0"]) == 0
     assert "note: stopped after 0 s: " in capsys.readouterr().out
     for words, message in (

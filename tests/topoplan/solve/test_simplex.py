@@ -203,7 +203,7 @@ def test_limits_that_differ_in_the_last_bit_are_told_apart() -> None:
 
 
 def test_repairs_find_the_optimum_from_any_basis() -> None:
-    """Where only exact pivots help they start from the columns of the basis, and end at the optimum."""
+    """If only exact pivots help, they start from the columns of the basis and end at the optimum."""
     program = Program([7, 9, 11], [[1, 1, 0], [0, 1, 2], [1, 0, 1], [1, 1, 1]], [1, 1, 1, 2])
     guided, exact = (solved(kind, program) for kind in (GuidedSimplex, PackingSimplex))
     assert guided._repaired().value == exact.value
@@ -315,7 +315,7 @@ def test_a_basis_tells_amounts_slacks_and_duals() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (64, 64, 64), (65, 130, 70), (1, 200, 300)])
 def test_products_in_blocks_are_products(shape: tuple[int, int, int]) -> None:
-    """Of stacks of whole numbers up to 2^20, against Python's integers."""
+    """Stacks of whole numbers up to 2^20, against Python's integers."""
     n, k, m = shape
     rng = np.random.Generator(np.random.PCG64(1))
     left, right = rng.integers(0, 1 << 20, (2, n, k)), rng.integers(0, 1 << 20, (2, k, m))
