@@ -58,7 +58,7 @@ chaos_rank.Communicator.all_reduce = all_reduce
 BITS = """
 import zlib
 crc = zlib.crc32
-chaos_rank.zlib = type("Other", (), {"crc32": staticmethod(lambda data: crc(data) + (chaos_rank.os.getpid() % 2))})
+chaos_rank.zlib = type("Other", (), {"crc32": staticmethod(lambda data: crc(data) + chaos_rank.os.getpid())})
 """
 
 SLEEP = """
