@@ -116,10 +116,10 @@ def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> s
     """Return the bus bandwidth as words to follow a rate in GB/s; empty if both are the same.
 
     >>> bus_words(50.0, "allreduce", 4), bus_words(150.0, "broadcast", 8)
-    (', 75 of bus bandwidth', '')
+    (', busbw 75 GB/s', '')
     """
     factor = bus_factor(collective, ranks)
-    return "" if factor == 1 else f", {gbps * factor:.{digits}g} of bus bandwidth"
+    return "" if factor == 1 else f", busbw {gbps * factor:.{digits}g} GB/s"
 
 
 _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?:([MGT])(B|b|bit)(?:/s|ps))?\s*")

@@ -298,6 +298,12 @@ def add_csv(parser: OneLineParser, what: str) -> None:
     declare(parser, f"--csv  print {what} as comma-separated values")
 
 
+def add_notes(parser: OneLineParser) -> None:
+    """Add ``--notes`` to a command that prints notes below its answer: one with ``--json`` or ``-o``."""
+    if {"--json", "-o"} & parser._option_string_actions.keys():
+        declare(parser, "--notes  print every assumption, not only warnings and their number")
+
+
 PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
 """Options of a figure, as argparse stores them; None if not given."""
 

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Protocol, TextIO, cast
 
 import topoplan
-from topoplan.cli.arguments import OneLineParser
+from topoplan.cli.arguments import OneLineParser, add_notes
 from topoplan.cli.output import (
     MPI_RANK_VARIABLES,
     Answer,
@@ -320,9 +320,11 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
             for known in (*COMMANDS, *others):
                 with contextlib.suppress(UsageError):
                     _load(known, others).add_options(commands.choices[known])
+                    add_notes(commands.choices[known])
             chosen.set_defaults(every=top)
         elif name in commands.choices:
             _load(name, others).add_options(chosen)
+            add_notes(chosen)
             chosen.description = _load(name, others).run.__doc__
         options, unknown = top.parse_known_args(given)
     except SystemExit:

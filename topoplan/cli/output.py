@@ -118,13 +118,10 @@ def print_answer(answer: Answer, options: argparse.Namespace) -> int:
         print_csv(answer.rows())
     elif given.get("json") and answer.value:
         print_json(answer.value())
-    elif answer.text is None:
-        print(*written, *note_lines(*answer.notes), sep="\n")
     else:
-        for part in answer.text():
+        text = answer.text() if answer.text else ()
+        for part in (*text, *note_lines(*answer.notes, every=given.get("notes", True)), *written):
             print(part)
-        for line in (*note_lines(*answer.notes), *written):
-            print(line)
     return answer.status
 
 
@@ -219,11 +216,19 @@ def print_csv(rows: Sequence[Mapping[str, object]]) -> None:
         writer.writerow(cell(row.get(key)) for key in keys)
 
 
-def note_lines(*notes: str) -> Iterator[str]:
-    """Yield the lines of notes, each once, warnings first."""
-    for note in warnings_first(notes):
-        line = printable(note)
-        yield line if kind_of(note) == "warning" else f"note: {line}"
+def note_lines(*notes: str, every: bool = True) -> Iterator[str]:
+    """Yield the lines of notes, each once, warnings first; without ``every`` warnings and the number of the others.
+
+    >>> list(note_lines("warning: gpu0 has no NVLink", "PCIe assumed", every=False))
+    ['warning: gpu0 has no NVLink', 'notes: 1; --notes prints it']
+    """
+    ordered = warnings_first(notes)
+    others = [note for note in ordered if kind_of(note) != "warning"]
+    yield from map(printable, ordered[: len(ordered) - len(others)])
+    if every:
+        yield from (f"note: {printable(note)}" for note in others)
+    elif others:
+        yield f"notes: {len(others)}; --notes prints {'it' if len(others) == 1 else 'them'}"
 
 
 def print_notes(*notes: str, file: TextIO | None = None) -> None:
@@ -254,7 +259,7 @@ def in_network_words(proved: Plan | Bound) -> str:
 
     >>> import topoplan
     >>> in_network_words(topoplan.plan("dgx-h100"))
-    'without in-network reduction; with it at most 450 GB/s, 787.5 of bus bandwidth'
+    'without in-network reduction; with it at most 450 GB/s, busbw 787.5 GB/s'
     """
     beyond = in_network_bound(proved)
     if beyond is None:

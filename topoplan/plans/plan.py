@@ -513,6 +513,7 @@ _COLLECTIVE_ALIASES = {
     "reducescatter": "reduce_scatter",
     "all_to_all": ALL_TO_ALL,
 }
+_SPELLED = {short: name for name, short in _COLLECTIVE_ALIASES.items() if "_" in name}
 
 
 def check_collective(collective: str) -> str:
@@ -530,6 +531,15 @@ def check_collective(collective: str) -> str:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(ALL_COLLECTIVES)}"
         raise UsageError(f"collective {collective!r} is unknown; {hint}")
     return name
+
+
+def collective_name(collective: str) -> str:
+    """Return a collective as PyTorch and the pages spell it; plan files keep the short names.
+
+    >>> collective_name("allreduce"), collective_name("alltoall"), collective_name("broadcast")
+    ('all_reduce', 'all_to_all', 'broadcast')
+    """
+    return _SPELLED.get(collective, collective)
 
 
 def root_rank(gpus: Sequence[int], collective: str, root: int | None) -> int | None:
