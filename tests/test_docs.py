@@ -7,6 +7,9 @@ differ.
 A block of Python below ``<!-- ranks: 2 -->`` is a file that torchrun starts as so many processes; the block behind it
 is what they print, in any order. With ``restarts: 1`` behind the ranks torchrun starts them again so often; with
 ``killed: 1`` they are started without it, and so many end by SIGKILL.
+
+Sentences are short: ``python -m tests.test_docs [PAGE ...]`` prints the median and the longest of each page, and what
+the test of prose would refuse.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -268,3 +272,133 @@ def test_the_logs_of_the_pages_are_those_of_their_writers() -> None:
     """After a change: ``python -m tests.support.question_logs``."""
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
     assert found == {name: INVENTED + text for name, text in LOGS.items()}
+
+
+MEDIAN_WORDS, MOST_WORDS = 18, 40
+UNWANTED = re.compile(r"\bis no (?!longer\b)|\bthose that\b|\bwhoever\b", re.IGNORECASE)
+UNWANTED_START = re.compile(r"(?:Where|What|Of) ")
+REWRITTEN_LATER: tuple[str, ...] = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/figures.md",
+    "docs/file-formats.md",
+    "docs/how-it-works.md",
+    "docs/limits.md",
+    "docs/many-jobs.md",
+    "docs/many-servers.md",
+    "docs/measured.md",
+    "docs/other-engines.md",
+    "docs/plan-a-machine.md",
+    "docs/questions/01-bus-bandwidth.md",
+    "docs/questions/02-wrong-topology-xml.md",
+    "docs/questions/03-which-gpus.md",
+    "docs/questions/04-tree-ring-or-nvls.md",
+    "docs/questions/05-above-the-nic.md",
+    "docs/questions/06-which-rank-on-which-node.md",
+    "docs/questions/08-slow-node-or-link.md",
+    "docs/questions/09-a-link-is-degraded.md",
+    "docs/questions/10-gb200-nvl72-domains-cliques.md",
+    "docs/questions/11-mig-containers-vgpu.md",
+    "docs/questions/12-which-axis-on-which-wires.md",
+    "docs/questions/13-my-own-algorithm.md",
+    "docs/questions/14-all-to-all.md",
+    "docs/questions/15-tcp-and-cloud-nics.md",
+    "docs/questions/README.md",
+    "docs/run-it.md",
+    "docs/something-is-broken.md",
+    "docs/sparse-gradients.md",
+    "docs/training-loops.md",
+    "docs/training.md",
+)
+"""Pages whose language is not checked yet."""
+
+
+def paragraphs(page: Path) -> tuple[list[str], list[str]]:
+    """Return the paragraphs and list items of a page, and the rows of its tables; code is one word."""
+    prose: list[str] = [""]
+    rows: list[str] = []
+    fenced = False
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        if fenced or line.startswith(("```", "    ", "#")) or not line.strip():
+            prose.append("")
+        elif line.startswith("|"):
+            rows.append(without_code(line))
+        else:
+            if re.match(r" *(?:[-*+]|\d+\.) ", line):
+                prose.append("")
+            prose[-1] += " " + re.sub(r"^ *(?:[-*+]|\d+\.|>) +", "", line).strip()
+    return [told for told in (without_code(one).strip() for one in prose) if told], rows
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
+
+
+def sentences(page: Path) -> list[str]:
+    """Return the sentences of a page's prose: no code, tables or headings."""
+    return [
+        one
+        for text in paragraphs(page)[0]
+        for one in re.split(r"(?<=[.!?])[)*_\"]*\s+(?=\S)", text)
+        if re.search(r"\w", one)
+    ]
+
+
+def complaints(page: Path) -> list[str]:
+    """Return what is wrong with the language of a page."""
+    found = sentences(page)
+    lengths = [len(one.split()) for one in found] or [0]
+    median = statistics.median(lengths)
+    wrong = [f"median sentence of {median:g} words"] if median > MEDIAN_WORDS else []
+    for sentence, words in zip(found, lengths, strict=False):
+        if words > MOST_WORDS:
+            wrong.append(f"{words} words: {sentence}")
+        if UNWANTED_START.match(sentence.lstrip('*_"(')) and not sentence.endswith("?"):
+            wrong.append(f"begins with {sentence.split()[0]!r}: {sentence}")
+    for text in [*found, *paragraphs(page)[1]]:
+        wrong += [f"{match[0]!r}: {text}" for match in UNWANTED.finditer(text)]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if str(page.relative_to(ROOT)) not in REWRITTEN_LATER],
+    ids=lambda page: page.stem,
+)
+def test_sentences_of_a_page_are_short_and_begin_with_their_subject(page: Path) -> None:
+    assert complaints(page) == []
+
+
+def test_prose_is_told_from_code_tables_and_headings(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# What is it\n\nIt runs `a b c` as [told here](x.md). Whoever\nruns it.\n\n    Of no account\n\n"
+        "- One item.\n- Where it ends.\n\n| there is no | those that |\n\n```\nwhoever\n```\n"
+    )
+    assert sentences(page) == [
+        "It runs code as told here.",
+        "Whoever runs it.",
+        "One item.",
+        "Where it ends.",
+    ]
+    assert [one.split(":")[0] for one in complaints(page)] == [
+        "begins with 'Where'",
+        "'Whoever'",
+        "'is no '",
+        "'those that'",
+    ]
+
+
+if __name__ == "__main__":
+    for page in [Path(name).resolve() for name in sys.argv[1:]] or PAGES:
+        lengths = [len(one.split()) for one in sentences(page)] or [0]
+        name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
+        print(
+            f"{name}: {len(lengths)} sentences, median {statistics.median(lengths):g}, longest {max(lengths)} words"
+        )
+        for told in complaints(page):
+            print(f"    {told}")
