@@ -268,6 +268,34 @@ def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:
     assert trees
 
 
+VARIABLE = re.compile(r"RANK|[A-Z][A-Z0-9]*(_[A-Za-z0-9]+)+")
+VALUES_NOT_VARIABLES = {"PCI_BUS_ID"}
+
+
+def variables_in_the_source() -> set[str]:
+    """Return the environment variables that the packages read or set: their names in modules that use the environment."""
+    found: set[str] = set()
+    for path in (*ROOT.glob("topoplan/**/*.py"), *ROOT.glob("collectives/**/*.py")):
+        text = path.read_text(encoding="utf-8")
+        nodes = [*ast.walk(ast.parse(text))]
+        named = {str(getattr(node, kind, "")) for node in nodes for kind in ("id", "attr", "arg")}
+        texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+        own = not named & {"environ", "environment"}
+        found |= {
+            one for one in texts if VARIABLE.fullmatch(one) and (not own or one.startswith("TOPOPLAN_"))
+        }
+    return found - VALUES_NOT_VARIABLES
+
+
+def test_the_page_of_environment_variables_has_those_of_the_source() -> None:
+    page = (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")
+    tables = page.partition("and does not read")[0]
+    names = [
+        re.findall(r"`(\w+)`", row.split("|")[1]) for row in tables.splitlines() if row.startswith("| `")
+    ]
+    assert {name for row in names for name in row} == variables_in_the_source()
+
+
 def test_the_logs_of_the_pages_are_those_of_their_writers() -> None:
     """After a change: ``python -m tests.support.question_logs``."""
     found = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
