@@ -61,6 +61,6 @@ def test_a_source_distribution_has_what_its_makefile_runs(built: Path) -> None:
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {"Makefile", "README.md", "LICENSE", "pyproject.toml", "tests/conftest.py", "docs/run-it.md"}
+    wanted = {"Makefile", "README.md", "LICENSE", "pyproject.toml", "tests/conftest.py", "docs/back-ends.md"}
     assert wanted <= names
     assert {f"topologies/{path.name}" for path in ROOT.glob("topologies/*.json")} <= names

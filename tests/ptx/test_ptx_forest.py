@@ -1,7 +1,7 @@
 """The kernels of the windows engine as PTX, all ranks at once in a weak memory: right to the bit, or late and told so.
 
 By default one case of each kind of kernel; a sample is thorough, all of it slow.
-No GPU is asked for: what only one can show is in ``docs/limits.md``.
+No GPU is asked for: what only one can show is in ``docs/support.md``.
 """
 
 from __future__ import annotations
