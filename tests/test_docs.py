@@ -149,15 +149,29 @@ def test_the_commands_of_a_page_print_what_it_says(
     assert page != ROOT / "README.md" or len(page.read_text(encoding="utf-8").splitlines()) < 150
 
 
-def test_links_of_pages_lead_to_files() -> None:
+def test_links_of_pages_lead_to_files_and_headings() -> None:
     """Links, and paths of the repository between backquotes."""
     named = re.compile(r"`((?:topoplan|collectives|tests|docs|notebooks|topologies)/[\w/.-]+?\.\w+)`")
     texts = [(page, page.read_text(encoding="utf-8")) for page in PAGES]
-    targets = [
-        (page, page.parent / one) for page, text in texts for one in re.findall(r"\]\(([^)#:]+)\)", text)
+    links = [
+        (page, page.parent / (one or page.name), anchor)
+        for page, text in texts
+        for one, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text)
     ]
-    targets += [(page, ROOT / one) for page, text in texts for one in named.findall(text)]
-    assert [(page.name, str(target)) for page, target in targets if not target.exists()] == []
+    links += [(page, ROOT / one, "") for page, text in texts for one in named.findall(text)]
+    assert [(page.name, str(target)) for page, target, _ in links if not target.exists()] == []
+    wrong = [
+        (page.name, f"{target.name}#{anchor}")
+        for page, target, anchor in links
+        if anchor and anchor not in anchors(target)
+    ]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
 
 
 FOR_RANKS = re.compile(
@@ -328,8 +342,6 @@ MEDIAN_WORDS, MOST_WORDS = 18, 40
 UNWANTED = re.compile(r"\bis no (?!longer\b)|\bthose that\b|\bwhoever\b", re.IGNORECASE)
 UNWANTED_START = re.compile(r"(?:Where|What|Of) ")
 REWRITTEN_LATER: tuple[str, ...] = (
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
     "README.md",
     "docs/figures.md",
     "docs/how-it-works.md",
