@@ -5,12 +5,13 @@ VENV ?= .venv
 CUDA ?= cuda13
 SEED := $(or $(SEED),$(shell od -An -N4 -tu4 /dev/urandom | tr -d ' '))
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Tests of one file share what it has made, and run in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # They start many processes, which must not compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo train test test-all test-long test-random test-gpu lint bench wheel clean
+.PHONY: demo train test test-all test-long test-random test-gpu lint docs bench wheel clean
 
 demo: $(VENV)/.demo
 	mkdir -p build
@@ -26,8 +27,8 @@ train: $(VENV)/.test
 test: $(VENV)/.test
 	$(PYTEST)
 
-# The rest of what CI runs: jobs of many processes, all of a kind where test takes a few.
-test-all: $(VENV)/.test
+# The rest of what CI runs: jobs of many processes, all of a kind where test takes a few, and the site.
+test-all: $(VENV)/.test docs
 	$(PYTEST) -m "(thorough or listings) and not gpu and not slow"
 
 # What takes too long for CI: everything, every size, every mutant.
@@ -48,6 +49,14 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, into build/site; a broken link or docstring ends it. Its pages are links to what lies in the repository.
+PAGES := $(wildcard *.md) docs notebooks collectives/examples CITATION.cff LICENSE
+docs: $(VENV)/.docs
+	rm -rf build/pages
+	mkdir -p build/pages/collectives
+	@$(foreach page,$(PAGES),ln -s $(CURDIR)/$(page) build/pages/$(page) &&) true
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 bench: $(VENV)/.test
 	$(BIN)/python -m tests.bench
 
@@ -59,19 +68,25 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(INSTALL) -e ".[test]"
 	touch $@
 
 $(VENV)/.gpu: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test-$(CUDA)]"
+	$(INSTALL) -e ".[test-$(CUDA)]"
 	touch $@
 
 $(VENV)/.lint: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+	$(INSTALL) "pip>=25.1"
+	$(INSTALL) -e ".[test]" --group lint
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(INSTALL) "pip>=25.1"
+	$(INSTALL) --group docs
 	touch $@
 
 clean:

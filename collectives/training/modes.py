@@ -114,13 +114,13 @@ class LocalSGD:
 class Gossip:
     """Mode in which a rank pulls the newest parameters of one neighbour after each step and moves towards them.
 
-    Rank i moves to x_i - a (x_i - x_m) with a = strength * gamma, and gamma = (d[i][m] + d[m][i]) / (2 p[i][m]): the
-    form of NetMax, with its alpha * rho as the strength, so that a rarely chosen neighbour pulls harder.
+    Rank i moves to x_i - a (x_i - x_m) with a = strength * gamma, and gamma = ``(d[i][m] + d[m][i]) / (2 p[i][m])``:
+    the form of NetMax, with its alpha * rho as the strength, so that a rarely chosen neighbour pulls harder.
 
     Parameters
     ----------
     probabilities : (N, N) floats
-        p[i][m], of rank i choosing rank m, such as `topoplan.neighbour_probabilities` gives; m = i pulls nothing.
+        ``p[i][m]``, of rank i choosing rank m, such as `topoplan.neighbour_probabilities` gives; m = i pulls nothing.
     strength : float, optional
         By default the largest that moves no rank past the middle (`topoplan.model.asynchronous_training.strongest`).
     seed : int

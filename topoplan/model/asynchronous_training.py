@@ -144,7 +144,7 @@ def neighbour_probabilities(
     Returns
     -------
     (N, N) float64
-        p[i][m], of rank i choosing rank m: rows sum to 1, zeros on the diagonal.
+        ``p[i][m]``, of rank i choosing rank m: rows sum to 1, zeros on the diagonal.
 
     Raises
     ------

@@ -51,7 +51,7 @@ LostParts = tuple[frozenset[int], frozenset[tuple[int, int]]]
 class Replanned(NamedTuple):
     """A plan for the degraded machine, and its ranks.
 
-    Parameters
+    Attributes
     ----------
     plan : Plan
         Its ranks are the survivors in their original order, renumbered.
