@@ -469,6 +469,7 @@ class TcpConnections:
             if optional:
                 self.general = None
                 return
+            self.close()
             raise UsageError(
                 f"rank {self.rank} cannot listen at {address}: {error.strerror}; name an address of its machine "
                 "in the wires file"
