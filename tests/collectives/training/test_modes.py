@@ -354,8 +354,8 @@ except Exception as error:
         told = [jobs[rank].communicate(timeout=20)[0] for rank in (0, 2)]
     finally:
         for job in jobs:
-            job.kill()
-            job.wait()
+            with job:
+                job.kill()
     for rank, text in zip((0, 2), told, strict=True):
         assert text.startswith(f"BackendError rank {rank}, peer 1, step "), text
 
