@@ -85,12 +85,17 @@ def add_options(parser: OneLineParser) -> None:
     declare(
         parser,
         """
-        --machine TOPO  of an engine's file: print the load of this machine's links, and the rate
+        --machine TOPO  with an engine's file: print the load of this machine's links, and the rate
         --gpus LIST     with --machine: its GPUs, rank by rank
         """,
         gpus=gpu_list,
     )
     add_json(parser)
+    parser.examples = (
+        "topoplan verify plan.json",
+        "topoplan verify plan.json --json",
+        "topoplan verify mscclpp.json --machine dgx-1v --gpus 1,4,5,7",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer | int:
