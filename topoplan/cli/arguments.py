@@ -6,6 +6,7 @@ import argparse
 import difflib
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from inspect import cleandoc
 from typing import Any, NoReturn
@@ -19,6 +20,10 @@ TINY = math.ulp(0.0)
 
 LARGEST_SIZE = 1 << 50
 """Largest accepted buffer in bytes, 1024 TB: a larger size is a typing error."""
+
+
+MAIN_OPTION = {"cluster": "\xa0(--servers)", "faults": "\xa0(--without-link)"}
+"""The option that users look for in a topic, after a space that does not break."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -66,9 +71,10 @@ class OneLineParser(argparse.ArgumentParser):
         if self.examples:
             text += "\n".join(["\nexamples:", *(f"  {line}" for line in self.examples), ""])
         if self.topics and not full:
-            command = self.prog.removeprefix("topoplan ")
-            topics = ", ".join(dict.fromkeys((command, *self.topics)))
-            text += f"\nmore options: topoplan help {topics}\n"
+            names = dict.fromkeys((self.prog.removeprefix("topoplan "), *self.topics))
+            topics = ", ".join(name + MAIN_OPTION.get(name, "") for name in names)
+            more = textwrap.fill(f"more options: topoplan help {topics}", 79, break_on_hyphens=False)
+            text += f"\n{more}\n".replace("\xa0", " ")
         return text
 
     def error(self, message: str) -> NoReturn:
@@ -359,7 +365,7 @@ def add_collective(
 
 
 def add_root(parser: OneLineParser) -> None:
-    text = "--root R  GPU number of the root of a broadcast or reduce (default: the first)"
+    text = "--root R  root GPU of a broadcast or reduce (default: the first)"
     declare(parser, text, root=whole_number(0, 999_999, "GPU number such as 0"))
 
 
@@ -413,7 +419,7 @@ PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
 
 def add_plot(parser: OneLineParser, what: str) -> None:
     """Add ``--plot`` and the options of a figure."""
-    declare(parser, f"--plot F.png  draw {what} (.png, .svg, .pdf)")
+    declare(parser, f"--plot F.png  draw {what}")
     declare(
         parser.topic("plot"),
         """
