@@ -367,9 +367,7 @@ def add_options(parser: OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Time copies between every two GPUs of this machine with CuPy, fit latency and bandwidth, and write them into its
-    topology. A form for processes without GPUs comes with the MPI back end.
-    """
+    """Time copies between all pairs of GPUs of this machine with CuPy, and write the fitted links into its topology."""
     sizes = _copy_sizes(options.sizes)
     meter: Meter = PeerCopies()
     meter.ready()

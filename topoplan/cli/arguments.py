@@ -62,16 +62,19 @@ class OneLineParser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.add_usage(self.usage or " ".join([self.prog, *arguments, *needed, "[options]"]), (), ())
         formatter.add_text(self.description)
-        for group in self._action_groups:
-            if full or group not in self.topics.values():
-                formatter.start_section(group.title)
-                formatter.add_arguments(group._group_actions)
-                formatter.end_section()
+        shown = [group for group in self._action_groups if group not in self.topics.values()]
+        own = self.prog.removeprefix("topoplan ")
+        if full:
+            shown += sorted(self.topics.values(), key=lambda group: group is not self.topics.get(own))
+        for group in shown:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
         text = formatter.format_help()
         if self.examples:
             text += "\n".join(["\nexamples:", *(f"  {line}" for line in self.examples), ""])
         if self.topics and not full:
-            names = dict.fromkeys((self.prog.removeprefix("topoplan "), *self.topics))
+            names = dict.fromkeys((own, *self.topics))
             topics = ", ".join(name + MAIN_OPTION.get(name, "") for name in names)
             more = textwrap.fill(f"more options: topoplan help {topics}", 79, break_on_hyphens=False)
             text += f"\n{more}\n".replace("\xa0", " ")

@@ -93,7 +93,7 @@ def _rows(rows: Sequence[Comparison]) -> list[dict[str, object]]:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Compare packed trees with rings: rates, bound, ratio, and which ring is meant."""
+    """Compare packed trees with rings and NCCL's algorithms: rates, upper bound and ratio."""
     collective = check_collective(options.collective)
     arguments.refuse_without(options, {"gpu_counts": "--all-allocations"})
     if options.all_allocations:
@@ -265,7 +265,7 @@ def add_diff_options(parser: arguments.OneLineParser) -> None:
 def run_diff(options: argparse.Namespace) -> Answer:
     """Compare two descriptions of a machine device by device; exit status 0 if they are equal, 1 if not.
 
-    Bounds are of allreduce and allgather on all GPUs; with --servers, of a cluster of the machine.
+    Upper bounds are of all_reduce and all_gather on all GPUs; with --servers, of a cluster of the machine.
     """
     if options.topo == "-" and options.other == "-":
         raise UsageError("stdin is read once; give one of the two a file")

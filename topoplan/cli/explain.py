@@ -239,7 +239,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Read the logs of nccl-tests, topoplan bench and NCCL: what was measured, what NCCL and any schedule can reach."""
+    """Judge a log of nccl-tests, topoplan bench or NCCL by what NCCL and any schedule can attain on the machine."""
     if options.tune is not None:
         if options.log is not None:
             raise UsageError("LOG does not go with --tune, which names its logs; leave one of them out")

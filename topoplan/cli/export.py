@@ -154,7 +154,7 @@ def add_report_options(parser: arguments.OneLineParser) -> None:
 
 
 def run_report(options: argparse.Namespace) -> Answer:
-    """Write one HTML file: the machine, its health, which GPUs to take, the plan, its proof and trees, and times."""
+    """Write one HTML file: the machine, its health, which GPUs to choose, the plan, its proof and trees, and times."""
     if options.output is None:
         raise UsageError("report needs an output file; give one with -o, such as -o report.html")
     machine = read_machine(options)

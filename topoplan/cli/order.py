@@ -323,7 +323,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Find the order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
+    """Find the rank order in which rings and trees, or the axes of a mesh, are fastest."""
     if options.json and options.format not in (None, "json"):
         raise UsageError(f"--json does not go with --format {options.format}; leave one of them out")
     if options.output and not options.format:

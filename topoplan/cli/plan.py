@@ -149,7 +149,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Plan a collective on an allocation and prove how close it is to the best possible."""
+    """Plan a collective on some GPUs of a machine, and prove an upper bound on its rate."""
     arguments.refuse_without(options, OWNERS)
     mode = next((name for name in MODES if getattr(options, name) != NOT_GIVEN[name]), "")
     if mode:

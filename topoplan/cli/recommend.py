@@ -52,7 +52,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """List all sets of so many GPUs, best first, with what the best leave; or divide a machine among jobs."""
+    """Rank the sets of K GPUs by bandwidth, and show what they leave to others; or divide a machine among jobs."""
     collective = check_collective(options.collective)
     if (options.count is None) == (options.jobs is None):
         raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")

@@ -127,18 +127,17 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_sizes(parser, "1KB:1GB")
     arguments.declare(
         parser,
-        """
+        f"""
         --trace F.json   write the run of the largest size, chunk by chunk, as a Chrome trace
-        --policy P[,P…]  simulate the jobs of a jobs file under these policies: topoplan help simulate
+        --policy P[,P…]  simulate the jobs of a jobs file: {", ".join(POLICIES)} or all
         """,
     )
     arguments.declare(
         parser.topic("simulate"),
-        f"""
+        """
         --headroom F  print the queues at switches in the run of the largest size, as it is and with every flow paced at
                       this part of its fraction of the links, such as 0.95
         --queues K    with --policy crux, the number of priorities of the network (default: 8)
-                      Policies: {", ".join(POLICIES)}, or all
         """,
         headroom=arguments.link_fraction,
         queues=int,
@@ -155,7 +154,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
+    """Print the time of a plan and of its ring by the alpha-beta model, or simulate jobs on shared links."""
     arguments.refuse_without(options, {"queues": "--policy"})
     if options.policy is not None:
         return _run_job_file(options)

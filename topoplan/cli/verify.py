@@ -99,7 +99,7 @@ def add_options(parser: OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer | int:
-    """Recompute what a plan file claims from the file alone, or run the operations of an engine's file."""
+    """Recheck the claims of a plan file without the solver, or run the operations of an engine's file."""
     text = read_plan_text(options.plan)
     engine = engine_of(text)
     if engine is not None:

@@ -37,7 +37,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --schedules LIST  schedules, such as trees,ring; trees is also the plan of PLAN.json: topoplan help testbed
+        --schedules LIST  trees (or the plan of PLAN.json), ring (over NVLink, relayed if needed), pcie-ring,
+                          three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default:
+                          trees,ring; of an all_to_all trees,one-hop)
         --runs N          runs of each schedule and size (default: 3)
         --drop A-B=F      after --runs runs of the first schedule and size, slow a link to this part of its rate, such
                           as gpu0-gpu3=0.1, until the ranks have replanned; may be repeated
@@ -66,9 +68,6 @@ def add_options(parser: arguments.OneLineParser) -> None:
         rare,
         """
         --chunk S     longest chunk (default: 128KB)
-                      Schedules of --schedules: trees, ring (over NVLink, relayed if needed), pcie-ring, three-phase,
-                      one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default: trees,ring; of an
-                      all_to_all trees,one-hop)
         --headroom F  run each schedule also with every connection paced at this part of its fraction of the links, such
                       as 0.95, and measure heartbeats in both
         """,
