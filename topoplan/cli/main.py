@@ -384,7 +384,7 @@ def _help_line(load: Callable[[], CommandModule]) -> str:
 def _unknown_command(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-    return f"command {name!r} is unknown; {hint}" if name else f"no command is given; {hint}"
+    return f"command {name!r} is unknown; {hint}" if name else "no command is given; see topoplan --help"
 
 
 def _report_failure(prefix: str, message: str, *, status: int = 2) -> int:
