@@ -97,7 +97,7 @@ plan dgx-1v --xyz  |  '--xyz'  |  see topoplan plan --help
 plan dgx-1v dgx-2  |  'dgx-2'  |  see topoplan plan --help
 plan  |  TOPO  |  see topoplan plan --help
 verify  |  PLAN.json  |  see topoplan verify --help
-  |  no command  |  use one of list
+  |  no command  |  see topoplan --help
 pln dgx-1v  |  'pln'  |  did you mean plan?
 frobnicate  |  'frobnicate'  |  use one of list
 # bench
