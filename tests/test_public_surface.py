@@ -112,9 +112,9 @@ def test_a_machine_is_given_back_as_it_is() -> None:
     """No copy, and no bandwidth can be set that it states itself; NVLinks may come from another description."""
     assert as_topology(MACHINE) is MACHINE
     assert topoplan.load(MACHINE) is MACHINE
-    with pytest.raises(UsageError, match="a Topology states its own bandwidths; leave out --nvlink-gbps"):
+    with pytest.raises(UsageError, match="a Topology states its own bandwidths; leave out nvlink_gbps"):
         topoplan.load(MACHINE, nvlink_gbps=25)
-    with pytest.raises(UsageError, match="a MultiDiGraph states its own bandwidths; leave out --pcie-gbps"):
+    with pytest.raises(UsageError, match="a MultiDiGraph states its own bandwidths; leave out pcie_gbps"):
         topoplan.load(MACHINE.to_networkx(), pcie_gbps=12)
     assert topoplan.load(MACHINE, merge=MACHINE) == topoplan.load(MACHINE.to_json(), merge=NAME)
 

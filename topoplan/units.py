@@ -1,7 +1,7 @@
 """Units, and the one place where they are converted.
 
 Inside topoplan bytes and seconds are bare numbers and bandwidth is GB/s (1e9 bytes per second).
-Gigabits per second appear only at the edges (``--nic-gbps``), ``400Gb/s`` and sizes such as ``64MB`` only in text.
+Gigabits per second appear only at the edges (``--nic-bandwidth``), ``400Gb/s`` and sizes such as ``64MB`` only in text.
 """
 
 from __future__ import annotations

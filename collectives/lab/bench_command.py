@@ -48,7 +48,7 @@ MAX_SECONDS = 1e7
 """Seconds, some months."""
 
 REFUSED_WITH_CHAOS = {
-    "rivals": False,
+    "baselines": False,
     "paced": False,
     "trace": None,
     "chunk_file": None,
@@ -92,11 +92,11 @@ class FaultRow:
 def add_chaos(parser: arguments.OneLineParser) -> None:
     """Add ``--chaos`` and ``--seed``."""
     arguments.declare(
-        parser,
+        parser.topic("bench"),
         """
-        --chaos SECONDS  kill, stop and slow ranks at random for so long, and check every element of the survivors'
+        --chaos SECONDS  kill, stop and slow random ranks for this time, and check every element of the survivors'
                          results, of all collectives and of sizes up to the largest of --sizes (shared, tcp, mpi)
-        --seed N         of --chaos: the same faults in the same order (default: a new one, which is printed)
+        --seed N         with --chaos: seed of the faults and their order (default: a new one, which is printed)
         """,
         chaos=arguments.number(arguments.TINY, MAX_SECONDS, "number of seconds above zero, such as 60"),
         seed=arguments.whole_number(0, 2**63 - 1, "seed such as 1"),
@@ -238,44 +238,50 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --backend B  loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, shared, mpi,
-                     torch, nccl: one process for each rank, started here unless mpiexec or torchrun did
-        --engine {auto,windows,messages}  with nccl, and torch on GPUs: windows, one kernel for each collective that
-                     writes to the other GPUs' memory; messages, NCCL's sends and receives (default: windows if all
-                     ranks have them)
-        --inexact    with windows: let switches add (NVLink SHARP), in an order of their own
-        --np N       processes to start (default: the plan's ranks)
+        --backend B  loopback: all ranks in this process (default), loopback-gpu: on one GPU; tcp, shared, mpi, torch,
+                     nccl: a process for each rank, started here unless mpiexec or torchrun did
+        --np N       number of processes to start (default: the plan's ranks)
         """,
         backend={"default": "loopback"},
-        engine={"default": "auto"},
         np=arguments.whole_number(1, 99999, "number of processes such as 4"),
     )
     arguments.add_sizes(parser, "64KB:16MB")
     arguments.declare(
         parser,
         f"""
-        --dtype T            float16, bfloat16, float32, float64, complex64, complex128, int8 to int64, uint8 to
-                             uint64, bool (default: float32)
-        --rivals             time the ring on the same ranks too (of an alltoall direct sends), and for an allreduce
-                             the back end's own one
-        --paced              let every link run at its bandwidth times --scale, and print the model's times
-                             (loopback, tcp)
-        --scale F            of the bandwidths of --paced (default: 1e-3)
-        --trace F.json       write when each rank began and ended calls of the largest size as a Chrome trace, with
-                             --paced beside the model's run
-        --chunk S            longest piece that moves at once (default: that of the back end, or the fastest found)
-        --chunk-file F.json  file in which found chunk sizes are looked up and stored
-        --timeout S          seconds that a rank waits for a step before it gives up (default: {TIMEOUT:g}, with
-                             --chaos {CHAOS_TIMEOUT:g})
+        --dtype T      element type, such as float16, int8 or bool (default: float32)
+        --baselines    time a ring too (or direct sends of an all_to_all), and the back end's own all_reduce
+        --paced        run every link at its bandwidth times --scale, and print the model's times (loopback, tcp)
+        --trace F.json  write the calls of each rank at the largest size as a Chrome trace
+        --timeout S    seconds that a rank waits for a step (default: {TIMEOUT:g}, with --chaos {CHAOS_TIMEOUT:g})
         """,
         dtype={"default": "float32"},
+        baselines={"action": "store_true", "old": "--rivals"},
+        timeout=arguments.seconds,
+    )
+    arguments.declare(
+        parser.topic("bench"),
+        """
+        --engine {auto,windows,messages}  with nccl, and torch on GPUs: windows, one kernel for each collective that
+                             writes to the other GPUs' memory; messages, NCCL's sends and receives (default: windows if
+                             all ranks have them)
+        --inexact            with windows: let switches add (NVLink SHARP), in an order of their own
+        --scale F            with --paced, rate of every link over its bandwidth (default: 1e-3)
+        --chunk S            longest chunk (default: that of the back end, or the fastest found)
+        --chunk-file F.json  file in which chunk sizes that were found are looked up and stored
+        """,
+        engine={"default": "auto"},
         scale=arguments.positive_factor,
         chunk=arguments.size,
-        timeout=arguments.seconds,
     )
     add_chaos(parser)
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
+    parser.examples = (
+        "topoplan bench plan.json",
+        "topoplan bench plan.json --backend tcp --sizes 1MB,16MB --baselines",
+        "topoplan bench plan.json --backend shared --chaos 60",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer | int:
@@ -326,7 +332,7 @@ def _run_here(options: argparse.Namespace, plan: Plans) -> Answer | int:
             return 0
         rivals: list[tuple[str, Communicator]] = []
         own = None
-        if options.rivals:
+        if options.baselines:
             rival = rival_ring(plan, backend, notes)
             rivals = [] if rival is None else [(rival_name(plan), Communicator(rival, backend, **chunks))]
             own = (
@@ -466,7 +472,7 @@ def start_processes(options: argparse.Namespace, plan: Plans) -> int:
             *(("--trace", str(Path(options.trace).absolute())) if options.trace else ()),
             *(("--paced",) if options.paced else ()),
             *(("--scale", str(options.scale)) if options.scale else ()),
-            *(("--rivals",) if options.rivals else ()),
+            *(("--baselines",) if options.baselines else ()),
             *(("--json",) if options.json else ()),
         ]
         helpers = machine_helpers(plan) if options.backend == "tcp" else 0

@@ -344,12 +344,12 @@ REPEATS, MIN_REPEATS, MAX_REPEATS = 9, 3, 1000
 def add_options(parser: OneLineParser) -> None:
     add_machine(parser, otherwise="the result of topoplan probe")
     add_allocation(parser)
-    declare(parser, "-o F.json  write the measured machine, topology JSON")
+    declare(parser, "-o F.json  write the measured machine as topology JSON")
     add_sizes(parser, "64KB:256MB")
     declare(
         parser,
         f"""
-        --repeats N  copies of each size, {MIN_REPEATS} to {MAX_REPEATS}; the median counts (default: {REPEATS})
+        --repeats N  copies of each size, {MIN_REPEATS} to {MAX_REPEATS}; their median counts (default: {REPEATS})
         """,
         repeats={
             "type": whole_number(
@@ -359,12 +359,15 @@ def add_options(parser: OneLineParser) -> None:
         },
     )
     add_json(parser)
+    parser.examples = (
+        "topoplan calibrate -o measured.json",
+        "topoplan calibrate --gpus 0-3 --sizes 64KB:64MB",
+        "topoplan calibrate topo.txt --repeats 25 -o measured.json",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Time copies between every two GPUs of this machine with CuPy, fit latency and bandwidth, and write them into its
-    topology. A form for processes without GPUs comes with the MPI back end.
-    """
+    """Time copies between all pairs of GPUs of this machine with CuPy, and write the fitted links into its topology."""
     sizes = _copy_sizes(options.sizes)
     meter: Meter = PeerCopies()
     meter.ready()

@@ -69,7 +69,7 @@ def _print_commands(folder: Path) -> None:
             }
         )
     )
-    named = ["dgx-a100", "--servers", "128", "--nic-gbps", "200"]
+    named = ["dgx-a100", "--servers", "128", "--nic-bandwidth", "200Gb/s"]
     for collective in COLLECTIVES:
         plan = str(folder / f"{collective}.json")
         asked = ["--collective", collective]

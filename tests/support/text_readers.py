@@ -86,7 +86,11 @@ def readers() -> tuple[Reader, ...]:
         Reader("nccl-tests text", _perf_texts, _explained("dgx-1v")),
         Reader("nccl-tests JSON", PERF_JSON, _explained("dgx-1v")),
         Reader("topoplan bench", BENCH, _explained("dgx-1v")),
-        Reader("NCCL_DEBUG=INFO", _debug_texts, _explained("dgx-1v", "--servers", "2", "--nic-gbps", "100")),
+        Reader(
+            "NCCL_DEBUG=INFO",
+            _debug_texts,
+            _explained("dgx-1v", "--servers", "2", "--nic-bandwidth", "100Gb/s"),
+        ),
         Reader("pair results", PAIRS, lambda text: parse_results(_text(text))),
         Reader("bus ids", (BUS_IDS,), lambda text: parse_bus_ids(_text(text))),
         Reader("plan files", _plan_texts, _plans),

@@ -6,12 +6,13 @@ import argparse
 import difflib
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from inspect import cleandoc
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from topoplan.errors import UsageError
-from topoplan.plans.plan import ALL_COLLECTIVES
+from topoplan.plans.plan import ALL_COLLECTIVES, collective_name
 from topoplan.units import format_size, parse_bandwidth, parse_gpu_list, parse_sizes
 
 TINY = math.ulp(0.0)
@@ -21,14 +22,72 @@ LARGEST_SIZE = 1 << 50
 """Largest accepted buffer in bytes, 1024 TB: a larger size is a typing error."""
 
 
+MAIN_OPTION = {"cluster": "\xa0(--servers)", "faults": "\xa0(--without-link)"}
+"""The option that users look for in a topic, after a space that does not break."""
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are `UsageError` and so one line; options are written in full."""
+    """An argument parser whose errors are `UsageError` and so one line; options are written in full.
+
+    ``--help`` has one short line of usage, the options outside ``topics`` and the ``examples``. `topoplan help` prints
+    the groups in ``topics``, by the name of a topic or of a command.
+    """
 
     def __init__(self, **settings: object) -> None:
+        self.topics: dict[str, argparse._ArgumentGroup] = {}
+        self.examples: tuple[str, ...] = ()
+        self.page = ""
         super().__init__(**{"allow_abbrev": False, **settings})  # type: ignore[arg-type]
+
+    def topic(self, name: str) -> argparse._ArgumentGroup:
+        """Return the group of options that ``topoplan help NAME`` prints in place of ``--help``."""
+        if name not in self.topics:
+            own = self.prog.endswith(f" {name}")
+            self.topics[name] = self.add_argument_group("more options" if own else f"{name} options")
+        return self.topics[name]
+
+    def format_help(self, *, full: bool = False) -> str:
+        """Return the help, at most 40 lines of 80 columns; with ``full``, all options."""
+        if self.page:
+            return self.page
+        needed = [
+            f"{action.option_strings[0]} {action.metavar}"
+            for action in self._actions
+            if action.option_strings and action.required
+        ]
+        arguments = [
+            f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar)
+            for action in self._get_positional_actions()
+        ]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or " ".join([self.prog, *arguments, *needed, "[options]"]), (), ())
+        formatter.add_text(self.description)
+        shown = [group for group in self._action_groups if group not in self.topics.values()]
+        own = self.prog.removeprefix("topoplan ")
+        if full:
+            shown += sorted(self.topics.values(), key=lambda group: group is not self.topics.get(own))
+        for group in shown:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        text = formatter.format_help()
+        if self.examples:
+            text += "\n".join(["\nexamples:", *(f"  {line}" for line in self.examples), ""])
+        if self.topics and not full:
+            names = dict.fromkeys((own, *self.topics))
+            topics = ", ".join(name + MAIN_OPTION.get(name, "") for name in names)
+            more = textwrap.fill(f"more options: topoplan help {topics}", 79, break_on_hyphens=False)
+            text += f"\n{more}\n".replace("\xa0", " ")
+        return text
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError in place of argparse's usage and exit."""
+        message = re.sub(r"^argument ([^:]+): must ", r"\1 must ", message)
+        message = re.sub(
+            r"^argument (\S+): not allowed with argument (\S+)$",
+            r"\1 does not go with \2; leave one of them out",
+            message,
+        )
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def not_understood(self, word: str) -> str:
@@ -39,14 +98,27 @@ class OneLineParser(argparse.ArgumentParser):
         if name in options:
             hint = f"write it after the command: {self.prog} … {name}"
         elif near:
-            hint = f"did you mean {near[0]}?"
+            hint = f"did you mean {self._shown(near[0])}?"
         else:
             hint = f"see {self.prog} --help"
         return f"{word!r} is not understood; {hint}"
 
+    def _shown(self, name: str) -> str:
+        """Return the option that the help shows for an option, which may be a deprecated spelling."""
+        dest = self._option_string_actions[name].dest
+        shown = (
+            action
+            for action in self._actions
+            if action.dest == dest and action.option_strings and action.help != argparse.SUPPRESS
+        )
+        return next((action.option_strings[0] for action in shown), name)
+
 
 Setting = Callable[[str], object] | Mapping[str, object]
-"""How an option is read: a parser of its value, or keywords of `add_argument`."""
+"""How an option is read: a parser of its value, or keywords of `add_argument`.
+
+``old`` in the mapping names a deprecated spelling, and ``old_type`` the parser of its value if that differs.
+"""
 
 
 def declare(parser: argparse._ActionsContainer, text: str, **settings: Setting) -> None:
@@ -64,16 +136,24 @@ def declare(parser: argparse._ActionsContainer, text: str, **settings: Setting) 
         name, metavar, words = _DECLARED.fullmatch(line).groups()  # type: ignore[union-attr]
         dest = "output" if name == "-o" else name.lstrip("-").replace("-", "_")
         given = settings.get(dest, {})
-        keywords: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"type": given}
+        keywords: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"type": given}
+        old, old_type = keywords.pop("old", None), keywords.pop("old_type", keywords.get("type"))
         if metavar is None and not keywords:
             keywords["action"] = "store_true"
         elif metavar and metavar.startswith("{"):
             keywords["choices"] = tuple(metavar[1:-1].split(","))
         elif metavar:
             keywords["metavar"] = metavar
-        if name == "-o":
-            keywords["dest"] = dest
-        parser.add_argument(name, help=words, **keywords)  # type: ignore[arg-type]
+        if name.startswith("-"):
+            keywords.setdefault("dest", dest)
+        if old is None:
+            parser.add_argument(name, help=words, **keywords)
+        else:
+            nested = isinstance(parser, argparse._MutuallyExclusiveGroup)
+            either = parser if nested else parser.add_mutually_exclusive_group()
+            either.add_argument(name, help=words, **keywords)
+            hidden = keywords if old_type is None else keywords | {"type": old_type}
+            either.add_argument(old, help=argparse.SUPPRESS, **hidden)
 
 
 _DECLARED = re.compile(r"(\S+)(?: (\S+))? {2,}(.+)")
@@ -149,6 +229,31 @@ def bandwidth_reader(unit: str) -> Callable[[str], float]:
 
 
 bandwidth = bandwidth_reader("GB/s")
+
+
+def rate_option(name: str, unit: str) -> Mapping[str, object]:
+    """Return the settings of ``--NAME-bandwidth``, whose value has a unit, and of ``--NAME-gbps``, its old spelling.
+
+    The value is in ``unit``, which is also the unit of bare numbers in the old spelling.
+    """
+    old = bandwidth_reader(unit)
+
+    def read(text: str) -> float:
+        if re.fullmatch(r"\s*[0-9.]+\s*", text):
+            raise argparse.ArgumentTypeError(
+                f"must have a unit, got {text[:40]!r}; write {text.strip()[:40]}Gb/s or {text.strip()[:40]}GB/s"
+            )
+        try:
+            parse_bandwidth(text)
+        except UsageError:
+            raise argparse.ArgumentTypeError(
+                f"must be a rate above zero with its unit, such as 25GB/s or 400Gb/s, got {text[:40]!r}"
+            ) from None
+        return old(text)
+
+    return {"type": read, "dest": f"{name}_gbps", "old": f"--{name}-gbps", "old_type": old}
+
+
 fraction = number(0, 1, "number of 0 or more and below 1, such as 0.05")
 seconds = number(0, 1e9, "number of seconds of 0 or more, such as 10")
 
@@ -181,8 +286,12 @@ def size(text: str) -> int:
 
 
 def flag(name: str) -> str:
-    """Return an option as it is written, from its destination."""
-    return "-o" if name == "output" else f"--{name.replace('_', '-')}"
+    """Return an option as it is written, from its destination.
+
+    >>> flag("output"), flag("without_link"), flag("nic_gbps")
+    ('-o', '--without-link', '--nic-bandwidth')
+    """
+    return "-o" if name == "output" else f"--{name.replace('_gbps', '_bandwidth').replace('_', '-')}"
 
 
 def first_set_option(options: argparse.Namespace, absent: Mapping[str, object]) -> str:
@@ -223,22 +332,26 @@ def add_machine(
     declare(
         parser,
         f"""
-        {option or "topo"} {"PLAN.json|TOPO" if or_plan else "TOPO"}  {"a plan file, " if or_plan else ""}a library
-                           machine (topoplan list), a network such as bcube:4,2, torus:3,3 or fat-tree:4@10 (GB/s), a
-                           file, or - for stdin; topology JSON, cluster JSON, NCCL topology XML and the text of
-                           nvidia-smi topo -m, rocm-smi --showtopo or amd-smi topology are recognised by
-                           content{f" (default: {otherwise})" if otherwise else ""}
-        --nvlink-gbps GB/s  one NVLink in one direction, for nvidia-smi text and XML, which do not say: GB/s, or such as
-                            200Gb/s
-        --pcie-gbps GB/s    GB/s of one PCIe link in one direction, for nvidia-smi text and in place of NCCL's for XML
-        --socket-gbps GB/s  GB/s between two CPU sockets in one direction, for nvidia-smi text and XML
-        --merge TOPO2       another description of the machine: NVLinks are taken from there, PCIe, CPUs and NICs from
-                            TOPO
+        {option or "topo"} {"PLAN.json|TOPO" if or_plan else "TOPO"}  {"plan file, " if or_plan else ""}library machine
+            (topoplan list), or file such as nvidia-smi topo -m output: see topoplan help machine
+            {f" (default: {otherwise})" if otherwise else ""}
         """,
         **{option.lstrip("-") or "topo": place},
-        nvlink_gbps=bandwidth,
-        pcie_gbps=bandwidth,
-        socket_gbps=bandwidth,
+    )
+    declare(
+        parser.topic("machine"),
+        """
+        --nvlink-bandwidth RATE  one NVLink in one direction, such as 25GB/s, for nvidia-smi text and XML, which do
+                                 not state it
+        --pcie-bandwidth RATE    one PCIe link in one direction, for nvidia-smi text, and in place of NCCL's rate for
+                                 XML
+        --socket-bandwidth RATE  between two CPU sockets in one direction, for nvidia-smi text and XML
+        --merge TOPO2            another description of the machine: NVLinks are taken from TOPO2; PCIe, CPUs and NICs
+                                 from TOPO
+        """,
+        nvlink_bandwidth=rate_option("nvlink", "GB/s"),
+        pcie_bandwidth=rate_option("pcie", "GB/s"),
+        socket_bandwidth=rate_option("socket", "GB/s"),
     )
 
 
@@ -247,61 +360,60 @@ def add_allocation(parser: OneLineParser) -> None:
 
 
 def add_collective(
-    parser: OneLineParser, *, default: str | None = "allreduce", otherwise: str = "allreduce"
+    parser: OneLineParser, *, default: str | None = "allreduce", otherwise: str = "all_reduce"
 ) -> None:
     """Add ``--collective``; a default of None shows that it was not given, and ``otherwise`` describes its choice."""
-    text = f"--collective C  {', '.join(ALL_COLLECTIVES)} (default: {otherwise})"
+    text = f"--collective C  {', '.join(map(collective_name, ALL_COLLECTIVES))} (default: {otherwise})"
     declare(parser, text, collective={"default": default})
 
 
 def add_root(parser: OneLineParser) -> None:
-    text = "--root R  GPU number of the root of a broadcast or reduce (default: the first)"
+    text = "--root R  root GPU of a broadcast or reduce (default: the first)"
     declare(parser, text, root=whole_number(0, 999_999, "GPU number such as 0"))
 
 
 def add_sizes(parser: OneLineParser, default: str) -> None:
-    text = f"--sizes S  bytes of the buffer: 1KB:1GB doubling, or 64KB,1MB,… (default: {default})"
+    text = f"--sizes S  buffer sizes: 1KB:1GB (doubling) or 64KB,1MB,… (default: {default})"
     declare(parser, text, sizes={"type": size_list, "default": default})
 
 
-def add_channels(parser: OneLineParser, *, default: str | None = "auto") -> None:
+def add_channels(parser: OneLineParser, *, default: str | None = "auto", with_size: bool = True) -> None:
     """Add ``--channels`` and ``--size``; with a default of None a command can see that it was not given."""
     declare(
         parser,
-        """
-        --channels CH  auto (NVLink where it connects the GPUs, else NVLink islands with the PCIe between them, else
-                       PCIe, else NVLink and the network together, else PCIe and the network), nvlink, pcie,
-                       nvlink+network, pcie+network; nvlink+pcie: the buffer divided between a forest over each; all:
-                       one forest over both; all-staged: with PCIe only by way of the CPUs' memory, which needs no
-                       switch of peer access (default: auto)
-        --size S       with nvlink+pcie, the size of the buffer, such as 64MB: PCIe starts late and gets less of small
-                       ones; with all and all-staged, whether NVLink alone is faster (default: the limit of large
-                       buffers)
-        """,
+        "--channels CH  links to use: auto, nvlink, pcie, nvlink+pcie, all, …: topoplan help channels (default: auto)",
         channels={"default": default},
-        size=size,
     )
+    if with_size:
+        declare(
+            parser.topic("channels"),
+            """
+            --size S  size of the buffer, such as 64MB: with nvlink+pcie, its division; with all and all-staged, whether
+                      NVLink alone is faster (default: the limit of large buffers)
+            """,
+            size=size,
+        )
 
 
 def add_plan_file(parser: OneLineParser, *, or_engines: bool = False) -> None:
     """Add PLAN.json, which may also be an engine's file with ``or_engines``."""
-    engines = ", an execution plan of MSCCL++, an algorithm of MSCCL" if or_engines else ""
+    engines = ", MSCCL++ execution plan, MSCCL algorithm" if or_engines else ""
     metavar = "PLAN.json|FILE" if or_engines else "PLAN.json"
-    declare(parser, f"plan {metavar}  a plan file{engines}, or - for stdin")
+    declare(parser, f"plan {metavar}  plan file{engines}, or - for stdin")
 
 
 def add_json(parser: OneLineParser) -> None:
-    declare(parser, "--json  print one JSON object instead of text")
+    declare(parser, "--json  print one JSON object")
 
 
 def add_csv(parser: OneLineParser, what: str) -> None:
-    declare(parser, f"--csv  print {what} as comma-separated values")
+    declare(parser, f"--csv  print {what} as CSV")
 
 
 def add_notes(parser: OneLineParser) -> None:
     """Add ``--notes`` to a command that prints notes below its answer: one with ``--json`` or ``-o``."""
     if {"--json", "-o"} & parser._option_string_actions.keys():
-        declare(parser, "--notes  print every assumption, not only warnings and their number")
+        declare(parser, "--notes  print every assumption")
 
 
 PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
@@ -310,16 +422,15 @@ PLOT_OPTIONS = ("plot_size", "dpi", "font", "plot_format")
 
 def add_plot(parser: OneLineParser, what: str) -> None:
     """Add ``--plot`` and the options of a figure."""
-    group = parser.add_argument_group("a figure", "drawn into a file; the same figure gives the same bytes")
+    declare(parser, f"--plot F.png  draw {what}")
     declare(
-        group,
-        f"""
-        --plot F.png     draw {what}; .svg and .pdf too
-        --plot-size WxH  inches of the page, such as 6x4; letters shrink if they need more room (default: what the
-                         figure needs)
-        --dpi N          of a .png (default: 150)
+        parser.topic("plot"),
+        """
+        --plot-size WxH  inches of the page, such as 6x4; the font shrinks if the text needs more room (default: what
+                         the figure needs)
+        --dpi N          dots per inch of a .png (default: 150)
         --font NAME      serif, sans-serif, monospace, or a font that is installed (default: DejaVu Sans)
-        --plot-format F  png, svg or pdf, whatever the name of the file ends with
+        --plot-format F  png, svg or pdf, whatever the suffix of the file
         """,
         plot_size=page_size,
         dpi=whole_number(10, 2400, "number of dots per inch such as 300"),

@@ -27,6 +27,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_json(parser)
     add_all_options(parser)
+    parser.examples = (
+        "topoplan check",
+        "topoplan check topo.txt --overlay nvlink-status.txt",
+        "topoplan check dgx-1v --without-link gpu0-gpu3",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:

@@ -48,20 +48,24 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --all-allocations      every allocation of 2 or more GPUs, of all or of the --gpus, up to isomorphism
+        --all-allocations      every allocation of 2 or more GPUs (of --gpus if given), up to isomorphism
         --gpu-counts LIST      with --all-allocations, only allocations of these numbers of GPUs, such as 3-8
-        --without-each-server  on a cluster, the rate of packed trees with all servers and without each of them: the
-                               cost of each
+        --without-each-server  on a cluster, the cost of losing each server
         """,
         gpu_counts=arguments.gpu_list,
     )
     arguments.add_collective(parser)
     arguments.add_root(parser)
     arguments.add_channels(parser)
-    arguments.add_plot(parser, "the bars")
+    arguments.add_plot(parser, "the rates as bars")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     add_all_options(parser, in_network=True)
+    parser.examples = (
+        "topoplan compare dgx-1v --gpus 1,4,5,7",
+        "topoplan compare dgx-1v --all-allocations --gpu-counts 3-4",
+        "topoplan compare dgx-a100 --servers 2 --nic-bandwidth 200Gb/s",
+    )
 
 
 OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")
@@ -89,7 +93,7 @@ def _rows(rows: Sequence[Comparison]) -> list[dict[str, object]]:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Compare packed trees with rings: rates, bound, ratio, and which ring is meant."""
+    """Compare packed trees with rings and NCCL's algorithms: rates, upper bound and ratio."""
     collective = check_collective(options.collective)
     arguments.refuse_without(options, {"gpu_counts": "--all-allocations"})
     if options.all_allocations:
@@ -248,15 +252,20 @@ _RATE_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
 
 def add_diff_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
-    arguments.declare(parser, "other TOPO2  the other description, B where TOPO is A; - for stdin")
+    arguments.declare(parser, "other TOPO2  the other description (B; TOPO is A), or - for stdin")
     arguments.add_json(parser)
     add_cluster_options(parser)
+    parser.examples = (
+        "topoplan diff dgx-1v topo.txt",
+        "topoplan diff dgx-1v dgx-1p",
+        "topoplan diff dgx-1v dgx-1p --servers 2 --nic-bandwidth 100Gb/s",
+    )
 
 
 def run_diff(options: argparse.Namespace) -> Answer:
     """Compare two descriptions of a machine device by device; exit status 0 if they are equal, 1 if not.
 
-    Bounds are of allreduce and allgather on all GPUs; with --servers, of a cluster of the machine.
+    Upper bounds are of all_reduce and all_gather on all GPUs; with --servers, of a cluster of the machine.
     """
     if options.topo == "-" and options.other == "-":
         raise UsageError("stdin is read once; give one of the two a file")

@@ -207,7 +207,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        log LOG  output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file; - for
+        log LOG  output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file, or - for
                  stdin
         """,
         log={"nargs": "?"},
@@ -219,22 +219,27 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    tuning = parser.add_argument_group("a file for NCCL's example tuner plugin, in place of LOG")
     arguments.declare(
-        tuning,
+        parser.topic("explain"),
         """
-        --tune ALGORITHM=LOG,…  write the fastest choice by size, from a log of nccl-tests for each algorithm, or
-                                algorithm and protocol, such as ring=A.log,tree/ll=B.log,nvls=C.log
+        --tune ALGORITHM=LOG,…  in place of LOG: write a file for NCCL's example tuner plugin with the fastest choice by
+                                size, from a log of nccl-tests for each algorithm, or algorithm and protocol, such as
+                                ring=A.log,tree/ll=B.log,nvls=C.log
         -o F.csv                with --tune: the file (default: stdout)
-        --nccl-channels N       with --tune: channels that NCCL has (default: from the logs or the machine)
+        --nccl-channels N       with --tune: number of NCCL's channels (default: from the logs or the machine)
         """,
         nccl_channels=arguments.whole_number(1, 64, "number of channels from 1 to 64"),
     )
     add_all_options(parser, in_network=True)
+    parser.examples = (
+        "topoplan explain nccl-tests.log --machine topo.txt",
+        "topoplan explain nccl-tests.log --machine dgx-1v --gpus 0-3",
+        "topoplan explain --tune ring/simple=ring.log,tree/ll=tree.log -o tuner.csv",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Read the logs of nccl-tests, topoplan bench and NCCL: what was measured, what NCCL and any schedule can reach."""
+    """Judge a log of nccl-tests, topoplan bench or NCCL by what NCCL and any schedule can attain on the machine."""
     if options.tune is not None:
         if options.log is not None:
             raise UsageError("LOG does not go with --tune, which names its logs; leave one of them out")

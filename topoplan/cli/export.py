@@ -22,11 +22,10 @@ from topoplan.reading.load import read_text
 
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, or_plan=True)
-    known = "; ".join(f"{name}: {found.line}" for name, found in FORMATS.items())
     arguments.declare(
         parser,
         f"""
-        --to FORMAT  {known}
+        --to FORMAT  {", ".join(FORMATS)}: see topoplan help formats
         -o F         write the file (default: stdout)
         """,
         to={"required": True},
@@ -35,22 +34,21 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         f"""
-        --server NAME   which server of a cluster, such as s0
-        --bus-ids FILE  with nccl-topo, bus ids of the GPUs for a machine that states none: the output of
+        --server NAME   server of a cluster, such as s0
+        --bus-ids FILE  with nccl-topo, bus ids of the GPUs if the machine states none: the output of
                         {BUS_ID_QUERY}
         """,
     )
-    engine = parser.add_argument_group("files of engines")
     arguments.declare(
-        engine,
+        parser.topic("export"),
         """
-        --size S                bytes of the buffer, such as 256MB
+        --size S                size of the buffer, such as 256MB
         --max-blocks B          most thread blocks of a GPU
-        --chunks C              chunks of the buffer (default: as the shares need, or within 1 %% of the rate)
-        --chunk C               bytes of the longest chunk of a trace
+        --chunks C              chunks of the buffer (default: as the fractions need, or within 1 %% of the rate)
+        --chunk C               longest chunk of a trace
         --protocol {simple,ll}  simple: signals beside the data; ll: flags in packets, for small buffers (default:
                                 simple)
-        --runtime               of MSCCL's files: whose limits to keep (default: msccl)
+        --runtime               limits to keep in files for MSCCL (default: msccl)
         """,
         size={"type": arguments.size, "dest": "nbytes"},
         max_blocks=arguments.whole_number(1, 1024, "number of thread blocks from 1 to 1024"),
@@ -59,6 +57,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
         runtime={"choices": sorted(RUNTIMES)},
     )
     add_fault_options(parser)
+    parser.examples = (
+        "topoplan export dgx-1v --gpus 0-3 --to nccl-graph -o graph.xml",
+        "topoplan export plan.json --to mscclpp -o mscclpp.json",
+        "topoplan export topo.txt --to nccl-topo --bus-ids bus-ids.csv -o topo.xml",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer | int:
@@ -134,24 +137,24 @@ def _choices(options: argparse.Namespace) -> Choices:
 
 
 def add_report_options(parser: arguments.OneLineParser) -> None:
+    parser.usage = "topoplan report TOPO -o F.html [options]"
     arguments.add_machine(parser)
     arguments.declare(parser, "-o F.html  write the page there; - prints it (required)")
     arguments.add_allocation(parser)
     arguments.add_collective(parser)
     arguments.add_root(parser)
-    arguments.declare(
-        parser,
-        """
-        --channels CH  channels of the trees, as for plan (default: auto)
-        """,
-        channels={"default": "auto"},
-    )
+    arguments.add_channels(parser, with_size=False)
     arguments.add_sizes(parser, "1KB:1GB")
     add_all_options(parser, in_network=True)
+    parser.examples = (
+        "topoplan report dgx-1v -o report.html",
+        "topoplan report topo.txt --gpus 0-3 -o report.html",
+        "topoplan report v100x4 --collective all_gather -o report.html",
+    )
 
 
 def run_report(options: argparse.Namespace) -> Answer:
-    """Write one HTML file: the machine, its health, which GPUs to take, the plan, its proof and trees, and times."""
+    """Write one HTML file: the machine, its health, which GPUs to choose, the plan, its proof and trees, and times."""
     if options.output is None:
         raise UsageError("report needs an output file; give one with -o, such as -o report.html")
     machine = read_machine(options)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from topoplan.cli.arguments import (
     OneLineParser,
     bandwidth,
-    bandwidth_reader,
     declare,
     gpu_list,
     number,
+    rate_option,
     refuse_without,
     whole_number,
 )
@@ -65,54 +65,52 @@ def _nic_choice(text: str) -> int | str:
 
 
 def add_all_options(parser: OneLineParser, *, in_network: bool = False) -> None:
-    """Add the options of clusters and of broken machines, and ``--in-network`` between them for some commands."""
+    """Add the options of clusters and of degraded machines, and ``--in-network`` for some commands."""
     add_cluster_options(parser)
     if in_network:
         text = f"""
-        --in-network WHICH  {", ".join(IN_NETWORK_CHOICES)}: the switches that copy and add (default: as the
-                            machine's file says)
+        --in-network WHICH  switches that reduce in the network (NVLink SHARP, SHARP): {", ".join(IN_NETWORK_CHOICES)}
+                            (default: as the machine's file states)
         """
-        declare(parser, text, in_network={"choices": tuple(IN_NETWORK_CHOICES)})
+        declare(parser.topic("machine"), text, in_network={"choices": tuple(IN_NETWORK_CHOICES)})
     add_fault_options(parser)
 
 
 def add_cluster_options(parser: OneLineParser) -> None:
     """Add the options of servers, NICs and network."""
-    group = parser.add_argument_group("a cluster", "servers of TOPO, joined by a network")
     declare(
-        group,
+        parser.topic("cluster"),
         f"""
-        --servers N            servers; GPU numbers run through all of them (see also topoplan.cluster/1 files)
-        --domain N             cut the NVLink domain of TOPO into domains of N GPUs, each of them a server of the
-                               cluster
-        --nic-gbps Gb/s        one NIC in one direction: Gb/s, as NICs are sold, or such as 50GB/s (default: as its
-                               NICs state)
-        --nics NAME,…|^NAME|K  NICs of each server by name as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others;
-                               =mlx5_1 exactly), or how many (default: NCCL's choice, the nearest of each GPU)
+        --servers N            number of servers; GPU numbers run through all of them
+        --domain N             cut the NVLink domain of TOPO into domains of N GPUs, each a server of the cluster
+        --nic-bandwidth RATE   one NIC in one direction, such as 400Gb/s or 50GB/s (default: the rate that its NICs
+                               state)
+        --nics NAME,…|^NAME|K  NICs of each server: names as in NCCL_IB_HCA (mlx5_0,mlx5_1; ^mlx5_2 for all others;
+                               =mlx5_1 exactly), or their number (default: NCCL's choice, the nearest of each GPU)
         --network KIND         {", ".join(NETWORKS)} (default: {NETWORKS[0]})
-        --rails R              with rail-optimised, NIC i is on rail i mod R (default: a rail for each NIC)
+        --rails R              with rail-optimised: NIC i is on rail i mod R (default: a rail for each NIC)
         --oversubscription F   downlinks over uplinks of a leaf (default: 1) or of a rail (default: rails are not
                                joined)
-        --leaf-size L          with fat-tree, servers on each leaf switch
+        --leaf-size L          with fat-tree: servers on each leaf switch
         --nic-access HOW       {" or ".join(NIC_ACCESS)}: a NIC serves the GPUs nearest on PCIe, or all GPUs at its
                                full rate (default: {NIC_ACCESS[0]})
-        --helpers K            machines without GPUs on the network that add and copy, with NICs as the servers have
-                               (default: none)
-        --transport HOW        {", ".join(TRANSPORTS)}: start-up, share of the wire, copies and polling cores of the
-                               transport between servers (default: the whole wire)
-        --flow-gbps Gb/s       most Gb/s that one connection gets of a NIC, as clouds cap it: the plan says how many
-                               it needs
+        --helpers K            aggregation servers: machines without GPUs that add and copy, with as many NICs as a
+                               server (default: none)
+        --transport HOW        {", ".join(TRANSPORTS)}: latency, fraction of the link's rate, copies and polling cores
+                               of the transport between servers (default: the full rate of the link)
+        --flow-bandwidth RATE  limit of one connection, as clouds set it, such as 10Gb/s; the plan prints how many
+                               connections it needs
         """,
         servers=_count,
         domain=_count,
-        nic_gbps=bandwidth_reader("Gb/s"),
+        nic_bandwidth=rate_option("nic", "Gb/s"),
         nics=_nic_choice,
         rails=_count,
         oversubscription=number(1, math.inf, "number of 1 (no oversubscription) or more, such as 2"),
         leaf_size=_count,
         helpers=_count,
         transport={"choices": tuple(TRANSPORTS)},
-        flow_gbps=bandwidth_reader("Gb/s"),
+        flow_bandwidth=rate_option("flow", "Gb/s"),
     )
 
 
@@ -135,7 +133,9 @@ def apply_cluster_options(
     stated = any(device.fact("gigabits") for device in machine.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:
         needs = "--servers" if options.domain is None else "--domain"
-        raise UsageError(f"{needs} needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 100")
+        raise UsageError(
+            f"{needs} needs the rate of a NIC; add --nic-bandwidth, for example --nic-bandwidth 100Gb/s"
+        )
     return cluster(
         _servers(machine, servers, gpus or ()),
         nic_gbps=options.nic_gbps,
@@ -209,18 +209,17 @@ class RequestedMachine:
 
 
 def add_fault_options(parser: OneLineParser) -> None:
-    """Add the options of a broken machine."""
-    group = parser.add_argument_group("a broken machine", "each may be given several times")
+    """Add the options of a degraded machine."""
     declare(
-        group,
+        parser.topic("faults"),
         """
-        --overlay FILE         nvidia-smi nvlink -s and -R listings of this machine, whose dead links are taken out
-                               and slow ones slowed; with --servers they hold for every server
-        --without-link A-B     take out the links between two devices, such as gpu0-gpu3, or 'gpu0->gpu3' for one
+        --overlay FILE         nvidia-smi nvlink -s and -R listings of this machine: links that are down are removed,
+                               slow ones slowed; with --servers the listings hold for every server
+        --without-link A-B     remove the links between two devices, such as gpu0-gpu3, or 'gpu0->gpu3' for one
                                direction
-        --slow-link A-B=GB/s   links that are slower than they should be, GB/s per direction, such as gpu1-gpu2=12.5
-        --without-gpu LIST     take out GPUs by number; the others keep their numbers
-        --without-device NAME  take out a switch or NIC by name
+        --slow-link A-B=RATE   rate of degraded links in one direction, such as gpu1-gpu2=12.5GB/s
+        --without-gpu LIST     remove GPUs by number; the others keep their numbers
+        --without-device NAME  remove a switch or NIC by name
         """,
         overlay={"action": "append"},
         without_link={"action": "append"},
@@ -275,6 +274,6 @@ def _speed(text: str) -> tuple[str, float]:
     wire, equals, number = text.rpartition("=")
     if not equals or not wire:
         raise argparse.ArgumentTypeError(
-            f"must be a link with its speed, such as gpu1-gpu2=12.5, got {text[:60]!r}"
+            f"must be a link with its rate, such as gpu1-gpu2=12.5GB/s, got {text[:60]!r}"
         )
     return wire, bandwidth(number)

@@ -54,6 +54,7 @@ _FILE = re.compile(r"(.*\|)?(F|F\.\w+|FILE|LOG|PLAN\.json)")
 
 def add_completion_options(parser: OneLineParser) -> None:
     parser.add_argument("shell", metavar="SHELL", help=" or ".join(SHELLS))
+    parser.examples = ("topoplan completion bash", "topoplan completion zsh")
 
 
 def run_completion(options: argparse.Namespace) -> int:
@@ -183,25 +184,26 @@ def plan_explanations(plan: Plan) -> dict[str, PlanExplanation]:
     return found
 
 
-COMPLETION = "completion"
+COMPLETION, HELP = "completion", "help"
 
 COMMANDS = {
-    "list": "the machines of the library",
+    "list": "machines of the library",
     "show": "devices, links and matrix of a machine",
-    "probe": "this machine, through its driver and Linux",
+    "probe": "read this machine through its driver and Linux",
     "check": "health of a machine, and the cost of each fault",
-    "plan": "plan a collective and prove its rate",
-    "compare": "trees against rings",
-    "explain": "a log of nccl-tests or NCCL against the bounds of the wires, and a file for NCCL's tuner",
-    "recommend": "which GPUs to take for a job, or for several",
-    "verify": "check a plan and its proof without the solver",
-    "order": "which rank on which GPU and node, for rings, trees and meshes",
-    "simulate": "model time over sizes, against the ring; or many jobs on shared links",
+    "plan": "plan a collective and prove an upper bound on its rate",
+    "compare": "packed trees against rings and NCCL's algorithms",
+    "explain": "judge a log of nccl-tests or NCCL by the machine's limits",
+    "recommend": "which GPUs to choose for a job, or for several jobs",
+    "verify": "recheck a plan and its proof without the solver",
+    "order": "rank order on GPUs and nodes for rings, trees and meshes",
+    "simulate": "model time over sizes; or many jobs on shared links",
     "report": "one HTML page on a machine and a collective",
-    "export": "a plan or a machine as a file for NCCL",
-    "diff": "differences between two descriptions of a machine, and which of them change its bound",
-    "pairs": "which GPUs to test with which, and from the results which link is slow",
-    COMPLETION: "a script that makes a shell complete these commands",
+    "export": "write files for NCCL, MSCCL, MSCCL++ and Chakra",
+    "diff": "two descriptions of a machine: differences and effect",
+    "pairs": "tests of pairs of GPUs that find slow links",
+    COMPLETION: "shell script that completes these commands",
+    HELP: "topics, exit codes, and all options of a command",
 }
 """Our commands with their lines of help; each is in the module of its name, imported on use. Installed packages add
 others.
@@ -242,9 +244,7 @@ def _run_wrapped(given: list[str]) -> int:
 def _run_and_report(given: list[str]) -> int:
     name = next((word for word in given if not word.startswith("-")), "")
     own = name in COMMANDS and name != COMPLETION
-    others = (
-        {} if own else {n: load for n, load in plugin_loaders(COMMAND_GROUP).items() if n not in COMMANDS}
-    )
+    others = {} if own else _installed_commands()
     prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
     try:
         status = _run(given, name, others)
@@ -299,10 +299,7 @@ def _terminating_cleanly() -> Iterator[None]:
 
 
 def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], CommandModule]]) -> int:
-    top = OneLineParser(
-        prog="topoplan",
-        description="Plan collective communication from a machine's wires, prove how good the plan is, and run it.",
-    )
+    top = OneLineParser(prog="topoplan")
     top.add_argument("--version", action="version", version=f"topoplan {topoplan.__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
     for known, line in COMMANDS.items():
@@ -310,22 +307,23 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     asked = {"-h", "--help", "--version"} & set(given)
     if name not in COMMANDS and name not in others and not asked:
         raise UsageError(_unknown_command(name, (*COMMANDS, *others)))
-    listed = name not in others and bool(asked - {"--version"})
+    listed = name not in COMMANDS and name not in others and bool(asked - {"--version"})
     for known, load in others.items():
-        commands.add_parser(known, help=_help_line(load) if listed or name == COMPLETION else "")
+        commands.add_parser(known, help=_help_line(load).replace("%", "%%") if name == COMPLETION else "")
+    if listed:
+        from topoplan.cli.help import list_commands
+
+        top.page = list_commands(COMMANDS | {known: _help_line(load) for known, load in others.items()})
     chosen: OneLineParser = commands.choices.get(name, top)
     try:
         if name == COMPLETION:
             # The options of all commands; commands of broken packages are left out.
             for known in (*COMMANDS, *others):
                 with contextlib.suppress(UsageError):
-                    _load(known, others).add_options(commands.choices[known])
-                    add_notes(commands.choices[known])
+                    _declare_command(known, others, commands.choices[known])
             chosen.set_defaults(every=top)
         elif name in commands.choices:
-            _load(name, others).add_options(chosen)
-            add_notes(chosen)
-            chosen.description = _load(name, others).run.__doc__
+            _declare_command(name, others, chosen)
         options, unknown = top.parse_known_args(given)
     except SystemExit:
         # --help or --version has been printed; error() raises UsageError instead.
@@ -335,6 +333,33 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     check_outputs(options)
     found = _load(name, others).run(options)
     return found if isinstance(found, int) else print_answer(found, options)
+
+
+def command_parsers() -> dict[str, OneLineParser]:
+    """Return a parser with the options of each command; commands of broken packages are left out."""
+    others = _installed_commands()
+    found: dict[str, OneLineParser] = {}
+    for name in (*COMMANDS, *others):
+        with contextlib.suppress(UsageError):
+            parser = OneLineParser(prog=f"topoplan {name}")
+            _declare_command(name, others, parser)
+            found[name] = parser
+    return found
+
+
+def _installed_commands() -> dict[str, Callable[[], CommandModule]]:
+    """Return loaders of the commands that installed packages add."""
+    return {name: load for name, load in plugin_loaders(COMMAND_GROUP).items() if name not in COMMANDS}
+
+
+def _declare_command(
+    name: str, others: Mapping[str, Callable[[], CommandModule]], parser: OneLineParser
+) -> None:
+    """Add the options and the description of a command to its parser."""
+    command = _load(name, others)
+    command.add_options(parser)
+    add_notes(parser)
+    parser.description = command.run.__doc__
 
 
 def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> CommandModule:
@@ -351,16 +376,15 @@ def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> Comma
 def _help_line(load: Callable[[], CommandModule]) -> str:
     """Return the line of help of a command, or why it cannot be loaded."""
     try:
-        line = load().LINE
+        return load().LINE
     except UsageError as error:
-        line = str(error)
-    return line.replace("%", "%%")
+        return str(error)
 
 
 def _unknown_command(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-    return f"command {name!r} is unknown; {hint}" if name else f"no command is given; {hint}"
+    return f"command {name!r} is unknown; {hint}" if name else "no command is given; see topoplan --help"
 
 
 def _report_failure(prefix: str, message: str, *, status: int = 2) -> int:

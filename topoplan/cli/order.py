@@ -288,14 +288,8 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --server TOPO          with Slurm's topology.conf or topology.yaml as TOPO: the machine that each node is,
-                               such as dgx-h100
-        --slurm-topology NAME  this one of several in a topology.yaml (default: the cluster's)
-        --hosts LIST|F         hosts of the job in their present order, node[01-08,12] or a file with a host on each
-                               line: of TOPO's nodes these (default: all, as Slurm lists them), or else names for
-                               the hosts of TOPO
-        --gpus LIST            GPU numbers of the ranks in their present order, such as 0,2,1,3 (default: all, by
-                               number)
+        --gpus LIST     GPU numbers of the ranks in their present order, such as 0,2,1,3 (default: all, by number)
+        --hosts LIST|F  hosts of the job in their present order, node[01-08,12] or a file with a host on each line
         """,
         gpus=arguments.gpu_list,
     )
@@ -304,8 +298,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         f"""
-        --preset NAME    with --mesh, the weights of a kind of training in place of --axes: megatron
-                         ({_preset_words("megatron")})
+        --preset NAME    with --mesh, the weights of a kind of training: {", ".join(PRESETS)}: topoplan help mesh
         --format FORMAT  {", ".join(FORMATS)}: a file of Open MPI or Slurm in place of a table
         -o F             write the file (default: stdout)
         """,
@@ -313,11 +306,24 @@ def add_options(parser: arguments.OneLineParser) -> None:
         format={"choices": FORMATS},
     )
     arguments.add_json(parser)
+    arguments.declare(
+        parser.topic("order"),
+        """
+        --server TOPO          with Slurm's topology.conf or topology.yaml as TOPO: the machine of each node, such as
+                               dgx-h100; --hosts then selects nodes (default: all, as Slurm lists them)
+        --slurm-topology NAME  the topology to use of several in a topology.yaml (default: the cluster's)
+        """,
+    )
     add_all_options(parser)
+    parser.examples = (
+        "topoplan order dgx-1v --gpus 0-3",
+        "topoplan order dgx-a100 --mesh dp=2,tp=4 --preset megatron",
+        "topoplan order topology.conf --server dgx-h100 --nic-bandwidth 400Gb/s",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Find the order of ranks and nodes in which rings and trees, or the axes of a mesh, are fastest."""
+    """Find the rank order in which rings and trees, or the axes of a mesh, are fastest."""
     if options.json and options.format not in (None, "json"):
         raise UsageError(f"--json does not go with --format {options.format}; leave one of them out")
     if options.output and not options.format:
@@ -377,17 +383,14 @@ def _axes(options: argparse.Namespace) -> Mapping[str, Fraction | int] | None:
         return preset_weights(options.preset, options.mesh)
     wide = [name for name, extent in (options.mesh or {}).items() if extent > 1]
     if options.axes is None and len(wide) > 1:
-        weights = ",".join(f"{name}={PRESETS['megatron'].get(name, 1)}" for name in wide)
+        inner = "tp" if "tp" in wide else wide[-1]
+        weights = ",".join(f"{name}={8 if name == inner else 1}" for name in wide)
         raise UsageError(
-            f"the mesh has {len(wide)} axes, and their placement depends on the bytes that each moves; "
-            f"add --axes with their weights, such as {weights}, or --preset megatron"
+            f"--mesh needs the weights of its {len(wide)} axes, which decide the placement; add --axes with the bytes "
+            f"that they move in proportion, such as {weights}, or --preset megatron (tp inside the server)"
         )
     axes: Mapping[str, Fraction | int] | None = options.axes
     return axes
-
-
-def _preset_words(name: str) -> str:
-    return ", ".join(f"{axis} {weight}" for axis, weight in PRESETS[name].items())
 
 
 def _machine(options: argparse.Namespace) -> tuple[RequestedMachine, tuple[str, ...], NodeNetwork | None]:
@@ -427,7 +430,9 @@ def _cluster_of_hosts(
         server = domain(server, options.domain)
     stated = any(device.fact("gigabits") for device in server.devices if device.kind == "nic")
     if options.nic_gbps is None and not stated:
-        raise UsageError("a network needs the speed of a NIC; add --nic-gbps, for example --nic-gbps 400")
+        raise UsageError(
+            "a network needs the rate of a NIC; add --nic-bandwidth, for example --nic-bandwidth 400Gb/s"
+        )
     whole = cluster_of_nodes(
         network,
         {node: server for node, _ in network.nodes},

@@ -40,26 +40,30 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_allocation(parser)
     arguments.declare(
         parser,
-        f"""
-        --format        text, json, csv (a line for each test; as --json and --csv), or a script with which
-                        nccl-tests run the rounds: mpirun starts every test here, ssh on the first of its two
-                        servers (default: text)
+        """
+        --format        text, json, csv, or a script that runs the rounds with nccl-tests: mpirun, or ssh to the first
+                        server of each test (default: text)
         -o F            write the script (default: stdout)
-        --times K       how often each link is crossed, by different pairs if possible (default: {TIMES})
-        --every-gpu     on a cluster, test every GPU, which separates its route to a NIC from the wire (default: one
-                        per NIC)
-        --one-way       test each direction by itself (default: both at once)
-        --fill          rounds besides in which several pairs together fill the wires between switches that one pair
-                        does not
-        --hosts LIST|F  host names of the servers for the scripts and in the results, node[01-08,12] or a file with
-                        a host on each line (default: s0, s1, …; in results their hosts in the order of their names)
-        --size S        bytes of the buffer that the scripts send (default: 256MB)
-        --results FILE  GB/s of pairs, CSV or JSON as in docs/file-formats.md, or the output of topoplan calibrate
-                        --json: name the slow links; exit status 1 if there are any
-        --tolerance T   with --results, how far a healthy pair may be below the others (default: {TOLERANCE:g})
-        --any-pair      with --results, take pairs that these rounds do not have too
+        --hosts LIST|F  host names of the servers, node[01-08,12] or a file with a host on each line (default: s0, s1,
+                        …)
+        --results FILE  results of the tests, as CSV, JSON or the output of topoplan calibrate --json: name the slow
+                        links; exit status 1 if there are any
         """,
         format={"choices": FORMATS},
+    )
+    arguments.declare(
+        parser.topic("pairs"),
+        f"""
+        --times K       number of times that each link is crossed, by different pairs if possible (default: {TIMES})
+        --every-gpu     on a cluster, test every GPU, which separates its route to a NIC from the network (default: one
+                        per NIC)
+        --one-way       test each direction by itself (default: both at once)
+        --fill          add rounds in which several pairs together fill the links between switches that one pair cannot
+                        fill
+        --size S        size of the buffer that the scripts send (default: 256MB)
+        --tolerance T   with --results, how far a healthy pair may be below the others (default: {TOLERANCE:g})
+        --any-pair      with --results, use pairs that are not in these rounds too
+        """,
         times={"type": arguments.whole_number(1, 64, "number of times from 1 to 64"), "default": TIMES},
         size={"type": arguments.size, "default": SIZE},
         tolerance={
@@ -70,6 +74,11 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_json(parser)
     arguments.add_csv(parser, "the tests")
     add_all_options(parser)
+    parser.examples = (
+        "topoplan pairs dgx-1v",
+        "topoplan pairs dgx-h100 --servers 2 --nic-bandwidth 400Gb/s --format mpirun",
+        "topoplan pairs dgx-1v --results pairs.csv",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer | int:
@@ -363,8 +372,8 @@ def _verdict_lines(
     above = [kind for kind, share in found.healthy.items() if share > FAR_ABOVE]
     if above:
         yield (
-            f"note: the pairs get more than {', '.join(above)} states; say with --nics and --nic-gbps which NICs the "
-            "tests used together"
+            f"note: the pairs get more than {', '.join(above)} states; say with --nics and --nic-bandwidth which NICs "
+            "the tests used together"
         )
     below = [kind for kind, share in found.healthy.items() if share < FAR_BELOW]
     if below:

@@ -80,35 +80,38 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         f"""
-        --method M              {", ".join(METHODS)} (default: exact)
-        --schedule NAME         a schedule in place of packed trees, such as ring, one-hop or double-tree, or of an
-                                installed package; an unknown name lists all (default: {TREES})
-        --schedule-file F.json  trees of your own in place of packed ones, {{"trees": [[[0, 1], [1, 2]], {{"ring":
-                                [0, 1, 2]}}]}}; their shares are chosen if the file leaves them out
+        --schedule NAME  a schedule in place of packed trees, such as ring; an unknown name lists all (default: {TREES})
         """,
-        method={"default": "exact"},
         schedule={"default": TREES},
     )
     arguments.add_channels(parser)
+    plan_sizes.add_options(parser)
+    rare = parser.topic("plan")
     arguments.declare(
-        parser,
+        rare,
         f"""
-        --order O        with exact, the first criterion among equal rates: {", ".join(ORDERS)} (default: height)
-        --height H       with exact, most edges between the root of a tree and its leaves, at whatever rate
-                         (default: no limit)
-        --epsilon        with mwu, how far below the bound (default: 0.05)
-        --threshold      with mwu, how far below the bound fewer trees may stay, or failing that below the packing's
-                         rate (default: 0.05)
-        --time-limit S   with exact, seconds after which the best plan so far is taken, with its true gap (default:
-                         none)
-        --demand F.json  with alltoall, {{"bytes": [[...], ...]}}, where row sends to column: the least time for it
-        --tolerance      with exact and more than 32 GPUs that all differ in their measured bandwidths: how far
-                         below the bound a plan on the slowest link of each kind may stay (default: {TOLERANCE})
-        --density D      allreduce that exchanges this share of the elements, the largest: between servers, or on
-                         all trees
-        --entry-bits B   with --density, bits of an entry, index and value, beside 32 of an element (default: 64)
-        -o F.json        write the plan file; - prints it in place of the summary
+        --schedule-file F.json  user-defined trees in place of packed ones, {{"trees": [[[0, 1], [1, 2]], {{"ring":
+                                [0, 1, 2]}}]}}; their fractions are chosen if the file leaves them out
+        --method M              {", ".join(METHODS)} (default: exact)
+        --order O               with exact, the first criterion among equal rates: {", ".join(ORDERS)} (default:
+                                height)
+        --height H              with exact, most edges between the root of a tree and its leaves, at any rate
+                                (default: no limit)
+        --time-limit S          with exact, seconds after which the best plan so far is taken, with its true gap
+                                (default: none)
+        --tolerance             with exact and more than 32 GPUs that all differ in their measured bandwidths: largest
+                                gap of a plan on the slowest link of each kind (default: {TOLERANCE})
+        --epsilon               with mwu, the largest gap to the upper bound (default: 0.05)
+        --threshold             with mwu, the largest gap to the upper bound of a plan with fewer trees, or failing that
+                                to the rate of the packing (default: 0.05)
+        --demand F.json         with all_to_all, bytes from each rank (row) to each rank (column): the least time for
+                                them; {{"bytes": [[...], ...]}}
+        --density D             sparse all_reduce: fraction of the elements to exchange, the largest ones; between
+                                servers, or on all trees
+        --entry-bits B          with --density, bits of an entry (index and value), where an element has 32 (default:
+                                64)
         """,
+        method={"default": "exact"},
         height=int,
         epsilon=arguments.fraction,
         threshold=arguments.fraction,
@@ -117,26 +120,36 @@ def add_options(parser: arguments.OneLineParser) -> None:
         density=float,
         entry_bits=float,
     )
-    plan_sizes.add_options(parser)
-    plan_sets.add_mesh_options(parser)
+    plan_sets.add_mesh_options(parser, topic="mesh")
     arguments.declare(
-        parser,
+        rare,
         """
-        --survive K   plan for every single failure (K is 1) of a GPU, link, switch or NIC too; -o writes all in one
-                      file
-        --bound-only  prove an upper bound, and make no plan: for thousands of GPUs
-        --explain     print how the plan runs: pipeline, and memory beside the buffers
+        --survive K   failover plans for every failure of one GPU, link, switch or NIC too (K must be 1); -o writes all
+                      into one file
         """,
         survive=int,
     )
-    arguments.add_plot(parser, "the trees; with --sizes the bandwidth of all schedules over size")
+    arguments.declare(
+        parser,
+        """
+        --bound-only  prove an upper bound without a plan: for thousands of GPUs
+        --explain     print how the plan runs: pipeline and memory
+        -o F.json     write the plan file; - prints it in place of the summary
+        """,
+    )
+    arguments.add_plot(parser, "the trees; with --sizes, bandwidth over size")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the trees, or with --sizes the times,")
     add_all_options(parser, in_network=True)
+    parser.examples = (
+        "topoplan plan dgx-1v --gpus 1,4,5,7",
+        "topoplan plan topo.txt --collective all_gather -o plan.json",
+        "topoplan plan dgx-a100 --servers 2 --nic-bandwidth 200Gb/s",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Plan a collective on an allocation and prove how close it is to the best possible."""
+    """Plan a collective on some GPUs of a machine, and prove an upper bound on its rate."""
     arguments.refuse_without(options, OWNERS)
     mode = next((name for name in MODES if getattr(options, name) != NOT_GIVEN[name]), "")
     if mode:

@@ -33,14 +33,14 @@ from topoplan.plans.survival import MachineFailure, SurvivalPlans
 from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size
 
 
-def add_mesh_options(parser: arguments.OneLineParser) -> None:
-    """Add ``--mesh`` and its options."""
+def add_mesh_options(parser: arguments.OneLineParser, *, topic: str = "") -> None:
+    """Add ``--mesh`` and its options, in a topic if one is named."""
     arguments.declare(
-        parser,
+        parser.topic(topic) if topic else parser,
         """
-        --mesh M  plan the groups of a mesh at once, since they share links: dp=2,tp=4, the last axis fastest
-        --axes A  with --mesh, the axes whose groups run at once, and how fast in proportion: dp, or dp=1,tp=3
-                  (default: all equal; order does not guess them)
+        --mesh M  ranks on each axis, the last axis fastest: dp=2,tp=8
+        --axes A  with --mesh, the axes that run at once and their weights: dp, or dp=1,tp=8 (default of plan: all
+                  equal; order needs weights or --preset)
         """,
         mesh=_axis_extents,
         axes=_axis_weights,

@@ -75,16 +75,19 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --sizes S              the best schedule for each range of message sizes by model time, between the smallest
-                               and the largest of these: 64KB:1GB, or 64KB,1MB,… (default: 1KB:1GB); -o writes them
-                               all into one file
+        --sizes S  the fastest schedule for each range of buffer sizes within 64KB:1GB or 64KB,1MB,… (default: 1KB:1GB)
+        """,
+        sizes={"type": arguments.size_list, "nargs": "?", "const": arguments.size_list("1KB:1GB")},
+    )
+    arguments.declare(
+        parser.topic("plan"),
+        """
         --engine {messages,windows}  with --sizes, the engine: messages, copies that are started one by one, or
                                windows, one kernel for each collective that writes to the other GPUs' memory over
                                NVLink; then blocks and chunks are chosen too (default: messages)
         --engine-costs F.json  with --engine windows, measured figures in place of NCCL's; python -m
                                tests.gpu_report writes them
         """,
-        sizes={"type": arguments.size_list, "nargs": "?", "const": arguments.size_list("1KB:1GB")},
     )
 
 

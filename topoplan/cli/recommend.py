@@ -32,7 +32,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --count K    GPUs of the job
+        --count K    number of GPUs of the job
         --jobs LIST  GPUs of several jobs, such as 4,2,2: the best way to divide the machine among them
         --free LIST  GPUs to choose from, such as 0,1,4-7 (default: all)
         """,
@@ -44,10 +44,15 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
     add_all_options(parser, in_network=True)
+    parser.examples = (
+        "topoplan recommend dgx-1v --count 4",
+        "topoplan recommend topo.txt --count 2 --free 0,1,4-7",
+        "topoplan recommend dgx-1v --jobs 4,2,2",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """List all sets of so many GPUs, best first, with what the best leave; or divide a machine among jobs."""
+    """Rank the sets of K GPUs by bandwidth, and show what they leave to others; or divide a machine among jobs."""
     collective = check_collective(options.collective)
     if (options.count is None) == (options.jobs is None):
         raise UsageError("say how many GPUs the job has with --count 4, or of several jobs with --jobs 4,2,2")

@@ -190,6 +190,11 @@ def add_options(parser: OneLineParser) -> None:
     add_all_options(parser)
     add_plot(parser, "the machine")
     add_json(parser)
+    parser.examples = (
+        "topoplan show dgx-1v",
+        "topoplan show topo.txt --json",
+        "topoplan show dgx-a100 --servers 2 --nic-bandwidth 200Gb/s --plot cluster.png",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -358,6 +363,7 @@ def _nic_lines(topology: Topology, names: Sequence[str]) -> list[str]:
 def add_list_options(parser: OneLineParser) -> None:
     add_json(parser)
     add_csv(parser, "the table")
+    parser.examples = ("topoplan list", "topoplan list --csv", "topoplan list --json")
 
 
 def run_list(options: argparse.Namespace) -> Answer:
@@ -387,14 +393,19 @@ def add_probe_options(parser: OneLineParser) -> None:
         parser,
         """
         -o F.json         write the machine as topology JSON
-        --refresh         read the machine even if a probe of the last 24 hours is kept; one with warnings is for 10
-                          minutes
+        --refresh         read the machine again, even if the result of the last 24 hours is kept (one with warnings is
+                          kept for 10 minutes)
         --sysfs-root DIR  folder to read in place of /sys, with proc beside it (default: TOPOPLAN_SYSFS_ROOT, else
                           /sys)
         """,
     )
     add_plot(parser, "the machine")
     add_json(parser)
+    parser.examples = (
+        "topoplan probe",
+        "topoplan probe --refresh -o machine.json",
+        "topoplan probe --plot machine.png",
+    )
 
 
 def run_probe(options: argparse.Namespace) -> Answer:

@@ -127,29 +127,34 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_sizes(parser, "1KB:1GB")
     arguments.declare(
         parser,
+        f"""
+        --trace F.json   write the run of the largest size, chunk by chunk, as a Chrome trace
+        --policy P[,P…]  simulate the jobs of a jobs file: {", ".join(POLICIES)} or all
+        """,
+    )
+    arguments.declare(
+        parser.topic("simulate"),
         """
-        --trace F.json  write the chunk-by-chunk run of the largest size as a Chrome trace
-        --headroom F    print how long queues at switches grow in the run of the largest size, and without them:
-                        with every flow paced at this part of its share of the links
+        --headroom F  print the queues at switches in the run of the largest size, as it is and with every flow paced at
+                      this part of its fraction of the links, such as 0.95
+        --queues K    with --policy crux, the number of priorities of the network (default: 8)
         """,
         headroom=arguments.link_fraction,
-    )
-    arguments.add_plot(parser, "algorithm bandwidth over size; of jobs when they compute and send")
-    arguments.add_json(parser)
-    arguments.add_csv(parser, "the table")
-    arguments.declare(
-        parser,
-        f"""
-        --policy P[,P…]  TOPO is a file of jobs, run under each of {", ".join(POLICIES)}; all: under all of them
-        --queues K       with crux, how many priorities the network has (default: 8)
-        """,
         queues=int,
     )
+    arguments.add_plot(parser, "algbw over size; of jobs, when they compute and send")
+    arguments.add_json(parser)
+    arguments.add_csv(parser, "the table")
     add_all_options(parser)
+    parser.examples = (
+        "topoplan simulate plan.json",
+        "topoplan simulate dgx-1v --gpus 1,4,5,7 --sizes 64KB:64MB",
+        "topoplan simulate jobs.json --policy fair,crux",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Print the time that the alpha-beta model gives a plan file, or the plan of a machine, and its ring."""
+    """Print the time of a plan and of its ring by the alpha-beta model, or simulate jobs on shared links."""
     arguments.refuse_without(options, {"queues": "--policy"})
     if options.policy is not None:
         return _run_job_file(options)

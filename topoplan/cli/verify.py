@@ -85,16 +85,21 @@ def add_options(parser: OneLineParser) -> None:
     declare(
         parser,
         """
-        --machine TOPO  of an engine's file: print the load of this machine's links, and the rate
+        --machine TOPO  with an engine's file: print the load of this machine's links, and the rate
         --gpus LIST     with --machine: its GPUs, rank by rank
         """,
         gpus=gpu_list,
     )
     add_json(parser)
+    parser.examples = (
+        "topoplan verify plan.json",
+        "topoplan verify plan.json --json",
+        "topoplan verify mscclpp.json --machine dgx-1v --gpus 1,4,5,7",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer | int:
-    """Recompute what a plan file claims from the file alone, or run the operations of an engine's file."""
+    """Recheck the claims of a plan file without the solver, or run the operations of an engine's file."""
     text = read_plan_text(options.plan)
     engine = engine_of(text)
     if engine is not None:

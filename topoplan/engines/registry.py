@@ -130,8 +130,8 @@ FORMATS = {
         many_servers=True,
     ),
     "mscclpp": ExportFormat(
-        "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: allreduce, broadcast, allgather, "
-        "reduce_scatter, alltoall",
+        "execution plan of MSCCL++ (JSON), which runs packed trees on GPUs: all_reduce, broadcast, all_gather, "
+        "reduce_scatter, all_to_all",
         None,
         execution_plan,
         ("size", "max_blocks", "chunks", "protocol"),
@@ -139,7 +139,7 @@ FORMATS = {
         use=lambda _: _USE_MSCCLPP,
     ),
     "msccl-xml": ExportFormat(
-        "algorithm of MSCCL (XML): allreduce, allgather, reduce_scatter; RCCL up to the releases that carry MSCCL",
+        "algorithm of MSCCL (XML): all_reduce, all_gather, reduce_scatter; RCCL up to the releases that carry MSCCL",
         None,
         msccl_algorithm,
         ("size", "max_blocks", "chunks", "runtime"),

@@ -92,12 +92,12 @@ def generation_of(capability: int) -> GpuGeneration | None:
     return BY_CAPABILITY.get(max((least for least in BY_CAPABILITY if least <= capability), default=0))
 
 
-def checked_rate(option: str, value: float | None) -> float | None:
+def checked_rate(name: str, value: float | None) -> float | None:
     """Return a user's bandwidth in GB/s, or None for None; UsageError unless it is a finite number above zero."""
     if value is None:
         return None
     if not is_number(value) or not math.isfinite(value) or value <= 0:
-        raise UsageError(f"{option} {value!r} must be a finite number of GB/s above zero, for example 25")
+        raise UsageError(f"{name} must be a finite number of GB/s above zero, such as 25, got {value!r}")
     return float(value)
 
 

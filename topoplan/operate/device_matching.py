@@ -237,7 +237,7 @@ def _ranks_by_device(ranks: Sequence[LoggedRank], machine: Topology) -> dict[int
     if len(hosts) > len(servers):
         raise UsageError(
             f"the log's {len(ranks)} ranks ran on {len(hosts)} hosts ({', '.join(hosts[:4])}), and {machine.name} is "
-            f"{counted(len(servers), 'server')}; add --servers {len(hosts)} and --nic-gbps"
+            f"{counted(len(servers), 'server')}; add --servers {len(hosts)} and --nic-bandwidth"
         )
     of_host = dict(zip(hosts, servers.values(), strict=False))
     found = {}

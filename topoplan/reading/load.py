@@ -252,7 +252,11 @@ def load_network(source: str | os.PathLike[str], *, which: str = "") -> NodeNetw
 
 def _check_no_rates(rates: Mapping[str, float | None], what: str) -> None:
     """Refuse bandwidths that would have no effect."""
-    given = [f"--{rate.replace('_', '-')}" for rate, value in rates.items() if value is not None]
+    given = [
+        f"{rate} (--{rate.removesuffix('_gbps')}-bandwidth)"
+        for rate, value in rates.items()
+        if value is not None
+    ]
     if given:
         raise UsageError(f"{what} states its own bandwidths; leave out {' and '.join(given)}")
 

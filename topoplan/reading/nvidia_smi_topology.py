@@ -165,9 +165,9 @@ def parse_nvidia_smi(
     >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
     [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
     """
-    nvlink_given = checked_rate("--nvlink-gbps", nvlink_gbps)
-    pcie_given = checked_rate("--pcie-gbps", pcie_gbps)
-    socket_given = checked_rate("--socket-gbps", socket_gbps)
+    nvlink_given = checked_rate("nvlink_gbps", nvlink_gbps)
+    pcie_given = checked_rate("pcie_gbps", pcie_gbps)
+    socket_given = checked_rate("socket_gbps", socket_gbps)
     matrix = read_matrix(text)
     rows = {gpu: max((matrix.nvlinks(gpu, other) for other in matrix.gpus), default=0) for gpu in matrix.gpus}
     named = name_gpus(text, matrix.gpus, rows)
@@ -200,18 +200,18 @@ def parse_nvidia_smi(
         )
     if nvlink_given is None and named.generation is not None and nvlinks.any:
         notes.append(
-            f"the text names {named.words()}: NVLink {nvlink:g} GB/s per link and direction; set --nvlink-gbps"
+            f"the text names {named.words()}: NVLink {nvlink:g} GB/s per link and direction; set --nvlink-bandwidth"
         )
     elif nvlink_given is None and generation is not UNKNOWN and nvlinks.any:
         other = "; a B200 has 50" if generation is H100 else ""
         notes.append(
             f"GPU not printed, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
-            f"{other}; set --nvlink-gbps"
+            f"{other}; set --nvlink-bandwidth"
         )
     if pcie_given is None:
-        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-gbps")
+        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
     if socket_given is None and len(cpus_of(tree.parents)) > 1:
-        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-gbps")
+        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
     machine = Topology(
         name="nvidia-smi",
         devices=_devices(matrix, nvlinks, tree, names, named),

@@ -195,9 +195,9 @@ def parse_rocm_smi(
     >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
     [('gpu0', 'gpu1', 50.0), ('gpu1', 'gpu0', 50.0)]
     """
-    nvlink_given = checked_rate("--nvlink-gbps", nvlink_gbps)
-    pcie = checked_rate("--pcie-gbps", pcie_gbps) or PCIE_X16[4]
-    socket = checked_rate("--socket-gbps", socket_gbps) or SOCKET["Zen 1 to 2"]
+    nvlink_given = checked_rate("nvlink_gbps", nvlink_gbps)
+    pcie = checked_rate("pcie_gbps", pcie_gbps) or PCIE_X16[4]
+    socket = checked_rate("socket_gbps", socket_gbps) or SOCKET["Zen 1 to 2"]
     tables = read_tables(text)
     names = {gpu: f"gpu{i}" for i, gpu in enumerate(tables.gpus)}
     wires, notes = _xgmi(tables, names, nvlink_given, xgmi_optional=xgmi_optional, known=known)
@@ -208,9 +208,9 @@ def parse_rocm_smi(
     )
     notes += tree.notes
     if pcie_gbps is None:
-        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-gbps")
+        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
     if socket_gbps is None and len(cpus_of(tree.parents)) > 1:
-        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-gbps")
+        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
     barred = _pairs_without_access(tables)
     devices = _devices(tables, names, tree, barred)
     if barred and any(has_peer_access(device) for device in devices if device.kind == "gpu"):
@@ -268,7 +268,7 @@ def _xgmi(
             (a, b, several(count, given) if given else bandwidth, count)
             for (a, b), (bandwidth, count) in ties.items()
         ]
-        own = "" if given else "; set --nvlink-gbps"
+        own = "" if given else "; set --nvlink-bandwidth"
         return (
             [link for a, b, rate, count in taken for link in both_ways(a, b, "nvlink", rate, count=count)],
             [
@@ -278,7 +278,8 @@ def _xgmi(
     wire = given or WIRE
     notes = [
         "Infinity Fabric from the weights: they state neighbours, not how many links join them; one assumed",
-        f"an Infinity Fabric link assumed {wire:g} GB/s per direction; set --nvlink-gbps, or --merge mi250x or mi300x",
+        f"an Infinity Fabric link assumed {wire:g} GB/s per direction; set --nvlink-bandwidth, or --merge "
+        "mi250x or mi300x",
     ]
     return [link for a, b in joined for link in both_ways(names[a], names[b], "nvlink", wire)], notes
 

@@ -37,41 +37,50 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser,
         """
-        --schedules LIST  trees (or the plan of PLAN.json), ring (over NVLink, with relays if needed), pcie-ring,
+        --schedules LIST  trees (or the plan of PLAN.json), ring (over NVLink, relayed if needed), pcie-ring,
                           three-phase, one-hop, double-tree, lowest-tree, relay-ring, nccl-ring, nccl-tree (default:
-                          trees,ring; of an alltoall trees,one-hop)
+                          trees,ring; of an all_to_all trees,one-hop)
+        --runs N          runs of each schedule and size (default: 3)
+        --drop A-B=F      after --runs runs of the first schedule and size, slow a link to this part of its rate, such
+                          as gpu0-gpu3=0.1, until the ranks have replanned; may be repeated
         """,
         schedules=_parse_schedules,
+        runs={"type": arguments.whole_number(1, 1000, "whole number from 1 to 1000"), "default": "3"},
+        drop={"type": _parse_drop, "action": "append"},
     )
-    rate = parser.add_mutually_exclusive_group()
+    rare = parser.topic("testbed")
     arguments.declare(
-        rate,
+        rare.add_mutually_exclusive_group(),
         """
-        --gbit-per-link G  Gbit/s at which the fastest wire runs here (default: the rate that two processor cores
-                           sustain)
-        --scale F          rate of every link here over its bandwidth, such as 5e-4
+        --link-bandwidth RATE  rate of the fastest link here, such as 1Gb/s (default: the rate that two processor cores
+                               sustain)
+        --scale F              rate of every link here over its bandwidth, such as 5e-4
         """,
-        gbit_per_link=arguments.positive_factor,
+        link_bandwidth={
+            **arguments.rate_option("link", "Gb/s"),
+            "dest": "gbit_per_link",
+            "old": "--gbit-per-link",
+            "old_type": arguments.positive_factor,
+        },
         scale=arguments.positive_factor,
     )
     arguments.declare(
-        parser,
+        rare,
         """
-        --chunk S     longest piece that moves at once (default: 128KB)
-        --runs N      runs of each schedule and size (default: 3)
-        --headroom F  run each schedule also with every connection paced at this part of its share of the links,
-                      such as 0.95, and measure heartbeats beside both
-        --drop A-B=F  after --runs runs of the first schedule and size let a link fall to this part of its rate,
-                      such as gpu0-gpu3=0.1, and continue until the ranks have replanned (on_slow); may be given
-                      several times
+        --chunk S     longest chunk (default: 128KB)
+        --headroom F  run each schedule also with every connection paced at this part of its fraction of the links, such
+                      as 0.95, and measure heartbeats in both
         """,
         chunk={"type": arguments.size, "default": "128KB"},
-        runs={"type": arguments.whole_number(1, 1000, "whole number from 1 to 1000"), "default": "3"},
         headroom=arguments.link_fraction,
-        drop={"type": _parse_drop, "action": "append"},
     )
     arguments.add_json(parser)
     add_all_options(parser)
+    parser.examples = (
+        "topoplan testbed dgx-1v --gpus 1,4,5,7 --sizes 16MB",
+        "topoplan testbed plan.json --schedules trees,ring",
+        "topoplan testbed dgx-1v --gpus 0-3 --sizes 16MB --drop gpu0-gpu3=0.1",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:

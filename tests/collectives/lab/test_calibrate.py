@@ -319,7 +319,7 @@ class TestErrors:
             (
                 machine(),
                 ["dgx-1v", "--repeats", "2"],
-                "argument --repeats: must be a number of repeats from 3 to 1000, got '2' "
+                "--repeats must be a number of repeats from 3 to 1000, got '2' "
                 "(see topoplan calibrate --help)",
             ),
             (
@@ -335,10 +335,10 @@ class TestErrors:
             *(
                 (
                     machine(),
-                    [option, "20"],
+                    [option, "20GB/s"],
                     f"{option} belongs to TOPO; add TOPO, or leave {option} out",
                 )
-                for option in ("--nvlink-gbps", "--pcie-gbps", "--socket-gbps", "--merge")
+                for option in ("--nvlink-bandwidth", "--pcie-bandwidth", "--socket-bandwidth", "--merge")
             ),
         ],
     )

@@ -405,7 +405,7 @@ def test_a_machine_that_refuses_namespaces_says_so_in_one_line(tmp_path: Path) -
         (["dgx-1v", "--sizes", "1TB"], "1TB on 8 ranks need 32TB of memory, and the machine has"),
         (["dgx-1v", "--scale", "0"], "must be a number above zero, such as 1e-3, got '0'"),
         (["dgx-1v", "--runs", "-1"], "must be a whole number from 1 to 1000, got '-1'"),
-        (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "not allowed with argument --scale"),
+        (["dgx-1v", "--scale", "1", "--gbit-per-link", "1"], "--gbit-per-link does not go with --scale"),
         (["dgx-1v", "--drop", "gpu0-gpu3"], "such as gpu0-gpu3=0.1, got 'gpu0-gpu3'"),
         (["dgx-1v", "--drop", "gpu0-gpu3=1"], "must be a part of a rate below 1, such as 0.1, got '1'"),
         (["dgx-1v", "--gpus", "0,1", "--drop", "gpu0-gpu3=0.1"], "dgx-1v has no device 'gpu3'"),

@@ -34,11 +34,11 @@ FILES: dict[str, Callable[[], str]] = {
 }
 
 SHORT = {
-    "TWO": "--servers 2 --nic-gbps 100",
-    "FOUR": "dgx-1v --servers 4 --nic-gbps 100 --nics 1 --nic-access direct",
-    "HELPERS": "nvlink-x4 --servers 4 --nics 1 --nic-gbps 80 --helpers 2",
-    "NODES": "dgx-h100 --servers 4 --nics 2 --nic-gbps 400",
-    "WIRES": "topology.conf --server v100x4 --nic-gbps 100 --oversubscription 4",
+    "TWO": "--servers 2 --nic-bandwidth 100Gb/s",
+    "FOUR": "dgx-1v --servers 4 --nic-bandwidth 100Gb/s --nics 1 --nic-access direct",
+    "HELPERS": "nvlink-x4 --servers 4 --nics 1 --nic-bandwidth 80Gb/s --helpers 2",
+    "NODES": "dgx-h100 --servers 4 --nics 2 --nic-bandwidth 400Gb/s",
+    "WIRES": "topology.conf --server v100x4 --nic-bandwidth 100Gb/s --oversubscription 4",
     "NO_NICS": " ".join(f"--without-device s1.nic{number}" for number in range(4)),
     "DIGITS": "9" * 5000,
     "SIZES": ",".join(["1KB"] * 2000),
@@ -74,10 +74,12 @@ plan pcie-x8 --channels nvlink  |  NVLink  |  --channels auto
 plan dgx-1v --method mwu --epsilon 0  |  epsilon 0  |  0.05
 plan dgx-1v --method mwu --epsilon nan  |  'nan'  |  0.05
 plan dgx-1v --method mwu --threshold 2  |  '2'  |  0.05
-plan dgx-1v --nvlink-gbps 25  |  states its own  |  leave out
-show - --nvlink-gbps 0  |  '0'  |  above zero
-show - --pcie-gbps nan  |  'nan'  |  above zero
-show - --nvlink-gbps fast  |  'fast'  |  such as 25
+plan dgx-1v --nvlink-bandwidth 25GB/s  |  states its own  |  leave out
+show - --nvlink-bandwidth 0GB/s  |  '0GB/s'  |  above zero
+show - --pcie-bandwidth nan  |  'nan'  |  above zero
+show - --nvlink-bandwidth fast  |  'fast'  |  such as 25GB/s
+show - --nvlink-bandwidth 25  |  --nvlink-bandwidth must have a unit, got '25'; write 25Gb/s or 25GB/s
+show - --nvlink-gbps 25 --nvlink-bandwidth 25GB/s  |  does not go with --nvlink-
 simulate dgx-1v --sizes 1KB:  |  size ''  |  for example
 simulate dgx-1v --sizes=  |  size ''  |  for example
 simulate dgx-1v --sizes 0:1KB  |  '0:1KB'  |  for example
@@ -95,7 +97,7 @@ plan dgx-1v --xyz  |  '--xyz'  |  see topoplan plan --help
 plan dgx-1v dgx-2  |  'dgx-2'  |  see topoplan plan --help
 plan  |  TOPO  |  see topoplan plan --help
 verify  |  PLAN.json  |  see topoplan verify --help
-  |  no command  |  use one of list
+  |  no command  |  see topoplan --help
 pln dgx-1v  |  'pln'  |  did you mean plan?
 frobnicate  |  'frobnicate'  |  use one of list
 # bench
@@ -125,11 +127,11 @@ bench dgx-1v  |  topoplan plan dgx-1v -o F.json makes a plan
 bench nowhere.json  |  made by topoplan plan
 check dgx-1x  |  did you mean
 check run.log  |  run.log
-check --pcie-gbps 12  |  --pcie-gbps belongs to TOPO
+check --pcie-bandwidth 12GB/s  |  --pcie-bandwidth belongs to TOPO
 verify plan.json --machine dgx-1v  |  --machine does not go with a plan
 simulate plan.json --gpus 0  |  --gpus does not go with a plan file
 simulate plan.json --collective reduce  |  --collective does not go with a plan file
-simulate plan.json --nvlink-gbps 25  |  --nvlink-gbps does not go with a plan file
+simulate plan.json --nvlink-bandwidth 25GB/s  |  --nvlink-bandwidth does not go with a plan file
 simulate plan.json TWO  |  --servers does not go with a plan file
 simulate plan.json --without-gpu 1  |  --without-gpu does not go with a plan file
 export plan.json --to nccl-graph --server s0  |  --server does not go with a plan file
@@ -138,18 +140,21 @@ compare v100x4 --plot-size 6x4  |  --plot-size belongs to a figure
 compare dgx-1v --gpus 3 --plot f.png  |  leave out --plot
 simulate dgx-2 --headroom 1.2  |  must be a part of a link from 0.01 to 1, such as 0.95, got '1.2'
 # clusters and degraded machines
-show dgx-1v --servers 2  |  --servers needs the speed of a NIC
+show dgx-1v --servers 2  |  --servers needs the rate of a NIC
 compare dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist
 simulate dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist
 plan dgx-1v --helpers 2  |  --helpers belongs to --servers
-plan dgx-1v --servers 2  |  --servers needs the speed of a NIC; add --nic-gbps
+plan dgx-1v --servers 2  |  --servers needs the rate of a NIC; add --nic-bandwidth
 plan dgx-1v --nics 2  |  --nics belongs to --servers
 plan dgx-1v --leaf-size 2  |  --leaf-size belongs to --servers
-plan dgx-1v --servers 0 --nic-gbps 1  |  must be a whole number of 1 or more, got '0'
+plan dgx-1v --servers 0 --nic-bandwidth 1Gb/s  |  must be a whole number of 1 or more, got '0'
+plan dgx-1v --servers 2 --nic-bandwidth 0Gb/s  |  must be a rate above zero with its unit  |  got '0Gb/s'
+plan dgx-1v --servers 2 --nic-bandwidth 9e9Gb/s  |  must be a bandwidth below 1e6 Gb/s, got '9e9Gb/s'
 plan dgx-1v --servers 2 --nic-gbps 0  |  '0' is not a bandwidth in Gb/s above zero
-plan dgx-1v --servers 2 --nic-gbps nan  |  'nan' is not a bandwidth in Gb/s above zero
-plan dgx-1v --servers 100000000 --nic-gbps 100  |  100,000,000 servers are 2,200,000,000 devices
-plan dgx-1v --servers 2 --nic-gbps 1e-30  |  nic_gbps 1e-30 must be a number of Gb/s above zero
+plan dgx-1v --nic-gbs 1  |  did you mean --nic-bandwidth?
+plan dgx-1v --servers 2 --nic-bandwidth nan  |  must be a rate above zero with its unit  |  'nan'
+plan dgx-1v --servers 100000000 --nic-bandwidth 100Gb/s  |  100,000,000 servers are 2,200,000,000 devices
+plan dgx-1v --servers 2 --nic-bandwidth 1e-30Gb/s  |  nic_gbps 1e-30 must be a number of Gb/s above zero
 plan dgx-1v TWO --nics 5000  |  nics 5000 must be a whole number from 1 to 1,024
 plan dgx-1v TWO --network ring  |  network 'ring' is unknown
 plan dgx-1v TWO --network fat-tree --leaf-size 1 --oversubscription 1e9
@@ -169,11 +174,11 @@ plan dgx-1v --channels nvlink --gpus 0,3 --without-link gpu0-gpu3  |  no NVLink 
 plan dgx-1v --without-link=-  |  link -: dgx-1v has no device ''
 plan dgx-1v '--without-link=gpu0->'  |  link gpu0->: dgx-1v has no device ''
 plan dgx-1v --slow-link gpu0=5  |  'gpu0' names no link; write its two ends
-plan dgx-1v --slow-link =5  |  must be a link with its speed, such as gpu1-gpu2=12.5, got '=5'
+plan dgx-1v --slow-link =5  |  must be a link with its rate, such as gpu1-gpu2=12.5GB/s, got '=5'
 plan dgx-1v --slow-link gpu0-gpu1=nan  |  'nan' is not a bandwidth in GB/s above zero
 plan dgx-1v --slow-link gpu0-gpu1=5 --slow-link 'gpu0->gpu1=6'  |  gpu0->gpu1 is given two speeds
 plan dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist: gpu0 has links with gpu1
-plan dgx-1v --slow-link gpu0-gpu1  |  must be a link with its speed, such as gpu1-gpu2=12.5, got 'gpu0-gpu1'
+plan dgx-1v --slow-link gpu0-gpu1  |  must be a link with its rate, such as gpu1-gpu2=12.5GB/s, got 'gpu0-gpu1'
 plan dgx-1v --slow-link gpu0-gpu1=0  |  '0' is not a bandwidth in GB/s above zero
 plan dgx-1v --slow-link gpu0-gpu1=26  |  gpu0-gpu1 has 25 GB/s, and 26 is not slower
 plan dgx-1v --slow-link gpu0-gpu1=5 --slow-link gpu0-gpu1=6  |  gives gpu0-gpu1 two speeds, 5 and 6
@@ -190,7 +195,7 @@ plan dgx-1v --without-gpu 5-3  |  the range 5-3 runs backwards; write 3-5
 plan dgx-1v --gpus RANGES  |  names more than 1,048,576 GPUs
 plan dgx-1v --gpus DIGITS  |  is not a list of GPU numbers
 plan dgx-1v --sizes SIZES  |  more than 1,024 sizes are listed
-plan dgx-1v --servers 1000000000 --nic-gbps 100  |  choose fewer servers
+plan dgx-1v --servers 1000000000 --nic-bandwidth 100Gb/s  |  choose fewer servers
 plan dgx-1v --without-device gpu1  |  gpu1 is GPU 1; take it out by its number
 plan dgx-1v --without-device nic9  |  has no device 'nic9'; did you mean nic
 # engines of plan --sizes
@@ -269,12 +274,12 @@ simulate jobs.json --policy fair --gpus 0-3  |  --gpus does not go with --policy
 simulate jobs.json  |  is a file of jobs; topoplan simulate runs it under a --policy
 # order
 order topology.conf  |  states how Slurm's nodes are joined, and not what a node is: topoplan order takes it with
-order topology.conf --server dgx-1v  |  a network needs the speed of a NIC; add --nic-gbps
+order topology.conf --server dgx-1v  |  a network needs the rate of a NIC; add --nic-bandwidth
 order WIRES --servers 2  |  --servers does not go with a description of Slurm
 order WIRES --hosts n9  |  node n9 is not in topology, which has 4 nodes, n1 to n4
 order WIRES --hosts n[1-  |  --hosts: no such file, and 'n[1-' has a bracket that is not closed
 order WIRES --slurm-topology x  |  topology 'x' is not in a topology.conf
-order topology.conf --server nothing --nic-gbps 1  |  no machine 'nothing' in the library
+order topology.conf --server nothing --nic-bandwidth 1Gb/s  |  no machine 'nothing' in the library
 order dgx-1v --server dgx-1v  |  dgx-1v is neither; leave --server out
 order dgx-1v --slurm-topology x  |  --slurm-topology belongs to --server
 order dgx-1v --hosts a,b  |  names must be one for each of 1 hosts, got 2 different ones
@@ -285,7 +290,7 @@ order dgx-1v --mesh dp=x  |  'dp=x' must be axes with whole numbers of ranks
 order dgx-1v --axes dp  |  --axes belongs to --mesh
 order dgx-1v --preset megatron  |  --preset belongs to --mesh
 order dgx-1v --mesh dp=2,tp=4
-    |  depends on the bytes that each moves; add --axes with their weights, such as dp=1,tp=40, or --preset
+    |  --mesh needs the weights of its 2 axes  |  such as dp=1,tp=8, or --preset megatron (tp inside
 order dgx-1v --mesh dp=2,x=4 --preset megatron  |  not of axis 'x'; rename the axis
 order dgx-1v --mesh dp=2,tp=4 --axes dp --preset megatron  |  --preset gives the weights that --axes states
 order dgx-1v -o f  |  -o needs a --format
@@ -294,7 +299,7 @@ order dgx-1v --format toml  |  invalid choice: 'toml'
 order dgx-1v --collective gossip  |  collective 'gossip' is unknown
 order dgx-1v --collective alltoall  |  rings and trees do not do alltoall
 # pairs
-pairs dgx-h100 --servers 2 --nics 2 --nic-gbps 400 --results hosts.csv
+pairs dgx-h100 --servers 2 --nics 2 --nic-bandwidth 400Gb/s --results hosts.csv
     |  name 3 hosts, such as a, and 2 x dgx-h100 has 2 servers
 pairs dgx-1v --results hosts.csv  |  dgx-1v has 1 server; give --servers 3
 pairs NODES --results hosts.csv --hosts n[1-3]  |  3 names for 4 servers

@@ -119,7 +119,9 @@ def test_two_servers_and_why_bus_bandwidth_is_above_the_nics(run: Run, tmp_path:
     """The log's hosts are the servers of the cluster."""
     path = tmp_path / "two.log"
     path.write_text(PerfLog(hosts=TWO, start=60e-6, rate=240).text())
-    status, out, _ = run("explain", str(path), "--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    status, out, _ = run(
+        "explain", str(path), "--machine", "dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s"
+    )
     assert status == 0
     assert "on GPUs 0-15 of 2 x dgx-h100" in out
     assert "is above the 384 GB/s of a server's 8 NICs" in out
@@ -204,7 +206,7 @@ def test_a_log_of_nccl_is_explained_beside_the_rows(run: Run, tmp_path: Path) ->
 def test_a_log_of_nccl_alone_has_no_rows(run: Run) -> None:
     """And its choices stand by size."""
     text = over_sockets().text()
-    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s")
     status, out, _ = run("explain", "-", *cluster, stdin=text)
     assert status == 0
     assert "chose  AllReduce: tree/ll 1KB to 64KB, ring/simple 64MB" in out
@@ -222,7 +224,7 @@ def rivals(tmp_path: Path) -> str:
 def test_logs_of_rivals_become_a_file_for_the_tuner(run: Run, rivals: str, tmp_path: Path) -> None:
     """By the plugin's rules: the tree for small buffers, NVLS for large ones, the model where none was measured."""
     target = tmp_path / "tuner.csv"
-    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-gbps", "400")
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s")
     status, out, err = run("explain", "--tune", rivals, *cluster, "-o", str(target))
     assert (status, err) == (0, "")
     assert out.startswith(f"written: {target}")

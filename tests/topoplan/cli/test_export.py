@@ -77,16 +77,16 @@ def test_a_plan_file_is_exported_from_stdin_too(run: Run, ring_file: str) -> Non
 def test_text_of_nvidia_smi_is_exported(run: Run) -> None:
     """With the speeds that the user gives, which the text leaves open."""
     pair = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
-    status, out, _ = run("export", "-", "--to", "nccl-topo", "--nvlink-gbps", "20", stdin=pair)
+    status, out, _ = run("export", "-", "--to", "nccl-topo", "--nvlink-bandwidth", "20GB/s", stdin=pair)
     assert status == 0
     assert out.count('count="2" tclass="0x030200" bandwidth="40.0"') == 2
 
 
 def test_every_format_is_in_the_help(run: Run) -> None:
     """And what NCCL cannot do."""
-    _, out, _ = run("export", "--help")
+    _, out, _ = run("help", "formats")
     words = " ".join(out.replace("-\n", "-").split())
-    assert all(f"{name}:" in words.replace("nccl- topo", "nccl-topo") for name in FORMATS)
+    assert all(name in words for name in FORMATS)
     assert "cannot run packed trees inside a server" in words
 
 

@@ -13,7 +13,7 @@ from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import Server
 
 V100S = topoplan.load("dgx-1v")
-TWO = ("--servers", "2", "--nic-gbps", "100")
+TWO = ("--servers", "2", "--nic-bandwidth", "100Gb/s")
 
 
 class TestClusters:
@@ -28,8 +28,8 @@ class TestClusters:
                 "--json",
                 "--servers",
                 "3",
-                "--nic-gbps",
-                "40",
+                "--nic-bandwidth",
+                "40Gb/s",
                 "--nics",
                 "2",
                 "--rails",
@@ -60,12 +60,16 @@ class TestClusters:
 
     def test_one_server_is_a_cluster_too(self, done: Done) -> None:
         """It plans as the machine does."""
-        out = done("plan", "dgx-1v", "--servers", "1", "--nic-gbps", "100", "--gpus", "1,4,5,7", "--json")
+        out = done(
+            "plan", "dgx-1v", "--servers", "1", "--nic-bandwidth", "100Gb/s", "--gpus", "1,4,5,7", "--json"
+        )
         assert (json.loads(out)["rate"], json.loads(out)["channels"]) == (50.0, ["nvlink"])
 
     def test_a_server_without_used_gpus_keeps_its_place(self, done: Done) -> None:
         """Of three servers the middle one is idle."""
-        out = done("plan", "dgx-1v", "--servers", "3", "--nic-gbps", "100", "--gpus", "0,23", "--json")
+        out = done(
+            "plan", "dgx-1v", "--servers", "3", "--nic-bandwidth", "100Gb/s", "--gpus", "0,23", "--json"
+        )
         assert json.loads(out)["ranks"] == ["s0.gpu0", "s2.gpu7"]
 
     def test_pcie_and_network_together(self, done: Done) -> None:
@@ -105,7 +109,7 @@ class TestClusters:
     def test_show_of_many_servers_shows_one(self, done: Done, tmp_path: Path) -> None:
         """128 GPUs: no line is longer than a screen but the source, and the figure is drawn."""
         figure = tmp_path / "cluster.png"
-        options = ("--servers", "16", "--nic-gbps", "200", "--plot", str(figure))
+        options = ("--servers", "16", "--nic-bandwidth", "200Gb/s", "--plot", str(figure))
         out = done("show", "dgx-a100", *options, "--network", "fat-tree", "--leaf-size", "4")
         lines = [line for line in out.splitlines() if not line.startswith(("source", "note"))]
         assert max(len(line) for line in lines) <= 120

@@ -247,13 +247,15 @@ class TestContract:
     @pytest.mark.parametrize("command", ["show", "plan", "compare", "simulate"])
     def test_notes_are_in_text_and_json(self, ask: Ask, command: str) -> None:
         """What had to be assumed about nvidia-smi text stands in both outputs, and is gone once it is settled."""
-        note = "NVLink 25 GB/s per link and direction; set --nvlink-gbps"
+        note = "NVLink 25 GB/s per link and direction; set --nvlink-bandwidth"
         assert note in ask(command, "-", stdin=PAIR.encode()).out
         notes = ask(command, "-", "--json", stdin=PAIR.encode()).json["notes"]
         assert isinstance(notes, list)
         assert any(note in line for line in notes)
-        settled = ask(command, "-", "--nvlink-gbps", "20", "--pcie-gbps", "10", stdin=PAIR.encode()).out
-        assert "set --nvlink-gbps" not in settled
+        settled = ask(
+            command, "-", "--nvlink-bandwidth", "20GB/s", "--pcie-bandwidth", "10GB/s", stdin=PAIR.encode()
+        ).out
+        assert "set --nvlink-bandwidth" not in settled
 
     def test_notes_stay_in_the_plan_file(self, ask: Ask, tmp_path: Path) -> None:
         """verify and bench repeat what was assumed when the plan was made."""
@@ -261,8 +263,8 @@ class TestContract:
         assert ask("plan", "-", "-o", path, stdin=PAIR.encode()).status == 0
         for command in ("verify", "bench"):
             sizes = ["--sizes", "1KB"] if command == "bench" else []
-            assert "set --nvlink-gbps" in ask(command, path, *sizes).out
-            assert "set --nvlink-gbps" in ask(command, path, *sizes, "--json").out
+            assert "set --nvlink-bandwidth" in ask(command, path, *sizes).out
+            assert "set --nvlink-bandwidth" in ask(command, path, *sizes, "--json").out
 
     def test_bench_columns_do_not_move(self, ask: Ask, plan_file: Path) -> None:
         """Header and rows of ``bench`` have one width whatever the figures are."""
@@ -293,7 +295,7 @@ class TestContract:
         assert all(name in ask("--help").out for name in names)
         for name in names:
             # What these print is read by other programs already.
-            own = {"export": "--to", "completion": "SHELL", "report": "F.html"}
+            own = {"export": "--to", "completion": "SHELL", "report": "F.html", "help": "TOPIC"}
             assert own.get(name, "--json") in ask(name, "--help").out
 
     def test_a_package_adds_a_command_by_an_entry_point(
@@ -317,7 +319,7 @@ class TestContract:
             "topoplan gone: error: gone, which the package other offers, cannot be loaded"
         )
         listed = " ".join(ask("--help").out.split())
-        assert "plan a collective and prove its rate" in listed
+        assert "plan a collective and prove an upper bound" in listed
         assert "wave a hand, 100 % sure" in listed
         assert "gone gone, which the package other offers, cannot be loaded" in listed
         assert ask("--version").status == 0

@@ -12,7 +12,7 @@ from topoplan.errors import UsageError
 from topoplan.operate.launch_files import RankPlacement, hostfile, usage
 
 CONF = "SwitchName=leaf1 Nodes=n[1,3]\nSwitchName=leaf2 Nodes=n[2,4]\nSwitchName=top Switches=leaf[1-2]\n"
-WIRES = ("--server", "v100x4", "--nic-gbps", "100", "--oversubscription", "4")
+WIRES = ("--server", "v100x4", "--nic-bandwidth", "100Gb/s", "--oversubscription", "4")
 
 
 @pytest.fixture
@@ -56,7 +56,16 @@ def test_the_hosts_of_a_job_are_a_list_or_a_file(done: Done, conf: str, tmp_path
     told = json.loads(done("order", conf, *WIRES, "--hosts", str(place), "--format", "json"))
     assert told["nodes"] == ["n4", "n2"]
     said = done(
-        "order", "v100x4", "--servers", "2", "--nic-gbps", "100", "--hosts", "a,b", "--format", "hostfile"
+        "order",
+        "v100x4",
+        "--servers",
+        "2",
+        "--nic-bandwidth",
+        "100Gb/s",
+        "--hosts",
+        "a,b",
+        "--format",
+        "hostfile",
     )
     assert said == "a slots=4\nb slots=4\n"
 
@@ -74,7 +83,17 @@ def test_json_has_orders_rates_bound_and_proof(done: Done, conf: str) -> None:
 
 
 def test_a_mesh_says_where_each_axis_lies(done: Done) -> None:
-    asked = ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--gpus", "0-2,8-10", "--mesh", "tp=3,dp=2")
+    asked = (
+        "dgx-h100",
+        "--servers",
+        "2",
+        "--nic-bandwidth",
+        "400Gb/s",
+        "--gpus",
+        "0-2,8-10",
+        "--mesh",
+        "tp=3,dp=2",
+    )
     said = done("order", *asked, "--axes", "tp=10,dp=1")
     assert "levels  3 in a server x 2 across; below, the extent of every axis on each" in said
     assert "dp      2 across: rings alone 48 GB/s;" in said
@@ -90,7 +109,17 @@ def test_the_preset_of_megatron_puts_tp_inside_servers_and_the_others_across(
     done: Done,
 ) -> None:
     """However the mesh is written; one axis alone needs no weight."""
-    asked = ("dgx-h100", "--servers", "4", "--nic-gbps", "400", "--preset", "megatron", "--json", "--mesh")
+    asked = (
+        "dgx-h100",
+        "--servers",
+        "4",
+        "--nic-bandwidth",
+        "400Gb/s",
+        "--preset",
+        "megatron",
+        "--json",
+        "--mesh",
+    )
     for mesh in ("dp=4,tp=8", "tp=8,dp=4"):
         told = json.loads(done("order", *asked, mesh))
         assert told["weights"] == {name: {"dp": "1", "tp": "40"}[name] for name in told["mesh"]}

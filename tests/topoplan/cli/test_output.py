@@ -114,8 +114,11 @@ def test_what_is_no_bandwidth_is_refused(text: str) -> None:
 
 def test_options_take_bandwidths_in_bits_and_bytes(done: Done) -> None:
     """A cluster with NICs of 12.5 GB/s is one with NICs of 100 Gb/s, and an NVLink of 200 Gb/s is one of 25 GB/s."""
-    four = ("plan", "v100x4", "--servers", "2", "--nics", "1", "--bound-only", "--nic-gbps")
-    assert len({done(*four, text).splitlines()[1] for text in ("100", "12.5GB/s", "0.1Tb/s")}) == 1
+    four = ("plan", "v100x4", "--servers", "2", "--nics", "1", "--bound-only", "--nic-bandwidth")
+    equal = ("100Gb/s", "100Gbps", "100Gbit/s", "12.5GB/s", "0.1Tb/s")
+    assert len({done(*four, text).splitlines()[1] for text in equal}) == 1
+    old = done(*four[:-1], "--nic-gbps", "100")
+    assert old.splitlines()[1] == done(*four, "100Gb/s").splitlines()[1]
     slow = ("plan", "v100x4", "--bound-only", "--slow-link")
     assert len({done(*slow, f"gpu0-gpu1={text}").splitlines()[1] for text in ("5", "40Gb/s")}) == 1
 

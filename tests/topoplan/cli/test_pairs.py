@@ -11,7 +11,7 @@ import pytest
 
 from topoplan.cli.main import main
 
-FOUR = ["dgx-1v", "--servers", "4", "--nic-gbps", "100", "--nics", "1", "--nic-access", "direct"]
+FOUR = ["dgx-1v", "--servers", "4", "--nic-bandwidth", "100Gb/s", "--nics", "1", "--nic-access", "direct"]
 
 MPIRUN = """#!/bin/sh
 case "$*" in
@@ -106,7 +106,17 @@ def test_rounds_that_fill_links_run_longer_and_say_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Their tests have a name of the round as the last word, and its results as fourth value."""
-    words = ["dgx-1v", "--servers", "4", "--nic-gbps", "100", "--nics", "1", "--nic-access", "direct"]
+    words = [
+        "dgx-1v",
+        "--servers",
+        "4",
+        "--nic-bandwidth",
+        "100Gb/s",
+        "--nics",
+        "1",
+        "--nic-access",
+        "direct",
+    ]
     words += ["--network", "fat-tree", "--leaf-size", "2", "--fill"]
     script, results, calls = (tmp_path / name for name in ("run.sh", "r.csv", "calls"))
     run(capsys, *words, "--format", "mpirun", "-o", str(script))
@@ -134,7 +144,7 @@ def test_healthy_results_end_well(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "even the faster pairs get less than 70% of what network states" in out
 
 
-NODES = ["dgx-h100", "--servers", "4", "--nics", "2", "--nic-gbps", "400"]
+NODES = ["dgx-h100", "--servers", "4", "--nics", "2", "--nic-bandwidth", "400Gb/s"]
 
 
 def test_results_name_hosts_and_all_nics_of_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

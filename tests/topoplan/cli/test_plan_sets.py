@@ -57,7 +57,7 @@ def test_plans_for_failures_go_through_their_file(done: Done, tmp_path: Path) ->
 
 def test_the_numbers_stand_in_json_and_csv(done: Done) -> None:
     """A row for each failure; what cuts the machine in two has no plan and says why."""
-    machine = ("plan", "nvlink-x4", "--servers", "2", "--nic-gbps", "100", "--survive", "1")
+    machine = ("plan", "nvlink-x4", "--servers", "2", "--nic-bandwidth", "100Gb/s", "--survive", "1")
     told = json.loads(done(*machine, "--json"))
     counts = ("number", "plans_before", "plans_after", "classes", "without_plan")
     assert [told[key] for key in counts] == [29, 24, 6, 6, 5]

@@ -74,7 +74,7 @@ def test_polling_cores_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """One for each NIC with DPDK, none with others; RDMA wants a network that drops nothing."""
     lines = {}
     for name in TRANSPORTS:
-        command = ["plan", "dgx-a100", "--servers", "2", "--nics", "4", "--nic-gbps", "100"]
+        command = ["plan", "dgx-a100", "--servers", "2", "--nics", "4", "--nic-bandwidth", "100Gb/s"]
         assert main([*command, "--transport", name]) == 0
         (lines[name],) = (one for one in capsys.readouterr().out.splitlines() if "transport" in one)
     assert "start-up of 10 us and 94.1% of the wire, assumed unless calibrated" in lines["dpdk"]
@@ -120,7 +120,7 @@ def test_what_makes_no_sense_is_refused_in_one_line() -> None:
     ):
         with pytest.raises(UsageError, match=told):
             cluster([Server("dgx-1v", count=2)], nic_gbps=100, **options)  # type: ignore[arg-type]
-    assert main(["plan", "dgx-1v", "--servers", "2", "--nic-gbps", "100", "--transport", "udp"]) == 2
+    assert main(["plan", "dgx-1v", "--servers", "2", "--nic-bandwidth", "100Gb/s", "--transport", "udp"]) == 2
     assert main(["plan", "dgx-1v", "--transport", "tcp"]) == 2
 
 
@@ -186,18 +186,18 @@ def test_a_server_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "dgx-1v", "--gpus", "0,8", "--servers", "2", "--nic-gbps", "40", "--nics", "1"]
-    assert main([*words, "--flow-gbps", "5"]) == 0
+    words = ["plan", "dgx-1v", "--gpus", "0,8", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--nics", "1"]
+    assert main([*words, "--flow-bandwidth", "5Gb/s"]) == 0
     out = capsys.readouterr().out
     assert "flows  8 connections from s0.gpu0 to s1.gpu0 carry 5 GB/s at 0.625 GB/s each; with one" in out
-    assert main([*words, "--flow-gbps", "5", "--json"]) == 0
+    assert main([*words, "--flow-bandwidth", "5Gb/s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["connections"]["needed"] == 8
     assert main([*words, "--json"]) == 0
     assert "connections" not in json.loads(capsys.readouterr().out)
-    assert main([*words, "--flow-gbps", "100"]) == 0
+    assert main([*words, "--flow-bandwidth", "100Gb/s"]) == 0
     assert "flows  one connection from a rank to another does" in capsys.readouterr().out
-    assert main(["plan", "dgx-1v", "--flow-gbps", "5"]) == 2
-    assert "--flow-gbps belongs to --servers" in capsys.readouterr().err
+    assert main(["plan", "dgx-1v", "--flow-bandwidth", "5Gb/s"]) == 2
+    assert "--flow-bandwidth belongs to --servers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flow", [0, float("nan"), "5", True])

@@ -187,7 +187,7 @@ def test_with_servers_the_bounds_are_of_a_cluster(run: Run, tmp_path: Path) -> N
     slow.write_text(topoplan.slow_links(BOX, {"pcie1-nic1": 3}).to_json())
     _, out, _ = run("diff", "dgx-1v", str(slow), "--json")
     assert json.loads(out)["differences"][0]["changes_bound"] is False
-    _, out, _ = run("diff", "dgx-1v", str(slow), "--servers", "2", "--nic-gbps", "100", "--json")
+    _, out, _ = run("diff", "dgx-1v", str(slow), "--servers", "2", "--nic-bandwidth", "100Gb/s", "--json")
     made = json.loads(out)
     assert made["a"]["gpus"] == 16
     assert made["differences"][0]["changes_bound"] is True

@@ -113,7 +113,7 @@ def test_phases_that_move_nothing_are_infinite_and_one_server_has_none() -> None
     assert alone["reduce inside servers"] is None
 
 
-TWO = ("plan", "dgx-1v", "--servers", "2", "--nic-gbps", "40", "--method", "three-phase")
+TWO = ("plan", "dgx-1v", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--method", "three-phase")
 
 
 def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,14 +60,14 @@ def test_given_rates_replace_the_assumed_ones() -> None:
     machine = load(PAIR, nvlink_gbps=22, pcie_gbps=10)
     assert rates(machine, "nvlink") == {22.0}
     assert rates(machine, "pcie") == {10.0}
-    assert not any("--nvlink-gbps" in note or "--pcie-gbps" in note for note in machine.notes)
+    assert not any("--nvlink-bandwidth" in note or "--pcie-bandwidth" in note for note in machine.notes)
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_a_rate_must_be_a_finite_number_above_zero(rate: float) -> None:
-    with pytest.raises(UsageError, match="--nvlink-gbps"):
+    with pytest.raises(UsageError, match="nvlink_gbps must be"):
         load(PAIR, nvlink_gbps=rate)
-    with pytest.raises(UsageError, match="--pcie-gbps"):
+    with pytest.raises(UsageError, match="pcie_gbps must be"):
         load(PAIR, pcie_gbps=rate)
 
 

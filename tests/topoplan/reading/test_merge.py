@@ -61,7 +61,7 @@ def test_notes_go_with_what_they_speak_of() -> None:
     merged = merge_nvlink(parse_nccl_xml(pcie_only(2)), topoplan.load(MATRIX))
     assert merged.notes == (
         "GPUs are numbered by bus id, as the driver counts: dev is not stated, or occurs twice",
-        "GPU not printed, assumed V100: NVLink 25 GB/s per link and direction; set --nvlink-gbps",
+        "GPU not printed, assumed V100: NVLink 25 GB/s per link and direction; set --nvlink-bandwidth",
         "NVLinks from nvidia-smi, GPUs matched by number",
     )
     assert "NVLinks from nvidia-smi: nvidia-smi topo -m" in merged.source
@@ -142,7 +142,7 @@ def test_given_rates_go_to_the_description_that_they_speak_of(tmp_path: Path) ->
     assert {link.bandwidth for link in part(topology, nvlink=True)} == {44.0}
     assert {link.bandwidth for link in part(topology, nvlink=False)} == {11.0}
     with pytest.raises(
-        UsageError, match="dgx-1v: topology JSON states its own bandwidths; leave out --nvlink-gbps"
+        UsageError, match="dgx-1v: topology JSON states its own bandwidths; leave out nvlink_gbps"
     ):
         topoplan.load(pcie_only(8), merge="dgx-1v", nvlink_gbps=22)
 
@@ -178,10 +178,10 @@ def test_descriptions_of_different_machines_are_refused() -> None:
 def test_the_command_line_merges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command that takes TOPO takes --merge and --socket-gbps; a plan file has settled them."""
+    """Every command that takes TOPO takes --merge and --socket-bandwidth; a plan file has settled them."""
     path, plan = tmp_path / "cloud.xml", tmp_path / "plan.json"
     path.write_text(pcie_only(8))
-    merge = ("--merge", "dgx-1v", "--socket-gbps", "9")
+    merge = ("--merge", "dgx-1v", "--socket-bandwidth", "9GB/s")
     assert main(["plan", str(path), *merge, "-o", str(plan)]) == 0
     out = capsys.readouterr().out
     assert "allreduce on cloud, 8 GPUs" in out
@@ -193,11 +193,14 @@ def test_the_command_line_merges(
     assert "on cloud" in capsys.readouterr().out
     for arguments, says in (
         (["simulate", str(plan), "--merge", "dgx-1v"], "--merge does not go with a plan file"),
-        (["simulate", str(plan), "--socket-gbps", "9"], "--socket-gbps does not go with a plan file"),
+        (
+            ["simulate", str(plan), "--socket-bandwidth", "9GB/s"],
+            "--socket-bandwidth does not go with a plan file",
+        ),
         (["plan", str(path), "--merge", "dgx-2"], "cloud has 8 GPUs and dgx-2 has 16"),
         (
-            ["plan", "dgx-1v", "--socket-gbps", "9"],
-            "topology JSON states its own bandwidths; leave out --socket-gbps",
+            ["plan", "dgx-1v", "--socket-bandwidth", "9GB/s"],
+            "topology JSON states its own bandwidths; leave out socket_gbps",
         ),
         (["plan", "-", "--merge", "-"], "stdin is read once; give a file to all but one of TOPO, --merge"),
     ):

@@ -251,7 +251,7 @@ def test_given_rates_replace_the_files_and_nccls() -> None:
     assert set(wires(topology, "sys").values()) == {9.0}
     assert not topology.notes
     for option in ("nvlink_gbps", "pcie_gbps", "socket_gbps"):
-        with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} 0 must be"):
+        with pytest.raises(UsageError, match=f"{option} must be .*, got 0"):
             parse_nccl_xml(text, **{option: 0})
 
 
@@ -299,7 +299,9 @@ NOTED: dict[str, tuple[str, list[str], list[str]]] = {
     "an unknown processor": (
         system(cpu(0, gpu_pci(0)), cpu(1, gpu_pci(1), arch="x86_64", vendor="Other")),
         [bus(0), bus(1)],
-        ["the processor is unknown or not stated; 6 GB/s between CPUs taken (--socket-gbps sets it): cpu 1"],
+        [
+            "the processor is unknown or not stated; 6 GB/s between CPUs taken (--socket-bandwidth sets it): cpu 1"
+        ],
     ),
     **{
         f"{count or 'no'} NVLinks": (
@@ -312,7 +314,7 @@ NOTED: dict[str, tuple[str, list[str], list[str]]] = {
     "no compute capability": (
         pair(nvlink(bus(1), 1), other=[nvlink(bus(0), 1)], sm=None),
         [bus(0), bus(1)],
-        [f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-gbps sets it): {bus(0)}, {bus(1)}"],
+        [f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-bandwidth sets it): {bus(0)}, {bus(1)}"],
     ),
     **{
         f"a second GPU numbered {second}": (

@@ -436,8 +436,8 @@ def test_the_row_sum_tells_switch_and_generation(
     assert any(device.kind == "nvswitch" for device in machine.devices) is switched
     assert rate_of(machine, "nvlink") == {rate}
     assert rate_of(machine, "pcie") == {pcie}
-    assert any("--nvlink-gbps" in note for note in machine.notes)
-    assert any("--pcie-gbps" in note for note in machine.notes)
+    assert any("--nvlink-bandwidth" in note for note in machine.notes)
+    assert any("--pcie-bandwidth" in note for note in machine.notes)
 
 
 def test_a_gpu_without_nvlink_is_not_joined_to_the_switch() -> None:

@@ -527,7 +527,7 @@ def test_an_overlay_holds_for_every_server_of_a_cluster(tmp_path: Path, run: Run
     """It is put on the machine before that becomes a cluster."""
     path = tmp_path / "s.txt"
     path.write_text(Listings(A100S, dead=wires_of(A100S)[:3]).status())
-    cluster = ("dgx-a100", "--servers", "2", "--nic-gbps", "200")
+    cluster = ("dgx-a100", "--servers", "2", "--nic-bandwidth", "200Gb/s")
     code, out, _ = run("show", *cluster, "--overlay", str(path), "--json")
     assert code == 0
     links = nvlinks(topoplan.load(out))

@@ -125,10 +125,10 @@ def test_every_schedule_is_a_valid_plan_or_says_why_not(name: str, machine: str)
     assert made.rate <= topoplan.plan(machine, channels="+".join(made.channels)).rate
 
 
-CLUSTER = ("v100x4", "--servers", "3", "--nic-gbps", "100")
+CLUSTER = ("v100x4", "--servers", "3", "--nic-bandwidth", "100Gb/s")
 PLACES = {
     "nvls": ("dgx-h100", "--in-network", "nvswitch"),
-    "nvls-tree": ("dgx-h100", "--servers", "2", "--nic-gbps", "400", "--in-network", "all"),
+    "nvls-tree": ("dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s", "--in-network", "all"),
     **dict.fromkeys(("three-phase", "one-shot-three-phase", "rails", "relayed-rails"), CLUSTER),
 }
 """Machines that have a schedule, where v100x4 has it not."""

@@ -37,7 +37,7 @@ def test_the_command_that_ended_with_lengths_of_zero(
 ) -> None:
     """Two GPUs behind eight NICs of 25 GB/s each: 200 GB/s, and `verify` agrees."""
     file = tmp_path / "plan.json"
-    ends = ("--servers", "2", "--gpus", "0,8", "--nic-gbps", "200", "--nic-access", "direct")
+    ends = ("--servers", "2", "--gpus", "0,8", "--nic-bandwidth", "200Gb/s", "--nic-access", "direct")
     assert main(("plan", "dgx-a100", *ends, "--method", method, "--json", "-o", str(file))) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["rate"], told["bound"]) == (200.0, 200.0)

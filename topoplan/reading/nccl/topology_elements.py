@@ -328,7 +328,8 @@ def _host_cpu(
         )
         if unknown and several:
             findings.add(
-                f"the processor is unknown or not stated; {socket:g} GB/s between CPUs taken (--socket-gbps sets it)",
+                f"the processor is unknown or not stated; {socket:g} GB/s between CPUs taken (--socket-bandwidth sets "
+                "it)",
                 f"cpu {needed(cpu, 'numaid')}",
             )
     return HostCpu(
@@ -384,7 +385,7 @@ MOST_LANES = 64
 
 _ASSUMED_LINK = (
     "link_speed or link_width is not stated; PCIe of generation 3 or "
-    f"{UNKNOWN_WIDTH} lanes taken for it, as NCCL does (--pcie-gbps sets the rate)"
+    f"{UNKNOWN_WIDTH} lanes taken for it, as NCCL does (--pcie-bandwidth sets the rate)"
 )
 
 

@@ -195,7 +195,7 @@ class _Bundles:
         sm = whole_number(gpu, "sm")
         if sm is None:
             self.findings.add(
-                f"sm is not stated; {nvlink_bandwidth(80):g} GB/s taken for an NVLink (--nvlink-gbps sets it)",
+                f"sm is not stated; {nvlink_bandwidth(80):g} GB/s taken for an NVLink (--nvlink-bandwidth sets it)",
                 self.busid,
             )
         return count * exact(nvlink_bandwidth(80 if sm is None else sm))
@@ -349,9 +349,9 @@ def parse_nccl_xml(
     [('gpu0', 'gpu1', 40.0, 2), ('gpu1', 'gpu0', 40.0, 2), ('gpu0', 'cpu0', 12.0, 1)]
     """
     rates = GivenRates(
-        checked_rate("--nvlink-gbps", nvlink_gbps),
-        checked_rate("--pcie-gbps", pcie_gbps),
-        checked_rate("--socket-gbps", socket_gbps),
+        checked_rate("nvlink_gbps", nvlink_gbps),
+        checked_rate("pcie_gbps", pcie_gbps),
+        checked_rate("socket_gbps", socket_gbps),
     )
     system = parse_xml(text)
     version = _version(system)
