@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TextIO, TypeVar
 
 from topoplan.cli.arguments import PLOT_OPTIONS, first_set_option
 from topoplan.errors import UsageError, kind_of, warnings_first
-from topoplan.machine.fabric import channel_words
-from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, collective_name
 from topoplan.solve.upper_bound import Bound, in_network_bound
 from topoplan.units import bus_words, counted, name_ranges, number_ranges
 
@@ -242,30 +241,101 @@ def plan_notes(plan: Plans) -> list[str]:
     return list(dict.fromkeys((*plan.topology.notes, *plan.notes)))
 
 
-def rate_verdict(channels: Sequence[str], gap: float, without: str = "") -> str:
-    """Return what is proved of a rate: its channels if it is optimal, else the gap to the bound.
+DEFAULT_LINES = 24
+"""Most lines of an answer without ``--all``."""
 
-    ``without`` says what the bound leaves out, see `in_network_words`.
+LABEL_COLUMNS = 13
+"""Columns of the label before a value."""
 
-    >>> rate_verdict(("nvlink",), 0.0), rate_verdict(("nvlink",), 0.25)
-    ('optimal over nvlink, proved', '25.00% below the bound')
+MAX_NAMED = 4
+"""Most links or parts named in a sentence."""
+
+
+def rate_verdict(gap: float, without: str = "") -> str:
+    """Return what is proved of a rate: optimal, or the gap to the upper bound.
+
+    ``without`` says what the bound leaves out, see `without_words`.
+
+    >>> rate_verdict(0.0), rate_verdict(0.25)
+    ('provably optimal', '25.00 % below the upper bound')
     """
-    verdict = f"{gap:.2%} below the bound" if gap else f"optimal over {channel_words(channels)}, proved"
+    verdict = f"{100 * gap:.2f} % below the upper bound" if gap else "provably optimal"
     return f"{verdict} {without}" if without else verdict
 
 
+def without_words(proved: Plan | Bound) -> str:
+    """Return what a bound leaves out if in-network reduction could exceed it; empty otherwise.
+
+    >>> import topoplan
+    >>> without_words(topoplan.plan("dgx-h100")), without_words(topoplan.plan("dgx-1v"))
+    ('without in-network reduction', '')
+    """
+    return "" if in_network_bound(proved) is None else "without in-network reduction"
+
+
 def in_network_words(proved: Plan | Bound) -> str:
-    """Return what in-network reduction could do above a bound that leaves it out; empty if it adds nothing.
+    """Return the bound with in-network reduction above one that leaves it out; empty if it adds nothing.
 
     >>> import topoplan
     >>> in_network_words(topoplan.plan("dgx-h100"))
-    'without in-network reduction; with it at most 450 GB/s, busbw 787.5 GB/s'
+    'at most 450 GB/s, busbw 787.5 GB/s with in-network reduction (NVLS, SHARP)'
     """
     beyond = in_network_bound(proved)
     if beyond is None:
         return ""
-    bus = bus_words(beyond, proved.collective, len(proved.ranks))
-    return f"without in-network reduction; with it at most {beyond:.6g} GB/s{bus}"
+    return f"at most {rate_words(beyond, proved)} with in-network reduction (NVLS, SHARP)"
+
+
+def rate_words(gbps: float, of: Plans | Bound, *, digits: int = 6) -> str:
+    """Return algorithm bandwidth and bus bandwidth.
+
+    >>> import topoplan
+    >>> rate_words(50.0, topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
+    '50 GB/s, busbw 75 GB/s'
+    """
+    return f"{gbps:.{digits}g} GB/s{bus_words(gbps, of.collective, len(of.ranks), digits=digits)}"
+
+
+def labelled(*pairs: tuple[str, str]) -> list[str]:
+    """Return a line for each label and value, values below each other; pairs without a value are left out.
+
+    >>> labelled(("algbw", "50 GB/s"), ("in-network", ""), ("upper bound", "50 GB/s"))
+    ['algbw        50 GB/s', 'upper bound  50 GB/s']
+    """
+    return [f"{label:<{LABEL_COLUMNS - 2}}  {value}" for label, value in pairs if value]
+
+
+def folded(rows: Sequence[Record], most: int, *, every: bool = False) -> tuple[Sequence[Record], int]:
+    """Return the rows that ``most`` lines show, and how many are left out; the line on these counts too.
+
+    >>> folded("abcde", 3), folded("abc", 3), folded("abcde", 3, every=True)
+    (('ab', 3), ('abc', 0), ('abcde', 0))
+    """
+    if every or len(rows) <= most:
+        return rows, 0
+    shown = max(1, most - 1)
+    return rows[:shown], len(rows) - shown
+
+
+def folded_line(left: int, noun: str, flag: str = "--all") -> list[str]:
+    """Return the line that counts rows left out; no line for none.
+
+    >>> folded_line(28, "tree"), folded_line(0, "tree")
+    (['… and 28 more trees; --all prints them'], [])
+    """
+    if not left:
+        return []
+    return [f"… and {left:,} more {noun}{'s' * (left > 1)}; {flag} prints {'them' if left > 1 else 'it'}"]
+
+
+def few(names: Sequence[str], *, separator: str = " ", most: int = MAX_NAMED) -> str:
+    """Return the first of many names, and how many there are more.
+
+    >>> few(["a>b", "b>c", "c>d", "d>e", "e>f"]), few(["a>b", "b>c"])
+    ('a>b b>c c>d d>e and 1 more', 'a>b b>c')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{separator.join(names[:most])}{more}"
 
 
 def terminal_width() -> int | None:
@@ -279,7 +349,7 @@ def terminal_width() -> int | None:
 
 
 MAX_PRINTED_SETS = 70
-"""Most sets of GPUs in a line of text: all with equal wires on machines of 8 GPUs."""
+"""Most sets of GPUs in a line of text: all with equal links on machines of 8 GPUs."""
 
 
 def gpu_set_lines(head: str, sets: Sequence[Sequence[int]], number: int, *, width: int = 116) -> str:
@@ -480,10 +550,11 @@ def machine_words(plan: Plans) -> str:
 
 
 def collective_words(plan: Plans) -> str:
-    """Return the collective of a plan with its root."""
+    """Return the collective of a plan with its root, as PyTorch spells it."""
+    name = collective_name(plan.collective)
     if plan.root is None:
-        return plan.collective
-    return f"{plan.collective} {'to' if plan.collective == 'reduce' else 'from'} {plan.ranks[plan.root]}"
+        return name
+    return f"{name} {'to' if plan.collective == 'reduce' else 'from'} {plan.ranks[plan.root]}"
 
 
 def tree_noun(plan: Plan) -> str:

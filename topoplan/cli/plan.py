@@ -25,6 +25,7 @@ from topoplan.cli.output import (
     rate_verdict,
     table,
     tree_noun,
+    without_words,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
 from topoplan.errors import kind_of
@@ -321,7 +322,7 @@ def plan_lines(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()
     else:
         count = len(plan.ranks)
         bus = bus_words(plan.rate, plan.collective, count)
-        verdict = rate_verdict(plan.channels, plan.gap, in_network_words(plan))
+        verdict = rate_verdict(plan.gap, without_words(plan))
         yield f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({verdict})"
         if plan.team_wide != plan.rate:
             yield (

@@ -12,7 +12,6 @@ from topoplan.cli import arguments
 from topoplan.cli.output import (
     Answer,
     Column,
-    in_network_words,
     machine_words,
     note_lines,
     plan_notes,
@@ -22,6 +21,7 @@ from topoplan.cli.output import (
     records_of,
     table,
     table_of,
+    without_words,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -116,8 +116,8 @@ def _mesh_lines(mesh: MeshPlans) -> Iterator[str]:
         f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
         f"{channel_words(first.channels)}"
     )
-    helped = any(in_network_words(group.plan) for group in mesh.groups)
-    verdict = rate_verdict(first.channels, mesh.gap, "without in-network reduction" if helped else "")
+    helped = [text for group in mesh.groups if (text := without_words(group.plan))]
+    verdict = rate_verdict(mesh.gap, helped[0] if helped else "")
     bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
     same = f"{mesh.rate:.6g} GB/s of algorithm bandwidth{bus.pop() if len(bus) == 1 else ''}"
     yield f"rate   {same} in every group of weight 1 ({verdict})\n"
@@ -257,7 +257,7 @@ def _survival_lines(book: SurvivalPlans, size: int) -> Iterator[str]:
     """Yield the rate of the whole machine, how many failures share how many plans, the worst one, and every class."""
     whole, plans = book.whole, _plans(book)
     yield f"{whole.collective} on {machine_words(whole)}, over {channel_words(whole.channels)}"
-    yield f"rate   {_rate_words(whole)} ({rate_verdict(whole.channels, whole.gap, in_network_words(whole))})"
+    yield f"rate   {_rate_words(whole)} ({rate_verdict(whole.gap, without_words(whole))})"
     kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     each = ", ".join(f"{number} {FAILURE_NOUN[kind][number > 1]}" for kind, number in kinds.items())
     yield f"lost   one of {each}: {counted(len(book.outcomes), 'failure')}"

@@ -50,7 +50,13 @@ CHANNEL_CHOICES = {
 CHANNEL_SPLITS = {"nvlink+pcie": ("nvlink", "pcie")}
 """Channels between which a caller may split the buffer: every tree keeps to one of them, the first leads."""
 
-_WORDS = {ALL: "nvlink and pcie together", STAGED: "nvlink together with pcie by way of the CPUs' memory"}
+_WORDS = {
+    "nvlink": "NVLink",
+    "pcie": "PCIe",
+    "network": "the network",
+    ALL: "NVLink and PCIe together",
+    STAGED: "NVLink together with PCIe through the CPUs' memory",
+}
 
 MOST_LISTED = 16
 """Routes between two ranks, shortest first, that are listed; others are searched for on demand."""
@@ -360,7 +366,7 @@ def channel_words(channels: Sequence[str]) -> str:
     """Return the channels of a plan, or of its links, as words for a sentence.
 
     >>> channel_words(("nvlink", "network")), channel_words(("all",))
-    ('nvlink and network', 'nvlink and pcie together')
+    ('NVLink and the network', 'NVLink and PCIe together')
     """
     return " and ".join(_WORDS.get(channel, channel) for channel in channels)
 
