@@ -25,6 +25,7 @@ from topoplan.cli.output import (
     MPI_RANK_VARIABLES,
     Answer,
     check_target,
+    labelled,
     plan_notes,
     progress_line,
     table,
@@ -32,7 +33,7 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import read_plan
 from topoplan.errors import InfeasibleError, UsageError
-from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
+from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, collective_name
 from topoplan.units import counted, format_size
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _chaos_answer(settings: ChaosSettings, outcome: ChaosOutcome, lines: list[Fa
         if before is not None and after is not None and model is not None:
             size = format_size(min(settings.largest, PROBE_BYTES))
             yield (
-                f"{plan.collective} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} after, "
+                f"{collective_name(plan.collective)} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} after, "
                 f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
             )
 
@@ -363,7 +364,7 @@ def _write_trace(options: argparse.Namespace, communicator: Communicator) -> Non
     spans = timeline(communicator, nbytes=nbytes, dtype=options.dtype)
     if 0 in communicator.ranks:
         model = None if pace is None else run_events(plan.at(nbytes), nbytes=round(nbytes / pace))
-        what = f"{plan.collective} of {format_size(nbytes)}, {options.backend}"
+        what = f"{collective_name(plan.collective)} of {format_size(nbytes)}, {options.backend}"
         write_whole(options.trace, chrome_trace(spans, what, model))
 
 
@@ -407,7 +408,7 @@ def _answer(
         how = f" ({engine})" if engine else ""
         for schedule in dict.fromkeys(row.schedule for row in rows):
             what = f"{options.backend}{how}{'' if schedule == 'plan' else f', {schedule}'}"
-            yield f"# {plan.collective} of {counted(len(plan.ranks), 'rank')}, {what}, median of {REPEATS}"
+            yield f"# {collective_name(plan.collective)} of {counted(len(plan.ranks), 'rank')}, {what}, median of {REPEATS}"
             yield _format_table([row for row in rows if row.schedule == schedule])
 
     return Answer(
@@ -533,17 +534,19 @@ class RunExplanation:
         if largest:
             where = f"beside the buffers at most {counted(largest, 'chunk')} (on {rank})"
             memory = f", {format_size(largest * CHUNK_BYTES)} with chunks of {format_size(CHUNK_BYTES)}"
-        lines = [
-            f"run    {counted(found.streams, 'stream')} of chunks in {counted(found.queues, 'queue')} between ranks; "
-            f"a chunk takes {counted(found.steps, 'step')}, and the next follows one step behind",
-            f"memory {where}{memory}; fan-in {found.fan_in}, depth {self.plan.depth}",
-        ]
-        if waiting:
-            lines.append(
-                f"       with tcp up to {format_size(FLIGHT_BYTES)} of each tree edge that waits may be under way, "
-                f"{counted(waiting, 'edge')} on one rank"
-            )
-        return lines
+        tcp = (
+            f"up to {format_size(FLIGHT_BYTES)} of each tree edge that waits may be under way, "
+            f"{counted(waiting, 'edge')} on one rank"
+        )
+        return labelled(
+            (
+                "run",
+                f"{counted(found.streams, 'stream')} of chunks in {counted(found.queues, 'queue')} between ranks; "
+                f"a chunk takes {counted(found.steps, 'step')}, and the next follows one step behind",
+            ),
+            ("memory", f"{where}{memory}; fan-in {found.fan_in}, depth {self.plan.depth}"),
+            ("with tcp", tcp if waiting else ""),
+        )
 
 
 def explain(plan: Plan) -> RunExplanation:

@@ -37,7 +37,7 @@ from topoplan.cli.arguments import (
     refuse_without,
     whole_number,
 )
-from topoplan.cli.output import Answer, progress_line, table
+from topoplan.cli.output import Answer, folded, folded_line, labelled, progress_line, table
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.topology import Topology
@@ -358,6 +358,7 @@ def add_options(parser: OneLineParser) -> None:
             "default": REPEATS,
         },
     )
+    declare(parser, "--all  print every pair")
     add_json(parser)
     parser.examples = (
         "topoplan calibrate -o measured.json",
@@ -378,7 +379,7 @@ def run(options: argparse.Namespace) -> Answer:
         )
     made = calibrated(topology, measurement, date=date.today().isoformat())
     return Answer(
-        text=lambda: _calibration_lines(made),
+        text=lambda: _calibration_lines(made, every=options.all),
         value=lambda: calibration_to_object(made),
         file=made.topology.to_json,
         notes=made.notes,
@@ -441,21 +442,33 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
     }
 
 
-def _calibration_lines(made: Calibration) -> Iterator[str]:
+def _calibration_lines(made: Calibration, *, every: bool) -> Iterator[str]:
+    """Yield the range of bandwidths, then the pairs, those that are off the median of their kind first."""
     measurement = made.measurement
     gpus = len({pair.fit.src for pair in made.pairs}) or 1
-    sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
-    how = f"{measurement.method}, {sizes}, median of {measurement.repeats}"
-    yield f"{made.topology.name}, {counted(gpus, 'GPU')}: {how}"
+    where = f"{made.topology.name}, {counted(gpus, 'GPU')}"
     if made.pairs:
+        rates = sorted(pair.fit.line.bandwidth for pair in made.pairs)
+        odd = sum(bool(pair.odd) for pair in made.pairs)
+        off = f"{odd} off the median of their kind" if odd else "none off the median of its kind"
+        where += f": {rates[0]:.4g} to {rates[-1]:.4g} GB/s, of {len(rates)} directed pairs {off}"
+    yield where
+    sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
+    peers = ", ".join(f"{gpus} GPUs {format_seconds(seconds)}" for gpus, seconds in measurement.peer_access)
+    yield from labelled(
+        ("method", f"{measurement.method}, {sizes}, median of {measurement.repeats}"),
+        ("peer access", f"off and on: {peers}" if peers else ""),
+    )
+    if made.pairs:
+        rows = pair_rows(sorted(made.pairs, key=lambda pair: not pair.odd))
+        shown, left = folded(rows, MAX_PAIRS, every=every)
         yield ""
-        yield table(PAIR_COLUMNS, pair_rows(made.pairs))
-    if measurement.peer_access:
-        times = ", ".join(
-            f"{gpus} GPUs {format_seconds(seconds)}" for gpus, seconds in measurement.peer_access
-        )
-        yield f"\npeer access off and on: {times}"
+        yield table(PAIR_COLUMNS, shown)
+        yield from folded_line(left, "pair")
 
+
+MAX_PAIRS = 16
+"""Most rows of pairs without ``--all``."""
 
 PAIR_COLUMNS = ("pair", "", "channel", "us out", "us back", "GB/s out", "GB/s back", "stated", "outliers")
 

@@ -317,15 +317,26 @@ def folded(rows: Sequence[Record], most: int, *, every: bool = False) -> tuple[S
     return rows[:shown], len(rows) - shown
 
 
-def folded_line(left: int, noun: str, flag: str = "--all") -> list[str]:
-    """Return the line that counts rows left out; no line for none.
+def folded_line(left: int, noun: str, nouns: str = "", *, flag: str = "--all") -> list[str]:
+    """Return the line that counts rows left out; no line for none. ``nouns`` is the plural, the noun with s by default.
 
-    >>> folded_line(28, "tree"), folded_line(0, "tree")
-    (['… and 28 more trees; --all prints them'], [])
+    >>> folded_line(28, "tree"), folded_line(1, "class", "classes"), folded_line(0, "tree")
+    (['… and 28 more trees; --all prints them'], ['… and 1 more class; --all prints it'], [])
     """
     if not left:
         return []
-    return [f"… and {left:,} more {noun}{'s' * (left > 1)}; {flag} prints {'them' if left > 1 else 'it'}"]
+    what, pronoun = (noun, "it") if left == 1 else (nouns or f"{noun}s", "them")
+    return [f"… and {left:,} more {what}; {flag} prints {pronoun}"]
+
+
+def thinned(rows: Sequence[Record], most: int, *, every: bool = False) -> Sequence[Record]:
+    """Return every second, third, … of the rows, the last one among them, so that there are at most ``most``.
+
+    >>> thinned("abcdefg", 4), thinned("abcdefg", 3), thinned("abcdefg", 3, every=True)
+    ('aceg', 'adg', 'abcdefg')
+    """
+    step = 1 if every else max(1, -(-len(rows) // max(1, most)))
+    return rows[(len(rows) - 1) % step :: step]
 
 
 def few(names: Sequence[str], *, separator: str = " ", most: int = MAX_NAMED) -> str:

@@ -9,20 +9,28 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments, plan_sets, plan_sizes
 from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.main import PlanExplanation, plan_explanations
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     Answer,
     collective_words,
+    few,
+    folded,
+    folded_line,
     in_network_words,
+    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
+    rank_names,
     rate_verdict,
+    rate_words,
     table,
     tree_noun,
     without_words,
@@ -33,15 +41,24 @@ from topoplan.machine.fabric import ALL, Fabric, channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.file_values import finite
-from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan
-from topoplan.plans.shards import ImageShards, Shard, bracket_notation
-from topoplan.plans.structure import PlanPhases, connections_line, connections_needed, phases
+from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, collective_name
+from topoplan.plans.shards import ImageShards, Shard, bracket_notation, owner_of
+from topoplan.plans.structure import (
+    PlanPhases,
+    ShapeClass,
+    connections_line,
+    connections_needed,
+    phases,
+    shown_stage,
+    tree_classes,
+    tree_shapes,
+)
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.upper_bound import bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import bus_factor, bus_words, counted, exact, format_seconds
+from topoplan.units import bus_factor, counted, exact, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,6 +152,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """
         --bound-only  prove an upper bound without a plan: for thousands of GPUs
         --explain     print how the plan runs: pipeline and memory
+        --all         print every tree, and the full links of each phase
         -o F.json     write the plan file; - prints it in place of the summary
         """,
     )
@@ -180,8 +198,14 @@ def _run_plan(options: argparse.Namespace) -> Answer:
     explained = plan_explanations(made) if options.explain else {}
 
     def text() -> Iterator[str]:
+        yield from plan_lines(
+            made,
+            options.order,
+            tuple(explained.values()),
+            every=options.all,
+            beside=len(warnings) + len([*note_lines(*plan_notes(made), every=options.notes)]),
+        )
         yield from note_lines(*warnings)
-        yield from plan_lines(made, options.order or "height", tuple(explained.values()))
 
     def value() -> dict[str, object]:
         texts = {name: one.to_object() for name, one in explained.items()}
@@ -254,14 +278,17 @@ def _run_bound(options: argparse.Namespace) -> Answer:
     beyond = in_network_bound(proved)
 
     def text() -> Iterator[str]:
-        yield from note_lines(*machine.warnings(gpus))
-        count = counted(len(proved.ranks), "GPU")
-        yield f"{proved.collective} on {proved.topology.name}, {count}, over {channel_words(proved.channels)}"
-        bus = bus_words(proved.rate, proved.collective, len(proved.ranks))
-        yield f"bound  {proved.rate:.6g} GB/s{bus}: {explain_certificate(proved)}"
-        if beyond is not None:
-            yield f"       {in_network_words(proved)}"
+        where = f"{proved.topology.name}, {counted(len(proved.ranks), 'GPU')}"
+        yield (
+            f"{collective_name(proved.collective)} on {where}, over {channel_words(proved.channels)}: at most "
+            f"{rate_words(proved.rate, proved)}"
+        )
+        yield from labelled(
+            ("upper bound", f"{rate_words(proved.rate, proved)}: {explain_certificate(proved)}"),
+            ("in-network", in_network_words(proved)),
+        )
         yield f"proved in {format_seconds(seconds)}"
+        yield from note_lines(*machine.warnings(gpus))
 
     def value() -> dict[str, object]:
         return {
@@ -300,7 +327,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
 
 
 MOST_WIDER = 64
-"""Ranks up to which a plan over NVLink also states the bound over all wires."""
+"""Ranks up to which a plan over NVLink also states the bound over all links."""
 
 
 def _wider_bound(plan: Plan) -> float | None:
@@ -314,64 +341,94 @@ def _wider_bound(plan: Plan) -> float | None:
     return float(wider) if float(wider) > plan.bound * (1 + LEAST_GAIN) else None
 
 
-def plan_lines(plan: Plan, order: str, explained: Sequence[PlanExplanation] = ()) -> Iterator[str]:
-    """Yield the plan for a person: rate against bound, bottleneck, choice among equals, trees, run."""
-    yield f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}"
+def plan_lines(
+    plan: Plan,
+    order: str | None,
+    explained: Sequence[PlanExplanation] = (),
+    *,
+    every: bool = False,
+    beside: int = 0,
+) -> Iterator[str]:
+    """Yield the plan for a person: the verdict, the rate against its bound, the trees.
+
+    ``order`` is None if ``--order`` was not given. ``every`` prints all trees; else there are at most `DEFAULT_LINES`
+    lines, with ``beside`` lines that the caller prints.
+    """
     if len(plan.ranks) == 1:
-        yield "one GPU: nothing moves"
-    else:
-        count = len(plan.ranks)
-        bus = bus_words(plan.rate, plan.collective, count)
-        verdict = rate_verdict(plan.gap, without_words(plan))
-        yield f"rate   {plan.rate:.6g} GB/s of algorithm bandwidth{bus} ({verdict})"
-        if plan.team_wide != plan.rate:
-            yield (
-                f"nvls   {plan.rate:.6g} GB/s with roots that keep their own part outside NVSwitch, "
-                f"{plan.team_wide:.6g} team-wide, as multimem does it"
-            )
-        if isinstance(plan.certificate, Demand):
-            yield f"time   {format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
-        bus = bus_words(plan.bound, plan.collective, count)
-        yield f"bound  {plan.bound:.6g} GB/s{bus}: {explain_certificate(plan)}"
-        needed = connections_needed(plan)
-        if needed is not None:
-            yield f"flows  {connections_line(needed)}"
-        wider = _wider_bound(plan)
-        if wider is not None:
-            bus = bus_words(wider, plan.collective, count)
-            yield (
-                f"wider  {wider:.6g} GB/s{bus}, at most, with pcie too; "
-                "--channels all and all-staged say for which sizes"
-            )
-        made_by = ", ".join(dict.fromkeys((plan.schedule, plan.method)))
-        yield f"{tree_noun(plan)}s  {plan.trees}, height {plan.height} ({made_by})"
-        if plan.method == "exact":
-            yield f"order  {_order_text(plan, order)}"
-        yield ""
-        yield tree_table(plan)
-        yield ""
-        by_phase = phases(plan)
-        if by_phase is not None:
-            yield phase_table(by_phase)
-            yield ""
+        yield f"{collective_words(plan)} on {machine_words(plan)}: one GPU, nothing moves"
+        return
+    verdict = rate_verdict(plan.gap, without_words(plan))
+    head = [
+        f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}: {verdict}",
+        *labelled(*_plan_facts(plan, order, every)),
+    ]
+    after = [] if plan.seconds is None else [f"planned in {format_seconds(plan.seconds)}"]
+    by_phase = phases(plan) if every else None
+    yield from head
+    yield ""
+    taken = len(head) + 1 + len(after) + bool(after) + beside
+    yield from tree_lines(plan, DEFAULT_LINES - taken, every=every)
+    if by_phase is not None:
+        yield f"\n{phase_table(by_phase)}"
     for one in explained:
-        yield from one.lines()
         yield ""
-    if plan.seconds is not None:
-        yield f"planned in {format_seconds(plan.seconds)}"
+        yield from one.lines()
+    if after:
+        yield ""
+        yield from after
 
 
-def _order_text(plan: Plan, order: str) -> str:
-    """Return what came first among forests of this rate, and the option for the other."""
-    if plan.schedule == "three-phase":
-        return "three phases reach the bound at once; lower heights were not searched"
+def _plan_facts(plan: Plan, order: str | None, every: bool) -> Iterator[tuple[str, str]]:
+    """Yield labels and values between the verdict and the trees; a value may be empty."""
+    yield "algbw", rate_words(plan.rate, plan)
+    if plan.team_wide != plan.rate:
+        yield (
+            "NVLS",
+            f"{plan.rate:.6g} GB/s if each root keeps its own part outside NVSwitch; {plan.team_wide:.6g} GB/s with "
+            "multimem, which is team-wide",
+        )
+    if isinstance(plan.certificate, Demand):
+        yield "time", f"{format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
+    yield "upper bound", f"{rate_words(plan.bound, plan)}: {explain_certificate(plan)}"
+    beyond = in_network_words(plan)
+    yield "in-network", beyond and f"{beyond}; --in-network all plans it"
+    needed = connections_needed(plan)
+    yield "connections", "" if needed is None else connections_line(needed)
+    wider = _wider_bound(plan)
+    if wider is not None:
+        yield (
+            "with PCIe",
+            f"at most {rate_words(wider, plan)}; --channels all or all-staged says for which sizes",
+        )
+    by_phase = phases(plan)
+    if by_phase is not None:
+        named = (("between servers", by_phase.between), ("inside servers", by_phase.inside))
+        alone = ", ".join(f"{name} {one.rate:.6g} GB/s alone" for name, one in named if one.full)
+        yield "phases", f"{alone}; bottleneck: {by_phase.bottleneck}"
+    made_by = [name for name in (plan.schedule, plan.method) if name not in (TREES, "paths")]
+    if plan.method == "ring":
+        made_by = [plan.schedule, counted(len(tree_classes(plan)), "cyclic order")]
+    how = f" ({', '.join(dict.fromkeys(made_by))})" if made_by else ""
+    yield f"{tree_noun(plan)}s", f"{plan.trees} of height {plan.height}{how}"
+    if plan.method == "exact":
+        yield "order", _order_text(plan, order, every)
+
+
+def _order_text(plan: Plan, order: str | None, every: bool) -> str:
+    """Return what came first among forests of this rate, and the option for the other; empty if nobody asked and the
+    plan has the lowest height.
+    """
     found = {kind_of(note) for note in plan.notes}
     if "stopped" in found:
         return "stopped in time; neither heights nor numbers of trees were compared to the end"
+    if "height asked" in found and order != "trees":
+        return "a higher rate needs higher trees than were asked for"
+    if order is None and not every and "height open" not in found:
+        return ""
+    if plan.schedule == "three-phase":
+        return "three phases reach the bound at once; lower heights were not searched"
     if order == "trees":
         return "few trees first, whatever their height; --order height looks for low ones, for small buffers"
-    if "height asked" in found:
-        return "a higher rate needs higher trees than were asked for"
     lowest = f"none below {plan.height} reaches this rate"
     if "height open" in found:
         lowest = f"{plan.height} is the lowest found"
@@ -383,39 +440,78 @@ def _order_text(plan: Plan, order: str) -> str:
     return f"lowest height first: {lowest}{fewer}"
 
 
-MAX_ROWS = 64
-"""Most shards in a table."""
-
 MAX_TREE_LENGTH = 78
-"""Most characters of a tree."""
+"""Most characters of a tree without ``--all``."""
+
+MAX_FRACTION = 16
+"""Most characters of a fraction without ``--all``."""
+
+MAX_APART = 3
+"""Most trees of one shape with a row each, as in figures (`topoplan.operate.plot.trees.DRAWN_APART`)."""
 
 
-def tree_table(plan: Plan) -> str:
-    """Return a table with a row for each shard; images of one shard under symmetries share a row.
+def tree_lines(plan: Plan, most: int, *, every: bool = False) -> list[str]:
+    """Return the table of trees in at most ``most`` lines: trees of one shape share a row, of rings the rotations.
+
+    ``every`` lists each tree.
 
     >>> import topoplan
-    >>> print(tree_table(topoplan.plan(topoplan.nvswitch_cluster(64), "allgather")).splitlines()[1][:42])
-    1 of 512 symmetric  1/512  0.3968  s0.gpu0
+    >>> print(*tree_lines(topoplan.plan("dgx-2"), 5), sep="\\n")
+    trees  fraction each  GB/s each  roots    height  edges of the first
+       16  1/16                   5  gpu0-15       1  gpu0>gpu1-15
     """
-    listed = plan.shard_counts[:MAX_ROWS]
+    if every:
+        whole = plan.shards if isinstance(plan.shards, ImageShards) else [one for one, _ in plan.shard_counts]
+        classes = [ShapeClass(number, one, 1, (owner_of(one),)) for number, one in enumerate(whole)]
+        if plan.collective == ALL_TO_ALL:
+            classes = [one for one in classes if any(stage.edges for stage in one.shard.stages)]
+    else:
+        for classes in ([*tree_classes(plan, apart=MAX_APART)], [*tree_classes(plan)], [*tree_shapes(plan)]):
+            if len(classes) < most:
+                break
+    rows, left = folded(classes, most - 1, every=every)
+    noun = tree_noun(plan)
+    many = any(one.count > 1 for one in classes)
     apart = len({_channels(plan, shard) for shard, _ in plan.shard_counts} - {""}) > 1
-    images = isinstance(plan.shards, ImageShards)
-    heads = ("shard", *(("channel",) if apart else ()), "share", "GB/s", "root", "height", "tree")
-    rows = []
-    for number, (shard, count) in enumerate(listed):
-        row = _tree_row(plan, shard, count, longest=MAX_TREE_LENGTH)
-        if plan.collective != ALL_TO_ALL or row["height"]:
-            row["shard"] = f"1 of {count} symmetric" if images else number
-            row["GB/s"] = f"{row['GB/s']:.4g}"
-            rows.append([str(row[head]) for head in heads])
-    more = len(plan.shard_counts) - len(listed)
-    return table(heads, rows) + (
-        f"\n… and {counted(more, 'shard')} more: -o and --json write all" if more else ""
-    )
+    lengths = None if every else MAX_TREE_LENGTH
+    cells = []
+    for one in rows:
+        row = _tree_row(plan, one.shard, one.count, longest=lengths)
+        roots = rank_names([plan.vertices[root] for root in sorted(one.roots)])
+        share = f"{row['GB/s']:.4g}"
+        channel = (str(row["channel"]),) if apart else ()
+        number = one.count if many else one.number - (not every)
+        cells.append(
+            (
+                str(number),
+                *channel,
+                _short(one.shard.share, every),
+                share,
+                roots,
+                str(row["height"]),
+                str(row["tree"]),
+            )
+        )
+    heads = (f"{noun}s", "fraction each", "GB/s each", "roots", "height", "edges of the first")
+    if not many:
+        heads = (noun, "fraction", "GB/s", "root", "height", "edges")
+    heads = (heads[0], *(("channel",) if apart else ()), *heads[1:])
+    hidden = sum(one.count for one in classes[len(rows) :]) if left else 0
+    return [*table(heads, cells).split("\n"), *folded_line(hidden, noun)]
+
+
+def _short(fraction: Fraction, every: bool) -> str:
+    """Return a fraction, or if it is long and not asked for a percentage.
+
+    >>> _short(Fraction(34, 581), False), _short(Fraction(784, 12345678901), False)
+    ('34/581', '6.35e-06%')
+    """
+    text = str(fraction)
+    return text if every or len(text) <= MAX_FRACTION else f"{100 * float(fraction):.3g}%"
 
 
 def tree_rows(plan: Plan) -> list[dict[str, object]]:
-    """Return the rows of `tree_table` as objects, without limits; ``count`` is the number of symmetric shards.
+    """Return the trees as objects for ``--csv``; ``count`` is the number of symmetric shards.
 
     >>> import topoplan
     >>> tree_rows(topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7]))[0]["tree"]
@@ -425,8 +521,8 @@ def tree_rows(plan: Plan) -> list[dict[str, object]]:
 
 
 def _tree_row(plan: Plan, shard: Shard, count: int, *, longest: int | None = None) -> dict[str, object]:
-    """Return a row for the last stage, which of an allreduce is the broadcast; of an exchange for the first gather."""
-    stage = next((stage for stage in shard.stages if stage.op == "gather"), shard.stages[-1])
+    """Return a row for the stage that stands for a shard."""
+    stage = shown_stage(shard)
     return {
         "count": count,
         "channel": _channels(plan, shard),
@@ -444,15 +540,11 @@ def _channels(plan: Plan, shard: Shard) -> str:
     return "+".join(channel for channel in known if channel in crossed)
 
 
-_LISTED = 4
-
-
 def phase_table(by_phase: PlanPhases) -> str:
     """Return the rate of each phase alone, its full links, and which phase is the bottleneck."""
     rows = []
     for one in (by_phase.reduce, by_phase.between, by_phase.broadcast, by_phase.inside):
         links = [f"{src}>{dst}" for src, dst in one.full]
-        more = f" and {len(links) - _LISTED} more" if len(links) > _LISTED else ""
-        rows.append((one.name, f"{one.rate:.6g}" if links else "-", " ".join(links[:_LISTED]) + more))
+        rows.append((one.name, f"{one.rate:.6g}" if links else "-", few(links)))
     heads = ("phase", "GB/s alone", "full links")
     return f"{table(heads, rows)}\nbottleneck: {by_phase.bottleneck}"

@@ -12,12 +12,18 @@ from topoplan.cli import arguments
 from topoplan.cli.output import (
     Answer,
     Column,
+    collective_words,
+    folded,
+    folded_line,
+    in_network_words,
+    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
     rank_names,
     rate_verdict,
+    rate_words,
     records_of,
     table,
     table_of,
@@ -28,7 +34,7 @@ from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.plans.file_values import finite
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import Plan, collective_name
 from topoplan.plans.survival import MachineFailure, SurvivalPlans
 from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size
 
@@ -97,14 +103,14 @@ def run_mesh(options: argparse.Namespace) -> Answer:
             progress=progress,
         )
     return Answer(
-        text=lambda: [*note_lines(*machine.warnings(gpus)), *_mesh_lines(mesh)],
+        text=lambda: [*_mesh_lines(mesh, every=options.all), *note_lines(*machine.warnings(gpus))],
         value=lambda: {**mesh.to_object(), "gap": mesh.gap, "seconds": mesh.seconds},
         file=mesh.to_json,
         notes=[note for group in mesh.groups for note in plan_notes(group.plan)],
     )
 
 
-def _mesh_lines(mesh: MeshPlans) -> Iterator[str]:
+def _mesh_lines(mesh: MeshPlans, *, every: bool) -> Iterator[str]:
     """Yield the rate of all groups at once against the bound, and the rate of each group alone."""
     first = mesh.groups[0].plan
     axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
@@ -112,30 +118,54 @@ def _mesh_lines(mesh: MeshPlans) -> Iterator[str]:
         f"{counted(len(list(groups)), 'group')} along {axis}"
         for axis, groups in groupby(mesh.groups, key=lambda group: group.axis)
     )
+    without = next(filter(None, (without_words(group.plan) for group in mesh.groups)), "")
     yield (
-        f"{first.collective} on {mesh.topology.name}, a mesh of {axes}: {kinds} at once, over "
-        f"{channel_words(first.channels)}"
+        f"{collective_name(first.collective)} on {mesh.topology.name}, a mesh of {axes}, over "
+        f"{channel_words(first.channels)}: {rate_verdict(mesh.gap, without)}"
     )
-    helped = [text for group in mesh.groups if (text := without_words(group.plan))]
-    verdict = rate_verdict(mesh.gap, helped[0] if helped else "")
     bus = {bus_words(mesh.rate, first.collective, len(group.plan.ranks)) for group in mesh.groups}
-    same = f"{mesh.rate:.6g} GB/s of algorithm bandwidth{bus.pop() if len(bus) == 1 else ''}"
-    yield f"rate   {same} in every group of weight 1 ({verdict})\n"
-    weights = dict(mesh.weights)
-    columns: tuple[Column[MeshGroup], ...] = (
-        Column("axis", "axis"),
-        Column("GPUs", value="plan.ranks", form=rank_names),
-        Column("GB/s", value=lambda group: float(weights[group.axis]) * mesh.rate, form=".6g"),
-        Column("these trees alone", value="plan.rate", form=".6g"),
-        Column("best alone", value="plan.bound", form=".6g"),
-        Column("trees", value="plan.trees"),
-        Column("height", value="plan.height"),
+    yield from labelled(
+        ("algbw", f"{mesh.rate:.6g} GB/s{bus.pop() if len(bus) == 1 else ''} in every group of weight 1"),
+        (
+            "upper bound",
+            f"{mesh.bound:.6g} GB/s, by dual edge weights of {len(mesh.certificate.lengths)} links",
+        ),
+        ("groups", f"{kinds}, all at once"),
     )
-    yield table_of(columns, mesh.groups)
     yield ""
+    weights = dict(mesh.weights)
+    columns: tuple[Column[tuple[MeshGroup, int]], ...] = (
+        Column("axis", value=lambda one: one[0].axis),
+        Column("groups", value=lambda one: one[1]),
+        Column("GPUs", value=lambda one: one[0].plan.ranks, form=rank_names),
+        Column("GB/s", value=lambda one: float(weights[one[0].axis]) * mesh.rate, form=".6g"),
+        Column("these trees alone", value=lambda one: one[0].plan.rate, form=".6g"),
+        Column("best alone", value=lambda one: one[0].plan.bound, form=".6g"),
+        Column("trees", value=lambda one: one[0].plan.trees),
+        Column("height", value=lambda one: one[0].plan.height),
+    )
+    rows = [(group, 1) for group in mesh.groups]
+    if len(rows) > MAX_GROUPS and not every:
+        classes: dict[tuple[object, ...], list[MeshGroup]] = {}
+        for group in mesh.groups:
+            alike = (group.axis, group.plan.rate, group.plan.bound, group.plan.trees, group.plan.height)
+            classes.setdefault(alike, []).append(group)
+        rows = [(groups[0], len(groups)) for groups in classes.values()]
+        columns = tuple(
+            column._replace(head="GPUs of the first") if column.head == "GPUs" else column
+            for column in columns
+        )
+    else:
+        columns = tuple(column for column in columns if column.head != "groups")
+    shown, left = folded(rows, MAX_GROUPS, every=every)
+    yield table_of(columns, shown)
+    yield from folded_line(left, "class", "classes")
     if mesh.seconds is not None:
-        yield f"planned in {format_seconds(mesh.seconds)}"
+        yield f"\nplanned in {format_seconds(mesh.seconds)}"
 
+
+MAX_GROUPS = 14
+"""Most rows of groups without ``--all``; more groups with equal rates share a row."""
 
 FAILURE_NOUN = {
     "gpu": ("GPU", "GPUs"),
@@ -171,7 +201,10 @@ def run_survival(options: argparse.Namespace) -> Answer:
         )
     text = book.to_json()
     return Answer(
-        text=lambda: [*note_lines(*machine.warnings(gpus)), *_survival_lines(book, len(text.encode()))],
+        text=lambda: [
+            *_survival_lines(book, len(text.encode()), every=options.all),
+            *note_lines(*machine.warnings(gpus)),
+        ],
         value=lambda: _survival_object(book, len(text.encode())),
         rows=lambda: _rows(book),
         file=lambda: text,
@@ -253,43 +286,63 @@ def _survival_object(book: SurvivalPlans, size: int) -> dict[str, object]:
     }
 
 
-def _survival_lines(book: SurvivalPlans, size: int) -> Iterator[str]:
-    """Yield the rate of the whole machine, how many failures share how many plans, the worst one, and every class."""
+def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[str]:
+    """Yield the worst failure, the rate of the whole machine, how many failures share how many plans, every class."""
     whole, plans = book.whole, _plans(book)
-    yield f"{whole.collective} on {machine_words(whole)}, over {channel_words(whole.channels)}"
-    yield f"rate   {_rate_words(whole)} ({rate_verdict(whole.gap, without_words(whole))})"
-    kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
-    each = ", ".join(f"{number} {FAILURE_NOUN[kind][number > 1]}" for kind, number in kinds.items())
-    yield f"lost   one of {each}: {counted(len(book.outcomes), 'failure')}"
-    yield f"plans  {len(plans)} before symmetry, {len(book.own)} after: so many classes of failures"
     worst = _worst(book)
-    if worst is not None:
-        failure, plan = worst
-        yield f"worst  {_rate_words(plan)}, without {failure} (over {channel_words(plan.channels)})"
-    other = [plan for plan in plans.values() if plan.channels != whole.channels and len(plan.ranks) > 1]
-    for channels, number in Counter(plan.channels for plan in other).items():
-        lost = "failure leaves" if number == 1 else "failures leave"
-        yield f"other  {number} {lost} no plan over {channel_words(whole.channels)}: over {channel_words(channels)}"
+    found = (
+        "no failure has a plan" if worst is None else f"{_rate_words(worst[1])} after the worst, {worst[0]}"
+    )
+    where = f"{collective_words(whole)} on {machine_words(whole)}, over {channel_words(whole.channels)}"
+    failures = counted(len(book.outcomes), "single failure")
+    yield f"{where}: {failures}, {found}"
+    kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     none = [one for one in book.outcomes if one.plan is None and one.like is None]
-    if none:
-        lost = "1 failure leaves" if len(none) == 1 else f"{len(none)} failures leave"
-        yield f"none   {lost} no plan at all, such as that of {none[0].failure}; --json says why"
-    rows = [
+    other = [plan for plan in plans.values() if plan.channels != whole.channels and len(plan.ranks) > 1]
+    yield from labelled(
+        ("algbw", f"{_rate_words(whole)} without a failure: {rate_verdict(whole.gap, without_words(whole))}"),
+        ("in-network", in_network_words(whole)),
+        (
+            "failures",
+            ", ".join(f"{number} {FAILURE_NOUN[kind][number > 1]}" for kind, number in kinds.items()),
+        ),
+        (
+            "plans",
+            f"{len(plans)}, in {len(book.own)} equivalence class{'es' * (len(book.own) != 1)}",
+        ),
+        *(
+            (
+                "",
+                f"{counted(number, 'failure')} without {channel_words(whole.channels)}: over {channel_words(channels)}",
+            )
+            for channels, number in Counter(plan.channels for plan in other).items()
+        ),
+        (
+            "no plan",
+            f"{counted(len(none), 'failure')}, such as that of {none[0].failure}; --json says why"
+            if none
+            else "",
+        ),
+    )
+    rows = [_class_row([one.failure for one in none], None)] if none else []
+    rows += [
         _class_row([book.outcomes[number].failure for number, one in plans.items() if one is plan], plan)
-        for plan in book.own
+        for plan in sorted(book.own, key=lambda plan: plan.rate)
     ]
-    rows += [_class_row([one.failure for one in none], None)] if none else []
+    shown, left = folded(rows, MAX_CLASSES, every=every)
     yield ""
-    yield table(("lost", "of them", "GB/s", "bus", "bound", "over"), rows)
+    yield table(("failed", "failures", "GB/s", "busbw", "upper bound", "over"), shown)
+    yield from folded_line(left, "class", "classes")
     seconds = "" if book.seconds is None else f", planned in {format_seconds(book.seconds)}"
-    yield f"\nfile   {format_size(size)}{seconds}"
+    yield f"\nfile: {format_size(size)}{seconds}"
+
+
+MAX_CLASSES = 11
+"""Most classes of failures without ``--all``."""
 
 
 def _rate_words(plan: Plan) -> str:
-    if finite(plan.rate) is None:
-        return "one GPU left, where nothing moves"
-    bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
-    return f"{plan.rate:.6g} GB/s of algorithm bandwidth{bus}"
+    return "one GPU left, where nothing moves" if finite(plan.rate) is None else rate_words(plan.rate, plan)
 
 
 def _class_row(failures: Sequence[MachineFailure], plan: Plan | None) -> tuple[str, ...]:

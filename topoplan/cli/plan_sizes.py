@@ -12,24 +12,31 @@ from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     Answer,
     Column,
     collective_words,
+    few,
     in_network_words,
+    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
+    rate_verdict,
+    rate_words,
     records_of,
     table_of,
+    thinned,
+    without_words,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite
-from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective
-from topoplan.units import bus_words, counted, format_seconds, format_size
+from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective, collective_name
+from topoplan.units import counted, format_seconds, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,7 +104,7 @@ def run(options: argparse.Namespace) -> Answer:
     from topoplan.model.window_engine import load_costs
 
     if check_collective(options.collective) == ALL_TO_ALL:
-        raise UsageError("--sizes chooses among trees, and an alltoall is planned by paths; leave it out")
+        raise UsageError("--sizes chooses among trees, and all_to_all is planned by paths; leave it out")
     machine = read_machine(options)
     gpus = machine.allocation(options.gpus)
     costs = None if options.engine_costs is None else load_costs(options.engine_costs)
@@ -119,9 +126,11 @@ def run(options: argparse.Namespace) -> Answer:
     notes = [*plan_notes(choice.plans), *choice.notes]
 
     def text() -> Iterator[str]:
-        yield from note_lines(*machine.warnings(gpus))
-        yield from _lines(choice, lines)
+        warnings = [*note_lines(*machine.warnings(gpus))]
+        beside = 1 + len(warnings) + len([*note_lines(*notes, every=options.notes)])
+        yield from _lines(choice, lines, beside, every=options.all)
         yield f"planned in {format_seconds(seconds)}"
+        yield from warnings
 
     return Answer(
         text=text,
@@ -183,28 +192,48 @@ def _split_at_packets(choice: ScheduleChoice) -> list[SizeRange]:
     return found
 
 
-def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes]) -> Iterator[str]:
+def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes], beside: int, *, every: bool) -> Iterator[str]:
+    """Yield the ranges, then times at sizes; without ``every`` so many that `DEFAULT_LINES` suffice with ``beside``
+    lines of the caller.
+    """
     plans = choice.plans
     best = max(plans.plans, key=lambda plan: plan.rate)
-    yield (
-        f"{collective_words(plans)} on {machine_words(plans)}, over {channel_words(best.channels)}, by message size"
-    )
+    where = f"{collective_words(plans)} on {machine_words(plans)}"
     if len(plans.ranks) == 1:
-        yield "one GPU: nothing moves"
+        yield f"{where}: one GPU, nothing moves"
         return
-    bus = bus_words(best.bound, plans.collective, len(plans.ranks))
-    yield f"bound  {best.bound:.6g} GB/s{bus}: {explain_certificate(best)}"
-    beyond = in_network_words(best)
-    if beyond:
-        yield f"       {beyond}"
+    starts = [format_size(line.range.start) for line in lines[1:]]
+    found = (
+        f"{len(lines)} schedules by size, from {few(starts, separator=', ')}"
+        if starts
+        else "one for all sizes"
+    )
+    yield f"{where}, over {channel_words(best.channels)}, by message size: {found}"
+    head = labelled(
+        (
+            "algbw",
+            f"{rate_words(best.rate, best)} at large sizes: {rate_verdict(best.gap, without_words(best))}",
+        ),
+        ("upper bound", f"{rate_words(best.bound, best)}: {explain_certificate(best)}"),
+        ("in-network", in_network_words(best)),
+        ("crossovers", _crossovers(lines)),
+    )
+    yield from head
+    yield ""
     engine = any(line.setting for line in lines)
+    ranges = table_of(
+        [column for column in RANGES if engine or column.head not in ("blocks", "chunk")], lines
+    )
+    yield ranges
     yield ""
-    yield table_of([column for column in RANGES if engine or column.head not in ("blocks", "chunk")], lines)
-    yield ""
-    if plans.times is not None:
-        yield table_of(POINTS, _points(choice))
+    taken = 1 + len(head) + 1 + ranges.count("\n") + 1 + 1
+    points = _points(choice) if plans.times is not None else []
+    shown = thinned(points, DEFAULT_LINES - taken - beside - 5, every=every)
+    if shown:
+        yield table_of(POINTS, shown)
+        if len(shown) < len(points):
+            yield f"… {len(shown)} of {len(points)} sizes; --all prints all"
         yield ""
-    yield f"crossovers: {_crossovers(lines)}"
     yield (
         f"model times of {counted(len(choice.candidates), 'schedule')} from {format_size(choice.sizes[0])} to "
         f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
@@ -244,7 +273,7 @@ POINTS: tuple[Column[SizePoint], ...] = (
     Column("size", "size", form=format_size),
     Column("schedule", "schedule"),
     Column("us", "seconds", form=_microseconds),
-    Column("no schedule below", "bound_seconds", form=_microseconds),
+    Column("lower bound us", "bound_seconds", form=_microseconds),
     Column(
         "ratio",
         "ratio",
@@ -350,5 +379,5 @@ def _figure(choice: ScheduleChoice) -> Figure:
         curves[name if name not in curves else f"{name} ({number + 1})"] = [
             row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
         ]
-    title = f"{plans.collective} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
+    title = f"{collective_name(plans.collective)} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
     return draw_sweep(curves, title=title)

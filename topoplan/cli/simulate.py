@@ -1,4 +1,4 @@
-"""Print the model time of a plan over sizes beside the ring's, or of many jobs, for ``topoplan simulate``.
+"""Print the model time of a plan over sizes beside the ring's and NCCL's, or of many jobs, for ``topoplan simulate``.
 
 ``topoplan simulate JOBS.json --policy`` runs many jobs on shared links under each named policy.
 """
@@ -14,14 +14,21 @@ from typing import TYPE_CHECKING
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_all_options
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     Answer,
     Column,
     check_target,
+    collective_words,
+    folded,
+    labelled,
     machine_words,
+    note_lines,
     plan_notes,
     progress_line,
+    rate_words,
     table,
     table_of,
+    thinned,
     tree_noun,
     write_whole,
 )
@@ -32,7 +39,8 @@ from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_even
 from topoplan.model.fluid_simulation import PolicyRun, run_jobs
 from topoplan.model.job_policies import POLICIES, policy_named
 from topoplan.model.jobs import Workload, read_jobs
-from topoplan.model.times_by_size import Crossover, SizeRow, crossover, format_table, sweep
+from topoplan.model.times_by_size import Crossover, SizeRow, crossover, sweep
+from topoplan.operate.compare.comparison import NcclTime, nccl_times
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
@@ -40,7 +48,7 @@ from topoplan.reading.load import read_text
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.ring import ring
 from topoplan.solve.planner import plan as make_plan
-from topoplan.units import bus_words, counted, format_size
+from topoplan.units import counted, format_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,13 +126,17 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+DEFAULT_SIZES = "1KB:1GB"
+
+
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, or_plan=True)
     arguments.add_allocation(parser)
     arguments.add_collective(parser, default=None)
     arguments.add_root(parser)
     arguments.add_channels(parser, default=None)
-    arguments.add_sizes(parser, "1KB:1GB")
+    arguments.add_sizes(parser, DEFAULT_SIZES)
+    parser.set_defaults(sizes=None)
     arguments.declare(
         parser,
         f"""
@@ -145,6 +157,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "algbw over size; of jobs, when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
+    arguments.declare(parser, "--all  print every default size; sizes of --sizes are all printed")
     add_all_options(parser)
     parser.examples = (
         "topoplan simulate plan.json",
@@ -154,16 +167,17 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Print the time of a plan and of its ring by the alpha-beta model, or simulate jobs on shared links."""
+    """Print the time of a plan by the alpha-beta model beside those of NCCL, or simulate jobs on shared links."""
     arguments.refuse_without(options, {"queues": "--policy"})
     if options.policy is not None:
         return _run_job_file(options)
     check_target(options.trace, "--trace")
-    sizes = options.sizes
+    sizes = options.sizes or arguments.size_list(DEFAULT_SIZES)
     with progress_line("planning") as progress:
         plan = _plan(options, progress)
-        rival, notes = _ring(plan)
+        rival, notes = _baseline(plan)
     with progress_line("timing"):
+        nccl = _nccl(plan, sizes)
         rows = sweep(plan, sizes)
         rival_rows = sweep(rival, sizes) if rival else ()
         crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
@@ -178,19 +192,34 @@ def run(options: argparse.Namespace) -> Answer:
     notes = (*plan_notes(plan), *notes)
 
     def text() -> Iterator[str]:
-        yield f"# {plan.collective} on {machine_words(plan)}"
-        for line in _describe(plan):
-            yield f"# plan: {line}"
-        yield format_table(rows)
-        if rival:
-            yield f"#\n# rival: {_describe(rival)[0]}"
-            yield format_table(rival_rows)
-        if rival and crossing:
-            yield f"#\n# {_crossing_text(crossing, rival, max(sizes))}"
-        if queues:
-            yield "#"
-            for line in queues.lines():
-                yield f"# {line}"
+        where = f"{collective_words(plan)} on {machine_words(plan)}"
+        if len(plan.ranks) == 1:
+            yield f"{where}: one GPU, nothing moves"
+            return
+        best = nccl or rival_rows
+        name = "NCCL's best" if nccl or plan.collective == ALL_TO_ALL else rival.schedule if rival else ""
+        yield f"{where}: {_verdict(rows, best, name)}"
+        head = [
+            *_described("plan", plan),
+            *(
+                _described("baseline", rival, _crossing_text(crossing, rival, max(sizes)))
+                if rival and crossing
+                else ()
+            ),
+            *labelled(("NCCL", _nccl_words(nccl))),
+            *(queues.lines() if queues else ()),
+        ]
+        yield from head
+        yield ""
+        shown = [*zip(rows, rival_rows or [None] * len(rows), nccl or [None] * len(rows), strict=True)]
+        asked = options.sizes is not None or options.all
+        beside = len(head) + 4 + len([*note_lines(*notes, every=options.notes)])
+        listed = thinned(shown, DEFAULT_LINES - beside, every=asked)
+        yield table_of(
+            [column for column in TIMES if any(column.of(one) is not None for one in listed)], listed
+        )
+        if len(listed) < len(shown):
+            yield f"… {len(listed)} of {len(shown)} sizes; --all prints all"
 
     def value() -> dict[str, object]:
         direct = plan.collective == ALL_TO_ALL
@@ -202,6 +231,10 @@ def run(options: argparse.Namespace) -> Answer:
             "plan": _curve_object(plan, rows),
             "ring": None if direct else other,
             **({"direct": other} if direct else {}),
+            "nccl": [
+                {"size": one.nbytes, "time": one.seconds * 1e6, "algbw": one.algbw, "runs": one.runs}
+                for one in nccl
+            ],
             "crossover": crossing.to_object() if crossing else None,
             **({"queues": queues.to_object()} if queues else {}),
             "notes": list(notes),
@@ -245,10 +278,14 @@ class _SwitchQueues:
     def lines(self) -> list[str]:
         """Return lines for a person."""
         longer = self.paced.seconds / self.free.seconds
-        return [
-            f"queues at {format_size(self.nbytes)}: {_queue_text(self.free)}",
-            f"paced at {self.headroom:.3g} of the shares of links: {_queue_text(self.paced)}, {longer:.3f}x the time",
-        ]
+        return labelled(
+            ("queues", f"{_queue_text(self.free)}, at {format_size(self.nbytes)}"),
+            (
+                "paced",
+                f"{_queue_text(self.paced)}, {longer:.3f}x the time, with flows at {self.headroom:.3g} of their part "
+                "of each link",
+            ),
+        )
 
     def to_object(self) -> dict[str, object]:
         """Return a JSON object; a port is the two devices of its link."""
@@ -272,7 +309,7 @@ class _SwitchQueues:
 
 def _queue_text(run: SimulatedRun) -> str:
     """Return the longest queue as text."""
-    under_way = f"at most {counted(run.in_flight, 'chunk')} under way"
+    under_way = f"at most {counted(run.in_flight, 'chunk')} in flight"
     largest = run.largest_queue
     if largest is None:
         return f"{under_way}, none waits in a switch"
@@ -306,8 +343,10 @@ def _plan(options: argparse.Namespace, progress: Callable[[str], None] | None) -
     )
 
 
-def _ring(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
-    """Return the rival plan on the same GPUs, a ring or for an all-to-all direct sends, or None, and notes about it."""
+def _baseline(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
+    """Return the baseline on the same GPUs, the ring of NCCL before 2.8 or for an all-to-all direct sends, or None, and
+    notes about it.
+    """
     if len(plan.ranks) == 1:
         return None, ()
     if plan.collective == ALL_TO_ALL:
@@ -322,6 +361,61 @@ def _ring(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
     except InfeasibleError as error:
         return None, (f"no ring to compare with: {error}",)
     return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
+
+
+def _nccl(plan: Plans, sizes: Sequence[int]) -> tuple[NcclTime, ...]:
+    """Return the times of NCCL by its own model; none for an all-to-all, which is direct sends, and for AMD's GPUs."""
+    return () if len(plan.ranks) == 1 else nccl_times(plan, {}, sizes)
+
+
+def _nccl_words(times: Sequence[NcclTime]) -> str:
+    """Return where the times of NCCL come from; empty without any."""
+    inside = "; nvls is in-network reduction" if any("nvls" in one.runs for one in times) else ""
+    return (
+        f"its fastest algorithm and protocol by NCCL's own tuning model, as in explain{inside}"
+        if times
+        else ""
+    )
+
+
+def _verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name: str) -> str:
+    """Return from which size on the plan is faster than a baseline, and by how much at the largest size."""
+    if not others:
+        return f"{rows[-1].algbw:.4g} GB/s, busbw {rows[-1].busbw:.4g} GB/s at {format_size(rows[-1].nbytes)}"
+    gains = [other.seconds / row.seconds for row, other in zip(rows, others, strict=True)]
+    largest = f"{gains[-1]:.2f}x at {format_size(rows[-1].nbytes)}"
+    slower = [place for place, gain in enumerate(gains) if gain < 1]
+    if not slower:
+        return f"the plan is never slower than {name}, {largest}"
+    if slower[-1] == len(rows) - 1:
+        return f"{name} is faster at {format_size(rows[-1].nbytes)}; the plan has {gains[-1]:.2f} of its rate"
+    return f"the plan is faster than {name} from {format_size(rows[slower[-1] + 1].nbytes)} on, {largest}"
+
+
+Times = tuple[SizeRow, SizeRow | None, NcclTime | None]
+
+
+def _times(name: str, place: int) -> tuple[Column[Times], ...]:
+    """Return the columns of one of the curves: microseconds and algorithm bandwidth."""
+
+    def value(key: str) -> Callable[[Times], object]:
+        return lambda one: None if one[place] is None else getattr(one[place], key)
+
+    return (
+        Column(f"{name} us", value=value("seconds"), form=lambda seconds: f"{seconds * 1e6:.1f}"),
+        Column("algbw", value=value("algbw"), form=".4g"),
+        Column("busbw", value=value("busbw"), form=".4g"),
+    )
+
+
+TIMES: tuple[Column[Times], ...] = (
+    Column("size", value=lambda one: one[0].nbytes, form=format_size),
+    *_times("plan", 0),
+    *_times("baseline", 1),
+    *_times("NCCL", 2),
+    Column("NCCL runs", value=lambda one: None if one[2] is None else one[2].runs),
+)
+"""The table; GB/s."""
 
 
 def _curve_object(plan: Plans, rows: Sequence[SizeRow]) -> dict[str, object]:
@@ -342,23 +436,29 @@ def _plan_object(plan: Plan) -> dict[str, object]:
     }
 
 
-def _describe(plan: Plans) -> list[str]:
-    """Return a line for the plan, or for each of the plans by size."""
-    if not isinstance(plan, Plan):
-        return [f"{one}: {_describe(one.plan)[0]}" for one in plan.ranges]
-    if len(plan.ranks) == 1:
-        return ["one GPU: nothing moves"]
-    trees = (
-        "" if plan.method == "ring" else f", {counted(plan.trees, tree_noun(plan))} of height {plan.height}"
-    )
-    bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
-    return [f"{plan.schedule}, {plan.rate:.6g} GB/s{bus}{trees}"]
+def _described(label: str, plan: Plans, more: str = "") -> list[str]:
+    """Return a line for a plan, or for each of the plans by size."""
+    parts = [("", plan)] if isinstance(plan, Plan) else [(f"{one}: ", one.plan) for one in plan.ranges]
+    shown, left = folded(parts, MAX_DESCRIBED)
+    lines = []
+    for where, one in shown:
+        trees = (
+            "" if one.method == "ring" else f", {counted(one.trees, tree_noun(one))} of height {one.height}"
+        )
+        lines.append(
+            (label, f"{where}{one.schedule}, {rate_words(one.rate, one)}{trees}{more and f'; {more}'}")
+        )
+    return labelled(*lines, ("", f"and {left} more ranges of sizes; verify lists them" if left else ""))
+
+
+MAX_DESCRIBED = 5
+"""Most lines on the plans by size."""
 
 
 def _crossing_text(crossing: Crossover, rival: Plan, largest: int) -> str:
+    before = "NCCL's ring before 2.8; " if rival.method == "ring" else "NCCL's all_to_all; "
     if crossing.nbytes is None:
-        return f"the {rival.schedule} is faster at {format_size(largest)}"
+        return f"{before}faster than the plan at {format_size(largest)}"
     if crossing.faster_below != "second":
-        return f"the plan is never slower than the {rival.schedule} from the smallest size on"
-    size = f"{format_size(crossing.nbytes)} ({crossing.nbytes} bytes)"
-    return f"the {rival.schedule} is faster below {size}, the plan from there on"
+        return f"{before}the plan is never slower"
+    return f"{before}faster than the plan below {format_size(crossing.nbytes)} ({crossing.nbytes} bytes)"

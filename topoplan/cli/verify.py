@@ -21,13 +21,24 @@ from topoplan.cli.arguments import (
 )
 from topoplan.cli.output import (
     Answer,
+    Column,
+    collective_words,
+    few,
+    folded,
+    folded_line,
     in_network_words,
+    labelled,
+    machine_words,
     plan_notes,
     print_error,
     print_json,
     progress_line,
+    rate_verdict,
+    rate_words,
     table,
+    table_of,
     tree_noun,
+    without_words,
 )
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
@@ -41,13 +52,13 @@ from topoplan.model.times_by_size import TimeBound, check_times
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite, parse_object, read_list, read_object
 from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
-from topoplan.plans.plan import Plan, Plans, check_shape
+from topoplan.plans.plan import Plan, Plans, SizeRange, check_shape, collective_name
 from topoplan.plans.size_plans import SizePlans
 from topoplan.plans.survival import MachineFailure, SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
 from topoplan.reading.load import load
 from topoplan.solve.upper_bound import in_network_bound
-from topoplan.units import bus_words, counted, format_size
+from topoplan.units import counted, format_size
 
 MSCCLPP = "mscclpp"
 MSCCL = "msccl"
@@ -90,6 +101,7 @@ def add_options(parser: OneLineParser) -> None:
         """,
         gpus=gpu_list,
     )
+    declare(parser, "--all  print every link and every range")
     add_json(parser)
     parser.examples = (
         "topoplan verify plan.json",
@@ -110,7 +122,7 @@ def run(options: argparse.Namespace) -> Answer | int:
         return _checked(options, lambda: _mesh_answer(mesh, text))
     with progress_line("reading"):
         plans = parse_claimed_plan(text, options.plan)
-    return _checked(options, lambda: _plans_answer(plans, text))
+    return _checked(options, lambda: _plans_answer(options, plans, text))
 
 
 def _checked(options: argparse.Namespace, check: Callable[[], Answer]) -> Answer | int:
@@ -126,13 +138,15 @@ def _checked(options: argparse.Namespace, check: Callable[[], Answer]) -> Answer
         return 1
 
 
-def _plans_answer(plans: Plans | SurvivalPlans, text: str) -> Answer:
+def _plans_answer(options: argparse.Namespace, plans: Plans | SurvivalPlans, text: str) -> Answer:
     if isinstance(plans, SurvivalPlans):
         return _survival_answer(plans, text)
     reports = verify_all(plans)
     _check_shapes(text, plans)
     if not isinstance(plans, Plan):
-        return _ranges_answer(plans, reports, check_times(plans) if isinstance(plans, SizePlans) else None)
+        return _ranges_answer(
+            options, plans, reports, check_times(plans) if isinstance(plans, SizePlans) else None
+        )
     return Answer(
         text=lambda: _report_lines(plans, reports[0]),
         value=lambda: _report_object(plans, reports[0]),
@@ -170,12 +184,23 @@ def _mesh_answer(mesh: MeshPlans, text: str) -> Answer:
     _check_shapes(text, mesh)
     pairs = [*zip(mesh.groups, reports, strict=True)]
     links = len(mesh.certificate.lengths)
+    axes = " x ".join(f"{name} {extent}" for name, extent in mesh.axes)
+    collective = collective_name(mesh.groups[0].plan.collective)
     return Answer(
         text=lambda: [
-            f"valid: {counted(len(pairs), 'group')}, each with each contribution exactly once wherever it must be",
-            f"rate   {mesh.rate:.9g} GB/s in all groups of weight 1 at once, recomputed from their loads together",
-            f"bound  {mesh.bound:.9g} GB/s, recomputed from the lengths of {links} links",
-            "rate = bound: optimal" if mesh.gap == 0 else f"gap    {mesh.gap:.3%}",
+            f"valid: {collective} on {mesh.topology.name}, a mesh of {axes}, {counted(len(pairs), 'group')} at once: "
+            f"{rate_verdict(mesh.gap)}",
+            *labelled(
+                (
+                    "algbw",
+                    f"{mesh.rate:.9g} GB/s in every group of weight 1, recomputed from the loads of all groups",
+                ),
+                (
+                    "upper bound",
+                    f"{mesh.bound:.9g} GB/s, recomputed from the dual edge weights of {links} links",
+                ),
+                ("checked", f"in every group {POSTCONDITION}"),
+            ),
         ],
         value=lambda: {
             "valid": True,
@@ -196,19 +221,22 @@ def _survival_answer(book: SurvivalPlans, text: str) -> Answer:
     lost = len(book.outcomes) - len(left)
 
     def lines() -> Iterator[str]:
-        yield from _report_lines(book.whole, whole)
-        yield (
-            f"\nall {counted(len(left), 'plan')} after a failure valid, each on the degraded machine, "
-            f"from {len(book.own)} in the file"
-        )
-        yield f"rate = bound for {sum(report.optimal for report in after)} of them"
+        first, *others = _report_lines(book.whole, whole)
+        yield f"{first}, and {counted(len(left), 'plan')} for single failures"
+        yield from others
         moving = [pair for pair in pairs if pair[1].exact_rate is not None]
-        if moving:
-            failure, worst = min(moving, key=lambda pair: pair[1].rate)
-            yield f"worst  {worst.rate:.9g} GB/s, without {failure}"
-        if lost:
-            why = "the remaining GPUs are not connected, or the root is lost"
-            yield f"{counted(lost, 'failure')} without a plan: {why}"
+        worst = min(moving, key=lambda pair: pair[1].rate, default=None)
+        why = "the remaining GPUs are not connected, or the root is lost"
+        optimal = sum(report.optimal for report in after)
+        yield from labelled(
+            (
+                "failures",
+                f"{counted(len(left), 'plan')} valid, each on the degraded machine ({len(book.own)} in the file)",
+            ),
+            ("optimal", f"{optimal} of {len(after)} reach their upper bound"),
+            ("worst", f"{worst[1].rate:.9g} GB/s without {worst[0]}" if worst else ""),
+            ("no plan", f"{counted(lost, 'failure')}: {why}" if lost else ""),
+        )
 
     def row(failure: MachineFailure, report: Verification) -> dict[str, object]:
         rates = {"rate": finite(report.rate), "bound": finite(report.bound), "optimal": report.optimal}
@@ -247,17 +275,28 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> Ans
     def lines() -> Iterator[str]:
         yield f"valid {ENGINES[engine]}: {verdict.summary}"
         root = "" if verdict.root is None else f" from gpu {verdict.root}"
-        yield (
-            f"postcondition of {verdict.collective}{root} holds in {counted(verdict.runs, 'interleaving')}; no read "
-            "finds nothing, no block hangs, no signal is unused"
+        yield from labelled(
+            (
+                "checked",
+                f"postcondition of {collective_name(verdict.collective)}{root} holds in "
+                f"{counted(verdict.runs, 'interleaving')}; no read finds nothing, no block hangs, no signal is unused",
+            )
         )
         if loads is not None:
-            yield f"rate   {float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links"
+            yield from labelled(
+                (
+                    "algbw",
+                    f"{float(loads.rate):.9g} GB/s, from the loads of {channel_words(loads.channels)} links",
+                )
+            )
             rows = [
                 (f"{src}>{dst}", f"{float(load):.6g}", f"{float(load * loads.rate):.6g}")
-                for (src, dst), load in loads.loads.items()
+                for (src, dst), load in sorted(loads.loads.items(), key=lambda one: -one[1])
             ]
-            yield table(("link", "load", "GB/s"), rows)
+            shown, hidden = folded(rows, MAX_LINKS, every=options.all)
+            yield ""
+            yield table(("link", "load", "GB/s"), shown)
+            yield from folded_line(hidden, "link")
 
     return Answer(
         text=lines, value=lambda: _engine_object(ENGINES[engine], verdict, loads), notes=verdict.notes
@@ -282,27 +321,31 @@ def _engine_object(kind: str, verdict: EngineVerdict, loads: TrafficLoads | None
     return found
 
 
-def _ranges_answer(plans: Plans, reports: Sequence[Verification], bound: TimeBound | None) -> Answer:
+def _ranges_answer(
+    options: argparse.Namespace, plans: Plans, reports: Sequence[Verification], bound: TimeBound | None
+) -> Answer:
     """Return the report of each range, then of the times that the file states."""
     pairs = list(zip(plans.ranges, reports, strict=True))
 
     def lines() -> Iterator[str]:
-        for one, report in pairs:
-            yield f"{one}, {one.plan.schedule}"
-            yield from _report_lines(one.plan, report)
-            yield ""
-        yield f"all {counted(len(pairs), 'range')} valid; they cover every size"
-        if bound is not None:
-            points = _points(plans)
-            steps = ", ".join(
-                f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
-                for chain, rate in bound.steps
-            )
-            size, seconds, least = max(points, key=lambda point: point[1] / point[2])
-            sizes = counted(len(points), "size")
-            yield f"times of {sizes} recomputed; no schedule is below {LAUNCH * 1e6:.1f} us and"
-            yield f"the least of {steps}"
-            yield f"furthest from it: {seconds / least:.2f} times at {format_size(size)}"
+        best = max(plans.plans, key=lambda plan: plan.rate)
+        yield (
+            f"valid: {collective_words(plans)} on {machine_words(plans)}: {counted(len(pairs), 'range')} that cover "
+            "every size"
+        )
+        limit = (
+            "" if finite(best.bound) is None else f"{rate_words(best.bound, best, digits=9)}, recomputed: "
+        )
+        yield from labelled(
+            ("upper bound", limit and f"{limit}{explain_certificate(best)}"),
+            ("in-network", in_network_words(best)),
+            ("checked", f"in every range {POSTCONDITION}"),
+            ("times", "" if bound is None else _times_words(plans, bound)),
+        )
+        shown, hidden = folded(pairs, MAX_RANGES, every=options.all)
+        yield ""
+        yield table_of(RANGES, shown)
+        yield from folded_line(hidden, "range")
 
     return Answer(
         text=lines,
@@ -318,6 +361,41 @@ def _ranges_answer(plans: Plans, reports: Sequence[Verification], bound: TimeBou
         },
         notes=plan_notes(plans),
     )
+
+
+def _times_words(plans: Plans, bound: TimeBound) -> str:
+    """Return the recomputed bound on time in words, and the stated time that is furthest from it."""
+    points = _points(plans)
+    steps = ", ".join(
+        f"{chain * 1e6:.1f} us + bytes / {'endless' if rate is None else f'{float(rate):.6g}'} GB/s"
+        for chain, rate in bound.steps
+    )
+    size, seconds, least = max(points, key=lambda point: point[1] / point[2])
+    return (
+        f"{counted(len(points), 'size')} recomputed; every schedule takes at least {LAUNCH * 1e6:.1f} us and the least "
+        f"of {steps}; furthest from that: {seconds / least:.2f} times at {format_size(size)}"
+    )
+
+
+RangeReport = tuple[SizeRange, Verification]
+
+RANGES: tuple[Column[RangeReport], ...] = (
+    Column("from", value=lambda one: one[0].start, form=format_size),
+    Column("to", value=lambda one: one[0].stop, form=format_size),
+    Column("schedule", value=lambda one: one[0].plan.schedule),
+    Column("trees", value=lambda one: one[1].trees),
+    Column("height", value=lambda one: one[1].height),
+    Column("GB/s", value=lambda one: finite(one[1].rate), form=".6g"),
+    Column("upper bound", value=lambda one: finite(one[1].bound), form=".6g"),
+    Column("verdict", value=lambda one: _verdict(one[1])),
+)
+
+
+def _verdict(report: Verification) -> str:
+    """Return what is proved of a recomputed rate."""
+    if report.exact_rate is None:
+        return "one GPU, nothing moves"
+    return rate_verdict(0.0 if report.optimal else 1 - report.rate / report.bound)
 
 
 def _points(plans: Plans) -> tuple[tuple[int, float, float], ...]:
@@ -354,20 +432,25 @@ def _report_object(plan: Plan, report: Verification) -> dict[str, object]:
 
 
 def _report_lines(plan: Plan, report: Verification) -> Iterator[str]:
-    ranks, trees = counted(len(plan.ranks), "rank"), counted(report.trees, tree_noun(plan))
-    yield f"valid: {plan.collective} of {ranks}, {trees}, height {report.height}"
-    yield "postcondition holds: each contribution arrives exactly once wherever it must"
+    """Yield the verdict on a plan, then what was recomputed and checked."""
+    where = f"{collective_words(plan)} on {machine_words(plan)}"
     if report.exact_rate is None or report.exact_bound is None:
-        yield "one GPU: nothing moves"
-    else:
-        bus, most = (
-            bus_words(rate, plan.collective, len(plan.ranks), digits=9)
-            for rate in (report.rate, report.bound)
-        )
-        yield f"rate   {report.rate:.9g} GB/s = {report.exact_rate}{bus}, recomputed from the link loads"
-        yield f"bound  {report.bound:.9g} GB/s = {report.exact_bound}{most}: {explain_certificate(plan)}"
-        gap = "rate = bound: optimal" if report.optimal else f"gap    {1 - report.rate / report.bound:.3%}"
-        yield ", ".join(filter(None, (gap, in_network_words(plan))))
-        full = ", ".join(f"{src}>{dst}" for src, dst in report.bottleneck[:8])
-        more = f" and {len(report.bottleneck) - 8} more" if len(report.bottleneck) > 8 else ""
-        yield f"full links: {full}{more}"
+        yield f"valid: {where}: {_verdict(report)}"
+        return
+    without = without_words(plan)
+    yield f"valid: {where}, over {channel_words(plan.channels)}: {_verdict(report)}{without and f' {without}'}"
+    rate, most = (rate_words(gbps, plan, digits=9) for gbps in (report.rate, report.bound))
+    yield from labelled(
+        ("algbw", f"{rate} (exactly {report.exact_rate}), recomputed from the loads of the links"),
+        ("upper bound", f"{most} (exactly {report.exact_bound}), recomputed: {explain_certificate(plan)}"),
+        ("in-network", in_network_words(plan)),
+        ("checked", f"{POSTCONDITION}; {counted(report.trees, tree_noun(plan))} of height {report.height}"),
+        ("full links", few([f"{src}>{dst}" for src, dst in report.bottleneck])),
+    )
+
+
+POSTCONDITION = "each contribution arrives exactly once wherever it must"
+"""What holds of a plan whose trees are right."""
+
+MAX_LINKS, MAX_RANGES = 16, 14
+"""Most rows of links and of ranges without ``--all``."""

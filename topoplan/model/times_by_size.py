@@ -81,28 +81,13 @@ def sweep(plan: Plans, sizes: Sequence[int], *, chunk_bytes: int | None = None) 
     """Return the model time of a plan at several sizes; plans by size take the plan of each size.
 
     >>> import topoplan
-    >>> print(format_table(sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])))
-    #         size         count      type   redop         time    algbw    busbw
-    #          (B)    (elements)                           (us)   (GB/s)   (GB/s)
-        1073741824     268435456     float     sum     13447.77    79.85   149.71
+    >>> (one,) = sweep(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), [1 << 30])
+    >>> one.count, f"{one.seconds * 1e6:.2f}", round(one.algbw, 2), round(one.busbw, 2)
+    (268435456, '13447.77', 79.85, 149.71)
     """
     time = clock(plan, chunk_bytes)
     times = [time(size) for size in sizes]
     return tuple(row(one.collective, one.ranks, one.nbytes, one.seconds) for one in times)
-
-
-def format_table(rows: Sequence[SizeRow]) -> str:
-    """Return the rows as text after two comment lines of heads, without a final newline."""
-    lines = [
-        f"# {'size':>12}  {'count':>12}  {'type':>8}  {'redop':>6}  {'time':>11}  {'algbw':>7}  {'busbw':>7}",
-        f"# {'(B)':>12}  {'(elements)':>12}  {'':>8}  {'':>6}  {'(us)':>11}  {'(GB/s)':>7}  {'(GB/s)':>7}",
-    ]
-    lines += [
-        f"  {row.nbytes:>12}  {row.count:>12}  {row.dtype:>8}  {row.redop:>6}  "
-        f"{row.seconds * 1e6:>11.2f}  {row.algbw:>7.2f}  {row.busbw:>7.2f}"
-        for row in rows
-    ]
-    return "\n".join(lines)
 
 
 def crossover(first: Plans, second: Plans, low: int, high: int) -> Crossover:

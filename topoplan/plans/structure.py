@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import groupby
@@ -365,6 +365,22 @@ def tree_shapes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
     >>> len(tree_shapes(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), apart=2))
     2
     """
+    return _classes(plan, apart, lambda shard: ())
+
+
+def tree_classes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
+    """Return `tree_shapes`, but for rings a class for each cyclic order: its rotations differ only in the root.
+
+    >>> import topoplan
+    >>> rings = topoplan.ring("dgx-1v")
+    >>> [len(tree_shapes(rings)), len(tree_classes(rings))]
+    [1, 6]
+    """
+    return _classes(plan, apart, _cyclic_order if plan.method == "ring" else lambda shard: ())
+
+
+def _classes(plan: Plan, apart: int, order: Callable[[Shard], tuple[int, ...]]) -> tuple[ShapeClass, ...]:
+    """Return the classes of shards with trees that have the same shape and ``order``."""
     known: dict[tuple[tuple[str, int], ...], int] = {}
     groups: dict[tuple[object, ...], list[ShapeClass]] = {}
     number = 1
@@ -372,7 +388,7 @@ def tree_shapes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
         if not any(stage.edges for stage in shard.stages):
             continue
         one = ShapeClass(number, shard, count, _roots(plan.shards, template, shard))
-        groups.setdefault(_shard_shape(shard, known), []).append(one)
+        groups.setdefault((order(shard), *_shard_shape(shard, known)), []).append(one)
         number += count
     found: list[ShapeClass] = []
     for group in groups.values():
@@ -383,6 +399,21 @@ def tree_shapes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
             roots = dict.fromkeys(root for one in group for root in one.roots)
             found.append(ShapeClass(group[0].number, group[0].shard, total, tuple(roots)))
     return tuple(sorted(found, key=lambda one: one.number))
+
+
+def _cyclic_order(shard: Shard) -> tuple[int, ...]:
+    """Return the ranks of a ring in order, from the lowest on; the edges of the last stage are a chain."""
+    stage = shard.stages[-1]
+    ranks = [stage.root, *(edge.child for edge in stage.top_down())]
+    start = ranks.index(min(ranks))
+    return (*ranks[start:], *ranks[:start])
+
+
+def shown_stage(shard: Shard) -> Stage:
+    """Return the stage that stands for a shard in a line: of an exchange the first gather, else the last one, which of
+    an allreduce is the broadcast.
+    """
+    return next((stage for stage in shard.stages if stage.op == "gather"), shard.stages[-1])
 
 
 def _roots(shards: Sequence[Shard], template: int, shard: Shard) -> tuple[int, ...]:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_all_options
-from topoplan.cli.output import Answer, Column, machine_words, plan_notes, progress_line, table_of
+from topoplan.cli.output import (
+    Answer,
+    Column,
+    collective_words,
+    machine_words,
+    plan_notes,
+    progress_line,
+    table_of,
+)
 from topoplan.cli.sources import apply_machine_options, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
@@ -16,7 +24,7 @@ from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
 from topoplan.schedules.registry import SCHEDULES, make_schedule
 from topoplan.schedules.ring import ring
 from topoplan.solve.planner import plan as make_plan
-from topoplan.units import format_size
+from topoplan.units import counted, format_size
 
 if TYPE_CHECKING:
     from collectives.lab.testbed.run import DropPhase, ScheduleMeasurement, ShapedRunOutcome
@@ -113,7 +121,7 @@ def run(options: argparse.Namespace) -> Answer:
         )
     notes = list(dict.fromkeys(note for plan in plans.values() for note in plan_notes(plan)))
     return Answer(
-        text=lambda: [f"# {first.collective} on {machine_words(first)}", *_outcome_lines(outcome)],
+        text=lambda: _outcome_lines(first, outcome),
         value=lambda: {**_heading(first), "chunk": options.chunk, **outcome.to_object(), "notes": notes},
         notes=notes,
         status=1 if any(one.wrong for one in outcome.measurements) else 0,
@@ -140,7 +148,9 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> A
     drop = dict(options.drop)
 
     def text() -> Iterator[str]:
-        yield f"# {plan.collective} on {machine_words(plan)}"
+        last = dropped.phases[-1]
+        end = f"{'replanned' if done else 'not replanned'}, at the end {100 * last.rate / last.optimum:.1f} % of the optimum"
+        yield f"# {collective_words(plan)} on {machine_words(plan)}: {_wrong_words(dropped.phases)}, {end}"
         fallen = ", ".join(f"{wire} to {part:g} of its rate" for wire, part in options.drop)
         size = format_size(dropped.nbytes)
         yield f"# {plan.schedule}, {size}, bandwidth x {dropped.scale:.4g}; falls: {fallen}"
@@ -192,7 +202,17 @@ RUNS: tuple[Column[ScheduleMeasurement], ...] = (
 )
 
 
-def _outcome_lines(outcome: ShapedRunOutcome) -> Iterator[str]:
+def _wrong_words(runs: Sequence[ScheduleMeasurement] | Sequence[DropPhase]) -> str:
+    wrong = sum(one.wrong for one in runs)
+    return f"{counted(wrong, 'element')} wrong" if wrong else "every element right"
+
+
+def _outcome_lines(first: Plan, outcome: ShapedRunOutcome) -> Iterator[str]:
+    ratios = sorted(one.seconds / one.predicted for one in outcome.measurements)
+    yield (
+        f"# {collective_words(first)} on {machine_words(first)}: {_wrong_words(outcome.measurements)}, measured over "
+        f"predicted time {ratios[0]:.3f} to {ratios[-1]:.3f}"
+    )
     reached = sorted(link.measured / link.shaped for link in outcome.links)
     yield (
         f"# {len(outcome.links)} links of {outcome.bits_per_second / 1e9:.3g} Gbit/s together (bandwidth x "

@@ -303,10 +303,10 @@ CUT_WORDS = re.compile(
 )
 EDGE = re.compile(r"only (\S+) GB/s cross the edge of \{(.*)\} each way, and every byte must both ways")
 COUNTED = re.compile(
-    r".* carry (\S+) GB/s (?:both ways|together), and every byte crosses them (?:at least )?(\S+) times"
+    r".* carry (\S+) GB/s (?:both ways|together); each byte crosses (?:them|this cut) at least (\S+) times.*"
 )
 WEIGHTED = re.compile(
-    r".* carry (\S+) GB/s, and every byte takes at least (\S+) of that weight; the heaviest are .*"
+    r".* carry (\S+) GB/s; each byte takes at least (\S+) of that weight; the heaviest are .*"
 )
 
 
@@ -385,7 +385,8 @@ def listed_names(names: str) -> list[str]:
             range(3),
             Partition((("gpu0",), ("gpu2",))),
             50,
-            "the links between {gpu0} {gpu1} {gpu2} carry 200 GB/s both ways, and every byte crosses them 4 times",
+            "the links between {gpu0} {gpu1} {gpu2} carry 200 GB/s both ways; each byte crosses this cut at least 4 "
+            "times (2 x (3 parts - 1))",
         ),
     ],
     ids=["weaker of both directions", "a GPU in no part is one of its own"],
@@ -401,7 +402,7 @@ def test_sentences_of_an_allreduce(
 def test_equal_lengths_are_a_count() -> None:
     """Behind one switch every byte leaves a GPU 30 times in an allreduce of 16: 16 x 150 / 30 = 80 GB/s."""
     assert explain_certificate(topoplan.plan("dgx-2")) == (
-        "the links out of all 16 GPUs carry 2400 GB/s together, and every byte crosses them at least 30 times"
+        "the links out of all 16 GPUs carry 2400 GB/s together; each byte crosses them at least 30 times"
     )
     assert explain_certificate(topoplan.plan("dgx-1v", gpus=[3])) == "one rank moves nothing"
 

@@ -17,7 +17,7 @@ than its bytes at the bound. Bus bandwidth may exceed that of the NICs, n server
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -29,12 +29,13 @@ from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.machine.variants import with_all_capabilities
+from topoplan.model.closed_form import clock
 from topoplan.model.times_by_size import TimeBound, time_bound
 from topoplan.operate.compare.allocations import MOST_LISTED, AllocationClass, allocation_classes
 from topoplan.operate.compare.table import NO_RING, Comparison
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Certified, explain_certificate
-from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, check_collective, root_rank
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, Plans, check_collective, root_rank
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
@@ -349,12 +350,12 @@ def attainable(
         bus_factor(proved.collective, len(chosen)),
         time_bound(fabric, proved.collective, rank, (), limit),
         _nics(fabric, proved.collective),
-        _model(proved.topology, proved.collective),
+        nccl_model(proved.topology, proved.collective),
         in_network_bound(proved),
     )
 
 
-def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
+def nccl_model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
     """Return NCCL's expectations; () if it does not choose, or does not know the machine."""
     if collective not in COLLECTIVES:
         return ()
@@ -362,6 +363,52 @@ def _model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]
         return expectations(setting_of(allocation), collective)
     except (UsageError, InfeasibleError):
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class NcclTime:
+    """Seconds of NCCL for a buffer, and what it runs: algorithm and protocol, or the name of a schedule.
+
+    factor: bus bandwidth over algorithm bandwidth.
+    """
+
+    nbytes: int
+    seconds: float
+    runs: str
+    factor: float
+
+    @property
+    def algbw(self) -> float:
+        """GB/s of algorithm bandwidth."""
+        return self.nbytes / self.seconds / 1e9
+
+    @property
+    def busbw(self) -> float:
+        """GB/s of bus bandwidth."""
+        return self.algbw * self.factor
+
+
+def nccl_times(plan: Plans, rivals: Mapping[str, Plan], sizes: Sequence[int]) -> tuple[NcclTime, ...]:
+    """Return the times of NCCL for the request of a plan, by its own model (`nccl_model`) as `attainable` has it.
+
+    plan: its GPUs, collective and root; switches use all their capabilities.
+    rivals: NCCL's plans, of which the fastest counts if NCCL's model does not know the machine or the collective.
+
+    >>> import topoplan
+    >>> for one in nccl_times(topoplan.plan("dgx-a100"), {}, [1 << 10, 1 << 30]):
+    ...     print(one.runs, f"{one.seconds * 1e6:.1f}")
+    ring ll 15.0
+    ring simple 7885.4
+    """
+    model = nccl_model(with_all_capabilities(with_capable(plan.topology)), plan.collective)
+    clocks = [] if model else [(one.schedule, clock(one)) for one in rivals.values()]
+    found = []
+    for nbytes in sizes:
+        times = [(one.seconds(nbytes), f"{one.algorithm} {one.protocol}") for one in model]
+        times += [(time(nbytes).seconds, name) for name, time in clocks]
+        if times:
+            found.append(NcclTime(nbytes, *min(times), bus_factor(plan.collective, len(plan.ranks))))
+    return tuple(found)
 
 
 def _nics(fabric: Fabric, collective: str) -> Nics | None:

@@ -16,10 +16,9 @@ from topoplan.errors import InfeasibleError, UsageError, warnings_first
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import nic_name
-from topoplan.model.closed_form import clock
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
 from topoplan.model.times_by_size import SizeRow, sweep
-from topoplan.operate.compare.comparison import nccl_rivals
+from topoplan.operate.compare.comparison import nccl_rivals, nccl_times
 from topoplan.operate.compare.costs import costs_of
 from topoplan.operate.compare.recommendation import recommend
 from topoplan.operate.diagnosis import diagnose
@@ -43,14 +42,14 @@ from topoplan.operate.plot.panels import DrawnLink, whole_nics, wires
 from topoplan.operate.plot.trees import DRAWN_APART, draw_steps
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import explain_certificate
-from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, collective_name
 from topoplan.plans.shards import bracket_notation
-from topoplan.plans.structure import phases, tree_shapes
+from topoplan.plans.structure import phases, shown_stage, tree_classes
 from topoplan.plans.verify import verify
 from topoplan.schedules.registry import ONE_FABRIC
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.upper_bound import in_network_bound
-from topoplan.units import bus_factor, bus_words, counted, format_size, number_ranges
+from topoplan.units import bus_factor, bus_words, counted, format_size, name_ranges, number_ranges
 
 
 def by_size(
@@ -81,12 +80,7 @@ def sizes_section(
     own = sweep(plan, sizes)
     ring = rivals.get("ring")
     ring_rows = sweep(ring, sizes) if ring else None
-    clocks = {name: clock(one) for name, one in rivals.items()}
-    nccl: list[tuple[float, str]] = (
-        [min((time(size).seconds, rivals[name].schedule) for name, time in clocks.items()) for size in sizes]
-        if rivals
-        else []
-    )
+    nccl = nccl_times(plan, rivals, sizes)
     best = sweep(choice.plans, sizes) if choice else None
     heads = ["size", f"{plan.schedule}: us", "GB/s", "busbw"]
     columns: list[list[str]] = [
@@ -103,7 +97,7 @@ def sizes_section(
         ]
         curves.append(_curve("best schedule by size", best))
         if choice.bound is not None:
-            heads.append("least possible: us")
+            heads.append("lower bound: us")
             columns.append([f"{choice.bound.seconds(size) * 1e6:.1f}" for size in sizes])
     if ring_rows is not None and ring is not None:
         heads += [f"{ring.schedule}: us", "GB/s"]
@@ -111,11 +105,13 @@ def sizes_section(
         curves.append(_curve(ring.schedule, ring_rows))
     if nccl:
         heads += ["NCCL's best: us", "GB/s", "which"]
-        columns += [*_cells([seconds for seconds, _ in nccl], sizes), [name for _, name in nccl]]
-        points = tuple((size, size / seconds / 1e9) for size, (seconds, _) in zip(sizes, nccl, strict=True))
-        curves.append(Curve("NCCL's best", points))
-    text = "Model times (start-ups and bandwidth of every link, pipelined), not measured; GB/s of algorithm bandwidth."
-    label = f"algorithm bandwidth of {plan.collective} on {plan.topology.name} over sizes"
+        columns += [*_cells([one.seconds for one in nccl], sizes), [one.runs for one in nccl]]
+        curves.append(Curve("NCCL's best", tuple((one.nbytes, one.algbw) for one in nccl)))
+    text = (
+        "Model times (latency and bandwidth of every link, pipelined), not measured; GB/s are algbw. NCCL's best is "
+        "its fastest algorithm and protocol by NCCL's own tuning model, in-network reduction included."
+    )
+    label = f"algbw of {collective_name(plan.collective)} on {plan.topology.name} over sizes"
     chart = draw_curves(curves, label=label)
     rows = list(zip(*columns, strict=True))
     return PageSection("sizes", "Times over sizes", joined((element("p", text), chart, table(heads, rows))))
@@ -131,8 +127,11 @@ def _curve(name: str, rows: Sequence[SizeRow]) -> Curve:
     return Curve(name, tuple((row.nbytes, row.algbw) for row in rows))
 
 
-MOST_WIRES = 600
-"""Most listed wires."""
+MOST_LINKS = 600
+"""Most listed links."""
+
+MOST_FULL = 4
+"""Most full links that are named."""
 
 MOST_SHAPES = 64
 """Most listed shapes of trees."""
@@ -201,7 +200,7 @@ def report_page(
                 sizes,
             )
         )
-    title = f"{collective} on {topology.name}"
+    title = f"{collective_name(collective)} on {topology.name}"
     return _document(title, _answer(plan), found)
 
 
@@ -234,20 +233,18 @@ def _answer(plan: Plan) -> Markup:
     if len(plan.ranks) == 1:
         return element("p", "One GPU: nothing moves.")
     proved = (
-        element("span", f"the best that {channel_words(plan.channels)} can do, proved", class_="good")
+        element("span", f"provably optimal over {channel_words(plan.channels)}", class_="good")
         if plan.gap == 0
-        else element("span", f"{plan.gap:.2%} below what is proved to be possible", class_="bad")
+        else element("span", f"{100 * plan.gap:.2f} % below the upper bound", class_="bad")
     )
     bus = bus_words(plan.rate, plan.collective, len(plan.ranks))
     beyond = in_network_bound(plan)
     more = "" if beyond is None else bus_words(beyond, plan.collective, len(plan.ranks))
     return element(
         "p",
-        f"{len(plan.ranks)} GPUs reach {plan.rate:.6g} GB/s of algorithm bandwidth{bus}: ",
+        f"{len(plan.ranks)} GPUs reach {plan.rate:.6g} GB/s{bus}: ",
         proved,
-        "."
-        if beyond is None
-        else f", without in-network reduction; with it at most {beyond:.6g} GB/s{more}.",
+        "." if beyond is None else f" without in-network reduction; with it at most {beyond:.6g} GB/s{more}.",
     )
 
 
@@ -262,22 +259,22 @@ def machine_section(topology: Topology) -> PageSection:
     every = wires(whole)
     equal: Counter[tuple[str, ...]] = Counter()
     for wire in every:
-        equal[_wire_cells(wire, tuple(whole.device(name).kind for name in wire.ends))] += 1
-    heads = ("channel", "between", "links", "GB/s there", "GB/s back")
+        equal[_link_cells(wire, tuple(whole.device(name).kind for name in wire.ends))] += 1
+    heads = ("channel", "between", "parallel links", "GB/s there", "GB/s back")
     rows = [(str(number), *cells) for cells, number in equal.items()]
     parts.append(
-        table(("wires", *heads), rows, caption="Links; GB/s of all parallel links, in each direction")
+        table(("pairs", *heads), rows, caption="Links; GB/s of all parallel links, in each direction")
     )
-    single = [_wire_cells(wire, wire.ends) for wire in every[:MOST_WIRES]]
+    single = [_link_cells(wire, wire.ends) for wire in every[:MOST_LINKS]]
     more = [element("p", f"and {len(every) - len(single)} more")] if len(every) > len(single) else []
-    parts.append(folded(f"every wire ({len(every)})", table(heads, single), *more))
+    parts.append(folded(f"every pair ({len(every)})", table(heads, single), *more))
     notes = warnings_first(topology.notes)
     if notes:
         parts += [element("h3", "Notes"), items(notes)]
     return PageSection("machine", "The machine", joined(parts))
 
 
-def _wire_cells(wire: DrawnLink, ends: tuple[str, ...]) -> tuple[str, ...]:
+def _link_cells(wire: DrawnLink, ends: tuple[str, ...]) -> tuple[str, ...]:
     back = f"{wire.back:g}" if wire.back else "-"
     return STROKES[wire.channel].name, " - ".join(ends), str(wire.count), f"{wire.there:g}", back
 
@@ -301,7 +298,9 @@ def health_section(topology: Topology, collective: str) -> PageSection:
         now, healthy = costs[0].now, costs[0].healthy
         parts.append(
             element(
-                "p", f"{collective} over all GPUs: {now:.6g} GB/s now, {healthy:.6g} GB/s without the faults."
+                "p",
+                f"{collective_name(collective)} over all GPUs: {now:.6g} GB/s now, {healthy:.6g} GB/s without the "
+                "faults.",
             )
         )
     rows = [
@@ -349,12 +348,12 @@ def sets_section(
         text = "Too many sets to list here: see topoplan recommend." if left else "A job gets all GPUs."
         return PageSection("sets", "Which GPUs to take", element("p", text))
     heads = (
-        *("GPUs", "best set", "GB/s", "busbw", "bound", "ring", "NCCL's best"),
+        *("GPUs", "best set", "algbw", "busbw", "upper bound", "ring", "NCCL's best"),
         *("next best job", "sets as fast", "slowest set"),
     )
     caption = (
-        "Of equally fast sets the one that leaves most for the next job of the same size; rates in GB/s of algorithm "
-        "bandwidth, busbw as nccl-tests counts"
+        "Of equally fast sets the one that leaves most for the next job of the same size; all rates in GB/s of algbw, "
+        "but for busbw"
     )
     more = (
         [f"Sets of {', '.join(left)} GPUs are too many to list here: see topoplan recommend."] if left else []
@@ -372,24 +371,23 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
         bus_words(gbps, plan.collective, len(plan.ranks)) for gbps in (plan.rate, plan.bound)
     )
     root = [] if plan.root is None else [("root", plan.ranks[plan.root])]
-    full = [f"{src} > {dst}" for src, dst in checked.bottleneck]
-    more = f" and {len(full) - 16} more" if len(full) > 16 else ""
-    verdict = "rate and bound are equal: no plan is faster" if checked.optimal else f"{plan.gap:.3%} apart"
+    full = [f"{src}>{dst}" for src, dst in checked.bottleneck]
+    more = f" and {len(full) - MOST_FULL} more" if len(full) > MOST_FULL else ""
+    verdict = "they are equal: no plan is faster" if checked.optimal else f"{100 * plan.gap:.2f} % apart"
     facts = [
         ("GPUs", number_ranges(chosen)),
         *root,
         ("over", channel_words(plan.channels)),
-        ("rate", f"{plan.rate:.6g} GB/s of algorithm bandwidth{bus}"),
-        ("bound", f"{plan.bound:.6g} GB/s{bus_of_bound}"),
-        ("why not more", explain_certificate(plan)),
+        ("algbw", f"{plan.rate:.6g} GB/s{bus}"),
+        ("upper bound", f"{plan.bound:.6g} GB/s{bus_of_bound}"),
+        ("because", explain_certificate(plan)),
         (
             "checked",
-            f"every contribution arrives exactly once at each receiver; from the loads of the links the rate is "
-            f"{checked.exact_rate} GB/s, from the certificate the bound is {checked.exact_bound}: {verdict}",
+            "each contribution arrives exactly once wherever it must; recomputed from the loads of the links, algbw is "
+            f"{checked.exact_rate} GB/s, and from the certificate the upper bound is {checked.exact_bound}: {verdict}",
         ),
-        ("full links", ", ".join(full[:16]) + more),
-        ("forest", f"{plan.trees} trees, height {plan.height} ({plan.schedule}, {plan.method})"),
-        ("digest", plan.digest),
+        ("full links", ", ".join(full[:MOST_FULL]) + more),
+        ("trees", f"{plan.trees} of height {plan.height} ({plan.schedule}, {plan.method})"),
     ]
     parts = [element("dl", *(joined((element("dt", name), element("dd", text))) for name, text in facts))]
     by_phase = phases(plan)
@@ -401,28 +399,27 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
     certificate = json.dumps(plan.certificate.to_object(), indent=1)
     if len(certificate) <= LONGEST_CERTIFICATE:
         parts.append(folded("the certificate of the bound", element("pre", certificate, class_="small")))
+    parts.append(element("p", f"Digest of the plan: {plan.digest}", class_="small"))
     if plan.notes:
         parts += [element("h3", "Notes"), items(plan.notes)]
     return PageSection("plan", "The plan and its proof", joined(parts))
 
 
 def _shapes_table(plan: Plan) -> Markup:
-    shapes = tree_shapes(plan, apart=DRAWN_APART)
-    rows = []
-    for one in shapes[:MOST_SHAPES]:
-        stage, _ = one.trees[-1]
-        rows.append(
-            (
-                str(one.count),
-                str(one.shard.share),
-                f"{float(one.shard.share) * plan.rate:.4g}",
-                number_ranges(one.roots),
-                str(max(tree.height for tree, _ in one.trees)),
-                bracket_notation(plan.vertices, stage),
-            )
+    classes = tree_classes(plan, apart=DRAWN_APART)
+    rows = [
+        (
+            str(one.count),
+            str(one.shard.share),
+            f"{float(one.shard.share) * plan.rate:.4g}",
+            " ".join(name_ranges([plan.vertices[root] for root in sorted(one.roots)])),
+            str(max(tree.height for tree, _ in one.trees)),
+            bracket_notation(plan.vertices, shown_stage(one.shard)),
         )
-    heads = ("trees", "share", "GB/s each", "root ranks", "height", "the first of them")
-    more = [element("p", f"and {len(shapes) - len(rows)} more")] if len(shapes) > len(rows) else []
+        for one in classes[:MOST_SHAPES]
+    ]
+    heads = ("trees", "fraction each", "GB/s each", "roots", "height", "edges of the first")
+    more = [element("p", f"and {len(classes) - len(rows)} more")] if len(classes) > len(rows) else []
     return joined((table(heads, rows, caption="Trees that differ only in names share a row"), *more))
 
 

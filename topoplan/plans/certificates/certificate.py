@@ -27,7 +27,7 @@ from math import lcm
 from typing import ClassVar, Protocol, Self, TypeVar
 
 from topoplan.errors import PlanError
-from topoplan.machine.fabric import Fabric
+from topoplan.machine.fabric import Fabric, channel_words
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.forest_length import forest_length, zero_length_components
 from topoplan.plans.file_values import (
@@ -152,11 +152,11 @@ class Channels(Certificate):
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
         sums = [
-            f"{format_number(part.bound(one, collective, root))} GB/s over {one.channels[0]} "
+            f"{format_number(part.bound(one, collective, root))} GB/s over {channel_words(one.channels)} "
             f"({part.words(one, collective, root)})"
             for one, part in self._alone(fabric)
         ]
-        return f"{' and '.join(sums)}, since every shard keeps to one of them"
+        return f"{' and '.join(sums)}, since each tree uses one of them"
 
     def _alone(self, fabric: Fabric) -> Iterator[tuple[Fabric, OneFabric]]:
         """Yield the fabric of each channel, and its certificate."""
@@ -203,8 +203,8 @@ def explain_certificate(plan: Certified) -> str:
     >>> import topoplan
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "broadcast"))
     'only 150 GB/s leave {gpu0}, and every byte must'
-    >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2]))
-    'the links between {gpu0} {gpu1} {gpu2} carry 200 GB/s both ways, and every byte crosses them 4 times'
+    >>> explain_certificate(topoplan.plan(topoplan.load("dgx-2"), "allreduce", gpus=[0, 1, 2]))
+    'the links out of all 3 GPUs carry 450 GB/s together; each byte crosses them at least 4 times'
     """
     return plan.certificate.words(Fabric(plan.topology, plan.channels), plan.collective, plan.root)
 
@@ -229,7 +229,7 @@ def capacity_of(lengths: Sequence[Fraction], fabric: Fabric) -> Fraction:
     return sum((c * y for c, y in zip(fabric.capacity, lengths, strict=True) if y), Fraction(0))
 
 
-_LISTED = 8
+_LISTED, _LISTED_PARTS = 8, 4
 
 
 def format_number(value: Fraction) -> str:
@@ -395,10 +395,12 @@ class Partition(OneFabric):
         crossing = capacity_of(self.link_lengths(fabric, collective), fabric)
         times = 2 * (len(set(part_of[: fabric.size])) - 1)
         alone = len(parts) == fabric.size > 4 and all(len(part) == 1 for part in parts.values())
-        listed = f"all {len(parts)} GPUs" if alone else " ".join(map(format_set, parts.values()))
+        named = [format_set(part) for part in parts.values()][:_LISTED_PARTS]
+        more = f" and {len(parts) - len(named)} more parts" if len(parts) > len(named) else ""
+        listed = f"all {len(parts)} GPUs" if alone else f"{' '.join(named)}{more}"
         return (
-            f"the links between {listed} carry {format_number(crossing)} GB/s both ways, "
-            f"and every byte crosses them {times} times"
+            f"the links between {listed} carry {format_number(crossing)} GB/s both ways; each byte crosses this cut at "
+            f"least {times} times (2 x ({times // 2 + 1} parts - 1))"
         )
 
     def to_object(self) -> dict[str, object]:
@@ -470,12 +472,12 @@ class Lengths(OneFabric):
         names = _ports(fabric, {ends for ends, value in length.items() if value == 1})
         if all(value == 1 for value in length.values()):
             return (
-                f"{names} carry {format_number(total)} GB/s together, "
-                f"and every byte crosses them at least {format_number(total / bound)} times"
+                f"{names} carry {format_number(total)} GB/s together; "
+                f"each byte crosses them at least {format_number(total / bound)} times"
             )
         return (
-            f"{len(length)} links, weighted by their dual lengths, carry {format_number(total)} GB/s, and every byte "
-            f"takes at least {format_number(total / bound)} of that weight; the heaviest are {names}"
+            f"{len(length)} links, by their dual edge weights, carry {format_number(total)} GB/s; each byte takes at "
+            f"least {format_number(total / bound)} of that weight; the heaviest are {names}"
         )
 
     def to_object(self) -> dict[str, object]:
