@@ -185,8 +185,8 @@ def _chaos_answer(settings: ChaosSettings, outcome: ChaosOutcome, lines: list[Fa
         if before is not None and after is not None and model is not None:
             size = format_size(min(settings.largest, PROBE_BYTES))
             yield (
-                f"{collective_name(plan.collective)} of {size}: {before:.3g} GB/s before ranks are lost, {after:.3g} after, "
-                f"{after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
+                f"{collective_name(plan.collective)} of {size}: {before:.3g} GB/s before ranks are lost, "
+                f"{after:.3g} after, {after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
             )
 
     return Answer(
@@ -408,7 +408,8 @@ def _answer(
         how = f" ({engine})" if engine else ""
         for schedule in dict.fromkeys(row.schedule for row in rows):
             what = f"{options.backend}{how}{'' if schedule == 'plan' else f', {schedule}'}"
-            yield f"# {collective_name(plan.collective)} of {counted(len(plan.ranks), 'rank')}, {what}, median of {REPEATS}"
+            ranks = counted(len(plan.ranks), "rank")
+            yield f"# {collective_name(plan.collective)} of {ranks}, {what}, median of {REPEATS}"
             yield _format_table([row for row in rows if row.schedule == schedule])
 
     return Answer(

@@ -149,7 +149,7 @@ def _run_drop(options: argparse.Namespace, plan: Plan, scale: float | None) -> A
 
     def text() -> Iterator[str]:
         last = dropped.phases[-1]
-        end = f"{'replanned' if done else 'not replanned'}, at the end {100 * last.rate / last.optimum:.1f} % of the optimum"
+        end = f"{'replanned' if done else 'not replanned'}, {100 * last.rate / last.optimum:.1f} % of the optimum"
         yield f"# {collective_words(plan)} on {machine_words(plan)}: {_wrong_words(dropped.phases)}, {end}"
         fallen = ", ".join(f"{wire} to {part:g} of its rate" for wire, part in options.drop)
         size = format_size(dropped.nbytes)
