@@ -45,9 +45,9 @@ def test_a_wheel_plans_verifies_and_runs(built: Path, tmp_path: Path) -> None:
 
     where = printed("-c", "import topoplan, collectives; print(topoplan.__file__, collectives.__file__)")
     assert all(path.startswith(str(home)) for path in where.split())
-    assert "optimal over nvlink, proved" in printed("-m", "topoplan", "plan", "dgx-1v", "-o", "plan.json")
-    assert "rate = bound: optimal" in printed("-m", "topoplan", "verify", "plan.json")
-    assert "allreduce of 8 ranks, loopback" in printed(
+    assert "over NVLink: provably optimal" in printed("-m", "topoplan", "plan", "dgx-1v", "-o", "plan.json")
+    assert ": provably optimal" in printed("-m", "topoplan", "verify", "plan.json")
+    assert "all_reduce of 8 ranks, loopback" in printed(
         "-m", "topoplan", "bench", "plan.json", "--sizes", "64KB"
     )
     sources = "from collectives.tables.kernels import source; print(len(source.kernel_source(source.kernel_names())))"

@@ -186,7 +186,8 @@ def _chaos_answer(settings: ChaosSettings, outcome: ChaosOutcome, lines: list[Fa
             size = format_size(min(settings.largest, PROBE_BYTES))
             yield (
                 f"{collective_name(plan.collective)} of {size}: {before:.3g} GB/s before ranks are lost, "
-                f"{after:.3g} after, {after / before:.2f} of it; by the plans {model:.2f} (medians of {len(outcome.rates)})"
+                f"{after:.3g} after, {after / before:.2f} of it; by the plans {model:.2f} "
+                f"(medians of {len(outcome.rates)})"
             )
 
     return Answer(

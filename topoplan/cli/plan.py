@@ -466,9 +466,9 @@ def tree_lines(plan: Plan, most: int, *, every: bool = False) -> list[str]:
         if plan.collective == ALL_TO_ALL:
             classes = [one for one in classes if any(stage.edges for stage in one.shard.stages)]
     else:
-        for classes in ([*tree_classes(plan, apart=MAX_APART)], [*tree_classes(plan)], [*tree_shapes(plan)]):
-            if len(classes) < most:
-                break
+        every_way = (tree_classes(plan, apart=MAX_APART), tree_classes(plan), tree_shapes(plan))
+        fewest = min(every_way, key=len)
+        classes = [*next((one for one in every_way if len(one) < most), fewest)]
     rows, left = folded(classes, most - 1, every=every)
     noun = tree_noun(plan)
     many = any(one.count > 1 for one in classes)

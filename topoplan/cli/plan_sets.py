@@ -10,6 +10,7 @@ from itertools import groupby
 
 from topoplan.cli import arguments
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     Answer,
     Column,
     collective_words,
@@ -290,46 +291,38 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     """Yield the worst failure, the rate of the whole machine, how many failures share how many plans, every class."""
     whole, plans = book.whole, _plans(book)
     worst = _worst(book)
-    found = (
-        "no failure has a plan" if worst is None else f"{_rate_words(worst[1])} after the worst, {worst[0]}"
-    )
+    found = "no failure has a plan" if worst is None else f"worst {_gbps(worst[1])} without {worst[0]}"
     where = f"{collective_words(whole)} on {machine_words(whole)}, over {channel_words(whole.channels)}"
-    failures = counted(len(book.outcomes), "single failure")
-    yield f"{where}: {failures}, {found}"
+    yield f"{where}: {counted(len(book.outcomes), 'single failure')}, {found}"
     kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     none = [one for one in book.outcomes if one.plan is None and one.like is None]
     other = [plan for plan in plans.values() if plan.channels != whole.channels and len(plan.ranks) > 1]
-    yield from labelled(
-        ("algbw", f"{_rate_words(whole)} without a failure: {rate_verdict(whole.gap, without_words(whole))}"),
-        ("in-network", in_network_words(whole)),
-        (
-            "failures",
-            ", ".join(f"{number} {FAILURE_NOUN[kind][number > 1]}" for kind, number in kinds.items()),
-        ),
-        (
-            "plans",
-            f"{len(plans)}, in {len(book.own)} equivalence class{'es' * (len(book.own) != 1)}",
-        ),
-        *(
-            (
-                "",
-                f"{counted(number, 'failure')} without {channel_words(whole.channels)}: over {channel_words(channels)}",
-            )
-            for channels, number in Counter(plan.channels for plan in other).items()
-        ),
-        (
-            "no plan",
-            f"{counted(len(none), 'failure')}, such as that of {none[0].failure}; --json says why"
-            if none
-            else "",
-        ),
+    whole_rate = f"{_rate_words(whole)} without a failure: {rate_verdict(whole.gap, without_words(whole))}"
+    worst_rate = "" if worst is None else f"{_rate_words(worst[1])} without {worst[0]}"
+    without = f"without {channel_words(whole.channels)}"
+    fallbacks = [
+        f"{counted(number, 'failure')} {without}: over {channel_words(channels)}"
+        for channels, number in Counter(plan.channels for plan in other).items()
+    ]
+    lost = (
+        f"{counted(len(none), 'failure')}, such as that of {none[0].failure}; --json says why" if none else ""
     )
+    head = labelled(
+        ("algbw", whole_rate),
+        ("worst", worst_rate),
+        ("in-network", in_network_words(whole)),
+        ("failures", ", ".join(f"{n} {FAILURE_NOUN[kind][n > 1]}" for kind, n in kinds.items())),
+        ("plans", f"{len(plans)}, in {len(book.own)} equivalence class{'es' * (len(book.own) != 1)}"),
+        *(("", words) for words in fallbacks),
+        ("no plan", lost),
+    )
+    yield from head
     rows = [_class_row([one.failure for one in none], None)] if none else []
     rows += [
         _class_row([book.outcomes[number].failure for number, one in plans.items() if one is plan], plan)
         for plan in sorted(book.own, key=lambda plan: plan.rate)
     ]
-    shown, left = folded(rows, MAX_CLASSES, every=every)
+    shown, left = folded(rows, DEFAULT_LINES - len(head) - 6, every=every)
     yield ""
     yield table(("failed", "failures", "GB/s", "busbw", "upper bound", "over"), shown)
     yield from folded_line(left, "class", "classes")
@@ -337,12 +330,15 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     yield f"\nfile: {format_size(size)}{seconds}"
 
 
-MAX_CLASSES = 11
-"""Most classes of failures without ``--all``."""
-
-
 def _rate_words(plan: Plan) -> str:
-    return "one GPU left, where nothing moves" if finite(plan.rate) is None else rate_words(plan.rate, plan)
+    return ONE_LEFT if finite(plan.rate) is None else rate_words(plan.rate, plan)
+
+
+def _gbps(plan: Plan) -> str:
+    return ONE_LEFT if finite(plan.rate) is None else f"{plan.rate:.6g} GB/s"
+
+
+ONE_LEFT = "one GPU left, where nothing moves,"
 
 
 def _class_row(failures: Sequence[MachineFailure], plan: Plan | None) -> tuple[str, ...]:

@@ -289,7 +289,9 @@ def test_other_collectives_run_on_real_links(tmp_path: Path, capsys: pytest.Capt
     path.write_text(topoplan.plan(DGX, "allgather", gpus=[0, 1, 2]).to_json(), encoding="utf-8")
     assert main(["testbed", str(path), "--schedules", "trees", "--sizes", "1MB", "--runs", "1"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "# allgather on dgx-1v, 3 GPUs (gpu0-2)"
+    assert shown[0].startswith(
+        "# all_gather on dgx-1v, 3 GPUs (gpu0-2): every element right, measured over predicted"
+    )
     assert re.split("  +", shown[2]) == [
         *("schedule", "size", "line ms", "predicted ms", "measured ms", "ratio", "line rate", "wrong")
     ]

@@ -15,7 +15,7 @@ import pytest
 
 import topoplan
 from tests.support.checkout import ROOT, Done
-from topoplan.plans.plan import COLLECTIVES
+from topoplan.plans.plan import COLLECTIVES, collective_name
 
 TELLING = ("mpi", "shared", "tcp", "torch")
 """Back ends that tell their steps on one host, where torch uses shared memory."""
@@ -102,7 +102,7 @@ def test_every_collective_runs_on_processes(collective: str) -> None:
     done = bench("-", "--backend", "tcp", "--sizes", "4KB", "--dtype", "int32", stdin=plan.to_json())
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == f"# {collective} of 2 ranks, tcp, median of 5"
+    assert lines[0] == f"# {collective_name(collective)} of 2 ranks, tcp, median of 5"
     assert lines[3].split()[-1] == "0"
     assert len([line for line in lines if line.startswith("#")]) == 3
 

@@ -231,7 +231,7 @@ plan v100x4 --survive 1 --method mwu  |  --method
 plan v100x4 --survive 1 --channels nvlink+pcie  |  take one forest, not channels nvlink+pcie
 plan v100x4 --survive 1 --json --csv  |  both print to stdout
 # all-to-all
-plan dgx-1v --collective alltoall --sizes  |  an alltoall is planned by paths
+plan dgx-1v --collective alltoall --sizes  |  all_to_all is planned by paths
 plan dgx-1v --collective alltoall --method three-phase  |  method 'three-phase' does not apply
 plan dgx-1v --collective alltoall --schedule ring
     |  unknown to trees and rings; use topoplan.plan, or the schedule one-hop
@@ -322,24 +322,25 @@ pairs - --results -  |  stdin is read once
 
 PRINTED = r"""
 plan dgx-1v --collective reduce --root 5  |  reduce to gpu5 on dgx-1v, 8 GPUs
-    |  rate   150 GB/s of algorithm bandwidth (optimal over nvlink, proved)
-    |  bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must
+    |  over NVLink: provably optimal  |  algbw        150 GB/s
+    |  upper bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must
 plan dgx-1v TWO --gpus 0,1,9 --root 9 --collective broadcast
     |  broadcast from s1.gpu1 on 2 x dgx-1v, 3 GPUs (s0.gpu0,1 s1.gpu1)
-plan dgx-1v --without-link gpu0-gpu3  |  rate   78.5714 GB/s  |  planned in   |  note: taken out: link gpu0-gpu3
-plan HELPERS  |  8.33333 GB/s of algorithm bandwidth, 15.625 of bus bandwidth (optimal over nvlink and network
+plan dgx-1v --without-link gpu0-gpu3 --notes  |  algbw        78.5714 GB/s  |  planned in
+    |  note: taken out: link gpu0-gpu3
+plan HELPERS  |  8.33333 GB/s, busbw 15.625 GB/s  |  over NVLink and the network: provably optimal
 compare HELPERS  |  allreduce on 4 x nvlink-x4 + 2 helpers
-plan dgx-2 --gpus 0,1 --survive 1  |  other  3 failures leave no plan over nvlink: over pcie
-    |  worst  12 GB/s of algorithm bandwidth, without link gpu0-nvswitch0 (over pcie)
-plan v100x4 --order first  |  (optimal over nvlink, proved)
+plan dgx-2 --gpus 0,1 --survive 1  |  3 failures without NVLink: over PCIe
+    |  5 single failures, worst 12 GB/s without link gpu0-nvswitch0
+plan v100x4 --order first  |  over NVLink: provably optimal
     |  ; the first such plan that was found: --order height looks for fewer trees
-plan dgx-1v --gpus 1,4,5,7 --sizes 1KB:1MB  |  note: no one-hop: gpu4 reaches gpu1 only through another GPU
+plan dgx-1v --gpus 1,4,5,7 --sizes 1KB:1MB --notes  |  note: no one-hop: gpu4 reaches gpu1 only through another GPU
     |  note: no ring: no NVLink ring exists
 compare dgx-1v --gpus 1,4,5,7  |  50.00  |  5.33  |  pcie ring  |  note: pcie ring: no NVLink ring exists
 compare v100x4 --all-allocations  |  11 allocations
 order dgx-1v  |  GPUs    0,3,2,1,5-7,4 on every host  |  optimal among all orders: every one was tried
 order dgx-1v --gpus 0,3,2,1,5,6,7,4  |  order   as given: none that was tried is better
-simulate dgx-2 --sizes 1KB:1GB  |  # the plan is never slower than the nvlink ring from the smallest size on
+simulate dgx-2  |  the plan is faster than NCCL's best from 64KB on  |  NCCL's ring before 2.8; the plan is never slower
 """
 """A command, and parts of what it prints."""
 

@@ -101,7 +101,7 @@ class TestClusters:
             )
         )
         assert json.loads(done("plan", str(file), "--json"))["rate"] == 5
-        assert done("simulate", str(file), "--sizes", "1MB").startswith("# allreduce on two, 8 GPUs")
+        assert done("simulate", str(file), "--sizes", "1MB").startswith("all_reduce on two, 8 GPUs")
         assert done("compare", str(file)).startswith("allreduce on two\n")
         assert done("show", str(file)).startswith("two: ")
 
@@ -207,4 +207,4 @@ def test_a_cluster_file_may_have_helpers(done: Done, tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"format": "topoplan.cluster/1", "name": "x", "servers": servers, "network": network})
     )
-    assert "rate   8.33333 GB/s" in done("plan", str(path))
+    assert "algbw        8.33333 GB/s" in done("plan", str(path))

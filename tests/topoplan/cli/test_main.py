@@ -153,8 +153,8 @@ class TestContract:
         """Of 15 senders 14 wait at the root's port; a ring makes nobody wait."""
         asked = ("simulate", "dgx-2", "--collective", "reduce", "--sizes", "64MB", "--headroom", "0.95")
         out = ask(*asked).out
-        assert "# queues at 64MB: at most 225 chunks under way, 14 of them" in out
-        assert "wait at nvswitch0 for gpu0\n# paced at 0.95 of the shares of links: at most 225" in out
+        assert "queues       at most 225 chunks in flight, 14 of them" in out
+        assert "wait at nvswitch0 for gpu0, at 64MB\npaced        at most 225 chunks in flight" in out
         queues = ask(*asked, "--json").json["queues"]
         assert isinstance(queues, dict)
         assert queues["free"]["ports"][0]["link"] == ["nvswitch0", "gpu0"]
@@ -213,7 +213,7 @@ class TestContract:
         row["links"] = [
             {"src": f"gpu{a}", "dst": f"gpu{b}", "channel": "nvlink", "bandwidth": 25} for a, b in pairs
         ]
-        answer = ask("simulate", "-", "--sizes", "1KB", stdin=json.dumps(row).encode())
+        answer = ask("simulate", "-", "--sizes", "1KB", "--notes", stdin=json.dumps(row).encode())
         assert answer.status == 0
         assert "note: no ring to compare with: " in answer.out
         made = ask("simulate", "-", "--sizes", "1KB", "--json", stdin=json.dumps(row).encode()).json
@@ -248,12 +248,12 @@ class TestContract:
     def test_notes_are_in_text_and_json(self, ask: Ask, command: str) -> None:
         """What had to be assumed about nvidia-smi text stands in both outputs, and is gone once it is settled."""
         note = "NVLink 25 GB/s per link and direction; set --nvlink-bandwidth"
-        assert note in ask(command, "-", stdin=PAIR.encode()).out
+        assert note in ask(command, "-", "--notes", stdin=PAIR.encode()).out
         notes = ask(command, "-", "--json", stdin=PAIR.encode()).json["notes"]
         assert isinstance(notes, list)
         assert any(note in line for line in notes)
         settled = ask(
-            command, "-", "--nvlink-bandwidth", "20GB/s", "--pcie-bandwidth", "10GB/s", stdin=PAIR.encode()
+            command, "-", "--nvlink-bandwidth", "20GB/s", "--pcie-bandwidth", "10GB/s", "--notes", stdin=PAIR.encode()
         ).out
         assert "set --nvlink-bandwidth" not in settled
 
@@ -263,7 +263,7 @@ class TestContract:
         assert ask("plan", "-", "-o", path, stdin=PAIR.encode()).status == 0
         for command in ("verify", "bench"):
             sizes = ["--sizes", "1KB"] if command == "bench" else []
-            assert "set --nvlink-bandwidth" in ask(command, path, *sizes).out
+            assert "set --nvlink-bandwidth" in ask(command, path, *sizes, "--notes").out
             assert "set --nvlink-bandwidth" in ask(command, path, *sizes, "--json").out
 
     def test_bench_columns_do_not_move(self, ask: Ask, plan_file: Path) -> None:
@@ -358,7 +358,7 @@ class TestOneGpu:
     def test_text_says_that_nothing_moves(self, ask: Ask, one: str) -> None:
         """plan, verify and simulate say so instead of printing inf; compare shows dashes."""
         answers = [ask("plan", "dgx-1v", "--gpus", "3"), ask("verify", one), ask("simulate", one)]
-        assert all("one GPU: nothing moves" in answer.out for answer in answers)
+        assert all("one GPU, nothing moves" in answer.out for answer in answers)
         answers.append(ask("compare", "dgx-1v", "--gpus", "3"))
         assert not any("inf" in answer.out or "nan" in answer.out for answer in answers)
 
@@ -626,7 +626,7 @@ class TestProcess:
         """``python -m topoplan`` finds its library from anywhere, prints the plan and nothing on stderr."""
         done = process("plan", "dgx-1v", "--gpus", "1,4,5,7", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "rate   50 GB/s" in done.stdout
+        assert "algbw        50 GB/s" in done.stdout
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.thorough

@@ -10,7 +10,7 @@ import pytest
 import topoplan
 from tests.support.checkout import Done
 from topoplan.cli.main import main
-from topoplan.cli.plan import MAX_ROWS, tree_table
+from topoplan.cli.plan import tree_lines
 from topoplan.plans.shards import ImageShards
 
 
@@ -23,14 +23,13 @@ def demand_file(folder: Path, text: str) -> str:
 def test_a_plan_goes_through_its_file_and_all_commands(done: Done, tmp_path: Path) -> None:
     place = str(tmp_path / "plan.json")
     said = done("plan", "v100x4", "--collective", "all-to-all", "-o", place)
-    assert (
-        "rate   125 GB/s of algorithm bandwidth, 93.75 of bus bandwidth (optimal over nvlink, proved)" in said
-    )
+    assert said.startswith("all_to_all on v100x4, 4 GPUs (gpu0-3), over NVLink: provably optimal\n")
+    assert "algbw        125 GB/s, busbw 93.75 GB/s\n" in said
     assert "only 125 GB/s leave {gpu0,3}, and 2 x 2 blocks of 1/4 of a buffer must" in said
-    assert "paths  18, height 2 (paths, exact)" in said
+    assert "paths        18 of height 2 (exact)\n" in said
     said = done("verify", place)
-    assert "valid: alltoall of 4 ranks, 18 paths, height 2" in said
-    assert "rate = bound: optimal" in said
+    assert said.startswith("valid: all_to_all on v100x4, 4 GPUs (gpu0-3), over NVLink: provably optimal\n")
+    assert "18 paths of height 2\n" in said
     timed = json.loads(done("simulate", place, "--sizes", "64MB", "--json"))
     assert timed["ring"] is None
     assert timed["direct"]["rate"] == 100
@@ -51,9 +50,9 @@ def test_a_demand_is_planned_in_the_time_of_its_cut(done: Done, tmp_path: Path) 
     path = demand_file(tmp_path, '{"bytes": [[0, 2000000], [500000, 0]]}')
     asked = ("plan", "dgx-a100", "--gpus", "0,1", "--collective", "alltoall", "--demand", path)
     said = done(*asked, "-o", str(tmp_path / "plan.json"))
-    assert "time   6.67 us for the demand" in said
+    assert "time         6.67 us for the demand" in said
     assert "only 300 GB/s leave {gpu0}, and 2e+06 bytes must: 6.67 us at least" in said
-    assert "rate = bound: optimal" in done("verify", str(tmp_path / "plan.json"))
+    assert ": provably optimal\n" in done("verify", str(tmp_path / "plan.json"))
     assert json.loads(done(*asked, "--json"))["certificate"]["kind"] == "demand"
 
 
@@ -84,9 +83,9 @@ def test_an_engine_without_paths_is_told_of_and_another_runs_them(done: Done, tm
     assert "so alltoall is left out" in done("export", place, "--to", "msccl-xml", status=2)
     assert "take paths; use simple" in done("export", place, "--to", "mscclpp", "--protocol", "ll", status=2)
     assert "keeps 125 GB/s, all of the rate; 20 chunks" in done(
-        "export", place, "--to", "mscclpp", "-o", file
+        "export", place, "--to", "mscclpp", "-o", file, "--notes"
     )
-    assert "postcondition of alltoall holds" in done("verify", file)
+    assert "postcondition of all_to_all holds" in done("verify", file)
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +102,11 @@ def test_a_plan_of_512_gpus_prints_one_row(done: Done, cluster_file: str, tmp_pa
     out = done("plan", cluster_file, "--collective", "allgather", "-o", str(target))
     assert len(out) < 3000
     assert "512 GPUs (s0-63.gpu0-7)" in out
-    rows = [line for line in out.splitlines() if line.startswith("1 of ")]
-    assert [row.split("  ")[0] for row in rows] == ["1 of 512 symmetric"]
-    assert rows[0].endswith(" … (511 edges)")
+    rows = [line for line in out.splitlines() if " … (511 edges)" in line]
+    assert [row.split()[:4] for row in rows] == [["512", "1/512", "0.3968", "s0-63.gpu0-7"]]
     checked = done("verify", str(target))
-    assert "512 trees, height 2" in checked
-    assert "rate = bound: optimal" in checked
+    assert "512 trees of height 2\n" in checked
+    assert checked.splitlines()[0].endswith(": provably optimal")
 
 
 @pytest.mark.thorough
@@ -138,17 +136,27 @@ def test_a_trace_of_too_many_transfers_is_refused(
 
 
 def test_a_plan_of_many_shards_that_differ_is_cut_after_some() -> None:
-    """Five rings of 15 ranks have 75 shards; the last line counts the rest."""
+    """Trees of a DGX-1V over NVLink and PCIe together are none alike: the last line counts the rest."""
+    made = topoplan.plan("dgx-1v", channels="all", method="mwu")
+    lines = tree_lines(made, 12)
+    assert len(lines) == 12
+    assert lines[-1].endswith(" more trees; --all prints them")
+    assert len(tree_lines(made, 12, every=True)) == 1 + made.trees
+    assert int(lines[-1].split()[2]) + 10 == made.trees
+
+
+def test_rotations_of_a_ring_share_a_row() -> None:
+    """Six rings of a DGX-1V are six rows, and five of 15 ranks over three servers five."""
+    rows = tree_lines(topoplan.ring("dgx-1v"), 16)
+    assert [line.split()[0] for line in rows[1:]] == ["8"] * 6
     ring = topoplan.ring(topoplan.nvswitch_cluster(3, gpus=5, rails=None))
     assert not isinstance(ring.shards, ImageShards)
-    lines = tree_table(ring).splitlines()
-    assert len(ring.shards) == 75
-    assert len(lines) == 1 + MAX_ROWS + 1
-    assert lines[-1] == "… and 11 shards more: -o and --json write all"
+    assert [line.split()[0] for line in tree_lines(ring, 6)[1:]] == ["15"] * 5
+    assert len(tree_lines(ring, 5, every=True)) == 76
 
 
 def test_channels_are_named_where_shards_keep_to_different_ones() -> None:
     """A tree across servers uses NVLink and the network, as all others do: no column; a split plan has one."""
-    assert "channel" not in tree_table(topoplan.plan(topoplan.nvswitch_cluster(2), "allgather"))
-    both = tree_table(topoplan.plan(topoplan.load("v100x4"), channels="nvlink+pcie"))
-    assert {line.split()[1] for line in both.splitlines()[1:]} == {"nvlink", "pcie"}
+    assert "channel" not in tree_lines(topoplan.plan(topoplan.nvswitch_cluster(2), "allgather"), 20)[0]
+    both = tree_lines(topoplan.plan(topoplan.load("v100x4"), channels="nvlink+pcie"), 20)
+    assert {line.split()[1] for line in both[1:]} == {"nvlink", "pcie"}

@@ -16,12 +16,15 @@ MESH = ("plan", "dgx-a100", "--mesh", "dp=2,tp=4")
 def test_a_mesh_goes_through_its_file(capsys: pytest.CaptureFixture[str], done: Done, tmp_path: Path) -> None:
     place = tmp_path / "mesh.json"
     said = done(*MESH, "--axes", "dp=1,tp=3", "-o", str(place))
-    assert "a mesh of dp 2 x tp 4: 4 groups along dp and 2 groups along tp at once, over nvlink" in said
-    assert "GB/s of algorithm bandwidth in every group of weight 1 (optimal over nvlink, proved)" in said
+    assert said.startswith("all_reduce on dgx-a100, a mesh of dp 2 x tp 4, over NVLink: provably optimal\n")
+    assert "GB/s in every group of weight 1\n" in said
+    assert "groups       4 groups along dp and 2 groups along tp, all at once\n" in said
     assert place.read_text() == done(*MESH, "--axes", "tp=3,dp", "-o", "-")
     said = done("verify", str(place))
-    assert said.startswith("valid: 6 groups, each with each contribution exactly once wherever it must be\n")
-    assert said.endswith("rate = bound: optimal\n")
+    assert said.startswith(
+        "valid: all_reduce on dgx-a100, a mesh of dp 2 x tp 4, 6 groups at once: provably optimal\n"
+    )
+    assert "checked      in every group each contribution arrives exactly once wherever it must\n" in said
     told = json.loads(done("verify", str(place), "--json"))
     assert (told["valid"], told["optimal"], len(told["groups"])) == (True, True, 6)
     value = json.loads(place.read_text())
@@ -36,18 +39,14 @@ def test_plans_for_failures_go_through_their_file(done: Done, tmp_path: Path) ->
     """The summary names the worst failure, the file verifies, and commands that take one plan take the whole's."""
     place = str(tmp_path / "plans.json")
     said = done("plan", "v100x4", "--survive", "1", "-o", place)
-    assert "lost   one of 4 GPUs, 6 links: 10 failures\n" in said
-    assert "plans  10 before symmetry, 6 after: so many classes of failures\n" in said
-    assert (
-        "worst  50 GB/s of algorithm bandwidth, 66.6667 of bus bandwidth, without gpu2 (over nvlink)\n"
-        in said
-    )
+    assert "over NVLink: 10 single failures, worst 50 GB/s without gpu2\n" in said
+    assert "failures     4 GPUs, 6 links\nplans        10, in 6 equivalence classes\n" in said
     assert all(len(line) <= 120 for line in said.splitlines())
     assert done("plan", "v100x4", "--survive", "1", "-o", "-") == Path(place).read_text()
     said = done("verify", place)
     assert (
-        "all 10 plans after a failure valid, each on the degraded machine, from 6 in the file\n"
-        "rate = bound for 10 of them\nworst  50 GB/s, without "
+        "failures     10 plans valid, each on the degraded machine (6 in the file)\n"
+        "optimal      10 of 10 reach their upper bound\nworst        50 GB/s without gpu2\n"
     ) in said
     told = json.loads(done("verify", place, "--json"))
     assert (told["valid"], len(told["failures"]), told["without_plan"]) == (True, 10, 0)
@@ -70,8 +69,8 @@ def test_the_numbers_stand_in_json_and_csv(done: Done) -> None:
     assert rows[0] == "gpu,s0.gpu0,0,12.5,12.5,21.428571428571427,nvlink+network,"
     assert len(rows) == 29
     said = done(*machine)
-    assert "none   5 failures leave no plan at all, such as that of" in said
-    assert max(len(line) for line in said.splitlines()) <= 120
+    assert "no plan      5 failures, such as that of" in said
+    assert max(len(line) for line in said.splitlines()) <= 140
 
 
 def test_a_wrong_file_is_told_with_its_failure(done: Done, tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def test_the_table_has_a_line_for_each_range(run: Run) -> None:
     assert lines[head + 1].split()[:6] == ["0B", "92.08KB", "one-hop", "1", "1", "10"]
     assert lines[head + 2].split()[:6] == ["92.08KB", "-", "one-hop", "15", "2", "150"]
     assert lines[head + 1].endswith("1.43x")
-    assert "crossovers: 94286 bytes (92.08KB)" in out
-    assert "bound  150 GB/s: only 150 GB/s leave {gpu0}, and every byte must" in out
+    assert "crossovers   94286 bytes (92.08KB)" in out
+    assert "upper bound  150 GB/s: only 150 GB/s leave {gpu0}, and every byte must" in out
     assert "model times of 6 schedules from 1KB to 1GB" in out
 
 
@@ -80,12 +80,12 @@ def test_json_is_the_file_and_more(run: Run, tmp_path: Path) -> None:
 def test_a_single_size_and_a_single_gpu(run: Run) -> None:
     """One size has one schedule for everything; one GPU has nothing to move."""
     assert (
-        "crossovers: none, one schedule is the fastest throughout"
+        "crossovers   none, one schedule is the fastest throughout"
         in run("plan", "v100x4", "--sizes", "1MB")[1]
     )
     status, out, _ = run("plan", "v100x4", "--gpus", "2", "--sizes", "0")
     assert status == 0
-    assert "one GPU: nothing moves" in out
+    assert "one GPU, nothing moves" in out
     value = json.loads(run("plan", "v100x4", "--gpus", "2", "--sizes", "0,1KB", "--json")[1])
     assert (value["bound"], value["crossovers"], value["table"][0]["gain"]) == (None, [], None)
 
@@ -99,12 +99,16 @@ def test_the_plot_has_a_curve_for_each_schedule(run: Run, tmp_path: Path) -> Non
 
 
 def test_verify_checks_every_range(run: Run, file: str) -> None:
-    """A block for each range, and one object with a report for each."""
+    """A row for each range, and one object with a report for each."""
     status, out, _ = run("verify", file)
     assert status == 0
-    assert out.count("postcondition holds") == 2
-    assert "sizes from 0B to 92.08KB, one-hop\nvalid: broadcast of 16 ranks, 1 tree, height 1" in out
-    assert "all 2 ranges valid; they cover every size" in out
+    assert out.startswith(
+        "valid: broadcast from gpu0 on dgx-2, 16 GPUs (gpu0-15): 2 ranges that cover every size\n"
+    )
+    assert "checked      in every range each contribution arrives exactly once wherever it must\n" in out
+    first, second = (line.split() for line in out.splitlines()[-3:-1])
+    assert first[:5] == ["0B", "92.08KB", "one-hop", "1", "1"]
+    assert second[-2:] == ["provably", "optimal"]
     value = json.loads(run("verify", file, "--json")[1])
     assert value["valid"] is True
     assert [(one["from"], one["to"], one["optimal"]) for one in value["ranges"]] == [
@@ -145,7 +149,7 @@ def test_simulate_uses_the_plan_of_each_size(run: Run, file: str, text: str, tmp
     assert value["crossover"] == {"nbytes": 4096, "faster_below": "first"}
     assert '"name": "shard 14 stage 0' in trace.read_text()
     table = run("simulate", file, "--sizes", "4KB,1MB")[1]
-    assert "# plan: sizes from 92.08KB: one-hop, 150 GB/s, 15 trees of height 2" in table
+    assert "plan         sizes from 92.08KB: one-hop, 150 GB/s, 15 trees of height 2" in table
 
 
 def test_simulate_draws_plans_by_size(run: Run, file: str, tmp_path: Path) -> None:
@@ -165,14 +169,14 @@ def test_bench_runs_the_plan_of_each_size(run: Run, file: str) -> None:
 
 def test_windows_say_blocks_and_chunks_of_every_range(run: Run) -> None:
     """A range of one-shot up to 16 KB, two columns more, and whose figures they are; without the option none of it."""
-    status, out, err = run("plan", "dgx-h100", "--sizes", "1KB:1GB", "--engine", "windows")
+    status, out, err = run("plan", "dgx-h100", "--sizes", "1KB:1GB", "--engine", "windows", "--notes")
     assert (status, err) == (0, "")
     lines = out.splitlines()
     head = lines.index(next(line for line in lines if line.startswith("from ")))
     assert lines[head].split()[5:8] == ["GB/s", "blocks", "chunk"]
     assert lines[head + 1].split()[:8] == ["0B", "16KB", "one-shot", "-", "-", "-", "8", "-"]
     assert lines[head + 2].split()[:4] == ["16KB", "3.111MB", "one-hop", "8"]
-    assert "crossovers: 16385 bytes (16KB), 3261746 bytes (3.111MB), " in out
+    assert "crossovers   16385 bytes (16KB), 3261746 bytes (3.111MB), " in out
     assert (
         "note: windows engine: figures of Hopper, from NCCL's model; --engine-costs takes measured ones"
         in out
@@ -229,7 +233,7 @@ def test_measured_figures_take_the_place_of_published_ones(run: Run, tmp_path: P
     path = tmp_path / "costs.json"
     path.write_text(replace(HOPPER, name="mine", source="a test", hop=1e-3).to_json())
     command = ("plan", "v100x4", "--sizes", "64KB:1MB", "--engine", "windows", "--engine-costs", str(path))
-    status, out, _ = run(*command)
+    status, out, _ = run(*command, "--notes")
     assert status == 0
     assert "note: windows engine: figures of mine, from a test\n" in out
     value = json.loads(run(*command, "--json")[1])

@@ -75,7 +75,7 @@ def test_polling_cores_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = {}
     for name in TRANSPORTS:
         command = ["plan", "dgx-a100", "--servers", "2", "--nics", "4", "--nic-bandwidth", "100Gb/s"]
-        assert main([*command, "--transport", name]) == 0
+        assert main([*command, "--transport", name, "--notes"]) == 0
         (lines[name],) = (one for one in capsys.readouterr().out.splitlines() if "transport" in one)
     assert "start-up of 10 us and 94.1% of the wire, assumed unless calibrated" in lines["dpdk"]
     assert lines["dpdk"].endswith("4 cores polling in each server")
@@ -189,13 +189,15 @@ def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]
     words = ["plan", "dgx-1v", "--gpus", "0,8", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--nics", "1"]
     assert main([*words, "--flow-bandwidth", "5Gb/s"]) == 0
     out = capsys.readouterr().out
-    assert "flows  8 connections from s0.gpu0 to s1.gpu0 carry 5 GB/s at 0.625 GB/s each; with one" in out
+    assert (
+        "connections  8 connections from s0.gpu0 to s1.gpu0 carry 5 GB/s at 0.625 GB/s each; with one" in out
+    )
     assert main([*words, "--flow-bandwidth", "5Gb/s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["connections"]["needed"] == 8
     assert main([*words, "--json"]) == 0
     assert "connections" not in json.loads(capsys.readouterr().out)
     assert main([*words, "--flow-bandwidth", "100Gb/s"]) == 0
-    assert "flows  one connection from a rank to another does" in capsys.readouterr().out
+    assert "connections  one connection from a rank to another does" in capsys.readouterr().out
     assert main(["plan", "dgx-1v", "--flow-bandwidth", "5Gb/s"]) == 2
     assert "--flow-bandwidth belongs to --servers" in capsys.readouterr().err
 

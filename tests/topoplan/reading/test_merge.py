@@ -182,10 +182,10 @@ def test_the_command_line_merges(
     path, plan = tmp_path / "cloud.xml", tmp_path / "plan.json"
     path.write_text(pcie_only(8))
     merge = ("--merge", "dgx-1v", "--socket-bandwidth", "9GB/s")
-    assert main(["plan", str(path), *merge, "-o", str(plan)]) == 0
+    assert main(["plan", str(path), *merge, "--notes", "-o", str(plan)]) == 0
     out = capsys.readouterr().out
-    assert "allreduce on cloud, 8 GPUs" in out
-    assert "rate   85.7143 GB/s" in out
+    assert "all_reduce on cloud, 8 GPUs" in out
+    assert "algbw        85.7143 GB/s" in out
     assert "note: NVLinks from dgx-1v, GPUs matched by number" in out
     assert main(["show", str(path), *merge]) == 0
     assert "cpu0 <-> cpu1 sys 1 9" in " ".join(capsys.readouterr().out.split())

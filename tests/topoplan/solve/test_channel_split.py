@@ -422,8 +422,8 @@ def test_the_command_line_plans_simulates_and_compares(
     request = ["dgx-1v", "--gpus", "0-3", "--channels", "nvlink+pcie"]
     assert main(["plan", *request, "--size", "1GB", "-o", file]) == 0
     planned = capsys.readouterr().out
-    assert "over nvlink and pcie" in planned
-    assert "shard  channel  share" in planned
+    assert "over NVLink and PCIe" in planned
+    assert "channel  fraction" in planned
     assert main(["verify", file]) == 0
     assert main(["simulate", file, "--sizes", "1GB", "--trace", trace]) == 0
     assert "peer access is switched" in Path(trace).read_text()
@@ -537,10 +537,10 @@ def test_from_which_size_all_wires_pay() -> None:
 
 def test_the_command_says_over_what_a_plan_is_optimal(run: Run) -> None:
     said = run("plan", "dgx-1v", "--gpus", "4,5,6,7")[1]
-    assert "(optimal over nvlink, proved)" in said
-    assert "wider  83 GB/s, 124.5 of bus bandwidth, at most, with pcie too" in said
-    said = run("plan", "dgx-1v", "--gpus", "4,5,6,7", "--channels", "all")[1]
-    assert "(optimal over nvlink and pcie together, proved)" in said
+    assert "over NVLink: provably optimal\n" in said
+    assert "with PCIe    at most 83 GB/s, busbw 124.5 GB/s; " in said
+    said = run("plan", "dgx-1v", "--gpus", "4,5,6,7", "--channels", "all", "--notes")[1]
+    assert "over NVLink and PCIe together: provably optimal\n" in said
     assert "nvlink alone reaches 75 GB/s; by the model all wires are faster from about" in said
 
 

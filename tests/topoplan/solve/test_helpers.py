@@ -247,8 +247,8 @@ def test_the_command_line_names_helpers(run: Run, tmp_path: object) -> None:
         file.write(star(3, 1).to_json())
     status, out, _ = run("plan", path, "-o", f"{tmp_path}/plan.json")
     assert status == 0
-    assert "optimal over nvlink and network, proved" in out
+    assert "over NVLink and the network: provably optimal\n" in out
     assert "helper0>gpu0-2" in out
     status, out, _ = run("verify", f"{tmp_path}/plan.json")
     assert status == 0
-    assert "8.33333333 GB/s = 25/3" in out
+    assert "8.33333333 GB/s, busbw 11.1111111 GB/s (exactly 25/3)" in out

@@ -285,7 +285,7 @@ def test_a_deadline_remembers_that_it_cut_something_short() -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """--time-limit 0 prints the note; a value that is not a number, or another method, is refused in one line."""
-    assert main(["plan", "dgx-1v", "--time-limit", "0"]) == 0
+    assert main(["plan", "dgx-1v", "--time-limit", "0", "--notes"]) == 0
     assert "note: stopped after 0 s: " in capsys.readouterr().out
     for words, message in (
         (["--time-limit", "soon"], "must be a number of seconds of 0 or more, such as 10, got 'soon'"),
@@ -305,7 +305,7 @@ def test_what_was_searched_is_told_by_the_kind_of_a_note_and_not_by_its_words() 
     words = replace(made, notes=("stopped after lunch", "height is not depth"))
     assert f"lowest height first: none below {made.height}" in "\n".join(plan_lines(words, "height"))
     stopped = replace(made, notes=(Note("no time", "stopped"),))
-    assert "order  stopped in time" in "\n".join(plan_lines(stopped, "height"))
+    assert "order        stopped in time" in "\n".join(plan_lines(stopped, "height"))
 
 
 def test_a_note_is_its_text_and_keeps_its_kind_when_it_is_copied() -> None:
