@@ -37,7 +37,16 @@ from topoplan.cli.arguments import (
     refuse_without,
     whole_number,
 )
-from topoplan.cli.output import Answer, folded, folded_line, labelled, progress_line, table
+from topoplan.cli.output import (
+    DEFAULT_LINES,
+    Answer,
+    folded,
+    folded_line,
+    labelled,
+    note_lines,
+    progress_line,
+    table,
+)
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.topology import Topology
@@ -382,7 +391,6 @@ def run(options: argparse.Namespace) -> Answer:
         text=lambda: _calibration_lines(made, every=options.all),
         value=lambda: calibration_to_object(made),
         file=made.topology.to_json,
-        notes=made.notes,
     )
 
 
@@ -443,7 +451,7 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
 
 
 def _calibration_lines(made: Calibration, *, every: bool) -> Iterator[str]:
-    """Yield the range of bandwidths, then the pairs, those that are off the median of their kind first."""
+    """Yield the range of bandwidths, then the pairs, odd ones first, and what was found."""
     measurement = made.measurement
     gpus = len({pair.fit.src for pair in made.pairs}) or 1
     where = f"{made.topology.name}, {counted(gpus, 'GPU')}"
@@ -455,20 +463,19 @@ def _calibration_lines(made: Calibration, *, every: bool) -> Iterator[str]:
     yield where
     sizes = f"{format_size(measurement.sizes[0])} to {format_size(measurement.sizes[-1])}"
     peers = ", ".join(f"{gpus} GPUs {format_seconds(seconds)}" for gpus, seconds in measurement.peer_access)
+    notes = [*note_lines(*made.notes)]
     yield from labelled(
         ("method", f"{measurement.method}, {sizes}, median of {measurement.repeats}"),
         ("peer access", f"off and on: {peers}" if peers else ""),
     )
     if made.pairs:
-        rows = pair_rows(sorted(made.pairs, key=lambda pair: not pair.odd))
-        shown, left = folded(rows, MAX_PAIRS, every=every)
+        rows = pair_rows(made.pairs if every else sorted(made.pairs, key=lambda pair: not pair.odd))
+        shown, left = folded(rows, DEFAULT_LINES - len(notes) - 6, every=every)
         yield ""
         yield table(PAIR_COLUMNS, shown)
         yield from folded_line(left, "pair")
+    yield from notes
 
-
-MAX_PAIRS = 16
-"""Most rows of pairs without ``--all``."""
 
 PAIR_COLUMNS = ("pair", "", "channel", "us out", "us back", "GB/s out", "GB/s back", "stated", "outliers")
 

@@ -9,7 +9,15 @@ from shlex import quote
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_all_options, add_fault_options, apply_faults, apply_overlay
-from topoplan.cli.output import Answer, check_target, plan_notes, print_notes, progress_line, write_whole
+from topoplan.cli.output import (
+    Answer,
+    check_target,
+    note_lines,
+    plan_notes,
+    print_notes,
+    progress_line,
+    write_whole,
+)
 from topoplan.cli.sources import read_machine, read_plan_or_machine
 from topoplan.engines.exported import Choices, Exported, one_server
 from topoplan.engines.msccl_write import RUNTIMES
@@ -69,9 +77,14 @@ def run(options: argparse.Namespace) -> Answer | int:
     check_format(options.to)
     with progress_line("exporting"):
         exported, source_notes = _export_file(options)
-    notes = (*source_notes, *exported.notes, *_usage_lines(options))
+    notes = (*exported.notes, *_usage_lines(options))
     if not exported.files:
-        return Answer(file=lambda: exported.text, notes=notes)
+        to_file = options.output not in (None, "-")
+        return Answer(
+            file=lambda: exported.text,
+            text=(lambda: note_lines(*notes)) if to_file else None,
+            notes=source_notes if to_file else (*source_notes, *notes),
+        )
     if options.output in (None, "-"):
         raise UsageError(f"{options.to} is {len(exported.files)} files here; name them with -o")
     stem = str(Path(options.output).with_suffix(""))
@@ -80,7 +93,7 @@ def run(options: argparse.Namespace) -> Answer | int:
         check_target(name, "-o")
         write_whole(name, content)
     print(f"written: {names[0]} to {names[-1]}, {len(names)} files")
-    print_notes(*notes)
+    print_notes(*source_notes, *notes)
     return 0
 
 

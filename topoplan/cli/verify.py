@@ -450,7 +450,7 @@ def _report_lines(plan: Plan, report: Verification) -> Iterator[str]:
 
 
 POSTCONDITION = "each contribution arrives exactly once wherever it must"
-"""What holds of a plan whose trees are right."""
+"""The postcondition of a valid plan in words."""
 
 MAX_LINKS, MAX_RANGES = 16, 14
 """Most rows of links and of ranges without ``--all``."""

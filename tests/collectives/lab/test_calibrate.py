@@ -95,11 +95,12 @@ class TestKnownAnswers:
             alphas={("gpu4", "gpu7"): 1.2e-5},
             disturbed={(("gpu0", "gpu1"), MIB, 4): 3.0, (("gpu0", "gpu2"), MIB, 0): 9.0},
         )
-        lines = calibrate(driven, "dgx-1v", "--sizes", "64KB:256MB").splitlines()
-        assert lines[0] == (
-            "dgx-1v, 8 GPUs: CuPy 13.0.0 (fake) peer copies, timed by events on the source, 64KB to 256MB, median of 9"
-        )
-        assert lines[2:7] == [
+        lines = calibrate(driven, "dgx-1v", "--sizes", "64KB:256MB", "--all").splitlines()
+        assert lines[:2] == [
+            "dgx-1v, 8 GPUs: 8 to 50 GB/s, of 56 directed pairs 2 off the median of their kind",
+            "method       CuPy 13.0.0 (fake) peer copies, timed by events on the source, 64KB to 256MB, median of 9",
+        ]
+        assert lines[4:9] == [
             "pair        channel  us out  us back  GB/s out  GB/s back  stated  outliers",
             "gpu0  gpu1  nvlink     10.0     10.0        25         25      25         1",
             "gpu0  gpu2  nvlink     10.0     10.0        25         25      25         0",

@@ -36,9 +36,9 @@ def test_a_file_is_written_whole_and_notes_go_to_stdout(run: Run, tmp_path: Path
     path = tmp_path / "graph.xml"
     status, out, err = run("export", "dgx-1v", "--to", "nccl-graph", "--gpus", "1,4,5,7", "-o", str(path))
     assert (status, err) == (0, "")
-    assert out.splitlines()[0] == f"written: {path}"
+    assert out.splitlines()[-1] == f"written: {path}"
     assert (
-        "note: AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50"
+        "note: AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over NVLink, which NCCL cannot run, 50"
         in out
     )
     assert path.read_text() == run("export", "dgx-1v", "--to", "nccl-graph", "--gpus", "7,5,4,1")[1]
@@ -247,7 +247,7 @@ def test_an_exported_file_is_verified_with_the_load_of_links(
     assert main(["verify", file, "--machine", "dgx-1v", "--gpus", "1,4,5,7"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("valid execution plan of MSCCL++: allreduce of 4 GPUs, in place: 2 chunks")
-    assert "rate   50 GB/s, from the loads of nvlink links" in out
+    assert "algbw        50 GB/s, from the loads of NVLink links" in out
     assert main(["verify", file, "--machine", "dgx-1v", "--gpus", "1,4,5,7", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["valid"], found["rate"], found["ranks"]) == (True, 50.0, 4)

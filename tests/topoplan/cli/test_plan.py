@@ -83,7 +83,7 @@ def test_an_engine_without_paths_is_told_of_and_another_runs_them(done: Done, tm
     assert "so alltoall is left out" in done("export", place, "--to", "msccl-xml", status=2)
     assert "take paths; use simple" in done("export", place, "--to", "mscclpp", "--protocol", "ll", status=2)
     assert "keeps 125 GB/s, all of the rate; 20 chunks" in done(
-        "export", place, "--to", "mscclpp", "-o", file, "--notes"
+        "export", place, "--to", "mscclpp", "-o", file
     )
     assert "postcondition of all_to_all holds" in done("verify", file)
 

@@ -90,7 +90,7 @@ def test_blinks_allocation_without_a_ring() -> None:
     assert Counter(map(tuple, found[1])) == {(1, 5, 4, 7): 2, (1, 5, 7, 4): 2}
     assert len(found[0]) == 4
     assert exported.notes[1] == (
-        "AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50 GB/s"
+        "AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over NVLink, which NCCL cannot run, 50 GB/s"
     )
 
 

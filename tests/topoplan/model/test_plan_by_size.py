@@ -254,8 +254,8 @@ def test_by_windows_medium_sizes_go_along_two_trees() -> None:
     ("machine", "options", "message"),
     [
         ("dgx-1v", {}, "one NVLink domain, but gpu0 reaches gpu5 only through another GPU"),
-        ("pcie-x8", {}, "one NVLink domain, but these are planned over pcie"),
-        ("2 servers", {}, "one NVLink domain, but these are planned over nvlink and network"),
+        ("pcie-x8", {}, "one NVLink domain, but these are planned over PCIe"),
+        ("2 servers", {}, "one NVLink domain, but these are planned over NVLink and the network"),
         ("mi250x", {}, "needs NVIDIA's GPUs, got AMD's"),
         ("v100x4", {"engine": "kernels"}, "engine 'kernels' is unknown; use one of messages, windows"),
         (

@@ -117,10 +117,16 @@ TWO = ("plan", "dgx-1v", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--metho
 
 
 def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
-    """Under the trees of any plan over several servers, and not under others."""
+    """Of any plan over several servers, and not of others; with --all a table below the trees."""
     assert main(TWO) == 0
     out = capsys.readouterr().out
     assert "(three-phase)" in out
+    assert (
+        "phases       between servers 20 GB/s alone, inside servers 25 GB/s alone; bottleneck: between servers\n"
+        in out
+    )
+    assert main([*TWO, "--all"]) == 0
+    out = capsys.readouterr().out
     assert "phase                     GB/s alone  full links" in out
     assert "between servers                   20  s0.nic0.tx>switch0 " in out
     assert "bottleneck: between servers\n" in out

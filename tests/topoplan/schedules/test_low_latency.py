@@ -65,7 +65,7 @@ def test_both_are_valid_wherever_they_exist(name: str, collective: str) -> None:
 def test_a_hop_without_a_wire_is_one_clear_error() -> None:
     """GPUs 0 and 5 of a DGX-1V have no NVLink between them: a schedule that wants one is told the cut."""
     alone = Fabric(topoplan.load("dgx-1v").subset([0, 5]), ("nvlink",))
-    with pytest.raises(InfeasibleError, match="no path over nvlink leads from gpu0 to gpu5; use a") as caught:
+    with pytest.raises(InfeasibleError, match="no path over NVLink leads from gpu0 to gpu5; use a") as caught:
         shortest_route(alone, 0, 1)
     assert caught.value.cut == ("gpu0",)
     with pytest.raises(InfeasibleError, match="no wire leads from gpu0 to gpu5 but through another GPU"):
