@@ -122,7 +122,7 @@ def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "(three-phase)" in out
     assert (
-        "phases       between servers 20 GB/s alone, inside servers 25 GB/s alone; bottleneck: between servers\n"
+        "phases       between servers 20 GB/s alone, inside servers 50 GB/s alone; bottleneck: between servers\n"
         in out
     )
     assert main([*TWO, "--all"]) == 0
