@@ -349,6 +349,20 @@ def test_numbers_that_no_log_has_cost_their_row_and_nothing_else(place: str) -> 
     assert "25 digits or more" in run.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("spelled", "collective"),
+    [("all_reduce", "allreduce"), ("allreduce", "allreduce"), ("all_to_all", "alltoall"), ("mine", "")],
+)
+def test_a_bench_names_its_collective_in_either_spelling(spelled: str, collective: str) -> None:
+    text = f"""# {spelled} of 2 ranks, tcp, median of 5
+#         size         count      type   redop         time    algbw    busbw   wrong
+#          (B)    (elements)                           (us)   (GB/s)   (GB/s)
+       1048576        262144   float32     sum       3960.5     0.26     0.46       0
+"""
+    (run,) = parse_perf_runs(text)
+    assert run.collective == collective
+
+
 def test_rows_of_a_bench_without_a_time_are_left_out() -> None:
     """A time of nothing or of no number would divide by zero."""
     row = {

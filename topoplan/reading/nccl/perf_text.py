@@ -119,6 +119,9 @@ PROGRAMS = {
 }
 """Collective of each test that has one here, by the test's name without ``_perf``."""
 
+_SPELLINGS = {**PROGRAMS, "all_to_all": "alltoall", **{name: name for name in PROGRAMS.values()}}
+"""Collective of each name in a table of ``topoplan bench``."""
+
 OTHER_PROGRAMS = ("alltoallv", "sendrecv", "gather", "scatter", "hypercube")
 """Tests of nccl-tests whose traffic belongs to no collective of a plan."""
 
@@ -395,7 +398,7 @@ def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
     tests = named_tests(line)
     if bench:
         run.program, run.stated, run.schedule = "bench", int(bench[2]), bench[4] or "plan"
-        run.collective = bench[1] if bench[1] in PROGRAMS.values() else ""
+        run.collective = _SPELLINGS.get(bench[1], "")
     elif tests and "starting" in line:
         run.program = tests[0]
         named.clear()
