@@ -20,6 +20,7 @@ from topoplan.cli.output import (
     check_target,
     collective_words,
     folded,
+    folded_line,
     labelled,
     machine_words,
     note_lines,
@@ -80,15 +81,17 @@ def _run_job_file(options: argparse.Namespace) -> Answer:
         return draw_jobs(outcomes)
 
     return Answer(
-        text=lambda: _policy_lines(jobs, outcomes),
+        text=lambda: _policy_lines(jobs, outcomes, every=options.all),
         value=lambda: {"policies": {one.policy: one.to_object() for one in outcomes}},
         figure=figure,
     )
 
 
-def _policy_lines(jobs: Workload, outcomes: Sequence[PolicyRun]) -> Iterator[str]:
+def _policy_lines(jobs: Workload, outcomes: Sequence[PolicyRun], *, every: bool) -> Iterator[str]:
     until = "" if jobs.horizon is None else f", until {jobs.horizon:g} s"
-    yield f"{counted(len(jobs.jobs), 'job')} on {counted(len(jobs.links), 'link')}{until}\n"
+    costs = [(one.cost, one.policy) for one in outcomes if one.cost is not None]
+    lowest = "lowest cost {:.6g}, by {}".format(*min(costs)) if costs else "some job ends no stage"
+    yield f"{counted(len(jobs.jobs), 'job')} on {counted(len(jobs.links), 'link')}{until}: {lowest}\n"
 
     def first_stage(one: PolicyRun) -> float | None:
         return _mean([run.stages[0] for run in one.runs if run.stages])
@@ -114,9 +117,11 @@ def _policy_lines(jobs: Workload, outcomes: Sequence[PolicyRun]) -> Iterator[str
             ends = " ".join(f"{end:.6g}" for end in run.stages) or "-"
             shown = ("-" if value is None else f"{value:.6g}" for value in (*seconds, one.idle(number)))
             rows.append((one.policy, job.name, ends, str(len(times)), *shown))
+    listed, left = folded(rows, DEFAULT_LINES - len(outcomes) - 7, every=every)
     yield table(
-        ("policy", "job", "stages end at s", "iterations", "first s", "mean s", "last s", "idle s"), rows
+        ("policy", "job", "stages end at s", "iterations", "first s", "mean s", "last s", "idle s"), listed
     )
+    yield from folded_line(left, "row")
     yield (
         "\ncost: weight x end of the first stage, summed over jobs; idle: seconds in which a job's GPUs do not compute"
     )
@@ -157,7 +162,21 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "algbw over size; of jobs, when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
+<<<<<<< HEAD
     arguments.declare(parser, "--all  print every default size; sizes of --sizes are all printed")
+=======
+    arguments.declare(
+        parser, "--all  print every default size, or every job; sizes of --sizes are all printed"
+    )
+    arguments.declare(
+        parser,
+        f"""
+        --policy P[,P…]  TOPO is a file of jobs, run under each of {", ".join(POLICIES)}; all: under all of them
+        --queues K       with crux, how many priorities the network has (default: 8)
+        """,
+        queues=int,
+    )
+>>>>>>> 34fc13e1 (Say which policy costs least, and fold rows of jobs)
     add_all_options(parser)
     parser.examples = (
         "topoplan simulate plan.json",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkout import Run
+from topoplan.cli.output import DEFAULT_LINES
 
 STAGE: dict[str, Any] = {"iterations": 10, "compute": 2.0, "bytes": {"leaf0": 1e9}}
 JOBS: dict[str, Any] = {
@@ -31,7 +32,7 @@ def path(tmp_path: Path) -> str:
 def test_a_table_of_policies_and_one_of_jobs(run: Run, path: str, tmp_path: Path) -> None:
     status, out, err = run("simulate", path, "--policy", "fifo,fair", "--plot", str(tmp_path / "f.svg"))
     assert (status, err) == (0, "")
-    assert out.startswith("2 jobs on 1 link\n\npolicy  first stage s")
+    assert out.startswith("2 jobs on 1 link: lowest cost 92, by fair\n\npolicy  first stage s")
     rows = {tuple(line.split()[:2]): line.split() for line in out.splitlines()}
     assert rows["fifo", "a"][2:5] == ["30", "10", "3"]
     assert float(rows["fair", "b"][2]) > 30
@@ -103,3 +104,14 @@ def test_wrong_files_are_one_line(run: Run, tmp_path: Path, place: str, value: o
     assert (status, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_many_jobs_are_folded(run: Run, tmp_path: Path) -> None:
+    """Thirty jobs under seven policies, and all rows with --all."""
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps({**JOBS, "jobs": [{**JOBS["jobs"][0], "name": f"j{i}"} for i in range(30)]}))
+    lines = run("simulate", str(path), "--policy", "fifo,fair")[1].splitlines()
+    assert len(lines) <= DEFAULT_LINES
+    assert lines[-3].startswith("… and ")
+    whole = run("simulate", str(path), "--policy", "fifo,fair", "--all")[1]
+    assert whole.count("\nfifo ") == whole.count("\nfair ") == 31
