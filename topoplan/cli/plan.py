@@ -281,7 +281,7 @@ def _run_bound(options: argparse.Namespace) -> Answer:
         where = f"{proved.topology.name}, {counted(len(proved.ranks), 'GPU')}"
         yield (
             f"{collective_name(proved.collective)} on {where}, over {channel_words(proved.channels)}: at most "
-            f"{rate_words(proved.rate, proved)}"
+            f"{' '.join(filter(None, (rate_words(proved.rate, proved), without_words(proved))))}"
         )
         yield from labelled(
             ("upper bound", f"{rate_words(proved.rate, proved)}: {explain_certificate(proved)}"),

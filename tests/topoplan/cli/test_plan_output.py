@@ -26,7 +26,7 @@ gb200-nvl72 --domain 8 --nic-gbps 400  |  provably optimal
 dgx-1v --schedule ring  |  provably optimal
 CLUSTER 2 --schedule ring  |  % below the upper bound without in-network reduction
 CLUSTER 2 --density 0.01  |  provably optimal without in-network reduction
-CLUSTER 2 --bound-only  |  at most 265.6 GB/s, busbw 498 GB/s
+CLUSTER 2 --bound-only  |  at most 265.6 GB/s, busbw 498 GB/s without in-network reduction
 dgx-1v --channels nvlink+pcie  |  provably optimal
 dgx-1v --channels all --method mwu  |  below the upper bound
 mi250 --collective alltoall  |  provably optimal

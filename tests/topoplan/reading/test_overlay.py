@@ -515,7 +515,7 @@ def test_every_command_that_takes_a_machine_takes_an_overlay(command: str, tmp_p
     status.write_text(listings.status())
     remotes.write_text(listings.remotes(renumbered=True))
     asked = (command, "dgx-1v", "--overlay", str(status))
-    code, out, _ = run(*asked, "--overlay", str(remotes))
+    code, out, _ = run(*asked, "--notes", "--overlay", str(remotes))
     assert code == 0
     assert "taken out: link gpu0-gpu1, gpu4-gpu5" in out
     code, out, err = run(*asked)

@@ -96,7 +96,10 @@ def test_both_rates_of_nvls_are_told(run: Run) -> None:
     assert (made.rate, made.team_wide) == (rate, team)
     plain = topoplan.plan(name, in_network="none")
     assert plain.team_wide == plain.rate == topoplan.plan(name).rate
-    assert f"nvls   {rate:g} GB/s with roots" in run("plan", name, "--in-network", "nvswitch")[1]
+    assert (
+        f"NVLS         {rate:g} GB/s if each root keeps its own part outside NVSwitch; {team:g} GB/s"
+        in run("plan", name, "--in-network", "nvswitch")[1]
+    )
     assert json.loads(run("plan", name, "--in-network", "nvswitch", "--json")[1])["team_wide"] == team
     assert "team_wide" not in json.loads(run("plan", name, "--json")[1])
 
@@ -136,7 +139,7 @@ def test_nvswitches_are_marked_by_the_generation_of_their_gpus(
 
 def test_every_line_of_a_bound_says_what_in_network_reduction_could_do(run: Run, tmp_path: Path) -> None:
     """Also of a plan file, whose machine states models and not what its switches could do."""
-    words = "without in-network reduction; with it at most 450 GB/s, 787.5 of bus bandwidth"
+    words = "at most 450 GB/s, busbw 787.5 GB/s with in-network reduction"
     path = tmp_path / "plan.json"
     for command in (
         ("plan", "dgx-h100", "-o", str(path)),

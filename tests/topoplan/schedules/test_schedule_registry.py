@@ -68,7 +68,7 @@ def test_a_new_schedule_is_made_timed_and_compared(run: Run) -> None:
     """``plan --schedule``, ``plan --sizes`` and ``compare`` show it: 25 GB/s from GPU 1 to 2 limit the chain."""
     status, out, err = run("plan", "v100x4", "--schedule", "chain")
     assert (status, err) == (0, "")
-    assert "trees  1, height 3 (chain)" in out
+    assert "trees        1 of height 3 (chain)" in out
     value = json.loads(run("plan", "v100x4", "--sizes", "1KB:1GB", "--json")[1])
     assert [one["schedule"] for one in value["candidates"]].count("chain") == 1
     head, row = run("compare", "v100x4")[1].split("\n\n")[1].splitlines()[:2]
@@ -214,7 +214,7 @@ def test_a_package_adds_a_schedule_by_an_entry_point(run: Run, tmp_path: Path) -
     path = str(tmp_path / "plan.json")
     status, out, err = run("plan", "v100x4", "--schedule", "wave", "-o", path)
     assert (status, err) == (0, "")
-    assert "trees  1, height 3 (own trees)" in out
+    assert "trees        1 of height 3 (own trees)" in out
     assert run("verify", path)[0] == 0
     assert (
         make_schedule("swell", topoplan.load("v100x4")).rate
