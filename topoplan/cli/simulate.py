@@ -162,21 +162,9 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "algbw over size; of jobs, when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
-<<<<<<< HEAD
-    arguments.declare(parser, "--all  print every default size; sizes of --sizes are all printed")
-=======
     arguments.declare(
         parser, "--all  print every default size, or every job; sizes of --sizes are all printed"
     )
-    arguments.declare(
-        parser,
-        f"""
-        --policy P[,P…]  TOPO is a file of jobs, run under each of {", ".join(POLICIES)}; all: under all of them
-        --queues K       with crux, how many priorities the network has (default: 8)
-        """,
-        queues=int,
-    )
->>>>>>> 34fc13e1 (Say which policy costs least, and fold rows of jobs)
     add_all_options(parser)
     parser.examples = (
         "topoplan simulate plan.json",

@@ -253,7 +253,14 @@ class TestContract:
         assert isinstance(notes, list)
         assert any(note in line for line in notes)
         settled = ask(
-            command, "-", "--nvlink-bandwidth", "20GB/s", "--pcie-bandwidth", "10GB/s", "--notes", stdin=PAIR.encode()
+            command,
+            "-",
+            "--nvlink-bandwidth",
+            "20GB/s",
+            "--pcie-bandwidth",
+            "10GB/s",
+            "--notes",
+            stdin=PAIR.encode(),
         ).out
         assert "set --nvlink-bandwidth" not in settled
 
