@@ -1,4 +1,4 @@
-"""Compare logs of nccl-tests and NCCL with what the machine's wires allow, ``topoplan explain``.
+"""Compare logs of nccl-tests and NCCL with what the machine's links allow, ``topoplan explain``.
 
 With ``--tune`` write a file for NCCL's tuner from logs of nccl-tests, one for each algorithm.
 """
@@ -6,25 +6,42 @@ With ``--tune`` write a file for NCCL's tuner from logs of nccl-tests, one for e
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import RequestedMachine, add_all_options
-from topoplan.cli.output import Answer, Column, printable, progress_line, table_of
+from topoplan.cli.output import (
+    DEFAULT_LINES,
+    LABEL_COLUMNS,
+    MAX_COLUMNS,
+    Answer,
+    Column,
+    folded,
+    folded_line,
+    labelled,
+    printable,
+    progress_line,
+    rank_names,
+    step_lines,
+    table_of,
+)
 from topoplan.cli.sources import read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
 from topoplan.errors import UsageError, warning
+from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.operate.compare.comparison import LATENCY, Attainable, attainable
+from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, attainable
 from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
 from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge_nccl
 from topoplan.operate.device_matching import gpus_of
-from topoplan.plans.plan import check_collective
+from topoplan.operate.next_steps import KINDS, RunVerdict, judge_run, log_steps, machine_for
+from topoplan.plans.plan import check_collective, collective_name
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.nccl.perf_text import PerfRun
@@ -188,15 +205,13 @@ ROWS: tuple[Column[JudgedRow], ...] = (
     Column("algbw", value="row.timing.algbw", form=".2f"),
     Column("busbw", value="row.timing.busbw", form=".2f"),
     Column("in place", value=_in_place, form="{0.busbw:.2f}".format),
-    Column("of NCCL", value="of_nccl", form=_percent),
-    Column("of best", value="of_best", form=_percent),
+    Column("% of NCCL", value="of_nccl", form=_percent),
+    Column("% of bound", value="of_best", form=_percent),
     Column("bound by", value="bound_by"),
-    Column("model", value="expected", form="{0.algorithm}/{0.protocol}".format),
+    Column("NCCL model", value="expected", form="{0.algorithm}/{0.protocol}".format),
     Column("(us)", value=lambda one: one.expected and one.expected.seconds(one.row.size) * 1e6, form=".6g"),
-    Column("of it", value="of_model", form=_percent),
+    Column("% of model", value="of_model", form=_percent),
 )
-
-MODEL_NOTE = "model: the choice of NCCL's own model of time at this size, and its time over the measured time"
 
 IN_NETWORK_NOTE = (
     "switches that can add and copy do, as NCCL's NVLS lets them; --in-network none leaves that out"
@@ -219,6 +234,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
+    arguments.declare(parser, "--all  print every row, run and finding")
     arguments.declare(
         parser.topic("explain"),
         """
@@ -248,8 +264,6 @@ def run(options: argparse.Namespace) -> Answer:
     arguments.refuse_without(options, dict.fromkeys(("output", "nccl_channels"), "--tune"))
     if options.log is None:
         raise UsageError("no LOG is given; name the output of nccl-tests, or - for stdin")
-    if options.topo is None:
-        raise UsageError("explain needs the machine that ran; add --machine TOPO")
     if options.log == "-" and "-" in (options.topo, options.merge):
         raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
@@ -265,6 +279,8 @@ def run(options: argparse.Namespace) -> Answer:
         raise UsageError(
             "--collective is for runs that do not name their test, and all runs name it; leave it out"
         )
+    if options.topo is None:
+        raise UsageError(_machine_wanted(runs, spoken))
     machine = read_machine(options)
     with progress_line("explaining") as progress:
         named = _with_models(machine.whole, runs)
@@ -272,14 +288,45 @@ def run(options: argparse.Namespace) -> Answer:
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
         nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
-    parts = [_run_lines(one, machine) for one in judged] + ([_nccl_lines(nccl)] if nccl else [])
+    verdicts = [judge_run(one) for one in judged]
+    servers = {whole.device(whole.gpus[gpu]).server for one in judged for gpu in one.gpus}
+    ranks = [rank for one in judged if one.model for rank in one.run.ranks]
+    steps = log_steps(verdicts, nccl, command=_machine_command(options), servers=len(servers), ranks=ranks)
     adding = () if whole == named else (IN_NETWORK_NOTE,)
+    noted = [note for one in judged for note in one.notes] + list(nccl.notes if nccl else ())
+    notes = tuple(dict.fromkeys((*noted, *adding, *machine.whole.notes)))
     return Answer(
-        text=lambda: ["\n\n".join("\n".join(lines) for lines in parts)],
-        value=lambda: _object(judged, nccl, machine),
+        text=lambda: _lines(
+            judged, verdicts, nccl, steps, machine, 0 if options.all else _room(notes, options)
+        ),
+        value=lambda: _object(judged, verdicts, nccl, steps, machine),
         rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
-        notes=(*adding, *machine.whole.notes),
+        notes=notes,
     )
+
+
+def _machine_wanted(runs: Sequence[PerfRun], spoken: NcclLog | None) -> str:
+    """Return the message for a log without a machine: the library machine that it fits, if any."""
+    ranks = [rank for run in runs[:1] for rank in run.ranks if rank.group == run.ranks[0].group]
+    if not ranks and spoken and spoken.communicators:
+        ranks = [*spoken.communicators[0].ranks.values()]
+    fitting = machine_for(ranks)
+    own = "the output of nvidia-smi topo -m in a file"
+    if fitting:
+        return f"explain needs the machine that ran; add {fitting}, or --machine F with {own}"
+    return f"explain needs the machine that ran; add --machine F with {own}, or a name of topoplan list"
+
+
+def _machine_command(options: argparse.Namespace) -> str:
+    """Return the machine as a command takes it."""
+    cluster = f" --servers {options.servers} …" if options.servers else ""
+    return f"{'TOPO' if options.topo == '-' else options.topo}{cluster}"
+
+
+def _room(notes: Sequence[str], options: argparse.Namespace) -> int:
+    """Return the lines that the text may have beside the notes."""
+    shown = len(notes) if options.notes else bool(notes)
+    return max(12, DEFAULT_LINES - shown)
 
 
 def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
@@ -315,7 +362,11 @@ def judge_runs(
 
 
 def _object(
-    judged: Sequence[JudgedRun], nccl: NcclRun | None, machine: RequestedMachine
+    judged: Sequence[JudgedRun],
+    verdicts: Sequence[RunVerdict],
+    nccl: NcclRun | None,
+    steps: Sequence[str],
+    machine: RequestedMachine,
 ) -> dict[str, object]:
     return {
         "machine": machine.whole.name,
@@ -324,15 +375,18 @@ def _object(
             {
                 "program": one.run.program,
                 "line": one.run.line,
+                "verdict": verdict.kind,
+                "verdict_text": verdict.text,
                 "gpus": list(one.gpus),
                 "references": [_reference(found) for found in one.references],
                 "nics": [words for _, words in _nic_sentences(one)],
                 "warnings": list(one.warnings),
                 "notes": list(one.notes),
             }
-            for one in judged
+            for one, verdict in zip(judged, verdicts, strict=True)
         ],
         "nccl": None if nccl is None else nccl.to_object(),
+        "next_steps": list(steps),
         "notes": list(machine.whole.notes),
     }
 
@@ -361,103 +415,159 @@ def _flatten_row(row: dict[str, object]) -> dict[str, object]:
     return flat
 
 
-def _run_lines(one: JudgedRun, machine: RequestedMachine) -> list[str]:
-    """Return the lines of a run."""
-    lines = [_run_title(one, machine)]
-    for found in one.references:
-        lines += _reference_lines(found)
-    if one.rows:
-        lines += ["", table_of(ROWS, one.rows)]
-        lines += [MODEL_NOTE, ""] if any(row.expected for row in one.rows) else [""]
-    lines += [_verdict(one)] if one.references else []
-    lines += [words.replace(": ", ":\n       ", 1) for _, words in _nic_sentences(one)][-1:]
-    lines += [printable(warning(words)) for words in one.warnings]
-    lines += [printable(f"note: {words}") for words in one.notes]
-    return lines
+def _lines(
+    judged: Sequence[JudgedRun],
+    verdicts: Sequence[RunVerdict],
+    nccl: NcclRun | None,
+    steps: Sequence[str],
+    machine: RequestedMachine,
+    room: int,
+) -> Iterator[str]:
+    """Yield the verdict, the run that decides it, what NCCL set up, and the next step.
+
+    room: the number of lines, 0 for all of all runs.
+    """
+    head = [_run_title(one, verdict, machine) for one, verdict in zip(judged, verdicts, strict=True)]
+    end = ["", *step_lines(steps)]
+    spoken = _nccl_lines(nccl, room) if nccl else []
+    if not judged:
+        yield from [*spoken, *end]
+        return
+    if len(judged) > 1:
+        counts = Counter(verdict.kind for verdict in verdicts)
+        kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+        yield f"{counted(len(judged), 'run')} on {machine.whole.name}: {kinds}"
+        room = room and room - 1
+    if spoken:
+        end = ["", *spoken, *end]
+    if not room:
+        for one, verdict, line in zip(judged, verdicts, head, strict=True):
+            yield line
+            yield from _run_lines(one, verdict, 0)
+            yield ""
+        yield from end[1:]
+        return
+    worst = min(range(len(judged)), key=lambda place: KINDS.index(verdicts[place].kind))
+    others = [line for place, line in enumerate(head) if place != worst]
+    few, left = folded(others, 5)
+    others = [*few, *folded_line(left, "run")]
+    warnings = [line for place, one in enumerate(judged) if place != worst for line in _warning_lines(one)]
+    yield head[worst]
+    yield from _run_lines(judged[worst], verdicts[worst], room - 1 - len(others) - len(warnings) - len(end))
+    yield from (*others, *warnings, *end)
 
 
-def _nccl_lines(nccl: NcclRun) -> list[str]:
+def _run_lines(one: JudgedRun, verdict: RunVerdict, room: int) -> Iterator[str]:
+    """Yield rates, upper bound, rows and warnings of a run in at most ``room`` lines, 0 for any number."""
+    references = one.references
+    if room and verdict.row is not None and verdict.row.reachable is not None:
+        references = (verdict.row.reachable,)
+    above = [line for found in references for line in _reference_lines(found, verdict)]
+    below = [words for _, words in _nic_sentences(one)][-1:]
+    below = [line for words in below for line in _wrapped(words, indent="  ")]
+    below += _warning_lines(one)
+    binding = [row for row in one.rows if row.bound_by == BANDWIDTH]
+    shown = one.rows if not room or len(binding) == len(one.rows) or not binding else binding
+    small = [row for row in one.rows if row not in shown]
+    fitting = max(3, room - len(above) - len(below) - (2 if small else 1) - 1)
+    if room and len(shown) > fitting:
+        small = [row for row in one.rows if row not in shown[-fitting + bool(not small) :]]
+        shown = [row for row in one.rows if row not in small]
+    columns = [column for column in ROWS if not room or column.head != "bound by"]
+    columns = [
+        column for column in columns if column.head in ("size", "time (us)") or any(map(column.of, shown))
+    ]
+    yield from above
+    if shown:
+        yield ""
+        yield table_of(columns, shown)
+    if small:
+        yield _small_line(small)
+    yield from below
+
+
+def _small_line(rows: Sequence[JudgedRow]) -> str:
+    """Return one line for rows that are not in the table."""
+
+    def span(values: list[float]) -> str:
+        ends = [f"{min(values):.4g}", f"{max(values):.4g}"]
+        return " to ".join(dict.fromkeys(ends))
+
+    times = span([row.row.timing.seconds * 1e6 for row in rows])
+    models = [row.expected.seconds(row.row.size) * 1e6 for row in rows if row.expected]
+    model = f" (NCCL's model {span(models)})" if models else ""
+    latency = ", latency binds" if all(row.bound_by not in (None, BANDWIDTH) for row in rows) else ""
+    sizes = " to ".join(dict.fromkeys(format_size(row.row.size) for row in (rows[0], rows[-1])))
+    them = f"{counted(len(rows), 'row')}, " if len(rows) > 1 else ""
+    return f"{sizes}: {them}{times} us{model}{latency}; --all prints {'them' if them else 'it'}"
+
+
+def _warning_lines(one: JudgedRun) -> list[str]:
+    return [printable(warning(words)) for words in one.warnings]
+
+
+def _wrapped(text: str, *, indent: str) -> list[str]:
+    return textwrap.wrap(text, MAX_COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _nccl_lines(nccl: NcclRun, room: int) -> list[str]:
     """Return the lines on what NCCL set up."""
     one = nccl.main
-    lines = [f"NCCL {nccl.log.version or 'of a version that its log does not say'}"]
+    found = counted(len(nccl.findings), "finding") if nccl.findings else "nothing in it misfits the machine"
+    version = nccl.log.version or "of a version that its log does not say"
+    lines = [f"NCCL {version}: {found}"]
     if one is not None:
         gpus = f", on GPUs {number_ranges(sorted(nccl.gpus.values()))}" if nccl.gpus else ""
         count = one.channels or len(one.rings)
         shown = counted(count, "channel") if count else "number of channels not logged"
         nvls = f", {one.nvls_channels} for NVLS" if one.nvls_channels else ""
         ranks = counted(one.size, "rank") if one.size else "ranks of unknown number"
-        lines[0] += f": {ranks}{gpus}, {shown}{nvls}"
+        lines[0] = f"NCCL {version}: {ranks}{gpus}, {shown}{nvls}: {found}"
+        rates = []
         if nccl.rings is not None:
-            rings = counted(len(one.rings), "ring")
-            most = f"; the best do {nccl.best_rings:.4g}" if nccl.best_rings else ""
-            lines.append(f"rings  {rings}, {nccl.rings:.4g} GB/s of bus bandwidth on these wires{most}")
+            most = f" (the best rings: {nccl.best_rings:.4g})" if nccl.best_rings else ""
+            rates.append(f"{counted(len(one.rings), 'ring')}, busbw {nccl.rings:.4g} GB/s{most}")
         if nccl.trees is not None:
-            lines.append(f"trees  chains, {nccl.trees:.4g} GB/s of algorithm bandwidth on these wires")
+            rates.append(f"chains as trees, algbw {nccl.trees:.4g} GB/s")
         ways = Counter(via_kind(joined.via) for joined, _ in one.joined())
-        if ways:
-            pairs_by_way = ", ".join(
-                f"{way} for {counted(count, 'pair')}" for way, count in sorted(ways.items())
-            )
-            lines.append(f"ways   {pairs_by_way}")
-        lines += [f"chose  {line}" for line in choice_lines(one)]
-    for finding in nccl.findings:
+        pairs_by_way = ", ".join(f"{way} for {counted(count, 'pair')}" for way, count in sorted(ways.items()))
+        lines += labelled(("links allow", "; ".join(rates)), ("transports", pairs_by_way))
+        lines += [line for choice in choice_lines(one) for line in labelled(("chose", choice))]
+    findings, left = folded(nccl.findings, 5, every=not room)
+    for finding in findings:
         where = f"line {finding.line}: " if finding.line else ""
         lines.append(printable(warning(f"{where}{finding.text}")))
-    if not nccl.findings:
-        lines.append("nothing in it misfits the machine")
-    lines += [f"note: {note}" for note in nccl.notes]
-    return lines
+    return [*lines, *folded_line(left, "finding")]
 
 
-def _run_title(one: JudgedRun, machine: RequestedMachine) -> str:
+def _run_title(one: JudgedRun, verdict: RunVerdict, machine: RequestedMachine) -> str:
+    """Return the verdict on a run: what ran, where, and the answer."""
     what = one.rows[0].collective if one.rows else one.run.program or "no rows"
-    by = "topoplan bench" if one.run.program == "bench" else "nccl-tests"
-    ran = f", {one.run.schedule}" if one.run.schedule else ""
     if not one.gpus:
-        return f"{what} by {by}{ran}"
-    where = f"GPUs {number_ranges(one.gpus)} of {machine.whole.name}"
-    return f"{what} of {counted(len(one.gpus), 'rank')} by {by}{ran}, on {where}"
+        return f"{what}: {verdict.text}"
+    names = rank_names([machine.whole.gpus[gpu] for gpu in one.gpus])
+    where = f"{machine.whole.name}, {counted(len(one.gpus), 'GPU')} ({names})"
+    return f"{collective_name(what)} on {where}: {verdict.text}"
 
 
-def _reference_lines(found: Attainable) -> list[str]:
-    """Return what NCCL and any schedule can attain, in algorithm and bus bandwidth."""
+def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
+    """Return what was measured, and what NCCL and any schedule can attain."""
 
     def both(rate: float) -> str:
         return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
 
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
-    rates = [f"{name} {both(rate)}" for name, rate in found.nccl]
-    first, *others = rates or ["has nothing here"]
-    without = (
-        ""
-        if found.in_network is None
-        else f" without in-network reduction; with it at most {both(found.in_network)}"
-    )
-    return [
-        f"NCCL   {first}",
-        *(f"       {rate}" for rate in others),
-        f"best   {both(found.best)}, over {'+'.join(found.channels)}, whatever the schedule{without}: {found.links}",
-    ]
-
-
-def _verdict(one: JudgedRun) -> str:
-    """Return one sentence on the fastest row without wrong elements."""
-    usable = [row for row in one.rows if not row.row.timing.wrong and row.reachable and row.row.size]
-    if not usable:
-        return "no row tells a rate"
-    top = max(usable, key=lambda row: row.rate)
-    found = top.reachable
-    assert found is not None
-    bus = bus_words(top.rate, found.collective, len(found.gpus), digits=4)
-    first = f"fastest at {format_size(top.row.size)}: {top.rate:.4g} GB/s{bus}"
-    if top.of_best is None:
-        return first
-    rest = f"{_percent(top.of_best)} of what any schedule can"
-    if top.of_nccl is not None:
-        rest = f"{_percent(top.of_nccl)} of NCCL's best ({found.nccl[0][0]}), {rest}"
-    why = "; latency binds at this size, so larger ones are faster" if top.bound_by == LATENCY else ""
-    return f"{first}; {rest}{why}"
+    measured = ""
+    if verdict.row is not None and verdict.row.reachable is found:
+        measured = f"{both(verdict.row.rate)} at {format_size(verdict.row.row.size)}"
+    others = "".join(f"; {name} {rate:.4g}" for name, rate in found.nccl[1:])
+    best = f"{both(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
+    beyond = f"at most {both(found.in_network)} with in-network reduction" if found.in_network else ""
+    bound = f"{both(found.best)}, over {channel_words(found.channels)}: {found.links}"
+    indent = " " * LABEL_COLUMNS
+    pairs = (("measured", measured), ("NCCL's best", best), ("upper bound", bound), ("in-network", beyond))
+    return [line for text in labelled(*pairs) for line in _wrapped(text, indent=indent)]
 
 
 def _nic_sentences(one: JudgedRun) -> list[tuple[JudgedRow, str]]:

@@ -305,6 +305,18 @@ def labelled(*pairs: tuple[str, str]) -> list[str]:
     return [f"{label:<{LABEL_COLUMNS - 2}}  {value}" for label, value in pairs if value]
 
 
+def step_lines(steps: Sequence[str]) -> list[str]:
+    """Return the next step, or the numbered next steps, of a diagnosis.
+
+    >>> step_lines(["nothing to do"]), step_lines(["reset the GPU", "reseat it"])
+    (['next step    nothing to do'], ['next steps   1. reset the GPU', '             2. reseat it'])
+    """
+    if len(steps) == 1:
+        return labelled(("next step", steps[0]))
+    numbered = [f"{number}. {step}" for number, step in enumerate(steps, 1)]
+    return labelled(*zip(("next steps", *[""] * (len(numbered) - 1)), numbered, strict=True))
+
+
 def folded(rows: Sequence[Record], most: int, *, every: bool = False) -> tuple[Sequence[Record], int]:
     """Return the rows that ``most`` lines show, and how many are left out; the line on these counts too.
 

@@ -235,7 +235,7 @@ def test_what_is_no_collective_is_listed_and_not_compared(test: str) -> None:
 def test_figures_that_cannot_be_are_told() -> None:
     """More than the wires carry; the factor of other ranks; a rate that is not size over time."""
     fast = judged(PerfLog(rate=900))
-    assert "more than any schedule can over these wires (171.4)" in fast.warnings[0]
+    assert "above the upper bound of these links (171.4)" in fast.warnings[0]
     assert "(and 7 more)" in fast.warnings[0]
     text = PerfLog(sizes=[1 << 30], rate=100).text()
     for old, new, told in ((" 174.", " 131.", "is not algbw"), (" 10759", " 20759", "is not size / time")):

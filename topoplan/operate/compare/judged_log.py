@@ -125,6 +125,7 @@ class JudgedRun:
     """A run of a log on a machine.
 
     gpus: GPU numbers on the machine, ascending; empty without a comparison.
+    model: model of the GPUs that ran if the machine has others; empty otherwise.
     """
 
     run: PerfRun
@@ -132,6 +133,7 @@ class JudgedRun:
     rows: tuple[JudgedRow, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    model: str = ""
 
     @property
     def references(self) -> tuple[Attainable, ...]:
@@ -183,16 +185,21 @@ def judge(
     for row in run.rows:
         root = of_rank.get(row.root or 0, chosen[0]) if known in ("broadcast", "reduce") else None
         judged.append(JudgedRow(known, row, reach(known, chosen, root)))
-    warnings += [*_doubts(judged, len(chosen)), *_other_models(ranks, of_rank, machine)]
+    model, other = _other_model(ranks, of_rank, machine)
+    warnings += [*_doubts(judged, len(chosen)), *other]
     if run.program == "bench":
         notes.append(
             "topoplan bench moves data through this host unless its links are paced; it does not measure the links"
         )
-    return JudgedRun(run, chosen, tuple(judged), tuple(notes), tuple(warnings))
+    return JudgedRun(run, chosen, tuple(judged), tuple(notes), tuple(warnings), model)
 
 
-def _other_models(ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machine: Topology) -> list[str]:
-    """Return a warning if GPUs are of another generation, or PCIe cards and the machine's GPUs have NVSwitches."""
+def _other_model(
+    ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machine: Topology
+) -> tuple[str, list[str]]:
+    """Return the logged model and a warning if GPUs are of another generation, or PCIe cards and the machine's GPUs
+    have NVSwitches.
+    """
     switched = any(device.kind == "nvswitch" for device in machine.devices)
     for rank in ranks:
         here = machine.device(machine.gpus[of_rank[rank.rank]]).model if rank.rank in of_rank else ""
@@ -200,11 +207,11 @@ def _other_models(ranks: Sequence[LoggedRank], of_rank: Mapping[int, int], machi
         slot = "PCIe" in rank.model and "PCIe" not in here and switched
         if there and ours and (there != ours or slot):
             with_switches = " behind NVSwitches" if slot else ""
-            return [
+            return rank.model, [
                 f"the log ran on {rank.model}, but GPU {of_rank[rank.rank]} of {machine.name} is a {here}"
                 f"{with_switches}: give the machine that ran it"
             ]
-    return []
+    return "", []
 
 
 TESTS = {
@@ -340,7 +347,7 @@ def _doubts(rows: Sequence[JudgedRow], ranks: int) -> list[str]:
 def _above(found: Attainable, rate: float) -> tuple[str, str] | None:
     """Return kind and words of the assumption that is wrong if a rate exceeds the bound, or NCCL's best; else None."""
     if rate > found.best * ABOVE:
-        what = f"more than any schedule can over these wires ({found.best:.4g})"
+        what = f"above the upper bound of these links ({found.best:.4g})"
         return "above", f"{rate:.4g} GB/s is {what}: {fallen_assumption(found, rate)}"
     if found.nccl_best and rate > found.nccl_best * ABOVE:
         what = (

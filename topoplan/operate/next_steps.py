@@ -1,0 +1,281 @@
+"""Judge the runs of a log in one sentence, and say what to do next after a diagnosis.
+
+A run is judged by its fastest row that bandwidth binds. It is as expected if it reaches `OF_MODEL` of the rate of
+NCCL's own model at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS reaches about 60 % of its
+links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal rate. Steps are ordered
+by how often each cause is the one, and by how fast it is checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from topoplan.machine.hardware import compute_capability
+from topoplan.machine.topology import Topology
+from topoplan.operate.compare.comparison import BANDWIDTH
+from topoplan.operate.compare.judged_log import ABOVE, JudgedRow, JudgedRun
+from topoplan.operate.compare.nccl_debug_run import NcclRun
+from topoplan.operate.faults import Fault
+from topoplan.reading.load import library, load
+from topoplan.reading.nccl.perf_text import LoggedRank
+from topoplan.units import counted, format_size
+
+OF_MODEL, OF_LINKS = 0.8, 0.7
+"""Least part of the rate of NCCL's model, and of its best schedule on the links, that a healthy run reaches."""
+
+DEBUG_SETTINGS = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING"
+"""Settings with which NCCL logs what it set up and which algorithm it chose."""
+
+MOST_STEPS = 5
+"""Most steps for findings alone."""
+
+VerdictKind = Literal[
+    "wrong results", "another machine", "slow", "small sizes only", "as expected", "not judged"
+]
+"""Kinds of a verdict, most serious first."""
+
+KINDS: tuple[VerdictKind, ...] = (
+    "wrong results",
+    "another machine",
+    "slow",
+    "small sizes only",
+    "not judged",
+    "as expected",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    """The verdict on a run: its kind, a sentence, and the row that decides; None without a usable row."""
+
+    kind: VerdictKind
+    text: str
+    row: JudgedRow | None = None
+    wrong_model: bool = False
+
+
+def judge_run(one: JudgedRun) -> RunVerdict:
+    """Return the verdict on a run."""
+    wrong = sum(bool(row.row.timing.wrong) for row in one.rows)
+    usable = [row for row in one.rows if not row.row.timing.wrong and row.reachable and row.row.size]
+    if not usable:
+        text = f"wrong results in {wrong} of {len(one.rows)} rows" if wrong else "no row to judge"
+        return RunVerdict("wrong results" if wrong else "not judged", text)
+    binding = [row for row in usable if row.bound_by == BANDWIDTH]
+    top = max(binding or usable, key=lambda row: row.rate)
+    reached = _reached(top)
+    if wrong:
+        text = f"wrong results in {wrong} of {len(one.rows)} rows, {reached}"
+        return RunVerdict("wrong results", text, top)
+    if one.model:
+        return RunVerdict(
+            "another machine", f"the log ran on {one.model}, another machine than this", top, True
+        )
+    if top.of_best is None:
+        return RunVerdict("not judged", "a single rank sends nothing", top)
+    if top.of_best > ABOVE:
+        why = (
+            "the bound leaves in-network reduction out"
+            if _in_network_explains(top)
+            else "another machine ran, or its links are faster"
+        )
+        return RunVerdict("another machine", f"{reached}: {why}", top)
+    if one.run.program == "bench":
+        return RunVerdict("not judged", f"{reached}; topoplan bench measures this host, not the links", top)
+    if not binding:
+        return RunVerdict("small sizes only", f"{reached}: latency binds, run larger sizes", top)
+    of_links = top.of_best if top.of_nccl is None else top.of_nccl
+    healthy = of_links >= OF_LINKS or (top.of_model or 0.0) >= OF_MODEL
+    kind: VerdictKind = "as expected" if healthy else "slow"
+    return RunVerdict(kind, f"{reached}: {kind}", top)
+
+
+def _in_network_explains(row: JudgedRow) -> bool:
+    """Return whether a row above the upper bound is below the one with in-network reduction."""
+    beyond = row.reachable.in_network if row.reachable else None
+    return beyond is not None and row.rate <= beyond * ABOVE
+
+
+def percent(part: float) -> str:
+    """Return a part of a rate in percent.
+
+    >>> percent(0.0613), percent(0.987), percent(1.069)
+    ('6.1 %', '99 %', '107 %')
+    """
+    return f"{100 * part:.1f} %" if part < 0.0995 else f"{100 * part:.0f} %"
+
+
+def _reached(row: JudgedRow) -> str:
+    """Return what a row reaches of NCCL's best and of its model, else of the upper bound."""
+    size = format_size(row.row.size)
+    of_best = row.of_best or 0.0
+    if row.of_nccl is None or of_best > ABOVE:
+        return f"{percent(of_best)} of the upper bound at {size}"
+    text = f"{percent(row.of_nccl)} of NCCL's best at {size}"
+    return text if row.of_model is None else f"{text}, {percent(row.of_model)} of NCCL's model"
+
+
+def log_steps(
+    verdicts: Sequence[RunVerdict],
+    nccl: NcclRun | None,
+    *,
+    command: str,
+    servers: int,
+    ranks: Iterable[LoggedRank] = (),
+) -> tuple[str, ...]:
+    """Return the next steps after the verdicts on a log, most likely cause first.
+
+    command: the machine as the commands take it, such as ``dgx-h100``.
+    servers: servers of the allocation.
+    ranks: the ranks that ran, which tell the machine.
+    """
+    kind = min((one.kind for one in verdicts), key=KINDS.index, default="not judged")
+    found = _finding_steps(nccl, command) if nccl is not None else []
+    if kind == "wrong results":
+        return (
+            "do not use these GPUs: results are wrong; dcgmi diag -r 3 tests memory and links",
+            "dmesg | grep -i xid names the GPU",
+        )
+    if kind == "another machine":
+        if any(one.row and one.kind == kind and _in_network_explains(one.row) for one in verdicts):
+            return ("--in-network nvswitch in place of none",)
+        own = "nvidia-smi topo -m > topo.txt on the machine that ran, then --machine topo.txt"
+        fitting = machine_for(ranks)
+        return (own, f"or {fitting}") if fitting and any(one.wrong_model for one in verdicts) else (own,)
+    if kind == "small sizes only":
+        return ("run sizes up to 8 GB, where bandwidth binds: -b 1K -e 8G -f 2",)
+    if kind != "slow":
+        without = "run all_reduce_perf of nccl-tests on all GPUs" if kind == "not judged" and verdicts else ""
+        return tuple(found[:MOST_STEPS]) or (without or "nothing to do",)
+    nvls = any(
+        one.row and one.row.reachable and one.row.reachable.nccl[0][0].startswith("nvls")
+        for one in verdicts
+        if one.kind == "slow" and one.row and one.row.of_nccl is not None
+    )
+    asked = {
+        f"run again with {DEBUG_SETTINGS}; topoplan explain reads those lines too": nccl is None,
+        "is peer access off, or SHM the transport? NCCL_P2P_DISABLE; nvidia-smi topo -p2p r; ACS": not found,
+        "is NVLS off? NCCL_NVLS_ENABLE; systemctl status nvidia-fabricmanager": nvls and not found,
+        "is an NVLink missing? topoplan check, on the machine that ran": True,
+        "is a NIC unused? NCCL_IB_HCA, ibv_devinfo, nvidia-peermem": servers > 1 and not found,
+        f"are the ranks in a bad order? topoplan order {command}": servers > 1,
+        f"is one link slow? topoplan pairs {command}": True,
+    }
+    return (*found[:3], *(text for text, wanted in asked.items() if wanted))
+
+
+_OF_FINDING = {
+    "p2p": "give the GPUs peer access: ACS off, one container for all; nvidia-smi topo -p2p r shows the pairs",
+    "shm": "give the GPUs peer access: ACS off, one container for all; nvidia-smi topo -p2p r shows the pairs",
+    "net inside": "let ranks of a host see each other: one /dev/shm, one network namespace, the same NCCL_HOSTID",
+    "no ib": "let NCCL see the NICs: ibv_devinfo in the container, NCCL_IB_HCA",
+    "socket": "let NCCL see the NICs: ibv_devinfo in the container, NCCL_IB_HCA",
+    "no gdr": "let NICs read GPU memory: nvidia-peermem or DMA-BUF, NCCL_NET_GDR_LEVEL",
+    "no nvls": "start the fabric manager (nvidia-fabricmanager), and leave NCCL_NVLS_ENABLE unset",
+    "ring without link": "give NCCL rings over NVLink: topoplan export {command} --to nccl-graph, NCCL_GRAPH_FILE",
+    "few channels": "leave NCCL_MAX_NCHANNELS and NCCL_MAX_CTAS unset, or raise NCCL_MIN_NCHANNELS",
+    "warning": "read the lines of NCCL's warnings in the log",
+}
+"""Next step by the kind of a finding, likely causes first."""
+
+
+def _finding_steps(nccl: NcclRun, command: str) -> list[str]:
+    """Return the steps for findings in NCCL's log; a setting comes first, since others may follow from it."""
+    kinds = {finding.kind for finding in nccl.findings}
+    named = [finding.text.split(" ")[0] for finding in nccl.findings if finding.kind == "setting"]
+    steps = [f"unset {one.partition('=')[0]} (it is {one.partition('=')[2]}), and run again" for one in named]
+    if any(one.startswith(("NCCL_P2P_", "NCCL_SHM_")) for one in named):
+        kinds -= {"p2p", "shm", "ring without link", "few channels"}
+    if any(one.startswith("NCCL_IB_DISABLE") for one in named):
+        kinds -= {"no ib", "socket"}
+    return [
+        *steps,
+        *dict.fromkeys(text.format(command=command) for kind, text in _OF_FINDING.items() if kind in kinds),
+    ]
+
+
+def machine_for(ranks: Iterable[LoggedRank]) -> str:
+    """Return the option that names the library machine on which ranks of a log ran, with why; empty for none.
+
+    >>> ranks = [LoggedRank(n, 0, "node1", n, "0000:07:00", "NVIDIA H100 80GB HBM3") for n in range(8)]
+    >>> machine_for(ranks)
+    '--machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)'
+    """
+    hosts: dict[str, set[object]] = {}
+    models = set()
+    for rank in ranks:
+        hosts.setdefault(rank.host, set()).add(rank.busid or rank.device)
+        models.add(rank.model)
+    counts = {len(devices) for devices in hosts.values()}
+    model = models.pop() if len(models) == 1 else ""
+    if not model or not counts:
+        return ""
+    most = max(counts)
+    where = "one host" if len(hosts) == 1 else f"each of {len(hosts)} hosts"
+    found = next(_fitting(model, most), None)
+    if found is None:
+        return ""
+    cluster = "" if len(hosts) == 1 else f" --servers {len(hosts)}{_nic_option(found)}"
+    return f"--machine {found.name}{cluster} ({most} x {model} on {where})"
+
+
+def _fitting(model: str, gpus: int) -> Iterator[Topology]:
+    """Yield library machines with GPUs of a model's generation and as many of them, or more; the closest first."""
+    sm, on_board = compute_capability(model), "PCIe" not in model
+    machines = [load(name) for name in library()] if sm else []
+    fit = [
+        machine
+        for machine in machines
+        if len(machine.gpus) >= gpus
+        and compute_capability(machine.device(machine.gpus[0]).model) == sm
+        and any(link.channel == "nvlink" for link in machine.links) == on_board
+    ]
+    yield from sorted(fit, key=lambda machine: (len(machine.gpus) - gpus, not machine.name.startswith("dgx")))
+
+
+def _nic_option(machine: Topology) -> str:
+    """Return the option for the speed of a machine's NICs, if it states one."""
+    names = {device.model for device in machine.devices if device.kind == "nic"}
+    speeds = {match[1] for name in names if (match := re.search(r"(\d+) Gb/s", name))}
+    return f" --nic-bandwidth {speeds.pop()}Gb/s" if len(speeds) == 1 else " --nic-bandwidth RATE"
+
+
+_OF_FAULT = {
+    "no NVLink": "nvidia-smi nvlink --status and systemctl status nvidia-fabricmanager; then reset the GPU",
+    "link missing": "nvidia-smi nvlink --status names dead links; reset the GPU (nvidia-smi -r), else reseat it",
+    "link one-way": "nvidia-smi nvlink --status on both ends; reset both GPUs",
+    "link slow": "nvidia-smi nvlink --errorcounters counts replays; topoplan pairs measures the link",
+    "fewer NVLinks": "nvidia-smi nvlink --status names links that are down",
+    "PCIe missing": "lspci -tv shows what the bus has; reseat the card",
+    "PCIe slow": "lspci -vv: LnkSta below LnkCap means a card that trained low; reseat it, or set the slot in the BIOS",
+    "PCIe one-way": "the description is wrong in one direction: measure with topoplan calibrate",
+    "NIC missing": "lspci and ibv_devinfo on this host; reseat the NIC",
+    "NIC far": "compare the slots with another host of this kind (lspci -tv)",
+    "NUMA": "check the BIOS's NUMA setting and the slot of the card",
+    "MIG": "nvidia-smi -i GPU -mig 0 gives whole GPUs back",
+    "no peer access": "switch ACS off, and run all ranks of a host in one container; nvidia-smi topo -p2p r",
+    "unreachable": "no link of this description joins these GPUs: take a new one (topoplan probe)",
+    "row missing": "take the listing again, as a whole: nvidia-smi topo -m",
+    "told": "read the warning; dmesg | grep -i xid",
+}
+"""Next step by the kind of a fault."""
+
+
+def fault_steps(faults: Iterable[Fault]) -> tuple[str, ...]:
+    """Return the next steps for faults of a machine, one for each kind.
+
+    >>> fault_steps([Fault("MIG", ("gpu0",), "in MIG mode", "a whole GPU")])
+    ('gpu0: nvidia-smi -i GPU -mig 0 gives whole GPUs back',)
+    """
+    of_step: dict[str, list[Fault]] = {}
+    for fault in faults:
+        of_step.setdefault(_OF_FAULT[fault.kind], []).append(fault)
+    steps = []
+    for text, found in of_step.items():
+        where = found[0].where if len(found[0].where) <= 40 else f"{found[0].where[:39]}…"
+        more = f" and {counted(len(found) - 1, 'more')}".removesuffix("s") if len(found) > 1 else ""
+        steps.append(f"{where}{more}: {text}")
+    return tuple(steps)
