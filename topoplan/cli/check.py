@@ -8,15 +8,27 @@ from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_all_options
-from topoplan.cli.output import Answer, note_lines, printable, progress_line, table
+from topoplan.cli.output import (
+    Answer,
+    folded,
+    folded_line,
+    labelled,
+    note_lines,
+    printable,
+    progress_line,
+    step_lines,
+    table,
+)
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, apply_machine_options, read_machine
 from topoplan.errors import kind_of
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import Cost, costs_of
 from topoplan.operate.diagnosis import Diagnosis, diagnose, warning_text
 from topoplan.operate.faults import Fault
+from topoplan.operate.next_steps import fault_steps
+from topoplan.plans.plan import collective_name
 from topoplan.reading.probe import probe
-from topoplan.units import bus_words, counted
+from topoplan.units import TOLERANCE, bus_words, counted
 
 DEFAULT_COLLECTIVE = "allreduce"
 """The collective whose cost is always printed."""
@@ -26,6 +38,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, otherwise="this machine, as topoplan probe reads it")
     arguments.add_collective(parser)
     arguments.add_json(parser)
+    arguments.declare(parser, "--all  print every fault")
     add_all_options(parser)
     parser.examples = (
         "topoplan check",
@@ -35,16 +48,30 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Diagnose a machine and print the cost of each fault; exit status 1 if there is any."""
+    """Diagnose a machine and rate its faults. Exit status 1 if a fault costs bandwidth, 0 if none does."""
     found = diagnose(_machine(options))
     asked = dict.fromkeys((DEFAULT_COLLECTIVE, options.collective))
     with progress_line("planning") as progress:
         costs = {collective: costs_of(found, collective, progress=progress) for collective in asked}
+    wrong = tuple(fault for i, fault in enumerate(found.faults) if _is_wrong(fault, i, costs))
     return Answer(
-        text=lambda: _lines(found, costs),
-        value=lambda: _object(found, costs),
-        status=0 if found.healthy else 1,
+        text=lambda: _lines(found, costs, wrong, options),
+        value=lambda: _object(found, costs, wrong),
+        status=1 if wrong else 0,
     )
+
+
+REMARKS = ("NIC far", "NUMA", "row missing", "PCIe one-way")
+"""Kinds without a link to mend that cost an allreduce nothing by themselves."""
+
+
+def _is_wrong(fault: Fault, place: int, costs: dict[str, tuple[Cost, ...]]) -> bool:
+    """Return whether a fault costs bandwidth, or cannot be rated and is not a remark."""
+    rated = [each[place] for each in costs.values() if each]
+    if any(cost.alone < cost.healthy * (1 - TOLERANCE) for cost in rated):
+        return True
+    known = bool(fault.links) or fault.kind in ("MIG", "no peer access")
+    return fault.kind not in REMARKS and not (known and rated)
 
 
 def _machine(options: argparse.Namespace) -> Topology:
@@ -55,7 +82,9 @@ def _machine(options: argparse.Namespace) -> Topology:
     return apply_machine_options(options, probe()).topology
 
 
-def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, object]:
+def _object(
+    found: Diagnosis, costs: dict[str, tuple[Cost, ...]], wrong: Sequence[Fault]
+) -> dict[str, object]:
     """Return the object that ``--json`` prints; a machine of less than two GPUs has no rates."""
     return {
         "healthy": found.healthy,
@@ -68,6 +97,7 @@ def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, o
                 "servers_alike": list(fault.servers),
                 "is": fault.state,
                 "should_be": fault.should_be,
+                "wrong": fault in wrong,
                 "cost": {
                     collective: {"now": each[i].now, "healthy": each[i].healthy, "alone": each[i].alone}
                     for collective, each in costs.items()
@@ -76,29 +106,56 @@ def _object(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> dict[str, o
             }
             for i, fault in enumerate(found.faults)
         ],
+        "next_steps": list(fault_steps(wrong or found.faults)),
         "notes": _other_notes(found),
     }
 
 
-def _lines(found: Diagnosis, costs: dict[str, tuple[Cost, ...]]) -> Iterator[str]:
+def _lines(
+    found: Diagnosis, costs: dict[str, tuple[Cost, ...]], wrong: Sequence[Fault], options: argparse.Namespace
+) -> Iterator[str]:
+    """Yield the verdict, rates with and without the faults, the faults, and the next step."""
     gpus = len(found.topology.gpus)
-    verdict = "healthy" if found.healthy else counted(len(found.faults), "fault")
-    yield f"{printable(found.topology.name)}, {counted(gpus, 'GPU')}: {verdict}"
-    yield f"resembles  {_resembles(found)}"
+    yield f"{printable(found.topology.name)}, {counted(gpus, 'GPU')}: {_verdict(found, wrong)}"
+    yield from labelled(("compared", _resembles(found)))
     for collective, each in costs.items():
         if each:
             now, healthy = (
                 f"{rate:.6g} GB/s{bus_words(rate, collective, gpus)}"
                 for rate in (each[0].now, each[0].healthy)
             )
-            yield f"{collective}  now {now}; healthy {healthy}"
+            value = (
+                f"{now}; without the faults {healthy}" if now != healthy else f"{now}, as without the faults"
+            )
+            yield from labelled((collective_name(collective), value))
     if found.faults:
         yield ""
-        yield _table(found.faults, costs)
-    notes = _other_notes(found)
-    if notes:
-        yield ""
-        yield from note_lines(*notes)
+        yield _table(found.faults, costs, every=options.all)
+    steps = list(fault_steps(wrong or found.faults)) or ["nothing to do"]
+    if wrong:
+        steps.append("until then topoplan plan plans around the faults")
+    yield ""
+    yield from step_lines(steps if options.all else steps[:MAX_STEPS])
+    if found.faults:
+        status = (
+            "1: a fault costs bandwidth (0: none does"
+            if wrong
+            else "0: no fault costs bandwidth (1: one does"
+        )
+        yield from labelled(("exit status", f"{status}, 2: bad input)"))
+    yield from note_lines(*_other_notes(found), every=options.notes)
+
+
+MAX_STEPS = 4
+"""Most next steps without ``--all``."""
+
+
+def _verdict(found: Diagnosis, wrong: Sequence[Fault]) -> str:
+    if not found.faults:
+        return "healthy"
+    free = len(found.faults) - len(wrong)
+    without = f"{counted(free, 'fault')} that {'costs' if free == 1 else 'cost'} no bandwidth" if free else ""
+    return " and ".join(filter(None, (counted(len(wrong), "fault") if wrong else "", without)))
 
 
 def _other_notes(found: Diagnosis) -> list[str]:
@@ -113,27 +170,43 @@ def _other_notes(found: Diagnosis) -> list[str]:
 
 def _resembles(found: Diagnosis) -> str:
     if not found.resembles:
-        return "no machine of the library; it was compared with itself"
+        return "with itself: it resembles no machine of the library"
     servers = max(1, len(found.topology.servers))
     whole = found.parts * servers
     if len(found.topology.gpus) == whole:
-        return found.resembles if servers == 1 else f"{found.resembles}, {servers} servers"
-    return f"{found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
+        return f"with {found.resembles}" + (f", {servers} servers" if servers > 1 else "")
+    return f"with {found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
 
 
 _TEXTS = {"devices": ("where", 30), "is": ("state", 32), "should be": ("should_be", 30)}
 """Columns of text with the attribute of the fault and most characters; a longer one stands in full below the table."""
 
 
-def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]]) -> str:
-    """Return a row for each fault; ``alone`` is the rate of the machine with this fault and no other."""
+MAX_FAULTS = 8
+"""Most faults without ``--all``."""
+
+
+def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]], *, every: bool) -> str:
+    """Return a row for each fault, costly ones first; the last columns are the rate with this fault alone."""
     rated = [collective for collective, each in costs.items() if each]
+    order = sorted(range(len(faults)), key=lambda i: [costs[name][i].alone for name in rated])
+    shown, left = folded(order, MAX_FAULTS, every=every)
     rows, cut = [], []
-    for i, fault in enumerate(faults):
+    for i in shown:
+        fault = faults[i]
         texts = [(printable(getattr(fault, name)), widest) for name, widest in _TEXTS.values()]
         short = [text if len(text) <= widest else f"{text[: widest - 1]}…" for text, widest in texts]
         rows.append((fault.kind, *short, *(f"{costs[name][i].alone:.6g}" for name in rated)))
         if short != [text for text, _ in texts]:
-            cut += textwrap.wrap(printable(f"{fault.kind}: {fault.text}"), 118, subsequent_indent="  ")
-    shown = table(("kind", *_TEXTS, *(f"{name} alone" for name in rated)), rows)
-    return "\n".join([shown, *(["", *dict.fromkeys(cut)] if cut else [])])
+            text = printable(f"{fault.kind}: {fault.text}")
+            cut += textwrap.wrap(text, 118, subsequent_indent="  ", max_lines=None if every else 2)
+    heads = [f"{collective_name(name)} with this fault only" for name in rated]
+    if len(heads) > 1:
+        heads = [f"{collective_name(name)} with it" for name in rated]
+    return "\n".join(
+        [
+            table(("kind", *_TEXTS, *heads), rows),
+            *folded_line(left, "fault"),
+            *(["", *list(dict.fromkeys(cut))[: None if every else 4]] if cut else []),
+        ]
+    )

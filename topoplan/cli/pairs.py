@@ -8,7 +8,20 @@ from collections.abc import Iterator, Sequence
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_all_options
-from topoplan.cli.output import Answer, Column, progress_line, records_of, table, write_whole
+from topoplan.cli.output import (
+    DEFAULT_LINES,
+    Answer,
+    Column,
+    few,
+    folded,
+    folded_line,
+    labelled,
+    progress_line,
+    records_of,
+    step_lines,
+    table,
+    write_whole,
+)
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.engines.nccl.pair_script import HOST_PATTERN, STARTERS, pair_script, server_hosts
 from topoplan.errors import TopologyError, UsageError
@@ -31,8 +44,8 @@ from topoplan.units import counted
 
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20
-MAX_PRINTED, FAR_BELOW, FAR_ABOVE = 8, 0.7, 1.05
-"""Most classes, links or pairs in a line of text; least and largest share of the stated rate that healthy pairs get."""
+MAX_PRINTED, FAR_BELOW, FAR_ABOVE = 4, 0.7, 1.05
+"""Most classes, links or pairs in a line of text; least and largest part of the stated rate that healthy pairs get."""
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -73,6 +86,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the tests")
+    arguments.declare(parser, "--all  print every test of every round, and every slow link")
     add_all_options(parser)
     parser.examples = (
         "topoplan pairs dgx-1v",
@@ -82,7 +96,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer | int:
-    """Plan rounds of tests of two GPUs, or find the links that make pairs slow from their results."""
+    """Plan rounds of tests of two GPUs, or find the slow links from their results (exit status 1 if there are any)."""
     asked_for = "json" if options.json else "csv" if options.csv else "text"
     form = options.format or asked_for
     if asked_for not in ("text", form):
@@ -137,12 +151,14 @@ def run(options: argparse.Namespace) -> Answer | int:
         several = max(Counter(topology.device(end).server for end in possible.ends).values())
         host_notes += (f"a result that names two servers is of up to {several} NICs of each, all at once",)
     return Answer(
-        text=lambda: _verdict_lines(topology, found, len(measured), missing),
+        text=lambda: [
+            *_verdict_lines(topology, found, len(measured), missing, every=options.all),
+            *(f"note: {note}" for note in host_notes),
+        ],
         value=lambda: {
             **verdict_to_object(topology, found, len(measured), missing),
             "notes": list(host_notes),
         },
-        notes=host_notes,
         status=1 if found.slow else 0,
     )
 
@@ -186,7 +202,7 @@ def _plan(options: argparse.Namespace, form: str, possible: PairTests, rounds: R
     named = [(str(number), tests) for number, tests in enumerate(rounds.rounds, 1)]
     named += [(str(tests[0].together), tests) for tests in rounds.fill]
     return Answer(
-        text=lambda: _round_lines(possible, rounds),
+        text=lambda: _round_lines(options, possible, rounds),
         value=lambda: rounds_to_object(possible, rounds),
         rows=lambda: [
             {"round": name, **row, "stated": f"{row['stated']:g}"}
@@ -205,26 +221,45 @@ TESTS: tuple[Column[PairTest], ...] = (
 )
 
 
-def _round_lines(possible: PairTests, rounds: Rounds) -> Iterator[str]:
-    yield f"{possible.topology.name}: {_summary(possible, rounds)}"
-    proved = len(rounds.rounds) == rounds.fewest
-    yield f"rounds  {'no fewer' if proved else f'at least {rounds.fewest}'}: {rounds.why}"
-    yield (
-        f"links   all {rounds.links} that pairs cross, {counted(rounds.times, 'time')} each where so many pairs do; "
-        f"{rounds.classes} {'class' if rounds.classes == 1 else 'classes'} distinguished,"
-    )
-    every = (
-        "as all pairs together would"
+def _round_lines(options: argparse.Namespace, possible: PairTests, rounds: Rounds) -> Iterator[str]:
+    """Yield the number of rounds and why, what they tell apart, the rounds, and the next step."""
+    yield f"{possible.topology.name}, {_summary(possible, rounds)}"
+    fewest = "the fewest possible" if len(rounds.rounds) == rounds.fewest else f"{rounds.fewest} at least"
+    finest = (
+        "as many as all pairs together"
         if rounds.classes == rounds.finest
-        else f"{rounds.finest} by all pairs together"
+        else f"all pairs together: {rounds.finest}"
     )
-    yield f"        {every}"
-    for number, tests in enumerate(rounds.rounds, 1):
-        yield f"\nround {number}"
-        yield from _in_fours([test.name for test in tests])
-    for tests in rounds.fill:
-        yield f"\nround {tests[0].together}, all at once to fill {_first_names(_filled_links(tests))}"
-        yield from _in_fours([test.name.split(" ")[0] for test in tests])
+    times = counted(rounds.times, "time")
+    classes = f"{rounds.classes} {'group' if rounds.classes == 1 else 'groups'} of links"
+    yield from labelled(
+        ("rounds", f"{fewest}: {rounds.why}"),
+        ("links", f"all {rounds.links} that pairs cross, {times} each where enough pairs cross them"),
+        ("told apart", f"{classes}, {finest}; the links of a group are slow or healthy together"),
+    )
+    yield ""
+    named = [(f"round {number}", tests) for number, tests in enumerate(rounds.rounds, 1)]
+    if options.all:
+        for name, tests in named:
+            yield name
+            yield from _in_fours([test.name for test in tests])
+    else:
+        shown, left = folded(named, DEFAULT_LINES - 8 - len(rounds.fill[:3]) - 1)
+        yield from labelled(*((name, _first_names([test.name for test in tests])) for name, tests in shown))
+        yield from folded_line(left, "round")
+    for tests in rounds.fill if options.all else rounds.fill[:3]:
+        yield f"round {tests[0].together}, all at once to fill {_first_names(_filled_links(tests))}"
+        if options.all:
+            yield from _in_fours([test.name.split(" ")[0] for test in tests])
+    where = "TOPO" if options.topo == "-" else options.topo
+    cluster = " … (same options)" if len(possible.topology.servers) > 1 else ""
+    yield ""
+    yield from step_lines(
+        (
+            f"topoplan pairs {where}{cluster} --format mpirun -o pairs.sh; run pairs.sh",
+            f"topoplan pairs {where}{cluster} --results FILE names the slow links (--all prints every test)",
+        )
+    )
 
 
 def _in_fours(names: Sequence[str]) -> Iterator[str]:
@@ -250,7 +285,7 @@ def _summary(possible: PairTests, rounds: Rounds) -> str:
     ways = "one way" if possible.one_way else "both ways at once"
     fill = f" and {len(rounds.fill)} that fill wide links" if rounds.fill else ""
     return (
-        f"{counted(len(possible.ends), 'GPU')}, {counted(len(rounds.tests), 'test')} in "
+        f"{counted(len(possible.ends), 'GPU')}: {counted(len(rounds.tests), 'test')} in "
         f"{counted(len(rounds.rounds), 'round')}{fill}, {ways}"
     )
 
@@ -331,23 +366,30 @@ def _class_to_object(one: SlowClass) -> dict[str, object]:
 
 
 def _verdict_lines(
-    topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str]
+    topology: Topology, found: SlowLinkReport, results: int, missing: Sequence[str], *, every: bool
 ) -> Iterator[str]:
-    healthy = ", ".join(f"{share:.0%} of what {kind} states" for kind, share in found.healthy.items())
-    yield f"{topology.name}: {counted(results, 'result')}, {len(found.slow)} slow; healthy pairs get {healthy}"
+    """Yield the verdict, the slow links, what stays open, and the next step."""
+    healthy = ", ".join(f"{100 * part:.0f} % of what {kind} states" for kind, part in found.healthy.items())
+    slow = "no pair is slow" if not found.slow else f"{len(found.slow)} of {counted(results, 'pair')} slow"
+    if found.named:
+        slow += f", by {few([_shared_words(one.links) for one in found.named], separator=', ', most=3)}"
+    yield f"{topology.name}: {slow}"
+    yield from labelled(("healthy", f"pairs get {healthy}"), ("results", f"{results}"))
     rows = [_row("slow", one) for one in found.named]
     for part in found.alternatives:
         for place, each in enumerate(part[:MAX_PRINTED]):
             heads = ["or" if place else "either", *("and" for _ in each[1:])]
             rows += [_row(head, one) for head, one in zip(heads, each, strict=True)]
     if rows:
+        shown, left = folded(rows, 8, every=every)
         yield ""
-        yield table(("", "link", "GB/s", "healthy", "slow pairs"), rows)
+        yield table(("", "link", "GB/s", "healthy", "slow pairs"), shown)
+        yield from folded_line(left, "row")
     if found.slow:
         yield ""
     together = [one for one in found.named if len(wire_names(one.links)) > 1]
     if together:
-        yield "links in one line occur together in every test: which of them it is, pairs cannot tell"
+        yield "links in one row occur together in every test: pairs cannot tell which of them is slow"
     if found.alternatives:
         yield "either … or …: each explains the same slow pairs; more pairs tell them apart"
     if found.unexplained:
@@ -364,23 +406,50 @@ def _verdict_lines(
     if found.unmeasured:
         yield f"not measured: {_first_names([_shared_words(links) for links in found.unmeasured])}"
     if missing:
-        yield f"asked for, and without a result: {counted(len(missing), 'pair')}: {_first_names(missing)}"
+        yield f"without a result: {counted(len(missing), 'pair')} of the rounds: {_first_names(missing)}"
     if not found.fewest:
         yield "note: too many slow pairs hang together for the smallest explanation; this is one that is small"
-    if not found.slow:
-        yield "no pair is slow"
-    above = [kind for kind, share in found.healthy.items() if share > FAR_ABOVE]
+    above = [kind for kind, part in found.healthy.items() if part > FAR_ABOVE]
     if above:
         yield (
             f"note: the pairs get more than {', '.join(above)} states; say with --nics and --nic-bandwidth which NICs "
             "the tests used together"
         )
-    below = [kind for kind, share in found.healthy.items() if share < FAR_BELOW]
+    below = [kind for kind, part in found.healthy.items() if part < FAR_BELOW]
     if below:
         yield (
-            f"note: even the faster pairs get less than {FAR_BELOW:.0%} of what {', '.join(below)} states; what slows "
-            "all of them equally is not found by comparing them"
+            f"note: even the faster pairs get less than {100 * FAR_BELOW:.0f} % of what {', '.join(below)} states; "
+            "what slows all of them equally is not found by comparing them"
         )
+    if not found.slow:
+        yield ""
+    yield from step_lines(_result_steps(topology, found, missing, below))
+
+
+def _result_steps(
+    topology: Topology, found: SlowLinkReport, missing: Sequence[str], below: Sequence[str]
+) -> list[str]:
+    """Return the next steps after results of pairs."""
+    ends = {end for one in found.named for src, dst, _ in one.links for end in (src, dst)}
+    kinds = {device.kind for device in topology.devices if device.name in ends}
+    steps = []
+    if "nvswitch" in kinds or kinds == {"gpu"}:
+        steps.append("nvidia-smi nvlink --errorcounters on these GPUs; reset them, then test again")
+    if "switch" in kinds:
+        steps.append("replace the cable, then the port, of these links; test again")
+    elif "nic" in kinds:
+        steps.append(
+            "ibv_devinfo and mlxlink on these NICs: rate, width, errors; then the PCIe slot (lspci -vv)"
+        )
+    if not steps and found.named:
+        steps.append("lspci -vv on these devices: LnkSta below LnkCap means a card that trained low")
+    if found.alternatives or found.unexplained:
+        steps.append("test again with --times 5, which crosses each link by more pairs")
+    if missing:
+        steps.append("run the tests without a result, then give all results again")
+    if below:
+        steps.append("compare with a test on another host of this kind: all pairs are slow here")
+    return steps or ["nothing to do"]
 
 
 def _row(head: str, one: SlowClass) -> tuple[str, ...]:
@@ -393,5 +462,4 @@ def _shared_words(links: Sequence[LinkKey]) -> str:
 
 
 def _first_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_PRINTED} more" if len(names) > MAX_PRINTED else ""
-    return ", ".join(names[:MAX_PRINTED]) + more
+    return few(names, separator=", ", most=MAX_PRINTED)

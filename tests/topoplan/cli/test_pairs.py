@@ -34,7 +34,9 @@ def test_rounds_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Three rounds of two tests, and why no fewer."""
     status, out, _ = run(capsys, *FOUR)
     assert status == 0
-    assert out.startswith("4 x dgx-1v: 4 GPUs, 6 tests in 3 rounds, both ways at once\nrounds  no fewer: ")
+    assert out.startswith(
+        "4 x dgx-1v, 4 GPUs: 6 tests in 3 rounds, both ways at once\nrounds       the fewest possible: "
+    )
     assert max(map(len, out.splitlines())) <= 120
     _, out, _ = run(capsys, *FOUR, "--json")
     made = json.loads(out)
@@ -62,7 +64,7 @@ def test_the_script_runs_and_its_results_are_read(
     script, results = tmp_path / "run.sh", tmp_path / "pairs.csv"
     hosts = ["--hosts", str(tmp_path / "hosts")]
     status, out, _ = run(capsys, *FOUR, "--format", starter, *hosts, "-o", str(script))
-    assert (status, out) == (0, f"written: {script}, 4 GPUs, 6 tests in 3 rounds, both ways at once\n")
+    assert (status, out) == (0, f"written: {script}, 4 GPUs: 6 tests in 3 rounds, both ways at once\n")
     calls = tmp_path / "calls"
     done = subprocess.run(
         ["bash", str(script)],
@@ -140,8 +142,9 @@ def test_healthy_results_end_well(capsys: pytest.CaptureFixture[str], tmp_path: 
     status, out, _ = run(capsys, *FOUR, "--results", str(results))
     assert status == 0
     assert "no pair is slow" in out
-    assert "without a result: 4 pairs" in out
-    assert "even the faster pairs get less than 70% of what network states" in out
+    assert "without a result: 4 pairs of the rounds" in out
+    assert "1. run the tests without a result" in out
+    assert "even the faster pairs get less than 70 % of what network states" in out
 
 
 NODES = ["dgx-h100", "--servers", "4", "--nics", "2", "--nic-bandwidth", "400Gb/s"]
@@ -168,5 +171,5 @@ def test_hosts_of_one_nic_are_tests_of_the_rounds(capsys: pytest.CaptureFixture[
     results.write_text("a,b,GB/s\nn1.gpu0,n2.gpu0,23\nn3.gpu0,n4.gpu0,24\n")
     status, out, _ = run(capsys, *FOUR, "--results", str(results))
     assert status == 0
-    assert "asked for, and without a result" in out
+    assert "without a result: 4 pairs of the rounds" in out
     assert "the pairs get more than network states; say with --nics" in out

@@ -320,18 +320,18 @@ def fewest_rounds(
     }
     if scarce:
         most, key = max((number, key) for key, number in scarce.items())
-        found.append((most, f"{_named(key)} is to be crossed {counted(most, 'time')}, once in a round"))
+        found.append((most, f"{_named(key)} must be crossed {counted(most, 'time')}, by one test per round"))
     need = {}
     for end in possible.ends:
         ways = [_turns(own.get((end, way), set()), wanted) for way in (True, False)]
         need[end] = sum(ways) if possible.one_way else max(ways)
     end, most = max(need.items(), key=lambda one: one[1])
-    found.append((most, f"{end} is to be tested {counted(most, 'time')}, once in a round"))
+    found.append((most, f"{end} must be tested {counted(most, 'time')}, once per round"))
     pairs = len(need) // 2 * 2
     found.append(
         (
             ceil(sum(need.values()) / pairs),
-            f"{len(need)} ends are to be tested {sum(need.values())} times, {pairs} of them in a round",
+            f"{len(need)} GPUs must be tested {sum(need.values())} times in all, and a round tests {pairs} of them",
         )
     )
     for key in crossing:
@@ -374,15 +374,18 @@ def _behind(
             together = (
                 1 if possible.one_way else max((test.src in turns) + (test.dst in turns) for test in tests)
             )
-            what = f"{len(turns)} ends are to be tested {sum(turns.values())} times across {_named(key)}"
+            what = (
+                f"{len(turns)} GPUs must be tested {sum(turns.values())} times in all across {_named(key)}, "
+                f"and a round has room for {together * at_once} of them"
+            )
             found.append((ceil(sum(turns.values()) / (together * at_once)), what))
     side = {test.src for test in tests if key in test.out} | {test.dst for test in tests if key in test.back}
     joined = any({test.src, test.dst} <= side for test in tests)
     if at_once == 1 and not possible.one_way and not joined and side and len(side) % 2 == 0:
         needed = sum(_turns(own.get((end, True), set()), wanted) for end in side) + wanted[key]
         what = (
-            f"whenever one of the {len(side)} ends behind {_named(key)} is tested across it, {wanted[key]} times, "
-            "another is idle"
+            f"{_named(key)} must be crossed {counted(wanted[key], 'time')}, and in such a round one of the {len(side)} "
+            "GPUs behind it has no partner"
         )
         if all(
             number in crossing[key]
