@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, cast
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import add_all_options, add_cluster_options, apply_cluster_options
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     MAX_COLUMNS,
     Answer,
     Column,
+    folded,
+    folded_line,
     gpu_set_lines,
+    labelled,
     note_lines,
     progress_line,
+    rank_names,
     records_of,
     table,
     table_of,
@@ -28,15 +33,25 @@ from topoplan.cli.output import (
 )
 from topoplan.cli.sources import printable_machine, read_machine
 from topoplan.errors import UsageError
+from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.comparison import compare, compare_all
 from topoplan.operate.compare.costs import ServerCosts, WithoutServer, without_each_server
 from topoplan.operate.compare.differences import COLLECTIVES, Difference, Differences, differences
 from topoplan.operate.compare.recommendation import MOST_SETS
-from topoplan.operate.compare.table import HEADS, Comparison, format_table, summary, to_object
-from topoplan.plans.plan import check_collective
+from topoplan.operate.compare.table import (
+    EQUAL,
+    HEADS,
+    NO_RING,
+    Comparison,
+    beats_nccl,
+    format_table,
+    summary,
+    to_object,
+)
+from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.reading.load import load
-from topoplan.units import bus_factor, counted, name_ranges, number_ranges
+from topoplan.units import bus_factor, bus_words, counted, name_ranges, number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,6 +75,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_plot(parser, "the rates as bars")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
+    arguments.declare(
+        parser,
+        """
+        --all      with --all-allocations, print every class, and every column
+        --members  with --all-allocations, print the allocations of each class
+        """,
+    )
     add_all_options(parser, in_network=True)
     parser.examples = (
         "topoplan compare dgx-1v --gpus 1,4,5,7",
@@ -130,7 +152,7 @@ def run(options: argparse.Namespace) -> Answer:
             rows = (one,)
     if options.plot and not any(math.isfinite(row.trees) for row in rows):
         raise UsageError("nothing moves on a single GPU, so there are no bars to draw; leave out --plot")
-    title = f"{collective} on {topology.name}"
+    title = f"{collective_name(collective)} on {topology.name}"
 
     def figure() -> Figure:
         from topoplan.operate.plot.charts import draw_comparison
@@ -144,7 +166,9 @@ def run(options: argparse.Namespace) -> Answer:
         )
     named = {"machine": topology.name, "collective": collective, "notes": list(topology.notes)}
     return Answer(
-        text=lambda: [title, *_lines(best_first, every=options.all_allocations)],
+        text=lambda: (
+            _class_lines(title, best_first, options) if options.all_allocations else _lines(topology, rows[0])
+        ),
         value=lambda: {**named, **to_object(best_first)},
         rows=lambda: _rows(best_first),
         figure=figure,
@@ -152,20 +176,104 @@ def run(options: argparse.Namespace) -> Answer:
     )
 
 
-def _lines(rows: Sequence[Comparison], *, every: bool) -> Iterator[str]:
-    """Yield the table; with all allocations their lists, the legend and the summary too."""
-    yield format_table(rows, widest=terminal_width() or MAX_COLUMNS)
-    if not every:
+def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
+    """Yield the verdict on one allocation, the rate of the trees, and a row for each other schedule."""
+    ranks = len(row.gpus)
+    names = rank_names([topology.gpus[gpu] for gpu in row.gpus])
+    where = f"{collective_name(row.collective)} on {topology.name}, {counted(ranks, 'GPU')} ({names})"
+    if not math.isfinite(row.trees):
+        yield f"{where}: a single GPU sends nothing"
         return
-    several = [row for row in rows if row.members > 1]
-    if several:
+    noun = "path" if row.collective == ALL_TO_ALL else "tree"
+    yield f"{where}, over {channel_words((row.channel or '').split('+'))}: {_beside_nccl(row, f'{noun}s')}"
+
+    def both(rate: float) -> str:
+        return f"{rate:.6g} GB/s{bus_words(rate, row.collective, ranks)}"
+
+    yield from labelled(
+        ("algbw", f"{both(row.trees)}, {counted(row.tree_count, noun)} of height {row.height}"),
+        ("upper bound", both(row.bound)),
+        (
+            "in-network",
+            f"{both(row.in_network)} if switches add (--in-network nvswitch)" if row.in_network else "",
+        ),
+    )
+    every: list[tuple[str, float | None]] = [
+        (f"NCCL's best today: {row.nccl_kind}", row.nccl or None),
+        (f"NCCL before 2.8: {row.ring_kind}", row.ring or None),
+        ("ring with relayed hops", row.relay),
+        ("double binary tree", row.double_tree),
+        *row.others,
+    ]
+    found = [(name, rate) for name, rate in every if rate]
+    factor = bus_factor(row.collective, ranks)
+    if found:
         yield ""
-    for row in several:
-        yield gpu_set_lines(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members)
-    yield f"\n{HEADS}\n\n{summary(rows)}"
+        yield table(
+            ("schedule", "algbw", "busbw", f"{noun}s / it"),
+            [
+                (name, f"{rate:.2f}", f"{rate * factor:.2f}", f"{row.trees / rate:.2f}x")
+                for name, rate in found
+            ],
+        )
+
+
+def _beside_nccl(row: Comparison, trees: str) -> str:
+    """Return how the trees, or paths, do beside NCCL's best."""
+    if row.nccl_kind == NO_RING or row.nccl_ratio is None:
+        return "NCCL has no schedule here"
+    if abs(row.nccl_ratio - 1) <= EQUAL:
+        return f"{trees} and NCCL's best ({row.nccl_kind}) are equally fast"
+    return f"{trees} do {row.nccl_ratio:.2f}x NCCL's best ({row.nccl_kind})"
+
+
+def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Namespace) -> Iterator[str]:
+    """Yield the summary, then the classes where trees beat NCCL's best, or all of them."""
+    faster = [row for row in rows if beats_nccl(row)]
+    whole = summary(rows)
+    if faster:
+        most = max(row.nccl_ratio or 0.0 for row in faster)
+        yield (
+            f"{title}: trees beat NCCL's best in {len(faster)} of {len(rows)} classes of allocations, by up to "
+            f"{most:.2f}x"
+        )
+    else:
+        yield f"{title}: trees beat NCCL's best in none of {len(rows)} classes of allocations"
+    yield f"{whole}"
     over_nvlink = [row for row in rows if row.channel == "nvlink"]
-    if 0 < len(over_nvlink) < len(rows):
+    if options.all and 0 < len(over_nvlink) < len(rows):
         yield f"\nof these, over NVLink:\n{summary(over_nvlink)}"
+    # without the blank line, the head, its legend, the hint and the notes
+    most = DEFAULT_LINES - 7 - len(str(whole).splitlines())
+    shown, left = folded(faster or rows, most, every=options.all)
+    if options.all:
+        yield f"\n{format_table(rows, widest=terminal_width() or MAX_COLUMNS)}\n{HEADS}"
+    elif shown:
+        yield f"\n{table_of(FASTER, shown)}"
+        if left:
+            yield f"… and {left} more"
+        yield "algbw in GB/s; allocations: how many have isomorphic links; trees / NCCL: over NCCL's best"
+    if options.members:
+        yield ""
+        for row in shown:
+            yield gpu_set_lines(f"as {number_ranges(row.gpus)}: ", row.allocations, row.members)
+    elif not options.all:
+        yield f"--all prints all {len(rows)} classes, --members the allocations of each, --csv every column"
+
+
+FASTER: tuple[Column[Comparison], ...] = (
+    Column("GPUs", value="gpus", form=number_ranges),
+    Column("allocations", value="members"),
+    Column("over", value="channel"),
+    Column("trees", value="trees", form=".2f"),
+    Column("busbw", value=lambda row: row.trees * bus_factor(row.collective, len(row.gpus)), form=".2f"),
+    Column("upper bound", value="bound", form=".2f"),
+    Column("NCCL", value="nccl", form=".2f"),
+    Column("NCCL algorithm", value="nccl_kind"),
+    Column("trees / NCCL", value="nccl_ratio", form="{:.2f}x".format),
+    Column("ring", value=lambda row: row.ring or None, form=".2f"),
+)
+"""Columns of the classes where trees beat NCCL's best."""
 
 
 def _without_each_server(options: argparse.Namespace, collective: str) -> Answer:
@@ -179,11 +287,19 @@ def _without_each_server(options: argparse.Namespace, collective: str) -> Answer
             progress=progress,
         )
     every = (found.whole, *found.rows)
+    shown, left = folded(every, DEFAULT_LINES - 6 - len(found.slow), every=options.all)
     notes = [
-        f"{_server_words(row.servers) or 'all'}: {row.gap:.2%} below the bound" for row in every if row.gap
+        f"{_server_words(row.servers) or 'all'}: {100 * row.gap:.2f} % below the upper bound"
+        for row in every
+        if row.gap
     ]
     return Answer(
-        text=lambda: [f"{collective} on {machine.whole.name}", *_server_lines(found)],
+        text=lambda: [
+            *_server_verdict(f"{collective_name(collective)} on {machine.whole.name}", found),
+            "",
+            table_of(_server_columns(found), shown),
+            *folded_line(left, "server"),
+        ],
         value=lambda: costs_to_object(found, machine.whole),
         rows=lambda: records_of(_server_columns(found), every),
         notes=(*machine.whole.notes, *notes),
@@ -202,7 +318,7 @@ def _server_columns(found: ServerCosts) -> tuple[Column[WithoutServer], ...]:
     return (
         Column("servers", "servers", lambda row: list(row.servers), _all_but),
         Column("GPUs", "gpus"),
-        Column("GB/s", "rate", form=positive),
+        Column("algbw", "rate", form=positive),
         Column("busbw", "busbw", "bus", positive),
         Column(None, "gap"),
         Column(None, "gain", found.gain),
@@ -210,17 +326,17 @@ def _server_columns(found: ServerCosts) -> tuple[Column[WithoutServer], ...]:
     )
 
 
-def _server_lines(found: ServerCosts) -> Iterator[str]:
-    yield table_of(_server_columns(found), (found.whole, *found.rows))
+def _server_verdict(title: str, found: ServerCosts) -> Iterator[str]:
+    """Yield whether a server slows the others down, a line for each that does."""
     least = found.rows[-1].rate
     fewer = f"; without any other {least:.4g}" if least > found.whole.rate and len(found.rows) == 2 else ""
-    for row in found.slow:
-        yield (
-            f"{row.servers[0]} holds the others back: they do {row.rate:.4g} GB/s of algorithm bandwidth without it, "
-            f"{found.whole.rate:.4g} with it{fewer}"
-        )
     if not found.slow:
-        yield "no server by itself holds the others back"
+        yield f"{title}: no server by itself slows the others down"
+        return
+    names = ", ".join(row.servers[0] for row in found.slow[:3])
+    yield f"{title}: {names} {'slows' if len(found.slow) == 1 else 'slow'} the others down"
+    for row in found.slow:
+        yield f"without {row.servers[0]} algbw {row.rate:.4g} GB/s, with it {found.whole.rate:.4g}{fewer}"
 
 
 def _server_words(names: Sequence[str]) -> str:
@@ -244,8 +360,8 @@ def costs_to_object(found: ServerCosts, topology: Topology) -> dict[str, object]
     }
 
 
-MAX_NAMED, MAX_NAMES_LENGTH = 4, 44
-"""Most devices or wires in a row, and most characters of their names."""
+MAX_NAMED, MAX_NAMES_LENGTH, MAX_CELLS = 4, 44, (20, 36, 17, 17)
+"""Most devices or links in a row, most characters of their names, and of each cell without ``--all``."""
 
 _RATE_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps")
 
@@ -254,6 +370,7 @@ def add_diff_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser)
     arguments.declare(parser, "other TOPO2  the other description (B; TOPO is A), or - for stdin")
     arguments.add_json(parser)
+    arguments.declare(parser, "--all  print every difference")
     add_cluster_options(parser)
     parser.examples = (
         "topoplan diff dgx-1v topo.txt",
@@ -279,7 +396,7 @@ def run_diff(options: argparse.Namespace) -> Answer:
     size = len(apply_cluster_options(options, first).gpus), len(apply_cluster_options(options, second).gpus)
     names = ["stdin" if one == "-" else one for one in (options.topo, options.other)]
     return Answer(
-        text=lambda: _difference_lines(found, size, names),
+        text=lambda: _difference_lines(found, size, names, options),
         value=lambda: differences_to_object(found, size),
         status=1 if found.rows else 0,
     )
@@ -333,34 +450,28 @@ def differences_to_object(found: Differences, size: Sequence[int]) -> dict[str, 
     }
 
 
-MAX_NAME_LENGTH = 60
-"""Most characters of a machine's name in the table; a longer path loses its beginning."""
+MAX_NAME_LENGTH, MAX_TITLE_LENGTH = 60, 28
+"""Most characters of a machine's name in the table and in the verdict; a longer path loses its beginning."""
 
 
-def _difference_lines(found: Differences, size: Sequence[int], names: Sequence[str]) -> Iterator[str]:
+def _difference_lines(
+    found: Differences, size: Sequence[int], names: Sequence[str], options: argparse.Namespace
+) -> Iterator[str]:
     changing = sum(map(found.changes, found.rows))
-    summary = "no difference"
+    short = [_cut_front(name, MAX_NAME_LENGTH) for name in names]
     if found.rows:
-        by_itself = "changes the bound by itself" if changing < 2 else "change the bound by themselves"
-        summary = f"{counted(len(found.rows), 'difference')}, {changing or 'none'} of which {by_itself}"
-    yield summary
+        alone = "changes the upper bound alone" if changing == 1 else "change the upper bound alone"
+        verdict = f"{counted(len(found.rows), 'difference')}, {changing or 'none'} of which {alone}"
+    else:
+        verdict = "no difference"
+    yield f"{_cut_front(names[0], MAX_TITLE_LENGTH)} and {_cut_front(names[1], MAX_TITLE_LENGTH)}: {verdict}"
     yield ""
     sides = [
-        (
-            side,
-            name if len(name) <= MAX_NAME_LENGTH else f"…{name[1 - MAX_NAME_LENGTH :]}",
-            str(gpus),
-            *_both_bandwidths(bounds, gpus),
-        )
-        for side, name, gpus, bounds in zip("AB", names, size, (found.bounds_a, found.bounds_b), strict=True)
+        (side, name, str(gpus), *_both_bandwidths(bounds, gpus))
+        for side, name, gpus, bounds in zip("AB", short, size, (found.bounds_a, found.bounds_b), strict=True)
     ]
-    heads = [head for collective in COLLECTIVES for head in (collective, "busbw")]
+    heads = [head for collective in COLLECTIVES for head in (f"{collective_name(collective)} bound", "busbw")]
     yield table(("", "machine", "GPUs", *heads), sides)
-    if not found.rows:
-        return
-    yield "\nwith one difference alone, A's bound is"
-    rows = [(row.what, _device_names(row), row.a, row.b, *_bound_change(found, row)) for row in found.rows]
-    yield table(("what", "which", "in A", "in B", *COLLECTIVES), rows)
     notes = []
     if any(row.what.startswith("bus id") for row in found.rows):
         notes.append(
@@ -368,7 +479,26 @@ def _difference_lines(found: Differences, size: Sequence[int], names: Sequence[s
         )
     if found.bounds_a != found.bounds_b and not changing:
         notes.append("the bounds differ, and no difference by itself makes that: they do together")
+    if found.rows:
+        rows, left = folded(found.rows, DEFAULT_LINES - 8 - len(notes), every=options.all)
+        yield "\nupper bound of A with one difference only"
+        cells = []
+        for row in rows:
+            texts = [row.what, _device_names(row), row.a, row.b]
+            if not options.all:
+                texts = [*map(_cut, texts, MAX_CELLS)]
+            cells.append((*texts, *_bound_change(found, row)))
+        yield table(("what", "which", "in A", "in B", *map(collective_name, COLLECTIVES)), cells)
+        yield from folded_line(left, "difference")
     yield from note_lines(*notes)
+
+
+def _cut_front(text: str, most: int) -> str:
+    return text if len(text) <= most else f"…{text[1 - most :]}"
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _both_bandwidths(bounds: Sequence[float], gpus: int) -> list[str]:
@@ -391,7 +521,9 @@ def _device_names(row: Difference) -> str:
         if len(short) <= MAX_NAMES_LENGTH:
             return short
     kept: list[str] = []
-    for name in row.names[:MAX_NAMED]:
+    for named in row.names[:MAX_NAMED]:
+        first, beside, others = named.partition(" with ")
+        name = f"{first}{beside}{', '.join(name_ranges(others.split(', ')))}" if beside else first
         if kept and len(", ".join([*kept, name])) > MAX_NAMES_LENGTH:
             break
         kept.append(name)

@@ -8,10 +8,14 @@ from collections.abc import Iterator, Sequence
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.output import (
+    DEFAULT_LINES,
     Answer,
     Column,
+    folded,
+    folded_line,
     gpu_set_lines,
     in_network_words,
+    labelled,
     progress_line,
     records_of,
     table_of,
@@ -22,7 +26,7 @@ from topoplan.machine.fabric import channel_words
 from topoplan.operate.compare.job_division import Division, JobGpus, divide
 from topoplan.operate.compare.recommendation import GpuSet, recommend
 from topoplan.plans.file_values import finite
-from topoplan.plans.plan import check_collective
+from topoplan.plans.plan import check_collective, collective_name
 from topoplan.solve.upper_bound import bound
 from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
@@ -43,6 +47,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_collective(parser)
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
+    arguments.declare(
+        parser,
+        """
+        --all      print every class of sets
+        --members  print every set of the classes
+        """,
+    )
     add_all_options(parser, in_network=True)
     parser.examples = (
         "topoplan recommend dgx-1v --count 4",
@@ -65,7 +76,7 @@ def run(options: argparse.Namespace) -> Answer:
             found = divide(machine.whole, options.jobs, collective, free=free, progress=progress)
         columns = _job_columns(collective)
         return Answer(
-            text=lambda: _job_lines(machine, collective, found),
+            text=lambda: _job_lines(machine, collective, found, every=options.all),
             value=lambda: {
                 **named,
                 "free": list(free),
@@ -83,7 +94,7 @@ def run(options: argparse.Namespace) -> Answer:
         sets = recommend(machine.whole, options.count, collective, free=free, progress=progress)
     factor = bus_factor(collective, options.count)
     return Answer(
-        text=lambda: _set_lines(machine, collective, sets, factor),
+        text=lambda: _set_lines(machine, collective, sets, factor, options),
         value=lambda: {
             **named,
             "count": options.count,
@@ -115,35 +126,40 @@ def _job_columns(collective: str) -> tuple[Column[JobGpus], ...]:
 
     return (
         Column("GPUs", "gpus", lambda job: list(job.gpus), number_ranges),
-        Column("GB/s", "rate", lambda job: finite(job.rate), ".6g"),
+        Column("algbw", "rate", lambda job: finite(job.rate), ".6g"),
         Column("busbw", "busbw", bus, ".6g"),
         Column("alone", "alone", lambda job: finite(job.alone), ".6g"),
         Column("best set", "best", lambda job: finite(job.best), ".6g"),
-        Column("part", "part", form=".4g"),
+        Column("of best", "part", form=".4g"),
         Column("shares links", "shares_links", form=lambda shares: "yes" if shares else "no"),
     )
 
 
-def _job_lines(machine: RequestedMachine, collective: str, found: Division) -> Iterator[str]:
+def _job_lines(machine: RequestedMachine, collective: str, found: Division, *, every: bool) -> Iterator[str]:
     """Yield a row for each job, and what the division maximises."""
     sizes = ",".join(str(len(job.gpus)) for job in found.jobs)
     best = "the best" if found.proved else "a good one"
-    ways = f"{best} of {found.ways:,} ways" if found.ways != 1 else "the one way"
-    yield f"{collective} in jobs of {sizes} GPUs on {machine.whole.name}: {ways} to divide it\n"
-    yield table_of((Column("job", value=found.jobs.index), *_job_columns(collective)), found.jobs)
-    yield "\nGB/s: all jobs at once; alone: these GPUs by themselves; best set: the best GPUs for a job of this size"
-    yield "part: GB/s over best set; the least part is as large as can be, and among such ways the sum of the parts"
-    for job in found.jobs:
+    ways = f"{best} of {found.ways:,} divisions" if found.ways != 1 else "the only division"
+    parts = " | ".join(number_ranges(job.gpus) for job in found.jobs)
+    yield (
+        f"{collective_name(collective)} in jobs of {sizes} GPUs on {machine.whole.name}: "
+        f"{parts if len(parts) <= 60 else 'GPUs as below'} ({ways})\n"
+    )
+    jobs, left = folded(found.jobs, DEFAULT_LINES - 9, every=every)
+    yield table_of((Column("job", value=found.jobs.index), *_job_columns(collective)), jobs)
+    yield from folded_line(left, "job")
+    yield "\nalgbw in GB/s while all jobs run; alone: this job only; best set: the best GPUs for a job of this size"
+    yield "of best: algbw / best set; the least of these is as large as possible, then their sum"
+    for job in found.jobs if every else [job for job in found.jobs if not job.part][:3]:
         if not job.part:
             yield (
-                f"no NVLink, PCIe or network path of this description joins GPUs {number_ranges(job.gpus)}, "
-                "so a job there does 0 GB/s"
+                f"no NVLink, PCIe or network path of this description joins GPUs {number_ranges(job.gpus)}: 0 GB/s"
             )
     if any(job.shares_links for job in found.jobs):
-        yield "shares links: its wires meet those of another job; GB/s holds while both run"
+        yield "shares links: with another job; algbw holds while both run"
     if not found.complete:
-        better = "in the sum of the parts" if found.proved else "in the least part"
-        yield f"not all ways were looked at, only the most promising: one that is better {better} may exist"
+        better = "sum of the parts" if found.proved else "least part"
+        yield f"only the most promising divisions were searched: one with a better {better} may exist"
 
 
 def _free_gpus(options: argparse.Namespace, machine: RequestedMachine) -> tuple[int, ...]:
@@ -178,45 +194,80 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
 
 
 def _set_lines(
-    machine: RequestedMachine, collective: str, sets: Sequence[GpuSet], factor: float
+    machine: RequestedMachine,
+    collective: str,
+    sets: Sequence[GpuSet],
+    factor: float,
+    options: argparse.Namespace,
 ) -> Iterator[str]:
-    """Yield classes best first, each with its sets, and what the best set leaves."""
+    """Yield the best set and what it leaves, then classes best first, each with its sets."""
     best = sets[0]
     by_class: dict[int, list[GpuSet]] = {}
     for one in sorted(sets, key=lambda one: one.number):
         by_class.setdefault(one.number, []).append(one)
     classes = [*by_class.values()]
-    yield (
-        f"{collective} on {machine.whole.name}: {counted(len(sets), 'set')} of {len(best.gpus)} GPUs, "
-        f"in {len(classes)} {'class' if len(classes) == 1 else 'classes'}, best first"
-    )
+    count = len(best.gpus)
+    free = len({gpu for one in sets for gpu in one.gpus})
+    title = f"{collective_name(collective)} on {machine.whole.name}"
     if best.channel is None:
-        yield f"best   none: no path joins any {len(best.gpus)} of these GPUs"
+        yield f"{title}: no path joins any {count} of the {free} GPUs"
+        return
+    over = channel_words(best.channel.split("+"))
+    rate = f"{best.rate:.6g} GB/s{bus_words(best.rate, collective, count)}, over {over}"
+    if len(classes) == 1:
+        chosen = f"all {free} GPUs" if free == count else f"any {count} of the {free} GPUs: all equal"
+        yield f"{title}, {chosen}"
     else:
-        over = channel_words(best.channel.split("+"))
-        bus = bus_words(best.rate, collective, len(best.gpus))
-        yield f"best   {number_ranges(best.gpus)}: {best.rate:.6g} GB/s{bus}, over {over}"
-        beyond = in_network_words(bound(machine.whole, collective, gpus=best.gpus))
-        if beyond:
-            yield f"       {beyond}"
-        yield f"leaves {_remaining_words(best, sets)}"
+        yield f"{title}: GPUs {number_ranges(best.gpus)} are the best {count}"
+    upper = f"{best.bound:.6g} GB/s{bus_words(best.bound, collective, count)}"
+    yield from labelled(
+        ("algbw", rate),
+        ("upper bound", upper),
+        ("in-network", in_network_words(bound(machine.whole, collective, gpus=best.gpus))),
+        ("leaves", _remaining_words(best, sets)),
+    )
+    if len(classes) == 1:
+        nccl = f"{best.nccl:.6g} GB/s{bus_words(best.nccl, collective, count)} by {best.nccl_kind}"
+        yield from labelled(("NCCL's best", nccl if best.nccl else "no schedule here"))
+        if options.members:
+            yield ""
+            yield gpu_set_lines("sets: ", [one.gpus for one in sets], len(sets))
+        return
     columns: tuple[Column[list[GpuSet]], ...] = (
         Column("class", value=lambda group: group[0].number),
-        Column("GB/s", value=lambda group: group[0].rate, form=".6g"),
+        Column("algbw", value=lambda group: group[0].rate, form=".6g"),
         Column("busbw", value=lambda group: group[0].rate * factor, form=".6g"),
-        Column("bound", value=lambda group: group[0].bound, form=".6g"),
-        Column("ring", value=lambda group: [one.ring for one in group], form=_rate_range),
-        Column("ring is", value=lambda group: group[0].ring_kind),
+        Column("upper bound", value=lambda group: group[0].bound, form=".6g"),
         Column("NCCL", value=lambda group: group[0].nccl, form=".6g"),
-        Column("NCCL is", value=lambda group: group[0].nccl_kind),
+        Column("NCCL algorithm", value=lambda group: group[0].nccl_kind),
+        Column("ring", value=lambda group: [one.ring for one in group], form=_rate_range),
         Column("over", value=lambda group: group[0].channel or "none"),
         Column("sets", value=len),
+        Column("GPUs", value=_first_sets),
     )
-    yield f"\n{table_of(columns, classes)}\n"
-    for group in classes:
-        yield gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group))
-    yield "\nGB/s: packed trees, algorithm bandwidth; busbw: as nccl-tests counts; bound: what no plan exceeds"
-    yield "ring: NCCL's before 2.8; NCCL: the best that NCCL has today; sets of a class have equal wires"
+    shown, left = folded(classes, DEFAULT_LINES - 11, every=options.all)
+    yield f"\n{table_of(columns, shown)}"
+    if left:
+        sets_left = sum(map(len, classes[len(shown) :]))
+        yield f"… and {left} more classes of {counted(sets_left, 'set')}, none better; --all prints them"
+    yield f"{counted(len(sets), 'set')} in {len(classes)} classes with isomorphic links; --members prints the sets"
+    yield "algbw in GB/s, of packed trees; NCCL: its best today; ring: of NCCL before 2.8"
+    if options.members:
+        yield ""
+        for group in shown:
+            yield gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group))
+
+
+MAX_SETS_LENGTH = 24
+"""Most characters of the first sets of a class in the table."""
+
+
+def _first_sets(group: Sequence[GpuSet]) -> str:
+    """Return the first sets of a class."""
+    text = "  ".join(number_ranges(one.gpus) for one in group[:2])
+    first = number_ranges(group[0].gpus)
+    text = text if len(text) <= MAX_SETS_LENGTH else first
+    return text if len(group) <= (2 if text != first else 1) else f"{text}  …"
 
 
 def _rate_range(rates: Sequence[float]) -> str:

@@ -306,7 +306,7 @@ def test_summary_is_the_plain_arithmetic_of_its_rows() -> None:
         sum(row.members for row in every if row.channel == "nvlink" and row.ring_kind == "pcie ring") == 104
     )
     text = str(summary(every))
-    assert text.startswith("247 allocations in 58 classes, 0 with trees below the ring\n21 classes ")
+    assert text.startswith("247 allocations in 58 classes\n21 classes ")
     assert "10 classes have no NVLink path" in text
     rows = [
         replace(every[1], ratio=ratio, members=members, relay_ratio=None)
@@ -367,11 +367,11 @@ def test_the_table_has_the_same_columns_on_every_line() -> None:
     assert len(lines) == 1 + 58
     assert len({len(line) for line in lines}) == 1
     heads = (
-        "GPUs members channel trees busbw bound count height ring ring kind /ring relay /relay "
-        "nccl nccl is /nccl binary"
+        "GPUs allocations channel trees busbw bound count height ring ring type /ring relay /relay "
+        "NCCL NCCL algorithm /NCCL double tree"
     )
     assert lines[0].split() == heads.split()
-    kind = lines[0].index("ring kind")
+    kind = lines[0].index("ring type")
     assert {line[kind : kind + 11].strip() for line in lines[1:]} == {"nvlink ring", "pcie ring"}
     assert lines[-1].split()[:6] == ["0-7", "1", "nvlink", "85.71", "150.00", "85.71"]
     assert "  1.00x  " in lines[-1]

@@ -208,7 +208,7 @@ def test_the_command_prints_the_jobs_in_their_order(run: Run) -> None:
     assert (found["least"], found["proved"]) == (1.0, True)
     status, out, err = run("recommend", "pcie-x8", "--jobs", "3,3,2")
     assert (status, err) == (0, "")
-    assert "  1  3-5     10  13.3333     10        18  0.5556  no\n" in out
+    assert "  1  3-5      10  13.3333     10        18   0.5556  no\n" in out
     assert max(len(line) for line in out.splitlines()) <= 120
     csv = run("recommend", "dgx-1v", "--jobs", "4,4", "--csv")[1]
     assert csv.splitlines()[1].startswith("0-3,75.0,112.5,")
@@ -218,6 +218,6 @@ def test_the_command_tells_of_a_job_that_no_path_joins(run: Run, tmp_path: Path)
     """Four GPUs of which NVLink joins two, and nothing else is described: the other two do 0 GB/s, and why."""
     file = tmp_path / "machine.json"
     file.write_text(machine(4, both_ways({("gpu0", "gpu1"): 50.0})).to_json(), encoding="utf-8")
-    told = "no NVLink, PCIe or network path of this description joins GPUs 2,3, so a job there does 0"
+    told = "no NVLink, PCIe or network path of this description joins GPUs 2,3: 0 GB/s"
     assert told in run("recommend", str(file), "--jobs", "2,2")[1]
     assert "no NVLink" not in run("recommend", "v100x4", "--jobs", "2,2")[1]

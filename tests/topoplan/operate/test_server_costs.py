@@ -76,13 +76,14 @@ def test_the_command_prints_a_row_for_each_kind_of_server(run: Run, tmp_path: Pa
     )
     command = ("compare", str(path), "--without-each-server")
     lines = run(*command)[1].splitlines()
-    assert lines[1:5] == [
-        "servers              GPUs   GB/s  busbw  of all",
+    assert lines[0] == "all_reduce on 3 x dgx-1v + dgx-1v: s3 slows the others down"
+    assert lines[1].startswith("without s3 algbw 9.375 GB/s, with it 3.125")
+    assert lines[3:7] == [
+        "servers              GPUs  algbw  busbw  of all",
         "all                     4  3.125  4.688",
         "all but s3              3  9.375   12.5   3.00x",
         "all but one of s0-2     3  3.125  4.167   1.00x",
     ]
-    assert lines[5].startswith("s3 holds the others back: they do 9.375 GB/s")
     made = json.loads(run(*command, "--json")[1])
     assert made["all"]["rate"] == 3.125
     rows = [(row["servers"], row["gain"]) for row in made["without"]]

@@ -17,7 +17,8 @@ NO_RING = "none"
 DOUBLE_TREE = "double binary tree"
 """Kind of a baseline that NCCL does not have in this form."""
 
-_EQUAL = 1e-6
+EQUAL = 1e-6
+"""Relative difference up to which two rates count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,13 @@ class Summary:
     nccl_weighted_mean: float | None = None
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.allocations} allocations in {self.classes} classes, {self.below_ring} with trees below the ring"
-        ]
         apart = (
+            (self.below_ring, "have trees below the ring"),
             (self.without_nvlink_ring, "have NVLink but no NVLink ring: their ring runs over PCIe"),
-            (self.over_pcie, "have no NVLink path and run over PCIe, beside NVLink where it joins some"),
+            (self.over_pcie, "have no NVLink path for all GPUs and use PCIe too"),
             (self.without_plan, "have no path at all"),
         )
+        lines = [f"{self.allocations} allocations in {self.classes} classes"]
         lines += [f"{number} classes {what}" for number, what in apart if number]
         if self.nccl_lowest is not None:
             lines.append(
@@ -136,14 +136,19 @@ class Summary:
             )
         if self.lowest is not None:
             lines.append(
-                f"trees / ring: {self.lowest:.3g} to {self.highest:.3g}, geometric mean {self.mean:.3g} over classes "
-                f"and {self.weighted_mean:.3g} over allocations"
+                f"trees / ring of NCCL before 2.8: {self.lowest:.3g} to {self.highest:.3g}, geometric mean "
+                f"{self.mean:.3g} over classes and {self.weighted_mean:.3g} over allocations"
             )
         if self.relay_mean is not None:
             lines.append(
-                f"trees / relaying ring: up to {self.relay_highest:.3g}, geometric mean {self.relay_mean:.3g}"
+                f"trees / ring with relayed hops: up to {self.relay_highest:.3g}, geometric mean {self.relay_mean:.3g}"
             )
         return "\n".join(lines)
+
+
+def beats_nccl(row: Comparison) -> bool:
+    """Return whether the trees are faster than NCCL's best, by more than one part in a million."""
+    return row.nccl_ratio is not None and row.nccl_ratio > 1 + EQUAL
 
 
 def summary(rows: Sequence[Comparison]) -> Summary:
@@ -167,7 +172,7 @@ def summary(rows: Sequence[Comparison]) -> Summary:
         weighted_mean=_geometric_mean(pairs),
         relay_highest=max(relayed, default=None),
         relay_mean=_geometric_mean([(ratio, 1) for ratio in relayed]),
-        nccl_equal=sum(ratio <= 1 + _EQUAL for ratio, _ in nccl),
+        nccl_equal=sum(ratio <= 1 + EQUAL for ratio, _ in nccl),
         nccl_lowest=min((ratio for ratio, _ in nccl), default=None),
         nccl_highest=max((ratio for ratio, _ in nccl), default=None),
         nccl_mean=_geometric_mean([(ratio, 1) for ratio, _ in nccl]),
@@ -184,9 +189,9 @@ def _geometric_mean(pairs: Sequence[tuple[float, int]]) -> float | None:
 def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> str:
     """Return one line for each comparison under a line of heads, without a final newline; rates in GB/s.
 
-    ``/ring``, ``/relay`` and ``/nccl`` are the trees' rate over the preceding column, ``busbw`` is the trees' bus
-    bandwidth, ``nccl`` is NCCL's best, with its name, and ``binary`` the double binary tree. ``in network`` appears if
-    switches could add and do not: the trees' rate with them. A dash means no value.
+    ``/ring``, ``/relay`` and ``/NCCL`` are the trees' rate over the preceding column, ``busbw`` is the trees' bus
+    bandwidth, ``NCCL`` is NCCL's best, with its algorithm, and ``double tree`` the double binary tree. ``in-network``
+    appears if switches could add and do not: the trees' rate with them. A dash means no value.
 
     widest: characters of a line: columns that do not fit beside the trees go to tables below, rings and then NCCL. None
     for one table.
@@ -195,19 +200,23 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     >>> from topoplan.operate.compare.comparison import compare
     >>> machine = topoplan.load("dgx-1v")
     >>> print(format_table([compare(machine, gpus=[1, 4, 5, 7]), compare(machine, gpus=[4, 5, 6, 7])], widest=100))
-    GPUs     members  channel    trees    busbw    bound  count  height
-    1,4,5,7        1  nvlink     50.00    75.00    50.00      2       2
-    4-7            1  nvlink     75.00   112.50    75.00      2       2
+    GPUs     allocations  channel    trees    busbw    bound  count  height
+    1,4,5,7            1  nvlink     50.00    75.00    50.00      2       2
+    4-7                1  nvlink     75.00   112.50    75.00      2       2
     <BLANKLINE>
-    GPUs        ring  ring kind     /ring    relay  /relay     nccl  nccl is        /nccl   binary
-    1,4,5,7     5.33  pcie ring     9.38x    33.33   1.50x    50.00  nccl tree      1.00x    16.67
-    4-7        66.67  nvlink ring   1.12x    66.67   1.12x    75.00  nccl tree      1.00x    50.00
+    GPUs        ring  ring type     /ring    relay  /relay     NCCL  NCCL algorithm   /NCCL
+    1,4,5,7     5.33  pcie ring     9.38x    33.33   1.50x    50.00  nccl tree        1.00x
+    4-7        66.67  nvlink ring   1.12x    66.67   1.12x    75.00  nccl tree        1.00x
+    <BLANKLINE>
+    GPUs     double tree
+    1,4,5,7        16.67
+    4-7            50.00
     """
     heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
     helped = any(row.in_network is not None for row in rows)
     columns: dict[str, list[str]] = {
         "GPUs": [number_ranges(row.gpus) for row in rows],
-        "members": [str(row.members) for row in rows],
+        "allocations": [str(row.members) for row in rows],
         "channel": [row.channel or "none" for row in rows],
         "trees": [_rate(row.trees) for row in rows],
         "busbw": [_rate(row.trees * bus_factor(row.collective, len(row.gpus))) for row in rows],
@@ -215,22 +224,22 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
         "count": [str(row.tree_count) for row in rows],
         "height": [str(row.height) for row in rows],
         "ring": [_rate(row.ring) for row in rows],
-        "ring kind": [row.ring_kind for row in rows],
+        "ring type": [row.ring_kind for row in rows],
         "/ring": [_times(row.ratio) for row in rows],
         "relay": [_rate(row.relay) for row in rows],
         "/relay": [_times(row.relay_ratio) for row in rows],
-        "nccl": [_rate(row.nccl) for row in rows],
-        "nccl is": [row.nccl_kind for row in rows],
-        "/nccl": [_times(row.nccl_ratio) for row in rows],
-        "binary": [_rate(row.double_tree) for row in rows],
-        **({"in network": [_rate(row.in_network) for row in rows]} if helped else {}),
+        "NCCL": [_rate(row.nccl) for row in rows],
+        "NCCL algorithm": [row.nccl_kind for row in rows],
+        "/NCCL": [_times(row.nccl_ratio) for row in rows],
+        "double tree": [_rate(row.double_tree) for row in rows],
+        **({"in-network": [_rate(row.in_network) for row in rows]} if helped else {}),
     }
     for head in heads:
         columns[head] = [_rate(dict(row.others).get(head)) for row in rows]
     widths = {head: max(_LEAST.get(head, 7), len(head), *map(len, cells)) for head, cells in columns.items()}
     names = list(widths)
     tables = [names[: names.index("ring")]]
-    for first, last in pairwise([*map(names.index, ("ring", "nccl")), len(names)]):
+    for first, last in pairwise([*map(names.index, ("ring", "NCCL")), len(names)]):
         wider = [*tables[-1], *names[first:last]]
         if widest is None or sum(widths[head] + 2 for head in wider) - 2 <= widest:
             tables[-1] = wider
@@ -239,16 +248,16 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     return "\n\n".join(_lines(columns, {head: widths[head] for head in shown}) for shown in tables)
 
 
-_WORDS = ("GPUs", "channel", "ring kind", "nccl is")
+_WORDS = ("GPUs", "channel", "ring type", "NCCL algorithm")
 _LEAST = {
     "GPUs": 4,
     "count": 5,
     "height": 6,
-    "ring kind": 11,
+    "ring type": 11,
     "/ring": 6,
     "/relay": 6,
-    "nccl is": 12,
-    "/nccl": 6,
+    "NCCL algorithm": 14,
+    "/NCCL": 6,
 }
 """Least characters of a column, so that tables of several runs match."""
 
@@ -263,10 +272,8 @@ def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
 
 
 HEADS = """\
-GPUs: one allocation for members with isomorphic links; channel: of the trees; rates in GB/s
-trees, count, height: packed trees, their number, edges from root to leaf; bound: no plan exceeds it
-busbw: the trees' bus bandwidth; ring: NCCL's before 2.8, over NVLink or else PCIe; binary: double binary tree
-relay: rings that pass through GPUs; nccl: NCCL's best; /ring, /relay, /nccl: the trees' rate over it"""
+algbw in GB/s, /…: the trees' over it; ring: NCCL's before 2.8; relay: ring with relayed hops; NCCL: its best today
+one allocation stands for all with isomorphic links: allocations counts them; count, height: number of trees, hops"""
 """Legend of the table."""
 
 
