@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import RequestedMachine, add_all_options, apply_faults, apply_overlay
-from topoplan.cli.output import Answer, Column, progress_line, table, table_of
+from topoplan.cli.output import Answer, Column, folded, folded_line, labelled, progress_line, table, table_of
 from topoplan.cli.plan_sets import add_mesh_options as add_mesh
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import UsageError
@@ -23,13 +23,13 @@ from topoplan.operate.launch_files import LAUNCH_FILES, RankPlacement, hosts_of,
 from topoplan.operate.link_loads import OrderRates
 from topoplan.operate.mesh_placement import PRESETS, MeshOrder, MeshPlacement, best_mesh, preset_weights
 from topoplan.operate.rank_order import ENUMERATED, RankOrder, best_order
-from topoplan.plans.plan import COLLECTIVES, check_collective
+from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
 from topoplan.reading.load import load, load_network
 from topoplan.reading.slurm import fold_hostlist
 from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
-MAX_PLACEMENTS = 12
-"""Most placements in the table."""
+MAX_PLACEMENTS = 5
+"""Most placements in the table without ``--all``."""
 
 MAX_LIST_COLUMNS = 110
 """Most characters of a list."""
@@ -56,13 +56,32 @@ class OrderAnswer:
         return list(dict.fromkeys(placement.host for placement in self.found))
 
 
+def _title(answer: OrderAnswer) -> str:
+    where = f"{counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}"
+    return f"{collective_name(answer.collective)} on {answer.machine.whole.name}, {where}"
+
+
 def _order_lines(answer: OrderAnswer, ranked: RankOrder) -> Iterator[str]:
-    """Yield the rates as given and in the best order, and the hosts and GPUs of the best order."""
+    """Yield the verdict, the rates as given and in the best order, and the hosts and GPUs of the best order."""
     channels = usable_fabric(answer.machine.whole.subset(answer.gpus)).channels
-    yield (
-        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')} for "
-        f"{answer.collective} on {answer.machine.whole.name}, over {channel_words(channels)}"
-    )
+    pairs = _rate_pairs(answer, ranked)
+    as_given = ranked.ranks == ranked.given
+    gains = [
+        f"{name} {found[0] / given[0]:.2f}x as fast"
+        for name, given, found in pairs
+        if given[0] and found[0] != given[0]
+    ]
+    if as_given:
+        verdict = (
+            "the order as given is the best"
+            if ranked.proof
+            else "no better order than the one given was found"
+        )
+    else:
+        verdict = (
+            f"this order makes the {', '.join(gains)}" if gains else "this order is as fast as the one given"
+        )
+    yield f"{_title(answer)}, over {channel_words(channels)}: {verdict}"
     yield ""
     rates: tuple[Column[RatePairs], ...] = (
         Column("", value=lambda row: row[0]),
@@ -72,27 +91,24 @@ def _order_lines(answer: OrderAnswer, ranked: RankOrder) -> Iterator[str]:
         Column("busbw", value=lambda row: row[2][1] or None, form=".6g"),
         Column("gain", value=lambda row: row[2][0] / row[1][0] if row[1][0] else None, form="{:.2f}x".format),
     )
-    yield table_of(rates, _rate_pairs(answer, ranked))
+    yield table_of(rates, pairs)
     yield ""
-    bound = float(ranked.bound)
+    bound = f"busbw {float(ranked.bound):.6g} GB/s"
     if ranked.proof == ENUMERATED:
-        yield "ring    optimal among all orders: every one was tried"
+        proof = "provably optimal: every order was tried"
     elif ranked.proof:
-        most = f"{bound:.6g} GB/s of bus bandwidth"
-        yield f"ring    optimal among all orders: no ring of any order exceeds {most}, proved"
+        proof = f"provably optimal: no ring of any order exceeds {bound}"
     else:
-        gap = float(1 - ranked.after.ring / ranked.bound)
-        yield f"ring    {gap:.2%} below {bound:.6g} GB/s of bus bandwidth, which no ring of any order exceeds"
-    if ranked.after.tree is None:
-        yield "NCCL    lays rings of its own inside a server, several at once: topoplan compare has them"
+        gap = 100 * float(1 - ranked.after.ring / ranked.bound)
+        proof = f"{gap:.2f} % below the upper bound of every order, {bound}"
     crossed = [float(rates.between_switches) for rates in (ranked.before, ranked.after)]
-    if any(crossed):
-        yield (
-            f"ways    the ring crosses links between switches {crossed[0]:.6g} times as given, {crossed[1]:.6g} times "
-            "in this order"
-        )
-    if ranked.ranks == ranked.given:
-        yield "order   as given: none that was tried is better"
+    crossings = f"{crossed[0]:.6g} between switches as given, {crossed[1]:.6g} in this order"
+    several = "lays several rings of its own inside a server: topoplan compare has them"
+    yield from labelled(
+        ("ring", proof),
+        ("NCCL", several if ranked.after.tree is None else ""),
+        ("links crossed", crossings if any(crossed) else ""),
+    )
     yield from _placement_lines(answer)
 
 
@@ -117,7 +133,7 @@ def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[RatePairs]:
 
 
 def _placement_lines(answer: OrderAnswer) -> Iterator[str]:
-    yield f"hosts   {_shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)}"
+    yield from labelled(("hosts", _shorten_list(fold_hostlist(answer.hosts), MAX_LIST_COLUMNS)))
     taken: dict[str, list[int]] = {}
     for placement in answer.found:
         taken.setdefault(placement.host, []).append(placement.slot)
@@ -127,10 +143,11 @@ def _placement_lines(answer: OrderAnswer) -> Iterator[str]:
     for places, names in list(hosts_by_slots.items())[:4]:
         where = "every host" if len(hosts_by_slots) == 1 else _shorten_list(fold_hostlist(names), 40)
         if len(hosts_by_slots) > 1 or list(places) != list(range(len(places))):
-            slots_text = number_ranges(places)
-            yield f"GPUs    {_shorten_list(slots_text, 60)} on {where}"
+            yield from labelled(("GPUs", f"{_shorten_list(number_ranges(places), 60)} on {where}"))
     if len(hosts_by_slots) > 4:
-        yield f"GPUs    otherwise on {len(hosts_by_slots) - 4} sets of hosts more; --json has all"
+        yield from labelled(
+            ("GPUs", f"otherwise on {len(hosts_by_slots) - 4} sets of hosts more; --json has all")
+        )
 
 
 def _shorten_list(text: str, most: int) -> str:
@@ -138,18 +155,25 @@ def _shorten_list(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _mesh_lines(answer: OrderAnswer, ranked: MeshOrder) -> Iterator[str]:
-    """Yield the placements of a mesh with their rates, and the position of each axis in the best one."""
+def _mesh_lines(answer: OrderAnswer, ranked: MeshOrder, *, every: bool) -> Iterator[str]:
+    """Yield the verdict, the placements of a mesh with their rates, and the position of each axis in the best one."""
     axes = " x ".join(f"{name} {extent}" for name, extent in ranked.axes)
-    yield (
-        f"order of {counted(len(answer.order), 'rank')} on {counted(len(answer.hosts), 'host')}, a mesh of {axes}, "
-        f"{answer.collective} on {answer.machine.whole.name}"
-    )
+    best = ranked.best
+    if best.ranks == ranked.given.ranks:
+        verdict = "the placement as given is the fastest found"
+    elif ranked.given.together:
+        gain = float(best.together / ranked.given.together)
+        verdict = f"this placement is {gain:.2f}x as fast" if gain > 1 else "this placement is the best"
+    else:
+        verdict = "this placement is the best"
+    yield f"{_title(answer)}, a mesh of {axes}: {verdict}"
     words = [word for word, _ in ranked.levels]
     weights = ", ".join(f"{name} {weight}" for name, weight in ranked.weights)
-    yield f"weights {weights}: how fast the axes are to be in proportion (--axes)"
     sizes = " x ".join(f"{size} {word}" for word, size in ranked.levels)
-    yield f"levels  {sizes}; below, the extent of every axis on each"
+    yield from labelled(
+        ("weights", f"{weights}: how fast the axes are to be in proportion (--axes)"),
+        ("levels", f"{sizes}; the table has the extent of every axis on each"),
+    )
     yield ""
     header = (
         "ranks",
@@ -159,24 +183,25 @@ def _mesh_lines(answer: OrderAnswer, ranked: MeshOrder) -> Iterator[str]:
         "trees at once",
     )
     rows = [_placement_row("as given", ranked, ranked.given)]
-    for number, one in enumerate(ranked.placements[:MAX_PLACEMENTS], 1):
-        rows.append(_placement_row(f"{number}", ranked, one))
+    shown, left = folded(ranked.placements, MAX_PLACEMENTS, every=every)
+    rows += [_placement_row(f"{number}", ranked, one) for number, one in enumerate(shown, 1)]
     yield table(header, rows)
-    if len(ranked.placements) > MAX_PLACEMENTS:
-        yield f"and {len(ranked.placements) - MAX_PLACEMENTS} slower ones; --json has all"
+    yield from folded_line(left, "slower placement")
+    yield "algbw in GB/s in every group; at once: of an axis of weight 1 while all axes run"
     yield ""
-    yield "GB/s of algorithm bandwidth in every group; at once: of an axis of weight 1, all axes running"
-    best = ranked.best
-    if best.ranks == ranked.given.ranks:
-        yield "order   as given: no placement that was tried is faster"
     for (name, extent), parts in zip(ranked.axes, best.factors, strict=False):
         if extent > 1:
-            yield f"{name:<7} {_axis_extent(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}"
+            text = f"{_axis_extent(parts, words)}{_rate_alone(ranked, best, name, answer.collective)}"
+            yield from labelled((name, text))
     if best.nested:
-        yield f"axes    {' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
+        text = (
+            f"{' > '.join(best.nested)} along the hosts, across their ends: extents do not divide the levels"
+        )
+        yield from labelled(("axes", text))
     if best.packed is not None:
-        proof = "no trees are faster, proved" if best.proved else "faster trees may exist"
-        yield f"trees   planned together do {best.packed:.6g} GB/s of weight 1 in this order ({proof})"
+        proof = "provably optimal" if best.proved else "faster trees may exist"
+        text = f"planned together {best.packed:.6g} GB/s of weight 1 in this order ({proof})"
+        yield from labelled(("trees", text))
     yield from _placement_lines(answer)
 
 
@@ -306,6 +331,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         format={"choices": FORMATS},
     )
     arguments.add_json(parser)
+    arguments.declare(parser, "--all  with --mesh, print every placement")
     arguments.declare(
         parser.topic("order"),
         """
@@ -364,10 +390,15 @@ def run(options: argparse.Namespace) -> Answer:
     if options.format:
         path = "F" if options.output in (None, "-") else options.output
         text = LAUNCH_FILES[options.format](answer.found)
-        return Answer(file=lambda: text, notes=usage(options.format, answer.found, path))
+        how = usage(options.format, answer.found, path)
+        if path == "F":
+            return Answer(file=lambda: text, notes=how)
+        return Answer(text=lambda: how, file=lambda: text)
     return Answer(
         text=lambda: (
-            _mesh_lines(answer, ranked) if isinstance(ranked, MeshOrder) else _order_lines(answer, ranked)
+            _mesh_lines(answer, ranked, every=options.all)
+            if isinstance(ranked, MeshOrder)
+            else _order_lines(answer, ranked)
         ),
         value=lambda: found,
         notes=(*(network.notes if network else ()), *machine.whole.notes),

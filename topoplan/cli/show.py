@@ -12,11 +12,25 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from topoplan.cli.arguments import OneLineParser, add_csv, add_json, add_machine, add_plot, declare
 from topoplan.cli.machine_options import add_all_options
-from topoplan.cli.output import Answer, Column, printable, records_of, table, table_of
+from topoplan.cli.output import (
+    DEFAULT_LINES,
+    MAX_COLUMNS,
+    Answer,
+    Column,
+    few,
+    folded,
+    folded_line,
+    labelled,
+    printable,
+    records_of,
+    table,
+    table_of,
+)
 from topoplan.cli.sources import read_machine
 from topoplan.machine.topology import FACTS, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
@@ -25,7 +39,7 @@ from topoplan.operate.plot.tree_layout import grow_forest
 from topoplan.reading.load import library, load
 from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
 from topoplan.reading.probe import probe
-from topoplan.units import counted, exact, listed
+from topoplan.units import counted, exact, listed, name_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -190,6 +204,7 @@ def add_options(parser: OneLineParser) -> None:
     add_all_options(parser)
     add_plot(parser, "the machine")
     add_json(parser)
+    declare(parser, ALL_OPTION)
     parser.examples = (
         "topoplan show dgx-1v",
         "topoplan show topo.txt --json",
@@ -197,13 +212,17 @@ def add_options(parser: OneLineParser) -> None:
     )
 
 
+ALL_OPTION = "--all  print the whole matrix, the device tree and every link"
+
+
 def run(options: argparse.Namespace) -> Answer:
     """Show the devices, links and connection matrix of a machine; with --json as topology JSON."""
-    return _shown(read_machine(options).topology)
+    return _shown(read_machine(options).topology, every=options.all)
 
 
-def _shown(topology: Topology) -> Answer:
+def _shown(topology: Topology, *, every: bool) -> Answer:
     """Return a machine as text, topology JSON and figure."""
+    notes = (*machine_warnings(topology), *topology.notes)
 
     def figure() -> Figure:
         from topoplan.operate.plot.machine import draw_topology
@@ -211,12 +230,145 @@ def _shown(topology: Topology) -> Answer:
         return draw_topology(topology)
 
     return Answer(
-        text=lambda: [f"{topology.name}: {link_summary(topology)}", *_parts(topology)],
+        text=lambda: [
+            *map(printable, _title(topology)),
+            *(_parts(topology) if every else _summary(topology, DEFAULT_LINES - 3 - min(5, len(notes)))),
+        ],
         value=topology.to_object,
         file=topology.to_json,
         figure=figure,
-        notes=(*machine_warnings(topology), *topology.notes),
+        notes=notes,
     )
+
+
+def _title(topology: Topology) -> list[str]:
+    """Return what a machine has: GPUs, servers, NICs and links; two lines if one is too short."""
+    kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
+    models = {topology.device(gpu).model for gpu in topology.gpus}
+    model = f" {models.pop()}" if len(models) == 1 and "" not in models else ""
+    parts = [f"{len(topology.gpus)}{model} GPU{'s' * (len(topology.gpus) != 1)}"]
+    if len(topology.servers) > 1:
+        parts.append(f"{len(topology.servers)} servers")
+    parts += [
+        counted(kinds[kind], noun) for kind, noun in (("nic", "NIC"), ("nvswitch", "NVSwitch")) if kinds[kind]
+    ]
+    text = ", ".join(parts).replace("NVSwitchs", "NVSwitches")
+    links = _link_words(link_summary(topology))
+    line = f"{topology.name}: {text}; {links}"
+    return [line] if len(line) <= MAX_COLUMNS else [f"{topology.name}: {text}", *labelled(("links", links))]
+
+
+def _link_words(summary: str) -> str:
+    """Return a summary of links as words.
+
+    >>> _link_words("72 c2c of 225 GB/s, 1296 nvlink of 50 GB/s")
+    '72 C2C links of 225 GB/s, 1296 NVLinks of 50 GB/s'
+    """
+    for channel, words in (("nvlink", "NVLinks"), ("c2c", "C2C links"), ("network", "network links")):
+        summary = summary.replace(f" {channel} of ", f" {words} of ")
+    return summary
+
+
+def _summary(topology: Topology, room: int) -> Iterator[str]:
+    """Yield a machine in so many lines: servers, who reaches whom, and equal devices in one row."""
+    if len(topology.servers) > 1:
+        groups = equivalent_servers(topology)
+        texts, left = folded([_group_text(group) for group in groups], 3)
+        yield from labelled(("servers", ", ".join(texts) + (f" and {left} more kinds" if left else "")))
+        room -= 1
+        if len(groups) < len(topology.servers):
+            topology = representative_servers(topology)
+    rows = _device_rows(topology)
+    matrix = _reach_lines(topology, room - 6)
+    shown, left = folded(rows, max(4, room - len(matrix) - 5))
+    yield ""
+    yield from matrix
+    if shown:
+        yield ""
+        columns = list(zip(("devices", "PCIe GB/s", "NVLink", "what"), *shown, strict=True))
+        header, *body = zip(*(column for column in columns if any(column[1:])), strict=True)
+        yield table(header, body)
+        yield from folded_line(left, "row")
+    if topology.source:
+        source = printable(topology.source)
+        yield from labelled(("source", source if len(source) <= 105 else f"{source[:104]}…"))
+    yield ALL_OPTION.replace("print ", "prints ").replace("  ", " ")
+
+
+def _reach_lines(topology: Topology, room: int) -> list[str]:
+    """Return how GPUs reach each other: one line if all pairs are equal, else the matrix, else a count of the codes."""
+    names, cells = relation_matrix(topology, ["gpu"])
+    if len(names) < 2:
+        return ["a single GPU" if names else "no GPU"]
+    codes = Counter(cells[i][j] for i, j in combinations(range(len(names)), 2))
+    if len(codes) == 1:
+        (code,) = codes
+        return [f"any two of the {len(names)} GPUs: {_code_words(code)}"]
+    if len(names) < room and _block_width(names, list(zip(*cells, strict=True)), gap=1) <= MAX_COLUMNS:
+        header, *rows = zip(
+            ("", *names), *((n, *row) for n, row in zip(names, cells, strict=True)), strict=True
+        )
+        lines = table(header, rows, gap=1).splitlines()
+        return lines if len(lines) <= room else lines[:room]
+    head = f"{counted(sum(codes.values()), 'pair')} of {len(names)} GPUs"
+    pairs: dict[str, list[str]] = {}
+    for i, j in combinations(range(len(names)), 2):
+        pairs.setdefault(cells[i][j], []).append(f"{names[i]}-{names[j]}")
+    rows = sorted(pairs.items(), key=lambda one: (not one[0].startswith("NV"), -len(one[1])))[:8]
+    return [
+        head,
+        *table(("", "", ""), [(f"{len(p)}", _code_words(c), few(p)) for c, p in rows]).splitlines()[1:],
+    ]
+
+
+_MEANING = {
+    "PIX": "PIX (through one PCIe switch)",
+    "PXB": "PXB (through several PCIe switches)",
+    "PHB": "PHB (through a CPU)",
+    "NODE": "NODE (through a CPU, by two host bridges)",
+    "SYS": "SYS (between NUMA nodes)",
+    "NET": "NET (over a network)",
+}
+
+
+def _code_words(code: str) -> str:
+    """Return a code of the matrix with its meaning.
+
+    >>> _code_words("NV18"), _code_words("PIX"), _code_words("-")
+    ('NV18 (18 NVLinks)', 'PIX (through one PCIe switch)', 'no path')
+    """
+    if code.startswith("NV"):
+        return f"{code} ({counted(int(code[2:] or 0), 'NVLink')})"
+    return _MEANING.get(code, "no path")
+
+
+_KIND_WORDS = {"pcie": "PCIe switch", "switch": "network switch", "helper": "helper rank"}
+
+
+def _device_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
+    """Return a row for each sort of device: names, speed of the PCIe link above, NVLinks, and what it is."""
+    links = _links_by_device(topology)
+    homes = {device.numa for device in topology.devices if device.kind == "cpu"} | {None}
+    above = {name: up for _, (name, bridge), up in _tree_lines(topology) if not bridge}
+    order = {"gpu": 0, "nvswitch": 1, "nic": 2, "pcie": 3, "cpu": 4}
+    found: dict[tuple[str, str, str, str], list[str]] = {}
+    for device in topology.devices:
+        speed = _uplink_speed(links, device.name, above.get(device.name, ""))
+        key = (
+            device.kind,
+            speed,
+            _nvlink_words(topology, links[device.name]),
+            _model_and_facts(device, homes),
+        )
+        key = (*key[:3], key[3] or _KIND_WORDS.get(device.kind, ""))
+        found.setdefault(key, []).append(device.name)
+    ordered = sorted(found.items(), key=lambda one: order.get(one[0][0], 5))
+    return [(_few_ranges(names), *key[1:]) for key, names in ordered]
+
+
+def _few_ranges(names: Sequence[str]) -> str:
+    ranges = name_ranges(names)
+    return ", ".join(ranges) if len(ranges) <= 3 else f"{', '.join(ranges[:2])} … ({len(names)})"
 
 
 def link_summary(topology: Topology) -> str:
@@ -240,6 +392,7 @@ def link_summary(topology: Topology) -> str:
 
 
 def _parts(topology: Topology) -> Iterator[str]:
+    """Yield all of a machine."""
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     yield "devices: " + (", ".join(f"{number} {kind}" for kind, number in kinds.items()) or "none")
     if len(topology.servers) > 1:
@@ -374,6 +527,7 @@ def run_list(options: argparse.Namespace) -> Answer:
         Column("GPUs", "GPUs", lambda machine: len(machine.gpus)),
         Column("links", "links", link_summary),
     )
+    words = (*shown[:2], Column[Topology]("links", value=lambda machine: _link_words(link_summary(machine))))
     every: tuple[Column[Topology], ...] = (
         shown[0],
         Column(None, "gpus", lambda machine: len(machine.gpus)),
@@ -382,7 +536,10 @@ def run_list(options: argparse.Namespace) -> Answer:
         Column(None, "notes", lambda machine: list(machine.notes)),
     )
     return Answer(
-        text=lambda: [table_of(shown, machines)],
+        text=lambda: [
+            f"{counted(len(machines), 'machine')} of the library; topoplan show NAME prints one",
+            table_of(words, machines),
+        ],
         value=lambda: {"machines": records_of(every, machines)},
         rows=lambda: records_of(shown, machines),
     )
@@ -401,6 +558,7 @@ def add_probe_options(parser: OneLineParser) -> None:
     )
     add_plot(parser, "the machine")
     add_json(parser)
+    declare(parser, ALL_OPTION)
     parser.examples = (
         "topoplan probe",
         "topoplan probe --refresh -o machine.json",
@@ -410,4 +568,4 @@ def add_probe_options(parser: OneLineParser) -> None:
 
 def run_probe(options: argparse.Namespace) -> Answer:
     """Read this machine through its NVIDIA driver and Linux, show it, and write it as topology JSON."""
-    return _shown(probe(sysfs_root=options.sysfs_root, refresh=options.refresh))
+    return _shown(probe(sysfs_root=options.sysfs_root, refresh=options.refresh), every=options.all)

@@ -66,7 +66,7 @@ def test_dgx1_prints_the_genuine_text(show: Callable[..., str], machines_dir: Pa
     path = machines_dir / "nvidia-smi" / "dgx1_v100.txt"
     lines = [line.split() for line in path.read_text().splitlines()]
     genuine = [row[1:] for row in lines if row and re.fullmatch(r"GPU\d+|mlx\S+", row[0]) and "X" in row]
-    out = show(str(path))
+    out = show(str(path), "--all")
     assert list(printed_rows(out).values()) == genuine
     assert "NIC legend:\n  nic0: mlx5_0\n  nic1: mlx5_2\n  nic2: mlx5_1\n  nic3: mlx5_3\n" in out
 
@@ -101,7 +101,7 @@ def test_a_matrix_of_many_gpus_is_printed_in_blocks() -> None:
 def test_tree_and_table_show_every_link_once(show: Callable[..., str], machine: str | Path) -> None:
     """PCIe links are edges of the tree with their bandwidth; all others are rows of the table or told of a GPU."""
     made = topoplan.load(machine)
-    text = show(str(machine))
+    text = show(str(machine), "--all")
     told = links_in_tree(made)
     edges = tree_edges(device_tree_text(made))
     words = [line.split() for line in text.splitlines()]
@@ -199,7 +199,7 @@ def test_warnings_come_before_notes_everywhere(
     commands += [("verify", plan), ("bench", plan, "--sizes", "1KB")]
     for command in commands:
         capsys.readouterr()
-        assert main([str(word) for word in command]) == 0
+        assert main([*map(str, command), "--notes"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines.count(text) == 1, command
         assert lines.index(text) < lines.index("note: first of all"), command
@@ -219,7 +219,7 @@ def test_what_a_file_says_moves_no_terminal(show: Callable[..., str], tmp_path: 
             machine, name="m" + evil, devices=devices, source=evil, notes=(f"warning: {evil}", evil)
         ).to_json()
     )
-    lines = show(str(path)).split("\n")
+    lines = show(str(path), "--all", "--notes").split("\n")
     assert all(line.isprintable() for line in lines)
     assert lines[-3:] == ["warning: V100 ?[31m?", "note: V100 ?[31m?", ""]
     assert lines[-4] == "source: V100 ?[31m?"

@@ -328,7 +328,7 @@ def test_the_probe_prints_the_machine_and_writes_what_every_command_reads(
     path = tmp_path / "machine.json"
     done = run(host, "probe", "-o", str(path), "--plot", str(tmp_path / "machine.png"))
     assert done.returncode == 0, done.stderr
-    assert "24 nvlink of 25 GB/s" in done.stdout.splitlines()[0]
+    assert "24 NVLinks of 25 GB/s" in done.stdout.splitlines()[0]
     assert f"written: {path}\n" in done.stdout
     assert (tmp_path / "machine.png").stat().st_size > 10_000
     printed = run(host, "probe", "--json")
