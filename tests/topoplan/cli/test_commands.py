@@ -252,7 +252,7 @@ export plan.json --to nccl-topo --max-blocks 4  |  --max-blocks does not go with
 export dgx-1v --to mscclpp  |  mscclpp takes a plan
 export plan.json --to mscclpp --size 1000  |  1000 bytes are not a multiple
 # explain
-explain run.log  |  add --machine TOPO
+explain run.log  |  add --machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)
 explain run.log --machine dgx-h100 --json --csv  |  --json and --csv
 explain run.log --machine dgx-h100 --gpus 0-3  |  of 8 ranks, but --gpus names 4; name the GPUs that ran
 explain run.log --machine v100x4  |  rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs
@@ -329,17 +329,18 @@ plan dgx-1v TWO --gpus 0,1,9 --root 9 --collective broadcast
 plan dgx-1v --without-link gpu0-gpu3 --notes  |  algbw        78.5714 GB/s  |  planned in
     |  note: taken out: link gpu0-gpu3
 plan HELPERS  |  8.33333 GB/s, busbw 15.625 GB/s  |  over NVLink and the network: provably optimal
-compare HELPERS  |  allreduce on 4 x nvlink-x4 + 2 helpers
+compare HELPERS  |  all_reduce on 4 x nvlink-x4 + 2 helpers
 plan dgx-2 --gpus 0,1 --survive 1  |  3 failures without NVLink: over PCIe
     |  5 single failures, worst 12 GB/s without link gpu0-nvswitch0
 plan v100x4 --order first  |  over NVLink: provably optimal
     |  ; the first such plan that was found: --order height looks for fewer trees
 plan dgx-1v --gpus 1,4,5,7 --sizes 1KB:1MB --notes  |  note: no one-hop: gpu4 reaches gpu1 only through another GPU
     |  note: no ring: no NVLink ring exists
-compare dgx-1v --gpus 1,4,5,7  |  50.00  |  5.33  |  pcie ring  |  note: pcie ring: no NVLink ring exists
+compare dgx-1v --gpus 1,4,5,7 --notes  |  50.00  |  NCCL before 2.8: pcie ring     5.33
+    |  note: pcie ring: no NVLink ring exists
 compare v100x4 --all-allocations  |  11 allocations
-order dgx-1v  |  GPUs    0,3,2,1,5-7,4 on every host  |  optimal among all orders: every one was tried
-order dgx-1v --gpus 0,3,2,1,5,6,7,4  |  order   as given: none that was tried is better
+order dgx-1v  |  GPUs         0,3,2,1,5-7,4 on every host  |  provably optimal: every order was tried
+order dgx-1v --gpus 0,3,2,1,5,6,7,4  |  : the order as given is the best
 simulate dgx-2  |  the plan is faster than NCCL's best from 64KB on  |  NCCL's ring before 2.8; the plan is never slower
 """
 """A command, and parts of what it prints."""

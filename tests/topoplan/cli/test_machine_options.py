@@ -102,14 +102,14 @@ class TestClusters:
         )
         assert json.loads(done("plan", str(file), "--json"))["rate"] == 5
         assert done("simulate", str(file), "--sizes", "1MB").startswith("all_reduce on two, 8 GPUs")
-        assert done("compare", str(file)).startswith("allreduce on two\n")
+        assert done("compare", str(file)).startswith("all_reduce on two, 8 GPUs (")
         assert done("show", str(file)).startswith("two: ")
 
     @pytest.mark.thorough
     def test_show_of_many_servers_shows_one(self, done: Done, tmp_path: Path) -> None:
         """128 GPUs: no line is longer than a screen but the source, and the figure is drawn."""
         figure = tmp_path / "cluster.png"
-        options = ("--servers", "16", "--nic-bandwidth", "200Gb/s", "--plot", str(figure))
+        options = ("--servers", "16", "--nic-bandwidth", "200Gb/s", "--plot", str(figure), "--all")
         out = done("show", "dgx-a100", *options, "--network", "fat-tree", "--leaf-size", "4")
         lines = [line for line in out.splitlines() if not line.startswith(("source", "note"))]
         assert max(len(line) for line in lines) <= 120
@@ -120,8 +120,10 @@ class TestClusters:
     @pytest.mark.thorough
     def test_show_counts_a_nic_once(self, done: Done, tmp_path: Path) -> None:
         """16 GPUs of two DGX-1V: eight NICs, though each is two devices, and 24 network wires."""
-        out = done("show", "dgx-1v", *TWO, "--plot", str(tmp_path / "pair.png"))
-        assert out.startswith("2 x dgx-1v: 24 network of 12 GB/s, 48 nvlink of 25 GB/s\n")
+        out = done("show", "dgx-1v", *TWO, "--plot", str(tmp_path / "pair.png"), "--all")
+        assert out.startswith(
+            "2 x dgx-1v: 16 V100 GPUs, 2 servers, 8 NICs; 24 network links of 12 GB/s, 48 NVLinks"
+        )
         assert "devices: 16 gpu, 8 pcie, 4 cpu, 8 nic, 1 switch\n" in out
 
 
