@@ -150,11 +150,9 @@ def log_steps(
     if kind != "slow":
         without = "run all_reduce_perf of nccl-tests on all GPUs" if kind == "not judged" and verdicts else ""
         return tuple(found[:MOST_STEPS]) or (without or "nothing to do",)
-    nvls = any(
-        one.row and one.row.reachable and one.row.reachable.nccl[0][0].startswith("nvls")
-        for one in verdicts
-        if one.kind == "slow" and one.row and one.row.of_nccl is not None
-    )
+    slow = [one.row for one in verdicts if one.kind == "slow" and one.row is not None]
+    references = [row.reachable for row in slow if row.reachable is not None]
+    nvls = any(one.nccl and one.nccl[0][0].startswith("nvls") for one in references)
     asked = {
         f"run again with {DEBUG_SETTINGS}; topoplan explain reads those lines too": nccl is None,
         "is peer access off, or SHM the transport? NCCL_P2P_DISABLE; nvidia-smi topo -p2p r; ACS": not found,
