@@ -19,7 +19,10 @@ from collectives.tables.transfer_table import TransferTable
 if TYPE_CHECKING:
     from collectives.sparse.codec import WireFormat
     from collectives.sparse.selection.mstopk import mstopk
+    from collectives.training.exchange_settings import Shrink, TopK
+    from collectives.training.gradient_filters import Cast, Quantize, Threshold
     from collectives.training.gradient_synchronizer import GradientSynchronizer
+    from collectives.training.low_rank import LowRank
     from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD
     from collectives.training.optimizers import Lamb, Lars
     from collectives.training.report import report
@@ -27,12 +30,18 @@ if TYPE_CHECKING:
 _HOME = {
     "ASP": "collectives.training.modes",
     "BSP": "collectives.training.modes",
+    "Cast": "collectives.training.gradient_filters",
     "Gossip": "collectives.training.modes",
     "GradientSynchronizer": "collectives.training.gradient_synchronizer",
     "Lamb": "collectives.training.optimizers",
     "Lars": "collectives.training.optimizers",
     "LocalSGD": "collectives.training.modes",
+    "LowRank": "collectives.training.low_rank",
+    "Quantize": "collectives.training.gradient_filters",
     "SSP": "collectives.training.modes",
+    "Shrink": "collectives.training.exchange_settings",
+    "Threshold": "collectives.training.gradient_filters",
+    "TopK": "collectives.training.exchange_settings",
     "WireFormat": "collectives.sparse.codec",
     "mstopk": "collectives.sparse.selection.mstopk",
     "report": "collectives.training.report",
@@ -42,6 +51,7 @@ __all__ = [
     "ASP",
     "BSP",
     "SSP",
+    "Cast",
     "Communicator",
     "ErrorFeedback",
     "Gossip",
@@ -50,6 +60,11 @@ __all__ = [
     "Lamb",
     "Lars",
     "LocalSGD",
+    "LowRank",
+    "Quantize",
+    "Shrink",
+    "Threshold",
+    "TopK",
     "TransferTable",
     "WireFormat",
     "check_table",

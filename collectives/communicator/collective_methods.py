@@ -187,7 +187,7 @@ class SparseCollectives(ABC):
     _in_order: CallQueue
 
     @abstractmethod
-    def refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """Refuse the next collective with all ranks."""
 
     def sparse_all_reduce(
@@ -261,7 +261,7 @@ class SparseCollectives(ABC):
                 loss_scale=loss_scale,
             )
         except UsageError as error:
-            self.refuse(str(error))
+            self._refuse(str(error))
             raise
         if self._members.repeats:
             outcome = CollectiveOutcome()
@@ -277,7 +277,7 @@ class SparseCollectives(ABC):
                 self._in_order.run(lambda: sparse.keep(asked, residuals), exchanges=False)
             raise
         except UsageError as error:
-            self.refuse(str(error))
+            self._refuse(str(error))
             raise
 
         def run() -> Any:
@@ -314,7 +314,7 @@ class SparseCollectives(ABC):
         backend = self._members.execution.backend
         return self._chosen(sparse_request(backend, gradients, density=density, exchange=exchange, wire=wire))
 
-    def end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
+    def _end_sparse_step(self, keys: Collection[str], *, lost: bool = False) -> bool:
         """Undo the last call of some keys in their residuals if a sum is not finite; return whether the step counts.
 
         Ends a training step that exchanges several gradients under these `keys`, which is skipped as a whole. Nothing
@@ -335,12 +335,12 @@ class SparseCollectives(ABC):
         sparse = self._members.sparse
         self._in_order.run(lambda: sparse.restore(state), exchanges=False)
 
-    def take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    def _take_sparse_state(self, keys: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """Remove and return the state of some keys, in arrays of the back end where they are."""
         sparse = self._members.sparse
         return self._in_order.run(lambda: sparse.take(keys), exchanges=False)
 
-    def put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
+    def _put_sparse_state(self, state: Mapping[str, list[Mapping[str, Any]]]) -> None:
         """Add the state of some keys from `take_sparse_state`; UsageError if it is of another number of ranks."""
         sparse = self._members.sparse
         for listed in state.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,29 @@ from topoplan.plans.plan import Plan, Plans
 
 if TYPE_CHECKING:
     from topoplan.plans.mesh_plans import MeshPlans
+
+
+EARLIER_NAMES = {
+    "seats": "original_ranks",
+    "slow": "slow_links",
+    "invitation": "join_token",
+    **{
+        name: f"_{name}"
+        for name in (
+            "begin_batch",
+            "end_batch",
+            "end_sparse_step",
+            "gather_texts",
+            "gather_texts_in_order",
+            "put_sparse_state",
+            "refuse",
+            "run_in_order",
+            "settled",
+            "take_sparse_state",
+        )
+    },
+}
+"""Attributes of `Communicator` by their names in earlier versions."""
 
 
 class Communicator(DenseCollectives, SparseCollectives):
@@ -106,10 +130,10 @@ class Communicator(DenseCollectives, SparseCollectives):
         have theirs, so that inputs stay intact, also in place, and no rank keeps a result that another cannot get.
     on_slow : str
         Whether to monitor links and ranks for slowness, in dense collectives of 1 MB and more: "ignore"; "report", in
-        `slow` and `notes`; or "replan", which also moves traffic away from slow links if the model gains more than 10
-        %, and back when they recover. ``tcp`` on Linux measures links; other back ends whose ranks are processes find
-        only stragglers, against which no plan helps. The same on all ranks, which exchange their measurements before
-        every fourth such collective, or after 0.2 s of them.
+        `slow_links` and `notes`; or "replan", which also moves traffic away from slow links if the model gains more
+        than 10 %, and back when they recover. ``tcp`` on Linux measures links; other back ends whose ranks are
+        processes find only stragglers, against which no plan helps. The same on all ranks, which exchange their
+        measurements before every fourth such collective, or after 0.2 s of them.
 
     Attributes
     ----------
@@ -240,13 +264,24 @@ class Communicator(DenseCollectives, SparseCollectives):
         """Changes of plan and membership, and their reasons, in order."""
         return self._members.notes
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute by the name that it had in earlier versions, with a DeprecationWarning."""
+            if name not in EARLIER_NAMES:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            new = EARLIER_NAMES[name]
+            advice = "it is private now" if new.startswith("_") else f"write {new}"
+            warnings.warn(f"Communicator.{name} is deprecated; {advice}", DeprecationWarning, stacklevel=2)
+            return getattr(self, new)
+
     @property
-    def seats(self) -> tuple[int, ...]:
+    def original_ranks(self) -> tuple[int, ...]:
         """The original rank of each rank: its rank at the beginning, or that of the rank that it replaced."""
         return self._members.membership.seats
 
     @property
-    def slow(self) -> tuple[SlowLink | SlowRank, ...]:
+    def slow_links(self) -> tuple[SlowLink | SlowRank, ...]:
         """The slow links and stragglers, the same on all ranks; empty without monitoring.
 
         Each has the measured and the planned GB/s of a link, or the delay of a rank, and since when; ``str`` is one
@@ -300,13 +335,23 @@ class Communicator(DenseCollectives, SparseCollectives):
                 f"{' and '.join(name for name, _ in mesh.weights)}; asked for is {axis!r}"
             )
         if self.one_rank:
-            said = self.gather_texts(f"{axis} {mesh.digest}")
+            said = self._gather_texts(f"{axis} {mesh.digest}")
             if len(set(said)) > 1:
                 raise UsageError("the ranks split by different meshes or axes; give all of them the same")
         made = self._in_order.run(lambda: backend.split([group.members for group in wanted]))
         mine = [group for group in wanted if set(group.members) & set(self.ranks)]
         found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
         return found[0] if self.one_rank else found
+
+    def barrier(self) -> None:
+        """Wait until all ranks call this; the collectives that were started before have ended then.
+
+        If all ranks are in this process, it waits for started collectives alone. One element is added up by the plan,
+        so a rank fails, and differs from others, as in `all_reduce`.
+        """
+        ones = [self.arrays.of(np.ones(1, np.int32)) for _ in self.ranks]
+        found = self.all_reduce(ones[0] if self.one_rank else ones)
+        self.arrays.values(found if self.one_rank else found[0])  # waits for a GPU too
 
     def shrink(self, without: Collection[int] | None = None) -> None:
         """Exclude failed or named ranks from this communicator; all survivors must call it.
@@ -340,7 +385,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         self._in_order.run(partial(self._members.shrink, without))
 
     @property
-    def invitation(self) -> str:
+    def join_token(self) -> str:
         """One line of text with which another process may `join` in place of a failed rank, for a file or a variable.
 
         It has the addresses of the current ranks, is valid as long as one of them runs, and admits its holder to the
@@ -350,23 +395,33 @@ class Communicator(DenseCollectives, SparseCollectives):
         return self._members.survivors("admit joining ranks").invitation
 
     @classmethod
-    def join(cls, invitation: str, *, seat: int | None = None, wait: float = 60.0) -> Communicator:
+    def join(
+        cls,
+        join_token: str,
+        *,
+        original_rank: int | None = None,
+        wait: float = 60.0,
+        seat: int | None = None,
+    ) -> Communicator:
         """Join a job as a rank in place of a failed one; its ranks call `grow`.
 
         Back end, plan, timeout, ``on_failure`` and ``on_slow`` are those of the other ranks. The next call of this
-        rank is the one after their `grow`. ``invitation`` is that of a rank, and ``seat`` the original rank to
-        replace, by default the lowest failed one. ``wait`` is in seconds.
+        rank is the one after their `grow`. ``join_token`` is that of a rank, and ``original_rank`` the one to replace,
+        by default the lowest failed one; ``seat`` is its earlier name. ``wait`` is in seconds.
 
         Raises
         ------
         UsageError
-            The text is not an invitation.
+            The text is not a join token.
         BackendError
             No rank answers, or none admits this process in time.
         PlanError
             The plan of the job is wrong.
         """
-        survivors = MembershipProtocol.request_to_join(invitation, original_rank=seat, wait=wait)
+        if seat is not None:
+            warnings.warn("join(seat=) is deprecated; write original_rank=", DeprecationWarning, stacklevel=2)
+            original_rank = seat
+        survivors = MembershipProtocol.request_to_join(join_token, original_rank=original_rank, wait=wait)
         try:
             recovered, settings = join_recovery(survivors)
         except BaseException:
@@ -387,21 +442,23 @@ class Communicator(DenseCollectives, SparseCollectives):
         made._members.joined(recovered)
         return made
 
-    def grow(self, seats: Collection[int] | None = None) -> tuple[int, ...]:
+    def grow(
+        self, original_ranks: Collection[int] | None = None, *, seats: Collection[int] | None = None
+    ) -> tuple[int, ...]:
         """Admit joining ranks in place of failed ones, between the same collectives on all ranks; return their new
         ranks.
 
         Without join requests it costs one exchange of short texts. Ranks are numbered anew: joining ranks take the
         places of failed ones, so the plan may be the first one again. The caller sends them the state that they need,
         parameters or residuals, best by `broadcast`. With ``on_failure="raise"``, `shrink` after an error of this
-        method may admit them too. If one process holds all ranks, ``seats`` are the original ranks to restore, by
-        default all; otherwise the processes that called `join` decide.
+        method may admit them too. If one process holds all ranks, ``original_ranks`` are those to restore, by default
+        all (``seats`` is the earlier name); otherwise the processes that called `join` decide.
 
         Raises
         ------
         UsageError
-            An original rank has not failed, ``seats`` is given although each rank is a process, or no rank can join
-            (`invitation`).
+            An original rank has not failed, ``original_ranks`` is given although each rank is a process, or no rank can
+            join (`join_token`).
         BackendError
             Another rank failed, or makes another call.
 
@@ -415,11 +472,16 @@ class Communicator(DenseCollectives, SparseCollectives):
         ((1,), ('gpu1', 'gpu5', 'gpu7'), (1,), True)
         """
         self._members.check_no_helpers("grow")
-        if not self.one_rank:
-            return self._in_order.run(partial(self._members.grow_here, seats))
         if seats is not None:
+            warnings.warn(
+                "grow(seats=) is deprecated; write original_ranks=", DeprecationWarning, stacklevel=2
+            )
+            original_ranks = seats
+        if not self.one_rank:
+            return self._in_order.run(partial(self._members.grow_here, original_ranks))
+        if original_ranks is not None:
             raise UsageError(
-                "each rank is a process here, and asks for its original rank itself; leave seats out"
+                "each rank is a process here, and asks for its original rank itself; leave original_ranks out"
             )
         return self._in_order.run(self._members.grow)
 
@@ -455,7 +517,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             raise UsageError("no link changes; name links in without_links or slow_links")
         self._in_order.run(partial(self._members.replan, change))
 
-    def run_in_order(
+    def _run_in_order(
         self,
         task: Callable[[], Any],
         *,
@@ -479,7 +541,7 @@ class Communicator(DenseCollectives, SparseCollectives):
 
         return self._in_order.submit(run)
 
-    def begin_batch(self) -> None:
+    def _begin_batch(self) -> None:
         """Start a batch of collectives that are refused together, until `end_batch`.
 
         If one of them is refused, the later ones raise the same `RefusedError` and exchange nothing. All ranks must
@@ -487,11 +549,11 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         self._in_order.batch = StepBatch()
 
-    def end_batch(self) -> None:
+    def _end_batch(self) -> None:
         """End the batch, even if collectives of it still run; idempotent."""
         self._in_order.batch = None
 
-    def gather_texts_in_order(self, text: str) -> list[str]:
+    def _gather_texts_in_order(self, text: str) -> list[str]:
         """Return `gather_texts`, from a task of `run_in_order`."""
         return self._open().gather_texts(text)
 
@@ -524,7 +586,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             return execution.plan(collective, nbytes)
         return self._in_order.run(lambda: self._open().plan(collective, nbytes))
 
-    def gather_texts(self, text: str) -> list[str]:
+    def _gather_texts(self, text: str) -> list[str]:
         """Return the texts of all ranks, in order of rank; a process gives one text for all of its ranks."""
         return self._in_order.run(lambda: self._open().gather_texts(text))
 
@@ -551,7 +613,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         finally:
             self._in_order.run(partial(backend.trace, None), exchanges=False)
 
-    def settled(self, nbytes: int) -> bool:
+    def _settled(self, nbytes: int) -> bool:
         """Return whether the chunk size of the plan's own collective is settled for a buffer of so many bytes.
 
         Until then calls try sizes and may be slower than later ones; about ten calls of one size settle it.
@@ -573,7 +635,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         execution = self._open()
         return self._in_order.run(lambda: serve_as_helper(execution.backend, execution.store))
 
-    def refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> None:
         """Refuse the next collective with all ranks, for a reason: the others raise `RefusedError` in it.
 
         So does this rank, unless all ranks refuse by themselves. Does nothing if all ranks are in this process. If the
@@ -604,11 +666,11 @@ class Communicator(DenseCollectives, SparseCollectives):
             try:
                 checked = request(collective, execution.backend, arrays, out=out, op=op, root=root)
             except UsageError as error:
-                self.refuse(str(error))
+                self._refuse(str(error))
                 raise
             task = partial(self._members.run, execution, checked)
         if async_op:
-            return self._in_order.submit(task, CollectiveOutcome(among=self.seats))
+            return self._in_order.submit(task, CollectiveOutcome(among=self.original_ranks))
         return self._in_order.run(task)
 
     def _start_to_end(
@@ -625,7 +687,7 @@ class Communicator(DenseCollectives, SparseCollectives):
                     'has on_failure="raise"'
                 )
         except UsageError as error:
-            self.refuse(str(error))
+            self._refuse(str(error))
             raise
         outcome = CollectiveOutcome()
         original_root = None if root is None else seats[root]

@@ -29,9 +29,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ from torch import nn
 from collectives import GradientSynchronizer, report
 from collectives.communicator.launch import local_ranks
 from collectives.examples.cached_loader import CachedLoader
-from collectives.torch import HookState, topoplan_hook
+from collectives.torch import Cast, HookState, LowRank, Quantize, Shrink, Threshold, TopK, topoplan_hook
+from collectives.training.exchange_settings import Compression
 from collectives.training.modes import Straggler
 from topoplan.errors import TopoplanError, UsageError
 
@@ -172,19 +174,16 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
         options.plan,
         backend="tcp",
         bucket_bytes=int(options.bucket_mb * (1 << 20)),
-        density=options.density,
-        exchange=options.exchange,
-        low_rank=options.low_rank,
-        codes=options.codes,
-        mode=options.mode,
-        on_failure="shrink",
-        on_change=change,
-        invitation=(folder / "invitation").read_text() if joins else None,
+        compression=_compression(options),
+        sync=options.mode,
+        fault_tolerance=Shrink(
+            on_change=change, join_token=(folder / "invitation").read_text() if joins else None
+        ),
         timeout=WAIT_SECONDS if joins else 30.0,
     ) as synchronizer:
         comm = synchronizer.communicator
         if comm.rank == 0 and not joins:
-            (folder / "invitation").write_text(comm.invitation)
+            (folder / "invitation").write_text(comm.join_token)
         if joins:
             synchronizer.grow(state)
         draws = torch.Generator().manual_seed(options.seed)
@@ -198,7 +197,7 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
             while step == options.back and comm.size < options.processes:
                 if synchronizer.grow(state) and comm.rank == 0:
                     print(f"step {step}: {comm.notes[-1]}", flush=True)
-            mine = numbers[step][comm.seats[comm.rank]]
+            mine = numbers[step][comm.original_ranks[comm.rank]]
             loss = nn.functional.cross_entropy(model(shown[mine].to(parameters[0].dtype)), labels[mine])
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -217,7 +216,8 @@ def train_losing_a_rank(options: argparse.Namespace) -> None:
         seconds = time.perf_counter() - started
         synchronizer.finish(weights)
         found = sha256(b"".join(one.tobytes() for one in state)).hexdigest()[:16]
-        same = len(set(comm.gather_texts(found))) == 1
+        digests = comm.all_gather(np.frombuffer(bytes.fromhex(found), np.uint8)).reshape(comm.size, -1)
+        same = len(np.unique(digests, axis=0)) == 1
         if comm.rank == 0:
             print(
                 f"parameters and moments of the {comm.size} ranks {'are the same' if same else 'DIFFER'}: {found}"
@@ -238,7 +238,7 @@ def _wait_to_be_killed(synchronizer: GradientSynchronizer, gradients: Sequence[o
 
 def _parse_lost_rank(options: argparse.Namespace) -> tuple[int, int] | None:
     """Return the failing rank and its step; None without."""
-    for name in ("built_in", "cached", "compress", "straggler", "plot", "work"):
+    for name in ("built_in", "cached", "straggler", "plot", "work"):
         if getattr(options, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} is for processes that torchrun starts; leave it out"
@@ -384,15 +384,26 @@ def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
 def _hooked(model: nn.parallel.DistributedDataParallel, options: argparse.Namespace) -> HookState:
     state = HookState(
         options.plan,
-        density=options.density,
-        exchange=options.exchange,
-        compress=options.compress,
-        low_rank=options.low_rank,
-        codes=options.codes,
-        mode=options.mode,
+        compression=_compression(options),
+        sync=options.mode,
     )
     model.register_comm_hook(state, topoplan_hook)
     return state
+
+
+def _compression(options: argparse.Namespace) -> Compression | None:
+    """Return the compression that the options ask for; UsageError if two exclude each other."""
+    kinds: dict[str, Callable[[Any], Compression]] = {
+        "density": lambda density: TopK(density, exchange=options.exchange),
+        "low_rank": LowRank,
+        "codes": Quantize,
+        "threshold": Threshold,
+        "compress": Cast,
+    }
+    found = [kind(value) for name, kind in kinds.items() if (value := getattr(options, name)) is not None]
+    if len(found) > 1:
+        raise UsageError(f"compressions exclude each other, got {' and '.join(map(str, found))}; give one")
+    return found[0] if found else None
 
 
 def _straggler(text: str | None) -> Straggler | None:
@@ -422,7 +433,8 @@ def _parser() -> argparse.ArgumentParser:
         "--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange"
     )
     parser.add_argument("--low-rank", type=int, metavar="R", help="send two matrices of R columns (PowerSGD)")
-    parser.add_argument("--codes", type=int, metavar="BITS", help="send whole numbers of 8 or 16 bits")
+    parser.add_argument("--codes", type=int, metavar="BITS", help="quantize gradients to 8 or 16 bits")
+    parser.add_argument("--threshold", type=float, metavar="T", help="send entries above a magnitude")
     parser.add_argument("--mode", default="bsp", help="bsp, ssp:2, asp or local:8 (default: bsp)")
     parser.add_argument(
         "--straggler", metavar="R,F,A,B", help="rank R is F times as slow from step A up to B"

@@ -155,7 +155,7 @@ def measure(
     itemsize = DTYPES[dtype]
     count, each = _counts(plan, nbytes // itemsize)
     results, run = _prepare_call(communicator, each, dtype, own)
-    while own is None and not communicator.settled(count * itemsize):
+    while own is None and not communicator._settled(count * itemsize):
         run()
     run()
     calls = _calls_per_block(communicator, run)
@@ -213,7 +213,7 @@ def timeline(communicator: Communicator, *, nbytes: int, dtype: str) -> tuple[Tr
     row = f"rank {first}" if first == last else f"ranks {first} to {last}"
     calls = [TraceEvent(row, f"call {number}", *bounds) for number, bounds in enumerate(pairwise(clock))]
     mine = [[astuple(step) for step in some] for some in (calls, steps)]
-    texts = dict.fromkeys(communicator.gather_texts(json.dumps([platform.node(), *mine])))
+    texts = dict.fromkeys(communicator._gather_texts(json.dumps([platform.node(), *mine])))
     processes = [json.loads(text) for text in texts]  # a process with several ranks sends equal texts
     begun: dict[str, int] = {}
     for host, ((_, _, start, _), *_), _ in processes:

@@ -158,7 +158,7 @@ def _run_until_end(channel: ControllerChannel, rank: int) -> int:
 
 def _open_communicator(settings: RankSettings, rank: int) -> Communicator:
     if settings.invitation:
-        return Communicator.join(settings.invitation, seat=rank, wait=START_SECONDS)
+        return Communicator.join(settings.invitation, original_rank=rank, wait=START_SECONDS)
     plan = parse_plan_file(settings.plan)
     backend = backend_at(
         settings.backend,
@@ -229,8 +229,8 @@ class _RankLoop:
 
     def _invite(self) -> None:
         """Send a new invitation to the controller."""
-        if self._can_grow and self._invitation != self._comm.invitation:
-            self._invitation = self._comm.invitation
+        if self._can_grow and self._invitation != self._comm.join_token:
+            self._invitation = self._comm.join_token
             self._channel.send({"invitation": self._invitation})
 
     def _all_end(self) -> bool:

@@ -228,7 +228,7 @@ class MembershipProtocol:
             kind, addresses = "", {}
         if kind != INVITATION or not addresses:
             raise UsageError(
-                f"invitation must be the text of Communicator.invitation, got {invitation[:60]!r}"
+                f"join_token must be the text of Communicator.join_token, got {invitation[:60]!r}"
             )
         until = time.monotonic() + wait
         channels: dict[socket.socket, tuple[int, Unpacker]] = {}

@@ -1,7 +1,36 @@
 """Inside torch's training loop: a communication hook for DDP, and the process-group back end "topoplan"."""
 
-from collectives.torch.hook import HookState, topoplan_hook
-from collectives.torch.process_group import PlannedGroup
-from collectives.torch.recovery import Shrunk
+import warnings
+from typing import Any
 
-__all__ = ["HookState", "PlannedGroup", "Shrunk", "topoplan_hook"]
+from collectives.torch.hook import HookState, topoplan_hook
+from collectives.torch.process_group import ProcessGroupTopoplan
+from collectives.torch.recovery import Shrunk
+from collectives.training.exchange_settings import Shrink, TopK
+from collectives.training.gradient_filters import Cast, Quantize, Threshold
+from collectives.training.low_rank import LowRank
+from collectives.training.modes import ASP, BSP, SSP, LocalSGD
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "SSP",
+    "Cast",
+    "HookState",
+    "LocalSGD",
+    "LowRank",
+    "ProcessGroupTopoplan",
+    "Quantize",
+    "Shrink",
+    "Shrunk",
+    "Threshold",
+    "TopK",
+    "topoplan_hook",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PlannedGroup":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("PlannedGroup is deprecated; write ProcessGroupTopoplan", DeprecationWarning, stacklevel=2)
+    return ProcessGroupTopoplan

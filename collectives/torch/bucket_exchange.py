@@ -35,7 +35,7 @@ from collectives.torch.parameter_residuals import (
 from collectives.training.averaging import InStepAverager
 from collectives.training.buckets import DataPresence, error_in_bucket
 from collectives.training.checkpoint_state import BucketPart, describe_state, real_shape, warn_of_unused_state
-from collectives.training.gradient_filters import reduce_line
+from collectives.training.gradient_filters import Cast, Threshold, reduce_line
 from collectives.training.report import Recorder
 from topoplan.errors import TopoplanError
 
@@ -62,10 +62,11 @@ class DdpBucketExchange:
     def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
         how = averager.settings
         self.presence: DataPresence | None = None
-        self.residuals = ParameterResiduals(averager.communicator, momentum=how.momentum)
+        momentum = 0.0 if how.top_k is None else how.top_k.momentum
+        self.residuals = ParameterResiduals(averager.communicator, momentum=momentum)
         self._averager = averager
         self._numbers = numbers
-        self._narrow = None if how.compress is None else NARROW[how.compress]
+        self._narrow = NARROW[how.compression.dtype] if isinstance(how.compression, Cast) else None
         self._saved: tuple[Sequence[Sequence[int]] | None, ...] = ()
         self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
 
@@ -77,7 +78,7 @@ class DdpBucketExchange:
         communicator = self._averager.communicator
         try:
             if not self._under_way:
-                communicator.begin_batch()
+                communicator._begin_batch()
             if not bucket.is_last():
                 self._under_way.append(self._start(bucket, async_op=True))
                 return self._under_way[-1][1]
@@ -91,7 +92,7 @@ class DdpBucketExchange:
         except BaseException as error:
             self._give_up(wait=isinstance(error, Exception))
             raise
-        communicator.end_batch()
+        communicator._end_batch()
         self._under_way.clear()
         self._averager.end_step()
         return future
@@ -100,7 +101,7 @@ class DdpBucketExchange:
         """Abandon the step; without ``wait``, as after Ctrl-C, leave running exchanges and residuals alone."""
         running = [handle for handle, _ in self._under_way]
         self._under_way.clear()
-        self._averager.communicator.end_batch()
+        self._averager.communicator._end_batch()
         if wait:
             for handle in running:
                 with suppress(Exception):
@@ -149,7 +150,7 @@ class DdpBucketExchange:
         self._check_numbers()
         averager, step = self._averager, self._averager.recorder.step
         given, op = buffer, "avg"
-        if averager.settings.density is not None:
+        if averager.settings.top_k is not None:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             idle = self._idle(layout, buffer)
             self.residuals.arrange(layout, idle=idle, dtype=dtype, device=buffer.device, step=step)
@@ -157,7 +158,7 @@ class DdpBucketExchange:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
         parts = _parts_of(layout, bucket) if averager.filters else None
-        if parts is not None and averager.settings.significance is not None:
+        if parts is not None and isinstance(averager.settings.compression, Threshold):
             waiting = {f"parameter {number}" for number in self._idle(layout, buffer)}
             parts = tuple(one for one in parts if one.name not in waiting)
         return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class GroupCollectives(dist.ProcessGroup):
-    """See `collectives.torch.process_group.PlannedGroup`."""
+    """See `collectives.torch.process_group.ProcessGroupTopoplan`."""
 
     inner: dist.ProcessGroup
     served: str
@@ -473,7 +473,7 @@ class GroupCollectives(dist.ProcessGroup):
 
         def run() -> Any:
             if self.communicator is not None and input.device.type == "cpu":
-                check_splits(self.communicator.gather_texts_in_order(splits_text(received, sent)))
+                check_splits(self.communicator._gather_texts_in_order(splits_text(received, sent)))
             return self.inner.alltoall_base(whole, flat, *counts, *given_options(opts))
 
         def finish() -> None:
@@ -527,7 +527,7 @@ class GroupCollectives(dist.ProcessGroup):
             device = inputs[0].device if inputs else None
             return self._record(JointWork([call()], finish, device, results), opts)
         types = dtype_of(inputs[0]) if inputs else ""
-        handle = comm.run_in_order(lambda: call().wait(), dtype=types, **agreed)
+        handle = comm._run_in_order(lambda: call().wait(), dtype=types, **agreed)
         device = torch.device("cpu")
         future = future_of(handle, results, device=device, arrays=comm.arrays, finish=finish)
         return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)
@@ -580,7 +580,7 @@ class GroupCollectives(dist.ProcessGroup):
         except Exception as error:  # such as a TypeError for a value that is not a list of tensors
             if self.communicator is not None:
                 kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-                self.communicator.refuse(f"{kind}{error}")
+                self.communicator._refuse(f"{kind}{error}")
             raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:

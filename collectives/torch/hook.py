@@ -49,17 +49,24 @@ from collectives.training.checkpoint_state import (
     warn_of_unused_state,
 )
 from collectives.training.exchange_settings import (
-    ExchangeOptions,
+    Compression,
+    DeprecatedOptions,
     ExchangeSettings,
     GivenScale,
     LossScale,
+    Shrink,
+    current_options,
+    warn_of_deprecated,
 )
-from collectives.training.modes import BSP, Gossip, mode_of
+from collectives.training.modes import BSP, Gossip, Mode, mode_of
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
 FORMAT = "topoplan.hook/2"
 """Format of a checkpoint state: residuals are in units of a loss scale of 1; earlier states name no format."""
+
+
+_GROUPS = ("compression", "sync", "fault_tolerance")
 
 
 class HookState:
@@ -74,28 +81,36 @@ class HookState:
     plan : Plan, SizePlans, str, path or Topology, optional
         A plan for as many ranks as the group has, or its file; or the machine whose GPUs these ranks are, also by its
         name in the library. By default made for the hosts and GPUs of the job.
+    compression : TopK, LowRank, Quantize, Threshold or Cast, optional
+        Compression of the gradients (docs/compression.md compares the methods); by default none.
+        The residual of `TopK` is float32 for gradients of 16 bits, which are sent in float32. On GPUs `TopK` stays
+        there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
+        go through the host, and a warning says so. `LowRank`, `Quantize` and `Threshold` compute on the CPU.
+    sync : BSP, SSP, ASP, LocalSGD or str, optional
+        How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
+        ASP begin with the third step, when DDP has arranged its buckets. In these modes only `Cast` may be given, and
+        it rounds only the buckets that all ranks add: the first two steps of SSP and ASP.
+    fault_tolerance : Shrink, optional
+        Repeat the step of a failed rank among the survivors (`collectives.torch.recovery`): with BSP, and with
+        gradients on the CPU; by default a failed rank is an error. Averages are then divided by the number of
+        survivors. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of
+        the residuals, and an agreement of the ranks in each step. With a join token this process joins in place of a
+        failed rank, while the others call `grow`, for which it waits; plan and back end are those of the others.
+    loss_scale : GradScaler, float or callable, optional
+        Factor of the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
+        number, or a function that returns it; asked once a step. Residuals then follow it, late gradients of `SSP` and
+        `ASP` travel without it, and the pull of a proximal `LocalSGD` is multiplied by it. Without it, residuals of
+        one scale are added to gradients of another. If an average is not finite, all ranks see that, and residuals are
+        as before the step, which GradScaler skips on all ranks.
+    parameters : iterable of Parameter, optional
+        The model's, in the order by which a checkpoint numbers them. By default they are numbered as the first step
+        brings them: the same for the same model and ``bucket_cap_mb``.
     group : ProcessGroup, optional
         The default group if it is left out; a gloo group for tensors on the CPU, an NCCL group for those on GPUs. With
         an NCCL group, gradients are exchanged over a new group of the same ranks, so that DDP and the model
         (SyncBatchNorm, for one) may use theirs meanwhile: calls of two threads on one NCCL communicator would have no
         fixed order. `close` destroys it. A group of fewer ranks than the job's must be in as many groups on each of
         them.
-    density : float, or callable from step to float, optional
-        Share of the gradient's entries that every rank sends; the rest is its residual (`collectives.ErrorFeedback`).
-        By default everything is sent. Gradients of 16 bits are then kept and sent in float32. On GPUs all of it stays
-        there, which needs CuPy (``topoplan[cuda12]`` or ``topoplan[cuda13]``, as torch is built); without it gradients
-        go through the host, and a warning says so.
-    exchange, momentum, wire, low_rank, codes, significance
-        As in `collectives.GradientSynchronizer`.
-    compress : str, optional
-        "float16" or "bfloat16": dense gradients are divided by the number of ranks, rounded to it and added up in it.
-    loss_scale : GradScaler, float or callable, optional
-        Factor of the loss, the same on all ranks: an object with ``get_scale()`` as ``torch.amp.GradScaler``, the
-        number, or a function that returns it; asked once a step. Residuals of ``density``, ``low_rank`` and
-        ``significance`` then follow it, late gradients of `SSP` and `ASP` travel without it, and the pull of a proximal
-        `LocalSGD` is multiplied by it. Without it, residuals of one scale are added to gradients of another. If an
-        average is not finite, all ranks see that, and residuals are as before the step, which GradScaler skips on all
-        ranks.
     timeout : float
         Seconds that a rank waits for the next message of a peer.
     shared : bool
@@ -104,24 +119,9 @@ class HookState:
     engine, exact
         For gradients on GPUs, as in `Communicator`: kernels that write to the other GPUs' memory if all ranks have them
         (which needs CuPy and nccl4py beside torch), else messages of the group.
-    mode : BSP, SSP, ASP, LocalSGD or str, optional
-        How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default. SSP and
-        ASP begin with the third step, when DDP has arranged its buckets.
-    parameters : iterable of Parameter, optional
-        The model's, in the order by which a checkpoint numbers them. By default they are numbered as the first step
-        brings them: the same for the same model and ``bucket_cap_mb``.
-    on_failure : str
-        Reaction to a failed rank: "raise", or "shrink" to repeat its step among the survivors
-        (`collectives.torch.recovery`): in step, and with gradients on the CPU. Averages are then divided by the number
-        of survivors. Call `register` with the model, and `finish` in the end. It costs a copy of the gradients, one of
-        the residuals, and an agreement of the ranks in each step.
-    on_change : callable, optional
-        Called with the numbers of ranks before and after in each step after which there are fewer, on every rank and
-        before the optimizer uses its averages: to set the learning rate, or to divide the data anew by ``rank`` and
-        ``size``. Also by `grow`.
-    invitation : str, optional
-        Invitation by which this process takes the place of a failed rank (``communicator.invitation`` of another one),
-        while the others call `grow`, for which it waits; see there. Plan and back end are those of the others.
+    **deprecated
+        Keywords of earlier versions: density, exchange, momentum, wire (`TopK`), low_rank, codes (`Quantize`),
+        significance (`Threshold`), compress (`Cast`), mode (``sync``), on_failure, on_change, invitation (`Shrink`).
 
     Attributes
     ----------
@@ -167,49 +167,51 @@ class HookState:
         self,
         plan: PlanLike | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
-        compress: str | None = None,
+        compression: Compression | None = None,
+        sync: Mode | str | None = None,
+        fault_tolerance: Shrink | None = None,
         loss_scale: GivenScale | None = None,
+        parameters: Iterable[torch.nn.Parameter] | None = None,
+        group: dist.ProcessGroup | None = None,
         timeout: float = 30.0,
         shared: bool = True,
         engine: str = "auto",
         exact: bool = True,
-        parameters: Iterable[torch.nn.Parameter] | None = None,
-        on_failure: str = "raise",
-        on_change: Callable[[int, int], object] | None = None,
-        invitation: str | None = None,
-        **options: Unpack[ExchangeOptions],
+        **deprecated: Unpack[DeprecatedOptions],
     ) -> None:
+        warn_of_deprecated("HookState", deprecated)
         listed = None if parameters is None else tensors_of(parameters)
         given = {
-            name: value
-            for name, value in locals().items()
-            if name not in ("self", "invitation", "listed", "options")
+            name: value for name, value in locals().items() if name not in ("self", "listed", "deprecated")
         }
-        self._arguments: dict[str, Any] = {**given, **options, "parameters": listed}
+        self._arguments: dict[str, Any] = {**given, "parameters": listed}
         if group is not None and dist.is_initialized() and group is dist.group.WORLD:
             self._arguments["group"] = None  # of any process
         self._copied: dict[str, Any] | None = None
         """State of a copy that has not connected to the other ranks yet, from `state_dict`."""
         self._seen_parameters: tuple[set[int], bool] = (set(), False)
-        self._changed = invitation is not None
         self._without_scale = False
+        shrink: Shrink | None = None
 
         def settings() -> ExchangeSettings:
-            if on_failure not in ("raise", "shrink"):
-                raise UsageError(f"on_failure must be raise or shrink, got {on_failure!r}")
-            how = ExchangeSettings.of(compress=compress, **options)
-            if on_failure == "shrink" and not isinstance(how.mode, BSP):
+            nonlocal shrink
+            how, mode, shrink = current_options(
+                deprecated, compression=compression, sync=sync, fault_tolerance=fault_tolerance
+            )
+            self._arguments |= {"compression": how, "sync": mode, "fault_tolerance": shrink}
+            made = ExchangeSettings(how, mode_of(mode, "sync"), shrinks=shrink is not None)
+            if shrink is not None and not isinstance(made.mode, BSP):
                 raise UsageError(
-                    "on_failure='shrink' needs mode bsp, whose steps wait for all ranks; leave mode out"
+                    f"fault_tolerance=Shrink() needs steps that wait for all ranks, got sync "
+                    f"{made.mode}; leave sync out"
                 )
-            if isinstance(how.mode, Gossip):
+            if isinstance(made.mode, Gossip):
                 raise UsageError(
                     "Gossip needs loops that call after_step, which those of DDP do not; use "
                     "collectives.GradientSynchronizer"
                 )
             LossScale(loss_scale)
-            return how
+            return made
 
         numbers = ParameterNumbers(listed)
         if not dist.is_initialized():
@@ -217,41 +219,43 @@ class HookState:
         self.group = existing_group(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         gather = gather_by(self.group)
-        alone = invitation is not None
-        if alone and (plan is not None or on_failure != "shrink" or self.size > 1):
+        asked = fault_tolerance.join_token if isinstance(fault_tolerance, Shrink) else None
+        join_token = asked or deprecated.get("invitation")
+        alone = join_token is not None
+        if alone and (plan is not None or self.size > 1):
             raise UsageError(
-                "a rank with an invitation joins the plan of the others; give on_failure='shrink', no plan, and a "
-                "process group of this rank alone"
+                "a rank with a join token takes the plan of the others; give no plan, and a process group of this rank "
+                "alone"
             )
-        fails = "" if on_failure == "raise" else f", on_failure={on_failure!r}"
-        how = settings() if alone else agreed_settings(settings, gather, fails)
+        how = settings() if alone else agreed_settings(settings, gather)
+        self._changed = alone
         self.mode, scale = how.mode, LossScale(loss_scale)
         self._loss_scale = scale
         self.recorder = register_recorder(Recorder("hook", ranks=self.size))
         verdict = PlanAgreement(None) if alone else agreed_plan(plan, self.group, gather)
         self.reason = verdict.reason
         self.communicator: Communicator | None = None
-        self.momentum = how.momentum
+        self.momentum = 0.0 if how.top_k is None else how.top_k.momentum
         self.shrunk: tuple[Shrunk, ...] = ()
-        self._on_change = on_change
-        self._registered = on_failure == "raise"
+        self._on_change = None if shrink is None else shrink.on_change
+        self._registered = shrink is None
         self._model: Callable[[], DistributedDataParallel | None] = lambda: None
         self._own: dist.ProcessGroup | None = None
         self.buckets: DdpBucketExchange | BuiltInBucketExchange | ModeExchange
-        if invitation is not None:
-            self.communicator = comm = Communicator.join(invitation, wait=timeout)
+        if join_token is not None:
+            self.communicator = comm = Communicator.join(join_token, wait=timeout)
             with ExitStack() as on_error:
                 on_error.callback(comm.close)
-                self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.seats
+                self.rank, self.size, self.recorder.among = comm.rank, comm.size, comm.original_ranks
                 within = InStepAverager(comm, how, self.recorder, scale)
                 self.buckets = RecoveringExchange(within, numbers, self._report_change, has_it=False)
                 log_start(comm, how)
                 on_error.pop_all()
             return
         if verdict.plan is None:
-            if on_failure == "shrink":
+            if shrink is not None:
                 raise UsageError(
-                    f"on_failure='shrink' needs gradients by plan, and no plan fits: {self.reason}"
+                    f"fault_tolerance=Shrink() needs gradients by plan, and no plan fits: {self.reason}"
                 )
             warnings.warn(
                 f"dense gradients are averaged by torch's own allreduce: {self.reason}", stacklevel=2
@@ -268,13 +272,13 @@ class HookState:
             self.communicator = comm = Communicator(verdict.plan, backend, timeout=timeout)
             within = InStepAverager(comm, how, self.recorder, scale)
             in_step = DdpBucketExchange(within, numbers)
-            if on_failure == "shrink":
+            if shrink is not None:
                 if not can_recover(backend):
                     raise UsageError(
-                        "on_failure='shrink' needs gradients on the CPU, among ranks that can connect, got "
+                        "fault_tolerance=Shrink() needs gradients on the CPU, among ranks that can connect, got "
                         f"the {backend.name} back end"
                     )
-                self.recorder.among = comm.seats
+                self.recorder.among = comm.original_ranks
                 in_step = RecoveringExchange(within, numbers, self._report_change)
             self.buckets = in_step
             if not isinstance(self.mode, BSP):
@@ -296,7 +300,7 @@ class HookState:
         self._arguments["loss_scale"], self._without_scale = given, False
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Register the hook with a model; needed in place of ``register_comm_hook`` with ``on_failure="shrink"``.
+        """Register the hook with a model; needed in place of ``register_comm_hook`` with `Shrink`.
 
         Sparse embeddings (``nn.Embedding(sparse=True)``) that a step does not use get a gradient without rows if DDP
         looks for unused parameters; torch itself ends such a backward with "Expected sparse gradient to be defined".
@@ -330,7 +334,7 @@ class HookState:
         """Let joining ranks take the places of failed ones between steps, and send them the state of the others.
 
         All ranks call it at the same steps, each time or every so many; it costs them agreements of short texts. A rank
-        made with an ``invitation`` calls it first, and then has the model, buffers too, the state of the optimizer, and
+        made with a join token calls it first, and then has the model, buffers too, the state of the optimizer, and
         the step (``recorder.step``) of the others, without residuals.
 
         A joining rank has a process group of its own, ``init_process_group("gloo", store=HashStore(), rank=0,
@@ -350,13 +354,13 @@ class HookState:
         Raises
         ------
         UsageError
-            ``on_failure="shrink"`` or ``parameters`` is missing; or this rank has joined with another model or
+            `Shrink` or ``parameters`` is missing; or this rank has joined with another model or
             settings.
         """
         self._connect()
         buckets, module = self.buckets, model.module
         if not isinstance(buckets, RecoveringExchange):
-            raise UsageError("grow() needs on_failure='shrink'; give it to HookState")
+            raise UsageError("grow() needs fault_tolerance=Shrink(); give it to HookState")
 
         def give() -> bytes:
             common = {name: torch.from_numpy(one) for name, one in buckets.averager.common().items()}
@@ -379,7 +383,7 @@ class HookState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step and residuals, by the numbers of the parameters; each rank saves its own.
 
-        The state of filters (``low_rank``, ``significance``) is included. All values are numbers, texts and tensors on
+        The state of `LowRank` and `Threshold` is included. All values are numbers, texts and tensors on
         the CPU, as `torch.save` takes them.
         """
         if self._copied is not None:
@@ -425,7 +429,7 @@ class HookState:
         if isinstance(self.buckets, RecoveringExchange):
             self.buckets.check_has_it()
         comm = self.communicator
-        gather = gather_by(self.group) if comm is None else comm.gather_texts
+        gather = gather_by(self.group) if comm is None else comm._gather_texts
         check_on_all(gather, lambda: self._check_state(state))
         if "format" not in state:
             state = unscaled_state(state, self._loss_scale())
@@ -438,7 +442,7 @@ class HookState:
             for number, residual in state["residuals"].items()
         }
         in_step = self.buckets if isinstance(self.buckets, DdpBucketExchange) else None
-        sparse = in_step is not None and in_step.averager.settings.density is not None
+        sparse = in_step is not None and in_step.averager.settings.top_k is not None
         unsent = describe_state({"residuals": {number: [one.residual] for number, one in kept.items()}})
         if state["ranks"] != self.size:
             why = f"the state is of {state['ranks']} ranks, and this job has {self.size}"
@@ -490,7 +494,7 @@ class HookState:
 
         `SSP` and `ASP` use late gradients first, in one more step of the optimizers and without a loss scale; then, and
         with `LocalSGD` too, the parameters are averaged. With `BSP` they are the same already; with
-        ``on_failure="shrink"`` they are so when no survivor has more steps than another one. All ranks must call it.
+        `Shrink` they are so when no survivor has more steps than another one. All ranks must call it.
         Training may continue afterwards.
 
         Buffers of the model that differ, such as those of BatchNorm, become the same on all ranks too, except with
@@ -548,10 +552,10 @@ class HookState:
         self._connect()
         if isinstance(self.buckets, RecoveringExchange):
             raise UsageError(
-                "join uses DDP's process group, which cannot lose a rank; leave on_failure='shrink' out with it"
+                "join uses DDP's process group, which cannot lose a rank; leave fault_tolerance out with it"
             )
         if isinstance(self.buckets, ModeExchange):
-            raise UsageError(f"join needs mode bsp, whose steps wait for all ranks, got {self.mode}")
+            raise UsageError(f"join needs sync bsp, whose steps wait for all ranks, got {self.mode}")
         buckets = self.buckets
         presence = DataPresence(self.size, buckets.total, here=1, divide_by=divide_by)
         buckets.presence = presence
@@ -577,7 +581,7 @@ class HookState:
         )
         if self.communicator is not None:
             with suppress(BackendError):
-                self.communicator.refuse(text)
+                self.communicator._refuse(text)
         raise UsageError(text)
 
     @property
@@ -633,8 +637,13 @@ class HookState:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        lacks_scale = state.get("lacks_scale", False)
-        self._init_copy(state["arguments"], state["state"], state["changed"], lacks_scale)
+        arguments, old = dict(state["arguments"]), {}
+        for name in DeprecatedOptions.__annotations__:  # of a state that an earlier version has pickled
+            if name in arguments:
+                old[name] = arguments.pop(name)
+        found = current_options(old, **{name: arguments.get(name) for name in _GROUPS})
+        arguments |= dict(zip(_GROUPS, found, strict=True))
+        self._init_copy(arguments, state["state"], state["changed"], state.get("lacks_scale", False))
 
     def _init_copy(
         self, arguments: dict[str, Any], state: dict[str, Any], changed: bool, lacks_scale: bool
@@ -643,12 +652,12 @@ class HookState:
         self._loss_scale, self._without_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
-        self.mode = mode_of(arguments.get("mode"))
+        self.mode = mode_of(arguments["sync"])
         self.communicator, self.shrunk = None, ()
         self.reason = "this copy of a HookState has not connected to the other ranks yet"
         self.recorder = Recorder("hook", ranks=self.size)
         self.recorder.step = state["step"]
-        self._registered = arguments["on_failure"] == "raise"
+        self._registered = arguments["fault_tolerance"] is None
         self._model = lambda: None
         self._seen_parameters = (set(), False)
 
@@ -698,7 +707,7 @@ class HookState:
         """Note and report that a step has ended with another membership."""
         comm, step = self.communicator, self.recorder.step
         assert comm is not None, "its membership changes"
-        self.rank, self.size, self._changed = now.index(comm.seats[comm.rank]), len(now), True
+        self.rank, self.size, self._changed = now.index(comm.original_ranks[comm.rank]), len(now), True
         self.recorder.gave("the first bucket", now, repeated=False, step=step)
         self.recorder.explain_changes(None, comm.notes[-1:])
         if without := tuple(before.index(seat) for seat in gone):
@@ -761,7 +770,9 @@ def topoplan_hook(
     state._connect()
     state._check_one_model(bucket)
     if not state._registered:
-        raise UsageError("on_failure='shrink' needs a check of the model first; write state.register(model)")
+        raise UsageError(
+            "fault_tolerance=Shrink() needs a check of the model first; write state.register(model)"
+        )
     if (model := _join_model(sys._getframe().f_back)) is not None:
         state._check_join(model)
     return state.buckets.average(bucket)

@@ -268,7 +268,7 @@ class ModeExchange:
             )
             for name, one in named
         ]
-        ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(hashes))]
+        ranks = [json.loads(text) for text in comm._gather_texts(json.dumps(hashes))]
         if any([one[:2] for one in mine] != [one[:2] for one in ranks[0]] for mine in ranks):
             warnings.warn("buffers differ in name or type between ranks, and are not averaged", stacklevel=4)
             return

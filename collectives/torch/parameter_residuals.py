@@ -156,7 +156,7 @@ class ParameterResiduals:
             return
         held = set(layout.numbers)
         touched = [key for key, other in self._layouts.items() if not held.isdisjoint(other.numbers)]
-        taken = _split_residuals(self._communicator.take_sparse_state(touched), self._layouts)
+        taken = _split_residuals(self._communicator._take_sparse_state(touched), self._layouts)
         self._waiting = _merge_residuals(self._waiting, taken)
         for key in touched:
             del self._layouts[key]
@@ -176,7 +176,7 @@ class ParameterResiduals:
             if velocity is not None and kept.velocity is not None:
                 velocity[start:stop] = kept.velocity
         state = {"residual": residual, "velocity": velocity, "momentum": self._momentum, "step": step}
-        self._communicator.put_sparse_state({layout.key: [state]})
+        self._communicator._put_sparse_state({layout.key: [state]})
 
     def by_parameter(self) -> dict[int, ParameterResidual]:
         """Return copies of the residuals on the host, by the numbers of the parameters that have any."""

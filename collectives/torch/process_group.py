@@ -123,17 +123,16 @@ def _plan_for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans
     return lambda: make(plan.topology, "allreduce", gpus=numbers, progress=check_still_wanted)
 
 
-def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather, more: str = "") -> ExchangeSettings:
+def agreed_settings(make: Callable[[], ExchangeSettings], gather: Gather) -> ExchangeSettings:
     """Return the settings of `make` once all ranks have the same; all of them must call this.
 
-    `more` is compared with their text. Raises `UsageError`, with the same text on all ranks, if `make` raises on some
-    rank, or ranks differ.
+    Raises `UsageError`, with the same text on all ranks, if `make` raises on some rank, or ranks differ.
     """
     made: list[ExchangeSettings] = []
 
     def text() -> str:
         made.append(make())
-        return f"{made[0]}{more}"
+        return f"{made[0]}"
 
     _agreed_text(gather, text)
     return made[0]
@@ -205,7 +204,7 @@ class InnerGroups:
     store: Store
 
 
-class PlannedGroup(GroupCollectives):
+class ProcessGroupTopoplan(GroupCollectives):
     """A process group whose collectives run by a plan; torch makes it.
 
     Attributes
@@ -290,7 +289,7 @@ class PlannedGroup(GroupCollectives):
         group_name: Any = None,
         group_desc: str | None = None,
         device_types: Any = None,
-    ) -> PlannedGroup | None:
+    ) -> ProcessGroupTopoplan | None:
         """Return the group of some ranks of this one, with a plan of its own; None on the other ranks.
 
         Parameters
@@ -322,7 +321,7 @@ class PlannedGroup(GroupCollectives):
         limit = timeout or timedelta(seconds=self._timeout)
         members = [self.members[rank] for rank in ranks]
         if group_name is None:
-            made: PlannedGroup = dist.new_group(
+            made: ProcessGroupTopoplan = dist.new_group(
                 members,
                 timeout=limit,
                 backend="topoplan",
@@ -429,7 +428,7 @@ def agreed_on_failure(gather: Gather) -> str:
 
 
 def _delegated(name: str) -> Callable[..., Any]:
-    def method(self: PlannedGroup, *arguments: Any, **named: Any) -> Any:
+    def method(self: ProcessGroupTopoplan, *arguments: Any, **named: Any) -> Any:
         return getattr(self.inner, name)(*arguments, **named)
 
     method.__name__ = name
@@ -438,7 +437,7 @@ def _delegated(name: str) -> Callable[..., Any]:
 
 
 for _name in DELEGATED:
-    setattr(PlannedGroup, _name, _delegated(_name))
+    setattr(ProcessGroupTopoplan, _name, _delegated(_name))
 
 
 def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> InnerGroups:
@@ -460,14 +459,14 @@ def inner_groups(store: Store, rank: int, size: int, timeout: timedelta) -> Inne
     return InnerGroups(others, plans, "cpu:gloo,cuda:nccl", store)
 
 
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> PlannedGroup:
+def _make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupTopoplan:
     """Return a new group; its keys in the store differ from those of an earlier group of the same name.
 
     torch gives a group the name of a destroyed one, and gloo would connect to the addresses that it finds there.
     """
     generation = store.add(f"generation/{rank}", 1)
     own = PrefixStore(f"{generation}/", store)
-    return PlannedGroup(inner_groups(own, rank, size, timeout), timeout=timeout)
+    return ProcessGroupTopoplan(inner_groups(own, rank, size, timeout), timeout=timeout)
 
 
 dist.Backend.register_backend("topoplan", _make, devices=["cpu", "cuda"])

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives.communicator.handle import Handle
 from collectives.torch.bucket_exchange import DdpBucketExchange
 from collectives.torch.parameter_residuals import ParameterNumbers
-from collectives.torch.process_group import PlannedGroup
+from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.training.averaging import InStepAverager
 from collectives.training.buckets import share_failure
 from collectives.training.checkpoint_state import broadcast_state, choose_sender
@@ -157,7 +157,7 @@ class RecoveringExchange(DdpBucketExchange):
     ) -> None:
         super().__init__(averager, numbers)
         self._on_change = on_change
-        self._members = averager.communicator.seats
+        self._members = averager.communicator.original_ranks
         self._has_it = has_it
         self._grown, self._signature = False, ""
         self._steps = 0
@@ -181,7 +181,7 @@ class RecoveringExchange(DdpBucketExchange):
                 self._failure = None
                 if self._before is None:
                     self._before = self._snapshot()
-                self._averager.communicator.begin_batch()
+                self._averager.communicator._begin_batch()
             held = _HeldBucket(bucket)
             self._held.append(held)
             if self._failure is None:
@@ -195,7 +195,7 @@ class RecoveringExchange(DdpBucketExchange):
                 for one in self._held:
                     one.averaged.set_result(one.buffer())
                 self._held.clear()
-                self._averager.communicator.end_batch()
+                self._averager.communicator._end_batch()
                 self._averager.end_step()
             return held.averaged
         except BaseException as error:
@@ -257,12 +257,12 @@ class RecoveringExchange(DdpBucketExchange):
                 continue
             sender, foreign = choose_sender({seat: (one.has_it, one.alike) for seat, one in messages.items()})
             lacking = {seat for seat, one in messages.items() if not one.has_it}
-            if comm.seats[comm.rank] in foreign:
+            if comm.original_ranks[comm.rank] in foreign:
                 raise UsageError(
                     f"this rank has {signature}, and the others {messages[sender].alike}; make model and state the same"
                 )
             if foreign:
-                act = partial(comm.shrink, without=[comm.seats.index(seat) for seat in foreign])
+                act = partial(comm.shrink, without=[comm.original_ranks.index(seat) for seat in foreign])
             elif lacking:
                 joined |= lacking
                 act = partial(send, sender, messages[sender])
@@ -345,8 +345,8 @@ class RecoveringExchange(DdpBucketExchange):
         mine = StepMessage(
             self._steps, self._has_it, self._grown, self._signature, self._members, self._residual_size
         )
-        messages = [StepMessage.read(text) for text in comm.gather_texts(json.dumps(asdict(mine)))]
-        return dict(zip(comm.seats, messages, strict=True))
+        messages = [StepMessage.read(text) for text in comm._gather_texts(json.dumps(asdict(mine)))]
+        return dict(zip(comm.original_ranks, messages, strict=True))
 
     def _recover(self, error: BackendError) -> dict[int, StepMessage]:
         """Agree on the survivors and exchange messages with them; raises the error if no rank failed."""
@@ -355,9 +355,9 @@ class RecoveringExchange(DdpBucketExchange):
             with suppress(Exception):
                 one.wait()
         while True:
-            seats = comm.seats
+            seats = comm.original_ranks
             comm.shrink()
-            if comm.seats == seats:
+            if comm.original_ranks == seats:
                 raise error
             try:
                 return self._confirm()
@@ -369,7 +369,7 @@ class RecoveringExchange(DdpBucketExchange):
 
         The norm of the residuals goes into the next messages.
         """
-        if self._averager.settings.density is not None:
+        if self._averager.settings.top_k is not None:
             back, lines = self.residuals.snapshot()
         else:
             back, lines = self._averager.snapshot()
@@ -380,7 +380,7 @@ class RecoveringExchange(DdpBucketExchange):
 def check_recoverable(model: DistributedDataParallel) -> None:
     """Raise `UsageError` if DDP uses its process group beside the hook, and the group cannot recover."""
     group = model.process_group
-    if group.size() == 1 or (isinstance(group, PlannedGroup) and group.goes_on):
+    if group.size() == 1 or (isinstance(group, ProcessGroupTopoplan) and group.goes_on):
         return
     newer = hasattr(model, "forward_sync_buffers")
     synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers

@@ -85,7 +85,7 @@ class Averager(ABC):
             Destination of the averages; new arrays by default.
         parts : sequence of BucketPart, optional
             The parameters of these gradients, one after another; by default one, called ``key``. State of a parameter
-            that is left out does not change (not with ``low_rank``, which must have all).
+            that is left out does not change (not with `LowRank`, which must have all).
 
         Raises
         ------
@@ -207,15 +207,20 @@ class InStepAverager(Averager):
 
         That spares the wakeup of two threads if this one has nothing else to do.
         """
-        comm, how, recorder, step = self.communicator, self.settings, self.recorder, self.recorder.step
+        comm, sparse, recorder, step = (
+            self.communicator,
+            self.settings.top_k,
+            self.recorder,
+            self.recorder.step,
+        )
         started = recorder.now()
         nbytes = nbytes_of(comm, gradients)
         handle: Handle[Any]
         try:
-            density = how.density_at(step)
-            scale = self.scale if self.filters or how.density is not None else 1.0
+            density = 1.0 if sparse is None else sparse.at(step)
+            scale = self.scale if self.filters or sparse is not None else 1.0
         except UsageError as error:
-            comm.refuse(str(error))
+            comm._refuse(str(error))
             raise
         filtered = None
         if self._filter is not None:
@@ -227,7 +232,7 @@ class InStepAverager(Averager):
         if filtered is not None:
             handle, part, words = filtered
             note = _note(part, words)
-        elif how.density is None:
+        elif sparse is None:
             asynchronous = async_op or comm.on_failure == "shrink"
             handle = Handle.around(comm.all_reduce(gradients, op=op, out=out, async_op=asynchronous))
             if (memory := self._memory) is not None:
@@ -242,9 +247,9 @@ class InStepAverager(Averager):
                 density=density,
                 op=op,
                 key=key,
-                momentum=how.momentum,
-                exchange=how.exchange,
-                wire=how.wire,
+                momentum=sparse.momentum,
+                exchange=sparse.exchange,
+                wire=sparse.wire,
                 loss_scale=scale,
                 out=out,
                 async_op=async_op or comm.on_failure == "shrink",
@@ -252,7 +257,9 @@ class InStepAverager(Averager):
             handle = Handle.around(found)
             note = None
             if not isinstance(found, Handle):
-                chosen = comm.exchange_for(gradients, density=density, exchange=how.exchange, wire=how.wire)
+                chosen = comm.exchange_for(
+                    gradients, density=density, exchange=sparse.exchange, wire=sparse.wire
+                )
                 note = _sparse_note(chosen, density)
 
         def over() -> None:
@@ -278,7 +285,7 @@ class InStepAverager(Averager):
             self._memory.settle()
         keys, self._keys = self._keys, set()
         if keys:
-            self.communicator.end_sparse_step(keys, lost=True)
+            self.communicator._end_sparse_step(keys, lost=True)
 
     def _check_finite(self, memory: FilterState, averages: Any) -> Any:
         """Note whether averages are finite that travelled whole in a step in which others may be filtered."""
@@ -291,7 +298,7 @@ class InStepAverager(Averager):
         memory, keys = self._memory, self._keys
         finite = memory is None or memory.settle()
         if keys:
-            finite, self._keys = self.communicator.end_sparse_step(keys), set()
+            finite, self._keys = self.communicator._end_sparse_step(keys), set()
         if not finite:
             self._warn_of_step()
 
@@ -304,7 +311,9 @@ class InStepAverager(Averager):
         return {**kept, "filter": self._filter_text}
 
     def restore_filter(self, state: Mapping[str, Any]) -> str:
-        memory, fits = self._memory, state["filter"] == self._filter_text
+        # checkpoints of earlier versions have the earlier name of the class
+        text = state["filter"].replace("Significance(", "Threshold(")
+        memory, fits = self._memory, text == self._filter_text
         if memory is not None:
             memory.restore(state if fits else EMPTY_STATE)
         return describe_state(state) if memory is None or not fits else ""
@@ -324,7 +333,7 @@ class InStepAverager(Averager):
         self._shared_arrays.arrays = {key: [one] for key, one in state.items()}
 
     def norm_kept(self) -> float | None:
-        if self.settings.density is not None:
+        if self.settings.top_k is not None:
             state = self.communicator.sparse_state()
             lines = [one["residual"] for kept in state.values() for one in kept]
         elif self._memory is not None:
@@ -580,7 +589,7 @@ def make_averager(
         raise UsageError(
             f"{mode} needs a process for each rank; back end {communicator.backend} has all in one"
         )
-    gather, (rank,) = communicator.gather_texts, communicator.ranks
+    gather, (rank,) = communicator._gather_texts, communicator.ranks
     mailbox = Mailbox(gather, rank=rank, size=communicator.size, timeout=timeout)
     if isinstance(mode, Gossip):
         return GossipAverager(communicator, mode, recorder, mailbox)

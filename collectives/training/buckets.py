@@ -260,7 +260,7 @@ def share_failure(communicator: Communicator | None, when: str) -> Iterator[None
     except Exception as error:
         if communicator is not None and not isinstance(error, BackendError):
             with suppress(BackendError):
-                communicator.refuse(f"{when}: {type(error).__name__}: {error}")
+                communicator._refuse(f"{when}: {type(error).__name__}: {error}")
         raise
 
 
@@ -438,11 +438,11 @@ class BucketExchange:
         self._empty: dict[int, list[Any]] = {}
         self._missing = [len(one.bucket.members) for one in self._memory]
         self._handles: list[Handle[Any]] = []
-        self._comm.end_batch()
+        self._comm._end_batch()
 
     def _start(self, memory: BucketMemory) -> None:
         if not self._handles:
-            self._comm.begin_batch()
+            self._comm._begin_batch()
         with self._about(memory.bucket):
             if self.presence is not None:
                 self.presence.ask(self._recorder.step)

@@ -268,7 +268,7 @@ def send_to_joining_ranks(
         messages = np.asarray(library.values(handle.wait())).reshape(-1, 2).tolist()
         places = dict(zip(handle.among, messages, strict=True))
         sender, foreign = choose_sender(places)
-        if comm.seats[comm.rank] in foreign:
+        if comm.original_ranks[comm.rank] in foreign:
             raise UsageError(
                 "parameters, settings and arrays must be those of the other ranks, got others; make the synchronizer "
                 "with the same arguments"
@@ -278,7 +278,7 @@ def send_to_joining_ranks(
             return tuple(sorted(joined.intersection(places)))
         if foreign:
             # a rank that failed in the gathering has recovered with others, which exclude these ranks here
-            if still := [comm.seats.index(seat) for seat in foreign if seat in comm.seats]:
+            if still := [comm.original_ranks.index(seat) for seat in foreign if seat in comm.original_ranks]:
                 comm.shrink(without=still)
             continue
         joined |= lacking
@@ -286,7 +286,7 @@ def send_to_joining_ranks(
             broadcast_state(comm, sender, has_it=has_it, give=give, take=take, arrays=arrays)
             has_it = True
         except BackendError:
-            if sender in comm.seats:
+            if sender in comm.original_ranks:
                 raise
 
 
@@ -323,15 +323,15 @@ def broadcast_state(
 
     def broadcast(array: Any) -> Any:
         """Return the sender's array; a rank with the state keeps its own."""
-        if sender not in comm.seats:
+        if sender not in comm.original_ranks:
             raise BackendError("the rank that sends the state failed")
-        root = comm.seats.index(sender)
+        root = comm.original_ranks.index(sender)
         return comm.broadcast(array, root=root, out=None if has_it else array)
 
     def broadcast_values(values: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(library.values(broadcast(library.wrapped(values))))
 
-    text = give() if comm.seats[comm.rank] == sender else b""
+    text = give() if comm.original_ranks[comm.rank] == sender else b""
     (length,) = broadcast_values(np.array([len(text)], np.int64))
     line = np.zeros(int(length), np.uint8)
     line[: len(text)] = np.frombuffer(text, np.uint8)

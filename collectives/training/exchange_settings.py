@@ -1,20 +1,21 @@
-"""Hold and check the settings of gradient exchange: dense, narrow, sparse or filtered, and the mode.
+"""Hold and check the settings of gradient exchange: compression, synchronisation and fault tolerance.
 
-Ranks compare the settings by their text before the first step.
+Ranks compare the settings by their text before the first step. Keywords of earlier versions are translated here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from collectives.sparse.selection.error_feedback import checked_density
-from collectives.training.gradient_filters import IntegerCodes, Significance
+from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from collectives.training.modes import BSP, Mode, mode_of
+from collectives.training.modes import BSP, Mode
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,12 +34,6 @@ Density = float | Callable[[int], float]
 
 GivenScale = float | Callable[[], float] | HasScale
 """The loss scale of gradients, or what returns it in each step."""
-
-FILTERS = {"low_rank": LowRank, "codes": IntegerCodes, "significance": Significance}
-"""Settings of the filters of dense gradients."""
-
-NARROW = ("float16", "bfloat16")
-"""Types to which dense gradients may be rounded."""
 
 
 class LossScale:
@@ -84,64 +79,31 @@ class LossScale:
         return scale
 
 
-class ExchangeOptions(TypedDict, total=False):
-    """Arguments of a user from which `ExchangeSettings.of` makes settings."""
-
-    density: Density | None
-    exchange: str
-    momentum: float
-    wire: WireFormat | None
-    mode: Mode | str | None
-    low_rank: LowRank | int | None
-    codes: IntegerCodes | int | None
-    significance: Significance | float | None
-
-
 @dataclass(frozen=True, slots=True)
-class ExchangeSettings:
-    """Settings of the exchange of gradients, the same on all ranks.
+class TopK:
+    """Top-k sparsification with error feedback: every rank sends the largest entries, and keeps the rest for later.
 
-    `density` is the share of the elements that is exchanged, or a function from the step to it; None for dense
-    allreduce. `exchange`, `momentum` and `wire` are for sparse gradients, as in `Communicator.sparse_all_reduce`.
-    `compress` is one of `NARROW`, or None for the gradients' own type. `low_rank`, `codes` and `significance` are
-    filters of dense gradients; None for none. Raises `UsageError` if one is out of range, or if two exclude each other.
+    Parameters
+    ----------
+    density : float, or callable from step to float
+        Share of the entries that every rank sends, above 0 and at most 1.
+    exchange, momentum, wire
+        As in `Communicator.sparse_all_reduce`: how entries travel, momentum correction, and the encoding of entries.
+
+    Examples
+    --------
+    >>> TopK(0.01).density, TopK(lambda step: 0.25 if step < 100 else 0.01).at(0)
+    (0.01, 0.25)
     """
 
-    density: Density | None = None
+    density: Density
     exchange: str = "auto"
     momentum: float = 0.0
     wire: WireFormat | None = None
-    mode: Mode = field(default_factory=BSP)
-    compress: str | None = None
-    low_rank: LowRank | None = None
-    codes: IntegerCodes | None = None
-    significance: Significance | None = None
 
     def __post_init__(self) -> None:
-        plain = self.density is None and self.compress is None and isinstance(self.mode, BSP)
-        filters = [name for name in FILTERS if getattr(self, name) is not None]
-        if filters and not plain:
-            raise UsageError(
-                f"{filters[0]} is for dense gradients in mode bsp; leave out density, compress and mode"
-            )
-        if len(filters) > 1:
-            raise UsageError(f"filters exclude each other; give {' or '.join(filters)}")
-        if self.compress is not None and self.compress not in NARROW:
-            raise UsageError(f"compress must be {' or '.join(NARROW)}, got {self.compress!r}")
-        dense = ExchangeSettings.__dataclass_fields__
-        if self.density is None:
-            for name in ("exchange", "momentum", "wire"):
-                if getattr(self, name) != dense[name].default:
-                    raise UsageError(
-                        f"{name} {getattr(self, name)!r} is for sparse gradients; give a density too"
-                    )
-            return
         if not callable(self.density):
             checked_density(self.density)
-        if self.compress is not None:
-            raise UsageError("compress is for dense gradients; give sparse ones a wire of fewer bits")
-        if not isinstance(self.mode, BSP):
-            raise UsageError(f"{self.mode} exchanges dense gradients or parameters; leave the density out")
         from collectives.sparse.codec import WireFormat
 
         if not isinstance(self.wire, WireFormat | None):
@@ -152,33 +114,14 @@ class ExchangeSettings:
 
     def __str__(self) -> str:
         """Return the text that ranks compare; a density by function is that of step 0."""
-        given = f"{self.density_at(0)} at step 0" if callable(self.density) else f"{self.density}"
-        return (
-            f"density {given}, exchange {self.exchange}, momentum {self.momentum}, wire {self.wire}, {self.mode}, "
-            f"compress {self.compress}" + (f", {self.filter}" if self.filter else "")
-        )
+        density = f"{self.at(0)} at step 0" if callable(self.density) else f"{self.density}"
+        return f"TopK({density}, exchange={self.exchange!r}, momentum={self.momentum}, wire={self.wire})"
 
-    @classmethod
-    def of(cls, *, compress: str | None, **given: Unpack[ExchangeOptions]) -> ExchangeSettings:
-        """Return settings of the arguments of a user: a mode also by its name, a filter by its first number."""
-        options: dict[str, Any] = {**given, "mode": mode_of(given.get("mode")), "compress": compress}
-        for name, kind in FILTERS.items():
-            if not isinstance(value := options.get(name), kind | None):
-                options[name] = kind(value)
-        return cls(**options)
-
-    @property
-    def filter(self) -> LowRank | IntegerCodes | Significance | None:
-        """The settings of the filter of dense gradients; None without one."""
-        return next((one for one in map(self.__getattribute__, FILTERS) if one is not None), None)
-
-    def density_at(self, step: int) -> float:
-        """Return the density of a step; 1 for dense gradients.
+    def at(self, step: int) -> float:
+        """Return the density of a step.
 
         Raises `UsageError` if the function raises, or returns a number out of range.
         """
-        if self.density is None:
-            return 1.0
         if not callable(self.density):
             return self.density
         try:
@@ -186,3 +129,158 @@ class ExchangeSettings:
         except Exception as error:
             raise UsageError(f"density({step}) raised {type(error).__name__}: {error}") from error
         return checked_density(found, f"density({step})")
+
+
+Compression = TopK | LowRank | Quantize | Threshold | Cast
+"""How gradients are compressed."""
+
+COMPRESSIONS = "TopK(0.01), LowRank(2), Quantize(8), Threshold(0.1) or Cast('float16')"
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Fault tolerance: the survivors of a failed rank repeat what it interrupted, and continue without it.
+
+    Parameters
+    ----------
+    on_change : callable, optional
+        Called with the numbers of ranks before and after when the membership has changed, in the same step on all
+        ranks and before its averages are used: to set the learning rate, or to divide the data again.
+    join_token : str, optional
+        Text by which this process joins in place of a failed rank (`Communicator.join_token` of another rank).
+    """
+
+    on_change: Callable[[int, int], object] | None = None
+    join_token: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.on_change is None or callable(self.on_change)):
+            raise UsageError(f"on_change must be a function of two numbers of ranks, got {self.on_change!r}")
+        if not isinstance(self.join_token, str | None):
+            raise UsageError(f"join_token must be the text of another rank, got {self.join_token!r}")
+
+
+class DeprecatedOptions(TypedDict, total=False):
+    """Keywords of earlier versions, which `current_options` replaces."""
+
+    density: Density | None
+    exchange: str
+    momentum: float
+    wire: WireFormat | None
+    low_rank: LowRank | int | None
+    codes: Quantize | int | None
+    significance: Threshold | float | None
+    compress: str | None
+    mode: Mode | str | None
+    on_failure: str
+    on_change: Callable[[int, int], object] | None
+    invitation: str | None
+
+
+_COMPRESSION_OF: dict[str, type[Any]] = {
+    "density": TopK,
+    "low_rank": LowRank,
+    "codes": Quantize,
+    "significance": Threshold,
+    "compress": Cast,
+}
+_OF_TOP_K = {"exchange": "auto", "momentum": 0.0, "wire": None}
+_OF_SHRINK = ("on_failure", "on_change", "invitation")
+
+
+def warn_of_deprecated(name: str, given: Mapping[str, object]) -> None:
+    """Warn the caller's caller of keywords of earlier versions; TypeError if one never existed."""
+    groups = {
+        **{one: f"compression={kind.__name__}(...)" for one, kind in _COMPRESSION_OF.items()},
+        **dict.fromkeys(_OF_TOP_K, "compression=TopK(...)"),
+        "mode": "sync=...",
+        **dict.fromkeys(_OF_SHRINK, "fault_tolerance=Shrink(...)"),
+    }
+    for one in given:
+        if one not in groups:
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument {one!r}")
+    for group in dict.fromkeys(map(groups.__getitem__, given)):
+        old = ", ".join(f"{one}=" for one in given if groups[one] == group)
+        warnings.warn(f"{name}({old}) is deprecated; write {group}", DeprecationWarning, stacklevel=3)
+
+
+def current_options(
+    old: Mapping[str, Any],
+    *,
+    compression: Compression | None = None,
+    sync: Mode | str | None = None,
+    fault_tolerance: Shrink | None = None,
+) -> tuple[Compression | None, Mode | str | None, Shrink | None]:
+    """Return compression, sync and fault tolerance as given, or as keywords of earlier versions ask for.
+
+    Raises `UsageError` if two of them exclude each other.
+
+    >>> current_options({"density": 0.01, "momentum": 0.9, "mode": None})
+    (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None), None, None)
+    """
+    named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
+    if len(named) > 1 or (named and compression is not None):
+        listed = [*(["compression"] if compression is not None else []), *named]
+        raise UsageError(f"compression must be one of {COMPRESSIONS}, got {' and '.join(listed)}; give one")
+    sparse = {one: old[one] for one, default in _OF_TOP_K.items() if old.get(one, default) != default}
+    if sparse and named != ["density"]:
+        name, value = next(iter(sparse.items()))
+        raise UsageError(f"{name} {value!r} is for sparse gradients; give it to TopK(density, {name}=...)")
+    for name in named:
+        kind, value = _COMPRESSION_OF[name], old[name]
+        compression = value if isinstance(value, kind) else kind(value, **sparse)
+    if (mode := old.get("mode")) is not None:
+        if sync is not None:
+            raise UsageError("mode is the earlier name of sync; leave mode out")
+        sync = mode
+    found = {one: old[one] for one in _OF_SHRINK if one in old}
+    if (reaction := found.get("on_failure", "raise")) not in ("raise", "shrink"):
+        raise UsageError(f"on_failure must be raise or shrink, got {reaction!r}")
+    if found and fault_tolerance is not None:
+        raise UsageError(f"{', '.join(found)} must be in fault_tolerance=Shrink(...); leave it out beside")
+    if reaction == "shrink" or found.get("invitation") is not None:
+        fault_tolerance = Shrink(found.get("on_change"), found.get("invitation"))
+    if not isinstance(fault_tolerance, Shrink | None):
+        raise UsageError(f"fault_tolerance must be Shrink(...) or None, got {fault_tolerance!r}")
+    return compression, sync, fault_tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSettings:
+    """Settings of the exchange of gradients, the same on all ranks.
+
+    `compression` is None for dense gradients; `shrinks` says whether the survivors of a failed rank continue. Raises
+    `UsageError` if they exclude each other.
+    """
+
+    compression: Compression | None = None
+    mode: Mode = field(default_factory=BSP)
+    shrinks: bool = False
+
+    def __post_init__(self) -> None:
+        how = self.compression
+        if not isinstance(how, Compression | None):
+            raise UsageError(f"compression must be one of {COMPRESSIONS}, got {how!r}; leave it out for none")
+        if how is not None and not isinstance(how, Cast) and not isinstance(self.mode, BSP):
+            raise UsageError(
+                f"compression {type(how).__name__} needs steps that wait for all ranks, got sync {self.mode}; leave "
+                "one of them out"
+            )
+
+    def __str__(self) -> str:
+        """Return the text that ranks compare."""
+        return f"compression {self.compression}, {self.mode}" + ", fault_tolerance Shrink" * self.shrinks
+
+    @property
+    def top_k(self) -> TopK | None:
+        """The settings of sparse gradients; None without."""
+        return self.compression if isinstance(self.compression, TopK) else None
+
+    @property
+    def filter(self) -> LowRank | Quantize | Threshold | Cast | None:
+        """The settings of the filter of dense gradients; None without one."""
+        return None if isinstance(self.compression, TopK) else self.compression
+
+    def density_at(self, step: int) -> float:
+        """Return the density of a step, as `TopK.at`; 1 for dense gradients."""
+        return 1.0 if self.top_k is None else self.top_k.at(step)

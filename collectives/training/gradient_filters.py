@@ -1,21 +1,22 @@
-"""Average gradients through two filters: sums of integer codes, or only the significant entries.
+"""Average gradients through filters: sums of integer codes, sums of 16 bits, or only the entries above a threshold.
 
-Integer codes: ranks agree on the largest magnitude of every block by one short maximum, write values as multiples of
+Quantize: ranks agree on the largest magnitude of every block by one short maximum, write values as multiples of
 one scale (`collectives.sparse.quantization`), the plan adds the codes, and every rank multiplies by the scale. Each of
 N ranks takes codes of at most 127 / N or 32767 / N: no sum overflows, and all plans give the same bits. The average
 moves by less than a scale, about N / 127 or N / 32767 of the block's maximum; its expected value stays, no residual is
 kept. NaN or a magnitude beyond 2^127 on a rank makes its block NaN on all. Without one code left ranks are refused.
 
-Significance: the parameter server's filter (Li et al., OSDI 2014). Entries (residual added) above a threshold travel,
+Threshold: the parameter server's filter (Li et al., OSDI 2014). Entries (residual added) above a threshold travel,
 the others are kept. With an admission of f an entry goes from the f-th step above the threshold on, counted by a
 count-min sketch (Cormode and Muthukrishnan, 2005): never too few; more than e n / width too many of n with probability
 at most e^-depth. An allgather exchanges entries, added in rank order: same bits; the dense plan if that is less. Values
-that are not finite are always sent; residuals are then as before the step. Both filters compute on the CPU.
+that are not finite are always sent; residuals are then as before the step. All filters compute on the CPU.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -123,8 +124,8 @@ def distribute_average(
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerCodes:
-    """Settings of integer codes of gradients, the same on all ranks.
+class Quantize:
+    """Integer quantization: settings of the codes of gradients, the same on all ranks.
 
     Parameters
     ----------
@@ -142,31 +143,31 @@ class IntegerCodes:
 
     def __post_init__(self) -> None:
         if self.bits not in CODE_DTYPES:
-            raise UsageError(f"bits of codes must be 8 or 16, got {self.bits!r}")
+            raise UsageError(f"bits of Quantize must be 8 or 16, got {self.bits!r}")
         if not 0 <= self.seed < 1 << 32 or self.block < 1:
             raise UsageError(
                 f"seed must be from 0 to 2^32 - 1 and block 1 or more, got {self.seed} and {self.block}"
             )
 
-    def exchange(self, communicator: Communicator) -> IntegerCodeExchange:
+    def exchange(self, communicator: Communicator) -> QuantizedExchange:
         """Return the filter over a communicator."""
-        return IntegerCodeExchange(communicator, self)
+        return QuantizedExchange(communicator, self)
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes of the codes of so many values, and of the maxima exchanged before.
 
-        >>> IntegerCodes(8).nbytes(1024)
+        >>> Quantize(8).nbytes(1024)
         1040
         """
         return elements * self.bits // 8 + 4 * -(-elements // self.block)
 
 
-class IntegerCodeExchange(GradientFilter):
+class QuantizedExchange(GradientFilter):
     """Averages gradients by sums of codes, whose bits must hold a sum over all ranks; waits for the blocks' maxima."""
 
-    name = "codes"
+    name = "Quantize"
 
-    def __init__(self, communicator: Communicator, settings: IntegerCodes) -> None:
+    def __init__(self, communicator: Communicator, settings: Quantize) -> None:
         code_levels(settings.bits, communicator.size)
         super().__init__(communicator)
         self.settings = settings
@@ -223,13 +224,64 @@ def _floats(values: NDArray[Any]) -> NDArray[Any]:
     return line if line.dtype in (np.float16, np.float32, np.float64) else line.astype(np.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Settings of gradients that are rounded to 16 bits, as by torch's fp16_compress_hook, the same on all ranks.
+
+    Parameters
+    ----------
+    dtype : str
+        "float16" or "bfloat16": gradients are divided by the number of ranks, rounded to it, and added up in it.
+    """
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise UsageError(f"dtype of Cast must be float16 or bfloat16, got {self.dtype!r}")
+
+    def exchange(self, communicator: Communicator) -> CastExchange:
+        """Return the filter over a communicator."""
+        return CastExchange(communicator, self)
+
+
+class CastExchange(GradientFilter):
+    """Averages gradients in 16 bits; those of 16 bits, or rounded before, travel as they are."""
+
+    name = "Cast"
+
+    def __init__(self, communicator: Communicator, settings: Cast) -> None:
+        super().__init__(communicator)
+        self.settings = settings
+
+    def start(self, call: FilterCall) -> Filtered | None:
+        comm, library, dtype = self.communicator, self.communicator.arrays, self.settings.dtype
+        given = self._listed(call.gradients)
+        if (wide := library.itemsize(given[0])) <= 2:
+            return None
+        ranks = comm.size if call.op == "avg" else 1
+        with np.errstate(over="ignore"):  # overflow is infinite, as in sums of such values
+            narrow = [library.of(library.values(one) / ranks, dtype) for one in given]
+        adding = narrow[0] if comm.one_rank else narrow
+        asynchronous = call.async_op or comm.on_failure == "shrink"
+        handle = Handle.around(comm.all_reduce(adding, op="sum", out=adding, async_op=asynchronous))
+
+        def widened(_: Any) -> Any:
+            total = library.values(narrow[0])
+            if call.op == "avg" and (left := rank_count(handle, comm)) != ranks:
+                total = total.astype(np.float32) * np.float32(ranks / left)
+            return distribute_average(comm, total, given, call.out)
+
+        return handle.then(widened), 2 / wide, dtype
+
+
 _MIXERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 """Odd 64-bit multipliers from which those of every row of a sketch are made."""
 
 
 @dataclass(frozen=True, slots=True)
-class Significance:
-    """Settings of the filter of significant entries, the same on all ranks.
+class Threshold:
+    """Threshold sparsification: settings of the filter of significant entries, the same on all ranks.
 
     Parameters
     ----------
@@ -261,9 +313,9 @@ class Significance:
         if self.width & (self.width - 1):
             raise UsageError(f"width must be a power of two, such as 65536, got {self.width}")
 
-    def exchange(self, communicator: Communicator) -> SignificanceExchange:
+    def exchange(self, communicator: Communicator) -> ThresholdExchange:
         """Return the filter over a communicator."""
-        return SignificanceExchange(communicator, self)
+        return ThresholdExchange(communicator, self)
 
 
 class CountMin:
@@ -302,16 +354,16 @@ class CountMin:
         return places
 
 
-class SignificanceExchange(GradientFilter):
+class ThresholdExchange(GradientFilter):
     """Averages gradients by their significant entries; `memory` has the residuals, and the counts of each bucket.
 
     A start waits for the largest number of entries of a rank.
     """
 
-    name = "significance"
+    name = "Threshold"
     memory: FilterState
 
-    def __init__(self, communicator: Communicator, settings: Significance) -> None:
+    def __init__(self, communicator: Communicator, settings: Threshold) -> None:
         super().__init__(communicator)
         self.settings = settings
         self.memory = FilterState()
@@ -394,3 +446,14 @@ def _spread(chosen: tuple[NDArray[np.int64], Line], size: int, dtype: Any) -> Li
     line = np.zeros(size, dtype=dtype)
     line[chosen[0]] = chosen[1]
     return line
+
+
+_EARLIER = {"IntegerCodes": Quantize, "Significance": Threshold}
+
+
+def __getattr__(name: str) -> type[Any]:
+    if name not in _EARLIER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = _EARLIER[name]
+    warnings.warn(f"{name} is deprecated; write {found.__name__}", DeprecationWarning, stacklevel=2)
+    return found

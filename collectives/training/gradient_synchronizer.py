@@ -35,12 +35,17 @@ from collectives.training.checkpoint_state import (
     warn_of_unused_state,
 )
 from collectives.training.exchange_settings import (
-    ExchangeOptions,
+    Compression,
+    DeprecatedOptions,
     ExchangeSettings,
     GivenScale,
     LossScale,
+    Shrink,
+    current_options,
+    warn_of_deprecated,
 )
-from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Proximal
+from collectives.training.gradient_filters import Cast
+from collectives.training.modes import ASP, BSP, LOCAL_MODES, SSP, Gossip, LocalSGD, Mode, Proximal, mode_of
 from collectives.training.report import Recorder, log_start, register_recorder
 from topoplan.errors import BackendError, RefusedError, UsageError
 
@@ -74,44 +79,32 @@ class GradientSynchronizer:
         A given back end stays open if the constructor raises; `close` closes either.
     bucket_bytes : int
         Longest bucket; a longer array has a bucket of its own.
-    density : float, or callable from step to float, optional
-        Share of every bucket's elements that is exchanged, the largest with error feedback; None for dense.
-    exchange, momentum, wire
-        For sparse gradients, as in `Communicator.sparse_all_reduce`.
-    mode : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
+    compression : TopK, LowRank, Quantize, Threshold or Cast, optional
+        Compression of the gradients (docs/compression.md compares the methods); by default none.
+    sync : BSP, SSP, ASP, LocalSGD, Gossip or str, optional
         How asynchronous ranks may be (`collectives.training.modes`), also by name, as "ssp:2"; BSP by default.
-    low_rank : LowRank or int, optional
-        Low-rank factors that travel in place of dense gradients (PowerSGD, `collectives.training.low_rank`), or their
-        rank.
-    codes : IntegerCodes or int, optional
-        Integer codes that travel and are added in place of dense gradients (`collectives.training.gradient_filters`),
-        or their bits: 8 or 16.
-    significance : Significance or float, optional
-        Filter of significant entries of dense gradients (`collectives.training.gradient_filters`), or its threshold.
+    fault_tolerance : Shrink, optional
+        Continue with the survivors of a failed rank, if the back end can (``on_failure="shrink"`` of `Communicator`);
+        by default a failed rank is an error. A bucket is averaged over the ranks whose gradients were added up, even if
+        in one step these are four in the first buckets and three in the others; all survivors get the same bits. The
+        residuals of the failed rank are lost, those of the others are used as before. `recorder` and
+        `collectives.report` list failed ranks with step and bucket. Not with SSP, ASP and Gossip. With a join token
+        this process joins in place of a failed rank: the others admit it by `grow`, which it must call first; plan,
+        back end and its engine are those of the others, and the other settings must be the same as theirs.
     loss_scale : float, callable or GradScaler, optional
         Factor of gradients, the same on all ranks: the number, a function that returns it, or an object with
         ``get_scale()``, asked once a step. Residuals follow it; without it, residuals of one scale are added to
         gradients of another. If an average is not finite, all ranks see that, and residuals are as before the step:
         skip the step, as GradScaler does.
-    invitation : str, optional
-        Invitation by which this process takes the place of a failed rank (`Communicator.invitation`): the others let it
-        in by `grow`, which it must call first. Plan, back end, its engine and ``on_failure`` are those of the others;
-        the other settings must be the same as theirs.
     timeout : float
         Seconds that a rank waits for the others; while they agree on a plan, as long as one of them makes it.
     engine, exact
         For the back end between GPUs, as in `Communicator`.
-    on_failure : str
-        Reaction to a failed rank: "raise", or "shrink" to continue with the survivors, if the back end can
-        (`Communicator`). A bucket is then averaged over the ranks whose gradients were added up, even if in one step
-        these are four in the first buckets and three in the others; all survivors get the same bits. The residuals of
-        the failed rank (sparse gradients, low ranks, significance) are lost, those of the others are used as before.
-        `recorder` and `collectives.report` list failed ranks with step and bucket. Not with SSP, ASP and Gossip.
-    on_change : callable, optional
-        Called with the numbers of ranks before and after when the membership has changed: at the end of the step,
-        before its averages are returned, in the same step on all ranks, a joined one too. Scale the learning rate here.
     name : str
         Name of the recorder.
+    **deprecated
+        Keywords of earlier versions: density, exchange, momentum, wire (`TopK`), low_rank, codes (`Quantize`),
+        significance (`Threshold`), mode (``sync``), on_failure, on_change, invitation (`Shrink`).
 
     Attributes
     ----------
@@ -145,19 +138,26 @@ class GradientSynchronizer:
         plan: PlanLike | None = None,
         *,
         backend: str | Backend[Any] = "mpi",
+        compression: Compression | None = None,
+        sync: Mode | str | None = None,
+        fault_tolerance: Shrink | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
         exact: bool = True,
-        on_failure: str = "raise",
-        on_change: Callable[[int, int], object] | None = None,
-        invitation: str | None = None,
         name: str = "gradients",
-        **options: Unpack[ExchangeOptions],
+        **deprecated: Unpack[DeprecatedOptions],
     ) -> None:
-        how = ExchangeSettings.of(compress=None, **options)
-        self.mode, self._sparse = how.mode, how.density is not None
+        warn_of_deprecated("GradientSynchronizer", deprecated)
+        compression, sync, shrink = current_options(
+            deprecated, compression=compression, sync=sync, fault_tolerance=fault_tolerance
+        )
+        how = ExchangeSettings(compression, mode_of(sync, "sync"))
+        self.mode, self._sparse = how.mode, how.top_k is not None
+        if isinstance(compression, Cast) and not isinstance(how.mode, BSP):
+            raise UsageError(f"compression Cast needs steps that wait for all ranks, got sync {how.mode}")
+        invitation = None if shrink is None else shrink.join_token
         scale = LossScale(loss_scale)
         self._joining = invitation is not None
         opened: Backend[Any] | None = None
@@ -166,13 +166,15 @@ class GradientSynchronizer:
                 opened, job_plan = open_backend_for_plan(
                     backend, plan, BackendSettings(timeout, engine=engine, exact=exact)
                 )
-                comm = Communicator(job_plan, opened, timeout=timeout, on_failure=on_failure)
+                comm = Communicator(
+                    job_plan, opened, timeout=timeout, on_failure="shrink" if shrink else "raise"
+                )
             else:
                 comm = Communicator.join(invitation, wait=timeout)
             self.communicator = comm
             self.recorder = register_recorder(Recorder(name, ranks=comm.size))
-            self.recorder.among = self._among = comm.seats
-            self._on_change, self._notes = on_change, 0
+            self.recorder.among = self._among = comm.original_ranks
+            self._on_change, self._notes = None if shrink is None else shrink.on_change, 0
             with self._refuse_on_error("making the synchronizer"):
                 self._shapes = GradientShapes(parameters, comm.ranks, comm.one_rank, comm.arrays)
                 self.buckets = buckets_of(self._shapes.gradients, bucket_bytes=bucket_bytes)
@@ -314,8 +316,8 @@ class GradientSynchronizer:
         with self._refuse_on_error("joining"):
             if comm.on_failure == "shrink" and (use is None or divide_by == "present"):
                 raise UsageError(
-                    "join with on_failure='shrink' needs use=... and divide_by='all': survivors do not know whether a "
-                    "failed rank had data"
+                    "join with fault_tolerance=Shrink() needs use=... and divide_by='all': survivors do not know "
+                    "whether a failed rank had data"
                 )
             if (use is None) == (parameters is None):
                 raise UsageError(
@@ -353,7 +355,7 @@ class GradientSynchronizer:
         """Let joining ranks take the places of failed ones, and send them the state of the others.
 
         All ranks call it at the same steps, each time or every so many; it costs two agreements of short texts. A rank
-        made with an ``invitation`` calls it first, and then has the step and the arrays of the others, without
+        made with a join token calls it first, and then has the step and the arrays of the others, without
         residuals; in `LocalSGD` its parameters are those of one of them.
 
         Parameters
@@ -379,7 +381,7 @@ class GradientSynchronizer:
                     "grow() must be called outside of join, which a joining rank has not entered"
                 )
             if comm.on_failure != "shrink" or not comm.one_rank:
-                raise UsageError("grow() needs on_failure='shrink' and a process for each rank")
+                raise UsageError("grow() needs fault_tolerance=Shrink() and a process for each rank")
         if not self._joining:
             comm.grow()  # a joined rank may fail before some others return, so all ranks agree below
         with self._refuse_on_error("growing"):
@@ -392,7 +394,7 @@ class GradientSynchronizer:
                 take=lambda text: self._take_common(unpack_arrays(text)),
             )
         self._joining = False
-        return tuple(rank for rank, seat in enumerate(comm.seats) if seat in joined)
+        return tuple(rank for rank, seat in enumerate(comm.original_ranks) if seat in joined)
 
     def after_step(self, parameters: Any) -> None:
         """Average or mix parameters if the mode is due; call it in every step after the optimizer.
@@ -497,7 +499,7 @@ class GradientSynchronizer:
             raise UsageError(
                 "this rank has joined and gets the state of the others; call grow in place of load_state_dict"
             )
-        check_on_all(self.communicator.gather_texts, lambda: self._check_state(state))
+        check_on_all(self.communicator._gather_texts, lambda: self._check_state(state))
         same = self._identity()
         if state["format"] == EARLIER:
             state = unscaled_state(state, self._averager.loss_scale())
@@ -567,7 +569,7 @@ class GradientSynchronizer:
     def _agree(self, mine: str) -> None:
         """Compare shapes, buckets and settings with all ranks; ``mine`` describes them."""
         layout = self._identity()["layout"]
-        texts = self.communicator.gather_texts(f"{layout} {mine}")
+        texts = self.communicator._gather_texts(f"{layout} {mine}")
         for rank, one in enumerate(texts):
             if one != texts[0]:
                 theirs, first = (text.partition(" ")[2] for text in (one, texts[0]))
@@ -583,10 +585,10 @@ class GradientSynchronizer:
         for bucket in self.buckets:
             likes = [one[bucket.members[0]] for one in parameters]
             memory.append(BucketMemory(bucket, shapes, comm, likes))
-            if how.density is not None and not self._joining:
+            if (sparse := how.top_k) is not None and not self._joining:
                 lines = memory[-1].given or [comm.arrays.reals(comm.arrays.line(one)) for one in likes]
                 given = lines[0] if comm.one_rank else lines
-                comm.exchange_for(given, density=how.density_at(0), exchange=how.exchange, wire=how.wire)
+                comm.exchange_for(given, density=sparse.at(0), exchange=sparse.exchange, wire=sparse.wire)
         return memory
 
     def _finished(self, outs: list[list[Any]] | None) -> Any:
@@ -598,19 +600,19 @@ class GradientSynchronizer:
         return averages[0] if self.communicator.one_rank else averages
 
     def _check_recoverable(self) -> None:
-        """Raise `UsageError` if ``on_failure="shrink"`` is not possible for the back end or the mode."""
+        """Raise `UsageError` if `Shrink` is not possible for the back end or the mode."""
         comm = self.communicator
         if comm.on_failure != "shrink":
             return
         if not comm.one_rank:
             raise UsageError(
-                f"on_failure='shrink' needs a process for each rank, and the {comm.backend} back end has all in one; "
-                "leave it out"
+                f"fault_tolerance=Shrink() needs a process for each rank, and the {comm.backend} back end has all "
+                "in one; leave it out"
             )
         if not isinstance(self.mode, BSP | LocalSGD):
             raise UsageError(
-                f"on_failure='shrink' needs mode bsp or local, got {self.mode}, whose ranks wait for messages of each "
-                "rank"
+                f"fault_tolerance=Shrink() needs mode bsp or local, got {self.mode}, whose ranks wait for messages "
+                "of each rank"
             )
 
     def _common(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -658,7 +660,7 @@ class GradientSynchronizer:
         except UsageError as error:
             text = f"{when or f'training step {self.recorder.step}'}: {error}"
             try:
-                self.communicator.refuse(text)
+                self.communicator._refuse(text)
             except RefusedError as texts:
                 raise texts from error
             except BackendError:

@@ -56,9 +56,9 @@ class LowRank:
 
     def __post_init__(self) -> None:
         if self.matrices not in ("bucket", "layers"):
-            raise UsageError(f"matrices of a low rank must be bucket or layers, got {self.matrices!r}")
-        check_count("rank of a low rank", self.rank, least=1)
-        check_count("begins of a low rank", self.begins, least=0)
+            raise UsageError(f"matrices of LowRank must be bucket or layers, got {self.matrices!r}")
+        check_count("rank of LowRank", self.rank, least=1)
+        check_count("begins of LowRank", self.begins, least=0)
 
     def exchange(self, communicator: Communicator) -> LowRankExchange:
         """Return the filter over a communicator."""
@@ -112,7 +112,7 @@ class LowRankExchange(GradientFilter):
     A start waits for the first, thinner sum. The rest of a bucket travels whole.
     """
 
-    name = "low_rank"
+    name = "LowRank"
     arrays_shared = True
     memory: FilterState
 

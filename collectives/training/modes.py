@@ -178,11 +178,11 @@ LOCAL_MODES = (LocalSGD, Gossip)
 """Modes that leave gradients as they are, so that each rank has parameters of its own."""
 
 
-def mode_of(given: object) -> Mode:
+def mode_of(given: object, name: str = "mode") -> Mode:
     """Return the mode for a mode, its name or None.
 
     Names are ``bsp``, ``asp``, ``ssp:S`` with the staleness and ``local:H`` with the steps between two averages. None
-    is BSP.
+    is BSP. An error calls it by `name`.
 
     >>> mode_of("ssp:2"), mode_of("local:8"), mode_of(None)
     (SSP(staleness=2), LocalSGD(every=8), BSP())
@@ -191,13 +191,13 @@ def mode_of(given: object) -> Mode:
         return BSP()
     if isinstance(given, Mode):
         return given
-    name, colon, number = str(given).strip().lower().partition(":")
-    if isinstance(given, str) and not colon and name in ("bsp", "asp"):
-        return BSP() if name == "bsp" else ASP()
-    if isinstance(given, str) and number.isdecimal() and name in ("ssp", "local"):
-        return SSP(int(number)) if name == "ssp" else LocalSGD(int(number))
+    kind, colon, number = str(given).strip().lower().partition(":")
+    if isinstance(given, str) and not colon and kind in ("bsp", "asp"):
+        return BSP() if kind == "bsp" else ASP()
+    if isinstance(given, str) and number.isdecimal() and kind in ("ssp", "local"):
+        return SSP(int(number)) if kind == "ssp" else LocalSGD(int(number))
     raise UsageError(
-        f"mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: 'bsp', 'ssp:2', 'asp', "
+        f"{name} must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: 'bsp', 'ssp:2', 'asp', "
         f"'local:8'; got {given!r}"
     )
 

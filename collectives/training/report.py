@@ -465,7 +465,7 @@ def start_line(communicator: Communicator, how: ExchangeSettings) -> str:
     chosen = plan.plans[-1]
     chunk = communicator.chunk_bytes
     chunks = "chunks searched for" if chunk is None else f"chunks of {format_size(chunk)}"
-    kind = "dense gradients" if how.density is None else "sparse gradients"
+    kind = "dense gradients" if how.top_k is None else "sparse gradients"
     engine = f" ({communicator.engine})" if communicator.engine else ""
     return (
         f"{kind}, {how.mode}, {communicator.size} ranks over {communicator.backend}{engine}: {chosen.schedule} of "

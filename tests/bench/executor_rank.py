@@ -120,7 +120,7 @@ class Planned(AllReduce):
 
     def warm(self, nbytes: int, call: Callable[[], object]) -> None:
         """Until the chunk size is settled."""
-        while not self.comm.settled(nbytes):
+        while not self.comm._settled(nbytes):
             call()
         call()
 

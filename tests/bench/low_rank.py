@@ -12,7 +12,7 @@ import numpy as np
 import topoplan
 from collectives import GradientSynchronizer
 from collectives.examples.small_network import loss_and_gradients, parameters
-from collectives.training.gradient_filters import IntegerCodes, Significance
+from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from tests.bench.tables import Table
 
@@ -27,25 +27,25 @@ def main() -> None:
         return
     print(f"# {RANKS} ranks, {STEPS} steps of {BATCH} samples each, 64 x {HIDDEN} x {KINDS}, rate {RATE}")
     table = Table("gradients|<26", "loss|9.4f", "bytes of whole|16.1%")
-    runs: list[tuple[str, LowRank | IntegerCodes | Significance | None]] = [("whole", None)]
+    runs: list[tuple[str, LowRank | Quantize | Threshold | None]] = [("whole", None)]
     for rank in (1, 2, 4):
         runs += [
             (f"rank {rank}", LowRank(rank)),
             (f"rank {rank}, no feedback", LowRank(rank, feedback=False)),
             (f"rank {rank}, by layers", LowRank(rank, matrices="layers")),
         ]
-    runs += [(f"{bits} bits", IntegerCodes(bits)) for bits in (16, 8)]
+    runs += [(f"{bits} bits", Quantize(bits)) for bits in (16, 8)]
     for threshold in (0.01, 0.03, 0.1):
         runs += [
-            (f"above {threshold}", Significance(threshold)),
-            (f"above {threshold}, no feedback", Significance(threshold, feedback=False)),
+            (f"above {threshold}", Threshold(threshold)),
+            (f"above {threshold}, no feedback", Threshold(threshold, feedback=False)),
         ]
-    runs.append(("above 0.03, third time", Significance(0.03, admission=3)))
+    runs.append(("above 0.03, third time", Threshold(0.03, admission=3)))
     for name, how in runs:
         table.row(name, *trained(how))
 
 
-def trained(how: LowRank | IntegerCodes | Significance | None) -> tuple[float, float]:
+def trained(how: LowRank | Quantize | Threshold | None) -> tuple[float, float]:
     """Loss on samples that were not shown, and the share of all bytes that travelled."""
     from sklearn.datasets import load_digits
 
@@ -58,9 +58,7 @@ def trained(how: LowRank | IntegerCodes | Significance | None) -> tuple[float, f
         given,
         topoplan.plan("v100x4"),
         backend="loopback",
-        low_rank=how if isinstance(how, LowRank) else None,
-        codes=how if isinstance(how, IntegerCodes) else None,
-        significance=how if isinstance(how, Significance) else None,
+        compression=how,
     ) as synchronizer:
         for _ in range(STEPS):
             drawn = [draw.integers(0, SHOWN, BATCH) for _ in range(RANKS)]

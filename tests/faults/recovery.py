@@ -176,7 +176,7 @@ def work(rank: int, plan: Plan, meeting: str, what: Round, reports: Connection) 
                 seen["error"] = time.monotonic()
                 comm.shrink()
                 seen["shrunk"] = time.monotonic()
-                step = min(map(int, comm.gather_texts(str(step))))
+                step = min(map(int, comm._gather_texts(str(step))))
                 continue
             if handle.repeated:
                 seen["repeated"].append([step, list(handle.without)])

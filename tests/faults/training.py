@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from collectives import Communicator, GradientSynchronizer
 from collectives.lab.chaos_rank import START_SECONDS, backend_at
+from collectives.training.exchange_settings import Shrink, current_options
 from collectives.training.report import ChangeRecord
 from tests.faults.recovery import STEP_SECONDS, dies, plan_for
 from tests.support.forking import forking
@@ -102,11 +103,12 @@ def life(rank: int, plan: Plan, folder: str, what: Training, reports: Connection
     weights, moments = zeros(), zeros()
     seen: dict[str, Any] = {"digests": {}, "plans": {}, "told": []}
     local = str(what.options.get("mode", "bsp")).startswith("local")
+    compression, sync, _ = current_options(what.options)
     invitation = Path(folder, "invitation")
     if what.giving is not None and rank == 0 and not comes:
         doomed(what.giving)
     try:
-        made: dict[str, Any] = {"invitation": invitation.read_text()} if comes else {"plan": plan}
+        made: dict[str, Any] = {} if comes else {"plan": plan}
         if not comes:
             meeting = f"unix:{folder}/meeting"
             made["backend"] = backend_at(what.backend, rank, what.size, meeting=meeting, timeout=STEP_SECONDS)
@@ -114,37 +116,44 @@ def life(rank: int, plan: Plan, folder: str, what: Training, reports: Connection
             weights,
             **made,
             bucket_bytes=BUCKET_BYTES,
-            on_failure="shrink",
-            on_change=lambda old, new: seen["told"].append([synchronizer.recorder.step, old, new]),
-            **what.options,
+            fault_tolerance=Shrink(
+                on_change=lambda old, new: seen["told"].append([synchronizer.recorder.step, old, new]),
+                join_token=invitation.read_text() if comes else None,
+            ),
+            compression=compression,
+            sync=sync,
         ) as synchronizer:
             comm, recorder = synchronizer.communicator, synchronizer.recorder
             if comes:
                 synchronizer.grow([*weights, *moments])
                 seen["came"] = recorder.step
             else:
-                if comm.gather_texts(comm.invitation) and rank == 0:
-                    Path(folder, "new").write_text(comm.invitation)
+                if comm._gather_texts(comm.join_token) and rank == 0:
+                    Path(folder, "new").write_text(comm.join_token)
                     Path(folder, "new").rename(invitation)
-                comm.gather_texts("it is there")
+                comm._gather_texts("it is there")
             while (step := recorder.step) < what.steps:
                 if rank in what.deaths and what.deaths[rank][0] == step and not comes:
                     threading.Timer(what.deaths[rank][1], dies).start()
                 while step == what.back and comm.size < what.size:
                     synchronizer.grow([*weights, *moments])
-                given = gradients_of(comm.seats[comm.rank], step, weights)
+                given = gradients_of(comm.original_ranks[comm.rank], step, weights)
                 move(weights, moments, synchronizer.step(given, out=given))
                 synchronizer.after_step(weights)
                 if not local:
                     seen["digests"][str(step)] = digest([*weights, *moments])
-                seen["plans"][str(list(comm.seats))] = comm.plan.to_json()
+                seen["plans"][str(list(comm.original_ranks))] = comm.plan.to_json()
             synchronizer.finish(weights)
             seen["digests"]["last"] = digest(weights)
             seen["changes"] = [
                 [one.step, one.key, one.before, one.after, one.repeated, one.kept]
                 for one in recorder.changes()
             ]
-            seen |= {"epoch": comm.epoch, "seats": comm.seats, "seat": comm.seats[comm.rank]}
+            seen |= {
+                "epoch": comm.epoch,
+                "seats": comm.original_ranks,
+                "seat": comm.original_ranks[comm.rank],
+            }
             seen["residuals"] = {
                 key: digest([one["residual"] for one in kept]) for key, kept in comm.sparse_state().items()
             }

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from collectives import GradientSynchronizer
 from collectives.backends.mpi.mpi_backend import MpiBackend
+from collectives.training.exchange_settings import TopK
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import BackendError, UsageError
 
@@ -78,7 +79,9 @@ def sparse(world: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for half in range(2):
         plan = forest_plan(world.size, "allreduce", "chain")
-        with GradientSynchronizer(gradient(0), plan, density=0.05, exchange="pairs") as synchronizer:
+        with GradientSynchronizer(
+            gradient(0), plan, compression=TopK(0.05, exchange="pairs")
+        ) as synchronizer:
             if state:
                 synchronizer.load_state_dict(state)
             for step in range(10 * half, 10 * half + 10):

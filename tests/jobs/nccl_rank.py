@@ -364,7 +364,7 @@ def leave(comm: Communicator, rank: int) -> None:
     """The last rank is left out after a graph was replayed, though nothing is amiss; the others go on and let it in."""
     _replayed(comm)
     size = comm.size
-    invitation = comm.gather_texts(comm.invitation)[0]
+    invitation = comm._gather_texts(comm.join_token)[0]
     if rank == size - 1:
         comm.close()
         with Communicator.join(invitation) as again:

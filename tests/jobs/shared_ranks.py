@@ -67,7 +67,7 @@ def trained(comm: Communicator, rank: int) -> Any:
             comm.plan,
             backend=SharedBackend(GATHER[0], rank=rank, size=comm.size),
             bucket_bytes=48,
-            mode=mode,
+            sync=mode,
         ) as synchronizer:
             weights = [np.zeros((3, 2)), np.zeros(5)]
             for step in range(12):

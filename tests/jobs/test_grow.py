@@ -36,7 +36,7 @@ LIMIT_SECONDS = 40.0
 def invite(comm: Communicator, folder: Path) -> None:
     """Write down where the ranks that there are can be found."""
     if comm.rank == 0:
-        (folder / "invitation.new").write_text(comm.invitation)
+        (folder / "invitation.new").write_text(comm.join_token)
         (folder / "invitation.new").rename(folder / "invitation")
 
 
@@ -75,7 +75,7 @@ def member(rank: int, size: int, backend: str, folder: str, told: Connection) ->
 
 def newcomer(size: int, folder: str, seat: int | None, told: Connection) -> None:
     """A rank that comes later."""
-    comm = Communicator.join(Path(folder, "invitation").read_text(), seat=seat, wait=30)
+    comm = Communicator.join(Path(folder, "invitation").read_text(), original_rank=seat, wait=30)
     take_part(comm, told, Path(folder), size, came=True)
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_was_killed_comes_back_and_the_first_plan_with_it(backend: s
 
 def test_bad_invitations_and_closed_doors_say_so() -> None:
     for text in ("", "{}", '["topoplan.invitation/1", []]', '["other", [[0, "127.0.0.1", 9, "x"]]]'):
-        with pytest.raises(UsageError, match="invitation must be the text of"):
+        with pytest.raises(UsageError, match="join_token must be the text of"):
             Communicator.join(text)
     with contextlib.closing(MembershipProtocol("127.0.0.1")) as alone:
         alone.know(0, [alone.card])
@@ -188,17 +188,17 @@ def test_who_comes_in_place_of_one_that_dies_meanwhile_has_come() -> None:
 
     def newcomer() -> None:
         assert opened.wait(STEP_SECONDS)
-        with Communicator.join(door[0], seat=2, wait=STEP_SECONDS) as comm:
+        with Communicator.join(door[0], original_rank=2, wait=STEP_SECONDS) as comm:
             joined.append(comm.all_reduce(np.ones(2)).tolist())
 
     def body(backend: TcpBackend, rank: int) -> object:
         with Communicator(plan_for(3), backend, on_failure="shrink") as comm:
             if rank == 0:
-                door.append(comm.invitation)
+                door.append(comm.join_token)
                 opened.set()
                 while comm._members.survivors("grow").join_requests == "[]":
                     time.sleep(0.01)
-            comm.gather_texts("somebody knocks at rank 0")
+            comm._gather_texts("somebody knocks at rank 0")
             return None if rank == 2 else (comm.grow(), comm.all_reduce(np.ones(2)).tolist())
 
     thread = threading.Thread(target=newcomer, daemon=True)
@@ -269,7 +269,7 @@ def dies_before_its_word_is_read(rank: int, meeting: str, told: Connection) -> N
 
     SharedMemoryControlPlane._reach = reached  # type: ignore[method-assign]
     try:
-        comm.gather_texts("long " * 20_000)
+        comm._gather_texts("long " * 20_000)
     except BackendError as error:
         SharedMemoryControlPlane._reach = reach  # type: ignore[method-assign]
         comm.shrink()

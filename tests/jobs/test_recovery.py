@@ -257,7 +257,7 @@ def back_from_sleep(rank: int, meeting: str) -> tuple[str, list[float]]:
     plan, told = plan_for(3), Path(meeting, "told")
     backend = TcpBackend(rank, 3, rendezvous=f"unix:{meeting}/m", timeout=1.0, meeting_timeout=30)
     with Communicator(plan, backend) as comm:
-        sleeper = int(comm.gather_texts(str(os.getpid()))[1])
+        sleeper = int(comm._gather_texts(str(os.getpid()))[1])
         try:
             if rank == 1:
                 os.kill(sleeper, signal.SIGSTOP)
@@ -423,7 +423,7 @@ def test_a_root_keeps_its_number_during_recovery(monkeypatch: pytest.MonkeyPatch
                 return None
             going_on.at_once = comm.shrink
             handle = comm.broadcast(np.full(3, rank), root=2, async_op=True)
-            return handle.wait().tolist(), handle.without, comm.seats
+            return handle.wait().tolist(), handle.without, comm.original_ranks
 
     monkeypatch.setattr(communicator, "request", meanwhile)
     assert backends_in_threads(3, body) == [None, ([2] * 3, (0,), (1, 2)), ([2] * 3, (0,), (1, 2))]

@@ -99,12 +99,12 @@ def test_traffic_leaves_a_slow_link_and_returns(left: dict[tuple[int, int], floa
             assert comm.notes == ()
             falls(backend, left, 0.2, SLOW)
             added(comm, rank, 3 * JUDGEMENT_CALLS + 1)
-            told = comm.slow, comm.plan.digest, comm.plan.plans[-1].rate
+            told = comm.slow_links, comm.plan.digest, comm.plan.plans[-1].rate
             falls(backend, left, 1.0, SLOW)
             for _ in range(20):
-                if comm.slow:
+                if comm.slow_links:
                     added(comm, rank, JUDGEMENT_CALLS)
-            return *told, comm.notes, comm.slow, comm.plan.digest
+            return *told, comm.notes, comm.slow_links, comm.plan.digest
 
     slow, _, rate, notes, slow_after, digest = told_by(body)
     assert {one.wire for one in slow} <= {"gpu0->gpu3", "gpu3->gpu0"}
@@ -126,7 +126,7 @@ def test_survivors_are_planned_for_with_slow_links(left: dict[tuple[int, int], f
             if rank == 2:
                 return None
             comm.shrink(without=[2])
-            assert comm.slow == ()
+            assert comm.slow_links == ()
             assert np.array_equal(comm.all_reduce(np.full(COUNT, rank + 1.0)), np.full(COUNT, 7.0))
             return {
                 f"{link.src}->{link.dst}": link.bandwidth
@@ -150,7 +150,11 @@ def test_reports_change_no_plan_and_skip_small_collectives(left: dict[tuple[int,
             added(comm, rank, 3 * JUDGEMENT_CALLS, COUNT // 2)
             assert comm.notes == ()
             added(comm, rank, 3 * JUDGEMENT_CALLS + 1)
-            return [one.wire for one in comm.slow if isinstance(one, SlowLink)], comm.notes, comm.plan.digest
+            return (
+                [one.wire for one in comm.slow_links if isinstance(one, SlowLink)],
+                comm.notes,
+                comm.plan.digest,
+            )
 
     wires, notes, digest = told_by(body)
     assert digest == PLAN.digest
@@ -167,7 +171,7 @@ def test_all_ranks_name_the_one_that_they_wait_for(backend: str) -> None:
         for _ in range(3 * JUDGEMENT_CALLS + 1):
             time.sleep(0.2 * (rank == 2))
             comm.all_reduce(np.ones(1 << 18, np.float32))
-        return [(one.rank, one.gpu) for one in comm.slow if isinstance(one, SlowRank)], comm.notes
+        return [(one.rank, one.gpu) for one in comm.slow_links if isinstance(one, SlowRank)], comm.notes
 
     def with_communicator(backend: TcpBackend, rank: int) -> object:
         with Communicator(PLAN, backend, on_slow="report") as comm:

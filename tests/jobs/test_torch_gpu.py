@@ -30,6 +30,8 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives.tables.torch_arrays import check_cupy  # noqa: E402
+from collectives.training.exchange_settings import TopK  # noqa: E402
+from collectives.training.gradient_filters import Cast  # noqa: E402
 
 SECONDS = 0.3
 """That a stream sleeps before it writes what a collective is to read."""
@@ -152,7 +154,7 @@ def check_sparse_hook(device: str, options: dict[str, Any], *, dtype: Any = None
             check_cupy("this test")
             for name in ("values", "put", "wrapped"):
                 patch.setattr(TorchArrays, name, refused)
-        state = HookState(PLAN, density=0.01, exchange="pairs", **options)
+        state = HookState(PLAN, compression=TopK(0.01, exchange="pairs"), **options)
         losses = trained(device, state, dtype=dtype)
         if not losses[-1] < losses[0]:
             raise AssertionError(f"the loss does not fall: {losses}")
@@ -267,7 +269,7 @@ def norm_of_two(rank: int, folder: str, device: str) -> None:
 
     with job(library_of(device), rank=rank, size=2, folder=folder):
         wanted = trained(device, None, norm=True)
-        hooks: tuple[dict[str, Any], ...] = ({}, {"density": 1.0, "exchange": "pairs"})
+        hooks: tuple[dict[str, Any], ...] = ({}, {"compression": TopK(1.0, exchange="pairs")})
         for options in hooks:
             state = HookState(PLAN_OF_TWO, **options)
             near("losses beside the hook", trained(device, state, norm=True), wanted)
@@ -278,14 +280,14 @@ def norm_of_two(rank: int, folder: str, device: str) -> None:
 
 def fsdp_of_two(rank: int, folder: str, device: str) -> None:
     """FSDP2 under the process group, by plan, trains as under torch's own."""
-    from collectives.torch import PlannedGroup
+    from collectives.torch import ProcessGroupTopoplan
 
     with job(library_of(device), rank=rank, size=2, folder=folder):
         wanted = sharded(device)
     with job("topoplan", rank=rank, size=2, folder=folder):
         found = sharded(device)
         group = dist.group.WORLD
-        assert isinstance(group, PlannedGroup)
+        assert isinstance(group, ProcessGroupTopoplan)
         if group.communicator is None or not any(group.communicator.bytes_sent().values()):
             raise AssertionError(f"nothing went by plan: {group.reason}")
     near("losses of FSDP2", found, wanted)
@@ -355,8 +357,8 @@ def check_bad_input() -> None:
 HOOKS: dict[str, tuple[dict[str, Any], str | None, float]] = {
     "dense": ({}, None, 0.0),
     "dense bfloat16": ({}, "bfloat16", 0.0),
-    "in bfloat16": ({"compress": "bfloat16"}, None, 2e-2),
-    "sparse, everything": ({"density": 1.0, "exchange": "pairs"}, None, 0.0),
+    "in bfloat16": ({"compression": Cast("bfloat16")}, None, 2e-2),
+    "sparse, everything": ({"compression": TopK(1.0, exchange="pairs")}, None, 0.0),
 }
 """Options, dtype of the model, and by how much losses may differ."""
 

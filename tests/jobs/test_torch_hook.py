@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from collectives.training.exchange_settings import TopK
 from tests.support.hand_plans import forest_plan
 from tests.support.rank_scenarios import check_scenario, scenarios
 from tests.support.torch_jobs import Told, torchrun
@@ -81,10 +82,13 @@ def test_without_a_process_group_the_error_says_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compress": "int8"}, "compress must be float16 or bfloat16, got 'int8'"),
-        ({"compress": "float16", "density": 0.1}, "compress is for dense gradients"),
-        ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
-        ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),
+        (
+            {"compression": "float16"},
+            r"compression must be one of TopK\(0.01\), LowRank\(2\), .* got 'float16'",
+        ),
+        ({"compression": TopK(0.1), "sync": "asp"}, "compression TopK needs steps that wait for all ranks"),
+        ({"compression": TopK(lambda step: 0)}, r"density\(0\) must be above 0 and at most 1, got 0"),
+        ({"fault_tolerance": "shrink"}, r"fault_tolerance must be Shrink\(...\) or None, got 'shrink'"),
     ],
 )
 def test_arguments_out_of_range_are_refused_before_anything_is_sent(

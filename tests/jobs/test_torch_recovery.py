@@ -16,6 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from collectives.torch import HookState, topoplan_hook  # noqa: E402
+from collectives.training.exchange_settings import Shrink  # noqa: E402
 from tests.jobs.torch_recovery_ranks import STEPS, Training, inputs, loss_of, network, played  # noqa: E402
 from topoplan.errors import UsageError  # noqa: E402
 
@@ -188,7 +189,7 @@ def test_the_process_group_lets_nobody_in_and_says_so(tmp_path: Path) -> None:
         with pytest.raises(
             UsageError, match=r"cannot admit joining ranks: a process group of torch .* but not admit any"
         ):
-            _ = comm.invitation
+            _ = comm.join_token
         with pytest.raises(UsageError, match="cannot grow: a process group of torch"):
             comm.grow()
     finally:
@@ -200,7 +201,7 @@ def test_a_model_for_which_ddp_would_ask_a_lost_rank_is_refused(tmp_path: Path) 
     meeting = f"file://{tmp_path}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
-        state = HookState(on_failure="shrink")
+        state = HookState(fault_tolerance=Shrink())
         refused: list[tuple[Any, dict[str, Any], str]] = [
             (network(buffers=True), {}, "broadcasts the model's buffers in every step"),
             (network(), {"find_unused_parameters": True}, "asks all ranks for unused parameters"),
@@ -218,10 +219,8 @@ def test_a_model_for_which_ddp_would_ask_a_lost_rank_is_refused(tmp_path: Path) 
         model.register_comm_hook(state, topoplan_hook)
         with pytest.raises(UsageError, match=r"write state.register\(model\)"):
             loss_of(model, inputs(0, 0)).backward()
-        with pytest.raises(UsageError, match="needs mode bsp, whose steps wait for all ranks"):
-            HookState(on_failure="shrink", mode="ssp:2")
-        with pytest.raises(UsageError, match="must be raise or shrink"):
-            HookState(on_failure="ignore")
+        with pytest.raises(UsageError, match="needs steps that wait for all ranks, got sync SSP"):
+            HookState(fault_tolerance=Shrink(), sync="ssp:2")
         state.close()
     finally:
         dist.destroy_process_group()

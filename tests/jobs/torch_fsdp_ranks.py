@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from collectives.torch import PlannedGroup
+from collectives.torch import ProcessGroupTopoplan
 from tests.support.rank_scenarios import run_scenarios, scenario
 
 _coalescing_manager: Any = distributed_c10d._coalescing_manager
@@ -28,7 +28,7 @@ BENEATH: Counter[str] = Counter()
 """Calls so far that ran by a plan, by the method of the communicator, and those that went to gloo."""
 
 
-def count_calls(groups: list[PlannedGroup]) -> None:
+def count_calls(groups: list[ProcessGroupTopoplan]) -> None:
     """Count what groups do from now on, by plan and beneath."""
 
     class Beneath:
@@ -129,7 +129,7 @@ def all_that_fsdp_asks_for_runs_by_plan_and_trains_as_plain_averages_do() -> Non
     # each rank has the other of its own pair
     pair = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
     groups: list[Any] = [world.get_group(), grid.get_group("replicate"), grid.get_group("shard")]
-    assert all(isinstance(one, PlannedGroup) for one in groups)
+    assert all(isinstance(one, ProcessGroupTopoplan) for one in groups)
     count_calls(groups)
     wide, narrow = torch.float64, torch.float32
     half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from collectives import Communicator
 from collectives.backends.torch.torch_backend import TorchBackend
 from collectives.tables.torch_arrays import TorchArrays
+from collectives.training.exchange_settings import TopK
 from tests.ptx.machine import library
 from tests.support.checkout import ROOT
 from tests.support.fake_streams import Machine
@@ -54,7 +55,7 @@ def sparse(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         for step in steps_of_each(("dense", "pairs", "servers")):
             tensor = torch.from_numpy(step.gradients[comm.ranks[0]])
             comm.sparse_all_reduce(tensor, density=step.density, exchange=step.exchange, key="counted")
-        taken_on = type(comm.take_sparse_state(["counted"])["counted"][0]["residual"]).__name__
+        taken_on = type(comm._take_sparse_state(["counted"])["counted"][0]["residual"]).__name__
         fetched, most = [], max(fetched)
     whole = taken(comm, steps_of_each(), torch.from_numpy, lambda tensor: tensor.numpy())
     bits = taken(comm, rounded_steps(), half, lambda tensor: tensor.view(torch.int16).numpy())
@@ -80,7 +81,7 @@ def hook(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     patch.setattr(torch_hook_ranks, "HookState", partial(torch_hook_ranks.HookState, shared=False))
     torch_hook_ranks.check_conservation()
     torch_hook_ranks.check_restored(torch_hook_ranks.SPARSE)
-    torch_hook_ranks.check_bfloat16({"sparse": ({"density": 1.0}, 0, 1e-3)})
+    torch_hook_ranks.check_bfloat16({"sparse": ({"compression": TopK(1.0)}, 0, 1e-3)})
     return {"passed": True}
 
 

@@ -23,7 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.sparse.codec import WireFormat
-from collectives.torch import HookState, PlannedGroup, topoplan_hook
+from collectives.torch import HookState, ProcessGroupTopoplan, topoplan_hook
+from collectives.training.exchange_settings import Shrink, TopK
+from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from tests.support.hand_plans import forest_plan
 from tests.support.rank_scenarios import run_scenarios, scenario
@@ -150,7 +152,7 @@ def dense_gradients_train_as_under_torchs_own_allreduce() -> None:
 def the_last_bucket_is_averaged_in_the_thread_of_backward() -> None:
     for name, megabytes in (("one", 100), ("several", 0.0005)):
         for how in ("dense", "sparse"):
-            state = HookState(plan(), density=0.5 if how == "sparse" else None)
+            state = HookState(plan(), compression=TopK(0.5) if how == "sparse" else None)
             assert state.communicator is not None
             backend: Any = state.communicator._open().backend
             names: list[str] = []
@@ -196,8 +198,8 @@ def ctrl_c_ends_the_wait_of_backward_for_a_rank() -> None:
 
 @scenario(2)
 def bfloat16_beside_float32_is_averaged_with_a_residual_of_float32() -> None:
-    half = {name: ({"compress": name}, 1e-12, 4e-3) for name in ("bfloat16", "float16")}
-    check_bfloat16({"plain": ({}, 0, 0), "sparse": ({"density": 1.0}, 0, 1e-3), **half})
+    half = {name: ({"compression": Cast(name)}, 1e-12, 4e-3) for name in ("bfloat16", "float16")}
+    check_bfloat16({"plain": ({}, 0, 0), "sparse": ({"compression": TopK(1.0)}, 0, 1e-3), **half})
 
 
 def check_bfloat16(settings: dict[str, tuple[dict[str, Any], float, float]]) -> None:
@@ -207,7 +209,7 @@ def check_bfloat16(settings: dict[str, tuple[dict[str, Any], float, float]]) -> 
         state = HookState(plan(), **options)
         assert least <= furthest(trained(wrapped(model(narrow=True), state)), theirs) <= most, name
         state.close()
-    state = HookState(plan(), density=0.1)
+    state = HookState(plan(), compression=TopK(0.1))
     trained(wrapped(model(narrow=True), state))
     kept = state.state_dict()["residuals"].values()
     assert {one.dtype for one in kept} == {torch.float32}
@@ -243,7 +245,9 @@ def check_conservation() -> None:
     ):
         for exchange in ("pairs", "tree")[: 1 + (name == "buckets arranged anew")]:
             network = model()
-            state = HookState(plan(), density=0.1, exchange=exchange, parameters=network.parameters())
+            state = HookState(
+                plan(), compression=TopK(0.1, exchange=exchange), parameters=network.parameters()
+            )
             ddp = wrapped(network, state, **options)
             alone = model()
             given = {key: torch.zeros_like(one) for key, one in enumerate(alone.parameters())}
@@ -270,8 +274,8 @@ def a_run_restored_from_a_file_continues_with_the_same_bits() -> None:
 
 
 SPARSE: dict[str, dict[str, Any]] = {
-    "sparse": {"density": 0.05, "momentum": 0.9},
-    "sparse, by pairs": {"density": 0.05, "exchange": "pairs"},
+    "sparse": {"compression": TopK(0.05, momentum=0.9)},
+    "sparse, by pairs": {"compression": TopK(0.05, exchange="pairs")},
 }
 
 
@@ -289,7 +293,7 @@ def check_restored(settings: dict[str, dict[str, Any]]) -> None:
 def a_state_of_another_rank_or_momentum_is_refused_and_of_another_world_warned_of() -> None:
     rank = dist.get_rank()
     mine = torch.load(io.BytesIO(_run(SPARSE["sparse, by pairs"], range(3), None)["file"]))["hook"]
-    state = HookState(plan(), density=0.1)
+    state = HookState(plan(), compression=TopK(0.1))
     at_zero = "" if rank else "rank 1: "
     refusals: list[tuple[dict[str, Any], str]] = [
         (
@@ -328,13 +332,13 @@ def a_step_that_overflows_on_one_rank_is_left_out_by_all() -> None:
     settings: dict[str, dict[str, Any] | None] = {
         "torch": None,
         "dense": {},
-        "density": {"density": 0.1},
-        "momentum": {"density": 0.1, "momentum": 0.9},
-        "fixed8": {"density": 0.1, "wire": WireFormat(values="fixed8")},
-        "codes": {"codes": 8},
-        "low_rank": {"low_rank": LowRank(1, begins=0)},
-        "layers": {"low_rank": LowRank(1, matrices="layers")},
-        "significance": {"significance": 1e-3},
+        "density": {"compression": TopK(0.1)},
+        "momentum": {"compression": TopK(0.1, momentum=0.9)},
+        "fixed8": {"compression": TopK(0.1, wire=WireFormat(values="fixed8"))},
+        "codes": {"compression": Quantize(8)},
+        "low_rank": {"compression": LowRank(1, begins=0)},
+        "layers": {"compression": LowRank(1, matrices="layers")},
+        "significance": {"compression": Threshold(1e-3)},
     }
     of_torch: tuple[float, list[float]] = (0.0, [])
     for name, options in settings.items():
@@ -375,10 +379,10 @@ def filtered_gradients_train_nearly_as_well_as_dense_ones() -> None:
     for name, options, steps in (
         ("before", {}, range(0)),
         ("dense", {}, range(80)),
-        ("sparse", {"density": 0.01}, range(80)),
-        ("low rank", {"low_rank": 2}, range(80)),
-        ("codes", {"codes": 8}, range(80)),
-        ("significant", {"significance": 1e-3}, range(80)),
+        ("sparse", {"compression": TopK(0.01)}, range(80)),
+        ("low rank", {"compression": LowRank(2)}, range(80)),
+        ("codes", {"compression": Quantize(8)}, range(80)),
+        ("significant", {"compression": Threshold(1e-3)}, range(80)),
     ):
         state = HookState(plan(), **options)
         ddp = wrapped(model(), state)
@@ -405,7 +409,7 @@ def a_process_group_that_carries_no_plans_is_warned_of_once_and_averages_itself(
     group = dist.new_group(backend="elsewhere")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        state = HookState(plan(), group=group, density=0.01)
+        state = HookState(plan(), group=group, compression=TopK(0.01))
     ours = trained(wrapped(model(), state, process_group=group), steps=range(2))
     theirs = trained(wrapped(model(), None), steps=range(2))
     state.close()
@@ -449,15 +453,24 @@ def a_plan_or_setting_that_does_not_fit_is_the_same_error_on_all_ranks() -> None
         assert message in same_on_all_ranks(lambda given=given: HookState(given))
     settings: list[tuple[dict[str, Any], str]] = [
         (
-            {"mode": "asp" if rank == 1 else "ssp:2"},
-            "momentum 0.0, wire None, ASP(), compress None, and rank 0 density None",
+            {"sync": "asp" if rank == 1 else "ssp:2"},
+            "rank 1 has compression None, ASP(), and rank 0 compression None, SSP(staleness=2)",
         ),
-        ({"density": 0.5 if rank == 2 else 0.25}, "rank 2 has density 0.5, exchange auto"),
-        ({"density": 0.5 if rank == 1 else None}, "rank 1 has density 0.5, exchange auto"),
-        ({"compress": "float16" if rank == 1 else None}, "compress float16, and rank 0 density None"),
         (
-            {"density": 2.0 if rank == 3 else 0.5},
-            "rank 3: density must be above 0 and at most 1, got 2.0",
+            {"compression": TopK(0.5 if rank == 2 else 0.25)},
+            "rank 2 has compression TopK(0.5, exchange='auto'",
+        ),
+        (
+            {"compression": TopK(0.5) if rank == 1 else None},
+            "rank 1 has compression TopK(0.5, exchange='auto'",
+        ),
+        (
+            {"compression": Cast("float16") if rank == 1 else None},
+            "compression Cast(dtype='float16'), BSP(), and rank 0 compression None",
+        ),
+        (
+            {"compression": TopK(lambda step: 2.0 if rank == 3 else 0.5)},
+            "rank 3: density(0) must be above 0 and at most 1, got 2.0",
         ),
     ]
     for options, message in settings:
@@ -484,7 +497,7 @@ def an_argument_of_another_kind_is_one_clear_error() -> None:
     from collectives.torch.optimizers import Lars
 
     network = model()
-    late = HookState(plan(), mode="asp")
+    late = HookState(plan(), sync="asp")
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(dist.group.WORLD, topoplan_hook)
     known = "mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: "
@@ -562,7 +575,7 @@ def a_bucket_without_elements_is_averaged() -> None:
         def forward(self) -> torch.Tensor:
             return self.nothing.sum() + self.some.sum()
 
-    settings: list[dict[str, Any]] = [{}, {"density": 0.5}]
+    settings: list[dict[str, Any]] = [{}, {"compression": TopK(0.5)}]
     for options in settings:
         state = HookState(plan(), **options)
         network = Nothing()
@@ -618,7 +631,7 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
     dist.destroy_process_group()
     dist.init_process_group("topoplan", timeout=LIMIT)
     world = dist.group.WORLD
-    assert isinstance(world, PlannedGroup)
+    assert isinstance(world, ProcessGroupTopoplan)
     ours = trained(wrapped(model(), None, bucket_cap_mb=0.0005))
     assert ours == theirs
     assert dist.get_backend() == "topoplan"
@@ -631,7 +644,7 @@ def unmodified_ddp_trains_under_the_process_group_and_with_the_hook() -> None:
         ones = torch.ones(5)
         dist.all_reduce(ones, group=group)
         assert ones.unique().tolist() == [2.0]
-        assert isinstance(group, PlannedGroup)
+        assert isinstance(group, ProcessGroupTopoplan)
         assert group.communicator is not None
     assert world.communicator is not None
     assert sum(world.communicator.bytes_sent().values()) > 0
@@ -720,7 +733,12 @@ STEP = 2
 @scenario(4)
 def a_nan_on_one_rank_shows_on_all_in_its_step_alone() -> None:
     for options in ({}, {"shared": False}):
-        assert stepped(nan=dist.get_rank() == 1, density=0.1, **options) == [True, True, False, True]
+        assert stepped(nan=dist.get_rank() == 1, compression=TopK(0.1), **options) == [
+            True,
+            True,
+            False,
+            True,
+        ]
 
 
 @scenario(4)
@@ -734,7 +752,7 @@ def buckets_of_different_sizes_are_refused_by_all_with_both_sizes() -> None:
 
 @scenario(4)
 def a_step_that_one_rank_refuses_is_lost_on_all_and_the_next_ones_are_exact() -> None:
-    for options in ({}, {"shared": False}, {"on_failure": "shrink"}):
+    for options in ({}, {"shared": False}, {"fault_tolerance": Shrink()}):
         check_refused_step(dist.new_group(), **options)
 
 
@@ -753,7 +771,7 @@ def check_refused_step(group: Any, **options: Any) -> None:
         return 1.0
 
     plan = forest_plan(size, "allreduce", "chain")
-    state = HookState(plan, group=group, timeout=TIMEOUT, density=density, **options)
+    state = HookState(plan, group=group, timeout=TIMEOUT, compression=TopK(density), **options)
     network = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])
 
     class Added(nn.Module):

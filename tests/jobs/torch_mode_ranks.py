@@ -47,7 +47,7 @@ def check_mode(mode: Mode) -> None:
     model = nn.parallel.DistributedDataParallel(
         nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 3)).double(), bucket_cap_mb=0.005
     )
-    state = HookState(mode=mode)
+    state = HookState(sync=mode)
     model.register_comm_hook(state, topoplan_hook)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
@@ -86,7 +86,7 @@ def linear(
     layer = nn.Linear(6, 2, bias=False).double()
     nn.init.zeros_(layer.weight)
     model = nn.parallel.DistributedDataParallel(layer)
-    state = HookState(mode=mode)
+    state = HookState(sync=mode)
     model.register_comm_hook(state, topoplan_hook)
     optimiser = None if by_hand else torch.optim.SGD(model.parameters(), lr=1.0)
     given = torch.zeros(6, dtype=torch.float64)
@@ -167,7 +167,7 @@ def finish_leaves_the_same_bits_and_training_after_it_is_warned_of() -> None:
 def check_finish(mode: Mode) -> None:
     torch.manual_seed(2)
     model = nn.parallel.DistributedDataParallel(nn.Linear(20, 5))
-    state = HookState(mode=mode)
+    state = HookState(sync=mode)
     model.register_comm_hook(state, topoplan_hook)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -239,7 +239,7 @@ def again(name: str) -> tuple[list[str], int, int]:
     layer = nn.Linear(6, 2, bias=False).double()
     nn.init.zeros_(layer.weight)
     model = nn.parallel.DistributedDataParallel(layer)
-    state = HookState(mode=LocalSGD(2))
+    state = HookState(sync=LocalSGD(2))
     model.register_comm_hook(state, topoplan_hook)
     generator = torch.Generator().manual_seed(rank)
     inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64)

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import LocalSGD
 from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
+from collectives.training.exchange_settings import Shrink, TopK
+from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from tests.support.rank_scenarios import run_scenarios, scenario
 from topoplan.errors import UsageError
@@ -26,18 +28,18 @@ STEPS = 10
 
 WAYS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "compress": {"compress": "bfloat16"},
-    "low_rank": {"low_rank": 1},
-    "layers": {"low_rank": LowRank(2, matrices="layers")},
-    "codes": {"codes": 16},
-    "significance": {"significance": 1e-3},
-    "density": {"density": 0.2},
-    "momentum": {"density": 0.2, "momentum": 0.5},
-    "ssp": {"mode": "ssp:1"},
-    "asp": {"mode": "asp"},
-    "local": {"mode": "local:3"},
-    "emso": {"mode": LocalSGD(3, proximal=0.1)},
-    "shrink": {"on_failure": "shrink"},
+    "compress": {"compression": Cast("bfloat16")},
+    "low_rank": {"compression": LowRank(1)},
+    "layers": {"compression": LowRank(2, matrices="layers")},
+    "codes": {"compression": Quantize(16)},
+    "significance": {"compression": Threshold(1e-3)},
+    "density": {"compression": TopK(0.2)},
+    "momentum": {"compression": TopK(0.2, momentum=0.5)},
+    "ssp": {"sync": "ssp:1"},
+    "asp": {"sync": "asp"},
+    "local": {"sync": "local:3"},
+    "emso": {"sync": LocalSGD(3, proximal=0.1)},
+    "shrink": {"fault_tolerance": Shrink()},
 }
 
 EXACT = ("dense", "shrink")
@@ -165,7 +167,7 @@ def complex_rows_are_averaged_exactly_also_late() -> None:
     for mode in ("bsp", "ssp:1"):
         table = Rows(6, 2, sparse=True, dtype=torch.complex64)
         nn.init.zeros_(table.weight)
-        state, model = HookState(mode=mode), DistributedDataParallel(table)
+        state, model = HookState(sync=mode), DistributedDataParallel(table)
         state.register(model)
         optimiser = torch.optim.SGD(table.parameters(), lr=1.0)
         for _ in range(6):
@@ -195,7 +197,7 @@ def a_sparse_embedding_may_be_unused_by_some_or_all_ranks() -> None:
     for density, close in ((None, 1e-5), (0.2, 0.5)):
         network = Tables()
         model = DistributedDataParallel(network, find_unused_parameters=True)
-        state = HookState(density=density)
+        state = HookState(compression=None if density is None else TopK(density))
         state.register(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(STEPS):
@@ -252,7 +254,8 @@ def a_copied_or_pickled_state_continues_with_the_same_bits() -> None:
             network = Small()
             model = DistributedDataParallel(network)
             state = HookState(
-                density=0.2, parameters=network.parameters() if listed and name != "pickle" else None
+                compression=TopK(0.2),
+                parameters=network.parameters() if listed and name != "pickle" else None,
             )
             model.register_comm_hook(state, topoplan_hook)
             steps(model, 0, 4)
@@ -286,7 +289,7 @@ def a_copied_or_pickled_state_continues_with_the_same_bits() -> None:
 @scenario(2)
 def a_copied_state_needs_its_loss_scale_and_no_group() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaled = HookState(density=0.2, loss_scale=scaler)
+    scaled = HookState(compression=TopK(0.2), loss_scale=scaler)
     unscaled = scaled.state_dict()
     for loss_scale in (scaler, scaler.get_scale):
         scaled.loss_scale = loss_scale
@@ -361,7 +364,7 @@ def buffers_are_averaged_by_finish_and_counts_are_the_largest() -> None:
     for mode in ("local:3", "ssp:1", "asp"):
         network = Small()
         model = DistributedDataParallel(network, broadcast_buffers=False)
-        state = HookState(mode=mode)
+        state = HookState(sync=mode)
         model.register_comm_hook(state, topoplan_hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(4 + dist.get_rank() * (mode == "asp")):

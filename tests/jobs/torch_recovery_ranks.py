@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.torch import HookState
+from collectives.training.exchange_settings import Shrink, current_options
 from tests.support.forking import forking
 from tests.support.ports import free_port
 from topoplan.errors import BackendError
@@ -105,20 +106,21 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
             group["lr"] *= after / before
             rates.append(group["lr"])
 
-    state, first, more = None, 0, {}
+    state, first, join_token = None, 0, None
     if comes:
         loss_of(model, inputs(0, 0)).backward()  # arranges the buckets as the others have them
         while not door.exists():
             time.sleep(0.02)
-        more = {"invitation": door.read_text()}
+        join_token = door.read_text()
     if what.hook is not None:
+        compression, sync, _ = current_options(what.hook)
         state = HookState(
-            timeout=SECONDS,
-            on_failure="shrink",
-            on_change=rescaled,
+            compression=compression,
+            sync=sync,
+            fault_tolerance=Shrink(on_change=rescaled, join_token=join_token),
             parameters=model.parameters(),
-            **what.hook,
-            **more,
+            timeout=SECONDS,
+            shared=what.hook.get("shared", True),
         )
         state.register(model)
         if comes:
@@ -131,7 +133,7 @@ def trained(me: int, what: Training, door: Path, *, comes: bool) -> dict[str, An
     for step in range(first, STEPS):
         if state is not None and step == what.back and not comes:
             if me == 0:
-                door.with_suffix(".new").write_text(state.communicator.invitation)
+                door.with_suffix(".new").write_text(state.communicator.join_token)
                 door.with_suffix(".new").rename(door)
             while not state.grow(model, optimizer):
                 time.sleep(0.02)

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from collectives import GradientSynchronizer
 from collectives.torch import HookState
-from collectives.training.gradient_filters import Significance
+from collectives.training.exchange_settings import TopK
+from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from tests.jobs.torch_hook_ranks import batch, furthest, model, plan, trained, values, wrapped
 from tests.support.rank_scenarios import run_scenarios, scenario
@@ -86,10 +87,10 @@ def ranks_of_uneven_data_end_where_one_process_with_all_batches_does() -> None:
     for divide_by in ("present", "all"):
         check(1e-15, divide_by)
         check(1e-15, divide_by, how=SMALL)
-        check(1e-4, divide_by, options={"codes": 16})
+        check(1e-4, divide_by, options={"compression": Quantize(16)})
     check(1e-15, how={"find_unused_parameters": True, **SMALL})
     check(1e-15, "all", lambda state, ddp: ddp.join(), how=SMALL)
-    filters: list[dict[str, Any]] = [{"density": 0.1}, {"low_rank": 1}]
+    filters: list[dict[str, Any]] = [{"compression": TopK(0.1)}, {"compression": LowRank(1)}]
     for options in filters:
         check(None, options=options, how=SMALL)
 
@@ -105,7 +106,7 @@ def ranks_of_uneven_data_end_where_one_process_with_all_batches_does() -> None:
 
 @scenario(3)
 def join_refuses_what_it_cannot_average() -> None:
-    late = HookState(plan(), mode="local:2")
+    late = HookState(plan(), sync="local:2")
     for given, message in (
         (wrapped(model(), late), r"whose steps wait for all ranks, got LocalSGD\(every=2\)"),
         (model(), "model must be a DistributedDataParallel, got a Branches"),
@@ -198,7 +199,7 @@ def collectives_of_the_model_in_forward_and_backward_run_beside_the_hook() -> No
         _scaled(alone(given), target, size).backward()
         _descend(alone)
     for megabytes, density in ((100.0, None), (0.0005, None), (0.0005, 1.0)):
-        state = HookState(plan(), density=density)
+        state = HookState(plan(), compression=None if density is None else TopK(density))
         ddp = wrapped(Normalised(SumOverRanks.apply, size), state, bucket_cap_mb=megabytes)
         for step in range(4):
             ddp.zero_grad()
@@ -224,11 +225,11 @@ def _descend(network: nn.Module) -> None:
 def a_run_under_a_filter_continues_from_its_file_in_the_same_buckets_and_in_others() -> None:
     """Bit for bit in the same buckets; in others a warning says what is lost, and nothing is mistaken for another."""
     filters: dict[str, dict[str, Any]] = {
-        "low rank": {"low_rank": 1},
-        "layers": {"low_rank": LowRank(1, begins=0, matrices="layers")},
-        "codes": {"codes": 8},
-        "significance": {"significance": 0.02},
-        "admission": {"significance": Significance(0.02, admission=2, width=1024)},
+        "low rank": {"compression": LowRank(1)},
+        "layers": {"compression": LowRank(1, begins=0, matrices="layers")},
+        "codes": {"compression": Quantize(8)},
+        "significance": {"compression": Threshold(0.02)},
+        "admission": {"compression": Threshold(0.02, admission=2, width=1024)},
     }
     for name, options in filters.items():
         same: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
@@ -284,8 +285,8 @@ def averages_and_residuals_are_the_gradients_where_branches_are_unused() -> None
     }
     for use in uses.values():
         network, alone = model(), model()
-        late = Significance(0.002, admission=3)  # so that more is kept than the threshold
-        state = HookState(plan(), significance=late, parameters=network.parameters())
+        late = Threshold(0.002, admission=3)  # so that more is kept than the threshold
+        state = HookState(plan(), compression=late, parameters=network.parameters())
         ddp = wrapped(network, state, find_unused_parameters=True, bucket_cap_mb=0.0005)
         missed = [torch.zeros_like(one) for one in alone.parameters()]
         for step in range(6):

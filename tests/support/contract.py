@@ -149,9 +149,11 @@ def run_cases(
     """Run each case twice, the second time in the background, on the ranks of a back end, which stays open.
 
     `here` makes an array of the back end of a numpy array, `back` the reverse. Returns the digests of this process's
-    ranks, by case, or what is wrong with them.
+    ranks, by case, or what is wrong with them. A barrier ends them.
     """
-    return [_run(backend, case, here, back) for case in listed]
+    found = [_run(backend, case, here, back) for case in listed]
+    Communicator(plan_of(listed[-1]), backend).barrier()
+    return found
 
 
 def _run(backend: Any, case: Case, here: Any, back: Any) -> list[str]:
@@ -183,6 +185,7 @@ MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
     "root": lambda comm, ones, odd: comm.broadcast(ones(8), root=int(odd)),
     "collective": lambda comm, ones, odd: comm.all_gather(ones(8)) if odd else comm.all_reduce(ones(8)),
     "shape": lambda comm, ones, odd: comm.all_reduce(ones((4, 6) if odd else (6, 4))),
+    "barrier": lambda comm, ones, odd: comm.barrier() if odd else comm.all_gather(ones(8)),
     "list": lambda comm, ones, odd: comm.all_reduce([1.0] if odd else ones(1)),
     "divided": lambda comm, ones, odd: comm.reduce_scatter(ones(comm.size + odd)),
     "blocks": lambda comm, ones, odd: comm.all_to_all(ones(comm.size + odd)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from collectives import Communicator
 from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.loopback.paced_loopback import PacedLoopback
@@ -32,6 +34,7 @@ from tests.support.fake_streams import Machine
 from tests.support.file_gather import FileGather
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
+from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import Meeting, as_threads, of_all
 from tests.support.ports import free_port
 from tests.support.tcp_jobs import in_processes
@@ -152,6 +155,24 @@ def test_ranks_that_differ_refuse_and_continue(
         {"here": cupy.asarray, "back": lambda one: one.get()} if backend == "nccl" else {}
     )
     check_refusals(on_ranks(lambda backend: refusals(backend, **arrays, **options), opened))
+
+
+@pytest.mark.parametrize("backend", ["shared", "tcp", "nccl"])
+def test_no_rank_leaves_a_barrier_before_all_have_entered_it(
+    backend: str, machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus = RANKS
+    entered: list[int] = []
+
+    def body(made: Any) -> None:
+        comm = Communicator(forest_plan(RANKS, "allgather", "chain"), made)
+        for late in range(RANKS):
+            time.sleep(0.02 * (comm.rank == late))
+            entered.append(comm.rank)
+            comm.barrier()
+            assert len(entered) >= RANKS * (late + 1)
+
+    on_ranks(body, {"shared": shared(), "tcp": tcp, "nccl": nccl(cupy, engine="messages")}[backend])
 
 
 def rank_of_processes(rank: int, backend: str, place: str, port: int) -> Found:

@@ -473,7 +473,7 @@ def test_a_newcomer_takes_the_place_of_the_dead_by_a_new_id(
         two = comm.all_reduce(cupy.asarray(arrays[rank])).get()
         assert backend_of(comm)._connection.shrunk
         if rank == 0:
-            invitations.put(comm.invitation)
+            invitations.put(comm.join_token)
         while not (joined := comm.grow()):
             time.sleep(0.01)
         assert joined == (1,)
@@ -520,7 +520,7 @@ def test_a_newcomer_without_nccl(machine: Machine, cupy: ModuleType, monkeypatch
             return None
         comm.shrink(without=[2])
         if rank == 0:
-            invitations.put(comm.invitation)
+            invitations.put(comm.join_token)
         started = time.monotonic()
         while comm.epoch < 2:
             assert comm.grow() == ()

@@ -138,7 +138,7 @@ def train(
     """A rank: one step, the murder, and the step that fails and the next one without the dead server."""
     with Communicator(before, rendezvoused(rank, f"{folder}/0", 2)) as comm:
         sums = [seal(comm.all_reduce(arrays_for("allreduce")[rank]))]
-        comm.gather_texts("done")
+        comm._gather_texts("done")
         if rank == 0:
             os.kill(victim, signal.SIGKILL)
         with pytest.raises(BackendError) as failed:

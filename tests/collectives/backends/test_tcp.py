@@ -34,6 +34,7 @@ from collectives.backends.tcp.connections import (
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.lab.testbed.network import crossed_links, lay_out_network, wires_file
 from collectives.peers.rendezvous import Rendezvous
+from collectives.training.exchange_settings import TopK
 from collectives.training.gradient_synchronizer import GradientSynchronizer
 from tests.support.hand_plans import SHAPES, forest_plan, plan_of, three_phase_plan
 from tests.support.tcp_jobs import (
@@ -155,7 +156,7 @@ def test_abort_ends_what_ranks_wait_for_and_all_that_comes() -> None:
                 comm.all_reduce(np.ones(3))
         else:
             with pytest.raises(BackendError, match="rank 0 aborted the communicator: enough"):
-                comm.gather_texts("")
+                comm._gather_texts("")
         return "ended"
 
     assert in_threads(forest_plan(2, "allreduce", "star"), body) == ["ended"] * 2
@@ -168,7 +169,9 @@ def test_a_schedule_of_density_that_raises_on_one_rank_is_an_error_on_all() -> N
     def body(backend: TcpBackend, rank: int) -> str:
         weights = [np.zeros(8, np.float32)]
         plan = forest_plan(3, "allreduce", "star")
-        with GradientSynchronizer(weights, plan, backend=backend, density=density(rank)) as synchronizer:
+        with GradientSynchronizer(
+            weights, plan, backend=backend, compression=TopK(density(rank))
+        ) as synchronizer:
             synchronizer.step([np.ones(8, np.float32)])
             with pytest.raises(UsageError) as raised:
                 synchronizer.step([np.ones(8, np.float32)])

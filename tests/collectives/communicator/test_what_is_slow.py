@@ -223,4 +223,4 @@ def test_what_cannot_be_watched_is_one_line(on_slow: str, said: str) -> None:
 def test_nobody_looks_unless_asked() -> None:
     with Communicator(topoplan.plan(DGX, gpus=[0, 1, 2])) as comm:
         comm.all_reduce([np.ones(1 << 19)] * 3)
-        assert comm.slow == ()
+        assert comm.slow_links == ()

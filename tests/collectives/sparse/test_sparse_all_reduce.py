@@ -16,7 +16,7 @@ from collectives.backends.execution import Execution
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.sparse.codec import WireFormat
 from collectives.training.averaging import InStepAverager
-from collectives.training.exchange_settings import ExchangeSettings
+from collectives.training.exchange_settings import ExchangeSettings, TopK
 from collectives.training.report import Recorder
 from tests.support.hand_plans import forest_plan, three_phase_plan
 from tests.support.sparse_steps import DGX, EXCHANGES, TWO_SERVERS, servers_of
@@ -390,16 +390,16 @@ def test_the_end_of_a_step_restores_no_state_that_was_taken_or_put() -> None:
     """Also where the key has another size by then."""
     with Communicator(DGX) as comm:
         comm.sparse_all_reduce([np.full(10, np.nan)] * 8, density=0.1, key="a")
-        taken = comm.take_sparse_state({"a"})
+        taken = comm._take_sparse_state({"a"})
         assert not comm._members.sparse._before, "no copies of what is taken are held"
-        assert comm.end_sparse_step({"a"})
+        assert comm._end_sparse_step({"a"})
         longer = {**taken["a"][0], "residual": np.arange(20.0)}
-        comm.put_sparse_state({"a": [longer] * 8})
-        assert not comm.end_sparse_step({"a"}, lost=True)
+        comm._put_sparse_state({"a": [longer] * 8})
+        assert not comm._end_sparse_step({"a"}, lost=True)
         assert comm.sparse_state()["a"][0]["residual"].tolist() == np.arange(20.0).tolist()
         comm.sparse_all_reduce([np.full(20, np.nan)] * 8, density=0.1, key="a")
         comm.restore_sparse_state({"a": [taken["a"][0]] * 8})
-        assert comm.end_sparse_step({"a"})
+        assert comm._end_sparse_step({"a"})
         assert comm.sparse_state()["a"][0]["residual"].tolist() == [0.0] * 10
 
 
@@ -495,7 +495,7 @@ def test_survivors_that_refuse_an_exchange_look_for_no_other(exchange: str) -> N
             gradient, before = whole_numbers(3, 0)[rank], comm.notes
             calls = (
                 lambda: comm.sparse_all_reduce(gradient, density=0.02, exchange=exchange),
-                lambda: comm.refuse("no gradient"),
+                lambda: comm._refuse("no gradient"),
             )
             with pytest.raises(RefusedError, match="rank 1 refused the collective"):
                 calls[rank]()
@@ -517,7 +517,7 @@ def test_a_gradient_without_an_agreed_plan_counts_in_the_next_step(
     plan = topoplan.plan(servers_of((3, 5)))
     generator = np.random.default_rng(3)
     lost, next_one = ([generator.integers(-99, 100, SIZE).astype(float) for _ in range(8)] for _ in range(2))
-    settings = ExchangeSettings(density=0.01, exchange=exchange)
+    settings = ExchangeSettings(compression=TopK(0.01, exchange=exchange))
     with Communicator(plan) as comm, monkeypatch.context() as patch:
         patch.setattr(Execution, "planned", planned)
         averager = InStepAverager(comm, settings, Recorder("test", ranks=8))

@@ -73,7 +73,7 @@ class Job:
 
     def _newcomer(self) -> None:
         assert self._opened.wait(SECONDS)
-        with Communicator.join(self._door[0], seat=self.seat, wait=SECONDS) as comm:
+        with Communicator.join(self._door[0], original_rank=self.seat, wait=SECONDS) as comm:
             try:
                 self.found.append(self._grown(self._exchange(comm, has_it=False), self.has))
             except ZeroDivisionError as error:  # and the others hear of it when the communicator closes
@@ -89,11 +89,11 @@ class Job:
                 return None
             exchange.settle()
             if rank == 0:
-                self._door.append(comm.invitation)
+                self._door.append(comm.join_token)
                 self._opened.set()
                 while comm._members.survivors("grow").join_requests == "[]":
                     self._dead.wait(0.01)
-            comm.gather_texts("somebody knocks at rank 0")
+            comm._gather_texts("somebody knocks at rank 0")
             if rank:
                 self._does[threading.get_ident()] = self._dies(comm) if rank == 2 else self._is_held_up
             return self._grown(exchange, "this")
@@ -118,7 +118,7 @@ class Job:
             exchange.settle()
         except BackendError as error:
             return str(error)
-        return come, exchange._averager.communicator.seats, taken
+        return come, exchange._averager.communicator.original_ranks, taken
 
     def _dies(self, comm: Communicator) -> Callable[[Callable[[], list[str]]], list[str]]:
         def does(say: Callable[[], list[str]]) -> list[str]:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from collectives import Communicator, GradientSynchronizer
 from collectives.training.averaging import InStepAverager
 from collectives.training.checkpoint_state import BucketPart, FilterState, describe_state
-from collectives.training.exchange_settings import ExchangeSettings
-from collectives.training.gradient_filters import Significance
+from collectives.training.exchange_settings import ExchangeSettings, TopK
+from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from collectives.training.report import Recorder
 from tests.support.hand_plans import forest_plan
@@ -25,12 +25,12 @@ RANKS = 3
 SHAPES = ((9, 8), (8,), (2, 3, 8), ())
 
 FILTERS: dict[str, dict[str, Any]] = {
-    "sparse": {"density": lambda step: 0.5 ** min(step + 1, 5), "momentum": 0.9, "exchange": "pairs"},
-    "low rank": {"low_rank": LowRank(2, begins=1)},
-    "layers": {"low_rank": LowRank(2, begins=0, matrices="layers")},
-    "codes": {"codes": 8},
-    "significance": {"significance": 0.7},
-    "admission": {"significance": Significance(0.7, admission=3, width=64)},
+    "sparse": {"compression": TopK(lambda step: 0.5 ** min(step + 1, 5), exchange="pairs", momentum=0.9)},
+    "low rank": {"compression": LowRank(2, begins=1)},
+    "layers": {"compression": LowRank(2, begins=0, matrices="layers")},
+    "codes": {"compression": Quantize(8)},
+    "significance": {"compression": Threshold(0.7)},
+    "admission": {"compression": Threshold(0.7, admission=3, width=64)},
 }
 
 
@@ -80,7 +80,7 @@ def test_a_restored_run_continues_with_the_same_bits(name: str) -> None:
             FILTERS["low rank"],
             r"residuals of 4 parameters \(387 elements, .* in all\) and 2 warm starts or sketches \(36 numbers\)",
         ),
-        ({"density": 0.1}, r"residuals of 2 buckets \(387 elements, .* in all\)"),
+        ({"compression": TopK(0.1)}, r"residuals of 2 buckets \(387 elements, .* in all\)"),
     ],
 )
 def test_a_state_of_more_ranks_gives_the_step_and_reports_what_is_lost(
@@ -123,7 +123,9 @@ def test_a_state_of_another_filter_reports_what_is_lost(name: str) -> None:
         for one in drawn(3):
             synchronizer.step(one)
         state = synchronizer.state_dict()
-    others: list[dict[str, Any]] = [{}] if name == "sparse" else [{}, {"density": 0.1}, {"significance": 0.2}]
+    others: list[dict[str, Any]] = (
+        [{}] if name == "sparse" else [{}, {"compression": TopK(0.1)}, {"compression": Threshold(0.2)}]
+    )
     for options in others:
         with made(**options) as synchronizer:
             with pytest.warns(
@@ -163,10 +165,10 @@ def stepped(averager: InStepAverager, buckets: Sequence[tuple[int, ...]], seed: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"significance": Significance(1.5)},
-        {"significance": Significance(1.5, admission=2)},
-        {"low_rank": LowRank(1, begins=0)},
-        {"low_rank": LowRank(1, begins=0, matrices="layers")},
+        {"compression": Threshold(1.5)},
+        {"compression": Threshold(1.5, admission=2)},
+        {"compression": LowRank(1, begins=0)},
+        {"compression": LowRank(1, begins=0, matrices="layers")},
     ],
 )
 def test_nothing_is_lost_when_buckets_are_rearranged(options: dict[str, Any]) -> None:
@@ -187,7 +189,7 @@ def test_nothing_is_lost_when_buckets_are_rearranged(options: dict[str, Any]) ->
 
 def test_unused_restored_state_is_reported_once_and_dropped() -> None:
     """Parameter 2 is in no bucket any more, and what was kept of the bucket (0, 1) finds none of its name."""
-    how = ExchangeSettings(low_rank=LowRank(1, begins=0))
+    how = ExchangeSettings(compression=LowRank(1, begins=0))
     with Communicator(forest_plan(RANKS, "allreduce", "chain")) as comm:
         averager = InStepAverager(comm, how, Recorder("test", ranks=RANKS))
         stepped(averager, [(0, 1), (2,)], 0)
@@ -216,7 +218,7 @@ def test_low_ranks_by_layers_send_small_parameters_whole() -> None:
         rank[0] = (column @ draw.standard_normal((1, 8))).astype(np.float32)
     how = LowRank(1, begins=1, matrices="layers")
     with GradientSynchronizer(
-        steps[0], forest_plan(RANKS, "allreduce", "chain"), backend="loopback", low_rank=how
+        steps[0], forest_plan(RANKS, "allreduce", "chain"), backend="loopback", compression=how
     ) as synchronizer:
         synchronizer.step(steps[0])
         (first, *others) = synchronizer.step(steps[1])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import GradientSynchronizer
 from collectives.sparse.quantization import code_levels, from_fixed_point, largest_magnitudes, to_fixed_point
-from collectives.training.gradient_filters import CountMin, IntegerCodes, Significance
+from collectives.training.gradient_filters import Cast, CountMin, Quantize, Threshold
 from collectives.training.low_rank import LowRank, orthonormal, outer
 from topoplan.errors import UsageError
 from topoplan.schedules.registry import make_schedule
@@ -42,11 +42,11 @@ def products(draw: np.random.Generator, size: int, rank: int) -> list[Array]:
 
 
 FILTERS: dict[str, dict[str, Any]] = {
-    "codes": {"codes": 8},
-    "low rank": {"low_rank": LowRank(2, begins=0)},
-    "layers": {"low_rank": LowRank(2, begins=0, matrices="layers")},
-    "significance": {"significance": 4.0},
-    "admission": {"significance": Significance(4.0, admission=3)},
+    "codes": {"compression": Quantize(8)},
+    "low rank": {"compression": LowRank(2, begins=0)},
+    "layers": {"compression": LowRank(2, begins=0, matrices="layers")},
+    "significance": {"compression": Threshold(4.0)},
+    "admission": {"compression": Threshold(4.0, admission=3)},
 }
 
 
@@ -59,23 +59,16 @@ def test_all_ranks_get_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize(
     ("gradient", "options", "message"),
     [
-        (np.float32, {"codes": 12}, "bits of codes must be 8 or 16, got 12"),
-        (np.float32, {"codes": 8, "density": 0.1}, "codes is for dense gradients in mode bsp"),
-        (np.float32, {"codes": 8, "low_rank": 2}, "give low_rank or codes"),
-        (np.int64, {"codes": 8}, "codes needs gradients of floats, got int64"),
-        (np.float32, {"low_rank": 0}, "rank of a low rank must be a whole number of 1 or more, got 0"),
-        (np.float32, {"low_rank": 2, "density": 0.01}, "leave out density, compress and mode"),
-        (np.float32, {"low_rank": 2, "mode": "asp"}, "leave out density, compress and mode"),
-        (np.int64, {"low_rank": LowRank(2, begins=0)}, "low_rank needs gradients of floats"),
-        (np.float32, {"significance": -1.0}, "threshold must be a magnitude of 0 or more, got -1.0"),
-        (np.float32, {"significance": np.nan}, "threshold must be a magnitude of 0 or more, got nan"),
-        (np.float32, {"significance": 0.1, "codes": 8}, "give codes or significance"),
+        (np.int64, {"compression": Quantize(8)}, "Quantize needs gradients of floats, got int64"),
+        (np.float32, {"compression": LowRank(2), "sync": "asp"}, "compression LowRank needs steps that wait"),
         (
             np.float32,
-            {"significance": 0.1, "density": 0.1},
-            "significance is for dense gradients in mode bsp",
+            {"compression": Cast("float16"), "sync": "local:2"},
+            "compression Cast needs steps that",
         ),
-        (np.int32, {"significance": 0.5}, "significance needs gradients of floats, got int32"),
+        (np.int64, {"compression": LowRank(2, begins=0)}, "LowRank needs gradients of floats"),
+        (np.int32, {"compression": Threshold(0.5)}, "Threshold needs gradients of floats, got int32"),
+        (np.float32, {"compression": 0.01}, r"compression must be one of TopK\(0.01\), LowRank.*, got 0.01"),
     ],
 )
 def test_refuses_settings_that_do_not_fit(gradient: Any, options: dict[str, Any], message: str) -> None:
@@ -86,11 +79,20 @@ def test_refuses_settings_that_do_not_fit(gradient: Any, options: dict[str, Any]
 def test_refuses_settings_out_of_range() -> None:
     for wrong in ({"admission": 0}, {"width": 1000}, {"width": 1}, {"depth": 0}, {"depth": True}):
         with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be a"):
-            Significance(0.1, **wrong)
-    with pytest.raises(UsageError, match="matrices of a low rank must be bucket or layers, got 'rows'"):
+            Threshold(0.1, **wrong)
+    with pytest.raises(UsageError, match="matrices of LowRank must be bucket or layers, got 'rows'"):
         LowRank(2, matrices="rows")
+    with pytest.raises(UsageError, match="rank of LowRank must be a whole number of 1 or more, got 0"):
+        LowRank(0)
+    with pytest.raises(UsageError, match="bits of Quantize must be 8 or 16, got 12"):
+        Quantize(12)
+    with pytest.raises(UsageError, match="dtype of Cast must be float16 or bfloat16, got 'int8'"):
+        Cast("int8")
+    for value in (-1.0, np.nan):
+        with pytest.raises(UsageError, match=f"threshold must be a magnitude of 0 or more, got {value}"):
+            Threshold(value)
     with pytest.raises(UsageError, match="block 1 or more, got 0 and 0"):
-        IntegerCodes(block=0)
+        Quantize(block=0)
     with pytest.raises(UsageError, match="cannot be added over 128 ranks, at most over 127; take more bits"):
         code_levels(8, 128)
     for largest, message in (
@@ -108,7 +110,7 @@ def test_refuses_settings_out_of_range() -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_averages_are_within_a_scale_of_the_mean(bits: int, dtype: Any) -> None:
     step = drawn(1, 1000, dtype)[0]
-    got, records = averages([step], codes=bits)
+    got, records = averages([step], compression=Quantize(bits))
     mean = np.mean([one.astype(np.float64) for one in step], axis=0)
     largest = np.max([largest_magnitudes(one) for one in step], axis=0)
     scale = np.repeat(largest / code_levels(bits, 4), 256)[:1000] * 1.02
@@ -125,7 +127,7 @@ def test_every_plan_gives_the_same_bits() -> None:
     plans = [PLAN] + [
         make_schedule(name, machine, "allreduce") for name in ("ring", "double-tree", "one-hop")
     ]
-    found = [averages([step], plan, codes=8)[0][0][0] for plan in plans]
+    found = [averages([step], plan, compression=Quantize(8))[0][0][0] for plan in plans]
     for one in found[1:]:
         np.testing.assert_array_equal(one, found[0])
     whole = [averages([step], plan)[0][0][0] for plan in plans]
@@ -135,7 +137,7 @@ def test_every_plan_gives_the_same_bits() -> None:
 def test_rounding_is_unbiased() -> None:
     """Over 400 steps of one gradient the mean comes as near as independent errors let it: 5 standard errors."""
     step, steps = drawn(1, 600)[0], 400
-    got, _ = averages([step] * steps, codes=8)
+    got, _ = averages([step] * steps, compression=Quantize(8))
     scale = np.max([largest_magnitudes(one) for one in step], axis=0).max() / code_levels(8, 4) * 1.02
     error = np.mean([one[0] for one in got], axis=0) - np.mean(step, axis=0)
     assert np.abs(error).max() < 5 * scale / 2 / np.sqrt(4 * steps)
@@ -180,9 +182,9 @@ def test_a_largest_magnitude_is_never_rounded_down() -> None:
 
 
 def test_gradients_of_zeros_and_of_no_elements() -> None:
-    got, _ = averages([[np.zeros(300, np.float32)] * 4], codes=8)
+    got, _ = averages([[np.zeros(300, np.float32)] * 4], compression=Quantize(8))
     assert not got[0][2].any()
-    assert averages([[np.zeros(0, np.float32)] * 4], codes=8)[0][0][1].shape == (0,)
+    assert averages([[np.zeros(0, np.float32)] * 4], compression=Quantize(8))[0][0][1].shape == (0,)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -191,7 +193,7 @@ def test_a_block_without_codes_on_a_rank_is_nan_on_all(wrong: float, bits: int) 
     step = drawn(1, 700)[0]
     bad = [one.copy() for one in step]
     bad[2][300] = wrong
-    (_, found), _ = averages([step, bad], codes=bits)
+    (_, found), _ = averages([step, bad], compression=Quantize(bits))
     for one in found:
         assert np.isnan(one[256:512]).all()
         assert np.isfinite(one[:256]).all()
@@ -205,7 +207,7 @@ def test_a_block_without_codes_on_a_rank_is_nan_on_all(wrong: float, bits: int) 
 def test_a_gradient_of_that_rank_is_averaged_exactly() -> None:
     """Products of 32 x 2 and 2 x 32 that share their rows' space: two columns hold their sum."""
     step = products(np.random.default_rng(1), 32, 2)
-    got, records = averages([step], low_rank=LowRank(2, begins=0))
+    got, records = averages([step], compression=LowRank(2, begins=0))
     np.testing.assert_allclose(got[0][0], np.mean(step, axis=0), rtol=1e-4, atol=1e-5)
     assert (records[0].how, records[0].density) == ("rank 2", 2 * 64 / 1024)
 
@@ -215,9 +217,9 @@ def test_error_feedback_of_a_low_rank_keeps_the_sum(elements: int) -> None:
     """Over many steps of one gradient the averages sum to the gradients but for a residual that does not grow."""
     (step,) = drawn(1, elements)
     mean, steps = np.mean(step, axis=0), 60
-    got, _ = averages([step] * steps, low_rank=LowRank(2, begins=0))
+    got, _ = averages([step] * steps, compression=LowRank(2, begins=0))
     total = np.sum([one[0] for one in got], axis=0)
-    forgetful, _ = averages([step] * steps, low_rank=LowRank(2, feedback=False, begins=0))
+    forgetful, _ = averages([step] * steps, compression=LowRank(2, feedback=False, begins=0))
     lost = np.sum([one[0] for one in forgetful], axis=0)
     assert np.linalg.norm(total - steps * mean) < 0.5 * np.linalg.norm(lost - steps * mean)
 
@@ -228,7 +230,7 @@ def test_large_gradients_of_float16_do_not_overflow(largest: float) -> None:
     draw = np.random.default_rng(5)
     whole = draw.standard_normal((64, 2)) @ draw.standard_normal((2, 64))
     step = [(whole * largest / np.abs(whole).max()).astype(np.float16) for _ in range(4)]
-    got, _ = averages([step] * 5, low_rank=LowRank(2, begins=0))
+    got, _ = averages([step] * 5, compression=LowRank(2, begins=0))
     for one in got:
         assert np.linalg.norm(one[0].astype(np.float64) - step[0]) < 0.02 * np.linalg.norm(
             step[0].astype(np.float64)
@@ -239,25 +241,25 @@ def test_large_gradients_of_float16_do_not_overflow(largest: float) -> None:
 def test_products_beyond_float16_do_not_overflow_averages(matrices: str) -> None:
     """Rows of 40 elements of 30000 have a product of 190000, and their average is 30000."""
     step = [np.full((40, 40), 30000, np.float16)] * 4
-    got, _ = averages([step] * 3, low_rank=LowRank(1, begins=0, matrices=matrices))
+    got, _ = averages([step] * 3, compression=LowRank(1, begins=0, matrices=matrices))
     for one in got:
         np.testing.assert_allclose(one[3].astype(np.float64), 30000, rtol=1e-2)
 
 
 def test_the_first_steps_and_small_gradients_are_whole() -> None:
     steps = drawn(3, 400)
-    got, records = averages(steps, low_rank=4)
+    got, records = averages(steps, compression=LowRank(4))
     assert [one.how.startswith("rank") for one in records] == [False, False, True]
     np.testing.assert_allclose(got[1][0], np.mean(steps[1], axis=0), rtol=1e-5, atol=1e-6)
     small = [[np.arange(9, dtype=np.float32) for _ in range(4)]]
-    assert averages(small, low_rank=LowRank(4, begins=0))[1][0].density == 1.0
+    assert averages(small, compression=LowRank(4, begins=0))[1][0].density == 1.0
 
 
 def test_a_gradient_after_zeros_has_new_directions() -> None:
     """A step of zeros leaves Q's columns dead; the next gradient finds new ones."""
     step = products(np.random.default_rng(4), 20, 1)
     zeros = [np.zeros(400, np.float32)] * 4
-    got, _ = averages([zeros, step], low_rank=LowRank(1, begins=0))
+    got, _ = averages([zeros, step], compression=LowRank(1, begins=0))
     np.testing.assert_array_equal(got[0][0], zeros[0])
     np.testing.assert_allclose(got[1][0], np.mean(step, axis=0), rtol=1e-4, atol=1e-5)
 
@@ -280,7 +282,7 @@ def test_a_threshold_of_zero_is_dense(dtype: str) -> None:
     draw = np.random.default_rng(3)
     for share in (0.02, 1.0):
         step = [(draw.integers(-9, 9, 500) * (draw.random(500) < share)).astype(dtype) for _ in range(RANKS)]
-        got, (record,) = averages([step], significance=0)
+        got, (record,) = averages([step], compression=Threshold(0))
         for one in got[0]:
             np.testing.assert_array_equal(one, np.mean(step, axis=0, dtype=np.float64).astype(dtype))
         assert (record.how, record.density == 1.0) == ("above 0", share == 1.0)
@@ -291,8 +293,8 @@ def test_sums_differ_from_gradients_by_no_more_than_is_kept(admission: int) -> N
     """All averages so far and all gradients differ by no more than what may be kept, while not admitted too."""
     steps, threshold = 40, 4.0
     gradients = drawn(steps, 700)
-    how = Significance(threshold, admission=admission)
-    got, records = averages(gradients, significance=how)
+    how = Threshold(threshold, admission=admission)
+    got, records = averages(gradients, compression=how)
     given = np.cumsum([np.mean(step, axis=0, dtype=np.float64) for step in gradients], axis=0)
     used = np.cumsum([one[0].astype(np.float64) for one in got], axis=0)
     largest = max(float(np.abs(one).max()) for step in gradients for one in step)
@@ -302,9 +304,9 @@ def test_sums_differ_from_gradients_by_no_more_than_is_kept(admission: int) -> N
 
 def test_without_feedback_small_entries_are_never_used() -> None:
     step = [np.full(64, 0.4, np.float32) for _ in range(RANKS)]
-    kept, _ = averages([step] * 4, significance=1.0)
+    kept, _ = averages([step] * 4, compression=Threshold(1.0))
     assert [float(one[0][0]) for one in kept] == pytest.approx([0, 0, 1.2, 0])
-    lost, _ = averages([step] * 4, significance=Significance(1.0, feedback=False))
+    lost, _ = averages([step] * 4, compression=Threshold(1.0, feedback=False))
     assert [float(one[0][0]) for one in lost] == [0, 0, 0, 0]
 
 
@@ -316,7 +318,7 @@ def test_an_entry_is_admitted_when_it_has_come_often_enough() -> None:
         line[5] = 2.0
         line[9] = 3.0 * (number == 1)
         steps.append([line] * RANKS)
-    got, _ = averages(steps, significance=Significance(2.5, admission=3))
+    got, _ = averages(steps, compression=Threshold(2.5, admission=3))
     assert [float(one[0][5]) for one in got] == pytest.approx(
         [0, 0, 0, 8]
     )  # above 2.5 from the second step on
@@ -342,6 +344,6 @@ def test_the_sketch_counts_never_too_few_and_seldom_too_many() -> None:
 
 def test_the_report_says_what_was_sent() -> None:
     gradients = [[np.where(np.arange(1000) < 30, 5.0, 0.1).astype(np.float32) for _ in range(RANKS)]]
-    _, (record,) = averages(gradients, significance=1.0)
+    _, (record,) = averages(gradients, compression=Threshold(1.0))
     assert record.how == "above 1"
     assert record.density == pytest.approx(31 * 8 / 4000)

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from collectives.backends.loopback.gpu_loopback import LoopbackGpu
 from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.buckets import GradientSpec, buckets_of
-from collectives.training.gradient_filters import Significance
+from collectives.training.exchange_settings import Shrink, TopK
+from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from tests.support.gpu_ranks import cupy as cupy
 from tests.support.gpu_ranks import machine as machine
@@ -175,8 +177,10 @@ def test_buckets_hold_every_element_once_within_their_size(
 SPARSE = [((50, 20), "float64"), ((3,), "float64"), ((400,), "float64")]
 
 
-def sparse(parameters: Arrays, **options: Any) -> GradientSynchronizer:
-    told = {"density": 0.02, "bucket_bytes": 4000, **options}
+def sparse(
+    parameters: Arrays, how: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> GradientSynchronizer:
+    told = {"compression": TopK(0.02, **how), "bucket_bytes": 4000, **options}
     return made(parameters, **told)
 
 
@@ -185,7 +189,7 @@ def test_sparse_averages_and_residuals_are_the_gradients(exchange: str) -> None:
     """Over 20 steps: averages times ranks, and what all residuals hold, are all gradients together, exactly."""
     total = [np.zeros(shape) for shape, _ in SPARSE]
     given = [np.zeros(shape) for shape, _ in SPARSE]
-    with sparse(whole_numbers(0, SPARSE), exchange=exchange) as synchronizer:
+    with sparse(whole_numbers(0, SPARSE), {"exchange": exchange}) as synchronizer:
         for step in range(20):
             gradients = whole_numbers(step, SPARSE)
             averages = synchronizer.step(gradients)
@@ -282,10 +286,9 @@ def test_refuses_calls_out_of_turn() -> None:
 
 
 REFUSALS: list[tuple[Callable[[Arrays], Any], str]] = [
-    (lambda like: made(like, density=0.1), "gradients of int64 cannot be made sparse"),
-    (lambda like: made(like, momentum=0.9), r"momentum 0\.9 is for sparse gradients"),
+    (lambda like: made(like, compression=TopK(0.1)), "gradients of int64 cannot be made sparse"),
     (lambda like: made(like, bucket_bytes=0), r"bucket_bytes must be .* got 0"),
-    (lambda like: made(like, mode="local"), r"mode must be BSP.* got 'local'"),
+    (lambda like: made(like, sync="local"), r"sync must be BSP.* got 'local'"),
     *[
         (
             lambda _, scale=scale: sparse(whole_numbers(3, SPARSE), loss_scale=scale).step(
@@ -326,9 +329,9 @@ def test_refuses_settings_that_do_not_fit(call: Callable[[Arrays], Any], message
         call(whole_numbers(6))
 
 
-def test_compress_is_for_the_hook_alone() -> None:
-    with pytest.raises(TypeError, match="compress"):
-        GradientSynchronizer(whole_numbers(6), PLAN, backend="loopback", **{"compress": "float16"})  # type: ignore[arg-type]
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'compresion'"):
+        GradientSynchronizer(whole_numbers(6), PLAN, backend="loopback", **{"compresion": 1})  # type: ignore[arg-type]
 
 
 def test_a_refusal_leaves_the_callers_back_end_open() -> None:
@@ -343,7 +346,7 @@ def test_a_plan_has_a_file_or_a_machine_and_a_mode_a_name(tmp_path: Path) -> Non
     file = tmp_path / "plan.json"
     file.write_text(PLAN.to_json(), encoding="utf-8")
     for plan in (file, str(file), "v100x4", topoplan.load("v100x4")):
-        with GradientSynchronizer(gradients, plan, backend="loopback", mode="local:8") as synchronizer:
+        with GradientSynchronizer(gradients, plan, backend="loopback", sync="local:8") as synchronizer:
             assert synchronizer.mode == LocalSGD(8)
             found = synchronizer.communicator.plan.topology.name
             assert found == ("v100x4" if plan not in (file, str(file)) else PLAN.topology.name)
@@ -354,7 +357,7 @@ def test_a_loop_of_local_sgd_calls_after_step_and_ends_with_the_same_parameters(
     shapes = [((3, 2), "float64"), ((5,), "float64")]
     weights = [[np.zeros(shape) for shape, _ in shapes] for _ in range(RANKS)]
     given = [np.zeros(shape) for shape, _ in shapes]
-    with made(weights, mode=LocalSGD(3)) as synchronizer:
+    with made(weights, sync=LocalSGD(3)) as synchronizer:
         for step in range(7):
             gradients = whole_numbers(step, shapes)
             given = [total + one for total, one in zip(given, means(gradients), strict=True)]
@@ -389,13 +392,13 @@ def scaled(gradients: Arrays, by: float) -> Arrays:
 
 
 KEEPING: dict[str, dict[str, Any]] = {
-    "density": {"density": 0.05},
-    "momentum": {"density": 0.05, "momentum": 0.5},
-    "servers": {"density": 0.05, "exchange": "dense"},
-    "low rank": {"low_rank": LowRank(1, begins=0)},
-    "layers": {"low_rank": LowRank(1, begins=0, matrices="layers")},
-    "significance": {"significance": 30.0},
-    "admission": {"significance": Significance(30.0, admission=2, width=64)},
+    "density": {"compression": TopK(0.05)},
+    "momentum": {"compression": TopK(0.05, momentum=0.5)},
+    "servers": {"compression": TopK(0.05, exchange="dense")},
+    "low rank": {"compression": LowRank(1, begins=0)},
+    "layers": {"compression": LowRank(1, begins=0, matrices="layers")},
+    "significance": {"compression": Threshold(30.0)},
+    "admission": {"compression": Threshold(30.0, admission=2, width=64)},
 }
 """What keeps something of gradients."""
 
@@ -567,9 +570,8 @@ def with_refusal(how: str, bucket: int, **options: Any) -> list[Any]:
         given: dict[str, Any] = dict(options)
         if given:
             given["loss_scale"] = lambda: known("scale", 1024.0 if wrong[0] else scales[now[0]])
-        if "density" in given:
-            density = given["density"]
-            given["density"] = lambda step: known("density", density)
+        if isinstance(sparse := given.get("compression"), TopK):
+            given["compression"] = replace(sparse, density=lambda step: known("density", sparse.at(step)))
         found = []
         with GradientSynchronizer(
             gradients(0),
@@ -608,15 +610,19 @@ def with_refusal(how: str, bucket: int, **options: Any) -> list[Any]:
     [
         ("shape", 0, {}),
         ("shape", 1, {}),
-        ("shape", 1, {"density": 0.3, "momentum": 0.5}),
-        ("density", 2, {"density": 0.3}),
-        ("scale", 0, {"density": 0.3}),
-        ("scale", 0, {"significance": 0.5}),
-        ("shape", 2, {"significance": 0.5}),
-        ("shape", 1, {"low_rank": 1}),
-        pytest.param("shape", 2, {"low_rank": 1, "on_failure": "shrink"}, marks=pytest.mark.thorough),
-        pytest.param("density", 1, {"density": 0.3, "on_failure": "shrink"}, marks=pytest.mark.thorough),
-        pytest.param("density", 0, {"density": 0.3, "exchange": "pairs"}, marks=pytest.mark.thorough),
+        ("shape", 1, {"compression": TopK(0.3, momentum=0.5)}),
+        ("density", 2, {"compression": TopK(0.3)}),
+        ("scale", 0, {"compression": TopK(0.3)}),
+        ("scale", 0, {"compression": Threshold(0.5)}),
+        ("shape", 2, {"compression": Threshold(0.5)}),
+        ("shape", 1, {"compression": LowRank(1)}),
+        pytest.param(
+            "shape", 2, {"compression": LowRank(1), "fault_tolerance": Shrink()}, marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            "density", 1, {"compression": TopK(0.3), "fault_tolerance": Shrink()}, marks=pytest.mark.thorough
+        ),
+        pytest.param("density", 0, {"compression": TopK(0.3, exchange="pairs")}, marks=pytest.mark.thorough),
     ],
 )
 def test_a_refused_step_leaves_no_trace(how: str, bucket: int, options: dict[str, Any]) -> None:
@@ -654,7 +660,7 @@ def test_ranks_are_asked_for_data_again_after_a_lost_step() -> None:
 
         plan = forest_plan(2, "allreduce", "chain")
         used: list[list[float]] = []
-        with GradientSynchronizer([np.zeros(3)], plan, backend=backend, density=density) as own:
+        with GradientSynchronizer([np.zeros(3)], plan, backend=backend, compression=TopK(density)) as own:
             own_of.append(own)
             with own.join(use=lambda averages: used.append(averages[0].tolist())):
                 with pytest.raises(RefusedError, match="rank 1 refused the collective"):
@@ -671,7 +677,13 @@ def test_ranks_are_asked_for_data_again_after_a_lost_step() -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"low_rank": 1}, {"codes": 16}, {"significance": 0.5}, {"density": 0.3}],
+    [
+        {},
+        {"compression": LowRank(1)},
+        {"compression": Quantize(16)},
+        {"compression": Threshold(0.5)},
+        {"compression": TopK(0.3)},
+    ],
     ids=["dense", "low_rank", "codes", "significance", "density"],
 )
 def test_complex_gradients_are_averaged_as_their_real_and_imaginary_parts(

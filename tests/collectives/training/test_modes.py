@@ -24,7 +24,7 @@ from collectives import Gossip, GradientSynchronizer
 from collectives.tables.numpy_arrays import NumpyArrays
 from collectives.training import mailbox
 from collectives.training.averaging import StaleAverager
-from collectives.training.exchange_settings import LossScale
+from collectives.training.exchange_settings import LossScale, TopK
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
 from collectives.training.report import Recorder
@@ -378,7 +378,7 @@ def trained(
     """The weights of all ranks after each step of descent, in float64; gradients may have a loss scale."""
     weights, by = [np.zeros(6) for _ in range(RANKS)], scale or 1.0
     synchronizer = GradientSynchronizer(
-        [[one] for one in weights], PLAN, backend="loopback", mode=mode, loss_scale=scale
+        [[one] for one in weights], PLAN, backend="loopback", sync=mode, loss_scale=scale
     )
     seen = []
     for step in range(steps):
@@ -391,7 +391,7 @@ def trained(
             state = synchronizer.state_dict()
             synchronizer.close()
             other = [[np.full(6, 9.0)] for _ in weights]
-            synchronizer = GradientSynchronizer(other, PLAN, backend="loopback", mode=mode)
+            synchronizer = GradientSynchronizer(other, PLAN, backend="loopback", sync=mode)
             synchronizer.load_state_dict(state)
     synchronizer.close()
     return seen
@@ -434,12 +434,12 @@ def test_refuses_a_proximal_term_that_does_not_fit() -> None:
             LocalSGD(4, proximal=wrong)  # type: ignore[arg-type]
     pulled = LocalSGD(2, proximal=1)
     with pytest.raises(UsageError, match="proximal needs float or complex parameters, got int64"):
-        GradientSynchronizer([[np.zeros(3, np.int64)]] * RANKS, PLAN, backend="loopback", mode=pulled)
+        GradientSynchronizer([[np.zeros(3, np.int64)]] * RANKS, PLAN, backend="loopback", sync=pulled)
     parameters = [[np.zeros(3)] for _ in range(RANKS)]
-    with GradientSynchronizer(parameters, PLAN, backend="loopback", mode=LocalSGD(2)) as plain:
+    with GradientSynchronizer(parameters, PLAN, backend="loopback", sync=LocalSGD(2)) as plain:
         state = plain.state_dict()
     with (
-        GradientSynchronizer(parameters, PLAN, backend="loopback", mode=pulled) as other,
+        GradientSynchronizer(parameters, PLAN, backend="loopback", sync=pulled) as other,
         pytest.raises(UsageError, match="without the parameters of the last average"),
     ):
         other.load_state_dict(state)
@@ -450,7 +450,7 @@ def descended(seed: int, steps: int = 300) -> tuple[list[Any], list[Any], str]:
     targets = np.random.default_rng(0).normal(size=(4, 7))
     weights = [[np.zeros(7), np.zeros((2, 0))] for _ in range(4)]
     mode = Gossip(SPEED, seed=seed)
-    with GradientSynchronizer(weights, PLAN, backend="loopback", mode=mode) as synchronizer:
+    with GradientSynchronizer(weights, PLAN, backend="loopback", sync=mode) as synchronizer:
         for step in range(steps):
             gradients = [[mine[0] - target, mine[1]] for mine, target in zip(weights, targets, strict=True)]
             for mine, own in zip(weights, synchronizer.step(gradients), strict=True):
@@ -487,12 +487,14 @@ def test_gossip_refuses_what_does_not_fit() -> None:
     weights = [[np.zeros(3)] for _ in range(RANKS)]
     pair = Gossip([[0, 1], [1, 0]])
     with pytest.raises(UsageError, match=r"^Gossip\(2 ranks, .*\) must be for 4 ranks, got 2$"):
-        GradientSynchronizer(weights, PLAN, backend="loopback", mode=pair)
+        GradientSynchronizer(weights, PLAN, backend="loopback", sync=pair)
     with pytest.raises(UsageError, match="seed must be a whole number of 0 or more, got -1"):
         Gossip(SPEED, seed=-1)
-    with pytest.raises(UsageError, match="exchanges dense gradients or parameters; leave the density out"):
-        GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED), density=0.1)
-    with GradientSynchronizer(weights, PLAN, backend="loopback", mode=Gossip(SPEED)) as synchronizer:
+    with pytest.raises(
+        UsageError, match="compression TopK needs steps that wait for all ranks, got sync Gossip"
+    ):
+        GradientSynchronizer(weights, PLAN, backend="loopback", sync=Gossip(SPEED), compression=TopK(0.1))
+    with GradientSynchronizer(weights, PLAN, backend="loopback", sync=Gossip(SPEED)) as synchronizer:
         synchronizer.step(weights)
         with pytest.raises(UsageError, match=r"call after_step\(parameters\) in every step"):
             synchronizer.step(weights)
@@ -500,7 +502,7 @@ def test_gossip_refuses_what_does_not_fit() -> None:
         with pytest.raises(UsageError, match=r"parameters of its own after Gossip.*finish\(parameters\)"):
             synchronizer.finish()
     whole = [[np.zeros(3, np.int64)] for _ in range(4)]
-    with GradientSynchronizer(whole, PLAN, backend="loopback", mode=Gossip(SPEED)) as synchronizer:
+    with GradientSynchronizer(whole, PLAN, backend="loopback", sync=Gossip(SPEED)) as synchronizer:
         synchronizer.step(whole)
         with pytest.raises(UsageError, match="parameters of int64 cannot be mixed"):
             synchronizer.after_step(whole)
@@ -514,4 +516,4 @@ def test_the_hook_refuses_gossip() -> None:
     from collectives.torch import HookState
 
     with pytest.raises(UsageError, match=r"use collectives\.GradientSynchronizer$"):
-        HookState(PLAN, mode=Gossip(SPEED))
+        HookState(PLAN, sync=Gossip(SPEED))

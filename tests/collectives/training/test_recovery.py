@@ -12,6 +12,8 @@ import pytest
 import topoplan
 from collectives import Communicator, GradientSynchronizer, report
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.training.exchange_settings import Shrink, TopK
+from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from collectives.training.modes import Gossip
 from tests.faults.recovery import plan_for
@@ -21,19 +23,18 @@ from topoplan.errors import BackendError, UsageError
 
 
 def synchronizer(backend: TcpBackend, like: list[Any], **options: Any) -> GradientSynchronizer:
-    return GradientSynchronizer(
-        like, plan_for(backend.size), backend=backend, on_failure="shrink", bucket_bytes=600, **options
-    )
+    given = {"fault_tolerance": Shrink(), "bucket_bytes": 600, **options}
+    return GradientSynchronizer(like, plan_for(backend.size), backend=backend, **given)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"codes": 16},
-        {"significance": 0.0},
-        {"low_rank": LowRank(1, begins=0, matrices="layers")},
-        {"density": 1.0},
+        {"compression": Quantize(16)},
+        {"compression": Threshold(0.0)},
+        {"compression": LowRank(1, begins=0, matrices="layers")},
+        {"compression": TopK(1.0)},
     ],
     ids=str,
 )
@@ -58,7 +59,7 @@ def test_the_divisor_is_the_number_of_ranks_that_gave_a_gradient(options: dict[s
     for steps, others in zip(first[0], last[0], strict=True):
         for average, other, wanted in zip(steps, others, given, strict=True):
             assert average.tobytes() == other.tobytes()
-            close = 2e-3 if "codes" in options else 1e-6 if "low_rank" in options else 0.0
+            close = {Quantize: 2e-3, LowRank: 1e-6}.get(type(options.get("compression")), 0.0)
             assert np.allclose(average, wanted, rtol=close, atol=0 if not close else close * 12)
 
 
@@ -138,7 +139,10 @@ def test_the_report_names_the_failed_rank_and_on_change_comes_first() -> None:
         told: list[Any] = []
         like = [np.ones(100), np.ones(100)]
         own = synchronizer(
-            backend, like, density=0.1, exchange="pairs", on_change=lambda old, new: told.append((old, new))
+            backend,
+            like,
+            compression=TopK(0.1, exchange="pairs"),
+            fault_tolerance=Shrink(on_change=lambda old, new: told.append((old, new))),
         )
         for _ in range(2):
             own.step(like)
@@ -150,7 +154,7 @@ def test_the_report_names_the_failed_rank_and_on_change_comes_first() -> None:
             assert told == [(3, 2)]
             own.step(like)
             assert told == [(3, 2)]
-            assert own.communicator.seats == (1, 2)
+            assert own.communicator.original_ranks == (1, 2)
             return str(report(own.recorder)).splitlines()[-2:]
 
     _, *others = backends_in_threads(3, body)
@@ -167,7 +171,7 @@ def test_the_report_names_the_failed_rank_and_on_change_comes_first() -> None:
 def test_recovery_refuses_modes_without_common_steps(mode: Any) -> None:
     def body(backend: TcpBackend, rank: int) -> None:
         with pytest.raises((UsageError, BackendError), match="needs mode bsp or local, got "):
-            synchronizer(backend, [np.ones(4, np.float32)], mode=mode)
+            synchronizer(backend, [np.ones(4, np.float32)], sync=mode)
 
     assert backends_in_threads(2, body) == [None, None]
 
@@ -177,7 +181,7 @@ def test_recovery_needs_a_process_for_each_rank_and_a_known_divisor() -> None:
     with pytest.raises(
         UsageError, match="needs a process for each rank, and the loopback back end has all in one"
     ):
-        GradientSynchronizer([[np.ones(3)]] * 2, plan, backend="loopback", on_failure="shrink")
+        GradientSynchronizer([[np.ones(3)]] * 2, plan, backend="loopback", fault_tolerance=Shrink())
 
     def body(backend: TcpBackend, rank: int) -> Any:
         weights = [np.zeros(3)]
@@ -215,7 +219,9 @@ def test_a_joining_rank_has_parameters_and_step_of_the_others() -> None:
             backend.close()
             assert given.wait(20)
             weights[0][:] = 99
-            own = GradientSynchronizer(weights, invitation=invitation[0], bucket_bytes=600)
+            own = GradientSynchronizer(
+                weights, fault_tolerance=Shrink(join_token=invitation[0]), bucket_bytes=600
+            )
             with pytest.raises(
                 UsageError, match="this rank has joined and does not have the state of the others"
             ):
@@ -224,14 +230,14 @@ def test_a_joining_rank_has_parameters_and_step_of_the_others() -> None:
         else:
             move()
             if rank == 0:
-                invitation.append(own.communicator.invitation)
+                invitation.append(own.communicator.join_token)
                 given.set()
             while not grown:
                 grown = own.grow(weights)
         with own:
             while own.recorder.step < 4:
                 move()
-            return weights[0].tolist(), grown, own.communicator.seats
+            return weights[0].tolist(), grown, own.communicator.original_ranks
 
     # an average of 2 of three ranks, 2 of two, and twice 2 again
     assert backends_in_threads(3, body) == [([-8.0] * 3, (1,), (0, 1, 2))] * 3
@@ -248,17 +254,19 @@ def test_a_joining_rank_with_other_parameters_is_refused() -> None:
         if rank == 1:
             backend.close()
             assert given.wait(20)
-            other = GradientSynchronizer([np.zeros(4)], invitation=invitation[0], bucket_bytes=600)
+            other = GradientSynchronizer(
+                [np.zeros(4)], fault_tolerance=Shrink(join_token=invitation[0]), bucket_bytes=600
+            )
             with other, pytest.raises(UsageError, match="make the synchronizer with the same arguments"):
                 other.grow([np.zeros(4)])
             return None
         with own:
             own.step(weights)
             if rank == 0:
-                invitation.append(own.communicator.invitation)
+                invitation.append(own.communicator.join_token)
                 given.set()
             while own.communicator.epoch < 2:
                 own.grow(weights)
-            return own.step([np.ones(3)])[0].tolist(), own.communicator.seats
+            return own.step([np.ones(3)])[0].tolist(), own.communicator.original_ranks
 
     assert backends_in_threads(3, body) == [([1.0] * 3, (0, 2)), None, ([1.0] * 3, (0, 2))]

@@ -14,7 +14,7 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.training.averaging import InStepAverager
-from collectives.training.exchange_settings import ExchangeSettings
+from collectives.training.exchange_settings import ExchangeSettings, TopK
 from collectives.training.modes import Straggler
 from collectives.training.report import Recorder, StepRecord, register_recorder, report
 from topoplan.errors import UsageError
@@ -33,7 +33,7 @@ def trained(how: ExchangeSettings, *, steps: int = 4) -> Recorder:
             handles = [exchange.start("big", big), exchange.start("small", small)]
             with recorder.waiting():
                 results = [handle.wait() for handle in handles]
-            if how.density is None:
+            if how.top_k is None:
                 assert results[0][2][0] == 1 + step
             recorder.end_step()
     return recorder
@@ -58,16 +58,13 @@ def test_a_report_counts_steps_bytes_and_exchanges_of_each_bucket() -> None:
 
 
 def test_the_density_and_exchange_of_sparse_gradients_are_recorded() -> None:
-    recorder = trained(ExchangeSettings(density=lambda step: 1 / 2 ** (step + 1), exchange="pairs"), steps=3)
+    recorder = trained(
+        ExchangeSettings(compression=TopK(lambda step: 1 / 2 ** (step + 1), exchange="pairs")), steps=3
+    )
     assert [one.density for one in recorder.exchanges() if one.key == "big"] == [0.5, 0.25, 0.125]
     assert {row.how for row in report(recorder).buckets} == {"pairs"}
-    for options, message in (
-        ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),
-        ({"momentum": 0.9}, "momentum 0.9 is for sparse gradients"),
-        ({"exchange": "tree"}, "exchange 'tree' is for sparse gradients"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            ExchangeSettings(**options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"density must be above 0 and at most 1, got 0\.0"):
+        TopK(0.0)
 
 
 def test_the_default_report_is_of_the_living_recorder_that_moved_most() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from collectives import GradientSynchronizer
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.training.buckets import DataPresence
+from collectives.training.exchange_settings import TopK
 from tests.support.hand_plans import forest_plan
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import BackendError, UsageError
@@ -85,7 +86,7 @@ def test_gradients_may_be_given_one_by_one() -> None:
 def test_nothing_is_lost_of_sparse_gradients() -> None:
     """Divided by all: the averages so far times the ranks, and what is kept, are all that was given."""
     total, given = np.zeros((4, 5)), np.zeros((4, 5))
-    with made(density=0.1) as synchronizer:
+    with made(compression=TopK(0.1)) as synchronizer:
         with synchronizer.join(use=list, divide_by="all"):
             for step in range(max(BATCHES)):
                 lists = [gradient(rank, step) for rank in range(RANKS)]
@@ -103,7 +104,7 @@ def test_nothing_is_lost_of_sparse_gradients() -> None:
         ({}, {"use": list, "parameters": []}, "join needs either use"),
         ({}, {"use": list, "divide_by": "some"}, "divide_by must be present or all, got 'some'"),
         (
-            {"mode": "local:2"},
+            {"sync": "local:2"},
             {"use": list},
             "join needs mode bsp, whose steps wait for all ranks, got Local",
         ),
