@@ -13,6 +13,9 @@ from _pytest.doctest import DoctestItem, DoctestModule
 
 WITH_TORCH = [
     "collectives/backends/torch/*",
+    "collectives/examples/*ddp.py",
+    "collectives/examples/*_plain.py",
+    "collectives/examples/fsdp2.py",
     "collectives/examples/train_*.py",
     "collectives/torch/*",
     "*/torch_arrays.py",

@@ -5,8 +5,7 @@ a line of ``…`` stands for any lines, ``…`` at the end of a line for its res
 differ.
 
 A block of Python below ``<!-- ranks: 2 -->`` is a file that torchrun starts as so many processes; the block behind it
-is what they print, in any order. With ``restarts: 1`` behind the ranks torchrun starts them again so often; with
-``killed: 1`` they are started without it, and so many end by SIGKILL.
+is what they print, in any order.
 
 Sentences are short: ``python -m tests.test_docs [PAGE ...]`` prints the median and the longest of each page, and what
 the test of prose would refuse.
@@ -19,7 +18,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -31,7 +29,6 @@ import pytest
 
 import topoplan
 from tests.support.checkout import ROOT
-from tests.support.ports import free_port
 from tests.support.question_logs import FOLDER, INVENTED, LOGS
 from topoplan.reading.pcie_tree import relation_matrix
 
@@ -175,7 +172,7 @@ def anchors(page: Path) -> set[str]:
 
 
 FOR_RANKS = re.compile(
-    r"<!-- ranks: (\d+)(?:, (killed|restarts): (\d+))? -->\n\n```python\n(.*?)```\n\n```\n(.*?)```\n",
+    r"<!-- ranks: (\d+) -->\n\n```python\n(.*?)```\n\n```\n(.*?)```\n",
     re.DOTALL,
 )
 
@@ -185,7 +182,7 @@ FOR_RANKS = re.compile(
     [
         "README.md",
         pytest.param("docs/python.md", marks=pytest.mark.thorough),
-        pytest.param("docs/training-loops.md", marks=pytest.mark.thorough),
+        pytest.param("docs/compression.md", marks=pytest.mark.thorough),
     ],
 )
 def test_python_on_a_page_gives_what_it_says(page: str) -> None:
@@ -205,67 +202,34 @@ def test_python_on_a_page_gives_what_it_says(page: str) -> None:
 
 
 PROGRAMS = [
-    pytest.param(int(ranks), what, int(count or 0), program, printed, id=f"{page.stem} {number}")
+    pytest.param(int(ranks), program, printed, id=f"{page.stem} {number}")
     for page in PAGES
-    for number, (ranks, what, count, program, printed) in enumerate(
-        FOR_RANKS.findall(page.read_text(encoding="utf-8")), 1
-    )
+    for number, (ranks, program, printed) in enumerate(FOR_RANKS.findall(page.read_text(encoding="utf-8")), 1)
 ]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("ranks", "what", "count", "program", "printed"), PROGRAMS)
+@pytest.mark.parametrize(("ranks", "program", "printed"), PROGRAMS)
 def test_python_for_several_ranks_prints_what_the_page_says(
-    ranks: int, what: str, count: int, program: str, printed: str, tmp_path: Path
+    ranks: int, program: str, printed: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     file = tmp_path / "loop.py"
     file.write_text(program, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if what == "killed":
-        told, errors, statuses = each_by_itself(file, ranks, environment)
-        assert sorted(statuses) == [-signal.SIGKILL] * count + [0] * (ranks - count), errors[-3000:]
-    else:
-        restarts = ["--max-restarts", str(count)] if what == "restarts" else []
-        if restarts:
-            # else a second life may find in torchrun's store what the first one has left there
-            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        launcher = ["-m", "torch.distributed.run", "--standalone", *restarts, "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [sys.executable, *launcher, str(file)],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        told, errors = done.stdout, done.stderr
-        assert done.returncode == 0, errors[-3000:]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(file)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     # torchrun's ranks write a line and its end one after another, and others may come between
-    lines = re.sub(r"(?<!\n)(?=rank \d+:)", "\n", told).split("\n")
-    assert sorted(filter(None, lines)) == sorted(printed.splitlines()), errors[-3000:]
-
-
-def each_by_itself(file: Path, ranks: int, environment: dict[str, str]) -> tuple[str, str, list[int]]:
-    """What processes print and complain of that a shell starts, with the variables of torchrun, and how they end."""
-    environment = environment | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(file)], cwd=file.parent, env=environment | {"RANK": str(rank)}, **pipes
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        texts = [one.communicate(timeout=300) for one in started]
-    finally:
-        for one in started:
-            one.kill()
-    return "".join(out for out, _ in texts), "".join(err for _, err in texts), [one.wait() for one in started]
+    lines = re.sub(r"(?<!\n)(?=rank \d+:)", "\n", done.stdout).split("\n")
+    assert sorted(filter(None, lines)) == sorted(printed.splitlines()), done.stderr[-3000:]
 
 
 def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class CommunicatorMembers:
         if backend.survivors.beside is not None:
             raise UsageError(
                 f"cannot {to}: a process group of torch can exclude ranks but not admit any; use gloo, and DDP with "
-                "HookState(on_failure='shrink'), whose grow does"
+                "HookState(fault_tolerance=Shrink()), whose grow does"
             )
         return backend.survivors
 

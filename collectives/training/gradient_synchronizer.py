@@ -157,12 +157,12 @@ class GradientSynchronizer:
         self.mode, self._sparse = how.mode, how.top_k is not None
         if isinstance(compression, Cast) and not isinstance(how.mode, BSP):
             raise UsageError(f"compression Cast needs steps that wait for all ranks, got sync {how.mode}")
-        invitation = None if shrink is None else shrink.join_token
+        join_token = None if shrink is None else shrink.join_token
         scale = LossScale(loss_scale)
-        self._joining = invitation is not None
+        self._joining = join_token is not None
         opened: Backend[Any] | None = None
         try:
-            if invitation is None:
+            if join_token is None:
                 opened, job_plan = open_backend_for_plan(
                     backend, plan, BackendSettings(timeout, engine=engine, exact=exact)
                 )
@@ -170,7 +170,7 @@ class GradientSynchronizer:
                     job_plan, opened, timeout=timeout, on_failure="shrink" if shrink else "raise"
                 )
             else:
-                comm = Communicator.join(invitation, wait=timeout)
+                comm = Communicator.join(join_token, wait=timeout)
             self.communicator = comm
             self.recorder = register_recorder(Recorder(name, ranks=comm.size))
             self.recorder.among = self._among = comm.original_ranks

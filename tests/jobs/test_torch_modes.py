@@ -1,4 +1,4 @@
-"""DDP in every synchronisation mode, and under torchrun the loop of docs/training.md and the example."""
+"""DDP in every synchronisation mode, and under torchrun the loop of docs/ddp-hook.md and the example."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_
         modes.close()
 
 
-def test_the_loop_of_the_page_on_training_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_loop_of_the_page_on_the_hook_runs_as_it_stands(tmp_path: Path) -> None:
     """From the group to its end; only what a user brings is put before it."""
-    blocks = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    blocks = (ROOT / "docs" / "ddp-hook.md").read_text(encoding="utf-8").split("```python\n")[1:]
     (loop,) = [block.split("```")[0] for block in blocks if "register_comm_hook" in block]
     program = tmp_path / "loop.py"
     brought = (
