@@ -1,7 +1,9 @@
 """Train under DistributedDataParallel, whose gradients travel by plan.
 
-$ torchrun --nproc-per-node 2 -m collectives.examples.ddp
-100 steps, loss 0.3395
+    $ torchrun --nproc-per-node 2 -m collectives.examples.ddp
+    100 steps, loss 0.3395
+
+Three lines differ from a script without the hook: make the state, register it, close it.
 """
 
 import torch

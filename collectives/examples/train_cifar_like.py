@@ -395,7 +395,7 @@ def _compression(options: argparse.Namespace) -> Compression | None:
     """Return the compression that the options ask for; UsageError if two exclude each other."""
     kinds: dict[str, Callable[[Any], Compression]] = {
         "density": lambda density: TopK(density, exchange=options.exchange),
-        "low_rank": LowRank,
+        "low_rank": lambda rank: LowRank(rank, matrices=options.matrices),
         "codes": Quantize,
         "threshold": Threshold,
         "compress": Cast,
@@ -433,6 +433,12 @@ def _parser() -> argparse.ArgumentParser:
         "--compress", choices=("float16", "bfloat16"), help="cast dense gradients for the exchange"
     )
     parser.add_argument("--low-rank", type=int, metavar="R", help="send two matrices of R columns (PowerSGD)")
+    parser.add_argument(
+        "--matrices",
+        choices=("bucket", "layers"),
+        default="layers",
+        help="what --low-rank takes as a matrix (default: layers)",
+    )
     parser.add_argument("--codes", type=int, metavar="BITS", help="quantize gradients to 8 or 16 bits")
     parser.add_argument("--threshold", type=float, metavar="T", help="send entries above a magnitude")
     parser.add_argument("--mode", default="bsp", help="bsp, ssp:2, asp or local:8 (default: bsp)")

@@ -1,9 +1,11 @@
 """Average gradients without DDP when ranks have unequal numbers of batches; moments stay the same on all ranks.
 
-$ torchrun --nproc-per-node 3 -m collectives.examples.uneven_plain
-rank 0: [-10.4375, -10.4375], moments [3.5625, 3.5625]
-rank 1: [-10.4375, -10.4375], moments [3.5625, 3.5625]
-rank 2: [-10.4375, -10.4375], moments [3.5625, 3.5625]
+    $ torchrun --nproc-per-node 3 -m collectives.examples.uneven_plain
+    rank 0: [-10.4375, -10.4375], moments [3.5625, 3.5625]
+    rank 1: [-10.4375, -10.4375], moments [3.5625, 3.5625]
+    rank 2: [-10.4375, -10.4375], moments [3.5625, 3.5625]
+
+Rank r has 2 r batches, whose gradient is r.
 """
 
 import numpy as np

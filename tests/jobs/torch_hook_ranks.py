@@ -500,18 +500,18 @@ def an_argument_of_another_kind_is_one_clear_error() -> None:
     late = HookState(plan(), sync="asp")
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(dist.group.WORLD, topoplan_hook)
-    known = "mode must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: "
+    known = "sync must be BSP(), SSP(2), ASP(), LocalSGD(8) or Gossip(p), or a name: "
     like: Any = network.parameters
     hook: Any = partial(HookState, plan())
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: hook(mode="ssp"), known),
-        (lambda: hook(mode=HookState), known),
+        (lambda: hook(sync="ssp"), known),
+        (lambda: hook(sync=HookState), known),
         (
-            lambda: hook(density="0.01"),
+            lambda: hook(compression=TopK("0.01")),  # type: ignore[arg-type]
             "density must be above 0 and at most 1, got '0.01'; give for example 0.01",
         ),
         (
-            lambda: hook(density=0.01, wire="float16"),
+            lambda: hook(compression=TopK(0.01, wire="float16")),  # type: ignore[arg-type]
             "wire must be a WireFormat, got 'float16'; give for example collectives.sparse.codec.WireFormat(",
         ),
         (
