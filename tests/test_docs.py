@@ -328,9 +328,6 @@ REWRITTEN_LATER: tuple[str, ...] = (
     "docs/questions/15-tcp-and-cloud-nics.md",
     "docs/questions/README.md",
     "docs/something-is-broken.md",
-    "docs/sparse-gradients.md",
-    "docs/training-loops.md",
-    "docs/training.md",
 )
 """Pages whose language is not checked yet."""
 
