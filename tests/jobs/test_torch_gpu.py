@@ -154,7 +154,7 @@ def check_sparse_hook(device: str, options: dict[str, Any], *, dtype: Any = None
             check_cupy("this test")
             for name in ("values", "put", "wrapped"):
                 patch.setattr(TorchArrays, name, refused)
-        state = HookState(PLAN, compression=TopK(0.01, exchange="pairs"), **options)
+        state = HookState(PLAN, compression=TopK(0.01, exchange="pairs", **options))
         losses = trained(device, state, dtype=dtype)
         if not losses[-1] < losses[0]:
             raise AssertionError(f"the loss does not fall: {losses}")
