@@ -237,7 +237,7 @@ def test_optional_and_slow_libraries_are_imported_where_they_are_used() -> None:
         ("import topoplan", HEAVY | {"numpy"}),
         ("import topoplan; topoplan.load('dgx-1v')", HEAVY),
         ("import topoplan; topoplan.verify(topoplan.plan(topoplan.load('dgx-1v')))", HEAVY),
-        ("import topoplan; topoplan.load(topoplan.ring('dgx-1v').topology.to_json())", HEAVY),
+        ("import topoplan; topoplan.load(topoplan.ring_plan('dgx-1v').topology.to_json())", HEAVY),
         ("import topoplan, collectives", HEAVY),
     ],
 )

@@ -19,7 +19,7 @@ from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.model.candidates import candidates
 from topoplan.model.schedule_selection import choose_by_size
 from topoplan.operate.compare.allocations import allocation_classes
-from topoplan.operate.compare.comparison import compare, compare_all
+from topoplan.operate.compare.comparison import compare_all
 from topoplan.operate.plot.machine import draw_topology
 
 NAME = "v100x4"
@@ -38,11 +38,12 @@ def one_server_has_no_phases(machine: TopologyLike) -> str:
 
 TAKERS: dict[str, Asked] = {
     "allocation_classes": allocation_classes,
-    "bound": topoplan.bound,
+    "compute_bound": topoplan.compute_bound,
     "candidates": candidates,
     "choose_by_size": lambda machine: choose_by_size(machine, sizes=[1 << 20]).plans,
     "cluster": lambda machine: topoplan.cluster([topoplan.Server(machine, [0, 1], count=2)], nic_gbps=100),
-    "compare": compare,
+    "check": lambda machine: topoplan.check(machine).to_dict(),
+    "compare": lambda machine: topoplan.compare(machine).to_dict(),
     "compare_all": lambda machine: compare_all(machine, sizes=[2]),
     "draw_topology": lambda machine: len(draw_topology(machine).axes),
     "double_binary_tree": topoplan.double_binary_tree,
@@ -50,15 +51,19 @@ TAKERS: dict[str, Asked] = {
     "load": topoplan.load,
     "lowest_tree": topoplan.lowest_tree,
     "neighbour_probabilities": lambda machine: topoplan.neighbour_probabilities(machine).tolist(),
-    "one_hop": topoplan.one_hop,
-    "one_shot": topoplan.one_shot,
-    "overlay": topoplan.overlay,
+    "one_hop_plan": topoplan.one_hop_plan,
+    "order": lambda machine: topoplan.order(machine).to_dict(),
+    "one_shot_plan": topoplan.one_shot_plan,
+    "apply_nvlink_status": topoplan.apply_nvlink_status,
     "plan": topoplan.plan,
     "plan_by_size": lambda machine: topoplan.plan_by_size(machine, sizes=[1 << 20]),
     "plan_from_trees": lambda machine: topoplan.plan_from_trees(machine, "allreduce", [[0, 1, 2, 3]]),
+    "plan_from_rings": lambda machine: topoplan.plan_from_rings(machine, "allreduce", [[0, 1, 2, 3]]),
     "plan_mesh": lambda machine: topoplan.plan_mesh(machine, {"dp": 2, "tp": 2}),
     "plan_survival": topoplan.plan_survival,
-    "ring": topoplan.ring,
+    "recommend": lambda machine: topoplan.recommend(machine, 2).to_dict(),
+    "report": lambda machine: str(topoplan.report(machine, sizes=["1MB"])),
+    "ring_plan": topoplan.ring_plan,
     "slow_links": lambda machine: topoplan.slow_links(machine, {"gpu0-gpu1": 10}),
     "sparse_plan": lambda machine: topoplan.sparse_plan(machine, density=0.01),
     "three_phase": one_server_has_no_phases,
@@ -68,7 +73,16 @@ TAKERS: dict[str, Asked] = {
 }
 
 
-QUICK = ("bound", "cluster", "export_machine", "load", "plan", "ring", "three_phase", "without_gpus")
+QUICK = (
+    "compute_bound",
+    "cluster",
+    "export_machine",
+    "load",
+    "plan",
+    "ring_plan",
+    "three_phase",
+    "without_gpus",
+)
 """Every function that takes a machine, as it is called."""
 
 
@@ -98,11 +112,19 @@ def test_a_machine_may_be_named_wherever_it_is_taken(name: str, tmp_path: Path) 
         assert TAKERS[name](source) == expected
 
 
+@pytest.mark.parametrize("old", sorted(topoplan._RENAMED))
+def test_an_old_name_is_the_new_one_with_a_warning(old: str) -> None:
+    with pytest.warns(
+        DeprecationWarning, match=f"topoplan.{old} is deprecated; use topoplan.{topoplan._RENAMED[old]}"
+    ):
+        assert getattr(topoplan, old) is getattr(topoplan, topoplan._RENAMED[old])
+
+
 def test_what_names_no_machine_is_refused_as_load_refuses_it() -> None:
     with pytest.raises(UsageError, match="did you mean dgx-1v"):
         topoplan.plan("dgx1v")
     with pytest.raises(UsageError, match="cannot be read from dict; give a library name, a path, a text"):
-        topoplan.ring({"format": "topoplan.topology/1"})  # type: ignore[arg-type]
+        topoplan.ring_plan({"format": "topoplan.topology/1"})  # type: ignore[arg-type]
     with pytest.raises(TopologyError, match="no 'format'"):
         topoplan.Server("{}")
     assert topoplan.plan(PAIR).rate == topoplan.plan(topoplan.load(PAIR)).rate == 50.0

@@ -1,4 +1,4 @@
-"""topoplan: plans collective communication from a machine's wires, and proves how good the plan is.
+"""topoplan: plans collective communication from a machine's links, and proves how good the plan is.
 
 The names below load what they need when they are first used, so that ``import topoplan`` stays light.
 """
@@ -11,6 +11,18 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from topoplan.cli.functions import (
+        check,
+        compare,
+        diff,
+        explain,
+        export,
+        order,
+        recommend,
+        report,
+        simulate,
+    )
+    from topoplan.cli.results import Result
     from topoplan.errors import (
         BackendError,
         InfeasibleError,
@@ -26,26 +38,31 @@ if TYPE_CHECKING:
     from topoplan.machine.topology import Device, Link, Topology
     from topoplan.machine.variants import slow_links, without_devices, without_gpus, without_links
     from topoplan.model.asynchronous_training import neighbour_probabilities
-    from topoplan.model.closed_form import simulate
     from topoplan.model.schedule_selection import plan_by_size
     from topoplan.plans.mesh_plans import MeshPlans, load_mesh
-    from topoplan.plans.plan import Plan
+    from topoplan.plans.plan import Plan, Tree
     from topoplan.plans.size_plans import SizePlans, load_plan, load_survival
     from topoplan.plans.survival import SurvivalPlans, surviving_ranks, verify_survival
     from topoplan.plans.verify import verify
     from topoplan.reading.load import load
-    from topoplan.reading.nvlink_overlay import overlay
+    from topoplan.reading.nvlink_overlay import apply_nvlink_status
+    from topoplan.reading.nvlink_overlay import apply_nvlink_status as overlay  # noqa: F401
     from topoplan.reading.probe import probe
     from topoplan.schedules.binary_trees import double_binary_tree
     from topoplan.schedules.hierarchical import three_phase
-    from topoplan.schedules.low_latency import lowest_tree, one_hop, one_shot
-    from topoplan.schedules.ring import ring
+    from topoplan.schedules.low_latency import lowest_tree, one_hop_plan, one_shot_plan
+    from topoplan.schedules.low_latency import one_hop_plan as one_hop  # noqa: F401
+    from topoplan.schedules.low_latency import one_shot_plan as one_shot  # noqa: F401
+    from topoplan.schedules.registry import register_schedule
+    from topoplan.schedules.ring import ring_plan
+    from topoplan.schedules.ring import ring_plan as ring  # noqa: F401
     from topoplan.schedules.sparse_plan import sparse_plan
-    from topoplan.schedules.user_trees import plan_from_trees
+    from topoplan.schedules.user_trees import plan_from_rings, plan_from_trees
     from topoplan.solve.failure_planner import Replanned, plan_survival, replan
     from topoplan.solve.mesh_planner import plan_mesh
     from topoplan.solve.planner import plan
-    from topoplan.solve.upper_bound import bound
+    from topoplan.solve.upper_bound import compute_bound
+    from topoplan.solve.upper_bound import compute_bound as bound  # noqa: F401
 
 _HOME = {
     "BackendError": "topoplan.errors",
@@ -58,16 +75,24 @@ _HOME = {
     "ProbeError": "topoplan.errors",
     "RefusedError": "topoplan.errors",
     "Replanned": "topoplan.solve.failure_planner",
+    "Result": "topoplan.cli.results",
     "Server": "topoplan.machine.cluster_network",
     "SizePlans": "topoplan.plans.size_plans",
     "SurvivalPlans": "topoplan.plans.survival",
     "Topology": "topoplan.machine.topology",
     "TopologyError": "topoplan.errors",
     "TopoplanError": "topoplan.errors",
+    "Tree": "topoplan.plans.plan",
     "UsageError": "topoplan.errors",
-    "bound": "topoplan.solve.upper_bound",
+    "apply_nvlink_status": "topoplan.reading.nvlink_overlay",
+    "check": "topoplan.cli.functions",
     "cluster": "topoplan.machine.cluster",
+    "compare": "topoplan.cli.functions",
+    "compute_bound": "topoplan.solve.upper_bound",
+    "diff": "topoplan.cli.functions",
     "double_binary_tree": "topoplan.schedules.binary_trees",
+    "explain": "topoplan.cli.functions",
+    "export": "topoplan.cli.functions",
     "load": "topoplan.reading.load",
     "load_mesh": "topoplan.plans.mesh_plans",
     "load_plan": "topoplan.plans.size_plans",
@@ -75,18 +100,22 @@ _HOME = {
     "lowest_tree": "topoplan.schedules.low_latency",
     "neighbour_probabilities": "topoplan.model.asynchronous_training",
     "nvswitch_cluster": "topoplan.machine.cluster",
-    "one_hop": "topoplan.schedules.low_latency",
-    "one_shot": "topoplan.schedules.low_latency",
-    "overlay": "topoplan.reading.nvlink_overlay",
+    "one_hop_plan": "topoplan.schedules.low_latency",
+    "one_shot_plan": "topoplan.schedules.low_latency",
+    "order": "topoplan.cli.functions",
     "plan": "topoplan.solve.planner",
     "plan_by_size": "topoplan.model.schedule_selection",
+    "plan_from_rings": "topoplan.schedules.user_trees",
     "plan_from_trees": "topoplan.schedules.user_trees",
     "plan_mesh": "topoplan.solve.mesh_planner",
     "plan_survival": "topoplan.solve.failure_planner",
     "probe": "topoplan.reading.probe",
+    "recommend": "topoplan.cli.functions",
+    "register_schedule": "topoplan.schedules.registry",
     "replan": "topoplan.solve.failure_planner",
-    "ring": "topoplan.schedules.ring",
-    "simulate": "topoplan.model.closed_form",
+    "report": "topoplan.cli.functions",
+    "ring_plan": "topoplan.schedules.ring",
+    "simulate": "topoplan.cli.functions",
     "slow_links": "topoplan.machine.variants",
     "sparse_plan": "topoplan.schedules.sparse_plan",
     "surviving_ranks": "topoplan.plans.survival",
@@ -97,6 +126,15 @@ _HOME = {
     "without_gpus": "topoplan.machine.variants",
     "without_links": "topoplan.machine.variants",
 }
+
+_RENAMED = {
+    "bound": "compute_bound",
+    "one_hop": "one_hop_plan",
+    "one_shot": "one_shot_plan",
+    "overlay": "apply_nvlink_status",
+    "ring": "ring_plan",
+}
+"""Deprecated names."""
 
 __all__ = [
     "BackendError",
@@ -109,16 +147,24 @@ __all__ = [
     "ProbeError",
     "RefusedError",
     "Replanned",
+    "Result",
     "Server",
     "SizePlans",
     "SurvivalPlans",
     "Topology",
     "TopologyError",
     "TopoplanError",
+    "Tree",
     "UsageError",
-    "bound",
+    "apply_nvlink_status",
+    "check",
     "cluster",
+    "compare",
+    "compute_bound",
+    "diff",
     "double_binary_tree",
+    "explain",
+    "export",
     "load",
     "load_mesh",
     "load_plan",
@@ -126,17 +172,21 @@ __all__ = [
     "lowest_tree",
     "neighbour_probabilities",
     "nvswitch_cluster",
-    "one_hop",
-    "one_shot",
-    "overlay",
+    "one_hop_plan",
+    "one_shot_plan",
+    "order",
     "plan",
     "plan_by_size",
+    "plan_from_rings",
     "plan_from_trees",
     "plan_mesh",
     "plan_survival",
     "probe",
+    "recommend",
+    "register_schedule",
     "replan",
-    "ring",
+    "report",
+    "ring_plan",
     "simulate",
     "slow_links",
     "sparse_plan",
@@ -151,6 +201,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _RENAMED:
+        from topoplan.errors import deprecated
+
+        deprecated(f"topoplan.{name}", f"topoplan.{_RENAMED[name]}")
+        return __getattr__(_RENAMED[name])
     if name not in _HOME:
         raise AttributeError(f"module 'topoplan' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -19,6 +19,7 @@ only.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Literal
 
@@ -121,6 +122,11 @@ class RefusedError(BackendError, UsageError):
         self.peer = peer
         self.by_all = by_all
         self.next_call = next_call
+
+
+def deprecated(old: str, new: str) -> None:
+    """Warn the caller of the caller that a name has another one now."""
+    warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)
 
 
 WARNING = "warning: "

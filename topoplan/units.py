@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable
 from fractions import Fraction
+from operator import index
 
 from topoplan.errors import UsageError
 
@@ -143,12 +144,24 @@ def parse_bandwidth(text: str, *, unit: str = "GB/s") -> float:
     return gigabytes_from_gigabits(value) if bits else value
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024 (nccl-tests).
+def parse_size(size: int | str) -> int:
+    """Return the bytes of a number or a text such as ``64MB``, ``1GB`` or ``4096``; K, M, G, T are powers of 1024
+    (nccl-tests).
 
-    >>> parse_size("64KB"), parse_size("1.5M"), parse_size("7")
-    (65536, 1572864, 7)
+    >>> parse_size("64KB"), parse_size("1.5M"), parse_size("7"), parse_size(1 << 20)
+    (65536, 1572864, 7, 1048576)
     """
+    if not isinstance(size, str):
+        try:
+            nbytes = index(size)
+        except TypeError:
+            raise UsageError(
+                f"a size must be a whole number of bytes or a text such as 64MB, got {size!r}"[:200]
+            ) from None
+        if nbytes < 0:
+            raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
+        return nbytes
+    text = size
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise UsageError(

@@ -44,7 +44,7 @@ class ExchangeRounds(Generic[Array]):
     """The rounds of one plan whose ranks exchange elements.
 
     >>> import topoplan
-    >>> found = ExchangeRounds(topoplan.one_shot(topoplan.load("v100x4")))
+    >>> found = ExchangeRounds(topoplan.one_shot_plan(topoplan.load("v100x4")))
     >>> area = found.area(0, 100)
     >>> area.borders, area.places[0, 3], [(*one[:3], one[3]) for one in area.sums]
     ((112, 224, 336, 448), 336, [(0, 0, 100, (0, 1, 2, 3))])

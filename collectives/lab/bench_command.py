@@ -382,8 +382,8 @@ def rival_ring(plan: Plans, backend: Backend[Any], notes: list[str]) -> Plans | 
 
     def make() -> Plan:
         if plan.collective == ALL_TO_ALL:
-            return topoplan.one_hop(plan.topology, plan.collective)
-        return topoplan.ring(plan.topology, plan.collective, root=plan.root)
+            return topoplan.one_hop_plan(plan.topology, plan.collective)
+        return topoplan.ring_plan(plan.topology, plan.collective, root=plan.root)
 
     try:
         if backend.one_rank:

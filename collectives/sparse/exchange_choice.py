@@ -38,7 +38,7 @@ from topoplan.model.closed_form import simulate
 from topoplan.model.dataflow import LAUNCH, device_kinds, link_latency
 from topoplan.plans.plan import Plan
 from topoplan.plans.verify import verify
-from topoplan.schedules.low_latency import lowest_tree, one_hop
+from topoplan.schedules.low_latency import lowest_tree, one_hop_plan
 from topoplan.schedules.sparse_plan import sparse_servers, sparse_trees
 from topoplan.units import exact, format_size
 
@@ -372,7 +372,7 @@ class SparsePlans:
                 found = self._made(lambda: lowest_tree(topology, channels=channels), "one low tree")
             else:
                 try:
-                    found = self._made(lambda: one_hop(topology, channels=channels), "stars")
+                    found = self._made(lambda: one_hop_plan(topology, channels=channels), "stars")
                 except InfeasibleError:
                     found = self.dense("allreduce", 1 << 30)
             self._elements[exchange] = found

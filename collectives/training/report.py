@@ -469,7 +469,7 @@ def start_line(communicator: Communicator, how: ExchangeSettings) -> str:
     engine = f" ({communicator.engine})" if communicator.engine else ""
     return (
         f"{kind}, {how.mode}, {communicator.size} ranks over {communicator.backend}{engine}: {chosen.schedule} of "
-        f"{chosen.topology.name} ({chosen.trees} of height {chosen.height}), {chosen.rate:.4g} GB/s of at most "
+        f"{chosen.topology.name} ({chosen.num_trees} of height {chosen.height}), {chosen.rate:.4g} GB/s of at most "
         f"{chosen.bound:.4g}, {chunks}"
     )
 

@@ -51,7 +51,7 @@ def main() -> None:
         wrong = sum(wrong_elements(one) for one in (plan, *stars))
         replicated = served[-1] if len(served) > 1 else None
         rates = (alone, plan.rate, plan.bound, formula)
-        table.row(n, k, *rates, plan.trees, seconds * 1e3, served[0], replicated, wrong)
+        table.row(n, k, *rates, plan.num_trees, seconds * 1e3, served[0], replicated, wrong)
 
 
 def wrong_elements(plan: Plan) -> int:

@@ -90,7 +90,7 @@ def plans() -> dict[str, tuple[Plan, Plan]]:
         },
     }
     return {
-        name: (topoplan.plan(machine, gpus=gpus, channels=channels), topoplan.ring(machine, gpus=gpus))
+        name: (topoplan.plan(machine, gpus=gpus, channels=channels), topoplan.ring_plan(machine, gpus=gpus))
         for name, (machine, gpus, channels) in chosen.items()
     }
 

@@ -69,8 +69,8 @@ def main() -> None:
 def dgx2() -> Iterator[Row]:
     """Figure 27: one-hop trees, and NCCL 2."""
     machine = topoplan.load("dgx-2")
-    hops = topoplan.one_hop(machine)
-    rivals = (topoplan.double_binary_tree(machine), topoplan.ring(machine))
+    hops = topoplan.one_hop_plan(machine)
+    rivals = (topoplan.double_binary_tree(machine), topoplan.ring_plan(machine))
     figure = blink_figure(27)
     for nbytes in SIZES:
         bars = figure[format_size(nbytes)]
@@ -99,5 +99,8 @@ def gb200(nbytes: int = 1 << 34) -> Iterator[Row]:
     """Rings and trees of NCCL on three NVLink domains, a NIC of 400 Gb/s for each GPU."""
     for gpus, ring, tree in ((4, 107.3, 127.9), (8, 205.4, 253.4)):
         machine = nvswitch_cluster(3, gpus=gpus, nvlink=900, nic=50, rails=None)
-        for what, rate, plan in (("ring", ring, topoplan.ring(machine)), ("tree", tree, nccl_tree(machine))):
+        for what, rate, plan in (
+            ("ring", ring, topoplan.ring_plan(machine)),
+            ("tree", tree, nccl_tree(machine)),
+        ):
             yield of_rate(f"allreduce, NCCL {what}", f"3 x {gpus} GB200", nbytes, rate, plan)

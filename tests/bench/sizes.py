@@ -45,7 +45,7 @@ class Row:
         plan = self.choice.plans.at(size)
         return (
             f"{self.name:28} {plan.collective:14} {ratio:5.2f} at {format_size(size):>5}  "
-            f"{f'{plan.schedule}, {plan.trees} of height {plan.height}':44} {self.seconds:5.1f}"
+            f"{f'{plan.schedule}, {plan.num_trees} of height {plan.height}':44} {self.seconds:5.1f}"
         )
 
     def reason(self) -> str:

@@ -116,7 +116,7 @@ def model_times() -> None:
     )
     print("# schedule                            density        ms   against the two-level dense")
     rows = [
-        ("dense ring", None, topoplan.ring(topology), nbytes),
+        ("dense ring", None, topoplan.ring_plan(topology), nbytes),
         ("two-level dense (three phases)", None, topoplan.three_phase(topology), nbytes),
     ]
     for density in (0.01, 0.001):

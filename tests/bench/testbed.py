@@ -39,14 +39,14 @@ def trees_and_ring(
 ) -> Callable[[], Sequence[topoplan.Plan]]:
     """The optimal trees, and the ring over the same links, its hops relayed where there is no other."""
     kind = "relay" if relay else "auto"
-    return lambda: (topoplan.plan(machine, gpus=gpus), topoplan.ring(machine, gpus=gpus, kind=kind))
+    return lambda: (topoplan.plan(machine, gpus=gpus), topoplan.ring_plan(machine, gpus=gpus, kind=kind))
 
 
 def two_servers(gpus: int) -> Callable[[], Sequence[topoplan.Plan]]:
     """Servers with so many GPUs of a DGX-1V, each behind one NIC of 100 Gb/s."""
     pair = [topoplan.Server(DGX, range(gpus), count=2)]
     cluster = topoplan.cluster(pair, nic_gbps=100, nics=1)
-    return lambda: (topoplan.three_phase(cluster), topoplan.ring(cluster))
+    return lambda: (topoplan.three_phase(cluster), topoplan.ring_plan(cluster))
 
 
 CASES = (

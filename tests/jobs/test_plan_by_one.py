@@ -71,10 +71,10 @@ GIVEN: dict[str, Callable[[], Plan]] = {
     "trees by mwu": lambda: topoplan.plan(DGX, method="mwu"),
     "few trees": lambda: topoplan.plan(DGX, order="trees"),
     "trees": lambda: topoplan.plan(DGX),
-    "ring": lambda: topoplan.ring(DGX),
-    "ring over PCIe": lambda: topoplan.ring(DGX, kind="pcie"),
+    "ring": lambda: topoplan.ring_plan(DGX),
+    "ring over PCIe": lambda: topoplan.ring_plan(DGX, kind="pcie"),
     "three phases": lambda: topoplan.plan(PAIR, method="three-phase"),
-    "one hop": lambda: topoplan.one_hop(topoplan.load("dgx-2")),
+    "one hop": lambda: topoplan.one_hop_plan(topoplan.load("dgx-2")),
     "lowest tree": lambda: topoplan.lowest_tree(DGX),
 }
 
@@ -100,7 +100,7 @@ def test_few_trees_first_is_told_by_the_file_and_nothing_else_changes() -> None:
     low, few = (topoplan.plan(DGX, "broadcast", order=order) for order in ("height", "trees"))
     assert '"order"' not in low.to_json()
     assert '"order": "trees"' in few.to_json()
-    assert plan_like(few, "broadcast").trees == few.trees < low.trees
+    assert plan_like(few, "broadcast").num_trees == few.num_trees < low.num_trees
     spoiled = few.to_json().replace('"order": "trees"', '"order": "best"')
     with pytest.raises(PlanError, match="order must be height or trees, not 'best'"):
         Plan.from_json(spoiled)
@@ -167,7 +167,7 @@ def test_one_rank_plans_the_ring_that_bench_times_beside_a_plan(monkeypatch: pyt
     """And all run the same; where there is no ring all do without, and rank 0 has the reason to print."""
     plan = topoplan.plan(DGX, gpus=[0, 1, 2])
     made: list[str] = []
-    ring = topoplan.ring
+    ring = topoplan.ring_plan
 
     def counted(*given: Any, **options: Any) -> Plan:
         made.append(threading.current_thread().name)

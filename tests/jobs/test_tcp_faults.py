@@ -38,7 +38,7 @@ from topoplan.plans.shards import Shard
 )
 def test_all_survivors_name_the_rank_that_was_killed_stopped_or_interrupted(what: Round) -> None:
     """Results untouched, threads ended, sockets closed; the victim is no neighbour of all the others."""
-    plan = topoplan.ring(topoplan.load("dgx-1v"), "allreduce", gpus=range(RANKS))
+    plan = topoplan.ring_plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(RANKS))
     reports = one_round(plan, what)
     assert faults_of(reports) == []
     assert {report["peer"] for listed in reports.values() for report in listed} == {what.victim}

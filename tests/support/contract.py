@@ -18,7 +18,7 @@ from collectives import Communicator
 from tests.support.hand_plans import SHAPES, forest_plan
 from topoplan.errors import UsageError
 from topoplan.plans.plan import ALL_COLLECTIVES, Plan
-from topoplan.schedules.low_latency import one_shot
+from topoplan.schedules.low_latency import one_shot_plan
 
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 INTEGERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -85,7 +85,7 @@ def _exchanges(group: str, ranks: int) -> Iterator[Case]:
 def plan_of(case: Case) -> Plan:
     """The plan of a case: a forest by hand, or one exchange of whole arrays."""
     if case.shape == ONE_SHOT:
-        return one_shot(topoplan.load("dgx-1v"), gpus=range(case.ranks))
+        return one_shot_plan(topoplan.load("dgx-1v"), gpus=range(case.ranks))
     return forest_plan(case.ranks, case.collective, case.shape, root=case.root)
 
 

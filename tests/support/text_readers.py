@@ -43,7 +43,7 @@ from topoplan.plans.survival import SurvivalPlans, verify_survival
 from topoplan.plans.verify import verify_all
 from topoplan.reading.clusters import regular_network
 from topoplan.reading.load import decode_text, load_network, load_text
-from topoplan.reading.nvlink_overlay import overlay
+from topoplan.reading.nvlink_overlay import apply_nvlink_status
 from topoplan.schedules.user_trees import plan_from_trees
 from topoplan.units import parse_bandwidth, parse_gpu_list, parse_size, parse_sizes
 
@@ -75,7 +75,7 @@ def readers() -> tuple[Reader, ...]:
         Reader(
             "nvidia-smi nvlink",
             _nvlink_texts,
-            lambda text: overlay(topoplan.load("dgx-1v"), _text(text) + "\n"),
+            lambda text: apply_nvlink_status(topoplan.load("dgx-1v"), _text(text) + "\n"),
         ),
         Reader("rocm-smi", (ROCM, AMD), _machine),
         Reader("NCCL topology XML", _xml_texts, _machine),

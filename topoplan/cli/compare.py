@@ -394,7 +394,8 @@ def run_diff(options: argparse.Namespace) -> Answer:
     with progress_line("comparing"):
         found = differences(first, second, placed=lambda machine: apply_cluster_options(options, machine))
     size = len(apply_cluster_options(options, first).gpus), len(apply_cluster_options(options, second).gpus)
-    names = ["stdin" if one == "-" else one for one in (options.topo, options.other)]
+    sources = (options.topo, options.other)
+    names = [one.name if isinstance(one, Topology) else "stdin" if one == "-" else one for one in sources]
     return Answer(
         text=lambda: _difference_lines(found, size, names, options),
         value=lambda: differences_to_object(found, size),

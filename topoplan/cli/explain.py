@@ -269,7 +269,7 @@ def run(options: argparse.Namespace) -> Answer:
     collective = None if options.collective is None else check_collective(options.collective)
     text = read_log(options.log)
     runs, spoken = parse_perf_runs(text), parse_nccl_log(text)
-    where = "stdin" if options.log == "-" else options.log
+    where = "stdin" if options.log == "-" else "the log" if "\n" in options.log else options.log
     if not runs and spoken is None:
         raise UsageError(
             f"{where} holds no run of nccl-tests or topoplan bench and no line of NCCL_DEBUG=INFO; "

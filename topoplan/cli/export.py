@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> Answer | int:
     """Write a plan (verified first) or a machine as a file that another program reads."""
     check_format(options.to)
     with progress_line("exporting"):
-        exported, source_notes = _export_file(options)
+        exported, source_notes = export_file(options)
     notes = (*exported.notes, *_usage_lines(options))
     if not exported.files:
         to_file = options.output not in (None, "-")
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> Answer | int:
     return 0
 
 
-def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
+def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]:
     """Return the exported file, and the notes of the plan or machine."""
     arguments.refuse_without(options, {"bus_ids": "--to nccl-topo"})
     if options.bus_ids == "-" == options.topo:
@@ -106,7 +106,9 @@ def _export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]
     choices = _choices(options)
     if isinstance(source, Topology):
         machine = apply_faults(options, apply_overlay(options, source))
-        allocation = machine.whole.subset(machine.allocation(options.gpus))
+        gpus = machine.allocation(options.gpus)
+        # a machine's file has no ranks, and so no order of the GPUs
+        allocation = machine.whole.subset(None if gpus is None else sorted(gpus))
         if options.bus_ids is not None:
             allocation = _with_bus_ids(allocation, options)
         return export_machine(allocation, options.to, server=options.server), allocation.notes

@@ -230,14 +230,14 @@ def add_fault_options(parser: OneLineParser) -> None:
 
 
 def apply_overlay(options: argparse.Namespace, topology: Topology) -> Topology:
-    """Return the machine with the states of its NVLinks from listings; errors as `topoplan.overlay`."""
+    """Return the machine with the states of its NVLinks from listings; errors as `topoplan.apply_nvlink_status`."""
     listings: list[str] = options.overlay or []
     if not listings:
         return topology
     # Few runs have a listing, so the reader is imported here.
-    from topoplan.reading.nvlink_overlay import overlay
+    from topoplan.reading.nvlink_overlay import apply_nvlink_status
 
-    return overlay(topology, *listings)
+    return apply_nvlink_status(topology, *listings)
 
 
 def apply_faults(options: argparse.Namespace, topology: Topology) -> RequestedMachine:
@@ -251,7 +251,7 @@ def apply_faults(options: argparse.Namespace, topology: Topology) -> RequestedMa
             raise UsageError(
                 f"--slow-link gives {wire} two speeds, {speeds[wire]:g} and {speed:g}; leave one out"
             )
-    left = remaining_gpus(topology, gpus) if gpus else tuple(range(len(topology.gpus)))
+    left = remaining_gpus(topology, gpus) if topology.gpus else ()
     names = topology.gpus
     out = {name: f"--without-gpu {gpu}" for gpu in gpus for name in [names[gpu]]}
     out |= {device: f"--without-device {name}" for name in gone for device in find_devices(topology, name)}

@@ -362,7 +362,7 @@ def run(options: argparse.Namespace) -> Answer:
     gpus = machine.allocation(options.gpus)
     listed = tuple(gpu for gpu in _gpus_in_host_order(machine, network) if gpu in machine.left)
     given = listed if options.gpus is None or gpus is None else gpus
-    chosen = machine.whole.select(given)
+    chosen = tuple(sorted(machine.whole.select(given)))
     place = {gpu: number for number, gpu in enumerate(chosen)}
     part = machine.whole.subset(chosen)
     now = [place[gpu] for gpu in given]

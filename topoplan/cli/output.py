@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -513,6 +514,19 @@ def progress_bar(text: str, seconds: float) -> str:
     return f"[{bar}] {int(seconds):2d} s  {text}"
 
 
+_silent = ContextVar("_silent", default=False)
+
+
+@contextmanager
+def without_progress() -> Iterator[None]:
+    """Show no progress inside, whatever stderr is: a library does not print."""
+    token = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
 @contextmanager
 def progress_line(doing: str) -> Iterator[Callable[[str], None] | None]:
     """Yield a callback that takes the current step and shows it from the second second on; None if stderr is not a
@@ -520,7 +534,7 @@ def progress_line(doing: str) -> Iterator[Callable[[str], None] | None]:
 
     ``doing`` is shown until the callback is first called.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if _silent.get() or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     latest = [doing]

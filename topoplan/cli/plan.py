@@ -56,7 +56,7 @@ from topoplan.plans.structure import (
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
-from topoplan.solve.upper_bound import bound, in_network_bound
+from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
 from topoplan.units import bus_factor, counted, exact, format_seconds
 
@@ -273,7 +273,9 @@ def _run_bound(options: argparse.Namespace) -> Answer:
     started = time.perf_counter()
     machine = read_machine(options)
     gpus = machine.allocation(options.gpus)
-    proved = bound(machine.whole, options.collective, gpus=gpus, root=options.root, channels=options.channels)
+    proved = compute_bound(
+        machine.whole, options.collective, gpus=gpus, root=options.root, channels=options.channels
+    )
     seconds = time.perf_counter() - started
     beyond = in_network_bound(proved)
 
@@ -313,7 +315,7 @@ def plan_object(plan: Plan) -> dict[str, object]:
     beyond = in_network_bound(plan)
     return {
         **plan.to_object(),
-        "seconds": plan.seconds,
+        "seconds": plan.planning_seconds,
         "gap": plan.gap,
         "busbw": finite(plan.rate * bus_factor(plan.collective, len(plan.ranks))),
         "digest": plan.digest,
@@ -362,7 +364,7 @@ def plan_lines(
         f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}: {verdict}",
         *labelled(*_plan_facts(plan, order, every)),
     ]
-    after = [] if plan.seconds is None else [f"planned in {format_seconds(plan.seconds)}"]
+    after = [] if plan.planning_seconds is None else [f"planned in {format_seconds(plan.planning_seconds)}"]
     by_phase = phases(plan) if every else None
     yield from head
     yield ""
@@ -409,7 +411,7 @@ def _plan_facts(plan: Plan, order: str | None, every: bool) -> Iterator[tuple[st
     if plan.method == "ring":
         made_by = [plan.schedule, counted(len(tree_classes(plan)), "cyclic order")]
     how = f" ({', '.join(dict.fromkeys(made_by))})" if made_by else ""
-    yield f"{tree_noun(plan)}s", f"{plan.trees} of height {plan.height}{how}"
+    yield f"{tree_noun(plan)}s", f"{plan.num_trees} of height {plan.height}{how}"
     if plan.method == "exact":
         yield "order", _order_text(plan, order, every)
 

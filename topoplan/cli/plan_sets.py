@@ -142,14 +142,14 @@ def _mesh_lines(mesh: MeshPlans, *, every: bool) -> Iterator[str]:
         Column("GB/s", value=lambda one: float(weights[one[0].axis]) * mesh.rate, form=".6g"),
         Column("these trees alone", value=lambda one: one[0].plan.rate, form=".6g"),
         Column("best alone", value=lambda one: one[0].plan.bound, form=".6g"),
-        Column("trees", value=lambda one: one[0].plan.trees),
+        Column("trees", value=lambda one: one[0].plan.num_trees),
         Column("height", value=lambda one: one[0].plan.height),
     )
     rows = [(group, 1) for group in mesh.groups]
     if len(rows) > MAX_GROUPS and not every:
         classes: dict[tuple[object, ...], list[MeshGroup]] = {}
         for group in mesh.groups:
-            alike = (group.axis, group.plan.rate, group.plan.bound, group.plan.trees, group.plan.height)
+            alike = (group.axis, group.plan.rate, group.plan.bound, group.plan.num_trees, group.plan.height)
             classes.setdefault(alike, []).append(group)
         rows = [(groups[0], len(groups)) for groups in classes.values()]
         columns = tuple(

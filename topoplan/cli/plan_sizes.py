@@ -258,7 +258,7 @@ RANGES: tuple[Column[RangeTimes], ...] = (
     Column("from", value="range.start", form=format_size),
     Column("to", value="range.stop", form=format_size),
     Column("schedule", value=lambda line: "one-shot" if line.packets else line.range.plan.schedule),
-    Column("trees", value=_of_trees("trees")),
+    Column("trees", value=_of_trees("num_trees")),
     Column("height", value=_of_trees("height")),
     Column("GB/s", value=_of_trees("rate"), form=".4g"),
     Column("blocks", value="setting.blocks"),
@@ -313,7 +313,7 @@ def describe_schedule(plan: Plan) -> str:
     >>> describe_schedule(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     'one-hop, 16 of height 1'
     """
-    return f"{plan.schedule}, {plan.trees} of height {plan.height}"
+    return f"{plan.schedule}, {plan.num_trees} of height {plan.height}"
 
 
 def _object(
@@ -362,7 +362,7 @@ def _summary(plan: Plan) -> dict[str, object]:
     return {
         "schedule": plan.schedule,
         "method": plan.method,
-        "trees": plan.trees,
+        "trees": plan.num_trees,
         "height": plan.height,
         "rate": finite(plan.rate),
     }

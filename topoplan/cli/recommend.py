@@ -27,7 +27,7 @@ from topoplan.operate.compare.job_division import Division, JobGpus, divide
 from topoplan.operate.compare.recommendation import GpuSet, recommend
 from topoplan.plans.file_values import finite
 from topoplan.plans.plan import check_collective, collective_name
-from topoplan.solve.upper_bound import bound
+from topoplan.solve.upper_bound import compute_bound
 from topoplan.units import bus_factor, bus_words, counted, number_ranges
 
 
@@ -223,7 +223,7 @@ def _set_lines(
     yield from labelled(
         ("algbw", rate),
         ("upper bound", upper),
-        ("in-network", in_network_words(bound(machine.whole, collective, gpus=best.gpus))),
+        ("in-network", in_network_words(compute_bound(machine.whole, collective, gpus=best.gpus))),
         ("leaves", _remaining_words(best, sets)),
     )
     if len(classes) == 1:

@@ -47,7 +47,7 @@ from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
 from topoplan.reading.load import read_text
 from topoplan.schedules.low_latency import direct_sends
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan as make_plan
 from topoplan.units import counted, format_size
 
@@ -250,7 +250,7 @@ def run(options: argparse.Namespace) -> Answer:
     def figure() -> Figure:
         from topoplan.operate.plot.charts import draw_sweep
 
-        curves = {f"{plan.schedule} ({plan.trees})" if isinstance(plan, Plan) else "plans by size": rows}
+        curves = {f"{plan.schedule} ({plan.num_trees})" if isinstance(plan, Plan) else "plans by size": rows}
         if rival:
             curves[rival.schedule] = rival_rows
         title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
@@ -364,7 +364,7 @@ def _baseline(plan: Plans) -> tuple[Plan | None, tuple[str, ...]]:
             "no direct sends to compare with: some GPUs are joined through others only",
         )
     try:
-        made = ring(plan.topology, plan.collective, root=plan.root)
+        made = ring_plan(plan.topology, plan.collective, root=plan.root)
     except InfeasibleError as error:
         return None, (f"no ring to compare with: {error}",)
     return made, tuple(f"{made.schedule}: {note}" for note in made.notes)
@@ -438,7 +438,7 @@ def _plan_object(plan: Plan) -> dict[str, object]:
         "schedule": plan.schedule,
         "rate": finite(plan.rate),
         "bound": finite(plan.bound),
-        "trees": plan.trees,
+        "trees": plan.num_trees,
         "height": plan.height,
     }
 
@@ -450,7 +450,9 @@ def _described(label: str, plan: Plans, more: str = "") -> list[str]:
     lines = []
     for where, one in shown:
         trees = (
-            "" if one.method == "ring" else f", {counted(one.trees, tree_noun(one))} of height {one.height}"
+            ""
+            if one.method == "ring"
+            else f", {counted(one.num_trees, tree_noun(one))} of height {one.height}"
         )
         lines.append(
             (label, f"{where}{one.schedule}, {rate_words(one.rate, one)}{trees}{more and f'; {more}'}")

@@ -96,6 +96,11 @@ def read_plan_or_machine(options: argparse.Namespace) -> Plans | Topology:
     stdin or from ``<(…)`` too.
     """
     _check_stdin(options)
+    if isinstance(options.topo, Plans):
+        verify_all(options.topo)
+        return options.topo
+    if isinstance(options.topo, Topology):
+        return read_topology(options)
     path = Path(options.topo)
     if options.topo in library() or (options.topo != "-" and (path.is_dir() or not path.exists())):
         return read_topology(options)
@@ -148,7 +153,12 @@ def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
 
 
 def read_log(path: str) -> str:
-    """Return the text of a log, or of stdin for ``-``; UsageError if it is unreadable, empty or binary."""
+    """Return the text of a log, or of stdin for ``-``; UsageError if it is unreadable, empty or binary.
+
+    A text with a line break is the log itself.
+    """
+    if "\n" in path:
+        return path
     try:
         text = read_text(path, "give the output of the test", decode=decode_log)
     except TopologyError:

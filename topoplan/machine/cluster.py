@@ -178,6 +178,10 @@ def cluster(
         A number is out of range, no server is given, servers cannot reach each other, or the cluster does not fit into
         memory, which is estimated first.
 
+    See Also
+    --------
+    topoplan.nvswitch_cluster, topoplan.Server
+
     References
     ----------
     Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, section 3.4 and figure 19.
@@ -399,6 +403,10 @@ def nvswitch_cluster(
     ------
     UsageError
         A number is out of range, or the cluster does not fit into memory.
+
+    See Also
+    --------
+    topoplan.cluster
 
     Examples
     --------

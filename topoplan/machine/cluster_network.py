@@ -87,7 +87,7 @@ class Server:
         if len(machine.servers) > 1 or any(link.channel == "network" for link in machine.links):
             raise UsageError(f"{machine.name} has a network of its own; build a cluster from single servers")
         for name in ("gpus", "served"):
-            chosen = machine.select(getattr(self, name))
+            chosen = tuple(sorted(machine.select(getattr(self, name))))
             object.__setattr__(self, name, None if getattr(self, name) is None else chosen)
         if not isinstance(self.nics, str):
             check_count("nics", self.nics, most=MOST_NICS)

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import index
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
@@ -25,6 +25,7 @@ from topoplan.units import format_size
 
 if TYPE_CHECKING:
     import networkx
+    from matplotlib.figure import Figure
 
 BYTES_PER_DEVICE = 330
 BYTES_PER_LINK = 350
@@ -85,11 +86,15 @@ FACTS = {
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
     "peer_access": "none if no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
+    "removed": "yes for a GPU that `Topology.remove_gpus` took out and that keeps its number",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "uuid": "identity of a GPU as the driver gives it",
     "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
 }
 """Keys of `Device.facts`; all values are texts, and other keys are kept as they are."""
+
+REMOVED = "removed"
+"""The fact of a GPU that was taken out and is not planned for."""
 
 IN_NETWORK = ("multicast", "reduce")
 """Capabilities of a switch besides forwarding: copy one input to several outputs, add several inputs."""
@@ -278,7 +283,7 @@ def _check_peer_access(stated: Sequence[tuple[int, float]]) -> None:
         previous = gpus
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Topology:
     """Devices and directed links of one machine or cluster.
 
@@ -307,6 +312,8 @@ class Topology:
     --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
+    >>> machine
+    <Topology dgx-1v, 8 GPUs, 18 devices, 66 links>
     >>> len(machine.gpus), sum(link.count for link in machine.links if link.channel == "nvlink")
     (8, 48)
     """
@@ -358,25 +365,33 @@ class Topology:
             raise TopologyError(f"topology {self.name} has no device {name!r}")
         return self._by_name[name]
 
+    def __repr__(self) -> str:
+        gpus = len(self.gpus)
+        return (
+            f"<Topology {self.name}, {gpus} GPU{'s' * (gpus != 1)}, {len(self.devices)} devices, "
+            f"{len(self.links)} links>"
+        )
+
     def select(self, gpus: Sequence[int] | None) -> tuple[int, ...]:
-        """Return the GPU numbers of an allocation, checked and in ascending order; all GPUs for None.
+        """Return the GPU numbers of an allocation, checked and in the given order; all remaining GPUs for None.
 
         Raises
         ------
         UsageError
-            A number is repeated or out of range, or the selection or machine is empty.
+            A number is repeated, out of range or taken out (`remove_gpus`), or the selection or machine is empty.
 
         Examples
         --------
         >>> import topoplan
         >>> topoplan.load("dgx-1v").select([7, 1])
-        (1, 7)
+        (7, 1)
         """
         total = len(self.gpus)
         if total == 0:
             raise UsageError(f"topology {self.name} has no GPU to plan for")
+        removed = {name for name, device in self._by_name.items() if device.facts and device.fact(REMOVED)}
         if gpus is None:
-            return tuple(range(total))
+            return tuple(gpu for gpu, name in enumerate(self.gpus) if name not in removed)
         try:
             chosen = tuple(index(gpu) for gpu in gpus)
         except TypeError:
@@ -386,31 +401,96 @@ class Topology:
         for gpu in chosen:
             if not 0 <= gpu < total:
                 raise UsageError(f"GPU {gpu} is out of range: {self.name} has GPUs 0 to {total - 1}")
+            if removed and self.gpus[gpu] in removed:
+                raise UsageError(f"GPU {gpu} of {self.name} was taken out; choose among the remaining GPUs")
         for gpu, times in Counter(chosen).items():
             if times > 1:
                 raise UsageError(f"GPU {gpu} is named twice; name each GPU once")
-        return tuple(sorted(chosen))
+        return chosen
 
     def subset(self, gpus: Sequence[int] | None) -> Topology:
         """Return the machine as an allocation may use it, without the other GPUs and their links.
 
-        Switches, CPUs and NICs stay. Device names do not change.
+        The GPUs stand in the given order, which is that of the ranks. Switches, CPUs and NICs stay. Device names do not
+        change.
 
         Examples
         --------
         >>> import topoplan
-        >>> topoplan.load("dgx-1v").subset([4, 5, 7]).gpus
-        ('gpu4', 'gpu5', 'gpu7')
+        >>> topoplan.load("dgx-1v").subset([7, 4, 5]).gpus
+        ('gpu7', 'gpu4', 'gpu5')
         """
         every = self.gpus
-        out = set(every) - {every[gpu] for gpu in self.select(gpus)}
-        if not out:
+        chosen = self.select(gpus)
+        kept = [every[gpu] for gpu in chosen]
+        out = set(every) - set(kept)
+        devices = tuple(device for device in self.devices if device.name not in out)
+        if list(chosen) != sorted(chosen):
+            ordered = iter(kept)
+            devices = tuple(
+                self.device(next(ordered)) if device.kind == "gpu" else device for device in devices
+            )
+        elif not out:
             return self
+        links = tuple(link for link in self.links if link.src not in out and link.dst not in out)
+        return replace(self, devices=devices, links=links)
+
+    def remove_gpus(self, gpus: Iterable[int]) -> Topology:
+        """Return the machine without some GPUs and their links; the others keep their numbers.
+
+        This is ``--without-gpu`` of the command line. `topoplan.without_gpus` also takes the devices out, so that the
+        GPUs behind them get lower numbers. UsageError if a GPU does not exist, or none remains.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> machine = topoplan.load("dgx-1v").remove_gpus([5])
+        >>> topoplan.plan(machine, gpus=[4, 6, 7]).ranks
+        ('gpu4', 'gpu6', 'gpu7')
+        >>> topoplan.without_gpus("dgx-1v", [5]).gpus.index("gpu6")
+        5
+        """
+        from topoplan.machine.variants import remaining_gpus
+
+        named = sorted(set(gpus))
+        if not named:
+            return self
+        remaining_gpus(self, named)
+        out = [self.gpus[gpu] for gpu in named]
         return replace(
             self,
-            devices=tuple(device for device in self.devices if device.name not in out),
+            devices=tuple(
+                replace(one, facts=facts(**dict(one.facts), removed="yes")) if one.name in out else one
+                for one in self.devices
+            ),
             links=tuple(link for link in self.links if link.src not in out and link.dst not in out),
+            notes=(*self.notes, f"taken out: {', '.join(out)}"),
         )
+
+    def remove_links(self, links: Iterable[str]) -> Topology:
+        """Return the machine without some links, such as ``gpu0-gpu3``; see `topoplan.without_links`."""
+        from topoplan.machine.variants import without_links
+
+        return without_links(self, links)
+
+    def degrade_links(self, bandwidths: Mapping[str, float]) -> Topology:
+        """Return the machine with some links slowed down to GB/s per direction; see `topoplan.slow_links`.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> topoplan.plan(topoplan.load("dgx-1v").degrade_links({"gpu1-gpu2": 12.5})).algbw  # doctest: +ELLIPSIS
+        80.35...
+        """
+        from topoplan.machine.variants import slow_links
+
+        return slow_links(self, bandwidths)
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of the machine, as ``topoplan show --plot`` draws it."""
+        from topoplan.operate.plot.machine import draw_topology
+
+        return draw_topology(self)
 
     def settled(self) -> Topology:
         """Return the machine as a plan states it, without ``capable`` of its switches."""
@@ -451,13 +531,60 @@ class Topology:
                 parts.append(f'"{key}": {json.dumps(value, ensure_ascii=False)}')
         return "{" + ",\n ".join(parts) + "}\n"
 
+    @staticmethod
+    def from_networkx(
+        graph: GraphLike,
+        *,
+        kind: str = "kind",
+        channel: str = "channel",
+        bandwidth: str | float = "bandwidth",
+        name: str = "",
+    ) -> Topology:
+        """Return the machine of a networkx graph of any kind; an undirected edge is a link in both directions.
+
+        Parameters
+        ----------
+        graph : networkx.Graph, DiGraph, MultiGraph or MultiDiGraph
+            Nodes are devices, edges are links. Attributes that `to_networkx` documents are read, others are ignored. A
+            node that is not a text is named after its kind: ``gpu0`` for 0.
+        kind : str
+            Attribute of nodes with the kind of device; or a kind, such as ``gpu``, of all nodes without ``kind``.
+        channel : str
+            Attribute of edges with the channel; or a channel, such as ``nvlink``, of all edges without ``channel``.
+        bandwidth : str or float
+            Attribute of edges with GB/s per direction; or GB/s of all edges without ``bandwidth``.
+        name : str
+            Name of the machine; that of the graph if it is empty.
+
+        Raises
+        ------
+        TopologyError
+            Attributes are missing, all of which the message names; or a value is wrong, as for `topoplan.load`.
+
+        See Also
+        --------
+        to_networkx, topoplan.load
+
+        Examples
+        --------
+        >>> import networkx, topoplan
+        >>> ring = topoplan.Topology.from_networkx(networkx.cycle_graph(4), kind="gpu", channel="nvlink", bandwidth=25)
+        >>> ring, topoplan.plan(ring).algbw
+        (<Topology machine, 4 GPUs, 4 devices, 8 links>, 33.333333333333336)
+        >>> machine = topoplan.load("dgx-1v")
+        >>> topoplan.Topology.from_networkx(machine.to_networkx()) == machine
+        True
+        """
+        from topoplan.machine.topology_json import completed_graph
+
+        return topoplan.load(completed_graph(graph, kind, channel, bandwidth, name))
+
     def to_networkx(self) -> networkx.MultiDiGraph:
-        """Return the machine as a graph; `topoplan.load` reads it back equal.
+        """Return the machine as a graph; `from_networkx` and `topoplan.load` read it back equal.
 
         Returns
         -------
         networkx.MultiDiGraph
-            A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
             A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
             ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, if not empty, ``capable`` (a list of
             texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the attributes

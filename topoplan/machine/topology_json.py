@@ -15,14 +15,25 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from topoplan.errors import TopologyError, UsageError
-from topoplan.machine.topology import FORMAT, Device, Link, Topology, format_value
-from topoplan.units import SURROGATES
+from topoplan.machine.topology import (
+    DEVICE_KINDS,
+    FORMAT,
+    LINK_CHANNELS,
+    Device,
+    Link,
+    Topology,
+    format_value,
+)
+from topoplan.units import SURROGATES, listed
+
+if TYPE_CHECKING:
+    import networkx
 
 
 def object_of_graph(graph: object) -> dict[str, object]:
@@ -41,7 +52,7 @@ def object_of_graph(graph: object) -> dict[str, object]:
     if not isinstance(graph, MultiDiGraph):
         raise TopologyError(
             f"a machine must be a networkx.MultiDiGraph, not {type(graph).__name__}: its links have a direction, and "
-            "may be parallel; networkx.MultiDiGraph(graph) converts it"
+            "may be parallel; topoplan.Topology.from_networkx(graph) reads it"
         )
     for node in graph:
         if not isinstance(node, str):
@@ -61,6 +72,55 @@ def object_of_graph(graph: object) -> dict[str, object]:
             {"src": src, "dst": dst, **_attributes(known, without="position")} for src, dst, known in edges
         ],
     }
+
+
+def completed_graph(
+    graph: object, kind: str, channel: str, bandwidth: str | float, name: str
+) -> networkx.MultiDiGraph:
+    """Return any graph as `object_of_graph` takes it; parameters and errors as `Topology.from_networkx`."""
+    from networkx import Graph, MultiDiGraph
+
+    if not isinstance(graph, Graph):
+        raise UsageError(
+            f"graph must be a networkx graph, got {type(graph).__name__}; build a networkx.DiGraph"
+        )
+    lacking: dict[str, list[str]] = {}
+    made = MultiDiGraph(**{key: value for key, value in graph.graph.items() if key in _TOPOLOGY_KEYS})
+    made.graph.update({"name": name} if name else {})
+    names: dict[object, str] = {}
+    for node, known in graph.nodes(data=True):
+        stated = _value(known, "kind", kind, DEVICE_KINDS)
+        names[node] = node if isinstance(node, str) else f"{stated or 'node'}{node}"
+        if stated is None:
+            lacking.setdefault("kind", []).append(names[node])
+        device = {key: value for key, value in known.items() if key in _DEVICE_KEYS and key != "name"}
+        made.add_node(names[node], **{**device, "kind": stated})
+    if len(made) < len(graph):
+        raise TopologyError("two nodes have one name; networkx.relabel_nodes gives them others")
+    for source, target, known in graph.edges(data=True):
+        link = {key: value for key, value in known.items() if key in (*_LINK_KEYS, "position")}
+        link["channel"] = _value(known, "channel", channel, LINK_CHANNELS)
+        link["bandwidth"] = _value(known, "bandwidth", bandwidth, ())
+        for key in ("channel", "bandwidth"):
+            if link[key] is None:
+                lacking.setdefault(key, []).append(f"{names[source]}-{names[target]}")
+        made.add_edge(names[source], names[target], **link)
+        if not graph.is_directed():
+            made.add_edge(names[target], names[source], **link)
+    if lacking:
+        words = "; ".join(f"no {key} for {listed(places, noun='of them')}" for key, places in lacking.items())
+        raise TopologyError(
+            f"the graph has {words}. Set these attributes, or give from_networkx the name of another attribute or a "
+            'value for all: kind="gpu", channel="nvlink", bandwidth="weight" or 25'
+        )
+    return made
+
+
+def _value(known: Mapping[str, object], key: str, given: str | float, values: Sequence[str]) -> object:
+    """Return the value of an attribute: under its own key if ``given`` is a value for all, else under ``given``."""
+    if not isinstance(given, str) or given in values:
+        return known.get(key, given)
+    return known.get(given)
 
 
 def _position(ends: tuple[str, str], known: Mapping[str, object]) -> float:

@@ -102,6 +102,10 @@ def without_links(topology: TopologyLike, wires: Iterable[str]) -> Topology:
     UsageError
         A wire does not exist; the message names the nearest.
 
+    See Also
+    --------
+    topoplan.Topology.remove_links, topoplan.slow_links
+
     Examples
     --------
     >>> import topoplan
@@ -133,6 +137,10 @@ def slow_links(topology: TopologyLike, speeds: Mapping[str, float]) -> Topology:
     ------
     UsageError
         A wire does not exist or is slower already, a number is not a bandwidth, or a link is given two speeds.
+
+    See Also
+    --------
+    topoplan.Topology.degrade_links, topoplan.without_links
 
     Examples
     --------
@@ -183,6 +191,10 @@ def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
     UsageError
         A device does not exist, or is a GPU.
 
+    See Also
+    --------
+    topoplan.without_links
+
     Examples
     --------
     >>> import topoplan
@@ -207,6 +219,10 @@ def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
     ------
     UsageError
         A GPU does not exist, or none remains.
+
+    See Also
+    --------
+    topoplan.Topology.remove_gpus
 
     Examples
     --------

@@ -26,6 +26,7 @@ from topoplan.machine.topology import TopologyLike
 from topoplan.model.copy_routes import CopyRoutes
 from topoplan.model.dataflow import device_kinds, route_latency
 from topoplan.plans.build import Allocation
+from topoplan.units import parse_size
 
 ClockTimes = NDArray[np.float64]
 
@@ -127,7 +128,7 @@ def neighbour_probabilities(
     rule: str = "speed",
     *,
     gpus: Sequence[int] | None = None,
-    nbytes: int = PULLED,
+    nbytes: int | str = PULLED,
     compute: float = 0.0,
 ) -> Floats:
     """Return the probabilities with which each rank chooses its neighbours for pulls of parameters.
@@ -153,6 +154,10 @@ def neighbour_probabilities(
     InfeasibleError
         A rank that no other rank reaches.
 
+    See Also
+    --------
+    topoplan.plan
+
     Examples
     --------
     GPU 0 of a DGX-1V has NVLinks of 25 GB/s to GPUs 1 and 2, of 50 GB/s to GPU 3, and PCIe of 8 GB/s to GPU 5.
@@ -176,12 +181,16 @@ def neighbour_probabilities(
 
 
 def pull_seconds(
-    topology: TopologyLike, *, gpus: Sequence[int] | None = None, nbytes: int = PULLED, compute: float = 0.0
+    topology: TopologyLike,
+    *,
+    gpus: Sequence[int] | None = None,
+    nbytes: int | str = PULLED,
+    compute: float = 0.0,
 ) -> Floats:
     """Return the seconds of a step in which a rank computes and meanwhile pulls another rank's parameters.
 
     gpus: GPU numbers; rank i is the i-th, None takes all.
-    nbytes: bytes of the parameters.
+    nbytes: bytes of the parameters, or a text such as "64MB".
     compute: seconds of computing in a step.
 
     The result is (N, N) float64: t[i][m] = max(compute, alpha + nbytes / rate from m to i), alone on the links;
@@ -190,7 +199,8 @@ def pull_seconds(
     >>> (pull_seconds("dgx-2", gpus=[0, 1], nbytes=1 << 30) * 1e3).round(2).tolist()
     [[0.0, 7.17], [7.17, 0.0]]
     """
-    if not nbytes > 0:
+    size = parse_size(nbytes) if isinstance(nbytes, str) else nbytes
+    if not size > 0:
         raise UsageError(f"nbytes must be 1 or more, got {nbytes}; give the bytes of the parameters")
     if not 0 <= compute < math.inf:
         raise UsageError(f"compute must be 0 seconds or more, got {compute}")
@@ -206,7 +216,7 @@ def pull_seconds(
             way = None if mine == theirs else routes.between_servers(source, to)
             if way is not None:
                 alpha = route_latency([stage[0] for stage in way.stages], kinds)
-                seconds[mine, theirs] = max(compute, alpha + nbytes / (way.bandwidth * 1e9))
+                seconds[mine, theirs] = max(compute, alpha + size / (way.bandwidth * 1e9))
     return seconds
 
 

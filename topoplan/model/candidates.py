@@ -58,7 +58,7 @@ def candidates(
 
     >>> import topoplan
     >>> plans, notes = candidates(topoplan.load("dgx-1v"), "broadcast")
-    >>> [(one.schedule, one.trees, one.height, one.rate) for one in plans][:3]
+    >>> [(one.schedule, one.num_trees, one.height, one.rate) for one in plans][:3]
     [('trees', 9, 4, 150.0), ('trees', 2, 2, 50.0), ('trees', 5, 3, 125.0)]
     >>> notes
     ('no one-hop: gpu0 reaches gpu5 only through another GPU',)
@@ -119,7 +119,12 @@ def doubled(plan: Plan) -> Plan | None:
     >>> [round(topoplan.simulate(one, nbytes=32 << 20).seconds * 1e6) for one in (plan, doubled(plan))]
     [384, 267]
     """
-    if isinstance(plan.shards, ImageShards) or plan.exchanges or plan.depth < 2 or plan.trees > MOST_DOUBLED:
+    if (
+        isinstance(plan.shards, ImageShards)
+        or plan.exchanges
+        or plan.depth < 2
+        or plan.num_trees > MOST_DOUBLED
+    ):
         return None
     halves = (replace(shard, share=shard.share / 2) for shard in plan.shards)
     return replace(plan, shards=tuple(half for one in halves for half in (one, one)))
@@ -130,7 +135,7 @@ def same_trees(one: Plan, other: Plan) -> bool:
 
     >>> import topoplan
     >>> plan = topoplan.plan("dgx-1v")
-    >>> [same_trees(plan, each) for each in (doubled(plan), topoplan.ring("dgx-1v"))]
+    >>> [same_trees(plan, each) for each in (doubled(plan), topoplan.ring_plan("dgx-1v"))]
     [True, False]
     """
     return {shard.stages for shard, _ in one.shard_counts} == {

@@ -27,7 +27,7 @@ from topoplan.errors import UsageError
 from topoplan.model.dataflow import LAUNCH, Dataflow, Floats, Indices, Starters, dataflow, starters
 from topoplan.plans.plan import Plan, Plans
 from topoplan.plans.structure import rounds
-from topoplan.units import TOLERANCE, bus_factor
+from topoplan.units import TOLERANCE, bus_factor, parse_size
 
 MAX_CHUNKS = 4096
 """Most chunks that a shard is cut into when the number is chosen here."""
@@ -322,33 +322,34 @@ class Timeline:
         }
 
 
-def simulate(plan: Plans, *, nbytes: int, chunk_bytes: int | None = None) -> Timeline:
+def simulate(plan: Plans, nbytes: int | str, *, chunk_bytes: int | str | None = None) -> Timeline:
     """Return the model time of a plan for one buffer size.
 
     Parameters
     ----------
     plan : Plan or SizePlans
         Plans by size are simulated with the plan for this size.
-    nbytes : int
-        Bytes of the user's buffer; for allgather and reduce_scatter of the full gathered one.
-    chunk_bytes : int or None
+    nbytes : int or str
+        Bytes of the user's buffer, or a text such as "64MB"; for all_gather and reduce_scatter of the full gathered
+        one.
+    chunk_bytes : int, str or None
         Largest chunk; None selects the number of chunks.
 
     Raises
     ------
     UsageError
-        ``nbytes`` is negative, or ``chunk_bytes`` not above zero.
+        ``nbytes`` is negative or not a size, or ``chunk_bytes`` not above zero.
     PlanError
         The plan's trees or routes do not fit its machine.
 
     Examples
     --------
     >>> import topoplan
-    >>> timeline = simulate(topoplan.plan(topoplan.load("dgx-2"), "allreduce"), nbytes=1 << 30)
+    >>> timeline = simulate(topoplan.plan("dgx-2"), "1GB")
     >>> round(timeline.algbw), round(timeline.busbw)
     (80, 150)
     """
-    return clock(plan, chunk_bytes)(nbytes)
+    return clock(plan, None if chunk_bytes is None else parse_size(chunk_bytes))(parse_size(nbytes))
 
 
 def clock(plan: Plans, chunk_bytes: int | None = None) -> Callable[[int], Timeline]:

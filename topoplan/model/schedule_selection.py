@@ -32,10 +32,10 @@ from topoplan.plans.chain_limits import hop_start_ups
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange
 from topoplan.plans.size_plans import SizePlans
 from topoplan.schedules.registry import SCHEDULES
-from topoplan.schedules.ring import RING_KINDS, ring
+from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import METHODS, plan
-from topoplan.units import TOLERANCE, format_size
+from topoplan.units import TOLERANCE, format_size, parse_size
 
 SIZES = (1 << 10, 1 << 30)
 """Default smallest and largest tested size in bytes."""
@@ -97,12 +97,12 @@ def _floor(plan: Plan) -> Callable[[int], float]:
 
 def plan_by_size(
     topology: TopologyLike,
-    collective: str = "allreduce",
+    collective: str = "all_reduce",
     *,
     gpus: Sequence[int] | None = None,
     root: int | None = None,
     channels: str = "auto",
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int | str] = SIZES,
     engine: str = "messages",
     costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
@@ -113,9 +113,10 @@ def plan_by_size(
     ----------
     topology, collective, gpus, root, channels, progress
         As for `topoplan.plan`.
-    sizes : sequence of int
-        Bytes of the user's buffer (of the full gathered one for allgather and reduce_scatter): the smallest and the
-        largest bound the search; all sizes named, and powers of two between them, are tested.
+    sizes : sequence of int or str
+        Bytes, or texts such as "64MB", of the user's buffer (of the full gathered one for allgather and
+        reduce_scatter): the smallest and the largest bound the search; all sizes named, and powers of two between them,
+        are tested.
     engine : str
         messages, or windows: one kernel that writes to the other GPUs' memory.
     costs : EngineCosts or None
@@ -133,6 +134,10 @@ def plan_by_size(
         `topoplan.plan`.
     InfeasibleError
         As `topoplan.plan`.
+
+    See Also
+    --------
+    topoplan.plan, topoplan.simulate
 
     Examples
     --------
@@ -158,12 +163,12 @@ def plan_by_size(
 
 def choose_by_size(
     topology: TopologyLike,
-    collective: str = "allreduce",
+    collective: str = "all_reduce",
     *,
     gpus: Sequence[int] | None = None,
     root: int | None = None,
     channels: str = "auto",
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int | str] = SIZES,
     engine: str = "messages",
     costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
@@ -177,7 +182,8 @@ def choose_by_size(
         raise UsageError(
             f"plans by size need channels that suit all sizes, got {channels!r}; give one size instead (--size)"
         )
-    if not sizes or min(sizes) < 0:
+    named = [parse_size(size) if isinstance(size, str) else size for size in sizes]
+    if not named or min(named) < 0:
         raise UsageError(
             f"sizes must be numbers of 0 or more, got {tuple(sizes)}; give at least one, of zero bytes or more"
         )
@@ -187,7 +193,7 @@ def choose_by_size(
     if engine == "windows":
         # its packets are a one-shot exchange, whatever the plan
         competing = tuple(one for one in competing if not one.exchanges)
-    tested = grid_of_sizes(sizes)
+    tested = grid_of_sizes(named)
     if progress:
         progress(f"timing {len(competing)} plans at {len(tested)} sizes and where they cross …")
     windows: tuple[WindowsClock, ...] = ()
@@ -361,7 +367,7 @@ def plan_like(
 
     >>> import topoplan
     >>> dgx = topoplan.load("dgx-1v")
-    >>> plan_like(topoplan.ring(dgx), "allgather").schedule
+    >>> plan_like(topoplan.ring_plan(dgx), "allgather").schedule
     'nvlink ring'
     """
     model, topology = given.plans[-1], machine or given.topology
@@ -374,7 +380,7 @@ def plan_like(
     try:
         if model.method == "ring":
             kind = model.schedule.removesuffix(" ring")
-            return ring(topology, collective, root=root, kind=kind if kind in RING_KINDS else "auto")
+            return ring_plan(topology, collective, root=root, kind=kind if kind in RING_KINDS else "auto")
         if model.method in METHODS and model.method != "exact":
             return plan(topology, collective, root=root, method=model.method, channels=channels)
         for schedule in SCHEDULES.values():

@@ -53,7 +53,7 @@ def match_gpus(
         raise UsageError(
             f"{topology.name} must be one server, got {len(topology.servers)} servers; give the topology of this server"
         )
-    chosen = topology.select(gpus)
+    chosen = tuple(sorted(topology.select(gpus)))
     shown = [bus_id(text) for text in bus_ids]
     shared = sorted({busid for busid in shown if shown.count(busid) > 1})
     if shared:
@@ -138,7 +138,7 @@ def run_gpus(
                 f"the log from line {run.line} is of {count} ranks, but --gpus names {len(chosen)}; name the GPUs that "
                 "ran"
             )
-        return chosen, dict(enumerate(chosen))
+        return tuple(sorted(chosen)), dict(enumerate(chosen))
     everything = machine.select(None)
     if not ranks:
         if count is None:

@@ -1,8 +1,8 @@
 """Check a request once, and turn a finished forest into a `Plan`.
 
 `Allocation` holds a collective, the GPUs that take part and the links that it may use; planner, bounds and schedules
-all begin there. Ranks are the chosen GPUs in ascending order. `build_plan` recomputes the rate from the forest and the
-bound from its certificate; neither is taken from a solver.
+all begin there. Ranks are the chosen GPUs in the order in which they were given. `build_plan` recomputes the rate from
+the forest and the bound from its certificate; neither is taken from a solver.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from topoplan.units import nearest_float
 
 @dataclass(frozen=True)
 class Allocation:
-    """A collective and the GPUs that take part, ascending: rank i is the i-th.
+    """A collective and the GPUs that take part: rank i is the i-th.
 
     ``machine`` has all its GPUs; ``root`` is the root rank of a broadcast or reduce.
     """

@@ -190,6 +190,10 @@ def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:
         The file cannot be read.
     PlanError
         The file holds no plans of a mesh.
+
+    See Also
+    --------
+    topoplan.plan_mesh
     """
     return MeshPlans.from_json(read_plan_file(path))
 

@@ -14,8 +14,8 @@ mean one, if a demand makes them differ), so that all together they add up to N.
 
 The plan file, format ``topoplan.plan/1`` (``/2`` for an all-to-all, and for plans in which ranks exchange elements), is
 deterministic: fixed key order, exact shares, no time and no random part, so the same plan is the same file byte for
-byte. ``seconds`` (the planning time) is null in files for that reason; ``topoplan plan --json`` prints it. Reading
-checks types only; `topoplan.verify` checks the rest.
+byte. ``seconds`` (`Plan.planning_seconds`) is null in files for that reason; ``topoplan plan --json`` prints it.
+Reading checks types only; `topoplan.verify` checks the rest.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from html import escape
+from itertools import takewhile
 from typing import TYPE_CHECKING, cast
 
-from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric
+from topoplan.errors import PlanError, TopologyError, UsageError, deprecated
+from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric, channel_words
 from topoplan.machine.topology import Topology, format_value
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object
 from topoplan.plans.file_values import (
@@ -44,11 +47,12 @@ from topoplan.plans.file_values import (
     read_whole,
 )
 from topoplan.plans.loads import team_wide_rate
-from topoplan.plans.shards import ImageShards, Shard, shard_bounds, shard_counts
-from topoplan.units import format_size, nearest_float
+from topoplan.plans.shards import ImageShards, Shard, Stage, shard_bounds, shard_counts
+from topoplan.units import bus_factor, bus_words, counted, format_size, name_ranges, nearest_float, parse_size
 
 if TYPE_CHECKING:
     import networkx
+    from matplotlib.figure import Figure
 
 PLAN_FORMAT = "topoplan.plan/1"
 PLAN_FORMAT_2 = "topoplan.plan/2"
@@ -152,27 +156,86 @@ class Plans(ABC):
         """The sizes in bytes at which the next plan takes over, ascending."""
         return tuple(one.start for one in self.ranges[1:])
 
-    def range_at(self, nbytes: int) -> SizeRange:
-        """Return the range of a size in bytes; errors as `at`."""
-        if nbytes < 0:
-            raise UsageError(f"a buffer of {nbytes} bytes does not exist; give a size of zero or more")
+    def range_at(self, nbytes: int | str) -> SizeRange:
+        """Return the range of a size in bytes; parameter and errors as `at`."""
+        size = parse_size(nbytes) if isinstance(nbytes, str) else nbytes
+        if size < 0:
+            raise UsageError(f"a buffer of {size} bytes does not exist; give a size of zero or more")
         ranges = self.ranges
-        return ranges[bisect_right(ranges, nbytes, lo=1, key=lambda one: one.start) - 1]
+        return ranges[bisect_right(ranges, size, lo=1, key=lambda one: one.start) - 1]
 
-    def at(self, nbytes: int) -> Plan:
-        """Return the plan for a buffer of ``nbytes`` bytes.
+    def at(self, nbytes: int | str) -> Plan:
+        """Return the plan for a buffer of ``nbytes`` bytes, or of a text such as "64MB".
 
         Raises
         ------
         UsageError
-            ``nbytes`` is negative.
+            ``nbytes`` is negative, or not a size.
         """
         return self.range_at(nbytes).plan
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._words}, {counted(len(self.ranges), 'range')} of sizes>"
+
+    @property
+    def _words(self) -> str:
+        return f"{collective_name(self.collective)}, {counted(len(self.ranks), 'rank')}"
+
 
 @dataclass(frozen=True, slots=True)
+class Tree:
+    """One packed tree of a plan (see `Plan.trees`).
+
+    Attributes
+    ----------
+    root : str
+        Device of the root.
+    edges : tuple of (str, str)
+        Devices of parent and child, away from the root, whichever way the data of the collective runs. They are the
+        edges on which the result spreads, or in a reduce or reduce_scatter those on which it is summed. In an exchange,
+        where every rank is a root, they are those of all its trees.
+    fraction : Fraction
+        Part of the buffer that takes this tree; ``float(tree.fraction) * plan.algbw`` is its GB/s.
+    stages : tuple of Stage
+        All stages in order, with ranks, routes and channels.
+    """
+
+    root: str
+    edges: tuple[tuple[str, str], ...]
+    fraction: Fraction
+    stages: tuple[Stage, ...] = field(repr=False)
+
+    @staticmethod
+    def of(shard: Shard, names: Sequence[str]) -> Tree:
+        """Return the tree of a shard; ``names`` are the devices that its edges number."""
+        moving = [stage for stage in shard.stages if stage.edges]
+        last = [*takewhile(lambda stage: stage.op == moving[-1].op, reversed(moving))][::-1]
+        # a reduce of several phases ends at its root, all else begins there
+        root = last[-1 if moving[-1].op == "reduce" else 0].root
+        edges = dict.fromkeys((edge.parent, edge.child) for stage in last for edge in stage.edges)
+        named = tuple((names[parent], names[child]) for parent, child in edges)
+        return Tree(names[root], named, shard.share, shard.stages)
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """Return the tree as a graph, an edge from each parent to each child; attributes ``root`` and ``fraction``.
+
+        Examples
+        --------
+        >>> import networkx, topoplan
+        >>> graph = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]).trees[0].to_networkx()
+        >>> networkx.is_arborescence(graph), graph.graph["root"], networkx.dag_longest_path(graph)
+        (True, 'gpu4', ['gpu4', 'gpu5', 'gpu1'])
+        """
+        from networkx import DiGraph
+
+        graph = DiGraph(self.edges, root=self.root, fraction=self.fraction)
+        graph.add_node(self.root)
+        return graph
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan(Plans):
-    """A collective on a machine as a forest with shares, and the certificate of its bound.
+    """A collective on a machine as a weighted tree packing, and the certificate of its upper bound.
 
     Parameters
     ----------
@@ -199,8 +262,8 @@ class Plan(Plans):
         GB/s that no plan on these channels exceeds, recomputed from the certificate.
     certificate : Certificate
         The data from which a third party recomputes the bound.
-    seconds : float or None
-        Planning time; not in the plan file, which is the same byte for byte every time, nor part of equality.
+    planning_seconds : float or None
+        Not in the plan file, which is the same byte for byte every time, nor part of equality.
     notes : tuple of str
         Targets that the planner missed or did not prove, one line each.
     order : str
@@ -209,9 +272,13 @@ class Plan(Plans):
     Examples
     --------
     >>> import topoplan
-    >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "broadcast")
-    >>> plan.rate, plan.bound, plan.gap
-    (150.0, 150.0, 0.0)
+    >>> plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+    >>> plan
+    <Plan all_reduce, 4 ranks, 2 trees, 50 GB/s (optimal)>
+    >>> plan.algbw, plan.busbw, plan.upper_bound, plan.gap
+    (50.0, 75.0, 50.0, 0.0)
+    >>> plan.trees[0].root, plan.trees[0].edges, plan.trees[0].fraction
+    ('gpu4', (('gpu4', 'gpu5'), ('gpu4', 'gpu7'), ('gpu5', 'gpu1')), Fraction(1, 2))
     """
 
     collective: str
@@ -225,9 +292,30 @@ class Plan(Plans):
     rate: float
     bound: float
     certificate: Certificate
-    seconds: float | None = field(default=None, compare=False)
+    planning_seconds: float | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
     order: str = "height"
+
+    @property
+    def algbw(self) -> float:
+        """Algorithm bandwidth in GB/s, bytes of the user's buffer per second: `rate`, as nccl-tests calls it."""
+        return self.rate
+
+    @property
+    def busbw(self) -> float:
+        """Bus bandwidth in GB/s, as nccl-tests computes it: `algbw` times 2 (N - 1) / N for an all_reduce."""
+        return self.rate * bus_factor(self.collective, len(self.ranks)) if len(self.ranks) > 1 else self.rate
+
+    @property
+    def upper_bound(self) -> float:
+        """Algorithm bandwidth in GB/s that no schedule on these channels exceeds: `bound`."""
+        return self.bound
+
+    @property
+    def seconds(self) -> float | None:
+        """Deprecated: `planning_seconds`."""
+        deprecated("Plan.seconds", "Plan.planning_seconds")
+        return self.planning_seconds
 
     @property
     def gap(self) -> float:
@@ -235,9 +323,17 @@ class Plan(Plans):
         return 0.0 if len(self.ranks) == 1 else max(0.0, 1 - self.rate / self.bound)
 
     @property
-    def trees(self) -> int:
+    def num_trees(self) -> int:
         """Number of packed trees, one per shard: a tree that is reduced and then broadcast counts once."""
         return sum(count for shard, count in self.shard_counts if any(stage.edges for stage in shard.stages))
+
+    @property
+    def trees(self) -> tuple[Tree, ...]:
+        """The packed trees, `num_trees` of them, made on each access: of 1024 ranks up to a million edges."""
+        names = self.vertices
+        return tuple(
+            Tree.of(shard, names) for shard in self.shards if any(stage.edges for stage in shard.stages)
+        )
 
     @property
     def height(self) -> int:
@@ -359,7 +455,7 @@ class Plan(Plans):
             "method": self.method,
             **({} if self.order == "height" else {"order": self.order}),
             "seconds": None,
-            "trees": self.trees,
+            "trees": self.num_trees,
             "height": self.height,
             "notes": list(self.notes),
             **symmetry,
@@ -398,7 +494,9 @@ class Plan(Plans):
             rate=read_number(value.get("rate"), "rate"),
             bound=read_number(value.get("bound"), "bound"),
             certificate=certificate_from_object(value.get("certificate")),
-            seconds=None if value.get("seconds") is None else read_number(value.get("seconds"), "seconds"),
+            planning_seconds=(
+                None if value.get("seconds") is None else read_number(value.get("seconds"), "seconds")
+            ),
             notes=read_texts(value.get("notes", []), "notes"),
             order=str(order),
         )
@@ -447,7 +545,54 @@ class Plan(Plans):
 
     def timed(self, seconds: float) -> Plan:
         """Return the same plan with its planning time."""
-        return replace(self, seconds=seconds)
+        return replace(self, planning_seconds=seconds)
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of the trees, as ``topoplan plan --plot`` draws it."""
+        from topoplan.operate.plot.trees import draw_trees
+
+        return draw_trees(self)
+
+    def summary(self) -> str:
+        """Return a few lines: what is planned and proved, bandwidths in GB/s, trees, and the number of notes.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> print(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]).summary())
+        all_reduce on dgx-1v, 4 ranks (gpu1,4,5,7), over NVLink: provably optimal
+        algbw        50 GB/s, busbw 75 GB/s
+        upper bound  50 GB/s, busbw 75 GB/s
+        trees        2 of height 2 (exact)
+        """
+        where = f"{collective_name(self.collective)} on {self.topology.name}"
+        if len(self.ranks) == 1:
+            return f"{where}, 1 rank ({self.ranks[0]}): nothing moves"
+        named = " ".join(name_ranges(self.ranks))
+        ranks = f"{len(self.ranks)} ranks ({named if len(named) <= 60 else f'{named[:60]}…'})"
+
+        def both(rate: float) -> str:
+            return f"{rate:.6g} GB/s{bus_words(rate, self.collective, len(self.ranks))}"
+
+        proved = f"{self.gap:.2%} below the upper bound" if self.gap else "provably optimal"
+        made = self.method if self.schedule == TREES else self.schedule
+        links = channel_words(self.channels)
+        lines = [
+            f"{where}, {ranks}, over {links}: {proved}",
+            f"algbw        {both(self.rate)}",
+            f"upper bound  {both(self.bound)}",
+            f"trees        {self.num_trees} of height {self.height} ({made})",
+            *([f"notes        {len(self.notes)}, in plan.notes"] if self.notes else []),
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        proved = f"{self.gap:.2%} below the upper bound" if self.gap else "optimal"
+        rate = f", {self.rate:.6g} GB/s ({proved})" if len(self.ranks) > 1 else ""
+        return f"<Plan {self._words}, {counted(self.num_trees, 'tree')}{rate}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.summary())}</pre>"
 
 
 class PlanCollection(Plans):
@@ -478,7 +623,7 @@ class PlanCollection(Plans):
 
 def check_shape(value: Mapping[str, object], plan: Plan) -> None:
     """Raise PlanError if the ``trees`` or ``height`` that a plan file states differ from those of its shards."""
-    for key, found in (("trees", plan.trees), ("height", plan.height)):
+    for key, found in (("trees", plan.num_trees), ("height", plan.height)):
         if key in value and (value[key] != found or isinstance(value[key], bool)):
             raise PlanError(f"claims {key} {format_value(value[key])}; recomputed it is {found}")
 

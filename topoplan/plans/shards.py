@@ -232,7 +232,7 @@ def bracket_notation(names: Sequence[str], stage: Stage, *, longest: int | None 
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
     >>> bracket_notation(plan.ranks, plan.shards[0].stages[1]), bracket_notation(plan.ranks, plan.shards[0].stages[0])
     ('gpu4>(gpu7 gpu5>gpu1)', 'gpu4<(gpu7 gpu5<gpu1)')
-    >>> star = topoplan.one_hop(topoplan.load("dgx-2")).shards[0].stages[1]
+    >>> star = topoplan.one_hop_plan(topoplan.load("dgx-2")).shards[0].stages[1]
     >>> bracket_notation([f"gpu{i}" for i in range(16)], star)
     'gpu0>gpu1-15'
     """

@@ -97,7 +97,7 @@ class SizeTimes:
         return SizeTimes(tuple(limit_from_object(one) for one in limits), tuple(points))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SizePlans(PlanCollection):
     """The plans of one collective by message size.
 
@@ -117,7 +117,7 @@ class SizePlans(PlanCollection):
     --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-2")
-    >>> few, many = topoplan.one_hop(machine, "broadcast"), topoplan.plan(machine, "broadcast")
+    >>> few, many = topoplan.one_hop_plan(machine, "broadcast"), topoplan.plan(machine, "broadcast")
     >>> plans = SizePlans((SizeRange(0, 65536, few), SizeRange(65536, None, many)))
     >>> plans.at(65535).height, plans.at(65536).height, plans.crossovers
     (1, 2, (65536,))
@@ -236,6 +236,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plans:
         The file cannot be read.
     PlanError
         The file is not a plan file.
+
+    See Also
+    --------
+    topoplan.verify
     """
     return parse_plan_file(read_plan_file(path))
 
@@ -249,6 +253,10 @@ def load_survival(path: str | os.PathLike[str]) -> SurvivalPlans:
         The file cannot be read.
     PlanError
         The file holds no plans for failures.
+
+    See Also
+    --------
+    topoplan.plan_survival
     """
     return SurvivalPlans.from_json(read_plan_file(path))
 

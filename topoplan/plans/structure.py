@@ -372,7 +372,7 @@ def tree_classes(plan: Plan, *, apart: int = 0) -> tuple[ShapeClass, ...]:
     """Return `tree_shapes`, but for rings a class for each cyclic order: its rotations differ only in the root.
 
     >>> import topoplan
-    >>> rings = topoplan.ring("dgx-1v")
+    >>> rings = topoplan.ring_plan("dgx-1v")
     >>> [len(tree_shapes(rings)), len(tree_classes(rings))]
     [1, 6]
     """

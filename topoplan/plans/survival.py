@@ -33,6 +33,7 @@ from topoplan.plans.plan import (
 )
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of, path_ends
 from topoplan.plans.verify import Verification, verify
+from topoplan.units import counted
 
 
 def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Plan:
@@ -178,7 +179,7 @@ class FailureOutcome:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SurvivalPlans(PlanCollection):
     """The plan of a whole machine, and of the machine after each single failure.
 
@@ -204,6 +205,9 @@ class SurvivalPlans(PlanCollection):
     whole: Plan
     outcomes: tuple[FailureOutcome, ...]
     seconds: float | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<SurvivalPlans {self._words}, {counted(len(self.outcomes), 'failure')}>"
 
     @property
     def ranges(self) -> tuple[SizeRange, ...]:
@@ -335,6 +339,10 @@ class SurvivalPlans(PlanCollection):
 def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
     """Return the old numbers of the surviving ranks, in the order of their new ones.
 
+    See Also
+    --------
+    topoplan.replan
+
     Examples
     --------
     >>> import topoplan
@@ -398,6 +406,10 @@ def verify_survival(book: SurvivalPlans) -> tuple[Verification, ...]:
     PlanError
         The first fault, with its failure: a plan that is wrong on the damaged machine, a missing failure, or one that
         leaves a plan although the file denies it.
+
+    See Also
+    --------
+    topoplan.plan_survival
     """
     reports = [verify(book.whole)]
     wanted = single_failures(Fabric(book.whole.topology, book.whole.channels))

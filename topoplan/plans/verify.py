@@ -70,6 +70,10 @@ def verify(plan: Plan) -> Verification:
     PlanError
         The first fault, with shard, stage and rank.
 
+    See Also
+    --------
+    topoplan.compute_bound, topoplan.load_plan
+
     Examples
     --------
     >>> import topoplan
@@ -113,7 +117,7 @@ def verify(plan: Plan) -> Verification:
         exact_rate=rate,
         exact_bound=bound,
         optimal=rate == bound,
-        trees=plan.trees,
+        trees=plan.num_trees,
         height=plan.height,
         bottleneck=tuple((fabric.links[i].src, fabric.links[i].dst) for i in full_links(found, fabric)),
         loads=loads,

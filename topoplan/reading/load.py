@@ -88,6 +88,10 @@ def load(
     TopologyError
         The content is empty, binary, or not a valid machine; a file's message begins with its name.
 
+    See Also
+    --------
+    topoplan.probe, topoplan.Topology.from_networkx, topoplan.cluster
+
     Examples
     --------
     >>> machine = load("dgx-2")

@@ -283,7 +283,7 @@ def _remedy(topology: Topology) -> str:
     return f"add nvidia-smi nvlink -R{'' if known else ' of all GPUs'}, which states where each link leads"
 
 
-def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topology:
+def apply_nvlink_status(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topology:
     """Return a machine without the NVLinks that ``nvidia-smi nvlink`` lists as down, and with slow ones slowed.
 
     Parameters
@@ -306,11 +306,15 @@ def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topolo
     TopologyError
         A listing cannot be parsed, is of another machine, or leaves open which of several wires are dead or slow.
 
+    See Also
+    --------
+    topoplan.load, topoplan.check
+
     Examples
     --------
     >>> import topoplan
     >>> lines = ["GPU 5: A100", *(f"Link {i}: {'<inactive>' if i > 8 else '25 GB/s'}" for i in range(12))]
-    >>> machine = overlay(topoplan.load("dgx-a100"), "\\n".join(lines))
+    >>> machine = apply_nvlink_status(topoplan.load("dgx-a100"), "\\n".join(lines))
     >>> [(link.src, link.dst, link.bandwidth, link.count) for link in machine.links if link.src == "gpu5"][0]
     ('gpu5', 'nvswitch0', 225.0, 9)
     >>> machine.notes[-1]
@@ -328,7 +332,7 @@ def overlay(topology: TopologyLike, *listings: str | os.PathLike[str]) -> Topolo
 
 
 def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
-    """Apply parsed listings, as `overlay`; GPUs without a listing stay as they are."""
+    """Apply parsed listings, as `apply_nvlink_status`; GPUs without a listing stay as they are."""
     found = match_gpus(topology, gpus)
     damage = find_damage(topology, found)
     if not damage:

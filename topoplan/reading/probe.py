@@ -235,6 +235,10 @@ def probe(*, sysfs_root: str | os.PathLike[str] | None = None, refresh: bool = F
         The folder does not exist.
     ProbeError
         No driver, no GPU, or no nvidia-ml-py; the message says what to install or to give instead.
+
+    See Also
+    --------
+    topoplan.load, topoplan.check
     """
     return visible_devices(probe_host(sysfs_root=sysfs_root, refresh=refresh), os.environ)
 

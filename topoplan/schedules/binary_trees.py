@@ -33,7 +33,7 @@ from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, Order, chain_rate
 from topoplan.schedules.nccl_search import chain_choice, chains_from, plan_orders
 from topoplan.schedules.nccl_server_channels import ServerChannels
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.solve.cuts_and_partitions import bounded_plan
 
@@ -65,11 +65,15 @@ def double_binary_tree(
     UsageError, InfeasibleError
         As `topoplan.plan`; another collective.
 
+    See Also
+    --------
+    topoplan.plan, topoplan.ring_plan
+
     Examples
     --------
     >>> import topoplan
     >>> plan = double_binary_tree(topoplan.load("dgx-2"))
-    >>> plan.trees, plan.height, plan.rate
+    >>> plan.num_trees, plan.height, plan.rate
     (2, 4, 75.0)
     """
     started = time.perf_counter()
@@ -183,7 +187,7 @@ def _nccl_plan(
 
     >>> import topoplan
     >>> plan = nccl_tree(topoplan.nvswitch_cluster(3, gpus=4, nvlink=900, nic=50))
-    >>> round(plan.rate, 3), plan.trees
+    >>> round(plan.rate, 3), plan.num_trees
     (133.333, 8)
     >>> from topoplan.machine.variants import with_in_network
     >>> nvls(with_in_network("dgx-h100", "nvswitch")).rate
@@ -273,7 +277,7 @@ def _chains(laid: ServerChannels) -> Iterator[Shard]:
     """Yield the chains of one server: the fewest that reach the highest rate."""
     machine, paths = laid.parts[0]
     try:
-        found = plan_orders(ring(machine))
+        found = plan_orders(ring_plan(machine))
     except InfeasibleError:
         found = None
     known = list(found.shares) if found else [machine.gpus]

@@ -69,7 +69,7 @@ def hierarchical(
     >>> import topoplan
     >>> pair = topoplan.cluster([topoplan.Server("dgx-a100", count=2)], nics=8, nic_gbps=200, nic_access="direct")
     >>> made = two_level(pair)
-    >>> made.trees, made.height, made.rate
+    >>> made.num_trees, made.height, made.rate
     (2, 2, 50.0)
     """
     started = time.perf_counter()
@@ -223,10 +223,10 @@ def _rails(
     >>> import topoplan
     >>> servers = [topoplan.Server(topoplan.load("dgx-a100"), count=4)]
     >>> plan = rails(topoplan.cluster(servers, nic_gbps=200, nics=8, nic_access="direct"))
-    >>> plan.trees, plan.height, round(plan.rate, 2)
+    >>> plan.num_trees, plan.height, round(plan.rate, 2)
     (8, 3, 66.67)
     >>> plan = relayed_rails(topoplan.cluster(servers, nic_gbps=200, nics=8))
-    >>> plan.trees, plan.height, round(plan.rate, 2)
+    >>> plan.num_trees, plan.height, round(plan.rate, 2)
     (24, 4, 171.43)
     """
     started = time.perf_counter()
@@ -325,6 +325,10 @@ def three_phase(
         As `topoplan.plan`; all GPUs are on one server.
     InfeasibleError
         The GPUs of a server are not connected inside it, or the servers are not one hop apart.
+
+    See Also
+    --------
+    topoplan.plan, topoplan.cluster
 
     References
     ----------

@@ -53,13 +53,17 @@ def lowest_tree(
     UsageError, InfeasibleError
         As `topoplan.plan`.
 
+    See Also
+    --------
+    topoplan.plan
+
     Examples
     --------
     The hybrid cube mesh has diameter 2:
 
     >>> import topoplan
     >>> plan = lowest_tree(topoplan.load("dgx-1v"))
-    >>> plan.trees, plan.height, plan.rate
+    >>> plan.num_trees, plan.height, plan.rate
     (1, 2, 25.0)
     """
     started = time.perf_counter()
@@ -133,7 +137,7 @@ def _depths(onward: list[list[int]], root: int) -> list[int]:
     return [depth[rank] for rank in range(len(onward))]
 
 
-def one_hop(
+def one_hop_plan(
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
@@ -157,14 +161,18 @@ def one_hop(
     InfeasibleError
         The channels do not connect the allocation, or some rank reaches another only through a third.
 
+    See Also
+    --------
+    topoplan.plan, topoplan.one_shot_plan
+
     Examples
     --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-2")
-    >>> plan = one_hop(machine)
-    >>> plan.trees, plan.height, plan.rate, plan.bound
+    >>> plan = one_hop_plan(machine)
+    >>> plan.num_trees, plan.height, plan.rate, plan.bound
     (16, 1, 80.0, 80.0)
-    >>> one_hop(machine, "broadcast").rate
+    >>> one_hop_plan(machine, "broadcast").rate
     10.0
     """
     started = time.perf_counter()
@@ -207,7 +215,7 @@ def mesh(
     >>> mesh("v100x4", "allreduce").notes[-1]
     '12 connections: each rank that owns a part with all others'
     """
-    made = one_hop(topology, collective, gpus=gpus, root=root, channels=channels)
+    made = one_hop_plan(topology, collective, gpus=gpus, root=root, channels=channels)
     pairs = {
         (edge.parent, edge.child) for shard in made.shards for stage in shard.stages for edge in stage.edges
     }
@@ -231,7 +239,7 @@ def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -
     """
     for channels in ("auto", "pcie"):
         try:
-            return one_hop(topology, ALL_TO_ALL, gpus=gpus, channels=channels)
+            return one_hop_plan(topology, ALL_TO_ALL, gpus=gpus, channels=channels)
         except InfeasibleError:
             continue
     return None
@@ -262,7 +270,7 @@ ONE_SHOT = "one-shot"
 ONE_SHOT_SERVERS = "one-shot three-phase"
 
 
-def one_shot(
+def one_shot_plan(
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
@@ -286,12 +294,16 @@ def one_shot(
     UsageError, InfeasibleError
         As `topoplan.plan`; another collective.
 
+    See Also
+    --------
+    topoplan.one_hop_plan
+
     Examples
     --------
     A DGX-2 adds up in one hop, with fifteen times the traffic through its ports:
 
     >>> import topoplan
-    >>> plan = one_shot(topoplan.load("dgx-2"))
+    >>> plan = one_shot_plan(topoplan.load("dgx-2"))
     >>> plan.rate, plan.depth, len(plan.shards[0].stages)
     (10.0, 1, 16)
     >>> round(topoplan.simulate(plan, nbytes=1024).seconds * 1e6, 1)

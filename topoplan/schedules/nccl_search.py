@@ -44,7 +44,7 @@ from topoplan.schedules.nccl_channels import (
     ring_bandwidth,
     ring_hops,
 )
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.units import exact, nearest_float
 
 LARGEST_LISTED = 7
@@ -240,7 +240,7 @@ def ring_sets(machine: Topology, paths: NcclPaths, most: int) -> list[ChannelOrd
     sets: list[WantedShares] = []
     for kind in ("auto", "relay"):
         try:
-            found = plan_orders(ring(machine, kind=kind))
+            found = plan_orders(ring_plan(machine, kind=kind))
         except InfeasibleError:
             if kind == "auto":
                 raise

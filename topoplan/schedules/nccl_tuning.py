@@ -29,7 +29,7 @@ from topoplan.schedules.binary_trees import nccl_tree, nvls, nvls_tree
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths
 from topoplan.schedules.nccl_search import best_graphs, counted_machine
 from topoplan.schedules.nccl_server_channels import ServerChannels
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.units import bus_factor, nearest_float
 
 LL, LL128, SIMPLE = PROTOCOLS = ("ll", "ll128", "simple")
@@ -220,7 +220,7 @@ def setting_of(topology: Topology) -> NcclSetting:
         rates = (nearest_float(graphs.bandwidth), nearest_float(graphs.chain_rate))
         return NcclSetting(*common, graphs.count, *rates, _multicast(machine, fabric))
     count = min(MOST_CHANNELS, ServerChannels(fabric).count)
-    rings = ring(machine).rate * bus_factor("allreduce", len(gpus))
+    rings = ring_plan(machine).rate * bus_factor("allreduce", len(gpus))
     return NcclSetting(*common, count, rings, nccl_tree(machine).rate, _multicast(machine, fabric))
 
 

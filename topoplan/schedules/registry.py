@@ -1,7 +1,7 @@
 """The schedules beside packed trees: their names, the functions that make them, and their needs of a machine.
 
-A new schedule is a function such as `topoplan.one_hop`, and a line in the list below: then ``topoplan plan --schedule``
-makes it, ``--sizes`` times it beside the others, and ``compare`` shows it if the line names a column.
+A new schedule is a function such as `topoplan.one_hop_plan`, and a line in the list below: then ``topoplan plan
+--schedule`` makes it, ``--sizes`` times it beside the others, and ``compare`` shows it if the line names a column.
 
 Other packages register schedules as entry points of the group `GROUP`, each a function as above or a `Schedule`:
 ``--schedule`` makes them by name, and verifies the result.
@@ -22,7 +22,7 @@ from topoplan.machine.routing import staged
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Certified
-from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, TREES, Plan
+from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, TREES, Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.plugins import Plugin, installed_plugins
 from topoplan.schedules.binary_trees import (
@@ -49,12 +49,12 @@ from topoplan.schedules.low_latency import (
     ONE_SHOT_SERVERS,
     lowest_tree,
     mesh,
-    one_hop,
-    one_shot,
+    one_hop_plan,
+    one_shot_plan,
     one_shot_servers,
 )
 from topoplan.schedules.parameter_server import parameter_server
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
 
 GROUP = "topoplan.schedules"
@@ -68,7 +68,7 @@ ONE_FABRIC = ("nvlink", "pcie", "nvlink+network", "pcie+network")
 
 
 class Make(Protocol):
-    """A function that makes a schedule, as `topoplan.one_hop` does."""
+    """A function that makes a schedule, as `topoplan.one_hop_plan` does."""
 
     def __call__(
         self,
@@ -155,7 +155,7 @@ def _ring(
 ) -> Plan:
     """Return rings of one kind; for "" over the requested channel, or the ring's own choice."""
     own = kind or (channels if channels in ("nvlink", "pcie") else "auto")
-    return ring(topology, collective, gpus=gpus, root=root, kind=own)
+    return ring_plan(topology, collective, gpus=gpus, root=root, kind=own)
 
 
 def nccl_ring(
@@ -175,7 +175,7 @@ def nccl_ring(
     """
     direct = _ring("", topology, collective, gpus=gpus, root=root, channels=channels)
     try:
-        relayed = ring(topology, collective, gpus=gpus, root=root, kind="relay")
+        relayed = ring_plan(topology, collective, gpus=gpus, root=root, kind="relay")
     except InfeasibleError:
         return direct
     return max(direct, relayed, key=lambda one: one.rate) if channels in ("auto", "nvlink") else direct
@@ -192,7 +192,7 @@ _KNOWN = (
         most_ranks=None,
         beside=_three_phase,
     ),
-    Schedule("one-hop", one_hop, collectives=ALL_COLLECTIVES),
+    Schedule("one-hop", one_hop_plan, collectives=ALL_COLLECTIVES),
     Schedule("mesh", mesh, collectives=("allreduce", "allgather", "reduce_scatter"), timed=False),
     Schedule(
         "double-tree",
@@ -234,7 +234,7 @@ _KNOWN = (
         servers=2,
         timed=False,
     ),
-    Schedule(ONE_SHOT, one_shot, collectives=("allreduce",)),
+    Schedule(ONE_SHOT, one_shot_plan, collectives=("allreduce",)),
     Schedule(
         "one-shot-three-phase",
         one_shot_servers,
@@ -278,6 +278,65 @@ SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
 """Every schedule by its name; among equally fast ones ``--sizes`` takes the first."""
 
 
+_REGISTERED: set[str] = set()
+
+
+def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str] = COLLECTIVES) -> None:
+    """Let a function make a schedule in this process, under a name of its own.
+
+    `topoplan.plan` makes it with ``schedule=name``, and `topoplan.compare` shows its rate in the column ``name``. Every
+    plan that it makes is verified. An installed package registers schedules by entry points of the group
+    ``topoplan.schedules``.
+
+    Parameters
+    ----------
+    name : str
+        Not that of one of topoplan's own schedules; registering a name again replaces its function.
+    make : callable or None
+        ``make(topology, collective, *, gpus, root, channels)`` returns a `topoplan.Plan` for the request, from
+        `topoplan.plan_from_trees` for example, or raises `topoplan.InfeasibleError`. None takes the name out again.
+    collectives : sequence of str
+        Those that it can make.
+
+    Raises
+    ------
+    UsageError
+        The name is taken or empty, or ``make`` is not callable.
+
+    See Also
+    --------
+    topoplan.plan_from_trees, topoplan.plan_from_rings
+
+    Examples
+    --------
+    >>> import topoplan
+    >>> def chain(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):
+    ...     ranks = len(gpus if gpus is not None else topoplan.load(topology).gpus)
+    ...     return topoplan.plan_from_trees(topology, collective, [list(range(ranks))], gpus=gpus, root=root)
+    >>> topoplan.register_schedule("my-chain", chain, collectives=["all_reduce"])
+    >>> topoplan.plan("dgx-2", schedule="my-chain").algbw
+    75.0
+    >>> topoplan.compare("dgx-2").rows[0]["my-chain"]
+    75.0
+    >>> topoplan.register_schedule("my-chain", None)
+    """
+    if name in (TREES, *SCHEDULES) and name not in _REGISTERED:
+        raise UsageError(f"schedule {name} is topoplan's own; register yours under another name")
+    if make is None:
+        _REGISTERED.discard(name)
+        SCHEDULES.pop(name, None)
+        return
+    if not name or not callable(make):
+        raise UsageError(
+            f"a schedule must be a name and a function, got {name!r} and a {type(make).__name__}"
+        )
+    known = tuple(map(check_collective, collectives))
+    _REGISTERED.add(name)
+    SCHEDULES[name] = Schedule(
+        name, _checked(make, f"schedule {name}"), collectives=known, column=name, timed=False
+    )
+
+
 def find_schedule(name: str) -> Schedule:
     """Return the schedule of this name, ours or that of an installed package; raise UsageError without one.
 
@@ -313,6 +372,15 @@ def _of_package(offer: Plugin) -> Schedule:
             f"{where} is a {type(found).__name__}, not a function that makes a plan; report this to its authors"
         )
 
+    checked = _checked(make, where, "; report this to its authors")
+    return (
+        replace(known, name=offer.name, make=checked) if known else Schedule(offer.name, checked, timed=False)
+    )
+
+
+def _checked(make: Make, where: str, remedy: str = "; correct its function") -> Make:
+    """Return a function whose plans are verified, and whose faults are attributed to its schedule."""
+
     def checked(
         topology: TopologyLike,
         collective: str = "allreduce",
@@ -339,16 +407,12 @@ def _of_package(offer: Plugin) -> Schedule:
         except (InfeasibleError, UsageError):
             raise
         except PlanError as error:
-            raise UsageError(f"{where} made a wrong plan: {error}; report this to its authors") from error
+            raise UsageError(f"{where} made a wrong plan: {error}{remedy}") from error
         except Exception as error:
-            raise UsageError(
-                f"{where} failed: {type(error).__name__}: {error}; report this to its authors"
-            ) from error
+            raise UsageError(f"{where} failed: {type(error).__name__}: {error}{remedy}") from error
         return made
 
-    return (
-        replace(known, name=offer.name, make=checked) if known else Schedule(offer.name, checked, timed=False)
-    )
+    return checked
 
 
 def make_schedule(

@@ -276,7 +276,7 @@ def _hops(order: tuple[int, ...], routes: DirectRoutes, left: list[Fraction]) ->
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
 
 
-def ring(
+def ring_plan(
     topology: TopologyLike,
     collective: str = "allreduce",
     *,
@@ -315,17 +315,21 @@ def ring(
     InfeasibleError
         No such ring exists.
 
+    See Also
+    --------
+    topoplan.plan_from_rings, topoplan.compare
+
     Examples
     --------
     DGX-1V with links of 25 GB/s: six rings, 6 x 25 x 8 / 14 GB/s. Blink's GPUs 1, 4, 5, 7 have none.
 
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
-    >>> round(ring(machine).rate, 3), ring(machine, "broadcast").rate
+    >>> round(ring_plan(machine).rate, 3), ring_plan(machine, "broadcast").rate
     (85.714, 150.0)
-    >>> ring(machine, gpus=[1, 4, 5, 7]).schedule
+    >>> ring_plan(machine, gpus=[1, 4, 5, 7]).schedule
     'pcie ring'
-    >>> round(ring(machine, gpus=[1, 4, 5, 7], kind="relay").rate, 3)
+    >>> round(ring_plan(machine, gpus=[1, 4, 5, 7], kind="relay").rate, 3)
     33.333
     """
     started = time.perf_counter()

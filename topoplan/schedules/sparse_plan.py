@@ -280,12 +280,16 @@ def sparse_plan(
     UsageError, InfeasibleError
         As `topoplan.plan`; the density or the bits are out of range.
 
+    See Also
+    --------
+    topoplan.plan
+
     Examples
     --------
     >>> import topoplan
     >>> machines = [topoplan.Server(topoplan.load("dgx-1v"), count=4)]
     >>> made = sparse_plan(topoplan.cluster(machines, nic_gbps=25, nics=1), density=0.01)
-    >>> made.schedule, made.trees, round(made.rate, 2), round(made.bound, 2)
+    >>> made.schedule, made.num_trees, round(made.rate, 2), round(made.bound, 2)
     ('sparse three-phase', 32, 52.08, 52.08)
     """
     started = time.perf_counter()

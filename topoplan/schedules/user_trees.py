@@ -27,7 +27,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation, stage_order, trivial_plan
 from topoplan.plans.loads import link_loads
-from topoplan.plans.plan import ROOTED, Plan
+from topoplan.plans.plan import ROOTED, Plan, Tree
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
 from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_route
@@ -97,10 +97,11 @@ def plan_from_trees(
         allreduce (up and down each tree), broadcast, reduce, allgather or reduce_scatter, whose trees have their owners
         as roots.
     trees : sequence
-        For each tree its edges, ``[(parent, child), …]``; a nested list, ``[root, [child, grandchild], child]``; an
-        order of ranks from the root on, ``[0, 1, 2]``, which is a chain; or one of these under its name:
-        ``{"edges": …}``, ``{"tree": …}``, ``{"chain": …}``, ``{"ring": …}``, where ``"share"`` may stand too. Ranks
-        are numbers from 0 in the order of the GPUs, or names of devices. An edge may have its route,
+        For each tree a networkx graph, whose edges lead from parent to child (an undirected one states its ``root`` as
+        an attribute); one of `Plan.trees`; its edges, ``[(parent, child), …]``; a nested list, ``[root, [child,
+        grandchild], child]``; an order of ranks from the root on, ``[0, 1, 2]``, which is a chain; or one of these
+        under its name: ``{"edges": …}``, ``{"tree": …}``, ``{"chain": …}``, ``{"ring": …}``, where ``"share"`` may
+        stand too. Ranks are numbers from 0 in the order of the GPUs, or names of devices. An edge may have its route,
         ``(parent, child, devices)``.
     shares : sequence of Fraction, int, float, text such as "1/3", or None, optional
         For each tree, a fraction of the whole buffer; None for a share that is to be chosen.
@@ -115,6 +116,10 @@ def plan_from_trees(
     InfeasibleError
         The channels do not connect the allocation, or no path leads along an edge.
 
+    See Also
+    --------
+    topoplan.plan_from_rings, topoplan.register_schedule, topoplan.compare
+
     Examples
     --------
     Blink's GPUs 1, 4, 5, 7 have NVLinks between 4, 5 and 7 and from 1 to 5: the two trees that `topoplan.plan` finds.
@@ -123,8 +128,11 @@ def plan_from_trees(
     >>> made = plan_from_trees("dgx-1v", "allreduce", [[(1, 2), (1, 3), (2, 0)], [2, [3, 1], 0]], gpus=[1, 4, 5, 7])
     >>> made.rate, made.bound, [str(shard.share) for shard in made.shards]
     (50.0, 50.0, ['1/2', '1/2'])
-    >>> round(plan_from_trees("dgx-1v", "allreduce", [{"ring": [0, 1, 2, 3]}], gpus=[0, 1, 2, 3]).rate, 3)
-    16.667
+    >>> import networkx
+    >>> links = topoplan.load("dgx-1v").to_networkx().subgraph(["gpu1", "gpu4", "gpu5", "gpu7"])
+    >>> nvlinks = networkx.Graph((a, b) for a, b, link in links.edges(data=True) if link["channel"] == "nvlink")
+    >>> plan_from_trees("dgx-1v", "allreduce", [networkx.bfs_tree(nvlinks, "gpu4")], gpus=[1, 4, 5, 7]).rate
+    25.0
     """
     started = time.perf_counter()
     asked = Allocation.of(topology, collective, gpus=gpus)
@@ -162,16 +170,92 @@ def plan_from_trees(
     return made.timed(time.perf_counter() - started)
 
 
+def plan_from_rings(
+    topology: TopologyLike,
+    collective: str,
+    rings: Sequence[object],
+    *,
+    shares: Sequence[Share | None] | None = None,
+    gpus: Sequence[int] | None = None,
+    root: int | None = None,
+    channels: str = "auto",
+) -> Plan:
+    """Return the plan that runs a collective over user-defined rings, each in one direction.
+
+    The rate is that of these rings. `topoplan.ring_plan` mixes as many rings as the links carry.
+
+    Parameters
+    ----------
+    rings : sequence
+        For each ring the order of its ranks (numbers or devices), or a networkx graph that is one cycle through all
+        ranks; an undirected cycle runs in one of its directions.
+    topology, collective, shares, gpus, root, channels
+        As for `plan_from_trees`, as are the errors.
+
+    See Also
+    --------
+    topoplan.plan_from_trees, topoplan.ring_plan, topoplan.register_schedule
+
+    Examples
+    --------
+    >>> import networkx
+    >>> ring = networkx.cycle_graph([0, 1, 2, 3], create_using=networkx.DiGraph)
+    >>> both = [ring, ring.reverse()]
+    >>> [round(plan_from_rings("dgx-1v", "all_reduce", some, gpus=range(4)).rate, 3) for some in ([ring], both)]
+    [16.667, 33.333]
+    """
+    asked = [{"ring": _cycle(one, f"ring {number}")} for number, one in enumerate(_listed(rings))]
+    return plan_from_trees(
+        topology, collective, asked, shares=shares, gpus=gpus, root=root, channels=channels
+    )
+
+
+def _cycle(ring: object, where: str) -> list[object]:
+    """Return the order of the ranks in a ring."""
+    if isinstance(ring, list | tuple):
+        return list(ring[:-1] if len(ring) > 2 and ring[0] == ring[-1] else ring)
+    from networkx import Graph, dfs_preorder_nodes
+
+    if not isinstance(ring, Graph):
+        raise UsageError(f"{where} must be an order of ranks or a networkx graph, got {type(ring).__name__}")
+    order = list(dfs_preorder_nodes(ring, next(iter(ring)))) if ring else []
+    ends = zip(order, [*order[1:], *order[:1]], strict=True)
+    edges = len(order) if ring.is_directed() or len(order) > 2 else len(order) - 1
+    closed = ring.number_of_edges() == edges and all(ring.has_edge(*pair) for pair in ends)
+    if not order or len(order) < len(ring) or not closed:
+        raise UsageError(f"{where} must be one cycle through all its nodes; networkx.cycle_graph makes one")
+    return order
+
+
 def _listed(trees: object) -> list[object]:
     if not isinstance(trees, list | tuple) or not trees:
         raise UsageError(f"trees must be a list of one tree or more; of each {FORMS}")
     return list(trees)
 
 
+def _of_graph(graph: object, where: str) -> Mapping[str, object]:
+    """Return a networkx tree as its edges from parent to child, with the fraction that it states."""
+    from networkx import Graph, bfs_edges, is_tree
+
+    if not isinstance(graph, Graph):
+        raise UsageError(f"{where}: {_short(graph)} is not a tree; {FORMS}, or a networkx.DiGraph")
+    edges = list(graph.edges())
+    if not graph.is_directed():
+        root = graph.graph.get("root")
+        if root not in graph or not is_tree(graph):
+            raise UsageError(f"{where}: an undirected graph has no root; give networkx.bfs_tree(graph, root)")
+        edges = list(bfs_edges(graph, root))
+    return {"edges": edges or [*graph], "share": graph.graph.get("fraction")}
+
+
 def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
     """Parse and check one tree."""
     where = f"tree {number}"
     share = None
+    if isinstance(tree, Tree):
+        tree = {"edges": tree.edges, "share": tree.fraction}
+    elif hasattr(tree, "is_directed"):
+        tree = _of_graph(tree, where)
     if isinstance(tree, Mapping):
         unknown = [key for key in tree if key not in (*SHAPES, "share")]
         if unknown:

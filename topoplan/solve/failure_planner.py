@@ -97,6 +97,10 @@ def replan(
     InfeasibleError
         No channels join the survivors; carries the cut.
 
+    See Also
+    --------
+    topoplan.plan_survival, topoplan.surviving_ranks
+
     Examples
     --------
     >>> import topoplan
@@ -167,6 +171,10 @@ def plan_survival(
     InfeasibleError
         The whole machine has no plan.
 
+    See Also
+    --------
+    topoplan.replan, topoplan.load_survival
+
     Examples
     --------
     >>> import topoplan
@@ -206,7 +214,7 @@ def plan_survival(
             if like == place:
                 left = failure.left_of(whole.topology)
                 made = over(left, whole.collective, root=_root_after(whole, failure), channels=choice)
-                outcomes[number] = FailureOutcome(failure, plan=replace(made, seconds=None))
+                outcomes[number] = FailureOutcome(failure, plan=replace(made, planning_seconds=None))
             else:
                 outcomes[number] = FailureOutcome(failure, like=numbers[like], renaming=renaming)
     return SurvivalPlans(

@@ -186,7 +186,7 @@ def plan_mesh(
     axes : mapping of str to weight, or sequence of str, optional
         Axes whose groups run at once, and their speeds in proportion; all of them, at equal speed, by default.
     gpus : sequence of int, optional
-        The GPUs of the ranks, in ascending order; all by default.
+        The GPUs of the ranks, in their order, such as that which `topoplan.order` finds; all by number by default.
     channels : str
         As for `topoplan.plan`, the same for all groups; the buffer cannot be split over channels.
 
@@ -196,6 +196,10 @@ def plan_mesh(
         Unknown axes, or axes of one rank; extents that do not make the number of GPUs; a weight that is not above 0.
     InfeasibleError
         No choice of links joins all groups; carries the cut of one.
+
+    See Also
+    --------
+    topoplan.order, topoplan.load_mesh
 
     Examples
     --------

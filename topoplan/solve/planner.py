@@ -31,10 +31,11 @@ from topoplan.plans.build import Allocation, build_plan, trivial_plan
 from topoplan.plans.certificates.certificate import Certificate
 from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT
-from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, TREES, Plan
 from topoplan.solve.cuts_and_partitions import best_bound, bounded_plan, equivalent_ranks, quick_bound
 from topoplan.solve.packing.packing_program import Packing, TreeColumn
 from topoplan.solve.search_control import Deadline
+from topoplan.units import parse_size
 
 if TYPE_CHECKING:
     from topoplan.plans.certificates.exchange import DemandMatrix
@@ -105,43 +106,49 @@ TOLERANCE = 0.005
 
 def plan(
     topology: TopologyLike,
-    collective: str = "allreduce",
+    collective: str = "all_reduce",
     *,
     gpus: Sequence[int] | None = None,
     root: int | None = None,
+    schedule: str = TREES,
     method: str = "exact",
     channels: str = "auto",
     order: str = "height",
     height: int | None = None,
     epsilon: float = 0.05,
     threshold: float = 0.05,
-    nbytes: int | None = None,
+    nbytes: int | str | None = None,
     time_limit: float | None = None,
     demand: Matrix | None = None,
     tolerance: float = TOLERANCE,
     in_network: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Plan a collective: return a forest with shares, its rate, and a bound that proves how good it is.
+    """Plan a collective: return packed trees, their bandwidth, and an upper bound that proves how good they are.
 
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
         The machine.
     collective : str
-        allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall.
+        all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or reduce.
     gpus : sequence of int or None
-        GPU numbers of the allocation; None takes all. Rank i is the i-th of them in ascending order.
+        GPU numbers of the allocation, in the order of the ranks: rank 0 of ``gpus=[7, 1]`` runs on GPU 7. None takes
+        all GPUs, by number.
     root : int or None
         GPU number of the root of a broadcast or reduce; None takes the first of the allocation.
+    schedule : str
+        ``trees``, a name that ``topoplan plan --schedule`` takes, such as ``ring``, or one of
+        `topoplan.register_schedule`. Options below other than channels and in_network are for trees.
     method : str
         ``exact``: the optimum. ``mwu``: multiplicative weights and tree minimisation, as Blink. ``three-phase``: over
         several servers, the best composition of trees inside them (see `topoplan.three_phase`).
     channels : str
-        ``auto`` (NVLink if it connects the allocation, else NVLink islands with the PCIe between them, else PCIe),
-        ``nvlink`` or ``pcie``. ``nvlink+pcie`` divides the buffer between a forest over each, ``all`` packs one forest
-        over both, and ``all-staged`` one whose hops over PCIe pass a CPU's memory (see
-        `topoplan.model.channel_split`).
+        ``auto`` (NVLink if it connects the allocation, else NVLink islands with the PCIe between them, else PCIe, else
+        either together with the network), ``nvlink``, ``pcie``, ``nvlink+network`` or ``pcie+network``. ``nvlink+pcie``
+        divides the buffer between trees over each, ``all`` packs trees over both, and ``all-staged`` trees whose hops
+        over PCIe pass a CPU's memory (see `topoplan.model.channel_split`); ``all+network`` and ``all-staged+network``
+        are the same over several servers.
     order : str
         For ``exact``, what comes first among equal rates: ``height`` or ``trees``; ``first`` is ``height`` without the
         search for fewer trees, in a fraction of the time.
@@ -150,9 +157,9 @@ def plan(
     epsilon, threshold : float
         For ``mwu``: most that the packing may stay below the bound, and most that the minimised trees may stay below
         the bound, or failing that below the packing's rate; as fractions.
-    nbytes : int or None
-        For ``nvlink+pcie``, the size of the buffer, on which the shares depend, and for ``all`` and ``all-staged``,
-        whether NVLink alone is faster; None for the limit of large ones.
+    nbytes : int, str or None
+        For ``nvlink+pcie``, the size of the buffer in bytes or as "64MB", on which the shares depend, and for ``all``
+        and ``all-staged``, whether NVLink alone is faster; None for the limit of large ones.
     time_limit : float or None
         For ``exact``, seconds after which the search ends with the best forest so far, its true gap and a note; None
         for no limit. It is checked between the rounds of the search, and the first round is always made.
@@ -180,6 +187,10 @@ def plan(
     InfeasibleError
         No usable link joins two parts of the allocation; carries the cut.
 
+    See Also
+    --------
+    topoplan.Plan, topoplan.compute_bound, topoplan.verify, topoplan.compare, topoplan.plan_by_size
+
     References
     ----------
     Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020, sections 3.2 and 3.5.
@@ -187,16 +198,25 @@ def plan(
     Examples
     --------
     >>> import topoplan
-    >>> dgx = topoplan.load("dgx-1v")
-    >>> best = topoplan.plan(dgx, "allreduce", gpus=[1, 4, 5, 7])
-    >>> best.rate, best.gap, best.trees, best.height
-    (50.0, 0.0, 2, 2)
-    >>> topoplan.plan("dgx-h100", in_network="nvswitch").rate
+    >>> best = topoplan.plan("dgx-1v", "all_reduce", gpus=[1, 4, 5, 7])
+    >>> best.algbw, best.busbw, best.gap, best.num_trees, best.height
+    (50.0, 75.0, 0.0, 2, 2)
+    >>> topoplan.plan("dgx-h100", in_network="nvswitch").algbw
     450.0
     """
     started = time.perf_counter()
     if in_network is not None:
         topology = with_in_network(topology, in_network)
+    if schedule != TREES:
+        from topoplan.schedules.registry import make_schedule
+
+        of_trees: dict[str, tuple[object, object]]
+        of_trees = {"method": (method, "exact"), "order": (order, "height"), "height": (height, None)}
+        of_trees |= {"nbytes": (nbytes, None), "time_limit": (time_limit, None), "demand": (demand, None)}
+        for name, (value, default) in of_trees.items():
+            if value is not default and value != default:
+                raise UsageError(f"{name} is for packed trees, got schedule {schedule!r}; leave {name} out")
+        return make_schedule(schedule, topology, collective, gpus=gpus, root=root, channels=channels)
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
     collective = asked.collective
     _check_choice("method", method, METHODS)
@@ -225,8 +245,7 @@ def plan(
         raise UsageError(
             f"a size matters only to channels {', '.join(sized)}; leave it out with {channels!r}"
         )
-    if nbytes is not None and nbytes < 0:
-        raise UsageError(f"a buffer of {nbytes} bytes cannot be planned for; give a size of zero or more")
+    size = None if nbytes is None else parse_size(nbytes)
     over = partial(plan, asked.machine, collective, gpus=gpus, root=root, method=method, order=order)
     over = partial(over, height=height, epsilon=epsilon, threshold=threshold)
     over = partial(over, tolerance=tolerance, progress=progress)
@@ -238,9 +257,11 @@ def plan(
             split,
             lambda channel: over(channels=channel, time_limit=deadline.left),
             machine=asked.machine.name,
-            nbytes=nbytes,
+            nbytes=size,
         )
-        return replace(made, order=_stated_order(method, order), seconds=time.perf_counter() - started)
+        return replace(
+            made, order=_stated_order(method, order), planning_seconds=time.perf_counter() - started
+        )
     fabric = asked.fabric(channels)
     if fabric.size == 1:
         made = trivial_plan(fabric, collective, root=asked.root, method=method)
@@ -264,8 +285,8 @@ def plan(
         from topoplan.model.channel_split import beside_nvlink
 
         alone = over(channels="nvlink", time_limit=deadline.left, demand=demand)
-        made = beside_nvlink(made, alone, nbytes=nbytes)
-    return replace(made, order=_stated_order(method, order), seconds=time.perf_counter() - started)
+        made = beside_nvlink(made, alone, nbytes=size)
+    return replace(made, order=_stated_order(method, order), planning_seconds=time.perf_counter() - started)
 
 
 def lower_trees(
@@ -427,10 +448,10 @@ def _plan_exact(
         from topoplan.solve.packing.fewest_trees import fewest_peeled
 
         bound = made.certificate.bound(fabric, collective, root) * packing.scale
-        peeled = fewest_peeled(packing, bound, fewer_than=made.trees)
+        peeled = fewest_peeled(packing, bound, fewer_than=made.num_trees)
         if peeled is not None:
             made = _forest_plan(packing, peeled, made.certificate, "trees", "exact")
-    if one_hop is not None and one_hop.gap == 0 and one_hop.trees <= made.trees:
+    if one_hop is not None and one_hop.gap == 0 and one_hop.num_trees <= made.num_trees:
         return one_hop
     if floored is not None and floored.rate > made.rate:
         return replace(floored, notes=(*floored.notes, *made.notes))

@@ -1,4 +1,4 @@
-"""Prove an upper bound on the rate of a collective without making a plan (`topoplan.bound`).
+"""Prove an upper bound on the rate of a collective without making a plan (`topoplan.compute_bound`).
 
 Flows on classes of equivalent devices: thousands of GPUs take seconds.
 """
@@ -45,9 +45,9 @@ class Bound:
     certificate: Certificate
 
 
-def bound(
+def compute_bound(
     topology: TopologyLike,
-    collective: str = "allreduce",
+    collective: str = "all_reduce",
     *,
     gpus: Sequence[int] | None = None,
     root: int | None = None,
@@ -70,10 +70,14 @@ def bound(
     It is the optimum for broadcast and reduce, for allgather and reduce-scatter on links of equal widths both ways,
     and for allreduce on direct links. For others a plan may prove a lower bound by its dual lengths.
 
+    See Also
+    --------
+    topoplan.plan, topoplan.verify
+
     Examples
     --------
     >>> import topoplan
-    >>> proved = bound(topoplan.nvswitch_cluster(128), "allgather")
+    >>> proved = compute_bound(topoplan.nvswitch_cluster(128), "allgather")
     >>> len(proved.ranks), round(proved.rate, 3)
     (1024, 201.575)
     """
@@ -81,7 +85,7 @@ def bound(
     collective, rank = asked.collective, asked.root
     if channels in CHANNEL_SPLITS:
         alone = [
-            bound(asked.machine, collective, gpus=gpus, root=root, channels=channel)
+            compute_bound(asked.machine, collective, gpus=gpus, root=root, channels=channel)
             for channel in CHANNEL_SPLITS[channels]
         ]
         parts = tuple((one.channels[0], one.certificate) for one in alone)

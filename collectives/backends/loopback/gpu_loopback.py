@@ -142,7 +142,7 @@ def program_of(
 
     >>> import topoplan
     >>> from collectives import lower
-    >>> table = lower(topoplan.ring(topoplan.load("dgx-1v"), "broadcast", gpus=[0, 1, 2, 3]), 640, chunk_elements=32)
+    >>> table = lower(topoplan.ring_plan("dgx-1v", "broadcast", gpus=[0, 1, 2, 3]), 640, chunk_elements=32)
     >>> memory = [RankArrays(rank, (0, 640), None, (0, 640), None) for rank in range(4)]
     >>> work, scratch = program_of(table, memory, 4, step_bytes=1)
     >>> len(work.steps), int(table.chunk.max()) + 3, scratch

@@ -22,7 +22,7 @@ from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import ALL_TO_ALL, TREES, Plan, check_collective
 from topoplan.schedules.registry import SCHEDULES, make_schedule
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan as make_plan
 from topoplan.units import counted, format_size
 
@@ -254,7 +254,7 @@ def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | N
         elif name == "ring":
             made = _relaying_ring(machine, collective, gpus, root)
         elif name == "pcie-ring":
-            made = ring(machine, collective, gpus=gpus, root=root, kind="pcie")
+            made = ring_plan(machine, collective, gpus=gpus, root=root, kind="pcie")
         else:
             made = make_schedule(name, machine, collective, gpus=gpus, root=root)
         plans[made.schedule] = made
@@ -266,13 +266,13 @@ def _relaying_ring(
 ) -> Plan:
     """Return the ring over the same links as trees, direct or else relayed."""
     try:
-        direct = ring(machine, collective, gpus=gpus, root=root)
+        direct = ring_plan(machine, collective, gpus=gpus, root=root)
     except InfeasibleError:
-        return ring(machine, collective, gpus=gpus, root=root, kind="relay")
+        return ring_plan(machine, collective, gpus=gpus, root=root, kind="relay")
     if direct.schedule != "pcie ring":
         return direct
     try:
-        return ring(machine, collective, gpus=gpus, root=root, kind="relay")
+        return ring_plan(machine, collective, gpus=gpus, root=root, kind="relay")
     except InfeasibleError:
         return direct
 

@@ -21,7 +21,7 @@ from tests.support.tcp_jobs import given_to, in_threads, seal
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan, Plans
-from topoplan.schedules.low_latency import one_shot, one_shot_along, one_shot_servers
+from topoplan.schedules.low_latency import one_shot_along, one_shot_plan, one_shot_servers
 
 Array = NDArray[np.int64]
 
@@ -91,11 +91,11 @@ def test_rows_of_arrays_are_exchanged_and_the_result_may_replace_the_input() -> 
 @pytest.mark.parametrize(
     "given",
     [
-        topoplan.ring("dgx-1v", gpus=[0, 1, 2]),
+        topoplan.ring_plan("dgx-1v", gpus=[0, 1, 2]),
         topoplan.plan("dgx-1v", gpus=[0, 1, 2], order="trees"),
         topoplan.plan("dgx-1v", gpus=[0, 1, 2], channels="nvlink+pcie"),
         topoplan.plan_by_size("dgx-1v", gpus=[0, 1, 2], sizes=[1 << 10, 1 << 20]),
-        topoplan.one_hop("dgx-1v", "alltoall", gpus=[0, 1, 2]),
+        topoplan.one_hop_plan("dgx-1v", "alltoall", gpus=[0, 1, 2]),
     ],
     ids=["ring", "few trees", "split", "by size", "direct sends"],
 )
@@ -141,9 +141,9 @@ def exchanges() -> dict[str, Plan]:
     dgx = topoplan.load("dgx-1v")
     pair = [topoplan.Server(dgx, [0, 1, 2]), topoplan.Server(dgx, [0, 1, 2, 3, 4])]
     return {
-        "pair": one_shot(dgx, gpus=[4, 7]),
-        "stars": one_shot(topoplan.load("v100x4")),
-        "relayed": one_shot(dgx),
+        "pair": one_shot_plan(dgx, gpus=[4, 7]),
+        "stars": one_shot_plan(topoplan.load("v100x4")),
+        "relayed": one_shot_plan(dgx),
         "many trees": one_shot_along(topoplan.plan(dgx, "allgather")),
         "servers": one_shot_servers(topoplan.cluster(pair, nic_gbps=40, nics=1)),
     }

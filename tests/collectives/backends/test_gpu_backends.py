@@ -151,7 +151,7 @@ def plans() -> dict[str, Plan]:
     return {
         "three phases": three_phase_plan([[0, 1, 2], [3, 4, 5, 6, 7]]),
         "dgx-1v": topoplan.plan(machine, "allreduce"),
-        "ring": topoplan.ring(machine, "allreduce"),
+        "ring": topoplan.ring_plan(machine, "allreduce"),
         "double binary tree": topoplan.double_binary_tree(machine, "allreduce"),
     }
 

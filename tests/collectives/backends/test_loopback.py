@@ -697,14 +697,14 @@ def dgx(gpus: list[int], channels: str = "auto") -> Callable[[], Plan]:
 
 PLANS: dict[str, Callable[[], Plan]] = {
     "cycle": lambda: topoplan.plan(thin_link_cycle(), "allreduce"),
-    "cycle ring": lambda: topoplan.ring(thin_link_cycle(), "allreduce"),
+    "cycle ring": lambda: topoplan.ring_plan(thin_link_cycle(), "allreduce"),
     "dgx-1v": dgx([0, 1, 2, 3, 4, 5, 6, 7]),
     "dgx-1v, six": dgx([0, 1, 2, 3, 4, 5]),
-    "dgx-1v, pcie ring": lambda: topoplan.ring(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7]),
+    "dgx-1v, pcie ring": lambda: topoplan.ring_plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7]),
     "dgx-1v, split": dgx([0, 1, 2, 3], "nvlink+pcie"),
     "dgx-2": lambda: topoplan.plan(topoplan.load("dgx-2"), "allreduce"),
     "two servers": lambda: topoplan.plan(behind_nics(), "allreduce"),
-    "two servers, ring": lambda: topoplan.ring(behind_nics(), "allreduce"),
+    "two servers, ring": lambda: topoplan.ring_plan(behind_nics(), "allreduce"),
     "in the network": lambda: topoplan.plan(in_network(), "allreduce"),
 }
 

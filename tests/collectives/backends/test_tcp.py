@@ -328,7 +328,7 @@ def test_paced_links_get_their_part_of_the_planned_bandwidth_and_the_right_resul
 
 def test_connections_of_several_routes_between_two_ranks_are_paced_each_for_its_own() -> None:
     """A relaying ring and a tree cross links together; all lanes of a queue make up its rate, none has all of it."""
-    plan = topoplan.ring(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7], kind="relay")
+    plan = topoplan.ring_plan(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7], kind="relay")
     crossed = crossed_links(plan)
     network = lay_out_network(crossed, plan.topology.links, 0.0005)
     wires = parse_wires(json.dumps(wires_file(network, crossed)), "wires")

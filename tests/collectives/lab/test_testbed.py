@@ -55,8 +55,8 @@ def over_nics() -> Plan:
 
 PLANS = {
     "direct": lambda: topoplan.plan(DGX, gpus=[1, 4, 5, 7]),
-    "relayed": lambda: topoplan.ring(DGX, gpus=[1, 4, 5, 7], kind="relay"),
-    "pcie": lambda: topoplan.ring(DGX, gpus=[1, 4, 5, 7], kind="pcie"),
+    "relayed": lambda: topoplan.ring_plan(DGX, gpus=[1, 4, 5, 7], kind="relay"),
+    "pcie": lambda: topoplan.ring_plan(DGX, gpus=[1, 4, 5, 7], kind="pcie"),
     "nics": over_nics,
     "nvswitch": lambda: topoplan.plan(topoplan.load("dgx-2"), gpus=[0, 1, 2]),
     "one way": lambda: topoplan.plan(DGX, "broadcast", gpus=[0, 1, 2]),
@@ -175,7 +175,7 @@ def test_a_link_that_falls_keeps_its_bucket(plan: Plan) -> None:
 
 def test_two_schedules_share_the_cables_that_both_cross() -> None:
     """One network for trees and ring, with wires for each."""
-    plans = [topoplan.plan(DGX, gpus=[0, 1, 2]), topoplan.ring(DGX, gpus=[0, 1, 2])]
+    plans = [topoplan.plan(DGX, gpus=[0, 1, 2]), topoplan.ring_plan(DGX, gpus=[0, 1, 2])]
     flows = [crossed_links(plan) for plan in plans]
     network = lay_out_network({**flows[0], **flows[1]}, plans[0].topology.links, SCALE)
     assert len(network.cables) == 3

@@ -48,7 +48,7 @@ def test_chunks_are_aligned_within_blocks(collective: str, each: int) -> None:
 
 
 def test_a_buffer_that_fits_into_a_chunk_stays_in_one() -> None:
-    plan = topoplan.ring(topoplan.load("dgx-1v"), "broadcast", gpus=[0, 1, 2, 3])
+    plan = topoplan.ring_plan(topoplan.load("dgx-1v"), "broadcast", gpus=[0, 1, 2, 3])
     assert set(lower(plan, 1003, chunk_elements=1003).chunk.tolist()) == {0}
 
 

@@ -18,7 +18,7 @@ from topoplan.engines.registry import FORMATS
 @pytest.fixture
 def ring_file(tmp_path: Path) -> str:
     path = tmp_path / "ring.json"
-    path.write_text(topoplan.ring(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3]).to_json())
+    path.write_text(topoplan.ring_plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3]).to_json())
     return str(path)
 
 

@@ -141,15 +141,15 @@ def test_a_plan_of_many_shards_that_differ_is_cut_after_some() -> None:
     lines = tree_lines(made, 12)
     assert len(lines) == 12
     assert lines[-1].endswith(" more trees; --all prints them")
-    assert len(tree_lines(made, 12, every=True)) == 1 + made.trees
-    assert int(lines[-1].split()[2]) + 10 == made.trees
+    assert len(tree_lines(made, 12, every=True)) == 1 + made.num_trees
+    assert int(lines[-1].split()[2]) + 10 == made.num_trees
 
 
 def test_rotations_of_a_ring_share_a_row() -> None:
     """Six rings of a DGX-1V are six rows, and five of 15 ranks over three servers five."""
-    rows = tree_lines(topoplan.ring("dgx-1v"), 16)
+    rows = tree_lines(topoplan.ring_plan("dgx-1v"), 16)
     assert [line.split()[0] for line in rows[1:]] == ["8"] * 6
-    ring = topoplan.ring(topoplan.nvswitch_cluster(3, gpus=5, rails=None))
+    ring = topoplan.ring_plan(topoplan.nvswitch_cluster(3, gpus=5, rails=None))
     assert not isinstance(ring.shards, ImageShards)
     assert [line.split()[0] for line in tree_lines(ring, 6)[1:]] == ["15"] * 5
     assert len(tree_lines(ring, 5, every=True)) == 76

@@ -135,7 +135,7 @@ def test_a_plan_that_needs_switches_otherwise_keeps_less() -> None:
         (partial(topoplan.plan, "v100x4"), 3),
         (lambda: topoplan.plan(topoplan.nvswitch_cluster(2, gpus=4)), 3),
         *((partial(topoplan.plan, "dgx-1v", collective), 5) for collective in COLLECTIVES),
-        (partial(topoplan.ring, "dgx-1v"), 20),
+        (partial(topoplan.ring_plan, "dgx-1v"), 20),
     ],
 )
 def test_loops_share_blocks_where_few_are_allowed(make: Callable[[], Plan], most: int) -> None:

@@ -55,7 +55,7 @@ def test_the_rings_of_a_dgx_1v() -> None:
     NCCL 2.30 counts 20 GB/s for an NVLink of a V100, finds six rings itself and expects 68.5714 GB/s of them.
     """
     machine = topoplan.load("dgx-1v")
-    exported = export_plan(topoplan.ring(machine), "nccl-graph")
+    exported = export_plan(topoplan.ring_plan(machine), "nccl-graph")
     rings = channels(exported, set(range(8)))[0]
     crossed = Counter((f"gpu{a}", f"gpu{b}") for ring in rings for a, b in pairwise([*ring, ring[0]]))
     assert len(rings) == 6
@@ -72,7 +72,7 @@ def test_the_rings_of_a_dgx_1v() -> None:
 def test_rings_of_every_collective_are_the_same_graph(collective: str) -> None:
     """NCCL runs all five collectives on its rings; the plan's own direction is kept."""
     made, summed = (
-        export_plan(topoplan.ring("dgx-1v", one), "nccl-graph") for one in (collective, "allreduce")
+        export_plan(topoplan.ring_plan("dgx-1v", one), "nccl-graph") for one in (collective, "allreduce")
     )
     graphs, others = (one.text.split("\n", 3)[3].split("<graph ")[1:] for one in (made, summed))
     assert graphs == others
@@ -231,7 +231,7 @@ def test_a_plan_of_chains_is_the_tree_graph() -> None:
     assert "chains of the plan: 2 in" in exported.notes[1]
 
 
-@pytest.mark.parametrize("method", [topoplan.plan, topoplan.one_hop, topoplan.double_binary_tree])
+@pytest.mark.parametrize("method", [topoplan.plan, topoplan.one_hop_plan, topoplan.double_binary_tree])
 def test_refuses_trees_that_branch(method: Callable[[str], Plan]) -> None:
     """NCCL cannot run them inside a server; the message says what to export instead."""
     with pytest.raises(UsageError) as caught:
@@ -244,7 +244,7 @@ def test_refuses_plans_of_several_servers_one_gpu_and_gpus_that_nothing_joins() 
     """A graph file describes one server, and rings need two GPUs; otherwise NCCL would need a network."""
     cluster = topoplan.nvswitch_cluster(2, gpus=4)
     with pytest.raises(UsageError, match=r"spans 2 servers, and nccl-graph describes one"):
-        export_plan(topoplan.ring(cluster), "nccl-graph")
+        export_plan(topoplan.ring_plan(cluster), "nccl-graph")
     assert channels(export_machine(cluster, "nccl-graph", server="s1"), {0, 1, 2, 3})
     with pytest.raises(UsageError, match="has 1 GPU here"):
         export_machine(topoplan.load("dgx-1v").subset([3]), "nccl-graph")
@@ -324,7 +324,7 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
 
 def test_rings_of_plans_are_recognised_by_shape() -> None:
     """Shards of any plan are regrouped by ring, from its lowest GPU on."""
-    found = plan_orders(topoplan.ring(topoplan.load("dgx-2"), "reduce_scatter", gpus=[2, 5, 8]))
+    found = plan_orders(topoplan.ring_plan(topoplan.load("dgx-2"), "reduce_scatter", gpus=[2, 5, 8]))
     assert found is not None
     assert (found.closed, found.shares) == (True, {("gpu2", "gpu5", "gpu8"): 1})
     assert plan_orders(topoplan.plan(topoplan.load("dgx-1v"))) is None

@@ -214,7 +214,7 @@ def test_connections_decide_the_number_of_channels() -> None:
 
     Stars out of the eight roots of a DGX-A100 have no pair in common, stars in and out have.
     """
-    plan = topoplan.ring("v100x4")
+    plan = topoplan.ring_plan("v100x4")
     file, verdict = exported(plan)
     assert float(machine_loads(verdict.traffic, 4, plan.topology).rate) == pytest.approx(plan.rate)
     assert file.channels >= 2

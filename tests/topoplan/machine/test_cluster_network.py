@@ -42,7 +42,7 @@ def wire(machine: Topology, server: int = 0) -> float:
 
 def test_a_ring_of_eight_saves_392_us_by_rdma_whatever_the_size() -> None:
     """2 * 7 hops, 28 us each; a tenth of 1.4 MB over one hop, since 28 us * 5 GB/s / 0.1 = 1.4 MB."""
-    rings = [topoplan.ring(hosts(name), "allreduce") for name in BOTH]
+    rings = [topoplan.ring_plan(hosts(name), "allreduce") for name in BOTH]
     for nbytes in (8, 1 << 20, 1 << 28):
         slow, fast = (topoplan.simulate(one, nbytes=nbytes, chunk_bytes=nbytes).seconds for one in rings)
         assert slow - fast == pytest.approx(392e-6, rel=1e-9)

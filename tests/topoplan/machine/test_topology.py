@@ -185,7 +185,7 @@ def test_facts_may_have_any_key() -> None:
 def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
     """GPUs 1, 4, 5, 7 of a DGX-1V have four NVLink pairs among them, and the whole PCIe side."""
     part = dgx_1v().subset([7, 4, 1, 5])
-    assert part.gpus == ("gpu1", "gpu4", "gpu5", "gpu7")
+    assert part.gpus == ("gpu7", "gpu4", "gpu1", "gpu5")
     pairs = {(link.src, link.dst) for link in part.links if link.channel == "nvlink" and link.src < link.dst}
     assert pairs == {("gpu1", "gpu5"), ("gpu4", "gpu5"), ("gpu4", "gpu7"), ("gpu5", "gpu7")}
     assert sum(device.kind == "pcie" for device in part.devices) == 4
@@ -295,6 +295,55 @@ def test_a_graph_that_is_no_machine_is_refused_in_one_line(graph: nx.Graph, says
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("graph", [nx.Graph(), nx.DiGraph(), nx.MultiGraph(), nx.MultiDiGraph()])
+def test_a_graph_of_any_kind_becomes_a_machine(graph: nx.Graph) -> None:
+    """An undirected edge is two links; other attributes are ignored; a node that is a number is named by its kind."""
+    graph.add_nodes_from(range(3), pos=(0, 0))
+    graph.add_edges_from([(0, 1), (1, 2), (2, 0)], weight=np.float32(25), colour="red")
+    made = Topology.from_networkx(graph, kind="gpu", channel="nvlink", bandwidth="weight", name="mine")
+    assert made.gpus == ("gpu0", "gpu1", "gpu2")
+    assert (made.name, len(made.links)) == ("mine", 3 if graph.is_directed() else 6)
+    assert {link.bandwidth for link in made.links} == {25.0}
+
+
+def test_every_machine_of_the_library_survives_networkx() -> None:
+    for name in ("dgx-1v", "dgx-h100", "mi250"):
+        assert Topology.from_networkx(topoplan.load(name).to_networkx()) == topoplan.load(name)
+
+
+def test_one_message_names_all_missing_attributes() -> None:
+    graph = nx.Graph([("a", "b"), ("b", "c")])
+    graph.nodes["a"]["kind"] = "gpu"
+    with pytest.raises(TopologyError) as caught:
+        Topology.from_networkx(graph, bandwidth="weight")
+    assert str(caught.value).startswith(
+        "the graph has no kind for b, c; no channel for a-b, b-c; no bandwidth for a-b, b-c."
+    )
+    with pytest.raises(UsageError, match="graph must be a networkx graph, got dict"):
+        Topology.from_networkx({})  # type: ignore[arg-type]
+    with pytest.raises(TopologyError, match="two nodes have one name"):
+        Topology.from_networkx(nx.Graph([(0, "gpu0")]), kind="gpu", channel="nvlink", bandwidth=1)
+
+
+def test_removed_gpus_leave_the_numbers_of_the_others() -> None:
+    """As --without-gpu; `without_gpus` renumbers."""
+    left = dgx_1v().remove_gpus([0, 2])
+    assert topoplan.load(left.to_json()) == left
+    plan = topoplan.plan(left, gpus=[7, 4, 1])
+    assert plan.ranks == ("gpu7", "gpu4", "gpu1")
+    assert topoplan.plan(left).ranks == topoplan.without_gpus(dgx_1v(), [0, 2]).gpus
+    assert left.remove_gpus([]) is left
+    with pytest.raises(UsageError, match="GPU 2 of dgx-1v was taken out; choose among the remaining GPUs"):
+        topoplan.plan(left, gpus=[2, 4])
+    with pytest.raises(UsageError, match="all 6 GPUs of dgx-1v are taken out"):
+        left.remove_gpus([1, 3, 4, 5, 6, 7])
+    for mine, free in (
+        (dgx_1v().remove_links(["gpu0-gpu3"]), topoplan.without_links(dgx_1v(), ["gpu0-gpu3"])),
+        (dgx_1v().degrade_links({"gpu0-gpu3": 9}), topoplan.slow_links(dgx_1v(), {"gpu0-gpu3": 9})),
+    ):
+        assert mine == free
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_tree_of_a_plan_is_a_tree_of_the_machine(collective: str) -> None:
@@ -316,7 +365,7 @@ def test_every_tree_of_a_plan_is_a_tree_of_the_machine(collective: str) -> None:
 
 def test_the_loads_of_a_plan_are_the_sums_over_its_trees() -> None:
     """Shares times crossings of every link, as `topoplan.verify` recomputes them."""
-    plan = topoplan.ring(DGX, gpus=[1, 4, 5, 7], kind="relay")
+    plan = topoplan.ring_plan(DGX, gpus=[1, 4, 5, 7], kind="relay")
     loads: dict[tuple[str, str], float] = {}
     for tree in plan.to_networkx():
         for *_, edge in tree.edges(data=True):

@@ -174,9 +174,9 @@ def test_nothing_is_claimed_outside_the_sizes() -> None:
     by_size = partial(topoplan.plan_by_size, dgx, gpus=[1, 4, 5, 7])
     assert by_size(sizes=[1 << 10, 1 << 15]).at(1 << 40).schedule == "lowest tree"
     assert len(by_size(sizes=[1 << 26]).ranges) == 1
-    assert by_size(sizes=[0]).at(0).trees == 1
+    assert by_size(sizes=[0]).at(0).num_trees == 1
     plans = topoplan.plan_by_size(dgx, "reduce", gpus=[4])
-    assert [(one.start, one.stop, one.plan.trees) for one in plans.ranges] == [(0, None, 0)]
+    assert [(one.start, one.stop, one.plan.num_trees) for one in plans.ranges] == [(0, None, 0)]
 
 
 def test_what_has_no_path_says_so() -> None:

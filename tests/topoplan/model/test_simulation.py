@@ -31,7 +31,7 @@ from topoplan.plans.loads import flow_rates
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.schedules.binary_trees import double_binary_tree
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.units import parse_size
 
 ALPHA = START_UP["nvlink"]
@@ -48,7 +48,7 @@ def direct(wires: dict[tuple[int, int], float], latency: float | None = None) ->
 
 def one_hop(size: int) -> Plan:
     """Stars behind a switch with ports of 150 GB/s."""
-    return topoplan.one_hop("dgx-2", gpus=range(size))
+    return topoplan.one_hop_plan("dgx-2", gpus=range(size))
 
 
 def stage(fabric: Fabric, op: str, root: int, pairs: list[tuple[int, int]]) -> Stage:
@@ -181,7 +181,7 @@ AGREEMENT: dict[str, tuple[Callable[[], Plan], dict[int, float]]] = {
     "double binary tree": (partial(double_binary_tree, "dgx-2"), {256 * MIB: 0.2}),
     **{
         f"ring {name} {collective}": (
-            partial(ring, name, collective),
+            partial(ring_plan, name, collective),
             {1 << 14: 0.01, 4 * MIB: 0.33, 16 * MIB: 0.33, 256 * MIB: 0.06},
         )
         for name in ("pcie-x8", "dgx-1v", "dgx-2")
@@ -293,7 +293,7 @@ def test_shares_keep_their_weight_when_cut_unevenly() -> None:
 
 def test_timeline_accounts_for_every_byte() -> None:
     """Bytes add up to share x crossings, busy is bytes over bandwidth, the fullest link is the bottleneck."""
-    plan = ring(topoplan.load("dgx-1v"))
+    plan = ring_plan(topoplan.load("dgx-1v"))
     timeline = simulate(plan, nbytes=48 * MIB)
     bandwidth = {
         (link.src, link.dst): link.bandwidth for link in plan.topology.links if link.channel == "nvlink"
@@ -343,12 +343,12 @@ def test_sweep_has_the_columns_of_nccl_tests() -> None:
     """Count is per rank for allgather, only sums have a redop."""
     machine = topoplan.load("dgx-1v")
     sizes = [1024, MIB, 1 << 34]
-    plan = ring(machine, "allgather")
+    plan = ring_plan(machine, "allgather")
     rows = sweep(plan, sizes)
     first = rows[0].to_object()
     assert [*first] == ["size", "count", "type", "redop", "time", "algbw", "busbw"]
     assert [first[key] for key in ("size", "count", "type", "redop")] == [1024, 32, "float", "none"]
-    assert sweep(ring(machine), [4096])[0].redop == "sum"
+    assert sweep(ring_plan(machine), [4096])[0].redop == "sum"
     assert [row.to_object()["size"] for row in rows] == sizes
     assert [row.seconds for row in rows] == [simulate(plan, nbytes=size).seconds for size in sizes]
     assert rows[1].algbw == pytest.approx(MIB / rows[1].seconds / 1e9)
@@ -386,7 +386,7 @@ def test_trace_has_one_row_for_each_link() -> None:
 @pytest.mark.parametrize("size", [3, 16])
 def test_all_senders_but_one_wait_at_the_port_of_a_roots_star(size: int) -> None:
     """N - 1 chunks meet at once: one is on the link, the others wait. Paced, none does."""
-    plan = topoplan.one_hop("dgx-2", "reduce", gpus=range(size))
+    plan = topoplan.one_hop_plan("dgx-2", "reduce", gpus=range(size))
     chunk = 1 << 20
     run = run_events(plan, nbytes=64 * chunk, chunk_bytes=chunk)
     (port,) = run.queues

@@ -70,7 +70,7 @@ def test_templates_take_the_time_of_all_their_images(name: str, collective: str)
     ("make", "hops"),
     [
         (lambda: topoplan.plan(topoplan.nvswitch_cluster(16), "allreduce"), 128 * 254),
-        (lambda: topoplan.ring(topoplan.nvswitch_cluster(5)), None),
+        (lambda: topoplan.ring_plan(topoplan.nvswitch_cluster(5)), None),
     ],
     ids=["trees of 16 servers", "rings that share wires inside 5 servers"],
 )

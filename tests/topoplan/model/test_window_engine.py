@@ -46,7 +46,7 @@ def along(plan: Plan, costs: EngineCosts, nbytes: int, blocks: int, limit: int =
 
 @cache
 def planned(name: str, collective: str, schedule: str = "trees", gpus: tuple[int, ...] | None = None) -> Plan:
-    makers = {"one-hop": topoplan.one_hop, "ring": topoplan.ring, "trees": topoplan.plan}
+    makers = {"one-hop": topoplan.one_hop_plan, "ring": topoplan.ring_plan, "trees": topoplan.plan}
     return makers[schedule](topoplan.load(name), collective, gpus=gpus)
 
 

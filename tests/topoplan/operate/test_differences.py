@@ -34,7 +34,7 @@ def renamed(machine: Topology, new: Callable[[str], str]) -> Topology:
 
 @cache
 def bounds(machine: Topology) -> tuple[float, ...]:
-    return tuple(topoplan.bound(machine, collective).rate for collective in COLLECTIVES)
+    return tuple(topoplan.compute_bound(machine, collective).rate for collective in COLLECTIVES)
 
 
 @pytest.mark.sampled

@@ -34,7 +34,7 @@ from topoplan.operate.plot.trees import draw_trees
 from topoplan.plans.plan import Plan
 from topoplan.reading.load import library
 from topoplan.schedules.binary_trees import double_binary_tree
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.units import parse_gpu_list
 
 if TYPE_CHECKING:
@@ -274,9 +274,9 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        partial(ring, "dgx-1v", "broadcast"),
+        partial(ring_plan, "dgx-1v", "broadcast"),
         partial(double_binary_tree, "dgx-2"),
-        partial(ring, "pcie-x8", "allgather"),
+        partial(ring_plan, "pcie-x8", "allgather"),
     ],
 )
 def test_draws_each_rank_once_in_each_panel(plan: Callable[[], Plan]) -> None:
@@ -288,7 +288,7 @@ def test_draws_each_rank_once_in_each_panel(plan: Callable[[], Plan]) -> None:
 
 def test_weights_of_all_panels_add_up_to_the_rate() -> None:
     """Shares in the titles, times the trees of a shape, sum to one and the GB/s to the plan's rate."""
-    for plan in (ring(topoplan.load("dgx-1v"), "broadcast"), topoplan.plan("dgx-1v")):
+    for plan in (ring_plan(topoplan.load("dgx-1v"), "broadcast"), topoplan.plan("dgx-1v")):
         shares, rates = Fraction(0), 0.0
         for axes in draw_trees(plan).axes:
             title = " ".join(axes.get_title(loc="left").split("\n"))
@@ -397,7 +397,7 @@ def test_writes_the_same_bytes_twice_without_a_date(kind: str, tmp_path: Path) -
 
 def test_counts_the_trees_that_it_leaves_out() -> None:
     """A shape is drawn whole or left out: a ring has a panel for each of its two paths."""
-    plan = ring(topoplan.load("dgx-1v"), "allreduce")
+    plan = ring_plan(topoplan.load("dgx-1v"), "allreduce")
     figure = draw_trees(plan, most=2)
     assert len(figure.axes) == 2
     assert "not shown" not in figure.get_suptitle()
@@ -405,9 +405,11 @@ def test_counts_the_trees_that_it_leaves_out() -> None:
     packed = topoplan.plan("dgx-1v")
     figure = draw_trees(packed, most=7)
     assert len(figure.axes) == 7
-    assert f"{packed.trees - 7} more of {packed.trees} trees are not shown" in figure.get_suptitle()
+    assert f"{packed.num_trees - 7} more of {packed.num_trees} trees are not shown" in figure.get_suptitle()
     machine = topoplan.load("dgx-1v")
-    assert "0 gpu1, 1 gpu4, 2 gpu5, 3 gpu7" in draw_trees(ring(machine, gpus=[1, 4, 5, 7])).get_suptitle()
+    assert (
+        "0 gpu1, 1 gpu4, 2 gpu5, 3 gpu7" in draw_trees(ring_plan(machine, gpus=[1, 4, 5, 7])).get_suptitle()
+    )
     alone = draw_trees(topoplan.plan(machine, gpus=[3]))
     assert alone.axes == []
     assert "nothing to move" in alone.get_suptitle()
@@ -458,7 +460,7 @@ def test_sweep_draws_the_points_it_is_given() -> None:
     machine = topoplan.load("dgx-1v")
     sizes = [1 << power for power in range(10, 31)]
     curves = {
-        "ring": sweep(ring(machine), sizes),
+        "ring": sweep(ring_plan(machine), sizes),
         "double binary tree": sweep(double_binary_tree(machine), sizes),
     }
     figure = draw_sweep(curves, title="allreduce on dgx-1v")

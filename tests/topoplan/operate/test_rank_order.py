@@ -85,7 +85,7 @@ def test_rates_are_those_of_nccls_ring_and_tree_as_plans(servers: int) -> None:
     rates = HopLoads(machine).rates(range(8 * servers))
     assert float(rates.tree or 0) == pytest.approx(nccl_tree(machine).rate)
     ranks = 8 * servers
-    assert float(rates.ring) == pytest.approx(topoplan.ring(machine).rate * 2 * (ranks - 1) / ranks)
+    assert float(rates.ring) == pytest.approx(topoplan.ring_plan(machine).rate * 2 * (ranks - 1) / ranks)
 
 
 def test_the_trees_of_servers_have_every_server_below_another_but_their_roots() -> None:

@@ -25,7 +25,7 @@ def alone(machine: Topology, gpus: tuple[int, ...]) -> tuple[float, float, float
     except InfeasibleError:
         return 0.0, 0.0, 0.0
     try:
-        return made.rate, made.bound, topoplan.ring(machine, gpus=gpus).rate
+        return made.rate, made.bound, topoplan.ring_plan(machine, gpus=gpus).rate
     except InfeasibleError:
         return made.rate, made.bound, 0.0
 

@@ -22,7 +22,7 @@ from topoplan.operate.compare.comparison import attainable
 from topoplan.operate.plot.markup import VOID, Curve, Markup, draw_curves, element, table
 from topoplan.operate.plot.page import report_page, sizes_section
 from topoplan.operate.plot.trees import CHUNKS, lines_of, steps_of
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 
 SIZES = (1 << 10, 1 << 20, 1 << 30)
 
@@ -182,7 +182,7 @@ def test_the_steps_of_trees() -> None:
     """One link is one step: a star goes up and down in two, a path of 8 ranks up and down in 14."""
     (star,) = steps_of(topoplan.plan("dgx-2"))
     assert (star.depth, lines_of(star)) == (2, ["1-15 > 0 (added)", "0 > 1-15 (copied)"])
-    paths = steps_of(ring("dgx-1v", "allreduce"))[0]
+    paths = steps_of(ring_plan("dgx-1v", "allreduce"))[0]
     assert paths.depth == 14
     assert all(line.count(">") == 1 for line in lines_of(paths))
 

@@ -163,7 +163,7 @@ def test_a_compact_plan_and_its_expansion_are_checked_alike(
         again = Plan.from_json(one.to_json())
         assert again == one
         assert again.to_json() == one.to_json()
-    assert (small.trees, small.height, small.depth) == (large.trees, large.height, large.depth)
+    assert (small.num_trees, small.height, small.depth) == (large.num_trees, large.height, large.depth)
     try:
         expected = topoplan.verify(large)
     except PlanError:
@@ -188,7 +188,7 @@ def test_a_large_plan_is_compact_and_the_same_as_its_expansion(collective: str) 
     made = cluster_plan(collective)
     assert len(made.to_json()) < 300_000
     large = replace(made, shards=tuple(made.shards))
-    assert len(large.shards) == made.trees >= len(made.ranks)
+    assert len(large.shards) == made.num_trees >= len(made.ranks)
     assert topoplan.verify(made) == topoplan.verify(large)
     assert topoplan.verify(made).optimal
     shards, listed = made.shards, large.shards

@@ -306,7 +306,7 @@ def test_three_phases_take_three_rounds_and_entries_of_one_way_travel_together()
 
 
 def test_trees_of_entries_take_a_round_for_each_level_and_one_down() -> None:
-    tall = sparse_trees(topoplan.ring(DGX, gpus=[0, 1, 2, 3]), entries=Fraction(1, 50))
+    tall = sparse_trees(topoplan.ring_plan(DGX, gpus=[0, 1, 2, 3]), entries=Fraction(1, 50))
     found = rounds(tall)
     assert [one.kind for one in found] == ["merge"] * tall.height + ["spread"]
     for one in found[:-1]:

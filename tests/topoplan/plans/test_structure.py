@@ -23,7 +23,7 @@ from topoplan.machine.topology import Device, Link, Topology
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.plans.structure import phases, tree_shapes
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 
 V100S = topoplan.load("dgx-1v")
 
@@ -180,7 +180,7 @@ def shapes(*shards: Shard) -> list[tuple[int, tuple[int, ...]]]:
     [
         (lambda: topoplan.plan("dgx-2"), [(16, tuple(range(16)))]),
         (lambda: topoplan.plan(topoplan.nvswitch_cluster(8), "allgather"), [(64, tuple(range(64)))]),
-        (lambda: ring("dgx-1v", "broadcast"), [(6, (0,))]),
+        (lambda: ring_plan("dgx-1v", "broadcast"), [(6, (0,))]),
         (lambda: topoplan.plan("dgx-1v", gpus=[3]), []),
     ],
     ids=["dgx-2", "images under symmetries", "paths", "one rank"],
@@ -223,5 +223,5 @@ def test_a_tree_up_and_down_is_one() -> None:
     """Two operations over the same edges are one tree; a ring's two paths are two."""
     (star,) = tree_shapes(topoplan.plan("dgx-2"))
     assert [operations for _, operations in star.trees] == [("reduce", "broadcast")]
-    paths = tree_shapes(ring("dgx-1v", "allreduce"))[0]
+    paths = tree_shapes(ring_plan("dgx-1v", "allreduce"))[0]
     assert [operations for _, operations in paths.trees] == [("reduce",), ("broadcast",)]

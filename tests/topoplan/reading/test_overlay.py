@@ -180,7 +180,7 @@ def nvlinks(machine: Topology) -> dict[tuple[str, str], tuple[float, int]]:
 
 def refusal(machine: Topology, *listings: str | Path) -> str:
     with pytest.raises(TopologyError) as caught:
-        topoplan.overlay(machine, *listings)
+        topoplan.apply_nvlink_status(machine, *listings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -197,7 +197,7 @@ def without_models(machine: Topology) -> Topology:
 def test_one_dead_wire_of_a_pair_leaves_the_other() -> None:
     """GPUs 0 and 3 of a DGX-1V list five of six links: AllReduce falls from 600/7 to 575/7 = 82.143 GB/s."""
     status = Listings(V100S, dead=[("gpu0", "gpu3", 1)], model="Tesla V100-SXM2-32GB").status()
-    broken = topoplan.overlay(V100S, status)
+    broken = topoplan.apply_nvlink_status(V100S, status)
     changed = {ends: links for ends, links in nvlinks(broken).items() if links != nvlinks(V100S)[ends]}
     assert changed == {("gpu0", "gpu3"): (25.0, 1), ("gpu3", "gpu0"): (25.0, 1)}
     assert broken.notes == (*V100S.notes, "taken out: 1 of 2 NVLinks gpu0-gpu3")
@@ -208,17 +208,17 @@ def test_dead_wires_into_a_switch_need_no_far_ends() -> None:
     """GPU 4 of a DGX H100 lists 16 of 18 links: 400 of 450 GB/s; all out-links 3550, each byte 14 times: 253.571."""
     machine = topoplan.load("dgx-h100")
     status = Listings(machine, dead=wires_of(machine)[72:74], model="NVIDIA H100 80GB HBM3").status([4])
-    broken = topoplan.overlay(machine, status)
+    broken = topoplan.apply_nvlink_status(machine, status)
     assert nvlinks(broken)["gpu4", "nvswitch0"] == nvlinks(broken)["nvswitch0", "gpu4"] == (400.0, 16)
     assert broken.notes[-1] == "taken out: 2 of 18 NVLinks gpu4-nvswitch0"
-    assert topoplan.bound(broken).rate == pytest.approx(3550 / 14)
+    assert topoplan.compute_bound(broken).rate == pytest.approx(3550 / 14)
 
 
 def test_slow_wires_into_a_switch_count_by_their_speed() -> None:
     """GPU 5 of a DGX A100, one link dead and three at half speed: 300 * (8 + 3/2) / 12 = 237.5 GB/s on 11 links."""
     wires = [wire for wire in wires_of(A100S) if "gpu5" in wire]
     listings = Listings(A100S, dead=wires[:1], speeds=dict.fromkeys(wires[3:6], HALF))
-    broken = topoplan.overlay(A100S, listings.status())
+    broken = topoplan.apply_nvlink_status(A100S, listings.status())
     assert nvlinks(broken)["gpu5", "nvswitch0"] == (237.5, 11)
     assert broken.notes[-2:] == (
         "taken out: 1 of 12 NVLinks gpu5-nvswitch0",
@@ -229,16 +229,20 @@ def test_slow_wires_into_a_switch_count_by_their_speed() -> None:
 def test_all_links_at_half_the_nominal_rate_are_slow() -> None:
     """No link of the listing is faster, but an A100 has 25 GB/s per link; a tenth below that is no damage."""
     slow = Listings(A100S, model="NVIDIA A100-SXM4-40GB").status().replace("25.781", "12.5")
-    assert {bandwidth for bandwidth, _ in nvlinks(topoplan.overlay(A100S, slow)).values()} == {150.0}
+    assert {bandwidth for bandwidth, _ in nvlinks(topoplan.apply_nvlink_status(A100S, slow)).values()} == {
+        150.0
+    }
     near = slow.replace("12.5", "22.6")
-    assert topoplan.overlay(A100S, near).links == A100S.links
-    assert topoplan.overlay(A100S, slow.replace("NVIDIA A100-SXM4-40GB", "GPU")).links == A100S.links
+    assert topoplan.apply_nvlink_status(A100S, near).links == A100S.links
+    assert (
+        topoplan.apply_nvlink_status(A100S, slow.replace("NVIDIA A100-SXM4-40GB", "GPU")).links == A100S.links
+    )
 
 
 def test_a_matrix_has_left_out_already_what_is_down() -> None:
     """Six links listed, four or five up, as many in the machine: nothing is left to take out, and the note says so."""
     status = Listings(FOUR, model="Tesla V100-SXM2-16GB", links=6).status()
-    seen = topoplan.overlay(FOUR, status)
+    seen = topoplan.apply_nvlink_status(FOUR, status)
     assert seen.links == FOUR.links
     assert seen.notes[-1] == (
         "nvidia-smi nvlink: no NVLink of gpu0, gpu1, gpu2, gpu3 is dead or slow; inactive ones of gpu0, gpu1, gpu2, "
@@ -249,7 +253,7 @@ def test_a_matrix_has_left_out_already_what_is_down() -> None:
 def test_a_gpu_all_of_whose_links_are_down_is_off_nvlink() -> None:
     """The driver's sentence in place of a list takes out every NVLink of the GPU and leaves its PCIe."""
     sentence = "GPU 2: V100\nNVML: Unable to retrieve NVLink information as all links are inActive\n"
-    broken = topoplan.overlay(V100S, sentence)
+    broken = topoplan.apply_nvlink_status(V100S, sentence)
     assert (
         broken.links
         == topoplan.without_links(V100S, ["gpu2-gpu0", "gpu2-gpu1", "gpu2-gpu3", "gpu2-gpu6"]).links
@@ -268,7 +272,9 @@ def test_listings_may_come_in_several_files_of_one_gpu_each(tmp_path: Path) -> N
         ):
             files.append(tmp_path / f"{kind}{number}.txt")
             files[-1].write_text(text)
-    assert topoplan.overlay(V100S, *files) == topoplan.overlay(V100S, listings.status(), listings.remotes())
+    assert topoplan.apply_nvlink_status(V100S, *files) == topoplan.apply_nvlink_status(
+        V100S, listings.status(), listings.remotes()
+    )
 
 
 def test_far_ends_tell_by_bus_ids_that_the_topology_knows() -> None:
@@ -276,9 +282,11 @@ def test_far_ends_tell_by_bus_ids_that_the_topology_knows() -> None:
     listings = Listings(V100S, dead=[("gpu0", "gpu3", 0), ("gpu3", "gpu7", 0)], model="Tesla V100-SXM2-32GB")
     text = listings.status([3]) + listings.remotes([3], renumbered=True)
     known = on_bus(V100S, bus_ids(V100S))
-    assert topoplan.overlay(known, text).links == listings.damaged().links
+    assert topoplan.apply_nvlink_status(known, text).links == listings.damaged().links
     swapped = dict(bus_ids(V100S)) | {"gpu0": bus_ids(V100S)["gpu1"], "gpu1": bus_ids(V100S)["gpu0"]}
-    assert nvlinks(V100S).keys() - nvlinks(topoplan.overlay(on_bus(V100S, swapped), text)).keys() == {
+    assert nvlinks(V100S).keys() - nvlinks(
+        topoplan.apply_nvlink_status(on_bus(V100S, swapped), text)
+    ).keys() == {
         ("gpu3", "gpu7"),
         ("gpu7", "gpu3"),
     }
@@ -297,7 +305,9 @@ def test_wires_that_are_anyones_guess_are_refused_with_the_candidates() -> None:
         "NVLinks down, and which is open: 0 to 1 of 1 gpu0-gpu1, 0 to 1 of 2 gpu0-gpu4, 0 to 1 of 2 gpu1-gpu5, 0 to 1 "
         "of 1 gpu4-gpu5; add nvidia-smi nvlink -R"
     )
-    assert topoplan.overlay(V100S, square.status(), square.remotes()).links == square.damaged().links
+    assert (
+        topoplan.apply_nvlink_status(V100S, square.status(), square.remotes()).links == square.damaged().links
+    )
 
 
 def test_the_real_degraded_v100_on_real_and_library_machines(machines_dir: Path) -> None:
@@ -305,7 +315,10 @@ def test_the_real_degraded_v100_on_real_and_library_machines(machines_dir: Path)
     listing = machines_dir / "nvidia-smi" / "nvlink_s_v100_inactive_AZURE73.nvlink.txt"
     matrix = topoplan.load(machines_dir / "nvidia-smi" / "dgx1_v100.txt")
     assert "gpu3 has 2 of 6 NVLinks down, and which is open" in refusal(matrix, listing)
-    assert nvlinks(topoplan.overlay(topoplan.load("dgx-2"), listing))["gpu3", "nvswitch0"] == (100.0, 4)
+    assert nvlinks(topoplan.apply_nvlink_status(topoplan.load("dgx-2"), listing))["gpu3", "nvswitch0"] == (
+        100.0,
+        4,
+    )
     assert "GPU 3 is 'Tesla V100-SXM2-32GB' in the listing and 'H100' in dgx-h100" in refusal(
         topoplan.load("dgx-h100"), listing
     )
@@ -316,7 +329,7 @@ def test_the_real_h100_fits_its_matrix_and_no_other(machines_dir: Path) -> None:
     folder = machines_dir / "nvidia-smi"
     listing = folder / "nvlink_R_h100_NCCL1182.nvlink.txt"
     machine = topoplan.load(folder / "hgx_h100x8.txt")
-    assert topoplan.overlay(machine, listing).links == machine.links
+    assert topoplan.apply_nvlink_status(machine, listing).links == machine.links
     assert "GPU 0 lists 18 NVLinks that are up, and dgx1_v100 gives it 6" in refusal(
         topoplan.load(folder / "dgx1_v100.txt"), listing
     )
@@ -398,11 +411,11 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         (tmp_path / "binary", "binary"),
     ):
         with pytest.raises(UsageError, match=says):
-            topoplan.overlay(V100S, place)
+            topoplan.apply_nvlink_status(V100S, place)
     assert refusal(V100S, tmp_path / "empty").startswith(
         f"{tmp_path / 'empty'}: this is not a listing of NVLinks"
     )
-    assert topoplan.overlay(V100S) == V100S
+    assert topoplan.apply_nvlink_status(V100S) == V100S
 
 
 @st.composite
@@ -423,7 +436,7 @@ def test_full_listings_give_the_damaged_machine_back(data: st.DataObject, name: 
     listings = data.draw(damages(machine))
     renumbered = data.draw(st.booleans())
     text = listings.status() + listings.remotes(renumbered=renumbered)
-    seen = topoplan.overlay(on_bus(machine, bus_ids(machine)) if known else machine, text)
+    seen = topoplan.apply_nvlink_status(on_bus(machine, bus_ids(machine)) if known else machine, text)
     assert seen.links == listings.damaged().links
 
 
@@ -440,7 +453,7 @@ def test_what_is_read_from_numbers_alone_is_never_wrong(data: st.DataObject, nam
     text = listings.status(gpus) + (listings.remotes(told) if told else "")
     refused = ""
     try:
-        seen = topoplan.overlay(machine, text)
+        seen = topoplan.apply_nvlink_status(machine, text)
     except TopologyError as error:
         refused = str(error)
     if refused:
@@ -540,15 +553,18 @@ def test_what_a_machine_states_as_slow_already_is_not_slowed_twice(machine: Topo
     first, second, *_ = wires_of(machine)
     listings = Listings(machine, dead=[second], speeds={first: HALF})
     listed = (listings.status(), listings.remotes())
-    broken = topoplan.overlay(machine, *listed)
+    broken = topoplan.apply_nvlink_status(machine, *listed)
     assert nvlinks(broken) == nvlinks(listings.damaged())
-    assert nvlinks(topoplan.overlay(broken, *listed)) == nvlinks(broken)
+    assert nvlinks(topoplan.apply_nvlink_status(broken, *listed)) == nvlinks(broken)
 
 
 def test_far_ends_alone_say_nothing_of_speeds() -> None:
     note = "nvidia-smi nvlink: no NVLink of gpu0, gpu1, gpu2, gpu3 is dead"
-    assert topoplan.overlay(FOUR, Listings(FOUR).status()).notes[-1] == f"{note} or slow"
-    assert topoplan.overlay(FOUR, Listings(FOUR).remotes()).notes[-1] == f"{note} (speeds are not listed)"
+    assert topoplan.apply_nvlink_status(FOUR, Listings(FOUR).status()).notes[-1] == f"{note} or slow"
+    assert (
+        topoplan.apply_nvlink_status(FOUR, Listings(FOUR).remotes()).notes[-1]
+        == f"{note} (speeds are not listed)"
+    )
 
 
 def test_an_overlay_belongs_to_a_machine(tmp_path: Path, run: Run) -> None:

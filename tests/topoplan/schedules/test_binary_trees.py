@@ -209,11 +209,11 @@ def test_measured_rates_of_gb200_are_near_the_model(
     Rings within 5 % of what was measured, trees within 15 %; packed trees reach what no schedule exceeds.
     """
     machine = nvswitch_cluster(3, gpus=gpus, nvlink=900, nic=50, rails=None)
-    assert topoplan.ring(machine).rate == pytest.approx(ring, rel=0.05)
+    assert topoplan.ring_plan(machine).rate == pytest.approx(ring, rel=0.05)
     assert nccl_tree(machine).rate == pytest.approx(tree, rel=0.15)
     best = topoplan.plan(machine)
     assert (best.rate, best.bound) == (optimum, optimum)
-    assert best.rate > max(ring, tree, topoplan.ring(machine).rate, nccl_tree(machine).rate)
+    assert best.rate > max(ring, tree, topoplan.ring_plan(machine).rate, nccl_tree(machine).rate)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from topoplan.model.event_simulation import run_events
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.reading.load import library
-from topoplan.schedules.low_latency import one_shot, one_shot_along, one_shot_servers
+from topoplan.schedules.low_latency import one_shot_along, one_shot_plan, one_shot_servers
 from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.schedules.routes import LeastLoaded
@@ -57,9 +57,9 @@ def test_both_are_valid_wherever_they_exist(name: str, collective: str) -> None:
     assert topoplan.verify(lowest).height == heights.get(name, 1)
     if lowest.height > 1:
         with pytest.raises(InfeasibleError, match="only through another GPU; a one-hop schedule needs"):
-            topoplan.one_hop(topology, collective)
+            topoplan.one_hop_plan(topology, collective)
         return
-    assert topoplan.verify(topoplan.one_hop(topology, collective)).height == 1
+    assert topoplan.verify(topoplan.one_hop_plan(topology, collective)).height == 1
 
 
 def test_a_hop_without_a_wire_is_one_clear_error() -> None:
@@ -77,7 +77,7 @@ def test_a_hop_without_a_wire_is_one_clear_error() -> None:
 def test_one_hop_on_dgx2_is_the_optimum_but_for_rooted_collectives() -> None:
     """Stars of all ranks fill every port; the star of a root sends 15 copies out of one port of 150 GB/s."""
     dgx = topoplan.load("dgx-2")
-    rates = {collective: topoplan.one_hop(dgx, collective).rate for collective in COLLECTIVES}
+    rates = {collective: topoplan.one_hop_plan(dgx, collective).rate for collective in COLLECTIVES}
     assert rates == {
         "allreduce": 80.0,
         "broadcast": 10.0,
@@ -85,14 +85,14 @@ def test_one_hop_on_dgx2_is_the_optimum_but_for_rooted_collectives() -> None:
         "allgather": 160.0,
         "reduce_scatter": 160.0,
     }
-    assert topoplan.one_hop(dgx, "broadcast").bound == 150.0
-    assert topoplan.one_hop(dgx, "broadcast", gpus=[3, 5, 9], root=9).root == 2
+    assert topoplan.one_hop_plan(dgx, "broadcast").bound == 150.0
+    assert topoplan.one_hop_plan(dgx, "broadcast", gpus=[3, 5, 9], root=9).root == 2
 
 
 @pytest.mark.parametrize(("count", "collective"), [(1, "allreduce"), (2, "allgather"), (3, "allreduce")])
 def test_parallel_switches_are_used_evenly(collective: str, count: int) -> None:
     """Three destinations on one, two or three planes: the fullest port carries 3, 2 or 1 of them."""
-    plan = topoplan.one_hop(planes(count), collective)
+    plan = topoplan.one_hop_plan(planes(count), collective)
     fullest = -(-3 // count)
     whole = 4 * 10.0 / fullest
     assert topoplan.verify(plan).rate == pytest.approx(whole / 2 if collective == "allreduce" else whole)
@@ -108,7 +108,7 @@ def test_no_plan_is_lower_than_the_lowest_tree(topology: Topology, collective: s
     assert report.exact_rate is not None
     assert report.exact_rate <= Fraction(topoplan.verify(best).exact_bound or 0)
     assert low.depth <= best.depth
-    assert low.trees == (len(topology.gpus) if collective in ("allgather", "reduce_scatter") else 1)
+    assert low.num_trees == (len(topology.gpus) if collective in ("allgather", "reduce_scatter") else 1)
 
 
 @given(MACHINES, st.sampled_from(COLLECTIVES))
@@ -121,7 +121,7 @@ def test_one_hop_exists_exactly_where_the_lowest_tree_has_height_one(
     for root in roots:
         low = topoplan.lowest_tree(topology, collective, root=root)
         try:
-            plan = topoplan.one_hop(topology, collective, root=root)
+            plan = topoplan.one_hop_plan(topology, collective, root=root)
         except InfeasibleError:
             assert low.height > 1 or collective == "allreduce"
         else:
@@ -147,7 +147,7 @@ def test_children_share_the_parents_that_are_equally_near() -> None:
     assert (children.count(1), children.count(2), plan.rate) == (2, 2, 1.0)
 
 
-@pytest.mark.parametrize("build", [topoplan.one_hop, topoplan.lowest_tree])
+@pytest.mark.parametrize("build", [topoplan.one_hop_plan, topoplan.lowest_tree])
 def test_what_does_not_fit_is_refused(build: Callable[..., Plan]) -> None:
     """Unknown collectives and channels, foreign roots, GPUs without a path; one GPU is a plan without a tree."""
     dgx = topoplan.load("dgx-1v")
@@ -175,7 +175,7 @@ def servers(count: int, gpus: list[int] | None = None, access: str = "direct") -
 )
 def test_every_rank_takes_in_what_all_others_have(name: str, rate: float, depth: int) -> None:
     """A rank receives N - 1 buffers; start-ups are those of the longest way, and no more."""
-    plan = one_shot(topoplan.load(name))
+    plan = one_shot_plan(topoplan.load(name))
     report = topoplan.verify(plan)
     assert (report.rate, plan.depth) == (rate, depth)
     for road in (topoplan.simulate, run_events):
@@ -200,7 +200,7 @@ def test_between_servers_each_owner_sends_its_sum_to_the_others(access: str) -> 
 
 def test_a_rank_that_adds_up_less_is_refused() -> None:
     """All must add up what the same ranks have sent, each once: else bits or sums differ."""
-    plan = one_shot(topoplan.load("v100x4"))
+    plan = one_shot_plan(topoplan.load("v100x4"))
     (shard,) = plan.shards
     fewer = replace(plan, shards=(replace(shard, stages=shard.stages[:3]),))
     with pytest.raises(PlanError, match="contribution of rank 3 0 times"):
@@ -224,7 +224,7 @@ def plan_of_trees() -> Plan:
 
 def test_what_it_is_not_for_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="one-shot is an allreduce, not broadcast; choose another schedule"):
-        one_shot(topoplan.load("dgx-2"), "broadcast")
+        one_shot_plan(topoplan.load("dgx-2"), "broadcast")
     with pytest.raises(UsageError, match="all 8 are on s0"):
         one_shot_servers(topoplan.load("dgx-a100"))
     with pytest.raises(InfeasibleError, match=r"each of 2 servers has one GPU, .* use the schedule one-shot"):
@@ -243,7 +243,7 @@ def test_dedicated_servers_reach_a_part_of_a_port(workers: int, helpers: int) ->
 
 
 def test_ranks_as_servers_are_the_one_hop_plan() -> None:
-    made, stars = parameter_server("dgx-2"), topoplan.one_hop("dgx-2")
+    made, stars = parameter_server("dgx-2"), topoplan.one_hop_plan("dgx-2")
     assert made.shards == stars.shards
     assert (made.rate, made.gap) == (80, 0)
     assert parameter_server(star(4, 1), servers=[f"gpu{n}" for n in range(4)]).rate == pytest.approx(20 / 3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,7 +53,7 @@ def test_a_ring_is_that_of_the_schedule_ring(collective: str) -> None:
     """A ring in its order, both ways round the square of a V100x4 that has one NVLink on a side."""
     order = [0, 1, 3, 2]
     made = plan_from_trees("dgx-2", collective, [{"ring": order}], gpus=[0, 1, 2, 3])
-    assert made.rate == pytest.approx(topoplan.ring("dgx-2", collective, gpus=[0, 1, 2, 3]).rate)
+    assert made.rate == pytest.approx(topoplan.ring_plan("dgx-2", collective, gpus=[0, 1, 2, 3]).rate)
     assert len(made.shards) == (1 if collective in ("broadcast", "reduce") else 4)
 
 
@@ -274,3 +276,52 @@ def test_a_wrong_file_is_one_line(
         trees.write_text(text or "[[0, 1, 2, 3]]")
     status, out, err = run("plan", "v100x4", "--schedule-file", str(trees), *options)
     assert (status, out, err.count("\n"), told in err) == (2, "", 1, True)
+
+
+def test_trees_are_networkx_graphs_or_those_of_a_plan() -> None:
+    """Nodes are ranks or devices; an undirected graph states its root; trees of a plan keep their fractions."""
+    machine, gpus = topoplan.load("dgx-1v"), [1, 4, 5, 7]
+    wanted = plan_from_trees(machine, "allreduce", [[(1, 2), (1, 3), (2, 0)]], gpus=gpus)
+    named = nx.DiGraph([("gpu4", "gpu5"), ("gpu4", "gpu7"), ("gpu5", "gpu1")])
+    undirected = nx.Graph([(1, 2), (1, 3), (2, 0)], root=1)
+    for graph in (nx.DiGraph([(1, 2), (1, 3), (2, 0)]), named, undirected):
+        assert plan_from_trees(machine, "allreduce", [graph], gpus=gpus).shards == wanted.shards
+    best = topoplan.plan(machine, gpus=gpus)
+    for trees in (best.trees, [tree.to_networkx() for tree in best.trees]):
+        again = plan_from_trees(machine, "allreduce", trees, gpus=gpus)
+        assert (again.rate, again.gap) == (50.0, 0.0)
+        assert [shard.share for shard in again.shards] == [tree.fraction for tree in best.trees]
+
+
+def test_rings_are_orders_or_networkx_cycles() -> None:
+    machine, gpus = topoplan.load("dgx-1v"), [0, 1, 2, 3]
+    wanted = plan_from_trees(machine, "allreduce", [{"ring": [0, 1, 2, 3]}], gpus=gpus)
+    cycle = nx.cycle_graph(4, create_using=nx.DiGraph)
+    for ring in ([0, 1, 2, 3], [0, 1, 2, 3, 0], cycle, nx.cycle_graph(4)):
+        assert topoplan.plan_from_rings(machine, "allreduce", [ring], gpus=gpus).shards == wanted.shards
+    assert topoplan.plan_from_rings(machine, "allreduce", [nx.path_graph(2)], gpus=[0, 1]).algbw > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "graph", "says"),
+    [
+        (
+            plan_from_trees,
+            nx.star_graph(3),
+            "tree 0: an undirected graph has no root; give networkx.bfs_tree",
+        ),
+        (plan_from_trees, nx.cycle_graph(4), "tree 0: an undirected graph has no root"),
+        (plan_from_trees, nx.DiGraph([(0, 1), (2, 1)]), "tree 0: rank 1 has two parents, 0 and 2"),
+        (plan_from_trees, nx.DiGraph([(0, 1)]), "tree 0: it does not reach rank 2"),
+        (plan_from_trees, nx.DiGraph(), "tree 0: .* is not a tree"),
+        (topoplan.plan_from_rings, nx.path_graph(4), "ring 0 must be one cycle through all its nodes"),
+        (topoplan.plan_from_rings, nx.DiGraph(), "ring 0 must be one cycle"),
+        (topoplan.plan_from_rings, nx.complete_graph(4), "ring 0 must be one cycle through all its nodes"),
+        (topoplan.plan_from_rings, 5, "ring 0 must be an order of ranks or a networkx graph, got int"),
+    ],
+)
+def test_graphs_that_are_no_trees_or_rings_are_refused(
+    make: Callable[..., object], graph: object, says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        make("v100x4", "allreduce", [graph])

@@ -24,7 +24,7 @@ from topoplan.plans.shards import ImageShards
 from topoplan.plans.verify import verify
 from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
-from topoplan.schedules.ring import ring, server_rings, switched_rings
+from topoplan.schedules.ring import ring_plan, server_rings, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
 
@@ -69,7 +69,7 @@ def exact_rate(plan: Plan) -> Fraction:
 
 def nvlink_ring(row: Allocation, collective: str) -> Plan | None:
     try:
-        return ring(dgx1(row.machine), collective, gpus=row.gpus, kind="nvlink")
+        return ring_plan(dgx1(row.machine), collective, gpus=row.gpus, kind="nvlink")
     except InfeasibleError:
         return None
 
@@ -118,7 +118,7 @@ def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None
     schedules = []
     for size in range(2, 9):
         for gpus in combinations(range(8), size):
-            plan = ring(machine, gpus=gpus)
+            plan = ring_plan(machine, gpus=gpus)
             verify(plan)
             schedules.append((plan.schedule, plan.channels))
     assert schedules.count(("nvlink ring", ("nvlink",))) == 93
@@ -129,7 +129,7 @@ def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("kind", ["nvlink", "pcie", "relay"])
 def test_every_collective_over_every_kind_of_ring_verifies(collective: str, kind: str) -> None:
-    plan = ring(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 3, 4, 5], kind=kind)
+    plan = ring_plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 3, 4, 5], kind=kind)
     assert plan.schedule == f"{kind} ring"
     assert plan.method == "ring"
     report = verify(plan)
@@ -183,7 +183,7 @@ def test_a_search_that_meets_its_limit_says_so_and_its_rings_are_still_disjoint(
 
 @pytest.mark.thorough
 def test_a_mesh_too_large_to_enumerate_gets_rings_and_a_note_that_more_may_exist() -> None:
-    plan = ring(wired(12, [(a, b, 1.0, 1) for a, b in combinations(range(12), 2)]))
+    plan = ring_plan(wired(12, [(a, b, 1.0, 1) for a, b in combinations(range(12), 2)]))
     verify(plan)
     assert len(plan.shards) >= 12 * 6
     assert "more may exist" in plan.notes[0]
@@ -192,8 +192,8 @@ def test_a_mesh_too_large_to_enumerate_gets_rings_and_a_note_that_more_may_exist
 def test_a_thin_link_in_a_cycle_of_four_holds_the_rings_down_and_relaying_helps() -> None:
     """Thin wire t = 1/4: two rings of t give 4t/3; relaying over the path as well gives 2 (1 + t) / 3."""
     machine = wired(4, [(0, 1, 1.0, 1), (1, 2, 1.0, 1), (2, 3, 1.0, 1), (3, 0, 0.25, 1)])
-    assert exact_rate(ring(machine)) == Fraction(1, 3)
-    relay = ring(machine, kind="relay")
+    assert exact_rate(ring_plan(machine)) == Fraction(1, 3)
+    relay = ring_plan(machine, kind="relay")
     assert exact_rate(relay) == Fraction(5, 6)
     assert "proved" in relay.notes[0]
     assert verify(relay).exact_bound == Fraction(13, 12)
@@ -203,7 +203,7 @@ def test_a_wire_of_twice_the_speed_has_room_for_two_rings() -> None:
     """A triangle whose third side is one wire of double speed is worth as much as one with two single wires."""
     fast = wired(3, [(0, 1, 2.0, 1), (1, 2, 1.0, 2), (0, 2, 1.0, 2)])
     single = wired(3, [(0, 1, 1.0, 2), (1, 2, 1.0, 2), (0, 2, 1.0, 2)])
-    assert exact_rate(ring(fast)) == exact_rate(ring(single)) == 3
+    assert exact_rate(ring_plan(fast)) == exact_rate(ring_plan(single)) == 3
 
 
 def best_relaying_mix(topology: Topology) -> float:
@@ -245,12 +245,12 @@ def test_the_relaying_mix_is_the_optimum_of_an_independent_linear_program(gpus: 
 def test_beyond_nine_gpus_a_relaying_mix_is_proved_only_by_a_full_cut() -> None:
     """Two cliques of 5 with one wire between fill that cut; a 3 x 5 grid has no Hamiltonian cycle to fill its cuts."""
     cliques = [(a + k, b + k, 1.0, 1) for k in (0, 5) for a, b in combinations(range(5), 2)]
-    bridged = ring(wired(10, [*cliques, (4, 5, 1.0, 1)]), kind="relay")
+    bridged = ring_plan(wired(10, [*cliques, (4, 5, 1.0, 1)]), kind="relay")
     assert exact_rate(bridged) == Fraction(10, 18)
     assert "proved" in bridged.notes[0]
     grid = [(5 * r + c, 5 * r + c + 1, 1.0, 1) for r in range(3) for c in range(4)]
     grid += [(5 * r + c, 5 * r + c + 5, 1.0, 1) for r in range(2) for c in range(5)]
-    plan = ring(wired(15, grid), kind="relay")
+    plan = ring_plan(wired(15, grid), kind="relay")
     assert Fraction(15, 28) < exact_rate(plan) < Fraction(2 * 15, 28)
     assert "found by local search: a better mix may exist" in plan.notes[0]
 
@@ -260,50 +260,50 @@ def test_a_pcie_ring_on_two_switches_crosses_each_link_once_whatever_the_numberi
     switch_of: list[int],
 ) -> None:
     size = len(switch_of)
-    plan = ring(box(switch_of), kind="pcie")
+    plan = ring_plan(box(switch_of), kind="pcie")
     assert plan.channels == ("pcie",)
     assert exact_rate(plan) == Fraction(12 * size, 2 * (size - 1))
-    assert ring(box(switch_of)).schedule == "pcie ring"
+    assert ring_plan(box(switch_of)).schedule == "pcie ring"
 
 
 def test_a_pcie_ring_takes_the_best_of_all_orders() -> None:
     """On four switches with slow links between sockets no order beats the one found."""
     machine = box([2, 0, 1, 3, 1, 2], sockets=5.0)
-    assert exact_rate(ring(machine, kind="pcie")) == Fraction(5 * 6, 10)
+    assert exact_rate(ring_plan(machine, kind="pcie")) == Fraction(5 * 6, 10)
 
 
 @pytest.mark.parametrize("kind", ["nvlink", "relay", "auto"])
 def test_behind_an_nvswitch_one_logical_ring_runs_at_the_port_rate(kind: str) -> None:
     """DGX-2: 150 x 16 / 30 = 80 GB/s, which is the optimum."""
-    plan = ring(topoplan.load("dgx-2"), kind=kind)
+    plan = ring_plan(topoplan.load("dgx-2"), kind=kind)
     assert exact_rate(plan) == verify(plan).exact_bound == 80
-    assert plan.trees == 16
+    assert plan.num_trees == 16
     if kind != "relay":
         assert "single logical ring over the NVSwitch" in plan.notes[0]
 
 
 def test_two_gpus_have_one_ring_there_and_back_for_each_wire_and_one_has_none() -> None:
     machine = dgx1("dgx-1v")
-    alone = ring(machine, gpus=[5])
-    assert (verify(alone).exact_rate, alone.trees) == (None, 0)
-    assert exact_rate(ring(machine, gpus=[0, 3])) == 2
-    assert exact_rate(ring(machine, "broadcast", gpus=[0, 1])) == 1
+    alone = ring_plan(machine, gpus=[5])
+    assert (verify(alone).exact_rate, alone.num_trees) == (None, 0)
+    assert exact_rate(ring_plan(machine, gpus=[0, 3])) == 2
+    assert exact_rate(ring_plan(machine, "broadcast", gpus=[0, 1])) == 1
 
 
 def test_a_one_way_cycle_has_one_ring() -> None:
     devices = tuple(Device(f"gpu{i}", "gpu") for i in range(5))
     links = tuple(Link(f"gpu{i}", f"gpu{(i + 1) % 5}", "nvlink", 3.0) for i in range(5))
-    plan = ring(Topology("one way", devices, links), "reduce", root=2)
+    plan = ring_plan(Topology("one way", devices, links), "reduce", root=2)
     assert plan.root == 2
     assert exact_rate(plan) == 3
 
 
 def test_the_root_is_named_by_gpu_number_and_stands_in_the_plan_by_rank() -> None:
     machine = dgx1("dgx-1v")
-    plan = ring(machine, "broadcast", gpus=[7, 5, 4], root=5)
-    assert (plan.ranks, plan.root) == (("gpu4", "gpu5", "gpu7"), 1)
+    plan = ring_plan(machine, "broadcast", gpus=[7, 5, 4], root=5)
+    assert (plan.ranks, plan.root) == (("gpu7", "gpu5", "gpu4"), 1)
     assert {shard.stages[0].root for shard in plan.shards} == {1}
-    assert ring(machine, "reduce", gpus=[7, 5, 4]).root == 0
+    assert ring_plan(machine, "reduce", gpus=[7, 5, 4]).root == 0
 
 
 def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
@@ -311,14 +311,14 @@ def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
     with pytest.raises(
         InfeasibleError, match=r"no NVLink ring exists .* on gpu0, gpu1, gpu2; try kind relay"
     ):
-        ring(path, kind="nvlink")
+        ring_plan(path, kind="nvlink")
     with pytest.raises(
         InfeasibleError, match=r"no PCIe path leaves the cut \{gpu0\}; .*try kind relay"
     ) as caught:
-        ring(path)
+        ring_plan(path)
     assert caught.value.cut == ("gpu0",)
     with pytest.raises(InfeasibleError, match=r"no NVLink path leaves the cut \{gpu0\}; try kind pcie"):
-        ring(box([0, 0]), kind="relay")
+        ring_plan(box([0, 0]), kind="relay")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
 )
 def test_a_request_that_does_not_fit_is_a_usage_error(options: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ring(dgx1("dgx-1v"), **options)
+        ring_plan(dgx1("dgx-1v"), **options)
 
 
 @st.composite
@@ -357,12 +357,12 @@ def direct_machines(draw: st.DrawFn) -> Topology:
 def test_on_any_direct_machine_relaying_rings_verify_and_beat_the_nvlink_rings_allreduce(
     machine: Topology, collective: str
 ) -> None:
-    verify(ring(machine, collective, kind="relay"))
+    verify(ring_plan(machine, collective, kind="relay"))
     try:
-        direct = ring(machine, kind="nvlink")
+        direct = ring_plan(machine, kind="nvlink")
     except InfeasibleError:
         return
-    assert exact_rate(ring(machine, kind="relay")) >= exact_rate(direct)
+    assert exact_rate(ring_plan(machine, kind="relay")) >= exact_rate(direct)
 
 
 def dgx_1v_servers(count: int) -> Topology:
@@ -375,7 +375,7 @@ def test_rings_fill_every_nic(servers: int) -> None:
     """Eight rings of 25 GB/s over N ranks: 200 N / (2 (N - 1)) for an allreduce, on rails that are not joined."""
     machine = topoplan.nvswitch_cluster(servers)
     size = 8 * servers
-    ring = topoplan.ring(machine)
+    ring = topoplan.ring_plan(machine)
     report = topoplan.verify(ring)
     assert ring.schedule == "network ring"
     assert report.exact_rate == Fraction(200 * size, 2 * (size - 1))
@@ -394,7 +394,9 @@ def test_rings_fill_fewer_nics_than_gpus(servers: int, nics: int) -> None:
         [topoplan.Server(topoplan.load("dgx-a100"), count=servers)], nic_gbps=200, nics=nics
     )
     size = 8 * servers
-    assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(24 * nics * size, 2 * (size - 1))
+    assert topoplan.verify(topoplan.ring_plan(machine)).exact_rate == Fraction(
+        24 * nics * size, 2 * (size - 1)
+    )
 
 
 @pytest.mark.sampled
@@ -416,7 +418,7 @@ def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
 ) -> None:
     """Three DGX H100: 8 NICs over 2 * 23 / 24 bytes, 208.696 GB/s with direct NICs, 200.348 behind PCIe slots."""
     made = topoplan.cluster([topoplan.Server("dgx-h100", count=3)], nic_gbps=400, nic_access=access, **drawn)
-    assert topoplan.verify(topoplan.ring(made)).exact_rate == Fraction(8 * nic * 24, 46)
+    assert topoplan.verify(topoplan.ring_plan(made)).exact_rate == Fraction(8 * nic * 24, 46)
 
 
 @pytest.mark.parametrize("servers", [3])
@@ -443,7 +445,7 @@ def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
     for one in server_rings(fabric, DirectRoutes(fabric)):
         lengths = [len(hop) for hop in one.hops]
         assert sorted(lengths) == [1] * 14 + [4, 4]
-    assert topoplan.verify(topoplan.ring(machine)).exact_rate == Fraction(48 * 16, 30)
+    assert topoplan.verify(topoplan.ring_plan(machine)).exact_rate == Fraction(48 * 16, 30)
 
 
 @pytest.mark.thorough
@@ -451,7 +453,7 @@ def test_servers_of_direct_links_are_walked_over_nvlink_alone() -> None:
 @pytest.mark.parametrize("machine", [topoplan.nvswitch_cluster(8), dgx_1v_servers(14)], ids=["rails", "cube"])
 def test_large_rings_are_few_chains_and_symmetries(machine: Topology, collective: str) -> None:
     """Written out, a compact ring is valid and has the same rate and loads; the chains are those of all rings."""
-    ring = topoplan.ring(machine, collective)
+    ring = topoplan.ring_plan(machine, collective)
     assert isinstance(ring.shards, ImageShards)
     whole = replace(ring, shards=tuple(ring.shards))
     compact, spread = topoplan.verify(ring), topoplan.verify(whole)

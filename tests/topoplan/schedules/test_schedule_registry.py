@@ -163,7 +163,7 @@ def wave(topology, collective="allreduce", *, gpus=None, root=None, channels="au
 swell = Schedule("swell", wave, words="a swell", collectives=("allreduce",))
 
 def slow(topology, collective="allreduce", **asked):
-    return topoplan.ring(topology, collective, gpus=asked["gpus"])
+    return topoplan.ring_plan(topology, collective, gpus=asked["gpus"])
 
 def other(topology, *rest, **asked):
     return topoplan.plan("dgx-1v", gpus=[0, 1, 2, 3])

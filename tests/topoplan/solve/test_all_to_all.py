@@ -66,7 +66,7 @@ def test_a_pair_of_a_cluster_has_the_known_rate(count: int, access: str, pair: s
 
 def test_relays_are_worth_a_quarter_on_four_gpus() -> None:
     """Single NVLinks are full with 25 GB/s of each pair alone, double ones relay; an MI250 is five hops wide."""
-    assert topoplan.one_hop("v100x4", "alltoall").rate == 100.0
+    assert topoplan.one_hop_plan("v100x4", "alltoall").rate == 100.0
     plans = {name: topoplan.plan(name, "alltoall") for name in ("v100x4", "dgx-1v", "mi250")}
     assert {name: made.height for name, made in plans.items()} == {"v100x4": 2, "dgx-1v": 2, "mi250": 5}
     assert plans["v100x4"].rate == 125.0

@@ -184,7 +184,7 @@ def test_a_length_bounded_from_below_never_exceeds_the_true_one(monkeypatch: pyt
 
 def test_bounds_of_channels_that_a_buffer_is_divided_between_add_up() -> None:
     rates = [
-        topoplan.bound("dgx-1v", gpus=range(4), channels=one).rate
+        topoplan.compute_bound("dgx-1v", gpus=range(4), channels=one).rate
         for one in ("nvlink", "pcie", "nvlink+pcie")
     ]
     assert rates == [75.0, 8.0, 83.0]

@@ -386,7 +386,7 @@ def test_plan_files_with_a_wrong_certificate_are_refused(parts: object, message:
             for one in ("pcie+nvlink", "")
         ),
         (DGX, {"nbytes": GB}, r"a size matters only to channels nvlink\+pcie, all, all-staged; leave it"),
-        (DGX, {"channels": "nvlink+pcie", "nbytes": -1}, "a buffer of -1 bytes cannot be planned for"),
+        (DGX, {"channels": "nvlink+pcie", "nbytes": -1}, "a buffer of -1 bytes does not exist"),
     ],
 )
 def test_bad_requests_are_one_line(machine: Topology, options: dict[str, Any], message: str) -> None:

@@ -79,7 +79,7 @@ def test_plans_fill_every_nic(
 @pytest.mark.parametrize(("servers", "rate"), [(2, Fraction(640, 3)), (3, Fraction(4800, 23))])
 def test_rings_over_shared_nics_use_all_of_them(servers: int, rate: Fraction) -> None:
     """Eight rings of 50 GB/s, each over a NIC of its own: 213.333, 208.696 and 206.452 GB/s."""
-    ring = topoplan.ring(behind_shared_nics("dgx-h100", servers, gbps=400))
+    ring = topoplan.ring_plan(behind_shared_nics("dgx-h100", servers, gbps=400))
     assert topoplan.verify(ring).exact_rate == rate
     assert len(ring.shards) == 8 * 8 * servers
 
@@ -87,7 +87,7 @@ def test_rings_over_shared_nics_use_all_of_them(servers: int, rate: Fraction) ->
 def test_rings_and_one_hop_trees_of_two_gpus_use_all_nics_too() -> None:
     """Two GPUs behind eight NICs: eight rings there and back, 200 GB/s, and eight edges of trees."""
     fabric = usable_fabric(behind_shared_nics("dgx-a100", 2).subset([0, 8]))
-    ring = topoplan.ring(fabric.topology)
+    ring = topoplan.ring_plan(fabric.topology)
     assert (len(ring.shards), topoplan.verify(ring).exact_rate) == (16, 200)
     routes = LeastLoaded(fabric)
     edges = [routes.edge("broadcast", (0,), 1, Fraction(1)) for _ in range(8)]

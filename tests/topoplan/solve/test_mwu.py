@@ -74,7 +74,7 @@ def test_the_plan_verifies_and_stays_within_the_threshold_of_the_packing(
 def test_dgx_1v_broadcast_comes_down_to_six_unit_trees() -> None:
     """Blink 3.2.1: from 181 trees there (dozens here) to six of one link each, at the full rate."""
     made = topoplan.plan(topoplan.load("dgx-1v"), "broadcast", method="mwu")
-    assert (made.rate, made.trees) == (150, 6)
+    assert (made.rate, made.num_trees) == (150, 6)
     assert {shard.share for shard in made.shards} == {Fraction(1, 6)}
     assert topoplan.verify(made).optimal
 

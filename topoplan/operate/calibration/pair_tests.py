@@ -102,7 +102,7 @@ def possible_tests(
     >>> found.ends, len(found.tests), found.tests[0].name, found.tests[0].rate
     (('s0.gpu0', 's1.gpu0', 's2.gpu0', 's3.gpu0'), 6, 's0.gpu0-s1.gpu0', 12.0)
     """
-    names = [topology.gpus[gpu] for gpu in topology.select(gpus)]
+    names = [topology.gpus[gpu] for gpu in sorted(topology.select(gpus))]
     if len(names) < 2:
         raise UsageError(f"pair tests need two GPUs or more, got {len(names)}; name two or more")
     servers = {name: topology.device(name).server for name in names}

@@ -41,7 +41,7 @@ from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule
 from topoplan.solve.planner import plan
-from topoplan.solve.upper_bound import bound, in_network_bound
+from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import bus_factor, exact, nearest_float
 
 OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
@@ -61,7 +61,7 @@ def compare(
     gpus: Sequence[int] | None = None,
     root: int | None = None,
     channels: str = "auto",
-    nbytes: int | None = None,
+    nbytes: int | str | None = None,
 ) -> Comparison:
     """Compare trees with rings on one allocation.
 
@@ -115,7 +115,7 @@ def compare(
         channel="+".join(trees.channels),
         trees=trees.rate,
         bound=trees.bound,
-        tree_count=trees.trees,
+        tree_count=trees.num_trees,
         height=trees.height,
         ring=picked.rate if picked else 0.0,
         ring_kind=picked.schedule if picked else NO_RING,
@@ -329,7 +329,7 @@ def attainable(
     chosen = topology.select(gpus)
     # with more ranks the bound without a plan is as good, and does not take minutes
     small = len(chosen) <= MOST_RANKS
-    make = plan if small else bound
+    make = plan if small else compute_bound
     proved = make(topology, collective, gpus=chosen, root=root)
     best = proved.bound if isinstance(proved, Plan) else proved.rate
     rivals: dict[str, Plan] = {}

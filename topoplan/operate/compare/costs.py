@@ -20,7 +20,7 @@ from topoplan.operate.faults import Fault, mended
 from topoplan.plans.build import Allocation
 from topoplan.plans.plan import ALL_COLLECTIVES
 from topoplan.solve.planner import plan
-from topoplan.solve.upper_bound import bound
+from topoplan.solve.upper_bound import compute_bound
 from topoplan.units import TOLERANCE, bus_factor
 
 
@@ -216,7 +216,7 @@ def _with_faults(found: Diagnosis, left: Sequence[Fault]) -> Topology:
 def _rate(machine: Topology, collective: str) -> float:
     try:
         if len(machine.gpus) > MOST_PLANNED:
-            return float(bound(machine, collective).rate)
+            return float(compute_bound(machine, collective).rate)
         return float(plan(machine, collective, time_limit=TIME_LIMIT).rate)
     except InfeasibleError:
         return 0.0

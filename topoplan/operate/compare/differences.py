@@ -17,7 +17,7 @@ from topoplan.machine.fabric_structure import components
 from topoplan.machine.host_topology import plain_bus_id
 from topoplan.machine.topology import Device, Link, Topology, TopologyLike, as_topology
 from topoplan.operate.device_matching import matching_devices
-from topoplan.solve.upper_bound import bound
+from topoplan.solve.upper_bound import compute_bound
 from topoplan.units import TOLERANCE
 
 COLLECTIVES = ("allreduce", "allgather")
@@ -118,7 +118,7 @@ def _bounds(machine: Topology, placed: Callable[[Topology], Topology]) -> Bounds
     if len(whole.gpus) < 2:
         return (0.0,) * len(COLLECTIVES)
     try:
-        return tuple(bound(whole, collective).rate for collective in COLLECTIVES)
+        return tuple(compute_bound(whole, collective).rate for collective in COLLECTIVES)
     except InfeasibleError:
         return (0.0,) * len(COLLECTIVES)
 

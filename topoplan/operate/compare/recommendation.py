@@ -22,7 +22,7 @@ from topoplan.operate.compare.allocations import AllocationClass, allocation_cla
 from topoplan.operate.compare.comparison import compare_class
 from topoplan.operate.compare.table import Comparison
 from topoplan.plans.plan import check_collective
-from topoplan.schedules.ring import ring
+from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan
 
 MOST_SETS = 20_000
@@ -41,7 +41,7 @@ class GpuSet:
     gpus: ascending.
     number: of its class, from 1 in the order of the list; sets of one number have isomorphic fabrics.
     rate, bound: of packed trees, and its upper bound; both 0 if no path joins the GPUs.
-    ring, ring_kind: the ring that `topoplan.ring` selects; 0 and "none" for none.
+    ring, ring_kind: the ring that `topoplan.ring_plan` selects; 0 and "none" for none.
     nccl, nccl_kind: NCCL's best, as in `Comparison`: that of the class.
     channel: channel of the trees; None if no path joins the GPUs.
     following: rate of the best set of as many of the remaining GPUs; None if fewer remain, and for sets not among the
@@ -237,6 +237,6 @@ def _own_rings(ranked: RankedSets, rows: dict[tuple[int, ...], Comparison]) -> d
 
 def _pcie_ring(ranked: RankedSets, gpus: tuple[int, ...]) -> float:
     try:
-        return ring(ranked.topology, ranked.collective, gpus=gpus, kind="pcie").rate
+        return ring_plan(ranked.topology, ranked.collective, gpus=gpus, kind="pcie").rate
     except InfeasibleError:
         return 0.0

@@ -31,7 +31,7 @@ class Comparison:
     trees, bound: rate of the packed trees, and its upper bound; both 0 if no path joins the GPUs, infinite for a single
     GPU.
     tree_count, height: number of packed trees, and edges on the longest root-to-leaf path.
-    ring: rate of the ring that `topoplan.ring` selects; 0 for none.
+    ring: rate of the ring that `topoplan.ring_plan` selects; 0 for none.
     ring_kind: "nvlink ring", "pcie ring" or "none" ("trivial" for a single GPU). A PCIe ring beside NVLink trees means
     that NVLink has no ring here.
     relay: rate of NVLink rings with relays; None if the trees do not run over NVLink.

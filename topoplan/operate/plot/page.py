@@ -387,7 +387,7 @@ def plan_section(plan: Plan, chosen: Sequence[int]) -> PageSection:
             f"{checked.exact_rate} GB/s, and from the certificate the upper bound is {checked.exact_bound}: {verdict}",
         ),
         ("full links", ", ".join(full[:MOST_FULL]) + more),
-        ("trees", f"{plan.trees} of height {plan.height} ({plan.schedule}, {plan.method})"),
+        ("trees", f"{plan.num_trees} of height {plan.height} ({plan.schedule}, {plan.method})"),
     ]
     parts = [element("dl", *(joined((element("dt", name), element("dd", text))) for name, text in facts))]
     by_phase = phases(plan)
@@ -434,6 +434,6 @@ def trees_content(plan: Plan) -> Markup:
         if all(name == f"gpu{rank}" for rank, name in enumerate(plan.ranks))
         else [folded("ranks and their GPUs", element("p", ", ".join(named)))]
     )
-    if not plan.trees:
+    if not plan.num_trees:
         return element("p", "No trees.")
     return joined((element("p", text), *ranks, draw_steps(plan)))

@@ -167,7 +167,7 @@ def _trees(plan: Plan) -> list[_Tree]:
 
 
 def _headline(plan: Plan, shown: int) -> list[str]:
-    if not plan.trees:
+    if not plan.num_trees:
         return [f"{plan.collective} on {plan.topology.name}: one rank, nothing to move"]
     taken = Fabric(plan.topology, plan.channels).edge_channels
     channels = " and ".join(STROKES[channel].name for channel in taken if channel in STROKES)
@@ -177,8 +177,8 @@ def _headline(plan: Plan, shown: int) -> list[str]:
     ]
     if any(name != f"gpu{rank}" for rank, name in enumerate(plan.ranks)):
         lines.append(f"ranks: {', '.join(_named(plan.ranks))}")
-    if shown < plan.trees:
-        lines.append(f"{plan.trees - shown} more of {plan.trees} trees are not shown")
+    if shown < plan.num_trees:
+        lines.append(f"{plan.num_trees - shown} more of {plan.num_trees} trees are not shown")
     return lines
 
 
@@ -341,7 +341,11 @@ def draw_steps(plan: Plan) -> Markup:
     every = steps_of(plan)
     pictures = [_picture(plan, one, number) for number, one in enumerate(every[:MAX_TREES], 1)]
     left = sum(one.shape.count for one in every[MAX_TREES:])
-    more = [element("p", f"{left} more of {plan.trees} trees are not drawn.", class_="small")] if left else []
+    more = (
+        [element("p", f"{left} more of {plan.num_trees} trees are not drawn.", class_="small")]
+        if left
+        else []
+    )
     return joined((_key(plan), element("div", *pictures, class_="trees"), *more))
 
 

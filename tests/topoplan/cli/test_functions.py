@@ -1,0 +1,181 @@
+"""The commands as functions: they give what the command line gives, and take and refuse what Python users write."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import topoplan
+from tests.support.question_logs import LOGS
+from topoplan.cli.main import main
+from topoplan.cli.results import Result
+from topoplan.errors import UsageError
+
+LOG = next(iter(LOGS.values()))
+
+CALLS: dict[str, tuple[list[str], Callable[[], Result]]] = {
+    "compare": (
+        ["dgx-1v", "--gpus", "1,4,5,7"],
+        lambda: topoplan.compare("dgx-1v", gpus=[1, 4, 5, 7]),
+    ),
+    "compare all": (
+        ["v100x4", "--all-allocations", "--gpu-counts", "3-4"],
+        lambda: topoplan.compare("v100x4", all_allocations=True, gpu_counts=[3, 4]),
+    ),
+    "recommend": (["dgx-1v", "--count", "4"], lambda: topoplan.recommend("dgx-1v", 4)),
+    "recommend jobs": (["v100x4", "--jobs", "2,2"], lambda: topoplan.recommend("v100x4", jobs=[2, 2])),
+    "check": (["v100x4"], lambda: topoplan.check("v100x4")),
+    "simulate": (
+        ["v100x4", "--sizes", "1KB,64MB"],
+        lambda: topoplan.simulate("v100x4", sizes=[1024, "64MB"]),
+    ),
+    "order": (["v100x4", "--gpus", "0,2,1,3"], lambda: topoplan.order("v100x4", gpus=[0, 2, 1, 3])),
+    "order mesh": (
+        ["v100x4", "--mesh", "dp=2,tp=2", "--axes", "dp=1,tp=4"],
+        lambda: topoplan.order("v100x4", mesh={"dp": 2, "tp": 2}, axes={"dp": 1, "tp": 4}),
+    ),
+    "diff": (["v100x4", "dgx-1v"], lambda: topoplan.diff("v100x4", "dgx-1v")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_function_finds_what_its_command_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, call = CALLS[name]
+    found = call()
+    status = main([name.split()[0], *words, "--json"])
+    assert json.loads(json.dumps(found.to_dict())) == json.loads(capsys.readouterr().out)
+    assert found.ok == (status == 0)
+    assert str(found)
+    assert all(isinstance(row, dict) for row in found.rows)
+    assert len(repr(found)) < 60
+    assert len(found._repr_html_()) > 10
+
+
+@pytest.mark.parametrize("name", ["recommend", "recommend jobs", "simulate"])
+def test_rows_have_the_keys_of_the_csv(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, call = CALLS[name]
+    main([name.split()[0], *words, "--csv"])
+    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [list(row) for row in call().rows] == [list(row) for row in printed]
+
+
+def test_a_log_is_a_file_or_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.log"
+    path.write_text(LOG, encoding="utf-8")
+    by_path = topoplan.explain(path, "dgx-h100")
+    by_text = topoplan.explain(LOG, "dgx-h100")
+    assert by_path.rows == by_text.rows != []
+    with pytest.raises(UsageError, match=r"^the log holds no run of nccl-tests"):
+        topoplan.explain("nothing\nat all\n", "dgx-1v")
+
+
+def test_files_are_those_of_the_commands(tmp_path: Path) -> None:
+    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+    exported = topoplan.export(plan, "msccl-xml")
+    assert exported.save(tmp_path / "graph.xml") == (str(tmp_path / "graph.xml"),)
+    plan_file = tmp_path / "plan.json"
+    plan_file.write_text(plan.to_json())
+    assert main(["export", str(plan_file), "--to", "msccl-xml", "-o", str(tmp_path / "other.xml")]) == 0
+    assert (tmp_path / "graph.xml").read_text() == (tmp_path / "other.xml").read_text() == str(exported)
+    traces = topoplan.export(plan, "chakra", nbytes="1MB")
+    assert [Path(name).name for name in traces.save(tmp_path / "trace")] == [
+        f"trace.{rank}.et" for rank in range(4)
+    ]
+    page = topoplan.report("v100x4", sizes=["1MB"])
+    (name,) = page.save(tmp_path / "page.html")
+    assert Path(name).read_text(encoding="utf-8") == str(page)
+
+
+def test_errors_name_the_arguments_of_python() -> None:
+    for call, says in (
+        (lambda: topoplan.recommend("dgx-1v"), r"how many GPUs the job has with count 4, .* with jobs 4,2,2"),
+        (lambda: topoplan.recommend("dgx-1v", 0), r"^count must be a number of GPUs, got '0'$"),
+        (lambda: topoplan.compare("dgx-1v", gpu_counts=[3]), "gpu_counts belongs to all_allocations"),
+        (
+            lambda: topoplan.export(topoplan.plan("dgx-1v"), "nccl-graph"),
+            "topoplan export TOPO --to nccl-graph",
+        ),
+        (lambda: topoplan.check("v100x4").plot(), "check has no figure"),
+        (lambda: topoplan.check("v100x4").save("x"), "check makes no file"),
+        (lambda: topoplan.simulate("v100x4", "1MB"), "takes a plan, got a machine"),  # type: ignore[call-overload]
+        (lambda: topoplan.simulate(topoplan.plan("v100x4"), "1 mile"), "size '1 mile' is not a number"),
+        (lambda: topoplan.simulate(topoplan.plan("v100x4"), 1.5), "a size must be a whole number"),  # type: ignore[call-overload]
+        (lambda: topoplan.export(topoplan.plan("v100x4"), "msccl-xml", gpus=[0]), "a plan has settled them"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            call()
+
+
+def test_rows_become_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pandas, one line says what to install."""
+    found = topoplan.recommend("v100x4", 2)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="pip install pandas"):
+        found.to_dataframe()
+    monkeypatch.undo()
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = found.to_dataframe()
+    assert isinstance(frame, pandas.DataFrame)
+    assert (list(frame), len(frame)) == (list(found.rows[0]), len(found.rows))
+
+
+def test_figures_are_drawn_where_the_command_draws_one() -> None:
+    pytest.importorskip("matplotlib")
+    assert topoplan.compare("v100x4").plot().axes
+    assert topoplan.simulate("v100x4", sizes=["1KB", "1MB"]).plot().axes
+
+
+def test_functions_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal on stderr gets a bar from the command line only."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr("topoplan.cli.output.QUIET_SECONDS", 0.0)
+    topoplan.compare("v100x4")
+    assert shown.getvalue() == ""
+    main(["compare", "v100x4"])
+    assert shown.getvalue() != ""
+
+
+def test_a_registered_schedule_is_planned_verified_and_compared() -> None:
+    def chain(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):  # type: ignore[no-untyped-def]
+        ranks = len(topoplan.load(topology).select(gpus))
+        return topoplan.plan_from_trees(topology, collective, [list(range(ranks))], gpus=gpus, root=root)
+
+    def wrong(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):  # type: ignore[no-untyped-def]
+        return topoplan.plan("v100x4", "broadcast")
+
+    try:
+        topoplan.register_schedule("chain", wrong)
+        with pytest.raises(UsageError, match=r"schedule chain made a wrong plan: .*; correct its function"):
+            topoplan.plan("dgx-2", schedule="chain")
+        topoplan.register_schedule("chain", chain)
+        made = topoplan.plan("dgx-2", schedule="chain", gpus=[3, 1, 2])
+        assert (made.ranks, made.num_trees) == (("gpu3", "gpu1", "gpu2"), 1)
+        assert topoplan.compare("dgx-2", gpus=[3, 1, 2]).rows[0]["chain"] == made.algbw
+        with pytest.raises(
+            UsageError, match="order is for packed trees, got schedule 'chain'; leave order out"
+        ):
+            topoplan.plan("dgx-2", schedule="chain", order="trees")
+    finally:
+        topoplan.register_schedule("chain", None)
+    for name, make, says in (
+        ("ring", chain, "topoplan's own"),
+        ("trees", chain, "topoplan's own"),
+        ("mine", 3, "must be a name and a function"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            topoplan.register_schedule(name, make)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="schedule 'chain' is unknown"):
+        topoplan.plan("dgx-2", schedule="chain")
+    assert topoplan.plan("dgx-1v", schedule="ring").schedule == "nvlink ring"
