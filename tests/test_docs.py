@@ -320,8 +320,6 @@ def test_the_logs_of_the_pages_are_those_of_their_writers() -> None:
 MEDIAN_WORDS, MOST_WORDS = 18, 40
 UNWANTED = re.compile(r"\bis no (?!longer\b)|\bthose that\b|\bwhoever\b", re.IGNORECASE)
 UNWANTED_START = re.compile(r"(?:Where|What|Of) ")
-REWRITTEN_LATER: tuple[str, ...] = ("README.md",)
-"""Pages whose language is not checked yet."""
 
 
 def paragraphs(page: Path) -> tuple[list[str], list[str]]:
@@ -376,7 +374,7 @@ def complaints(page: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if str(page.relative_to(ROOT)) not in REWRITTEN_LATER],
+    PAGES,
     ids=lambda page: page.stem,
 )
 def test_sentences_of_a_page_are_short_and_begin_with_their_subject(page: Path) -> None:

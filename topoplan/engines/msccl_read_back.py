@@ -30,6 +30,7 @@ from topoplan.engines.interpreter import (
 )
 from topoplan.engines.verdict import CHECK_RUNS, EngineVerdict, check_runs, program_traffic
 from topoplan.errors import PlanError, TopologyError
+from topoplan.plans.plan import collective_name
 from topoplan.reading.nccl.topology_elements import XmlElement, parse_xml
 
 COLLECTIVES = ("allreduce", "allgather", "reduce_scatter", "alltoall")
@@ -439,8 +440,8 @@ def check_msccl(file: AlgorithmFile, *, runs: int = CHECK_RUNS) -> EngineVerdict
         collective=file.collective,
         ranks=len(file.gpus),
         root=None,
-        summary=f"{file.collective} of {len(file.gpus)} GPUs, {' and '.join(ways)}: {file.chunks} chunks, "
-        f"{file.channels} channels, {blocks} blocks of a GPU at most",
+        summary=f"{collective_name(file.collective)} of {len(file.gpus)} GPUs, {' and '.join(ways)}: "
+        f"{file.chunks} chunks, {file.channels} channels, {blocks} blocks of a GPU at most",
         runs=runs,
         traffic=program_traffic(made[0]),
         notes=(_runtimes(file, fitting),),

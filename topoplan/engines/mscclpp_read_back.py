@@ -41,6 +41,7 @@ from topoplan.engines.mscclpp_read import (
 )
 from topoplan.engines.verdict import CHECK_RUNS, EngineVerdict, check_runs, program_traffic
 from topoplan.errors import PlanError
+from topoplan.plans.plan import collective_name
 
 MAX_CELLS = 1 << 22
 """Largest number of cells of all buffers together."""
@@ -308,7 +309,7 @@ def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> 
     >>> from topoplan.engines.mscclpp_read import read_plan_file
     >>> file = export_plan(topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), "mscclpp").text
     >>> check_execution_plan(read_plan_file(file)).summary
-    'allreduce of 4 GPUs, in place: 2 chunks, 3 blocks of a GPU at most'
+    'all_reduce of 4 GPUs, in place: 2 chunks, 3 blocks of a GPU at most'
     """
     check_limits(plan)
     notes: list[str] = []
@@ -339,7 +340,7 @@ def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> 
         collective=COLLECTIVE_NAMES.get(plan.collective, plan.collective),
         ranks=len(plan.gpus),
         root=root,
-        summary=f"{COLLECTIVE_NAMES.get(plan.collective, plan.collective)} of {len(plan.gpus)} GPUs, "
+        summary=f"{collective_name(COLLECTIVE_NAMES.get(plan.collective, plan.collective))} of {len(plan.gpus)} GPUs, "
         f"{'in place' if plan.in_place else 'out of place'}: {chunks} chunks, "
         f"{max(len(gpu.blocks) for gpu in plan.gpus)} blocks of a GPU at most",
         runs=runs,
