@@ -214,7 +214,7 @@ def _run_plan(options: argparse.Namespace) -> Answer:
     def figure() -> Figure:
         from topoplan.operate.plot.trees import draw_trees
 
-        return draw_trees(made)
+        return draw_trees(made, machine=machine.whole)
 
     return Answer(
         text=text,
