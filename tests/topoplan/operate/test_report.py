@@ -21,7 +21,7 @@ from topoplan.model.times_by_size import sweep
 from topoplan.operate.compare.comparison import attainable
 from topoplan.operate.plot.markup import VOID, Curve, Markup, draw_curves, element, table
 from topoplan.operate.plot.page import report_page, sizes_section
-from topoplan.operate.plot.trees import CHUNKS, lines_of, steps_of
+from topoplan.operate.plot.tree_animation import CHUNKS, lines_of, steps_of
 from topoplan.schedules.ring import ring_plan
 
 SIZES = (1 << 10, 1 << 20, 1 << 30)

@@ -372,7 +372,7 @@ def _draw_legend(
         ncols=columns,
         fontsize=points(SMALL),
         frameon=False,
-        title="bandwidth in each direction; a wire without a number is one link",
+        title="bandwidth in each direction; a line without a number is one link",
         title_fontsize=points(SMALL),
         alignment="left",
         handlelength=3,

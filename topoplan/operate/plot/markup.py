@@ -199,7 +199,7 @@ def _legend(kinds: Sequence[Kind], widths: Mapping[Kind, float]) -> Markup:
             aria_hidden="true",
         )
         entries.append(element("li", sample, " ", kind_text(kind)))
-    note = element("p", "Bandwidth in each direction; a wire without a number is one link.", class_="small")
+    note = element("p", "Bandwidth in each direction; a line without a number is one link.", class_="small")
     return element("div", element("ul", *entries, class_="legend"), note)
 
 

@@ -176,7 +176,7 @@ def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
 
     >>> one, other = (Panel("", {name: (0.0, 0.0)}, ()) for name in ("gpu0", "gpu1"))
     >>> {name: (round(x, 2), round(y, 2)) for name, (x, y) in tiled("", [one, other]).places.items()}
-    {'gpu0': (0.22, -0.13), 'gpu1': (1.07, -0.13)}
+    {'gpu0': (0.24, -0.13), 'gpu1': (1.12, -0.13)}
     """
     moved: list[Panel] = []
     top = 0.0
@@ -338,4 +338,8 @@ def _marked_lines(
             apart = min(_MARKED, _BUNDLE / len(colours))
             for number, colour in enumerate(colours):
                 shift = apart * (number - (len(colours) - 1) / 2) / length
-                yield colour, 0.7 * apart, [(p + shift * across[0], q + shift * across[1]) for p, q in corners]
+                yield (
+                    colour,
+                    0.7 * apart,
+                    [(p + shift * across[0], q + shift * across[1]) for p, q in corners],
+                )
