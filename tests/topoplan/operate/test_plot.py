@@ -496,8 +496,11 @@ def test_bars_have_a_group_for_each_class(count: int) -> None:
 
 
 def test_equal_classes_have_dots_and_no_bars() -> None:
-    rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, (50.0, "nccl tree")) for i in range(MOST_BARS + 1)]
+    """Numbers of GPUs with a single class have room for their label beside numbers with hundreds."""
+    counts = [8] * 300 + [14, 15, 16]
+    rows = [Rates(tuple(range(count)), 1, 50.0, 50.0, 25.0, (50.0, "nccl tree")) for count in counts]
     figure = draw_comparison(rows)
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["8", "14", "15", "16"]
     assert len(figure.axes) == 1
     check_readable(figure)
 

@@ -50,7 +50,7 @@ _MARGIN = 0.1
 _TITLE_ROW, _SMALL_ROW = 0.2, 0.17
 _KEY, _DOTS, _AXIS, _CLASS = 0.3, 2.3, 0.5, 0.42
 _BAR = 0.4
-_LONGEST_NAME = 1.9
+_LONGEST_NAME, _MOST_LABELS = 1.9, 32
 _HEADROOM = 1.45
 _OLD_RING = "ring of NCCL before 2.8"
 _KEYS = ("trees", "best baseline", "upper bound", _OLD_RING)
@@ -136,25 +136,26 @@ def _panel(figure: Figure, top: float, high: float, left: float) -> Axes:
 
 def _draw_dots(axes: Axes, rows: Sequence[Comparison]) -> None:
     """Draw every class, in columns by number of GPUs, and a line from the trees to a baseline that differs."""
-    places = range(len(rows))
+    places, middles, counts, start = [], [], [], 0.0
+    for count, group in groupby(len(row.gpus) for row in rows):
+        number = len(list(group))
+        wide = max(number, len(rows) / _MOST_LABELS)
+        if start:
+            axes.axvline(start, color=BLACK, linewidth=points(0.6), linestyle=":")
+        places += [start + (wide - number + 1) / 2 + place for place in range(number)]
+        middles.append(start + wide / 2)
+        counts.append(str(count))
+        start += wide
     rates, rivals = [row.trees for row in rows], [row.rival[0] or math.nan for row in rows]
     axes.vlines(places, rivals, rates, BLUE, zorder=2)
     _mark(axes, "trees", (places, rates), "o", 26, color=BLUE)
     _mark(axes, "best baseline", (places, rivals), "s", 64, facecolors="none", edgecolors=ORANGE)
     _mark(axes, "upper bound", (places, [row.bound for row in rows]), "_", 110, color=BLACK)
-    old = [place for place in places if 0 < rows[place].ring < rows[place].rival[0]]
-    _mark(axes, _OLD_RING, (old, [rows[place].ring for place in old]), "x", 16, color=BLACK)
-    start, middles, counts = 0, [], []
-    for size, group in groupby(len(row.gpus) for row in rows):
-        number = len(list(group))
-        if start:
-            axes.axvline(start - 0.5, color=BLACK, linewidth=points(0.6), linestyle=":")
-        middles.append(start + (number - 1) / 2)
-        counts.append(str(size))
-        start += number
+    old = [(place, row.ring) for place, row in zip(places, rows, strict=True) if 0 < row.ring < row.rival[0]]
+    _mark(axes, _OLD_RING, ([place for place, _ in old], [rate for _, rate in old]), "x", 16, color=BLACK)
     axes.set_xticks(middles, counts)
     axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.8, len(rows) - 0.2)
+    axes.set_xlim(-0.3, start + 0.3)
     axes.set_ylim(0, None)
     axes.grid(axis="y", color=GREY, linewidth=points(0.6))
     axes.set_ylabel("algbw, GB/s", fontsize=points(SMALL))
