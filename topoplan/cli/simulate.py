@@ -159,7 +159,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         headroom=arguments.link_fraction,
         queues=int,
     )
-    arguments.add_plot(parser, "algbw over size; of jobs, when they compute and send")
+    arguments.add_plot(parser, "busbw over size; of jobs, when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
     arguments.declare(

@@ -276,7 +276,8 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
     [
         partial(ring_plan, "dgx-1v", "broadcast"),
         partial(double_binary_tree, "dgx-2"),
-        partial(ring_plan, "pcie-x8", "allgather"),
+        partial(ring, "pcie-x8", "allgather"),
+        partial(topoplan.plan, "v100x4"),
     ],
 )
 def test_draws_each_rank_once_in_each_panel(plan: Callable[[], Plan]) -> None:

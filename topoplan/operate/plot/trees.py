@@ -94,7 +94,9 @@ class _Map:
     def size(self) -> tuple[float, float]:
         """Inches with margins; zero without a panel."""
         extents = [panel.extent() for panel in self.panels]
-        width = max((right - left + 2 * _MARGIN for left, _, right, _ in extents), default=0.0)
+        widths = [right - left for left, _, right, _ in extents]
+        widths += [text_width(_map_title(panel), SMALL) for panel in self.panels]
+        width = max((width + 2 * _MARGIN for width in widths), default=0.0)
         return width, sum(up - low + 2 * _MARGIN + _ROW for _, low, _, up in extents)
 
     def draw(self, figure: Figure, left: float, top: float) -> None:
@@ -107,7 +109,7 @@ class _Map:
             top -= tall + _ROW
             axes = figure.add_axes((left / wide, top / high, width / wide, tall / high))
             axes.set_title(
-                f"{panel.title} links of the trees drawn",
+                _map_title(panel),
                 loc="left",
                 fontsize=points(SMALL),
                 x=_MARGIN / 2 / width,
@@ -241,6 +243,10 @@ def _map_of(plan: Plan, trees: list[_Tree], machine: Topology) -> _Map | None:
         return None
     trees[:] = coloured
     return made
+
+
+def _map_title(panel: Panel) -> str:
+    return f"{panel.title} links of the trees drawn"
 
 
 def _shrunk(panel: Panel) -> Panel:
