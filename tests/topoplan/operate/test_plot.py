@@ -276,7 +276,7 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
     [
         partial(ring_plan, "dgx-1v", "broadcast"),
         partial(double_binary_tree, "dgx-2"),
-        partial(ring, "pcie-x8", "allgather"),
+        partial(ring_plan, "pcie-x8", "allgather"),
         partial(topoplan.plan, "v100x4"),
     ],
 )
@@ -338,7 +338,7 @@ def test_lines_between_cpus_follow_their_rail() -> None:
     figure = draw_trees(plan)
     (chart,) = (axes for axes in figure.axes if axes not in tree_panels(figure))
     rail = [line for line in chart.lines if line.get_color() != GREY and len(line.get_xdata()) == 4]
-    assert len({line.get_color() for line in rail}) == plan.trees
+    assert len({line.get_color() for line in rail}) == plan.num_trees
 
 
 def test_weights_of_all_panels_add_up_to_the_rate() -> None:

@@ -104,7 +104,11 @@ def draw_steps(plan: Plan) -> Markup:
     every = steps_of(plan)
     pictures = [_picture(plan, one, number) for number, one in enumerate(every[:MAX_TREES], 1)]
     left = sum(one.shape.count for one in every[MAX_TREES:])
-    more = [element("p", f"{left} more of {plan.num_trees} trees are not drawn.", class_="small")] if left else []
+    more = (
+        [element("p", f"{left} more of {plan.num_trees} trees are not drawn.", class_="small")]
+        if left
+        else []
+    )
     return joined((_key(plan), element("div", *pictures, class_="trees"), *more))
 
 
