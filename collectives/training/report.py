@@ -216,7 +216,7 @@ class Recorder:
 
 LOGGER = logging.getLogger("collectives")
 
-BAR, BORDER, WAIT = "#4c72b0", "#333333", "#c44e52"
+BAR, BORDER, WAIT = "#0072B2", "#333333", "#D55E00"
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 

@@ -156,7 +156,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         -o F.json     write the plan file; - prints it in place of the summary
         """,
     )
-    arguments.add_plot(parser, "the trees; with --sizes, bandwidth over size")
+    arguments.add_plot(parser, "the trees; with --sizes, busbw over size")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the trees, or with --sizes the times,")
     add_all_options(parser, in_network=True)
@@ -214,7 +214,7 @@ def _run_plan(options: argparse.Namespace) -> Answer:
     def figure() -> Figure:
         from topoplan.operate.plot.trees import draw_trees
 
-        return draw_trees(made)
+        return draw_trees(made, machine=machine.whole)
 
     return Answer(
         text=text,

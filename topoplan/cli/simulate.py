@@ -40,7 +40,7 @@ from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_even
 from topoplan.model.fluid_simulation import PolicyRun, run_jobs
 from topoplan.model.job_policies import POLICIES, policy_named
 from topoplan.model.jobs import Workload, read_jobs
-from topoplan.model.times_by_size import Crossover, SizeRow, crossover, sweep
+from topoplan.model.times_by_size import Crossover, SizeRow, crossover, row, sweep
 from topoplan.operate.compare.comparison import NcclTime, nccl_times
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.file_values import finite
@@ -159,7 +159,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
         headroom=arguments.link_fraction,
         queues=int,
     )
-    arguments.add_plot(parser, "algbw over size; of jobs, when they compute and send")
+    arguments.add_plot(parser, "busbw over size; of jobs, when they compute and send")
     arguments.add_json(parser)
     arguments.add_csv(parser, "the table")
     arguments.declare(
@@ -250,10 +250,14 @@ def run(options: argparse.Namespace) -> Answer:
     def figure() -> Figure:
         from topoplan.operate.plot.charts import draw_sweep
 
-        curves = {f"{plan.schedule} ({plan.num_trees})" if isinstance(plan, Plan) else "plans by size": rows}
+        name = f"{plan.schedule} ({plan.num_trees})" if isinstance(plan, Plan) else "plans by size"
+        curves: dict[str, Sequence[SizeRow]] = {name: rows}
         if rival:
             curves[rival.schedule] = rival_rows
-        title = f"{plan.collective} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
+        if nccl:
+            size = len(plan.ranks)
+            curves["NCCL's best"] = [row(plan.collective, size, one.nbytes, one.seconds) for one in nccl]
+        title = f"{collective_words(plan)} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
         return draw_sweep(curves, title=title)
 
     named = (("plan", rows), (rival.schedule if rival else "", rival_rows))

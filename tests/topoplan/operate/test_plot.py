@@ -24,8 +24,8 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import without_links
 from topoplan.model.times_by_size import sweep
-from topoplan.operate.plot.canvas import Look, save_figure, write_figure
-from topoplan.operate.plot.charts import draw_comparison, draw_sweep
+from topoplan.operate.plot.canvas import BLACK, GREY, Look, save_figure, write_figure
+from topoplan.operate.plot.charts import MOST_BARS, draw_bands, draw_comparison, draw_sweep
 from topoplan.operate.plot.machine import MAX_DEVICES, draw_topology
 from topoplan.operate.plot.nvlink_panel import circle_order, circle_places
 from topoplan.operate.plot.panels import wires
@@ -277,20 +277,75 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
         partial(ring_plan, "dgx-1v", "broadcast"),
         partial(double_binary_tree, "dgx-2"),
         partial(ring_plan, "pcie-x8", "allgather"),
+        partial(topoplan.plan, "v100x4"),
     ],
 )
 def test_draws_each_rank_once_in_each_panel(plan: Callable[[], Plan]) -> None:
+    """Trees show numbers of GPUs, the map their names."""
     figure = draw_trees(plan())
     ranks = sorted(map(str, range(len(plan().ranks))))
-    assert all(sorted(panel_texts(axes)) == ranks for axes in figure.axes)
+    assert all(sorted(panel_texts(axes)) == ranks for axes in tree_panels(figure))
+    maps = [axes for axes in figure.axes if axes not in tree_panels(figure)]
+    assert set(plan().ranks) <= {text for axes in maps for text in panel_texts(axes)}
     check_readable(figure)
+
+
+def tree_panels(figure: Figure) -> list[Axes]:
+    """The panels of a figure of trees without those of its map."""
+    return [axes for axes in figure.axes if "links of the trees drawn" not in axes.get_title(loc="left")]
+
+
+@pytest.mark.parametrize("channels", ["auto", "pcie"])
+def test_the_map_shows_the_links_of_each_tree_on_its_machine(channels: str) -> None:
+    """Two trees over the eight GPUs of a DGX-1V: their edges in their colours, the other GPUs and links pale."""
+    machine = topoplan.load("dgx-1v")
+    plan = topoplan.plan(machine, gpus=[1, 4, 5, 7], channels=channels)
+    figure = draw_trees(plan, machine=machine)
+    check_readable(figure)
+    (chart,) = (axes for axes in figure.axes if axes not in tree_panels(figure))
+    colours = [{line.get_color() for line in axes.lines} for axes in tree_panels(figure)]
+    assert all(len(colour) == 1 for colour in colours)
+    drawn = [line.get_color() for line in chart.lines if line.get_color() != GREY]
+    for number, shard in enumerate(plan.shards):
+        routes = (pair for edge in shard.stages[-1].edges for pair in pairwise(edge.route))
+        assert drawn.count(*colours[number]) == len({frozenset(pair) for pair in routes})
+    ranks = {text.get_text() for text in chart.texts if text.get_color() == BLACK}
+    assert ranks & set(machine.gpus) == {"gpu1", "gpu4", "gpu5", "gpu7"}
+    assert set(machine.gpus) <= set(panel_texts(chart))
+
+
+def test_a_machine_larger_than_a_page_and_many_trees_have_no_map() -> None:
+    for plan in (
+        topoplan.plan(servers("dgx-h100", 2, nic_gbps=400)),
+        topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7], channels="all"),
+    ):
+        figure = draw_trees(plan)
+        assert tree_panels(figure) == figure.axes
+        check_readable(figure)
+
+
+def test_lines_between_cpus_follow_their_rail() -> None:
+    """One line with branches stands for all wires of four CPUs; a route over two of them passes no third."""
+    machine = four_nodes()
+    every = replace(
+        machine,
+        links=(
+            *machine.links,
+            *(Link(a, b, "sys", 20.0, 2) for a, b in (("cpu1", "cpu2"), ("cpu2", "cpu1"))),
+        ),
+    )
+    plan = topoplan.plan(every, gpus=[1, 3], channels="pcie")
+    figure = draw_trees(plan)
+    (chart,) = (axes for axes in figure.axes if axes not in tree_panels(figure))
+    rail = [line for line in chart.lines if line.get_color() != GREY and len(line.get_xdata()) == 4]
+    assert len({line.get_color() for line in rail}) == plan.num_trees
 
 
 def test_weights_of_all_panels_add_up_to_the_rate() -> None:
     """Shares in the titles, times the trees of a shape, sum to one and the GB/s to the plan's rate."""
     for plan in (ring_plan(topoplan.load("dgx-1v"), "broadcast"), topoplan.plan("dgx-1v")):
         shares, rates = Fraction(0), 0.0
-        for axes in draw_trees(plan).axes:
+        for axes in tree_panels(draw_trees(plan)):
             title = " ".join(axes.get_title(loc="left").split("\n"))
             told = re.match(r"(?:(\d+) trees of this shape|tree \d+): ([\d/]+)(?:,| and) (\S+) GB/s", title)
             assert told is not None
@@ -303,11 +358,11 @@ def test_weights_of_all_panels_add_up_to_the_rate() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "titles"),
     [
-        ("dgx-2", {}, ["16 trees of this shape: 1/16 and 5 GB/s each\nreduce, broadcast; roots 0-15"]),
+        ("dgx-2", {}, ["16 trees of this shape: 1/16 and 5 GB/s each\nreduce, broadcast; roots gpu0-15"]),
         (
             "dgx-2",
             {"collective": "allgather"},
-            ["16 trees of this shape: 1/16 and 10 GB/s each\nbroadcast; roots 0-15"],
+            ["16 trees of this shape: 1/16 and 10 GB/s each\nbroadcast; roots gpu0-15"],
         ),
         ("dgx-1v", {"gpus": [1, 4, 5, 7]}, [f"tree {i}: 1/2, 25 GB/s\nreduce, broadcast" for i in (1, 2)]),
     ],
@@ -315,7 +370,7 @@ def test_weights_of_all_panels_add_up_to_the_rate() -> None:
 def test_trees_of_one_shape_are_drawn_once(name: str, options: dict[str, Any], titles: list[str]) -> None:
     """With their number and their roots; a few trees are drawn each, since they differ in whom they join."""
     figure = draw_trees(topoplan.plan(name, **options))
-    assert [axes.get_title(loc="left") for axes in figure.axes] == titles
+    assert [axes.get_title(loc="left") for axes in tree_panels(figure)] == titles
     assert "not shown" not in figure.get_suptitle()
 
 
@@ -325,10 +380,11 @@ def test_places_a_rank_by_its_depth() -> None:
     assert forest_positions([0], children) == {rank: (0.0, rank) for rank in range(5000)}
 
 
-def test_draws_a_cluster_as_one_tree_and_names_ranges_of_ranks() -> None:
+def test_draws_a_cluster_as_one_tree_and_names_servers_and_gpus() -> None:
     figure = draw_trees(topoplan.plan(servers("dgx-a100", 4, nic_gbps=200, nics=8)))
     assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == ["32 trees of this shape"]
-    assert "0-7 s0.gpu0-7, 8-15 s1.gpu0-7" in figure.get_suptitle()
+    assert "roots s0-3.gpu0-7" in figure.axes[0].get_title(loc="left")
+    assert {"s0\n0", "s3\n7"} <= set(panel_texts(figure.axes[0]))
     check_readable(figure)
 
 
@@ -399,17 +455,15 @@ def test_counts_the_trees_that_it_leaves_out() -> None:
     """A shape is drawn whole or left out: a ring has a panel for each of its two paths."""
     plan = ring_plan(topoplan.load("dgx-1v"), "allreduce")
     figure = draw_trees(plan, most=2)
-    assert len(figure.axes) == 2
+    assert len(tree_panels(figure)) == 2
     assert "not shown" not in figure.get_suptitle()
     assert draw_trees(plan, most=1).axes == []
     packed = topoplan.plan("dgx-1v")
     figure = draw_trees(packed, most=7)
-    assert len(figure.axes) == 7
+    assert len(tree_panels(figure)) == 7
     assert f"{packed.num_trees - 7} more of {packed.num_trees} trees are not shown" in figure.get_suptitle()
     machine = topoplan.load("dgx-1v")
-    assert (
-        "0 gpu1, 1 gpu4, 2 gpu5, 3 gpu7" in draw_trees(ring_plan(machine, gpus=[1, 4, 5, 7])).get_suptitle()
-    )
+    assert set(panel_texts(draw_trees(ring_plan(machine, gpus=[1, 4, 5, 7])).axes[0])) == {"1", "4", "5", "7"}
     alone = draw_trees(topoplan.plan(machine, gpus=[3]))
     assert alone.axes == []
     assert "nothing to move" in alone.get_suptitle()
@@ -418,26 +472,50 @@ def test_counts_the_trees_that_it_leaves_out() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 3, 14, 46])
 def test_bars_have_a_group_for_each_class(count: int) -> None:
-    """One bar of trees and one of a rival for each class, at its height; labels readable and on the page."""
+    """One bar of trees and one of a baseline for each class, in the order of the table; of many the twelve that differ
+    most, and a dot for each of all.
+    """
     rows = class_rows(count)
     figure = draw_comparison(rows, title="broadcast on dgx-1v")
-    upper, lower = figure.axes
-    bars = {container.get_label(): container for container in upper.containers}
-    assert [bar.get_height() for bar in bars["trees"]] == [row.trees for row in rows]
-    assert sum(len(bars[kind]) for kind in {row.rival[1] for row in rows}) == count
-    assert [parse_gpu_list(text.get_text()) for text in lower.get_xticklabels()] == [row.gpus for row in rows]
+    lower = figure.axes[-1]
+    ordered = sorted(rows, key=lambda row: (len(row.gpus), -row.trees))
+    shown = ordered
+    if count > MOST_BARS:
+        differing = [row for row in ordered if row.rival_ratio != 1]
+        most = sorted(differing, key=lambda row: -row.rival_ratio)[:MOST_BARS]
+        shown = [row for row in ordered if row in most]
+        (dots,) = (marks for marks in figure.axes[0].collections if marks.get_label() == "trees")
+        assert [place[1] for place in dots.get_offsets()] == [row.trees for row in ordered]
+        assert f"differ: {len(shown)}" in " ".join(panel_texts(lower))
+    bars = {container.get_label(): container for container in lower.containers}
+    assert [bar.get_width() for bar in bars["trees"]] == [row.trees for row in shown]
+    assert [bar.get_width() for bar in bars["best baseline"]] == [row.rival[0] for row in shown]
+    names = [text.get_text().replace("\n", "") for text in lower.get_yticklabels()]
+    assert [parse_gpu_list(name) for name in names] == [row.gpus for row in shown]
+    assert figure.get_figwidth() == 8
     check_readable(figure)
 
 
-def test_gives_each_kind_of_rival_its_hatch() -> None:
+def test_equal_classes_have_dots_and_no_bars() -> None:
+    """Numbers of GPUs with a single class have room for their label beside numbers with hundreds."""
+    counts = [8] * 300 + [14, 15, 16]
+    rows = [Rates(tuple(range(count)), 1, 50.0, 50.0, 25.0, (50.0, "nccl tree")) for count in counts]
+    figure = draw_comparison(rows)
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["8", "14", "15", "16"]
+    assert len(figure.axes) == 1
+    check_readable(figure)
+
+
+def test_names_the_baseline_of_each_class_beside_its_bar() -> None:
     kinds = ("nvlink ring", "pcie ring", "relay ring", "double binary tree", "nccl tree", "nvls", "another")
     rows = [Rates((0, i + 1), 1, 50.0, 50.0, 25.0, (25.0, kind)) for i, kind in enumerate(kinds)]
-    bars = {c.get_label(): c for c in draw_comparison(rows).axes[0].containers}
-    assert len({bars[kind][0].get_hatch() for kind in kinds}) == len(kinds)
+    texts = panel_texts(draw_comparison(rows).axes[0])
+    assert [text for text in texts if text.startswith("25, ")] == [f"25, {kind}" for kind in kinds]
+    assert texts.count("50, 2.00x") == len(kinds)
 
 
-def test_comparison_is_with_the_best_rival() -> None:
-    """The line under the title counts members and gives the ratios over the best rival; old rings are marks."""
+def test_comparison_is_with_the_best_baseline() -> None:
+    """The line under the title counts members and gives the ratios over the best baseline; old rings are marks."""
     rows = [
         Rates((0, 1), 3, 40.0, 40.0, 5.0, (10.0, "relay ring")),
         Rates((0, 2), 1, 9.0, 9.0, 9.0, (9.0, "nvlink ring")),
@@ -445,12 +523,12 @@ def test_comparison_is_with_the_best_rival() -> None:
     figure = draw_comparison(rows)
     texts = " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
     assert (
-        "4 allocations in 2 classes; trees / best rival: 1 to 4, geometric mean 2, equal or below in 1"
+        "4 allocations in 2 classes; trees / best baseline: 1 to 4, geometric mean 2, equal or below in 1"
         in texts
     )
     marks = {marks.get_label(): marks.get_offsets() for marks in figure.axes[0].collections}
-    assert [tuple(place)[1] for place in marks["ring of NCCL before 2.8"]] == [5.0]
-    assert figure.axes[1].get_ylabel() == "trees / best rival"
+    assert [place[0] for place in marks["ring of NCCL before 2.8"]] == [5.0]
+    assert [place[0] for place in marks["upper bound"]] == [40.0, 9.0]
     with pytest.raises(UsageError, match="compare at least one allocation"):
         draw_comparison([])
 
@@ -468,8 +546,56 @@ def test_sweep_draws_the_points_it_is_given() -> None:
     assert [line.get_label() for line in axes.lines] == list(curves)
     for line, rows in zip(axes.lines, curves.values(), strict=True):
         assert list(line.get_xdata()) == sizes
-        assert list(line.get_ydata()) == [row.algbw for row in rows]
-    assert axes.get_xscale() == "log"
+        assert list(line.get_ydata()) == [row.busbw for row in rows]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("message size", "busbw, GB/s (algbw × 7/4)")
     check_readable(figure)
     with pytest.raises(UsageError, match="needs a size above zero bytes"):
         draw_sweep({"nothing": []})
+
+
+def test_names_the_plans_that_are_fastest_somewhere_and_greys_the_others() -> None:
+    """Of nine curves at most seven entries stand in the legend: the fastest of most sizes, and one for the rest."""
+    rows = sweep(topoplan.plan("v100x4"), [1 << 10, 1 << 20, 1 << 30])
+    curves = {
+        f"plan {number}": [
+            replace(row, busbw=row.busbw / (1 + abs(place - number))) for place, row in enumerate(rows)
+        ]
+        for number in range(9)
+    }
+    figure = draw_sweep(curves)
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["plan 0", "plan 1", "plan 2", "6 other schedules"]
+    assert len(figure.axes[0].lines) == 9
+    check_readable(figure)
+
+
+def test_letters_have_nine_points() -> None:
+    """At the natural size, on every figure: a talk shows them as they are."""
+    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+    for figure in (
+        draw_trees(plan),
+        draw_comparison(class_rows(14)),
+        draw_sweep({"trees": sweep(plan, [1024, 1 << 20])}),
+        draw_topology(with_bus_ids(topoplan.load("dgx-1v"))),
+        draw_bands({"all": {"trees": [(1, 2), (3, 4)]}}, (1024, 2048), label="ratio"),
+    ):
+        assert min(text.get_fontsize() for text in visible_texts(figure)) >= 9
+
+
+def test_bands_have_medians_tenths_and_extremes() -> None:
+    """Of eleven curves, and of one curve alone."""
+    curves = [(float(i), 10.0 * i) for i in range(11)]
+    figure = draw_bands(
+        {"left": {"many": curves, "one": curves[:1]}, "right": {"one": curves[3:4]}},
+        (1024, 4096),
+        label="ratio",
+    )
+    left, right = figure.axes
+    assert [list(line.get_ydata()) for line in left.lines] == [[5.0, 50.0], [0.0, 0.0]]
+    edges = [sorted({y for _, y in band.get_paths()[0].vertices}) for band in left.collections[:2]]
+    assert [(one[0], one[-1]) for one in edges] == [(0.0, 100.0), (1.0, 90.0)]
+    assert list(right.lines[0].get_ydata()) == [3.0, 30.0]
+    check_readable(figure)

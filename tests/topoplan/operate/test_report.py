@@ -21,7 +21,7 @@ from topoplan.model.times_by_size import sweep
 from topoplan.operate.compare.comparison import attainable
 from topoplan.operate.plot.markup import VOID, Curve, Markup, draw_curves, element, table
 from topoplan.operate.plot.page import report_page, sizes_section
-from topoplan.operate.plot.trees import CHUNKS, lines_of, steps_of
+from topoplan.operate.plot.tree_animation import CHUNKS, lines_of, steps_of
 from topoplan.schedules.ring import ring_plan
 
 SIZES = (1 << 10, 1 << 20, 1 << 30)
@@ -132,7 +132,7 @@ def test_a_page_says_what_the_plan_says() -> None:
         "algbw is 80 GB/s, and from the certificate the upper bound is 80: they are equal: no plan is faster"
         in text
     )
-    assert "16 trees of this shape: 1/16 of the buffer and 5 GB/s each, roots 0-15" in text
+    assert "16 trees of this shape: 1/16 of the buffer and 5 GB/s each, roots gpu0-15" in text
     assert "Healthy" in text
 
 
@@ -180,11 +180,16 @@ def test_other_requests_have_a_page(options: dict[str, object], sections: int) -
 
 def test_the_steps_of_trees() -> None:
     """One link is one step: a star goes up and down in two, a path of 8 ranks up and down in 14."""
-    (star,) = steps_of(topoplan.plan("dgx-2"))
-    assert (star.depth, lines_of(star)) == (2, ["1-15 > 0 (added)", "0 > 1-15 (copied)"])
-    paths = steps_of(ring_plan("dgx-1v", "allreduce"))[0]
+    plan = topoplan.plan("dgx-2")
+    (star,) = steps_of(plan)
+    assert (star.depth, lines_of(star, plan.ranks)) == (
+        2,
+        ["gpu1-15>gpu0 (added)", "gpu0>gpu1-15 (copied)"],
+    )
+    cycle = ring_plan("dgx-1v", "allreduce")
+    paths = steps_of(cycle)[0]
     assert paths.depth == 14
-    assert all(line.count(">") == 1 for line in lines_of(paths))
+    assert all(line.count(">") == 1 for line in lines_of(paths, cycle.ranks))
 
 
 @pytest.mark.sampled
@@ -206,13 +211,13 @@ def test_a_chunk_goes_on_after_it_has_come(name: str, collective: str) -> None:
 
 
 def test_a_curve_has_all_of_its_points() -> None:
-    """A mark for each size, at a height in proportion; one size alone can be drawn too."""
-    curves = [Curve("a", ((1 << 10, 10.0), (1 << 20, 40.0))), Curve("b", ((1 << 10, 20.0),))]
+    """A mark for each size, at the height of its logarithm; one size alone can be drawn too."""
+    curves = [Curve("a", ((1 << 10, 1.0), (1 << 20, 20.0))), Curve("b", ((1 << 10, 20.0),))]
     drawn = draw_curves(curves, label="two")
     heights = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', drawn)]
     # The last one is that of the legend.
-    bottom = 340.0 - 46.0
-    assert (bottom - heights[0]) * 4 == pytest.approx(bottom - heights[1], rel=1e-3)
+    bottom, top = 340.0 - 46.0, 16.0
+    assert heights[:2] == pytest.approx([bottom, top], rel=1e-3)
     assert "b, 1KB: 20 GB/s" in drawn
     well_formed(draw_curves(curves[1:], label="one"))
 

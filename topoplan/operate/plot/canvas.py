@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 DOTS_PER_INCH = 150
 
+HEAD, SMALL = 11, 9
+"""Letters in points of headlines and of everything else, at the natural size of a figure."""
+
 MOST_PIXELS = 200_000_000
 """Most pixels of a bitmap."""
 

@@ -1,36 +1,37 @@
-"""Draw charts: rates of allocations as bars, bandwidth over buffer size, and the timeline of jobs.
+"""Draw charts: rates of allocations, bandwidth over message sizes, bands of many curves, and the timeline of jobs.
 
-Bars compare trees with their best baseline, like figures 14 and 16 of the Blink paper. The paper's baseline is the ring
-of its day, which falls back to PCIe without NVLink. NCCL relays such a ring through other GPUs today, and has trees and
-NVLS too: bars show the fastest of all, and a mark shows the ring of the paper. Sizes have a logarithmic axis. A
-timeline has a row for each job, with its computing and sending, and a panel for each policy.
+Allocations have bars of the trees and their best baseline, like figures 14 and 16 of the Blink paper. The paper's
+baseline is the ring of its day, which falls back to PCIe without NVLink. NCCL relays such a ring through other GPUs
+today, and has trees and NVLS too: bars show the fastest of all, and a mark shows the ring of the paper. Many classes
+are dots, and only those in which the rates differ have bars. Axes of sizes are logarithmic, and so are bandwidths over
+sizes. A timeline has a row for each job, with its computing and sending, and a panel for each policy.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import groupby
-from typing import TYPE_CHECKING
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
 
 from topoplan.errors import UsageError
 from topoplan.operate.plot.canvas import (
     BLACK,
     BLUE,
-    GREEN,
     GREY,
+    HEAD,
     ORANGE,
-    PURPLE,
     SERIES,
-    SKY,
-    VERMILLION,
-    YELLOW,
+    SMALL,
     fitted,
     new_figure,
     points,
     text_width,
 )
-from topoplan.units import format_size, number_ranges
+from topoplan.units import counted, format_size, number_ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,118 +41,180 @@ if TYPE_CHECKING:
     from topoplan.model.times_by_size import SizeRow
     from topoplan.operate.compare.table import Comparison
 
-_GROUP = 0.33
-_SMALLEST = 6.5
-_BAR = 0.38
-_FEWEST = 8
+MOST_BARS = 12
+"""Most classes with a name and bars; of more classes all are dots."""
+
+_EQUAL = 1e-6
+_PAGE = 8.0
 _MARGIN = 0.1
-_TITLE, _SMALL = 11, 8
-_TITLE_ROW, _SMALL_ROW = 0.2, 0.15
-_RIVAL_STYLES = {
-    "nvlink ring": (ORANGE, ""),
-    "pcie ring": (VERMILLION, "////"),
-    "relay ring": (SKY, "...."),
-    "nccl tree": (PURPLE, "\\\\\\\\"),
-    "nvls": (YELLOW, "----"),
-    "nvls tree": (YELLOW, "++++"),
-    "double binary tree": (GREY, "oooo"),
-}
-_OTHER_RIVAL = (GREY, "xxxx")
+_TITLE_ROW, _SMALL_ROW = 0.2, 0.17
+_KEY, _DOTS, _AXIS, _CLASS = 0.3, 2.3, 0.5, 0.42
+_BAR = 0.4
+_LONGEST_NAME, _MOST_LABELS = 1.9, 32
+_HEADROOM = 1.45
+_OLD_RING = "ring of NCCL before 2.8"
+_KEYS = ("trees", "best baseline", "upper bound", _OLD_RING)
 
 
 def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
-    """Draw a group of bars for each allocation: trees and the fastest baseline, with marks for the bound and the old
+    """Draw two bars for each allocation, trees and the fastest baseline, with marks for the upper bound and the old
     ring.
 
-    The lower panel shows the trees' rate over that baseline. Allocations are in the order of the rows; those of the
-    same number of GPUs share a heading.
+    Allocations are in the order of the table: by number of GPUs, the fastest first. More than `MOST_BARS` are dots in
+    an upper panel; below it the ones in which trees and baseline differ most have names and bars.
     """
     if not rows:
         raise UsageError("rows must not be empty; compare at least one allocation")
-    width = max(_SMALLEST, _GROUP * len(rows) + 1.4)
-    room = width - 2 * _MARGIN
-    titles, lines = fitted(title, _TITLE, room), fitted(_summary(rows), _SMALL, room)
+    ordered = sorted(rows, key=lambda row: (len(row.gpus), -row.trees, -row.bound, -row.ring, row.gpus))
+    differing = sorted((row for row in ordered if _difference(row) > _EQUAL), key=_difference, reverse=True)
+    crowd = len(ordered) > MOST_BARS
+    barred = [row for row in ordered if row in differing[:MOST_BARS]] if crowd else ordered
+    room = _PAGE - 2 * _MARGIN
+    titles, lines = fitted(title, HEAD, room), fitted(_summary(rows), SMALL, room)
     below_title = _TITLE_ROW * len(titles)
-    top = below_title + _SMALL_ROW * len(lines) + 0.1
-    labels = [number_ranges(row.gpus) for row in rows]
-    foot = max(text_width(label, _SMALL) for label in labels) + 0.4
-    height = 4.85 + foot + top
-    figure = new_figure(width, height)
-    for text, size, down in ((titles, _TITLE, 0.08), (lines, _SMALL, below_title + 0.1)):
+    top = below_title + _SMALL_ROW * len(lines) + _KEY + 0.15
+    heights = [_DOTS + _AXIS] * crowd + [_CLASS * len(barred) + 0.35 + _AXIS] * bool(barred)
+    height = top + sum(heights)
+    figure = new_figure(_PAGE, height)
+    for text, size, down in ((titles, HEAD, 0.08), (lines, SMALL, below_title + 0.1)):
         figure.text(
-            _MARGIN / width, 1 - down / height, "\n".join(text), ha="left", va="top", fontsize=points(size)
+            _MARGIN / _PAGE, 1 - down / height, "\n".join(text), ha="left", va="top", fontsize=points(size)
         )
-    left, right = 0.75 / width, 1 - 0.15 / width
-    upper = figure.add_axes((left, (foot + 1.5) / height, right - left, 2.75 / height))
-    lower = figure.add_axes((left, foot / height, right - left, 1.35 / height), sharex=upper)
-    _draw_rates(upper, rows)
-    _draw_ratios(lower, rows)
-    for axes in (upper, lower):
-        spare = max(0, _FEWEST - len(rows)) / 2
-        axes.set_xlim(-0.6 - spare, len(rows) - 0.4 + spare)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-        axes.grid(axis="y", color=GREY, linewidth=points(0.6))
-    _draw_headings((upper, lower), rows)
-    upper.tick_params(axis="x", labelbottom=False, length=0)
-    lower.set_xticks(range(len(rows)))
-    lower.set_xticklabels(labels, rotation=90, fontsize=points(8))
-    lower.set_xlabel("GPUs", fontsize=points(9))
+    if crowd:
+        _draw_dots(_panel(figure, top, _DOTS, 0.65), ordered)
+        top += _DOTS + _AXIS
+    if barred:
+        names = ["\n".join(fitted(number_ranges(row.gpus), SMALL, _LONGEST_NAME)) for row in barred]
+        left = max(text_width(line, SMALL) for name in names for line in name.split("\n")) + 0.25
+        axes = _panel(figure, top + 0.3, _CLASS * len(barred), max(0.65, left))
+        _draw_bars(axes, barred, names)
+        most = f" of {len(differing)}, with the largest differences" if len(barred) < len(differing) else ""
+        axes.text(
+            _MARGIN / _PAGE,
+            1 - (top + 0.24) / height,
+            f"classes in which the rates differ: {len(barred)}{most}" if crowd else "GPUs",
+            transform=figure.transFigure,
+            va="bottom",
+            fontsize=points(SMALL),
+        )
+    marks = {
+        label: mark
+        for axes in figure.axes
+        for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    labels = sorted(marks, key=_KEYS.index)
+    figure.legend(
+        [marks[label] for label in labels],
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(0, 1 - (below_title + _SMALL_ROW * len(lines) + 0.1) / height),
+        ncols=4,
+        frameon=False,
+        fontsize=points(SMALL),
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
     return figure
 
 
-def _draw_rates(axes: Axes, rows: Sequence[Comparison]) -> None:
-    places = range(len(rows))
-    axes.bar(
-        [i - _BAR / 2 for i in places], [row.trees for row in rows], _BAR, color=BLUE, label="trees", zorder=2
+def _difference(row: Comparison) -> float:
+    """Return how far the ratio of the trees to the best baseline is from 1, either way."""
+    return abs(math.log(row.rival_ratio)) if row.rival_ratio else 0.0
+
+
+def _panel(figure: Figure, top: float, high: float, left: float) -> Axes:
+    """Return axes with their top and height in inches."""
+    height = figure.get_figheight()
+    axes = figure.add_axes(
+        (left / _PAGE, 1 - (top + high) / height, 1 - (left + 0.15) / _PAGE, high / height)
     )
-    for kind in dict.fromkeys(row.rival[1] for row in rows):
-        chosen = [i for i in places if rows[i].rival[1] == kind]
-        colour, hatch = _RIVAL_STYLES.get(kind, _OTHER_RIVAL)
-        axes.bar(
-            [i + _BAR / 2 for i in chosen],
-            [rows[i].rival[0] for i in chosen],
-            _BAR,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white" if hatch else colour,
-            linewidth=0,
-            label=kind,
-            zorder=2,
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=points(SMALL))
+    return axes
+
+
+def _draw_dots(axes: Axes, rows: Sequence[Comparison]) -> None:
+    """Draw every class, in columns by number of GPUs, and a line from the trees to a baseline that differs."""
+    places, middles, counts, start = [], [], [], 0.0
+    for count, group in groupby(len(row.gpus) for row in rows):
+        number = len(list(group))
+        wide = max(number, len(rows) / _MOST_LABELS)
+        if start:
+            axes.axvline(start, color=BLACK, linewidth=points(0.6), linestyle=":")
+        places += [start + (wide - number + 1) / 2 + place for place in range(number)]
+        middles.append(start + wide / 2)
+        counts.append(str(count))
+        start += wide
+    rates, rivals = [row.trees for row in rows], [row.rival[0] or math.nan for row in rows]
+    axes.vlines(places, rivals, rates, BLUE, zorder=2)
+    _mark(axes, "trees", (places, rates), "o", 26, color=BLUE)
+    _mark(axes, "best baseline", (places, rivals), "s", 64, facecolors="none", edgecolors=ORANGE)
+    _mark(axes, "upper bound", (places, [row.bound for row in rows]), "_", 110, color=BLACK)
+    old = [(place, row.ring) for place, row in zip(places, rows, strict=True) if 0 < row.ring < row.rival[0]]
+    _mark(axes, _OLD_RING, ([place for place, _ in old], [rate for _, rate in old]), "x", 16, color=BLACK)
+    axes.set_xticks(middles, counts)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlim(-0.3, start + 0.3)
+    axes.set_ylim(0, None)
+    axes.grid(axis="y", color=GREY, linewidth=points(0.6))
+    axes.set_ylabel("algbw, GB/s", fontsize=points(SMALL))
+    axes.set_xlabel("number of GPUs; a column for each class, the fastest first", fontsize=points(SMALL))
+
+
+def _draw_bars(axes: Axes, rows: Sequence[Comparison], names: Sequence[str]) -> None:
+    """Draw two bars for each class, the first class on top, with rates and the name of the baseline as text."""
+    trees = [place - _BAR / 2 for place in range(len(rows))]
+    others = [place + _BAR / 2 for place in range(len(rows))]
+    rates, rivals = [row.trees for row in rows], [row.rival[0] for row in rows]
+    axes.barh(trees, rates, _BAR, color=BLUE, label="trees")
+    axes.barh(others, rivals, _BAR, color="white", edgecolor=ORANGE, hatch="////", label="best baseline")
+    _mark(axes, "upper bound", ([row.bound for row in rows], trees), "|", 90, color=BLACK)
+    old = [place for place, row in enumerate(rows) if 0 < row.ring < row.rival[0]]
+    rings = [rows[place].ring for place in old], [others[place] for place in old]
+    _mark(axes, _OLD_RING, rings, "x", 18, color=BLACK)
+    for row, above, below in zip(rows, trees, others, strict=True):
+        ratio = f", {row.rival_ratio:.2f}x" if row.rival_ratio else ""
+        words = (
+            (max(row.trees, row.bound), above, f"{row.trees:.4g}{ratio}"),
+            (row.rival[0], below, f"{row.rival[0]:.4g}, {row.rival[1]}" if row.rival[0] else "no baseline"),
         )
-    old = [i for i in places if 0 < rows[i].ring < rows[i].rival[0]]
-    if old:
+        for rate, up, text in words:
+            axes.annotate(
+                text,
+                (rate, up),
+                xytext=(points(5), 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=points(SMALL),
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
+    axes.set_xlim(0, _HEADROOM * max(*rates, *(row.bound for row in rows), *rivals))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), names, fontsize=points(SMALL))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=GREY, linewidth=points(0.6))
+    axes.set_xlabel("algbw, GB/s", fontsize=points(SMALL))
+
+
+def _mark(
+    axes: Axes,
+    label: str,
+    places: tuple[Sequence[float], Sequence[float]],
+    marker: str,
+    area: float,
+    **colours: Any,
+) -> None:
+    if places[0]:
         axes.scatter(
-            [i + _BAR / 2 for i in old],
-            [rows[i].ring for i in old],
-            marker="x",
-            s=points(18),
-            linewidths=points(1.2),
-            color=BLACK,
-            label="ring of NCCL before 2.8",
+            *places,
+            s=points(area),
+            marker=marker,
+            linewidths=points(1.3),
+            label=label,
             zorder=3,
+            **colours,
         )
-    axes.scatter(
-        [i - _BAR / 2 for i in places],
-        [row.bound for row in rows],
-        marker="_",
-        s=points(60),
-        linewidths=points(1.6),
-        color=BLACK,
-        label="bound",
-        zorder=3,
-    )
-    axes.set_ylabel("GB/s", fontsize=points(9))
-    axes.tick_params(labelsize=points(8))
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1.08),
-        ncols=4,
-        frameon=False,
-        fontsize=points(8),
-        borderaxespad=0,
-        handlelength=1.6,
-    )
 
 
 def _summary(rows: Sequence[Comparison]) -> str:
@@ -161,84 +224,135 @@ def _summary(rows: Sequence[Comparison]) -> str:
     if not ratios:
         return text
     if len(rows) == 1:
-        return f"trees / best rival, {rows[0].rival[1]}: {ratios[0]:.3g}"
+        return f"trees / best baseline, {rows[0].rival[1]}: {ratios[0]:.3g}"
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     return (
-        f"{text}; trees / best rival: {min(ratios):.3g} to {max(ratios):.3g}, geometric mean {mean:.3g}, equal or "
+        f"{text}; trees / best baseline: {min(ratios):.3g} to {max(ratios):.3g}, geometric mean {mean:.3g}, equal or "
         f"below in {sum(ratio <= 1 + _EQUAL for ratio in ratios)}"
     )
 
 
-_EQUAL = 1e-6
+MOST_SERIES = 7
+"""Most entries in the legend of a chart over sizes."""
 
-
-def _draw_ratios(axes: Axes, rows: Sequence[Comparison]) -> None:
-    ratios = [row.rival_ratio or 1.0 for row in rows]
-    axes.bar(range(len(rows)), [ratio - 1 for ratio in ratios], 0.6, bottom=1, color=GREEN, zorder=2)
-    axes.axhline(1, color=BLACK, linewidth=points(0.8), zorder=3)
-    axes.set_ylim(min([0.9, *ratios]), max([1.2, *(1.08 * ratio for ratio in ratios)]))
-    axes.set_ylabel("trees / best rival", fontsize=points(9))
-    axes.tick_params(labelsize=points(8))
-
-
-def _draw_headings(panels: Sequence[Axes], rows: Sequence[Comparison]) -> None:
-    start = 0
-    for size, group in groupby(len(row.gpus) for row in rows):
-        count = len(list(group))
-        if start:
-            for axes in panels:
-                axes.axvline(start - 0.5, color=BLACK, linewidth=points(0.6), linestyle=":")
-        panels[0].text(
-            start + (count - 1) / 2,
-            1.01,
-            f"{size} GPUs" if count > 1 or len(rows) == 1 else f"{size}",
-            transform=panels[0].get_xaxis_transform(),
-            ha="center",
-            va="bottom",
-            fontsize=points(8),
-        )
-        start += count
-
-
+_ALL_NAMED = 4
 _MARKERS = "os^Dv*P"
-_WIDTH, _HEIGHT, _SWEEP_TITLE_ROW = 6.5, 4.0, 0.2
+_OTHERS = "#9A9A9A"
+_HEIGHT = 4.2
 _STYLES = ("-", "--", "-.", ":")
 
 
 def draw_sweep(curves: Mapping[str, Sequence[SizeRow]], *, title: str = "") -> Figure:
-    """Draw one curve for each plan, named in the legend; colour, marker and line style differ."""
+    """Draw bus bandwidth over message sizes on logarithmic axes, a curve for each plan.
+
+    If there are more than four plans, up to six that are fastest at some size are bold and named, and the others are
+    grey with one entry in the legend. Later curves are thinner, so that curves on top of each other are all seen.
+    """
     sizes = sorted({row.nbytes for rows in curves.values() for row in rows if row.nbytes > 0})
     if not sizes:
         raise UsageError("a chart needs a size above zero bytes; give at least one")
-    lines = fitted(title, 10, 0.87 * _WIDTH)
-    height = _HEIGHT + _SWEEP_TITLE_ROW * len(lines)
-    figure = new_figure(_WIDTH, height)
-    axes = figure.add_axes((0.1, 0.5 / height, 0.87, (_HEIGHT - 0.68) / height))
-    for number, (name, rows) in enumerate(curves.items()):
-        drawn = [row for row in rows if row.nbytes > 0]
-        axes.plot(
-            [row.nbytes for row in drawn],
-            [row.algbw for row in drawn],
-            color=SERIES[number % len(SERIES)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            linestyle=_STYLES[number % len(_STYLES)],
-            markersize=points(4),
-            linewidth=points(1.6),
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    ticks = sizes[:: -(-len(sizes) // 11)]
-    axes.set_xticks(ticks)
-    axes.set_xticklabels([format_size(size) for size in ticks], fontsize=points(8))
+    lines = fitted(title, HEAD, 0.88 * _PAGE)
+    height = _HEIGHT + _TITLE_ROW * len(lines)
+    figure = new_figure(_PAGE, height)
+    axes = figure.add_axes((0.09, 0.52 / height, 0.89, (_HEIGHT - 0.7) / height))
+    named = list(curves) if len(curves) <= _ALL_NAMED else _winners(curves)[: MOST_SERIES - 1]
+    others = [name for name in curves if name not in named]
+    for number, name in enumerate([*others, *named]):
+        drawn = [row for row in curves[name] if row.nbytes > 0]
+        place = number - len(others)
+        style: dict[str, Any] = {
+            "color": SERIES[place % len(SERIES)],
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "markerfacecolor": "none",
+            "markersize": points(7 - 0.5 * place),
+            "linestyle": _STYLES[place % len(_STYLES)],
+            "linewidth": points(max(1.4, 3 - 0.6 * place)),
+            "label": name,
+        }
+        if place < 0:
+            label = counted(len(others), "other schedule") if number == 0 else f"_{name}"
+            style = {"color": _OTHERS, "linewidth": points(1.0), "label": label}
+        axes.plot([row.nbytes for row in drawn], [row.busbw for row in drawn], **style)
+    _size_axis(axes, sizes)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
-    axes.tick_params(axis="y", labelsize=points(8))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("buffer", fontsize=points(9))
-    axes.set_ylabel("algorithm bandwidth, GB/s", fontsize=points(9))
-    axes.set_title("\n".join(lines), loc="left", fontsize=points(10))
+    axes.set_ylabel(_busbw_label(curves), fontsize=points(SMALL))
+    axes.set_title("\n".join(lines), loc="left", fontsize=points(HEAD))
+    marks, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda place: labels[place] not in named)
+    axes.legend(
+        [marks[place] for place in order],
+        [labels[place] for place in order],
+        frameon=False,
+        fontsize=points(SMALL),
+        loc="upper left",
+        handlelength=3.2,
+    )
+    return figure
+
+
+def _winners(curves: Mapping[str, Sequence[SizeRow]]) -> list[str]:
+    """Return the curves that are highest at some size, those of most sizes first; of equal ones the first counts."""
+    best: dict[int, tuple[float, str]] = {}
+    for name, rows in curves.items():
+        for row in rows:
+            if row.nbytes > 0 and row.busbw > best.get(row.nbytes, (0.0, ""))[0]:
+                best[row.nbytes] = (row.busbw, name)
+    return [name for name, _ in Counter(name for _, (_, name) in sorted(best.items())).most_common()]
+
+
+def _busbw_label(curves: Mapping[str, Sequence[SizeRow]]) -> str:
+    """Return the label of the axis, with the factor of nccl-tests between the two bandwidths."""
+    row = next(row for rows in curves.values() for row in rows if row.nbytes > 0)
+    factor = Fraction(row.busbw / row.algbw).limit_denominator(1 << 14) if row.algbw else Fraction(1)
+    return "busbw = algbw, GB/s" if factor == 1 else f"busbw, GB/s (algbw × {factor})"
+
+
+def _size_axis(axes: Axes, sizes: Sequence[int], *, most: int = 11) -> None:
+    """Set a logarithmic axis of message sizes, with a grid and at most so many ticks."""
+    axes.set_xscale("log", base=2)
+    ticks = sizes[:: -(-len(sizes) // most)]
+    axes.set_xticks(ticks)
+    axes.set_xticklabels([format_size(size) for size in ticks])
+    axes.minorticks_off()
+    axes.tick_params(labelsize=points(SMALL))
+    axes.set_xlabel("message size", fontsize=points(SMALL))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color=GREY, linewidth=points(0.6))
-    axes.legend(frameon=False, fontsize=points(8), loc="upper left")
+
+
+def draw_bands(
+    panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], sizes: Sequence[int], *, label: str
+) -> Figure:
+    """Draw many curves as bands over message sizes: the median as a line, 10 to 90 % dark, the extremes pale.
+
+    panels: for each panel and each of its groups, curves with a value for each size.
+    label: of the vertical axis, which all panels share.
+
+    >>> figure = draw_bands({"one": {"a": [(1, 2), (3, 4), (5, 9)]}}, (1024, 2048), label="ratio")
+    >>> [float(y) for y in figure.axes[0].lines[0].get_ydata()]
+    [3.0, 4.0]
+    """
+    figure = new_figure(5 * len(panels), 3.6)
+    figure.set_layout_engine("constrained")
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, groups) in zip(every, panels.items(), strict=True):
+        for number, (group, curves) in enumerate(groups.items()):
+            colour, columns = SERIES[number % len(SERIES)], list(zip(*curves, strict=True))
+            tenths = [quantiles(one, n=10, method="inclusive") if len(one) > 1 else one for one in columns]
+            extremes = [min(one) for one in columns], [max(one) for one in columns]
+            axes.fill_between(sizes, *extremes, color=colour, alpha=0.15, linewidth=0)
+            axes.fill_between(
+                sizes, [t[0] for t in tenths], [t[-1] for t in tenths], color=colour, alpha=0.3, linewidth=0
+            )
+            style = _STYLES[number % len(_STYLES)]
+            middle = [median(one) for one in columns]
+            axes.plot(sizes, middle, color=colour, linestyle=style, linewidth=points(2), label=group)
+        _size_axis(axes, sizes, most=7)
+        axes.set_title(name, loc="left", fontsize=points(HEAD))
+        axes.legend(frameon=False, fontsize=points(SMALL))
+    every[0].set_ylabel(label, fontsize=points(SMALL))
     return figure
 
 
@@ -275,14 +389,14 @@ def draw_jobs(outcomes: Sequence[PolicyRun]) -> Figure:
         axes.set_xlim(0, end)
         axes.set_ylim(0, len(names))
         axes.set_yticks(
-            [len(names) - number - 0.5 for number in range(len(names))], names, fontsize=points(8)
+            [len(names) - number - 0.5 for number in range(len(names))], names, fontsize=points(SMALL)
         )
-        axes.tick_params(axis="x", labelsize=points(8), labelbottom=place == len(outcomes) - 1)
+        axes.tick_params(axis="x", labelsize=points(SMALL), labelbottom=place == len(outcomes) - 1)
         axes.grid(axis="x", color=GREY, linewidth=points(0.5))
         axes.set_axisbelow(True)
         axes.set_title(
-            f"{one.policy}: {one.utilisation:.1%} of GPU time", fontsize=points(9), loc="left", pad=3
+            f"{one.policy}: {one.utilisation:.1%} of GPU time", fontsize=points(SMALL), loc="left", pad=3
         )
         if place == len(outcomes) - 1:
-            axes.set_xlabel("seconds; full: computing, hatched: sending", fontsize=points(8))
+            axes.set_xlabel("seconds; full: computing, hatched: sending", fontsize=points(SMALL))
     return figure

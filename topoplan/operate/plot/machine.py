@@ -18,7 +18,7 @@ from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.machine.topology import Device, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import representative_servers
 from topoplan.operate.diagnosis import machine_warnings
-from topoplan.operate.plot.canvas import STROKES, VERMILLION, fitted, new_figure, points
+from topoplan.operate.plot.canvas import HEAD, SMALL, STROKES, VERMILLION, fitted, new_figure, points
 from topoplan.operate.plot.nvlink_panel import nvlink_panel
 from topoplan.operate.plot.panels import (
     DrawnLink,
@@ -207,10 +207,10 @@ _TITLE = 0.34
 _TITLE_ROW = 0.2
 _HEADING = 0.28
 _GAP = 0.3
-_LEGEND_ROW = 0.2
-_LEGEND_COLUMN = 2.4
-_NOTE_ROW = 0.16
-_NOTE_LETTER = 0.064
+_LEGEND_ROW = 0.21
+_LEGEND_COLUMN = 2.6
+_NOTE_ROW = 0.18
+_NOTE_LETTER = 0.077
 
 
 def draw_topology(topology: TopologyLike) -> Figure:
@@ -250,14 +250,14 @@ def draw_topology(topology: TopologyLike) -> Figure:
             line,
             ha="left",
             va="top",
-            fontsize=points(7.5),
+            fontsize=points(SMALL),
             color=VERMILLION if warning else "#404040",
         )
     top = height - head
     for panel, (west, low, east, up) in zip(panels, extents, strict=True):
         top -= _HEADING + _GAP / 2
         axes = figure.add_axes((0, (top - (up - low)) / height, 1, (up - low) / height), label=panel.title)
-        axes.set_title(panel.title, loc="left", x=left, fontsize=points(10))
+        axes.set_title(panel.title, loc="left", x=left, fontsize=points(HEAD))
         draw_panel(axes, topology, panel, strokes)
         spare = (width - (east - west)) / 2
         axes.set_xlim(west - spare, east + spare)
@@ -370,10 +370,10 @@ def _draw_legend(
         borderaxespad=0,
         borderpad=0,
         ncols=columns,
-        fontsize=points(8),
+        fontsize=points(SMALL),
         frameon=False,
-        title="bandwidth in each direction; a wire without a number is one link",
-        title_fontsize=points(8),
+        title="bandwidth in each direction; a line without a number is one link",
+        title_fontsize=points(SMALL),
         alignment="left",
         handlelength=3,
     )

@@ -199,7 +199,7 @@ def _legend(kinds: Sequence[Kind], widths: Mapping[Kind, float]) -> Markup:
             aria_hidden="true",
         )
         entries.append(element("li", sample, " ", kind_text(kind)))
-    note = element("p", "Bandwidth in each direction; a wire without a number is one link.", class_="small")
+    note = element("p", "Bandwidth in each direction; a line without a number is one link.", class_="small")
     return element("div", element("ul", *entries, class_="legend"), note)
 
 
@@ -217,38 +217,43 @@ _MOST_TICKS = 11
 
 
 def draw_curves(curves: Sequence[Curve], *, label: str) -> Markup:
-    """Return curves over a logarithmic axis of sizes, with a legend; every point has a tooltip with its numbers."""
+    """Return curves over logarithmic axes, with a legend; every point has a tooltip with its numbers.
+
+    Later curves are wider and lie below, so that curves in the same place are all seen.
+    """
     sizes = sorted({size for curve in curves for size, _ in curve.points})
-    top = max(rate for curve in curves for _, rate in curve.points)
-    step = _round_step(top / 5)
-    highest = step * max(1, math.ceil(top / step - 1e-9))
+    rates = [rate for curve in curves for _, rate in curve.points]
+    lowest, highest = 10.0 ** math.floor(math.log10(min(rates))), _round_step(max(rates))
+    decades = math.log10(highest / lowest) or 1.0
     first, last = math.log2(sizes[0]), math.log2(sizes[-1])
 
     def at(size: float, rate: float) -> Point:
         across = 0.5 if first == last else (math.log2(size) - first) / (last - first)
-        return (
-            _LEFT + across * (_WIDE - _LEFT - _RIGHT),
-            _HIGH - _BOTTOM - rate / highest * (_HIGH - _TOP - _BOTTOM),
-        )
+        up = math.log10(rate / lowest) / decades
+        return _LEFT + across * (_WIDE - _LEFT - _RIGHT), _HIGH - _BOTTOM - up * (_HIGH - _TOP - _BOTTOM)
 
     parts = []
-    for number in range(round(highest / step) + 1):
-        start, end = at(sizes[0], number * step), at(sizes[-1], number * step)
+    factors = (1, 2, 5) if decades < 2 else (1,)
+    powers = range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)
+    for rate in (factor * 10.0**power for power in powers for factor in factors):
+        if not lowest <= rate <= highest:
+            continue
+        start, end = at(sizes[0], rate), at(sizes[-1], rate)
         parts += [
             line((_LEFT, start[1]), (_WIDE - _RIGHT, end[1]), class_="grid"),
-            text((_LEFT - 8, start[1]), f"{number * step:g}", anchor="end", class_="tick"),
+            text((_LEFT - 8, start[1]), f"{rate:g}", anchor="end", class_="tick"),
         ]
     for size in sizes[:: -(-len(sizes) // _MOST_TICKS)]:
-        x, _ = at(size, 0)
+        x, _ = at(size, lowest)
         parts += [
             line((x, _HIGH - _BOTTOM), (x, _HIGH - _BOTTOM + 5), class_="axis"),
             text((x, _HIGH - _BOTTOM + 16), format_size(size), class_="tick"),
         ]
     parts += [
-        text(((_LEFT + _WIDE - _RIGHT) / 2, _HIGH - 10), "buffer", class_="tick"),
+        text(((_LEFT + _WIDE - _RIGHT) / 2, _HIGH - 10), "message size", class_="tick"),
         text(
             (14, (_TOP + _HIGH - _BOTTOM) / 2),
-            "algorithm bandwidth, GB/s",
+            "algbw, GB/s",
             class_="tick",
             transform=f"rotate(-90 14 {(_TOP + _HIGH - _BOTTOM) / 2:g})",
         ),
@@ -265,9 +270,9 @@ def draw_curves(curves: Sequence[Curve], *, label: str) -> Markup:
     for number, curve in enumerate(curves):
         sample = element(
             "svg",
-            element("g", line((0, 7), (34, 7)), _marker(number, (17, 7)), class_=f"curve curve{number}"),
+            element("g", line((0, 9), (34, 9)), _marker(number, (17, 9)), class_=f"curve curve{number}"),
             width=34,
-            height=14,
+            height=18,
             aria_hidden="true",
         )
         keys.append(element("li", sample, " ", curve.name))
@@ -277,7 +282,7 @@ def draw_curves(curves: Sequence[Curve], *, label: str) -> Markup:
 
 
 def _marker(number: int, place: Point) -> Markup:
-    """Return a round, square, diamond or triangular mark."""
+    """Return a round, square, diamond or triangular mark, larger than those of curves before."""
     x, y = place
     shapes = (
         ((-1, -1), (1, -1), (1, 1), (-1, 1)),
@@ -285,8 +290,9 @@ def _marker(number: int, place: Point) -> Markup:
         ((0, -1.3), (1.2, 1), (-1.2, 1)),
     )
     if number % 4 == 0:
-        return element("circle", cx=x, cy=y, r=4)
-    corners = " ".join(f"{x + 3.4 * a:.1f},{y + 3.4 * b:.1f}" for a, b in shapes[number % 4 - 1])
+        return element("circle", cx=x, cy=y, r=3.5)
+    size = 3.4 + number
+    corners = " ".join(f"{x + size * a:.1f},{y + size * b:.1f}" for a, b in shapes[number % 4 - 1])
     return element("polygon", points=corners)
 
 
@@ -333,7 +339,7 @@ figcaption { font-weight: 600; font-size: 0.95rem; }
 details { margin: 0.5rem 0; } summary { cursor: pointer; color: var(--faint); font-size: 0.9rem; }
 svg { max-width: 100%; height: auto; } .scroll > svg { max-width: none; }
 @media screen { .panel { overflow-x: auto; } .panel svg { max-width: max(100%, 56rem); } }
-svg text { font: 10.5px "DejaVu Sans", system-ui, sans-serif; fill: var(--ink); }
+svg text { font: 12px "DejaVu Sans", system-ui, sans-serif; fill: var(--ink); }
 .wire { fill: none; stroke-linejoin: round; }
 .nvlink { stroke: var(--nvlink); } .pcie { stroke: var(--pcie); } .sys { stroke: var(--sys); stroke-dasharray: 6 4; }
 .network { stroke: var(--network); stroke-dasharray: 2 4; } .c2c { stroke: var(--c2c); stroke-dasharray: 8 3 2 3; }
@@ -344,9 +350,11 @@ svg text { font: 10.5px "DejaVu Sans", system-ui, sans-serif; fill: var(--ink); 
 .nvswitch text, .cpu text, .switch text, .helper text { fill: #ffffff; }
 g.device { stroke: none; stroke-dasharray: none; }
 svg text.count, svg text.beside { stroke: var(--ground); stroke-width: 4px; paint-order: stroke; }
-svg text.beside { font-size: 8.5px; fill: var(--faint); }
-.grid { stroke: var(--rule); } .axis { stroke: var(--faint); } svg text.tick { font-size: 12px; fill: var(--faint); }
-.curve line { stroke-width: 2; fill: none; } .curve circle, .curve polygon { stroke: var(--ground); stroke-width: 1; }
+svg text.beside { font-size: 12px; fill: var(--faint); }
+.grid { stroke: var(--rule); } .axis { stroke: var(--faint); } svg text.tick { font-size: 13px; fill: var(--faint); }
+.curve line { stroke-width: 2; fill: none; } .curve circle { stroke: none; }
+.curve polygon { fill: none; stroke-width: 1.8; } .curve1 line { stroke-width: 3.5; } .curve2 line { stroke-width: 5; }
+.curve3 line { stroke-width: 7; stroke-opacity: 0.6; }
 .curve0 { stroke: var(--nvlink); fill: var(--nvlink); } .curve1 { stroke: var(--pcie); fill: var(--pcie); }
 .curve2 { stroke: var(--down); fill: var(--down); } .curve3 { stroke: var(--sys); fill: var(--sys); }
 .curve1 line { stroke-dasharray: 7 3; } .curve2 line { stroke-dasharray: 2 3; }

@@ -39,7 +39,8 @@ from topoplan.operate.plot.markup import (
     table,
 )
 from topoplan.operate.plot.panels import DrawnLink, whole_nics, wires
-from topoplan.operate.plot.trees import DRAWN_APART, draw_steps
+from topoplan.operate.plot.tree_animation import draw_steps
+from topoplan.operate.plot.trees import DRAWN_APART
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, collective_name
@@ -425,15 +426,7 @@ def _shapes_table(plan: Plan) -> Markup:
 
 def trees_content(plan: Plan) -> Markup:
     text = (
-        "Ranks are numbered; every link takes one step for a chunk. The buttons send chunks through a tree, and so do "
-        "the arrow keys and space if it has the focus; without the script of this page the steps stand below it."
+        "Numbers are those of GPUs; every link takes one step for a chunk. The buttons send chunks through a tree, and "
+        "so do the arrow keys and space if it has the focus; without the script of this page the steps stand below it."
     )
-    named = [f"{rank} {name}" for rank, name in enumerate(plan.ranks)]
-    ranks = (
-        []
-        if all(name == f"gpu{rank}" for rank, name in enumerate(plan.ranks))
-        else [folded("ranks and their GPUs", element("p", ", ".join(named)))]
-    )
-    if not plan.num_trees:
-        return element("p", "No trees.")
-    return joined((element("p", text), *ranks, draw_steps(plan)))
+    return joined((element("p", text), draw_steps(plan))) if plan.num_trees else element("p", "No trees.")

@@ -5,13 +5,17 @@ Both directions of a link are one line; its legend names channel, count and rate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import hypot
 from typing import TYPE_CHECKING
 
+from topoplan.machine.fabric import CHANNEL_LINKS
 from topoplan.machine.topology import LINK_CHANNELS, Link, Topology
 from topoplan.machine.variants import nic_name
-from topoplan.operate.plot.canvas import FILLS, STROKES, points
+from topoplan.operate.plot.canvas import BLACK, FILLS, GREY, SMALL, STROKES, points
+from topoplan.plans.shards import Edge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,8 +114,7 @@ _BLANK = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none
 """Background of labels, over wires."""
 
 _GAP = 0.4
-_LETTER = 0.072
-_SMALL_LETTER = 0.058
+_LETTER = 0.08
 _PADDING = 0.16
 _BESIDE = 0.06
 _HALF_HEIGHT = 0.13
@@ -158,13 +161,22 @@ class Panel:
             counts=[((x + right, y + up), text) for (x, y), text in self.counts],
         )
 
+    def scaled(self, factor: float) -> Panel:
+        """Return the panel with its distances scaled, but not its boxes and letters."""
+        return replace(
+            self,
+            places={name: (factor * x, factor * y) for name, (x, y) in self.places.items()},
+            routes=[(wire, [(factor * x, factor * y) for x, y in points]) for wire, points in self.routes],
+            counts=[((factor * x, factor * y), text) for (x, y), text in self.counts],
+        )
+
 
 def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
     """Return panels side by side, in as many rows as the page width requires.
 
     >>> one, other = (Panel("", {name: (0.0, 0.0)}, ()) for name in ("gpu0", "gpu1"))
     >>> {name: (round(x, 2), round(y, 2)) for name, (x, y) in tiled("", [one, other]).places.items()}
-    {'gpu0': (0.22, -0.13), 'gpu1': (1.07, -0.13)}
+    {'gpu0': (0.24, -0.13), 'gpu1': (1.12, -0.13)}
     """
     moved: list[Panel] = []
     top = 0.0
@@ -209,13 +221,21 @@ def box_width(name: str) -> float:
 
 def full_width(name: str, beside: str) -> float:
     """Return the width of a box with the text beside it."""
-    return box_width(name) + (_BESIDE + _SMALL_LETTER * len(beside) if beside else 0.0)
+    return box_width(name) + (_BESIDE + _LETTER * len(beside) if beside else 0.0)
 
 
 def draw_panel(
-    axes: Axes, topology: Topology, panel: Panel, strokes: Mapping[tuple[str, float, float, int], float]
+    axes: Axes,
+    topology: Topology,
+    panel: Panel,
+    strokes: Mapping[tuple[str, float, float, int], float],
+    *,
+    marked: Mapping[DrawnLink, Sequence[str]] | None = None,
 ) -> None:
-    """Draw a panel in axes of one inch a unit; ``strokes`` has the line width of each kind of wire."""
+    """Draw a panel in axes of one inch a unit; ``strokes`` has the line width of each kind of wire.
+
+    marked: colours of lines over the wires, as of `wires_of_trees`; all else is pale then, and without labels.
+    """
     axes.set_axis_off()
     axes.set_aspect("equal")
     for wire, corners in panel.routes:
@@ -224,24 +244,32 @@ def draw_panel(
         axes.plot(
             across,
             up,
-            color=stroke.colour,
+            color=stroke.colour if marked is None else GREY,
             linestyle=stroke.style,
             linewidth=points(strokes[wire.kind]),
             solid_joinstyle="round",
             zorder=1,
         )
-    for (x, y), text in panel.counts:
-        axes.text(x, y, text, ha="center", va="center", fontsize=points(8), zorder=2, bbox=_BLANK)
+    for colour, inches, corners in _marked_lines(panel, marked or {}):
+        axes.plot(*zip(*corners, strict=True), color=colour, linewidth=points(72 * inches), zorder=1.5)
+    for (x, y), text in panel.counts if marked is None else ():
+        axes.text(x, y, text, ha="center", va="center", fontsize=points(SMALL), zorder=2, bbox=_BLANK)
+    used = {end for wire in marked or () for end in wire.ends}
     for name, (x, y) in panel.places.items():
         fill, ink = FILLS[topology.device(name).kind]
+        line = BLACK
+        if marked is not None and name not in used:
+            fill, ink, line = "white", _IDLE, _IDLE
         edge = {
             "boxstyle": "round,pad=0.35",
             "facecolor": fill,
-            "edgecolor": "black",
+            "edgecolor": line,
             "linewidth": points(0.6),
         }
-        axes.text(x, y, name, ha="center", va="center", fontsize=points(8), color=ink, zorder=3, bbox=edge)
-        if text := panel.beside.get(name, ""):
+        axes.text(
+            x, y, name, ha="center", va="center", fontsize=points(SMALL), color=ink, zorder=3, bbox=edge
+        )
+        if (text := panel.beside.get(name, "")) and marked is None:
             right = x + box_width(name) / 2 + _BESIDE
             axes.text(
                 right,
@@ -249,8 +277,69 @@ def draw_panel(
                 text,
                 ha="left",
                 va="center",
-                fontsize=points(6.5),
+                fontsize=points(SMALL),
                 color="#404040",
                 zorder=3,
                 bbox=_BLANK,
             )
+
+
+_IDLE = "#8C8C8C"
+_MARKED, _BUNDLE = 0.045, 0.24
+
+
+def wires_of_trees(
+    drawn: Sequence[DrawnLink], trees: Mapping[str, Iterable[Edge]]
+) -> dict[DrawnLink, list[str]]:
+    """Return the trees on each wire that some tree uses, by name or colour.
+
+    >>> wire = DrawnLink(("a", "b"), "nvlink", 1, 25.0, 25.0)
+    >>> wires_of_trees([wire], {"red": [Edge(0, 1, ("b", "a"), "nvlink")], "blue": []})[wire]
+    ['red']
+    """
+    between: dict[frozenset[str], list[DrawnLink]] = {}
+    for wire in drawn:
+        between.setdefault(frozenset(wire.ends), []).append(wire)
+    known = {end for wire in drawn for end in wire.ends}
+    found: dict[DrawnLink, list[str]] = {}
+    for tree, edges in trees.items():
+        for edge in edges:
+            for pair in pairwise(name if name in known else nic_name(name) for name in edge.route):
+                fitting = [
+                    wire
+                    for wire in between.get(frozenset(pair), ())
+                    if edge.channel == "network" or wire.channel in CHANNEL_LINKS[edge.channel]
+                ]
+                if fitting:
+                    on = found.setdefault(max(fitting, key=lambda wire: wire.there + wire.back), [])
+                    on += [] if tree in on else [tree]
+    return found
+
+
+def _marked_lines(
+    panel: Panel, marked: Mapping[DrawnLink, Sequence[str]]
+) -> Iterator[tuple[str, float, Sequence[Point]]]:
+    """Yield colour, width and corners of each line over a wire; those of one wire run side by side."""
+    routes: dict[DrawnLink, list[Sequence[Point]]] = {}
+    for wire, corners in panel.routes:
+        routes.setdefault(wire, []).append(corners)
+    # one rail with a branch to each end stands for all wires between some CPUs
+    rails = {wire.channel: lines[0][0][1] for wire, lines in routes.items() if len(lines) > 1}
+    for wire, colours in marked.items():
+        lines = routes.get(wire, [])
+        if wire.channel in rails and set(wire.ends) <= panel.places.keys() and len(lines) != 1:
+            (x, y), (u, v) = (panel.places[end] for end in wire.ends)
+            lines = [[(x, y), (x, rails[wire.channel]), (u, rails[wire.channel]), (u, v)]]
+        for corners in lines:
+            (x, y), (u, v) = corners[0], corners[-1]
+            # a straight line moves across itself, one with corners to the right and up
+            across = (y - v, u - x) if len(corners) == 2 else (1.0, 1.0)
+            length = hypot(*across) if len(corners) == 2 else 1.0
+            apart = min(_MARKED, _BUNDLE / len(colours))
+            for number, colour in enumerate(colours):
+                shift = apart * (number - (len(colours) - 1) / 2) / length
+                yield (
+                    colour,
+                    0.7 * apart,
+                    [(p + shift * across[0], q + shift * across[1]) for p, q in corners],
+                )
