@@ -198,10 +198,11 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "GPU"), counted(8, "GPU")
-    ('1 GPU', '8 GPUs')
+    >>> counted(1, "GPU"), counted(8, "GPU"), counted(2, "class")
+    ('1 GPU', '8 GPUs', '2 classes')
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
 
 
 MOST_GPUS_LISTED, MOST_SIZES = 1 << 20, 1024

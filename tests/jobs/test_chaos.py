@@ -160,7 +160,7 @@ def test_ranks_that_hang_are_named_with_their_stacks() -> None:
     [
         (["--chaos", "0", "--backend", "tcp"], "must be a number of seconds above zero, such as 60, got '0'"),
         (["--chaos", "5"], "loopback is not one, use --backend shared, tcp or mpi"),
-        (["--chaos", "5", "--backend", "shared", "--rivals"], "--rivals does not go with --chaos"),
+        (["--chaos", "5", "--backend", "shared", "--baselines"], "--baselines does not go with --chaos"),
         (["--chaos", "5", "--backend", "shared", "--csv", "--json"], "--json and --csv both print"),
         (["--seed", "5"], "--seed belongs to --chaos"),
     ],

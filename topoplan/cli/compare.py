@@ -234,11 +234,11 @@ def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Names
     if faster:
         most = max(row.nccl_ratio or 0.0 for row in faster)
         yield (
-            f"{title}: trees beat NCCL's best in {len(faster)} of {len(rows)} classes of allocations, by up to "
+            f"{title}: trees beat NCCL's best in {len(faster)} of {counted(len(rows), 'class')} of allocations, by up to "
             f"{most:.2f}x"
         )
     else:
-        yield f"{title}: trees beat NCCL's best in none of {len(rows)} classes of allocations"
+        yield f"{title}: trees beat NCCL's best in none of {counted(len(rows), 'class')} of allocations"
     yield f"{whole}"
     over_nvlink = [row for row in rows if row.channel == "nvlink"]
     if options.all and 0 < len(over_nvlink) < len(rows):

@@ -187,7 +187,7 @@ def test_the_command_line_merges(
     assert "all_reduce on cloud, 8 GPUs" in out
     assert "algbw        85.7143 GB/s" in out
     assert "note: NVLinks from dgx-1v, GPUs matched by number" in out
-    assert main(["show", str(path), *merge]) == 0
+    assert main(["show", str(path), *merge, "--all"]) == 0
     assert "cpu0 <-> cpu1 sys 1 9" in " ".join(capsys.readouterr().out.split())
     assert main(["simulate", str(path), *merge, "--sizes", "1MB"]) == 0
     assert "on cloud" in capsys.readouterr().out

@@ -79,12 +79,12 @@ def test_both_optima_are_told_where_the_machine_could_add_and_the_plan_does_not(
     row = json.loads(run("compare", "dgx-h100", "--json")[1])["rows"][0]
     assert (row["trees"], row["in_network"]) == (pytest.approx(1800 / 7), 450.0)
     assert (
-        "note: trees do 450 GB/s if nvswitch0 copies and adds (--in-network nvswitch), 257.143 without"
+        "in-network   450 GB/s, busbw 787.5 GB/s if switches add (--in-network nvswitch)"
         in run("compare", "dgx-h100")[1]
     )
-    lines = run("compare", "dgx-h100", "--all-allocations", "--gpu-counts", "8")[1].splitlines()
-    head, line = lines[4:6]  # of the second table
-    assert (head.split()[-2:], line.split()[-1]) == (["in", "network"], "450.00")
+    lines = run("compare", "dgx-h100", "--all-allocations", "--gpu-counts", "8", "--all")[1].splitlines()
+    head, line = lines[9:11]  # of the second table
+    assert (head.split()[-1], line.split()[-1]) == ("in-network", "450.00")
     assert len(head) == len(line)
     assert json.loads(run("compare", "dgx-a100", "--json")[1])["rows"][0]["in_network"] is None
 

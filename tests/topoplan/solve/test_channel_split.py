@@ -431,7 +431,10 @@ def test_the_command_line_plans_simulates_and_compares(
     assert main(["simulate", *request, "--size", "1GB", "--sizes", "1GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["rate"] == pytest.approx(80.8906129)
     assert main(["compare", *request]) == 0
-    assert "nvlink+pcie    83.00   124.50    83.00" in capsys.readouterr().out
+    assert (
+        "over NVLink and PCIe: trees do 1.11x NCCL's best (nccl tree)\nalgbw        83 GB/s"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

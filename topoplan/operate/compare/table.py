@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from topoplan.machine.fabric import ALL
 from topoplan.plans.file_values import finite
-from topoplan.units import bus_factor, number_ranges
+from topoplan.units import bus_factor, counted, number_ranges
 
 NO_RING = "none"
 """Kind of a missing ring."""
@@ -126,13 +126,13 @@ class Summary:
             (self.over_pcie, "have no NVLink path for all GPUs and use PCIe too"),
             (self.without_plan, "have no path at all"),
         )
-        lines = [f"{self.allocations} allocations in {self.classes} classes"]
+        lines = [f"{counted(self.allocations, 'allocation')} in {counted(self.classes, 'class')}"]
         lines += [f"{number} classes {what}" for number, what in apart if number]
         if self.nccl_lowest is not None:
             lines.append(
                 f"trees / NCCL's best: {self.nccl_lowest:.3g} to {self.nccl_highest:.3g}, geometric mean "
                 f"{self.nccl_mean:.3g} over classes and {self.nccl_weighted_mean:.3g} over allocations, equal in "
-                f"{self.nccl_equal} classes"
+                f"{counted(self.nccl_equal, 'class')}"
             )
         if self.lowest is not None:
             lines.append(
