@@ -234,8 +234,8 @@ def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Names
     if faster:
         most = max(row.nccl_ratio or 0.0 for row in faster)
         yield (
-            f"{title}: trees beat NCCL's best in {len(faster)} of {counted(len(rows), 'class')} of allocations, by up to "
-            f"{most:.2f}x"
+            f"{title}: trees beat NCCL's best in {len(faster)} of {counted(len(rows), 'class')} of allocations, "
+            f"by up to {most:.2f}x"
         )
     else:
         yield f"{title}: trees beat NCCL's best in none of {counted(len(rows), 'class')} of allocations"
