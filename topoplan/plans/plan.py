@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, cast
 from topoplan.errors import PlanError, TopologyError, UsageError, deprecated
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric, channel_words
 from topoplan.machine.topology import Topology, format_value
-from topoplan.plans.certificates.certificate import Certificate, certificate_from_object
+from topoplan.plans.certificates.certificate import Certificate, certificate_from_object, explain_certificate
 from topoplan.plans.file_values import (
     check_format,
     check_known,
@@ -552,6 +552,19 @@ class Plan(Plans):
         from topoplan.operate.plot.trees import draw_trees
 
         return draw_trees(self)
+
+    def explain_bound(self) -> str:
+        """Return one sentence on the bottleneck: which links limit every schedule, as the certificate proves.
+
+        PlanError if the certificate proves nothing.
+
+        Examples
+        --------
+        >>> import topoplan
+        >>> topoplan.plan("dgx-1v", "broadcast").explain_bound()
+        'only 150 GB/s leave {gpu0}, and every byte must'
+        """
+        return explain_certificate(self)
 
     def summary(self) -> str:
         """Return a few lines: what is planned and proved, bandwidths in GB/s, trees, and the number of notes.
