@@ -241,3 +241,13 @@ FILLS: Mapping[str, tuple[str, str]] = {
     "helper": (GREEN, "#FFFFFF"),
 }
 """Fill and text colour of each kind of device."""
+
+
+def use_house_style() -> None:
+    """Give figures of pyplot and pandas the colours of this package, on a small page, without boxes; for notebooks."""
+    from cycler import cycler
+    from matplotlib import rcParams
+
+    rcParams["axes.prop_cycle"] = cycler(color=SERIES)
+    rcParams["figure.figsize"] = (7, 3.4)
+    rcParams["legend.frameon"] = rcParams["axes.spines.top"] = rcParams["axes.spines.right"] = False
