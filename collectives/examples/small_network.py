@@ -91,7 +91,7 @@ def train(
     ranks: int = 4,
     steps: int = 1200,
     after_step: Callable[[list[list[Array]]], None] | None = None,
-    finish: Callable[[list[list[Array]]], None] | None = None,
+    finish: Callable[[list[list[Array]]], object] | None = None,
 ) -> Training:
     """Train the network on `digits` with 128 hidden units and 16 digits of each rank in a step; SGD from rate 0.3 to 0.
 
@@ -115,8 +115,8 @@ def train(
         losses.append(float(np.mean([loss for loss, _ in found])))
     if finish is not None:
         finish(replicas)
-    weights = tuple(one for (one,) in replicas)
-    return Training(tuple(losses), loss_and_gradients(_layers(weights[0]), pixels, labels)[0], weights)
+    last = tuple(weights for (weights,) in replicas)
+    return Training(tuple(losses), loss_and_gradients(_layers(last[0]), pixels, labels)[0], last)
 
 
 def train_with(synchronizer: GradientSynchronizer, **options: Any) -> Training:
