@@ -546,7 +546,8 @@ class Topology:
         ----------
         graph : networkx.Graph, DiGraph, MultiGraph or MultiDiGraph
             Nodes are devices, edges are links. Attributes that `to_networkx` documents are read, others are ignored. A
-            node that is not a text is named after its kind: ``gpu0`` for 0.
+            node that is not a text is named after its kind: ``gpu0`` for 0. Whole numbers are taken in ascending order,
+            so that node 0 of GPUs 0 to n - 1 is rank 0; other nodes in the order of the graph.
         kind : str
             Attribute of nodes with the kind of device; or a kind, such as ``gpu``, of all nodes without ``kind``.
         channel : str

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, cast
@@ -88,7 +88,8 @@ def completed_graph(
     made = MultiDiGraph(**{key: value for key, value in graph.graph.items() if key in _TOPOLOGY_KEYS})
     made.graph.update({"name": name} if name else {})
     names: dict[object, str] = {}
-    for node, known in graph.nodes(data=True):
+    for node in _by_number(graph):
+        known = graph.nodes[node]
         stated = _value(known, "kind", kind, DEVICE_KINDS)
         names[node] = node if isinstance(node, str) else f"{stated or 'node'}{node}"
         if stated is None:
@@ -114,6 +115,20 @@ def completed_graph(
             'value for all: kind="gpu", channel="nvlink", bandwidth="weight" or 25'
         )
     return made
+
+
+def _by_number(nodes: Iterable[Hashable]) -> list[Hashable]:
+    """Return nodes as they stand, whole numbers among them in ascending order: node 0 is GPU 0, if all are GPUs.
+
+    >>> _by_number([2, "switch", 0, 1])
+    [0, 'switch', 1, 2]
+    """
+    every = list(nodes)
+    whole = [place for place, node in enumerate(every) if isinstance(node, Integral)]
+    ascending = sorted(every[place] for place in whole)  # type: ignore[type-var]
+    for place, node in zip(whole, ascending, strict=True):
+        every[place] = node
+    return every
 
 
 def _value(known: Mapping[str, object], key: str, given: str | float, values: Sequence[str]) -> object:

@@ -48,7 +48,16 @@ from topoplan.plans.file_values import (
 )
 from topoplan.plans.loads import team_wide_rate
 from topoplan.plans.shards import ImageShards, Shard, Stage, shard_bounds, shard_counts
-from topoplan.units import bus_factor, bus_words, counted, format_size, name_ranges, nearest_float, parse_size
+from topoplan.units import (
+    bus_factor,
+    bus_words,
+    counted,
+    format_size,
+    listed,
+    name_ranges,
+    nearest_float,
+    parse_size,
+)
 
 if TYPE_CHECKING:
     import networkx
@@ -567,7 +576,8 @@ class Plan(Plans):
         return explain_certificate(self)
 
     def summary(self) -> str:
-        """Return a few lines: what is planned and proved, bandwidths in GB/s, trees, and the number of notes.
+        """Return a few lines: what is planned and proved, bandwidths in GB/s, trees, edges that pass other ranks, and the
+        number of notes; ``print(plan)`` prints them.
 
         Examples
         --------
@@ -589,15 +599,35 @@ class Plan(Plans):
 
         proved = f"{self.gap:.2%} below the upper bound" if self.gap else "provably optimal"
         made = self.method if self.schedule == TREES else self.schedule
-        links = channel_words(self.channels)
+        links, relayed = channel_words(self.channels), self._relayed_edges()
         lines = [
             f"{where}, {ranks}, over {links}: {proved}",
             f"algbw        {both(self.rate)}",
             f"upper bound  {both(self.bound)}",
             f"trees        {self.num_trees} of height {self.height} ({made})",
+            *([f"relayed      no link for {listed(relayed, noun='edges')}"] if relayed else []),
             *([f"notes        {len(self.notes)}, in plan.notes"] if self.notes else []),
         ]
         return "\n".join(lines)
+
+    def _relayed_edges(self) -> list[str]:
+        """Return the edges of trees that no link carries, and the ranks through which their data passes."""
+        ranks = set(self.ranks)
+        routes = (
+            edge.route
+            for shard, _ in (() if self.collective == ALL_TO_ALL else self.shard_counts)
+            for stage in shard.stages
+            for edge in stage.edges
+        )
+        found = {}
+        for route in routes:
+            passed = [name for name in route[1:-1] if name in ranks]
+            if passed:
+                found[min(route, route[::-1])] = f"{route[0]}-{route[-1]} through {', '.join(passed)}"
+        return [*found.values()]
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def __repr__(self) -> str:
         proved = f"{self.gap:.2%} below the upper bound" if self.gap else "optimal"

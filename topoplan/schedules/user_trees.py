@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from math import lcm
+from numbers import Integral
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
@@ -101,8 +102,8 @@ def plan_from_trees(
         an attribute); one of `Plan.trees`; its edges, ``[(parent, child), …]``; a nested list, ``[root, [child,
         grandchild], child]``; an order of ranks from the root on, ``[0, 1, 2]``, which is a chain; or one of these
         under its name: ``{"edges": …}``, ``{"tree": …}``, ``{"chain": …}``, ``{"ring": …}``, where ``"share"`` may
-        stand too. Ranks are numbers from 0 in the order of the GPUs, or names of devices. An edge may have its route,
-        ``(parent, child, devices)``.
+        stand too. Whole numbers are ranks, from 0 in the order of the GPUs; anything else is a name of a device, or a
+        node as `Topology.from_networkx` took it. An edge may have its route, ``(parent, child, devices)``.
     shares : sequence of Fraction, int, float, text such as "1/3", or None, optional
         For each tree, a fraction of the whole buffer; None for a share that is to be chosen.
     root : int or None
@@ -296,10 +297,13 @@ def _shape(tree: object) -> str:
 
 
 def _rank(item: object, names: Sequence[str], where: str) -> int:
-    if isinstance(item, str) and item in names:
-        return names.index(item)
-    if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < len(names):
-        return item
+    # a node of a graph may be any object, which `Topology.from_networkx` names after its kind
+    name = item if isinstance(item, str) else f"gpu{item}"
+    if isinstance(item, Integral) and not isinstance(item, bool):
+        if 0 <= item < len(names):
+            return int(item)
+    elif name in names:
+        return names.index(name)
     known = ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} to {names[-1]}"
     raise UsageError(
         f"{where}: {_short(item)} is not a rank; ranks are 0 to {len(names) - 1}, which are {known}"

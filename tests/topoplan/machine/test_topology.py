@@ -306,6 +306,22 @@ def test_a_graph_of_any_kind_becomes_a_machine(graph: nx.Graph) -> None:
     assert {link.bandwidth for link in made.links} == {25.0}
 
 
+def test_whole_numbers_of_a_graph_are_ranks_in_their_order() -> None:
+    """Node 2 is rank 2 in whatever order nodes were added; other nodes keep the order of the graph."""
+    graph = nx.Graph()
+    graph.add_nodes_from([1, 0, 2, 4, 3, 5])
+    nx.add_path(graph, [1, 5, 3, 0, 2, 4], bandwidth=50)
+    machine = Topology.from_networkx(graph, kind="gpu", channel="nvlink")
+    assert machine.gpus == tuple(f"gpu{number}" for number in range(6))
+    made = topoplan.plan_from_trees(machine, "broadcast", [nx.bfs_tree(graph, 0)])
+    assert (made.algbw, made.notes) == (50.0, ())
+    named = nx.relabel_nodes(graph, {node: (node, "x") for node in graph})
+    machine = Topology.from_networkx(named, kind="gpu", channel="nvlink")
+    assert machine.gpus[:2] == ("gpu(1, 'x')", "gpu(0, 'x')")
+    made = topoplan.plan_from_trees(machine, "broadcast", [nx.bfs_tree(named, (0, "x"))])
+    assert (made.algbw, made.notes) == (50.0, ())
+
+
 def test_every_machine_of_the_library_survives_networkx() -> None:
     for name in ("dgx-1v", "dgx-h100", "mi250"):
         assert Topology.from_networkx(topoplan.load(name).to_networkx()) == topoplan.load(name)

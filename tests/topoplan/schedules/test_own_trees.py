@@ -109,6 +109,7 @@ def test_data_passes_another_gpu_where_no_wire_joins_two() -> None:
     assert made.shards[0].stages[0].edges[1].route == ("gpu0", "gpu1", "gpu5")
     assert made.notes == ("no wire leads from gpu0 to gpu5: data passes gpu1",)
     assert made.rate == topoplan.verify(made).rate == 12.5
+    assert "relayed      no link for gpu0-gpu5 through gpu1" in str(made)
 
 
 @st.composite
