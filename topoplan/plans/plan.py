@@ -576,7 +576,7 @@ class Plan(Plans):
         return explain_certificate(self)
 
     def summary(self) -> str:
-        """Return a few lines: what is planned and proved, bandwidths in GB/s, trees, edges that pass other ranks, and the
+        """Return a few lines: what is planned and proved, bandwidths in GB/s, trees, relayed edges, and the
         number of notes; ``print(plan)`` prints them.
 
         Examples

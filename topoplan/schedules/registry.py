@@ -55,6 +55,7 @@ from topoplan.schedules.low_latency import (
 )
 from topoplan.schedules.parameter_server import parameter_server
 from topoplan.schedules.ring import ring_plan
+from topoplan.schedules.user_trees import USER_TREES
 from topoplan.solve.packing.composition import THREE_PHASE, plan_three_phase
 
 GROUP = "topoplan.schedules"
@@ -280,6 +281,31 @@ SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
 
 _REGISTERED: set[str] = set()
 
+COMPARED = frozenset(
+    {
+        *(
+            "allocations",
+            "binary",
+            "bound",
+            "bound by",
+            "busbw",
+            "channel",
+            "collective",
+            "count",
+            "double tree",
+        ),
+        *("double_tree", "gpus", "height", "in-network", "in_network", "members", "nccl", "nccl_kind"),
+        *("nccl_ratio", "notes", "others", "ratio", "relay", "relay_ratio", "ring", "ring type", "ring_kind"),
+        *("tree_count", "trees"),
+    }
+)
+"""Columns of a comparison that are not schedules, in lower case: no schedule is registered under their names."""
+
+
+def is_registered(name: str) -> bool:
+    """Return whether `register_schedule` made the schedule of this name."""
+    return name in _REGISTERED
+
 
 def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str] = COLLECTIVES) -> None:
     """Let a function make a schedule in this process, under a name of its own.
@@ -291,10 +317,12 @@ def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str
     Parameters
     ----------
     name : str
-        Not that of one of topoplan's own schedules; registering a name again replaces its function.
+        Neither that of one of topoplan's own schedules nor of a column of `topoplan.compare`, such as ``nccl``;
+        registering a name again replaces its function.
     make : callable or None
         ``make(topology, collective, *, gpus, root, channels)`` returns a `topoplan.Plan` for the request, from
-        `topoplan.plan_from_trees` for example, or raises `topoplan.InfeasibleError`. None takes the name out again.
+        `topoplan.plan_from_trees` for example, or raises `topoplan.InfeasibleError`; `topoplan.compare` says in a note
+        why there is no plan. None takes the name out again.
     collectives : sequence of str
         Those that it can make.
 
@@ -330,11 +358,18 @@ def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str
         raise UsageError(
             f"a schedule must be a name and a function, got {name!r} and a {type(make).__name__}"
         )
+    columns = {one.column for one in SCHEDULES.values() if one.name not in _REGISTERED}
+    if name.lower() in COMPARED or name in columns:
+        raise UsageError(f"{name} is a column of compare; register the schedule under another name")
     known = tuple(map(check_collective, collectives))
+    checked = _checked(make, f"schedule {name}")
+
+    def named(*args: object, **asked: object) -> Plan:
+        made = checked(*args, **asked)  # type: ignore[arg-type]
+        return replace(made, schedule=name) if made.schedule == USER_TREES else made
+
     _REGISTERED.add(name)
-    SCHEDULES[name] = Schedule(
-        name, _checked(make, f"schedule {name}"), collectives=known, column=name, timed=False
-    )
+    SCHEDULES[name] = Schedule(name, named, collectives=known, column=name, timed=False)
 
 
 def find_schedule(name: str) -> Schedule:
@@ -404,8 +439,10 @@ def _checked(make: Make, where: str, remedy: str = "; correct its function") -> 
             if made.topology != machine:
                 raise PlanError("it is of another machine than was asked for")
             verify(made)
-        except (InfeasibleError, UsageError):
+        except InfeasibleError:
             raise
+        except UsageError as error:
+            raise UsageError(f"{where.removesuffix(',')}: {error}") from error
         except PlanError as error:
             raise UsageError(f"{where} made a wrong plan: {error}{remedy}") from error
         except Exception as error:

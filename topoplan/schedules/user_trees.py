@@ -300,7 +300,7 @@ def _rank(item: object, names: Sequence[str], where: str) -> int:
     # a node of a graph may be any object, which `Topology.from_networkx` names after its kind
     name = item if isinstance(item, str) else f"gpu{item}"
     if isinstance(item, Integral) and not isinstance(item, bool):
-        if 0 <= item < len(names):
+        if 0 <= int(item) < len(names):
             return int(item)
     elif name in names:
         return names.index(name)

@@ -16,6 +16,7 @@ from tests.support.question_logs import LOGS
 from topoplan.cli.main import main
 from topoplan.cli.results import Result
 from topoplan.errors import UsageError
+from topoplan.schedules.registry import COMPARED
 
 LOG = next(iter(LOGS.values()))
 
@@ -147,6 +148,34 @@ def test_functions_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.getvalue() != ""
 
 
+def test_a_registered_schedule_that_refuses_a_machine_is_a_note() -> None:
+    """None in the rows, and the schedule's name in every message; a fault of its function is a warning."""
+
+    def four(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):  # type: ignore[no-untyped-def]
+        return topoplan.plan_from_trees(topology, collective, [[0, 1, 2, 3]], gpus=gpus, root=root)
+
+    def crash(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):  # type: ignore[no-untyped-def]
+        return {0: 0}[7]
+
+    try:
+        topoplan.register_schedule("four", four)
+        topoplan.register_schedule("crash", crash)
+        assert "trees        1 of height 3 (four)" in topoplan.plan("v100x4", schedule="four").summary()
+        found = topoplan.compare("dgx-1v")
+        assert (found.rows[0]["four"], found.rows[0]["crash"]) == (None, None)
+        assert any(
+            note.startswith("schedule four: not for this machine: tree 0: it does not reach rank 4")
+            for note in found.notes
+        )
+        assert found.notes[0] == "warning: schedule crash failed: KeyError: 7; correct its function"
+        assert len(topoplan.recommend("v100x4", 2).rows) == 6
+        with pytest.raises(UsageError, match="schedule four: tree 0: it does not reach rank 4"):
+            topoplan.plan("dgx-1v", schedule="four")
+    finally:
+        topoplan.register_schedule("four", None)
+        topoplan.register_schedule("crash", None)
+
+
 def test_a_registered_schedule_is_planned_verified_and_compared() -> None:
     def chain(topology, collective="allreduce", *, gpus=None, root=None, channels="auto"):  # type: ignore[no-untyped-def]
         ranks = len(topoplan.load(topology).select(gpus))
@@ -173,9 +202,14 @@ def test_a_registered_schedule_is_planned_verified_and_compared() -> None:
         ("ring", chain, "topoplan's own"),
         ("trees", chain, "topoplan's own"),
         ("mine", 3, "must be a name and a function"),
+        ("busbw", chain, "busbw is a column of compare; register the schedule under another name"),
+        ("NCCL", chain, "a column of compare"),
+        ("BML", chain, "a column of compare"),
     ):
         with pytest.raises(UsageError, match=says):
             topoplan.register_schedule(name, make)  # type: ignore[arg-type]
+    row = topoplan.compare("v100x4").to_dict()["rows"][0]  # type: ignore[index]
+    assert {*row, "busbw"} - {"others", "allocations"} <= COMPARED
     with pytest.raises(UsageError, match="schedule 'chain' is unknown"):
         topoplan.plan("dgx-2", schedule="chain")
     assert topoplan.plan("dgx-1v", schedule="ring").schedule == "nvlink ring"

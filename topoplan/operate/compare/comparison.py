@@ -23,7 +23,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan.errors import InfeasibleError, UsageError, warning
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import with_capable
@@ -39,7 +39,7 @@ from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, Plans, check_
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
-from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule
+from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule, is_registered
 from topoplan.solve.planner import plan
 from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import bus_factor, exact, nearest_float
@@ -87,6 +87,13 @@ def compare(
                 rivals[schedule.name] = schedule.make(topology, collective, gpus=chosen, root=root)
             except InfeasibleError as error:
                 missing.append(f"{schedule.words}: {error}")
+            except UsageError as error:
+                if not is_registered(schedule.name):
+                    raise
+                head, text = f"schedule {schedule.name}: ", str(error)
+                # what the function refuses is its own affair; what it does wrong is not
+                ours = text.removeprefix(head)
+                missing.append(warning(text) if ours == text else f"{head}not for this machine: {ours}")
     ordered = dict.fromkeys((*(one.name for one in columns()), *rivals))
     rivals = {name: rivals[name] for name in ordered if name in rivals}
     picked, relay, double = (rivals.get(name) for name in OWN_COLUMNS)
