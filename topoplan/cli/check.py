@@ -23,7 +23,7 @@ from topoplan.cli.sources import DESCRIPTION_OPTIONS, apply_machine_options, rea
 from topoplan.errors import kind_of
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import Cost, costs_of
-from topoplan.operate.diagnosis import Diagnosis, diagnose, warning_text
+from topoplan.operate.diagnosis import Diagnosis, diagnose, is_designed, warning_text
 from topoplan.operate.faults import Fault
 from topoplan.operate.next_steps import fault_steps
 from topoplan.plans.plan import collective_name
@@ -169,6 +169,8 @@ def _other_notes(found: Diagnosis) -> list[str]:
 
 
 def _resembles(found: Diagnosis) -> str:
+    if is_designed(found.topology):
+        return "with nothing: it states neither its source nor models of GPUs, so its links are as designed"
     if not found.resembles:
         return "with itself: it resembles no machine of the library"
     servers = max(1, len(found.topology.servers))

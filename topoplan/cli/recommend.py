@@ -180,11 +180,11 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
     return {
         "gpus": list(one.gpus),
         "rate": one.rate,
-        "ring": one.ring,
+        "ring": one.ring or None,
         "bound": one.bound,
         "busbw": one.rate * factor,
         "ring_kind": one.ring_kind,
-        "nccl": one.nccl,
+        "nccl": one.nccl or None,
         "nccl_kind": one.nccl_kind,
         "channel": one.channel,
         "class": one.number,

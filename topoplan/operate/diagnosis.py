@@ -7,6 +7,8 @@ more and all have some, or if nearly all have some; so have a few of eight GPUs,
 sums. An allocation of an unknown machine looks like one that lost wires, so `diagnose` prefers a missed fault to a
 false one.
 
+A graph or file that states neither its source nor the models of its GPUs is a design: none of its links is a fault.
+
 Beside NVLinks: PCIe rates, NICs and their distance (the usual one, if the server shows all its GPUs), NUMA nodes, and
 GPUs without peer access. A link rate is usual if more than half of the links of its kind have it.
 """
@@ -382,7 +384,8 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
         inside = _server(whole, server)
         found = resemblance(inside) if inside.gpus else Resemblance()
         first = found if first is None else first
-        faults += [_in_all(fault, server, others) for fault in _server_faults(inside, found)]
+        if not is_designed(topology):
+            faults += [_in_all(fault, server, others) for fault in _server_faults(inside, found)]
     faults += _rows(topology) + _unreachable(topology)
     faults += _stated_faults(topology, faults)
     machine = first.machine if first is not None else None
@@ -391,6 +394,17 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
         "" if machine is None else machine.name,
         0 if machine is None else len(machine.gpus),
         tuple(faults),
+    )
+
+
+def is_designed(topology: Topology) -> bool:
+    """Return whether a machine is a design: without source, and GPUs without model, bus ID, NUMA node and facts.
+
+    Its links are as they are meant, so unequal ones are not faults.
+    """
+    gpus = (device for device in topology.devices if device.kind == "gpu")
+    return not topology.source and not any(
+        one.model or one.busid or one.facts or one.numa is not None for one in gpus
     )
 
 

@@ -72,8 +72,8 @@ def load(
         A name of the library (see `library`), a network by its parameters such as ``bcube:4,2`` or ``torus:3,3@10``
         (see `topoplan.reading.clusters`), a file, ``-`` for stdin, or the text of a description (it holds
         a line break or begins with ``{`` or ``<``). A library name wins over a file of that name; write
-        ``./name`` for the file. Or a graph with the attributes that `Topology.to_networkx` documents. A `Topology` is
-        returned as it is.
+        ``./name`` for the file. Or a ``MultiDiGraph`` of `Topology.to_networkx`; other graphs are read by
+        `Topology.from_networkx`. A `Topology` is returned as it is.
     nvlink_gbps, pcie_gbps, socket_gbps : float, optional
         GB/s per direction of one NVLink, of one PCIe link and between CPUs: for nvidia-smi text, which states none, and
         in place of NCCL's for XML.

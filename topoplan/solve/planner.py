@@ -129,7 +129,7 @@ def plan(
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
-        The machine.
+        The machine; of graphs that is a ``MultiDiGraph`` of `Topology.to_networkx`.
     collective : str
         all_reduce, all_gather, reduce_scatter, all_to_all, broadcast or reduce.
     gpus : sequence of int or None

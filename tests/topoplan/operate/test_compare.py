@@ -431,3 +431,16 @@ def test_progress_is_told_once_for_each_class() -> None:
     rows = compare_all(topoplan.load("v100x4"), progress=heard.append)
     assert heard[0] == f"class 1 of {len(rows)}: GPUs 1, 3"
     assert len(heard) == len(rows)
+
+
+def test_a_missing_ring_is_none_and_not_said_to_run_over_pcie() -> None:
+    """A star of NVLinks has no ring, and without PCIe no ring falls back to it."""
+    star = machine(4, both_ways({("gpu0", f"gpu{rank}"): 25.0 for rank in (1, 2, 3)}))
+    found = topoplan.compare(star, all_allocations=True)
+    whole = next(row for row in found.rows if len(row["gpus"]) == 4)  # type: ignore[arg-type]
+    assert (whole["ring"], whole["ring_kind"]) == (None, "none")
+    assert "have NVLink but no NVLink ring" in str(found)
+    assert "PCIe" not in str(found)
+    assert "no NVLink ring: their ring runs over PCIe" in str(
+        topoplan.compare("dgx-1v", all_allocations=True)
+    )

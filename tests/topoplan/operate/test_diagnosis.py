@@ -72,7 +72,7 @@ THIN = changed(H100S, ("gpu5", "nvswitch0"), count=15, bandwidth=375.0)
         (MACHINES["MI250"](), None),
         (MACHINES["DGX-1V, 0-3 dead"](), "gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"),
         (
-            MACHINES["switch, weak port"](),
+            replace(MACHINES["switch, weak port"](), source="a listing"),
             "gpu0-nvswitch0: 1 NVLink of 125 GB/s, should be 1 NVLink of 150 GB/s",
         ),
         (without_links(H100S, ["gpu2-nvswitch0"]), "gpu2: no NVLink, should be 18 NVLinks of 25 GB/s"),
@@ -108,6 +108,20 @@ THIN = changed(H100S, ("gpu5", "nvswitch0"), count=15, bandwidth=375.0)
 )
 def test_names_each_fault_once(machine: Topology, says: str | None) -> None:
     assert found(machine) == ([says] if says else [])
+
+
+def test_unequal_links_of_a_design_are_not_faults() -> None:
+    """A machine that names neither source nor model is as its author wants it; a GPU without a path is still named."""
+    ends = ((0, 1), (1, 2), (3, 0), (0, 2))
+    fast = {(f"gpu{a}", f"gpu{b}"): 50.0 for a, b in ends}
+    uneven = small_machine(4, both_ways({**fast, ("gpu2", "gpu3"): 25.0}))
+    assert machine_warnings(uneven) == ()
+    assert machine_warnings(topoplan.load(uneven.to_json())) == ()
+    listed = replace(uneven, source="a listing")
+    assert machine_warnings(listed) == (
+        "warning: gpu2-gpu3: 1 NVLink of 25 GB/s, should be 1 NVLink of 50 GB/s",
+    )
+    assert found(ISLANDS) != []
 
 
 def test_a_gpu_that_cannot_answer_is_named() -> None:

@@ -90,7 +90,8 @@ class Summary:
     """A summary of comparisons.
 
     classes, allocations: number of rows and of their allocations.
-    without_nvlink_ring: classes whose trees run over NVLink while NVLink has no ring.
+    without_nvlink_ring, ring_over_pcie: classes whose trees run over NVLink while NVLink has no ring, and those of them
+    with a ring over PCIe.
     over_pcie, without_plan: classes that NVLink does not connect, planned over PCIe (with NVLink islands) or not at
     all.
     below_ring: classes with trees slower than the ring.
@@ -118,11 +119,17 @@ class Summary:
     nccl_highest: float | None = None
     nccl_mean: float | None = None
     nccl_weighted_mean: float | None = None
+    ring_over_pcie: int = 0
 
     def __str__(self) -> str:
+        over_pcie = ""
+        if self.ring_over_pcie:
+            every = self.ring_over_pcie == self.without_nvlink_ring
+            whose = "their ring" if every else f"the ring of {self.ring_over_pcie} of them"
+            over_pcie = f": {whose} runs over PCIe"
         apart = (
             (self.below_ring, "have trees below the ring"),
-            (self.without_nvlink_ring, "have NVLink but no NVLink ring: their ring runs over PCIe"),
+            (self.without_nvlink_ring, f"have NVLink but no NVLink ring{over_pcie}"),
             (self.over_pcie, "have no NVLink path for all GPUs and use PCIe too"),
             (self.without_plan, "have no path at all"),
         )
@@ -163,6 +170,7 @@ def summary(rows: Sequence[Comparison]) -> Summary:
         without_nvlink_ring=sum(
             row.channel == "nvlink" and row.ring_kind in (NO_RING, "pcie ring") for row in rows
         ),
+        ring_over_pcie=sum(row.channel == "nvlink" and row.ring_kind == "pcie ring" for row in rows),
         over_pcie=sum(row.channel in ("pcie", ALL) for row in rows),
         without_plan=sum(row.channel is None for row in rows),
         below_ring=sum(ratio < 1 for ratio in ratios),
@@ -289,7 +297,8 @@ def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
     """Return the rows and their summary as one JSON object.
 
     Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` only
-    if not empty. null stands for None, for the infinite rates of a single GPU, and for a missing ratio.
+    if not empty. null stands for None, for the infinite rates of a single GPU, and for a missing ring, schedule of NCCL
+    or ratio.
     """
     return {"rows": [_row_object(row) for row in rows], "summary": asdict(summary(rows))}
 
@@ -300,6 +309,8 @@ def _row_object(row: Comparison) -> dict[str, object]:
         value = getattr(row, one.name)
         if isinstance(value, float):
             value = finite(value)
+            if (one.name, value) in (("ring", 0.0), ("nccl", 0.0)):
+                value = None
         made[one.name] = list(value) if isinstance(value, tuple) else value
         if one.name == "trees":
             made["busbw"] = finite(row.trees * bus_factor(row.collective, len(row.gpus)))
