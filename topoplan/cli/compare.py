@@ -198,22 +198,14 @@ def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
             f"{both(row.in_network)} if switches add (--in-network nvswitch)" if row.in_network else "",
         ),
     )
-    every: list[tuple[str, float | None]] = [
-        (f"NCCL's best today: {row.nccl_kind}", row.nccl or None),
-        (f"NCCL before 2.8: {row.ring_kind}", row.ring or None),
-        ("ring with relayed hops", row.relay),
-        ("double binary tree", row.double_tree),
-        *row.others,
-    ]
-    found = [(name, rate) for name, rate in every if rate]
     factor = bus_factor(row.collective, ranks)
-    if found:
+    if row.schedules:
         yield ""
         yield table(
             ("schedule", "algbw", "busbw", f"{noun}s / it"),
             [
                 (name, f"{rate:.2f}", f"{rate * factor:.2f}", f"{row.trees / rate:.2f}x")
-                for name, rate in found
+                for name, rate in row.schedules
             ],
         )
 

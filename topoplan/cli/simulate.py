@@ -33,6 +33,7 @@ from topoplan.cli.output import (
     tree_noun,
     write_whole,
 )
+from topoplan.cli.plan_sizes import describe_schedule
 from topoplan.cli.sources import MACHINE_OPTIONS, apply_machine_options, read_plan_or_machine
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
@@ -133,6 +134,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 DEFAULT_SIZES = "1KB:1GB"
 
+NCCL = "NCCL's best"
+"""Name of the times by NCCL's own model, in the figure and the rows."""
+
 
 def add_options(parser: arguments.OneLineParser) -> None:
     arguments.add_machine(parser, or_plan=True)
@@ -186,6 +190,7 @@ def run(options: argparse.Namespace) -> Answer:
     with progress_line("timing"):
         nccl = _nccl(plan, sizes)
         rows = sweep(plan, sizes)
+        nccl_rows = [row(plan.collective, len(plan.ranks), one.nbytes, one.seconds) for one in nccl]
         rival_rows = sweep(rival, sizes) if rival else ()
         crossing = crossover(plan, rival, max(1, min(sizes)), max(1, *sizes)) if rival else None
     if options.trace:
@@ -204,7 +209,7 @@ def run(options: argparse.Namespace) -> Answer:
             yield f"{where}: one GPU, nothing moves"
             return
         best = nccl or rival_rows
-        name = "NCCL's best" if nccl or plan.collective == ALL_TO_ALL else rival.schedule if rival else ""
+        name = NCCL if nccl or plan.collective == ALL_TO_ALL else rival.schedule if rival else ""
         yield f"{where}: {_verdict(rows, best, name)}"
         head = [
             *_described("plan", plan),
@@ -250,17 +255,16 @@ def run(options: argparse.Namespace) -> Answer:
     def figure() -> Figure:
         from topoplan.operate.plot.charts import draw_sweep
 
-        name = f"{plan.schedule} ({plan.num_trees})" if isinstance(plan, Plan) else "plans by size"
+        name = f"plan: {describe_schedule(plan)}" if isinstance(plan, Plan) else "plans by size"
         curves: dict[str, Sequence[SizeRow]] = {name: rows}
         if rival:
             curves[rival.schedule] = rival_rows
         if nccl:
-            size = len(plan.ranks)
-            curves["NCCL's best"] = [row(plan.collective, size, one.nbytes, one.seconds) for one in nccl]
+            curves[NCCL] = nccl_rows
         title = f"{collective_words(plan)} on {plan.topology.name}, {counted(len(plan.ranks), 'GPU')}"
         return draw_sweep(curves, title=title)
 
-    named = (("plan", rows), (rival.schedule if rival else "", rival_rows))
+    named = (("plan", rows), (rival.schedule if rival else "", rival_rows), (NCCL, nccl_rows))
     return Answer(
         text=text,
         value=value,

@@ -25,6 +25,7 @@ from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import without_links
 from topoplan.model.times_by_size import sweep
 from topoplan.operate.plot.canvas import BLACK, GREY, Look, save_figure, write_figure
+from topoplan.operate.compare.comparison import compare
 from topoplan.operate.plot.charts import MOST_BARS, draw_bands, draw_comparison, draw_sweep
 from topoplan.operate.plot.machine import MAX_DEVICES, draw_topology
 from topoplan.operate.plot.nvlink_panel import circle_order, circle_places
@@ -56,6 +57,11 @@ class Rates:
     bound: float
     ring: float
     rival: tuple[float, str]
+    others: tuple[tuple[str, float | None], ...] = ()
+
+    @property
+    def schedules(self) -> tuple[tuple[str, float], ...]:
+        return ((self.rival[1], self.rival[0]), *((name, rate) for name, rate in self.others if rate))
 
     @property
     def rival_ratio(self) -> float:
@@ -470,7 +476,7 @@ def test_counts_the_trees_that_it_leaves_out() -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("count", [1, 3, 14, 46])
+@pytest.mark.parametrize("count", [2, 3, 14, 46])
 def test_bars_have_a_group_for_each_class(count: int) -> None:
     """One bar of trees and one of a baseline for each class, in the order of the table; of many the twelve that differ
     most, and a dot for each of all.
@@ -494,6 +500,20 @@ def test_bars_have_a_group_for_each_class(count: int) -> None:
     assert [parse_gpu_list(name) for name in names] == [row.gpus for row in shown]
     assert figure.get_figwidth() == 8
     check_readable(figure)
+
+
+def test_every_schedule_of_the_table_is_in_the_figure() -> None:
+    """A bar for each row of one allocation, the relaying ring too; registered schedules are marks on classes."""
+    row = compare("dgx-1v", gpus=[1, 4, 5, 7])
+    mine = replace(row, others=(("mine", 12.5), ("absent", None)))
+    axes = draw_comparison([mine], title="all_reduce on dgx-1v").axes[0]
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == ["trees", *(name for name, _ in mine.schedules)]
+    assert {"ring with relayed hops", "mine"} < {*names}
+    assert [bar.get_width() for bar in axes.patches] == [row.trees, *(rate for _, rate in mine.schedules)]
+    rows = [Rates((0, 1), 1, 40.0, 40.0, 5.0, (10.0, "nvlink ring"), (("mine", 12.5),))] * 2
+    figure = draw_comparison(rows)
+    assert "mine" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_equal_classes_have_dots_and_no_bars() -> None:

@@ -71,6 +71,18 @@ class Comparison:
     allocations: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def schedules(self) -> tuple[tuple[str, float], ...]:
+        """Names and rates of the schedules beside the trees that exist here, as tables and figures show them."""
+        every = (
+            (f"NCCL's best today: {self.nccl_kind}", self.nccl),
+            (f"NCCL before 2.8: {self.ring_kind}", self.ring),
+            ("ring with relayed hops", self.relay),
+            (DOUBLE_TREE, self.double_tree),
+            *self.others,
+        )
+        return tuple((name, rate) for name, rate in every if rate)
+
+    @property
     def rival(self) -> tuple[float, str]:
         """Rate and kind of the fastest of NCCL's best and the double binary tree; rate 0 for none."""
         double = self.double_tree or 0.0

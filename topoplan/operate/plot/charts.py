@@ -57,14 +57,16 @@ _KEYS = ("trees", "best baseline", "upper bound", _OLD_RING)
 
 
 def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
-    """Draw two bars for each allocation, trees and the fastest baseline, with marks for the upper bound and the old
-    ring.
+    """Draw two bars for each allocation, trees and the fastest baseline, with marks for the upper bound, the old ring
+    and registered schedules; of one allocation a bar for each schedule.
 
     Allocations are in the order of the table: by number of GPUs, the fastest first. More than `MOST_BARS` are dots in
     an upper panel; below it the ones in which trees and baseline differ most have names and bars.
     """
     if not rows:
         raise UsageError("rows must not be empty; compare at least one allocation")
+    if len(rows) == 1:
+        return _draw_schedules(rows[0], title)
     ordered = sorted(rows, key=lambda row: (len(row.gpus), -row.trees, -row.bound, -row.ring, row.gpus))
     differing = sorted((row for row in ordered if _difference(row) > _EQUAL), key=_difference, reverse=True)
     crowd = len(ordered) > MOST_BARS
@@ -72,7 +74,8 @@ def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
     room = _PAGE - 2 * _MARGIN
     titles, lines = fitted(title, HEAD, room), fitted(_summary(rows), SMALL, room)
     below_title = _TITLE_ROW * len(titles)
-    top = below_title + _SMALL_ROW * len(lines) + _KEY + 0.15
+    key = _KEY + 0.2 * any(rate for row in rows for _, rate in row.others)
+    top = below_title + _SMALL_ROW * len(lines) + key + 0.15
     heights = [_DOTS + _AXIS] * crowd + [_CLASS * len(barred) + 0.35 + _AXIS] * bool(barred)
     height = top + sum(heights)
     figure = new_figure(_PAGE, height)
@@ -102,7 +105,7 @@ def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
         for axes in figure.axes
         for mark, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    labels = sorted(marks, key=_KEYS.index)
+    labels = sorted(marks, key=lambda label: _KEYS.index(label) if label in _KEYS else len(_KEYS))
     figure.legend(
         [marks[label] for label in labels],
         labels,
@@ -115,6 +118,57 @@ def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
         columnspacing=1.4,
     )
     return figure
+
+
+def _draw_schedules(row: Comparison, title: str) -> Figure:
+    """Draw a bar for the trees and for each schedule beside them, and a line at the upper bound."""
+    named = [("trees", row.trees), *row.schedules]
+    lines = fitted(f"{title}, GPUs {number_ranges(row.gpus)}", HEAD, _PAGE - 2 * _MARGIN)
+    names = ["\n".join(fitted(name, SMALL, 2 * _LONGEST_NAME)) for name, _ in named]
+    left = max(text_width(line, SMALL) for name in names for line in name.split("\n")) + 0.25
+    top = _TITLE_ROW * len(lines) + _KEY
+    figure = new_figure(_PAGE, top + _CLASS * len(named) + _AXIS)
+    figure.text(
+        _MARGIN / _PAGE, 1 - 0.08 / figure.get_figheight(), "\n".join(lines), va="top", fontsize=points(HEAD)
+    )
+    axes = _panel(figure, top, _CLASS * len(named), left)
+    places, rates = range(len(named)), [rate for _, rate in named]
+    bars = axes.barh(places, rates, 0.7, color=[BLUE, *["white"] * len(row.schedules)], edgecolor=ORANGE)
+    for bar in bars[1:]:
+        bar.set_hatch("////")
+    bars[0].set_edgecolor(BLUE)
+    for place, rate in zip(places, rates, strict=True):
+        ratio = f", trees do {row.trees / rate:.2f}x" if place else ""
+        axes.annotate(
+            f"{rate:.4g}{ratio}",
+            (rate, place),
+            xytext=(points(5), 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=points(SMALL),
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
+    axes.axvline(row.bound, color=BLACK, linewidth=points(1.3), linestyle="--", label="upper bound")
+    axes.set_xlim(0, _HEADROOM * max(*rates, row.bound))
+    axes.set_ylim(len(named) - 0.5, -0.5)
+    axes.set_yticks(places, names, fontsize=points(SMALL))
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=GREY, linewidth=points(0.6))
+    axes.set_xlabel("algbw, GB/s", fontsize=points(SMALL))
+    axes.legend(
+        frameon=False, fontsize=points(SMALL), loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0
+    )
+    return figure
+
+
+def _mark_others(axes: Axes, rows: Sequence[Comparison], places: Sequence[float], *, upright: bool) -> None:
+    """Mark the rates of the schedules that have a column of their own."""
+    heads = dict.fromkeys(head for row in rows for head, _ in row.others)
+    for number, head in enumerate(heads):
+        found = [(dict(row.others).get(head), place) for row, place in zip(rows, places, strict=True)]
+        rates, at = [rate for rate, _ in found if rate], [place for rate, place in found if rate]
+        colour, marker = SERIES[(number + 2) % len(SERIES)], _MARKERS[(number + 2) % len(_MARKERS)]
+        _mark(axes, head, (at, rates) if upright else (rates, at), marker, 22, color=colour)
 
 
 def _difference(row: Comparison) -> float:
@@ -153,6 +207,7 @@ def _draw_dots(axes: Axes, rows: Sequence[Comparison]) -> None:
     _mark(axes, "upper bound", (places, [row.bound for row in rows]), "_", 110, color=BLACK)
     old = [(place, row.ring) for place, row in zip(places, rows, strict=True) if 0 < row.ring < row.rival[0]]
     _mark(axes, _OLD_RING, ([place for place, _ in old], [rate for _, rate in old]), "x", 16, color=BLACK)
+    _mark_others(axes, rows, places, upright=True)
     axes.set_xticks(middles, counts)
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.3, start + 0.3)
@@ -173,6 +228,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Comparison], names: Sequence[str]) -> 
     old = [place for place, row in enumerate(rows) if 0 < row.ring < row.rival[0]]
     rings = [rows[place].ring for place in old], [others[place] for place in old]
     _mark(axes, _OLD_RING, rings, "x", 18, color=BLACK)
+    _mark_others(axes, rows, others, upright=False)
     for row, above, below in zip(rows, trees, others, strict=True):
         ratio = f", {row.rival_ratio:.2f}x" if row.rival_ratio else ""
         words = (
