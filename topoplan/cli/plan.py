@@ -482,7 +482,7 @@ def tree_lines(plan: Plan, most: int, *, every: bool = False) -> list[str]:
         roots = rank_names([plan.vertices[root] for root in sorted(one.roots)])
         share = f"{row['GB/s']:.4g}"
         channel = (str(row["channel"]),) if apart else ()
-        number = one.count if many else one.number - (not every)
+        number = one.count if many else one.number
         cells.append(
             (
                 str(number),

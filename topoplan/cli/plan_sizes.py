@@ -30,12 +30,14 @@ from topoplan.cli.output import (
     thinned,
     without_words,
 )
+from topoplan.cli.results import Result
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective, collective_name
+from topoplan.plans.size_plans import SizePlans
 from topoplan.units import counted, format_seconds, format_size
 
 if TYPE_CHECKING:
@@ -142,6 +144,22 @@ def run(options: argparse.Namespace) -> Answer:
     )
 
 
+def result_of(plans: SizePlans) -> Result:
+    """Return plans by size as a result of the command, for Python."""
+    from topoplan.model.schedule_selection import choice_of
+
+    choice = choice_of(plans)
+    lines, notes = range_times(choice), [*plan_notes(plans), *choice.notes]
+    answer = Answer(
+        text=lambda: _lines(choice, lines, 1, every=False),
+        value=lambda: _object(choice, lines, notes, 0.0),
+        rows=lambda: records_of(POINTS, _points(choice)),
+        figure=lambda: _figure(choice),
+        notes=notes,
+    )
+    return Result("plan --sizes", answer, lambda: [dict(row) for row in records_of(POINTS, _points(choice))])
+
+
 def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
     """Return the rows of the table; a range in which the windows engine changes from packets to trees is two."""
     from topoplan.model.candidates import same_trees
@@ -153,12 +171,13 @@ def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
         high = choice.sizes[-1] if one.stop is None else one.stop
         middle = math.isqrt(low * high)
         own = choice.candidates.index(one.plan)
+        others: list[tuple[float, int]] = []
         setting = windows[own].setting(middle) if windows else None
         here = clocks[own](middle)
         if setting is not None and setting.packets:
             high -= one.stop is not None  # the last that goes in packets
             others = sorted((time.along_trees(middle).seconds, number) for number, time in enumerate(windows))
-        else:
+        elif choice.complete:
             others = sorted(
                 (time(middle), number)
                 for number, time in enumerate(clocks)
@@ -374,10 +393,11 @@ def _figure(choice: ScheduleChoice) -> Figure:
 
     plans = choice.plans
     curves = {}
-    for number, (plan, seconds) in enumerate(zip(choice.candidates, choice.clocks(), strict=True)):
-        name = describe_schedule(plan)
-        curves[name if name not in curves else f"{name} ({number + 1})"] = [
-            row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes
-        ]
+    for plan, seconds in zip(choice.candidates, choice.clocks(), strict=True):
+        name = described = describe_schedule(plan)
+        while name in curves:  # equal schedules are of other trees: a 2nd, a 3rd
+            number = int(name.removeprefix(f"{described}, other trees ")) + 1 if name != described else 2
+            name = f"{described}, other trees {number}"
+        curves[name] = [row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes]
     title = f"{collective_name(plans.collective)} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
     return draw_sweep(curves, title=title)

@@ -35,7 +35,7 @@ from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import METHODS, plan
-from topoplan.units import TOLERANCE, format_size, parse_size
+from topoplan.units import TOLERANCE, format_size, parse_size, parse_sizes
 
 SIZES = (1 << 10, 1 << 30)
 """Default smallest and largest tested size in bytes."""
@@ -54,6 +54,7 @@ class ScheduleChoice:
     costs: figures of the windows engine; None for messages.
     windows: model times of each candidate on that engine; empty for messages.
     bound: lower bound on the time of any schedule; None for the windows engine, whose start-ups differ.
+    complete: whether the candidates are all that were timed, not those of a file alone.
     """
 
     plans: SizePlans
@@ -63,6 +64,7 @@ class ScheduleChoice:
     costs: EngineCosts | None = None
     windows: tuple[WindowsClock, ...] = ()
     bound: TimeBound | None = None
+    complete: bool = True
 
     def clocks(self) -> list[Callable[[int], float]]:
         """Return functions from bytes to seconds of every candidate."""
@@ -102,7 +104,7 @@ def plan_by_size(
     gpus: Sequence[int] | None = None,
     root: int | None = None,
     channels: str = "auto",
-    sizes: Sequence[int | str] = SIZES,
+    sizes: str | Sequence[int | str] = SIZES,
     engine: str = "messages",
     costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
@@ -113,10 +115,10 @@ def plan_by_size(
     ----------
     topology, collective, gpus, root, channels, progress
         As for `topoplan.plan`.
-    sizes : sequence of int or str
-        Bytes, or texts such as "64MB", of the user's buffer (of the full gathered one for allgather and
-        reduce_scatter): the smallest and the largest bound the search; all sizes named, and powers of two between them,
-        are tested.
+    sizes : str, or sequence of int or str
+        ``"1KB:1GB"``, or bytes and texts such as "64MB" in a list, of the user's buffer (of the full gathered one for
+        all_gather and reduce_scatter). The smallest and the largest bound the search; all sizes named, and powers of
+        two between them, are tested.
     engine : str
         messages, or windows: one kernel that writes to the other GPUs' memory.
     costs : EngineCosts or None
@@ -168,7 +170,7 @@ def choose_by_size(
     gpus: Sequence[int] | None = None,
     root: int | None = None,
     channels: str = "auto",
-    sizes: Sequence[int | str] = SIZES,
+    sizes: str | Sequence[int | str] = SIZES,
     engine: str = "messages",
     costs: EngineCosts | None = None,
     progress: Callable[[str], None] | None = None,
@@ -182,6 +184,8 @@ def choose_by_size(
         raise UsageError(
             f"plans by size need channels that suit all sizes, got {channels!r}; give one size instead (--size)"
         )
+    if isinstance(sizes, str):
+        sizes = parse_sizes(sizes)
     named = [parse_size(size) if isinstance(size, str) else size for size in sizes]
     if not named or min(named) < 0:
         raise UsageError(
@@ -221,7 +225,7 @@ def choose_by_size(
     proved = None
     if not windows:
         plans, proved = with_times(plans, tested)
-    return ScheduleChoice(
+    choice = ScheduleChoice(
         plans=plans,
         candidates=competing,
         sizes=tested,
@@ -230,6 +234,19 @@ def choose_by_size(
         windows=windows,
         bound=proved,
     )
+    object.__setattr__(plans, "_choice", choice)
+    return choice
+
+
+def choice_of(plans: SizePlans) -> ScheduleChoice:
+    """Return the choice that made plans by size; of a file, with the file's own plans as candidates."""
+    made: ScheduleChoice | None = getattr(plans, "_choice", None)
+    if made is not None:
+        return made
+    timed = plans if plans.times is not None else with_times(plans, grid_of_sizes(SIZES))[0]
+    sizes = tuple(size for size, _, _ in timed.times.points) if timed.times else SIZES
+    own = [one for place, one in enumerate(plans.plans) if one not in plans.plans[:place]]
+    return ScheduleChoice(plans=timed, candidates=tuple(own), sizes=sizes, notes=(), complete=False)
 
 
 def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeBound]:

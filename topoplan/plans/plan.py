@@ -641,7 +641,7 @@ class Plan(Plans):
 class PlanCollection(Plans):
     """Plans of one collective among the same ranks; notes are those of all ranges, each once."""
 
-    __slots__ = ()
+    __slots__ = ("_choice",)  # of `topoplan.plan_by_size`: the candidates, which no file states
 
     @property
     def collective(self) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
@@ -37,6 +39,12 @@ from topoplan.plans.plan import (
     without_topology,
 )
 from topoplan.plans.survival import SurvivalPlans
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+    from topoplan.cli.results import Result
 
 SIZE_PLANS_FORMAT = "topoplan.plans/1"
 SIZE_PLANS_KEYS = (
@@ -121,6 +129,8 @@ class SizePlans(PlanCollection):
     >>> plans = SizePlans((SizeRange(0, 65536, few), SizeRange(65536, None, many)))
     >>> plans.at(65535).height, plans.at(65536).height, plans.crossovers
     (1, 2, (65536,))
+    >>> [row["schedule"] for row in plans.rows][:2]
+    ['one-hop', 'one-hop']
     """
 
     ranges: tuple[SizeRange, ...]
@@ -145,6 +155,37 @@ class SizePlans(PlanCollection):
             expected = one.stop
         if expected is not None:
             raise PlanError(f"no range covers sizes from {expected} bytes on; the last one must have no end")
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """A row for each size, as of ``plan --sizes --csv``: schedule, model time and least time of any, in seconds."""
+        return self._result().rows
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return the rows as a `pandas.DataFrame`; UsageError if pandas is not installed."""
+        return self._result().to_dataframe()
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of busbw over size, as ``topoplan plan --sizes --plot`` draws it."""
+        return self._result().plot()
+
+    def summary(self) -> str:
+        """Return the table of ``topoplan plan --sizes``, which ``print(plans)`` prints.
+
+        The next best schedule is known to `topoplan.plan_by_size` only, not to a file.
+        """
+        return str(self._result())
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.summary())}</pre>"
+
+    def _result(self) -> Result:
+        from topoplan.cli.plan_sizes import result_of
+
+        return result_of(self)
 
     @property
     def format(self) -> str:

@@ -332,7 +332,7 @@ def _as_plan(plan: Plan, shards: tuple[Shard, ...]) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class ShapeClass:
-    """Shards of one shape, represented by the first, number ``number`` from 1 among the shards with trees.
+    """Shards of one shape, represented by the first, number ``number`` from 0 among the shards with trees.
 
     ``roots`` are the ranks at which their buffers are summed or start, in the order of the shards, each once.
     """
@@ -383,7 +383,7 @@ def _classes(plan: Plan, apart: int, order: Callable[[Shard], tuple[int, ...]]) 
     """Return the classes of shards with trees that have the same shape and ``order``."""
     known: dict[tuple[tuple[str, int], ...], int] = {}
     groups: dict[tuple[object, ...], list[ShapeClass]] = {}
-    number = 1
+    number = 0
     for template, (shard, count) in enumerate(plan.shard_counts):
         if not any(stage.edges for stage in shard.stages):
             continue

@@ -322,7 +322,7 @@ def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str
     make : callable or None
         ``make(topology, collective, *, gpus, root, channels)`` returns a `topoplan.Plan` for the request, from
         `topoplan.plan_from_trees` for example, or raises `topoplan.InfeasibleError`; `topoplan.compare` says in a note
-        why there is no plan. None takes the name out again.
+        why it makes none. None takes the name out again.
     collectives : sequence of str
         Those that it can make.
 

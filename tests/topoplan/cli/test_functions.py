@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
+from tests.support.checkout import Run
 from tests.support.question_logs import LOGS
 from topoplan.cli.main import main
 from topoplan.cli.results import Result
@@ -146,6 +147,26 @@ def test_functions_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown.getvalue() == ""
     main(["compare", "v100x4"])
     assert shown.getvalue() != ""
+
+
+def test_plans_by_size_have_the_rows_and_the_table_of_the_command(run: Run, tmp_path: Path) -> None:
+    """Those of a file too, but for the next best schedule, which no file states."""
+    made = topoplan.plan_by_size("v100x4", sizes="1KB:1MB")
+    printed = run("plan", "v100x4", "--sizes", "1KB:1MB")[1].splitlines()
+    assert str(made).splitlines() == [line for line in printed if not line.startswith("planned in")]
+    assert made.rows == json.loads(run("plan", "v100x4", "--sizes", "1KB:1MB", "--json")[1])["points"]
+    assert len(made.plot().axes) == 1
+    path = tmp_path / "plans.json"
+    path.write_text(made.to_json())
+    read = topoplan.load_plan(path)
+    assert isinstance(read, topoplan.SizePlans)
+    assert read.rows == made.rows
+    assert read.summary().splitlines()[:4] == made.summary().splitlines()[:4]
+
+
+def test_times_of_nccl_are_rows_of_simulate() -> None:
+    rows = topoplan.simulate("dgx-1v", sizes=["1MB"]).rows
+    assert [row["schedule"] for row in rows] == ["plan", "nvlink ring", "NCCL's best"]
 
 
 def test_a_registered_schedule_that_refuses_a_machine_is_a_note() -> None:

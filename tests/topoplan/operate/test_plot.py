@@ -24,8 +24,8 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import without_links
 from topoplan.model.times_by_size import sweep
-from topoplan.operate.plot.canvas import BLACK, GREY, Look, save_figure, write_figure
 from topoplan.operate.compare.comparison import compare
+from topoplan.operate.plot.canvas import BLACK, GREY, Look, save_figure, write_figure
 from topoplan.operate.plot.charts import MOST_BARS, draw_bands, draw_comparison, draw_sweep
 from topoplan.operate.plot.machine import MAX_DEVICES, draw_topology
 from topoplan.operate.plot.nvlink_panel import circle_order, circle_places
@@ -353,7 +353,9 @@ def test_weights_of_all_panels_add_up_to_the_rate() -> None:
         shares, rates = Fraction(0), 0.0
         for axes in tree_panels(draw_trees(plan)):
             title = " ".join(axes.get_title(loc="left").split("\n"))
-            told = re.match(r"(?:(\d+) trees of this shape|tree \d+): ([\d/]+)(?:,| and) (\S+) GB/s", title)
+            told = re.match(
+                r"(?:(\d+) trees of this shape|tree \d+): fraction ([\d/]+)(?: and)? (\S+) GB/s", title
+            )
             assert told is not None
             many, share, rate = int(told[1] or 1), told[2], told[3]
             shares, rates = shares + many * Fraction(share), rates + many * float(rate)
@@ -364,13 +366,21 @@ def test_weights_of_all_panels_add_up_to_the_rate() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "titles"),
     [
-        ("dgx-2", {}, ["16 trees of this shape: 1/16 and 5 GB/s each\nreduce, broadcast; roots gpu0-15"]),
+        (
+            "dgx-2",
+            {},
+            ["16 trees of this shape: fraction 1/16 and 5 GB/s each\nreduce, broadcast; roots gpu0-15"],
+        ),
         (
             "dgx-2",
             {"collective": "allgather"},
-            ["16 trees of this shape: 1/16 and 10 GB/s each\nbroadcast; roots gpu0-15"],
+            ["16 trees of this shape: fraction 1/16 and 10 GB/s each\nbroadcast; roots gpu0-15"],
         ),
-        ("dgx-1v", {"gpus": [1, 4, 5, 7]}, [f"tree {i}: 1/2, 25 GB/s\nreduce, broadcast" for i in (1, 2)]),
+        (
+            "dgx-1v",
+            {"gpus": [1, 4, 5, 7]},
+            [f"tree {i}: fraction 1/2\n25 GB/s\nreduce, broadcast" for i in (0, 1)],
+        ),
     ],
 )
 def test_trees_of_one_shape_are_drawn_once(name: str, options: dict[str, Any], titles: list[str]) -> None:

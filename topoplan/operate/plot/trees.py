@@ -285,13 +285,14 @@ def _trees(plan: Plan) -> list[_Tree]:
     found = []
     for shape in tree_shapes(plan, apart=DRAWN_APART):
         part = shape.shard.share
-        share = str(part) if part.denominator < 1000 else f"{float(part):.2%}"
+        share = f"fraction {part}" if part.denominator < 1000 else f"{float(part):.2%} of the buffer"
         rate = f"{float(part) * plan.rate:.4g} GB/s"
         for stage, operations in shape.trees:
-            first, second = f"tree {shape.number}: {share}, {rate}", ", ".join(operations)
+            way = ", ".join(operations)
+            first, second = f"tree {shape.number}: {share}", f"{rate}\n{way}"
             if shape.count > 1:
                 first = f"{shape.count} trees of this shape: {share} and {rate} each"
-                second += f"; {roots_text(plan, shape)}"
+                second = f"{way}; {roots_text(plan, shape)}"
             found.append(_Tree(shape, stage, f"{first}\n{second}"))
     return found
 
