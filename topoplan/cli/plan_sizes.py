@@ -30,7 +30,6 @@ from topoplan.cli.output import (
     thinned,
     without_words,
 )
-from topoplan.cli.results import Result
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
@@ -43,6 +42,7 @@ from topoplan.units import counted, format_seconds, format_size
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from topoplan.cli.results import Result
     from topoplan.model.schedule_selection import ScheduleChoice
     from topoplan.model.window_engine import KernelSetting
 
@@ -146,6 +146,7 @@ def run(options: argparse.Namespace) -> Answer:
 
 def result_of(plans: SizePlans) -> Result:
     """Return plans by size as a result of the command, for Python."""
+    from topoplan.cli.results import Result
     from topoplan.model.schedule_selection import choice_of
 
     choice = choice_of(plans)
