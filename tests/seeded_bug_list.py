@@ -287,7 +287,7 @@ BUGS = (
         "cli-check-status",
         "missing refusal",
         "topoplan/cli/check.py",
-        "status=0 if found.healthy else 1,",
+        "status=1 if wrong else 0,",
         "status=0,",
         ("tests/topoplan/cli/test_check.py",),
     ),

@@ -39,6 +39,7 @@ from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.tables.numpy_arrays import dtype_name
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plan, Plans
+from topoplan.units import parse_size
 
 if TYPE_CHECKING:
     from topoplan.plans.mesh_plans import MeshPlans
@@ -105,9 +106,9 @@ class Communicator(DenseCollectives, SparseCollectives):
     backend : str or Backend
         A name, for a back end with its default settings, or a back end. A given back end stays open if the constructor
         fails; `close` closes either.
-    chunk_bytes : int, optional
-        Longest piece that moves at once. By default the back end's own, or, if that depends on the machine, the
-        fastest found in the first calls of each size (`collectives.backends.plan_and_chunk_store`).
+    chunk_bytes : int or str, optional
+        Longest piece that moves at once, also as "1MB". By default the back end's own, or, if that depends on the
+        machine, the fastest found in the first calls of each size (`collectives.backends.plan_and_chunk_store`).
     chunk_file : path, optional
         Cache of the sizes found, which `close` writes; every rank must see the same contents.
     timeout : float
@@ -170,7 +171,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         plan: PlanLike,
         backend: str | Backend[Any] = "loopback",
         *,
-        chunk_bytes: int | None = None,
+        chunk_bytes: int | str | None = None,
         chunk_file: str | Path | None = None,
         timeout: float = 30.0,
         engine: str = "auto",
@@ -209,6 +210,8 @@ class Communicator(DenseCollectives, SparseCollectives):
                 raise UsageError(RECOVERY_UNSUPPORTED.format(name=opened.name))
             if on_slow != "ignore":
                 check_monitoring(opened, plan, replans=on_slow == "replan")
+            if chunk_bytes is not None and not isinstance(chunk_bytes, int):
+                chunk_bytes = parse_size(chunk_bytes)
             self.chunk_bytes = opened.chunk_bytes if chunk_bytes is None else chunk_bytes
             chunks = ChunkSizes(opened.name, fixed=self.chunk_bytes)
             if self._chunk_file is not None and self._chunk_file.exists():

@@ -29,6 +29,7 @@ from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.averaging import Averager
 from collectives.training.checkpoint_state import BucketPart, real_shape
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
+from topoplan.units import parse_size
 
 BUCKET_BYTES = 25 << 20
 """Default size of a bucket: enough for the full rate of an exchange, small beside a model."""
@@ -67,7 +68,9 @@ class Bucket:
         return self.size * self.itemsize
 
 
-def buckets_of(gradients: Sequence[GradientSpec], *, bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+def buckets_of(
+    gradients: Sequence[GradientSpec], *, bucket_bytes: int | str = BUCKET_BYTES
+) -> tuple[Bucket, ...]:
     """Return the buckets for gradients in the order of their parameters; empty gradients have none.
 
     `bucket_bytes` limits a bucket; a longer gradient has a bucket of its own. Buckets of 40 bytes, and a gradient of
@@ -81,6 +84,8 @@ def buckets_of(gradients: Sequence[GradientSpec], *, bucket_bytes: int = BUCKET_
     2 (1,) (0, 20)
     3 (0,) (0, 3)
     """
+    if isinstance(bucket_bytes, str):
+        bucket_bytes = parse_size(bucket_bytes)
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise UsageError(
             f"bucket_bytes must be a whole number of 1 or more, got {bucket_bytes!r}; give for example {BUCKET_BYTES}"

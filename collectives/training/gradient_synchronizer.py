@@ -77,7 +77,7 @@ class GradientSynchronizer:
         hosts, without GPUs.
     backend : str or Backend
         A given back end stays open if the constructor raises; `close` closes either.
-    bucket_bytes : int
+    bucket_bytes : int or str
         Longest bucket; a longer array has a bucket of its own.
     compression : TopK, LowRank, Quantize, Threshold or Cast, optional
         Compression of the gradients (docs/compression.md compares the methods); by default none.
@@ -141,7 +141,7 @@ class GradientSynchronizer:
         compression: Compression | None = None,
         sync: Mode | str | None = None,
         fault_tolerance: Shrink | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | str = BUCKET_BYTES,
         loss_scale: GivenScale | None = None,
         timeout: float = 30.0,
         engine: str = "auto",

@@ -20,13 +20,14 @@ from topoplan.cli.output import (
     table,
 )
 from topoplan.cli.sources import DESCRIPTION_OPTIONS, apply_machine_options, read_machine
-from topoplan.errors import kind_of
+from topoplan.errors import InfeasibleError, kind_of
+from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import Cost, costs_of
 from topoplan.operate.diagnosis import Diagnosis, diagnose, is_designed, warning_text
-from topoplan.operate.faults import Fault
+from topoplan.operate.faults import Fault, mended
 from topoplan.operate.next_steps import fault_steps
-from topoplan.plans.plan import collective_name
+from topoplan.plans.plan import check_collective, collective_name
 from topoplan.reading.probe import probe
 from topoplan.units import TOLERANCE, bus_words, counted
 
@@ -48,15 +49,17 @@ def add_options(parser: arguments.OneLineParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """Diagnose a machine and rate its faults. Exit status 1 if a fault costs bandwidth, 0 if none does."""
+    """Diagnose a machine and rate its faults. Exit status 0 if none costs bandwidth, 1 if one does or is not rated."""
+    asked = dict.fromkeys((DEFAULT_COLLECTIVE, check_collective(options.collective)))
     found = diagnose(_machine(options))
-    asked = dict.fromkeys((DEFAULT_COLLECTIVE, options.collective))
     with progress_line("planning") as progress:
         costs = {collective: costs_of(found, collective, progress=progress) for collective in asked}
-    wrong = tuple(fault for i, fault in enumerate(found.faults) if _is_wrong(fault, i, costs))
+    costly = [fault for i, fault in enumerate(found.faults) if _costs(i, costs)]
+    unrated = [one for one in _unrated(found, any(costs.values())) if one not in costly]
+    wrong = tuple(fault for fault in found.faults if fault in costly or fault in unrated)
     return Answer(
-        text=lambda: _lines(found, costs, wrong, options),
-        value=lambda: _object(found, costs, wrong),
+        text=lambda: _lines(found, costs, wrong, unrated, options),
+        value=lambda: _object(found, costs, wrong, unrated),
         status=1 if wrong else 0,
     )
 
@@ -65,13 +68,28 @@ REMARKS = ("NIC far", "NUMA", "row missing", "PCIe one-way")
 """Kinds without a link to mend that cost an allreduce nothing by themselves."""
 
 
-def _is_wrong(fault: Fault, place: int, costs: dict[str, tuple[Cost, ...]]) -> bool:
-    """Return whether a fault costs bandwidth, or cannot be rated and is not a remark."""
+def _costs(place: int, costs: dict[str, tuple[Cost, ...]]) -> bool:
+    """Return whether a fault costs bandwidth."""
     rated = [each[place] for each in costs.values() if each]
-    if any(cost.alone < cost.healthy * (1 - TOLERANCE) for cost in rated):
-        return True
-    known = bool(fault.links) or fault.kind in ("MIG", "no peer access")
-    return fault.kind not in REMARKS and not (known and rated)
+    return any(cost.alone < cost.healthy * (1 - TOLERANCE) for cost in rated)
+
+
+def _unrated(found: Diagnosis, rated: bool) -> list[Fault]:
+    """Return the faults, remarks apart, whose cost is unknown: without links to mend, or on slow PCIe links that the
+    rated plans do not cross, such as those of GPUs with NVLink.
+    """
+    try:
+        links = usable_fabric(mended(found.topology, found.faults)).links if rated else ()
+    except InfeasibleError:
+        links = ()
+    crossed = {(link.src, link.dst, link.channel) for link in links}
+
+    def known(fault: Fault) -> bool:
+        if fault.kind == "PCIe slow":
+            return any((link.src, link.dst, link.channel) in crossed for link in fault.links)
+        return bool(fault.links) or fault.kind in ("MIG", "no peer access")
+
+    return [fault for fault in found.faults if fault.kind not in REMARKS and not (rated and known(fault))]
 
 
 def _machine(options: argparse.Namespace) -> Topology:
@@ -83,7 +101,7 @@ def _machine(options: argparse.Namespace) -> Topology:
 
 
 def _object(
-    found: Diagnosis, costs: dict[str, tuple[Cost, ...]], wrong: Sequence[Fault]
+    found: Diagnosis, costs: dict[str, tuple[Cost, ...]], wrong: Sequence[Fault], unrated: Sequence[Fault]
 ) -> dict[str, object]:
     """Return the object that ``--json`` prints; a machine of less than two GPUs has no rates."""
     return {
@@ -98,6 +116,7 @@ def _object(
                 "is": fault.state,
                 "should_be": fault.should_be,
                 "wrong": fault in wrong,
+                "rated": fault not in unrated,
                 "cost": {
                     collective: {"now": each[i].now, "healthy": each[i].healthy, "alone": each[i].alone}
                     for collective, each in costs.items()
@@ -112,7 +131,11 @@ def _object(
 
 
 def _lines(
-    found: Diagnosis, costs: dict[str, tuple[Cost, ...]], wrong: Sequence[Fault], options: argparse.Namespace
+    found: Diagnosis,
+    costs: dict[str, tuple[Cost, ...]],
+    wrong: Sequence[Fault],
+    unrated: Sequence[Fault],
+    options: argparse.Namespace,
 ) -> Iterator[str]:
     """Yield the verdict, rates with and without the faults, the faults, and the next step."""
     gpus = len(found.topology.gpus)
@@ -130,7 +153,7 @@ def _lines(
             yield from labelled((collective_name(collective), value))
     if found.faults:
         yield ""
-        yield _table(found.faults, costs, every=options.all)
+        yield _table(found.faults, costs, unrated, every=options.all)
     steps = list(fault_steps(wrong or found.faults)) or ["nothing to do"]
     if wrong:
         steps.append("until then topoplan plan plans around the faults")
@@ -138,9 +161,9 @@ def _lines(
     yield from step_lines(steps if options.all else steps[:MAX_STEPS])
     if found.faults:
         status = (
-            "1: a fault costs bandwidth (0: none does"
+            "1: a fault costs bandwidth or cannot be rated (0: none does"
             if wrong
-            else "0: no fault costs bandwidth (1: one does"
+            else "0: no fault costs bandwidth (1: one does or cannot be rated"
         )
         yield from labelled(("exit status", f"{status}, 2: bad input)"))
     yield from note_lines(*_other_notes(found), every=options.notes)
@@ -188,7 +211,9 @@ MAX_FAULTS = 8
 """Most faults without ``--all``."""
 
 
-def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]], *, every: bool) -> str:
+def _table(
+    faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]], unrated: Sequence[Fault], *, every: bool
+) -> str:
     """Return a row for each fault, costly ones first; the last columns are the rate with this fault alone."""
     rated = [collective for collective, each in costs.items() if each]
     order = sorted(range(len(faults)), key=lambda i: [costs[name][i].alone for name in rated])
@@ -198,7 +223,8 @@ def _table(faults: Sequence[Fault], costs: dict[str, tuple[Cost, ...]], *, every
         fault = faults[i]
         texts = [(printable(getattr(fault, name)), widest) for name, widest in _TEXTS.values()]
         short = [text if len(text) <= widest else f"{text[: widest - 1]}…" for text, widest in texts]
-        rows.append((fault.kind, *short, *(f"{costs[name][i].alone:.6g}" for name in rated)))
+        alone = ("not rated" if fault in unrated else f"{costs[name][i].alone:.6g}" for name in rated)
+        rows.append((fault.kind, *short, *alone))
         if short != [text for text, _ in texts]:
             text = printable(f"{fault.kind}: {fault.text}")
             cut += textwrap.wrap(text, 118, subsequent_indent="  ", max_lines=None if every else 2)

@@ -385,7 +385,8 @@ def run_diff(options: argparse.Namespace) -> Answer:
     first, second = _read_machines(options)
     with progress_line("comparing"):
         found = differences(first, second, placed=lambda machine: apply_cluster_options(options, machine))
-    size = len(apply_cluster_options(options, first).gpus), len(apply_cluster_options(options, second).gpus)
+    placed = [apply_cluster_options(options, one) for one in (first, second)]
+    size = [len(one.select(None)) if one.gpus else 0 for one in placed]
     sources = (options.topo, options.other)
     names = [one.name if isinstance(one, Topology) else "stdin" if one == "-" else one for one in sources]
     return Answer(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, cast, overload
+from typing import TYPE_CHECKING, SupportsIndex, cast, overload
 
 from topoplan.cli.arguments import OneLineParser, add_notes, flag
 from topoplan.cli.output import Answer, without_progress
@@ -28,8 +28,19 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
 
-_OPTION = re.compile(r"topoplan [a-z]+ [^;]*|(?<![\w-])--([a-z]+(?:-[a-z]+)*)")
-"""An option; a command line is matched as a whole, and stays as it is."""
+_OPTION = re.compile(
+    r"topoplan [a-z]+ [^;]*|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)"
+    r"(?: (?P<value>[0-9]+(?:,[0-9]+)*|[0-9]+[KMGT]B|[A-Z]+|megatron|[a-z]+-[a-z]*[0-9]\w*)(?![\w-]))?"
+)
+"""An option, with a value that is a number, a list, a size or a name; a command line is matched as a whole, and stays
+as it is.
+"""
+
+_PYTHON_NAMES = {"size": "nbytes", "chunk": "chunk_bytes", "format": "file_format"}
+"""Parameters whose names are not those of their options."""
+
+_SEQUENCES = ("gpus", "gpu_counts", "jobs", "free", "hosts")
+"""Parameters that are lists."""
 
 
 def compare(
@@ -172,7 +183,8 @@ def check(topology: TopologyLike | None = None, collective: str = "all_reduce") 
     -------
     Result
         A row for each fault: ``kind``, ``devices``, ``is``, ``should_be`` and ``cost``, the GB/s now, healthy, and with
-        this fault alone. ``ok`` says whether the machine is healthy.
+        this fault alone. ``ok`` is False if a fault costs bandwidth or cannot be rated, as exit status 1;
+        ``to_dict()["healthy"]`` if there is any fault.
 
     Raises
     ------
@@ -247,10 +259,15 @@ def explain(
     >>> row["algbw"], round(row["of_best"], 2)
     (44.74, 0.89)
     """
+    text = fspath(log)
+    if text.strip() in ("", "-"):
+        raise UsageError(
+            f"log must be a file or the text of a log, got {text!r}; pass sys.stdin.read() for stdin"
+        )
     answer = _answer(
         "explain",
         ["-"],
-        {"log": fspath(log), "topo": None if machine is None else as_topology(machine)},
+        {"log": text, "topo": None if machine is None else as_topology(machine)},
         gpus=gpus,
         collective=collective,
         in_network=in_network,
@@ -261,13 +278,13 @@ def explain(
 @overload
 def simulate(plan: Plans, nbytes: int | str, *, chunk_bytes: int | str | None = None) -> Timeline: ...
 @overload
-def simulate(plan: Plans | TopologyLike, *, sizes: str | Sequence[int | str] = ...) -> Result: ...
+def simulate(plan: Plans | TopologyLike, *, sizes: str | Sequence[int | str] | None = ...) -> Result: ...
 def simulate(
     plan: Plans | TopologyLike,
     nbytes: int | str | None = None,
     *,
     chunk_bytes: int | str | None = None,
-    sizes: str | Sequence[int | str] = "1KB:1GB",
+    sizes: str | Sequence[int | str] | None = None,
 ) -> Timeline | Result:
     """Return the model time of a plan: for one size, or over many beside the baseline's.
 
@@ -281,8 +298,8 @@ def simulate(
         one.
     chunk_bytes : int, str or None
         With ``nbytes``, the largest chunk; None selects the number of chunks.
-    sizes : str or sequence
-        Without ``nbytes``: ``"1KB:1GB"``, which doubles from first to last, or a list of sizes.
+    sizes : str, sequence or None
+        Without ``nbytes``: ``"1KB:1GB"`` (the default), which doubles from first to last, or a list of sizes.
 
     Returns
     -------
@@ -314,6 +331,8 @@ def simulate(
     [1048576, 1073741824]
     """
     if nbytes is not None:
+        if sizes is not None:
+            raise UsageError("sizes does not go with nbytes; leave one of them out")
         if not isinstance(plan, Plans):
             raise UsageError(
                 "simulate(plan, nbytes) takes a plan, got a machine; make one with topoplan.plan"
@@ -556,7 +575,7 @@ def report(
 def _answer(command: str, places: Sequence[str], objects: Mapping[str, object], **given: object) -> Answer:
     """Return the answer of a command; parameters as `_options`."""
     options = _options(command, places, objects, **given)
-    with _in_python():
+    with _in_python(*objects.values()):
         answer: Answer = _part(command, "run", "run_{}")(options)
         return answer
 
@@ -585,15 +604,37 @@ def _options(
     add_notes(parser)
     words = [*places]
     for name, value in given.items():
-        if value is True:
-            words.append(flag(name))
-        elif value is not None and value is not False:
-            words += [f"{flag(name)}={_word(value)}"]
+        takes_value = parser._option_string_actions[flag(name)].nargs != 0
+        _check_value(_PYTHON_NAMES.get(name, name), value, takes_value)
+        if not takes_value:
+            words += [flag(name)] if value else []
+        elif value is not None:
+            words.append(f"{flag(name)}={_word(value)}")
     with _in_python():
         options = parser.parse_args(words)
     for name, value in objects.items():
         setattr(options, name, value)
     return options
+
+
+def _check_value(name: str, value: object, takes_value: bool) -> None:
+    """Raise UsageError for a value that the command line would take for another: a number for a list, or a bool."""
+    if isinstance(value, bool) == takes_value:
+        raise UsageError(
+            f"{name} must {'have a value' if takes_value else 'be True or False'}, got {value!r}"
+        )
+    if name not in _SEQUENCES or value is None or isinstance(value, str):
+        return
+    what = (
+        "names" if name == "hosts" else "whole numbers" if name in ("gpu_counts", "jobs") else "GPU numbers"
+    )
+    if not isinstance(value, Iterable):
+        raise UsageError(f"{name} must be a sequence of {what}, got {value!r}; write [{value!r}]")
+    known = isinstance(value, Sequence) and name != "hosts"
+    if known and not all(isinstance(item, SupportsIndex) and item.__index__() >= 0 for item in value):
+        raise UsageError(f"{name} must be a sequence of {what}, each 0 or more, got {value!r}")
+    if known and not value:
+        raise UsageError(f"{name} must be a sequence of one or more {what}, got {value!r}")
 
 
 def _word(value: object) -> str:
@@ -612,15 +653,34 @@ def _word(value: object) -> str:
 
 
 @contextmanager
-def _in_python() -> Iterator[None]:
-    """Show no progress, and name options in errors as Python does."""
+def _in_python(*given: object) -> Iterator[None]:
+    """Show no progress, and name options and their values in errors as Python does; texts of ``given`` stay."""
     try:
         with without_progress():
             yield
     except UsageError as error:
-        message = re.sub(r"^argument (\S+):| *\(see topoplan \w+ --help\)$", r"\1", str(error))
-        words = _OPTION.sub(lambda found: found[1].replace("-", "_") if found[1] else found[0], message)
-        raise UsageError(words) from None
+        message = re.sub(r"^argument (\S+):(?: size)?| *\(see topoplan \w+ --help\)$", r"\1", str(error))
+        quoted = [re.escape(text) for text in given if isinstance(text, str) and len(text) < MOST_QUOTED]
+        pattern = re.compile("|".join([*quoted, _OPTION.pattern]))
+        raise UsageError(pattern.sub(_renamed, message)) from None
+
+
+MOST_QUOTED = 1000
+"""Letters of a text above which no error quotes it: that of a log, not the name of a file."""
+
+
+def _renamed(found: re.Match[str]) -> str:
+    """Return an option of a message as Python writes it, with its value if one follows; other text as it is."""
+    if not found["name"]:
+        return found[0]
+    name = found["name"].replace("-", "_")
+    name = _PYTHON_NAMES.get(name, name)
+    value = found["value"]
+    if value is None:
+        return name
+    if name in _SEQUENCES:
+        return f"{name}=[{value.replace(',', ', ')}]"
+    return f"{name}={value}" if value.isdecimal() else f'{name}="{value}"'
 
 
 def _listed(answer: Answer, key: str) -> list[Row]:

@@ -113,9 +113,10 @@ presets of order:
 
 _EXIT_CODES = """\
   0      success
-  1      a check failed: check found a fault, diff a difference, pairs --results
-         a slow link, verify a wrong plan, bench or testbed a wrong element; or
-         a process of a running collective failed
+  1      a check failed: check found a fault that costs bandwidth or cannot be
+         rated, diff a difference, pairs --results a slow link, verify a wrong
+         plan, bench or testbed a wrong element; or a process of a running
+         collective failed
   2      bad usage or bad input; one line on stderr says what to do
   128+n  ended by signal n: 130 after Ctrl-C (SIGINT), 143 after SIGTERM, 129
          after SIGHUP"""

@@ -395,6 +395,8 @@ def _nccl_words(times: Sequence[NcclTime]) -> str:
 
 def _verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name: str) -> str:
     """Return from which size on the plan is faster than a baseline, and by how much at the largest size."""
+    ascending = sorted(range(len(rows)), key=lambda place: rows[place].nbytes)
+    rows, others = [rows[place] for place in ascending], [others[place] for place in ascending if others]
     if not others:
         return f"{rows[-1].algbw:.4g} GB/s, busbw {rows[-1].busbw:.4g} GB/s at {format_size(rows[-1].nbytes)}"
     gains = [other.seconds / row.seconds for row, other in zip(rows, others, strict=True)]

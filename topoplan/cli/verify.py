@@ -258,8 +258,7 @@ def _run_engine_file(options: argparse.Namespace, text: str, engine: str) -> Ans
     """Check and run a file of an engine; with a machine, print the loads of its links."""
     machine = None
     if options.machine is not None:
-        machine = load(options.machine)
-        machine = machine if options.gpus is None else machine.subset(options.gpus)
+        machine = load(options.machine).subset(options.gpus)
     refuse_without(options, {"gpus": "--machine"})
     check = read_engine_file(text, engine)
     try:

@@ -366,7 +366,7 @@ class Topology:
         return self._by_name[name]
 
     def __repr__(self) -> str:
-        gpus = len(self.gpus)
+        gpus = len(self.select(None)) if self.gpus else 0
         return (
             f"<Topology {self.name}, {gpus} GPU{'s' * (gpus != 1)}, {len(self.devices)} devices, "
             f"{len(self.links)} links>"
@@ -450,9 +450,9 @@ class Topology:
         >>> topoplan.without_gpus("dgx-1v", [5]).gpus.index("gpu6")
         5
         """
-        from topoplan.machine.variants import remaining_gpus
+        from topoplan.machine.variants import gpu_numbers_given, remaining_gpus
 
-        named = sorted(set(gpus))
+        named = gpu_numbers_given(self, gpus)
         if not named:
             return self
         remaining_gpus(self, named)

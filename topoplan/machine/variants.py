@@ -231,12 +231,20 @@ def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
     ('gpu4', 'gpu6', 'gpu7')
     """
     topology = as_topology(topology)
-    named = sorted(set(gpus))
+    named = gpu_numbers_given(topology, gpus)
     if not named:
         return topology
     remaining_gpus(topology, named)
     out = [topology.gpus[gpu] for gpu in named]
     return _without_named(topology, out, f"taken out: {', '.join(out)}")
+
+
+def gpu_numbers_given(topology: Topology, gpus: Iterable[int]) -> tuple[int, ...]:
+    """Return GPU numbers to take out, each once and in order; UsageError for anything else."""
+    if not isinstance(gpus, Iterable):
+        raise UsageError(f"GPUs must be a sequence of GPU numbers, got {gpus!r}; write [{gpus!r}]")
+    given = tuple(dict.fromkeys(gpus))
+    return tuple(sorted(topology.select(given))) if given else ()
 
 
 def remaining_gpus(topology: Topology, without: Collection[int]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from html import escape
 from itertools import takewhile
 from typing import TYPE_CHECKING, cast
 
-from topoplan.errors import PlanError, TopologyError, UsageError, deprecated
+from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError, deprecated
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric, channel_words
 from topoplan.machine.topology import Topology, format_value
 from topoplan.plans.certificates.certificate import Certificate, certificate_from_object, explain_certificate
@@ -167,7 +167,7 @@ class Plans(ABC):
 
     def range_at(self, nbytes: int | str) -> SizeRange:
         """Return the range of a size in bytes; parameter and errors as `at`."""
-        size = parse_size(nbytes) if isinstance(nbytes, str) else nbytes
+        size = nbytes if isinstance(nbytes, int) else parse_size(nbytes)
         if size < 0:
             raise UsageError(f"a buffer of {size} bytes does not exist; give a size of zero or more")
         ranges = self.ranges
@@ -317,7 +317,11 @@ class Plan(Plans):
 
     @property
     def upper_bound(self) -> float:
-        """Algorithm bandwidth in GB/s that no schedule on these channels exceeds: `bound`."""
+        """Algorithm bandwidth in GB/s that no schedule on these channels exceeds: `bound`.
+
+        It holds for switches as the machine describes them: on an H100 server in-network reduction (NVLS) may exceed
+        it, unless the machine was planned with ``in_network``. `summary` says so.
+        """
         return self.bound
 
     @property
@@ -597,13 +601,20 @@ class Plan(Plans):
         def both(rate: float) -> str:
             return f"{rate:.6g} GB/s{bus_words(rate, self.collective, len(self.ranks))}"
 
+        beyond = self._in_network_bound()
+        without = "" if beyond is None else " without in-network reduction"
         proved = f"{self.gap:.2%} below the upper bound" if self.gap else "provably optimal"
         made = self.method if self.schedule == TREES else self.schedule
         links, relayed = channel_words(self.channels), self._relayed_edges()
         lines = [
-            f"{where}, {ranks}, over {links}: {proved}",
+            f"{where}, {ranks}, over {links}: {proved}{without}",
             f"algbw        {both(self.rate)}",
             f"upper bound  {both(self.bound)}",
+            *(
+                [f"in-network   at most {both(beyond)} with in-network reduction (NVLS, SHARP)"]
+                if beyond
+                else []
+            ),
             f"trees        {self.num_trees} of height {self.height} ({made})",
             *([f"relayed      no link for {listed(relayed, noun='edges')}"] if relayed else []),
             *([f"notes        {len(self.notes)}, in plan.notes"] if self.notes else []),
@@ -629,9 +640,19 @@ class Plan(Plans):
     def __str__(self) -> str:
         return self.summary()
 
+    def _in_network_bound(self) -> float | None:
+        from topoplan.solve.upper_bound import in_network_bound
+
+        return in_network_bound(self)
+
     def __repr__(self) -> str:
         proved = f"{self.gap:.2%} below the upper bound" if self.gap else "optimal"
-        rate = f", {self.rate:.6g} GB/s ({proved})" if len(self.ranks) > 1 else ""
+        try:
+            without = "" if self._in_network_bound() is None else " without in-network reduction"
+        except TopoplanError:
+            # a plan that does not fit its machine is shown too
+            without = ""
+        rate = f", {self.rate:.6g} GB/s ({proved}{without})" if len(self.ranks) > 1 else ""
         return f"<Plan {self._words}, {counted(self.num_trees, 'tree')}{rate}>"
 
     def _repr_html_(self) -> str:

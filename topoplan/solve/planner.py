@@ -103,6 +103,9 @@ MOST_FREE = 64
 TOLERANCE = 0.005
 """Most that a plan on the slowest links of each kind may stay below the bound and still be the answer."""
 
+GAP = 0.05
+"""Default of ``epsilon`` and ``threshold`` of multiplicative weights."""
+
 
 def plan(
     topology: TopologyLike,
@@ -115,8 +118,8 @@ def plan(
     channels: str = "auto",
     order: str = "height",
     height: int | None = None,
-    epsilon: float = 0.05,
-    threshold: float = 0.05,
+    epsilon: float = GAP,
+    threshold: float = GAP,
     nbytes: int | str | None = None,
     time_limit: float | None = None,
     demand: Matrix | None = None,
@@ -213,8 +216,13 @@ def plan(
         of_trees: dict[str, tuple[object, object]]
         of_trees = {"method": (method, "exact"), "order": (order, "height"), "height": (height, None)}
         of_trees |= {"nbytes": (nbytes, None), "time_limit": (time_limit, None), "demand": (demand, None)}
+        of_trees |= {
+            "epsilon": (epsilon, GAP),
+            "threshold": (threshold, GAP),
+            "tolerance": (tolerance, TOLERANCE),
+        }
         for name, (value, default) in of_trees.items():
-            if value is not default and value != default:
+            if value is not None if default is None else value != default:
                 raise UsageError(f"{name} is for packed trees, got schedule {schedule!r}; leave {name} out")
         return make_schedule(schedule, topology, collective, gpus=gpus, root=root, channels=channels)
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)

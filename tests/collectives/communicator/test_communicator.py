@@ -53,6 +53,13 @@ def check(
         assert one is None or one.tobytes() == other.tobytes()
 
 
+def test_chunk_sizes_may_be_texts() -> None:
+    with Communicator("v100x4", chunk_bytes="1MB") as comm:
+        assert comm.chunk_bytes == 1 << 20
+    with pytest.raises(UsageError, match=r"whole number of bytes or a text such as 64MB, got 1\.5"):
+        Communicator("v100x4", chunk_bytes=1.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8"])
 def test_bytes_of_the_whole_buffer_pick_the_plan(collective: str, dtype: str) -> None:

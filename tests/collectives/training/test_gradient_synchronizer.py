@@ -91,8 +91,8 @@ def assert_averages(found: Arrays, expected: list[NDArray[Any]]) -> None:
             assert np.array_equal(one, right)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 5000, 25 << 20])
-def test_averages_are_numpys_mean_exactly(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, "25MB"])
+def test_averages_are_numpys_mean_exactly(bucket_bytes: int | str) -> None:
     """In new arrays, in arrays of the caller and in the gradients themselves."""
     gradients = whole_numbers(0)
     expected, before = means(gradients), [[one.copy() for one in rank] for rank in gradients]

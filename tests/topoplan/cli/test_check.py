@@ -11,6 +11,7 @@ import topoplan
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.fake_machine.fixtures import Installer
 from topoplan.cli.main import main
+from topoplan.errors import UsageError
 from topoplan.operate.diagnosis import diagnose
 
 
@@ -68,7 +69,7 @@ def test_the_text_says_it_in_lines_that_fit(tmp_path: Path, capsys: pytest.Captu
         "",
         "next steps   1. gpu0-gpu1: nvidia-smi nvlink --errorcounters counts replays; topoplan pairs measures the link",
         "             2. until then topoplan plan plans around the faults",
-        "exit status  1: a fault costs bandwidth (0: none does, 2: bad input)",
+        "exit status  1: a fault costs bandwidth or cannot be rated (0: none does, 2: bad input)",
         "notes: 1; --notes prints it",
     ]
     assert max(map(len, lines)) <= 120
@@ -88,14 +89,43 @@ def test_a_healthy_machine_and_an_allocation_of_it(
 def test_a_fault_that_costs_nothing_is_named_and_not_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An allreduce over NVLink does not use the slow PCIe slot: exit status 0."""
-    path = tmp_path / "slot.json"
-    path.write_text(topoplan.slow_links("dgx-1v", {"pcie0-gpu0": 3}).to_json())
+    """A GPU that states another NUMA node than the CPU above it is a remark: exit status 0."""
+    machine = read_library("dgx-1v")
+    nodes = {"cpu0": 0, "cpu1": 1, "gpu0": 1}
+    for device in machine["devices"]:
+        device.update({"numa": nodes[device["name"]]} if device["name"] in nodes else {})
+    path = tmp_path / "numa.json"
+    path.write_text(json.dumps(machine))
     status, out, _ = run(capsys, "check", str(path))
     assert (status, out.splitlines()[0]) == (0, "dgx-1v, 8 GPUs: 1 fault that costs no bandwidth")
-    assert "LnkSta" in out
     told = json.loads(run(capsys, "check", str(path), "--json")[1])
-    assert (told["healthy"], told["faults"][0]["wrong"]) == (False, False)
+    assert (told["healthy"], told["faults"][0]["wrong"], told["faults"][0]["rated"]) == (False, False, True)
+
+
+@pytest.mark.parametrize(("name", "link"), [("dgx-1v", "pcie0-gpu0"), ("dgx-h100", "gpu3-pcie3")])
+def test_a_slow_pcie_link_that_no_rated_plan_crosses_is_wrong(
+    name: str, link: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An all_reduce over NVLink says nothing about a card at 3 GB/s: not rated, exit status 1."""
+    path = tmp_path / "slot.json"
+    path.write_text(topoplan.slow_links(name, {link: 3}).to_json())
+    status, out, _ = run(capsys, "check", str(path))
+    assert (status, out.splitlines()[0]) == (1, f"{name}, 8 GPUs: 1 fault")
+    assert "LnkSta" in out
+    assert "not rated" in out
+    found = topoplan.check(path)
+    assert (found.ok, found.to_dict()["healthy"]) == (False, False)
+    assert (found.rows[0]["wrong"], found.rows[0]["rated"]) == (True, False)
+
+
+def test_a_slow_pcie_link_is_rated_if_plans_cross_it() -> None:
+    (row,) = topoplan.check(topoplan.slow_links("pcie-x8", {"gpu0-pcie0": 3})).rows
+    assert (row["kind"], row["rated"], row["wrong"]) == ("PCIe slow", True, True)
+
+
+def test_an_unknown_collective_is_refused_of_a_healthy_machine_too() -> None:
+    with pytest.raises(UsageError, match="collective 'foo' is unknown"):
+        topoplan.check("dgx-1v", "foo")
 
 
 def test_plan_warns_of_what_hurts_the_allocation_and_json_has_it_in_its_notes(

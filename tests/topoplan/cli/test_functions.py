@@ -96,7 +96,10 @@ def test_files_are_those_of_the_commands(tmp_path: Path) -> None:
 
 def test_errors_name_the_arguments_of_python() -> None:
     for call, says in (
-        (lambda: topoplan.recommend("dgx-1v"), r"how many GPUs the job has with count 4, .* with jobs 4,2,2"),
+        (
+            lambda: topoplan.recommend("dgx-1v"),
+            r"how many GPUs the job has with count=4, .* with jobs=\[4, 2, 2\]",
+        ),
         (lambda: topoplan.recommend("dgx-1v", 0), r"^count must be a number of GPUs, got '0'$"),
         (lambda: topoplan.compare("dgx-1v", gpu_counts=[3]), "gpu_counts belongs to all_allocations"),
         (
@@ -109,9 +112,38 @@ def test_errors_name_the_arguments_of_python() -> None:
         (lambda: topoplan.simulate(topoplan.plan("v100x4"), "1 mile"), "size '1 mile' is not a number"),
         (lambda: topoplan.simulate(topoplan.plan("v100x4"), 1.5), "a size must be a whole number"),  # type: ignore[call-overload]
         (lambda: topoplan.export(topoplan.plan("v100x4"), "msccl-xml", gpus=[0]), "a plan has settled them"),
+        (lambda: topoplan.compare("dgx-1v", nbytes="64XB"), r"^nbytes '64XB' is not a number"),
+        (lambda: topoplan.compare("dgx-1v", gpus=4), r"sequence of GPU numbers, got 4; write \[4\]"),  # type: ignore[arg-type]
+        (lambda: topoplan.compare("dgx-1v", gpus=[-1, 2]), r"gpus must be .* 0 or more, got \[-1, 2\]"),
+        (lambda: topoplan.recommend("dgx-1v", jobs=4), r"jobs must be .* got 4; write \[4\]"),  # type: ignore[arg-type]
+        (lambda: topoplan.compare("dgx-1v", "broadcast", root=True), "root must have a value, got True"),
+        (lambda: topoplan.simulate(topoplan.plan("v100x4"), 1, sizes=[2]), "sizes does not go with nbytes"),  # type: ignore[call-overload]
+        (lambda: topoplan.explain("-", "dgx-1v"), "must be a file or the text of a log, got '-'"),
+        (lambda: topoplan.explain("--gpus 3", "dgx-1v"), "^--gpus 3 cannot be read"),
+        (lambda: topoplan.explain(LOG), 'machine="F" with the output of nvidia-smi topo -m'),
+        (lambda: topoplan.order("dgx-1v", mesh={"dp": 2, "tp": 4}), 'or preset="megatron"'),
     ):
         with pytest.raises(UsageError, match=says):
             call()
+
+
+def test_removed_gpus_are_not_counted() -> None:
+    """A DGX-1V without GPU 5 has 7 ranks, in texts, bounds, figures and pages."""
+    part = topoplan.load("dgx-1v").remove_gpus([5])
+    whole = topoplan.diff("dgx-1v", part).to_dict()["b"]
+    assert isinstance(whole, dict)
+    assert whole["gpus"] == 7
+    assert "128.6" in str(topoplan.diff("dgx-1v", part))
+    assert repr(part).startswith("<Topology dgx-1v, 7 GPUs")
+    assert "8 GPUs" not in str(topoplan.report(part, sizes=["1MB"]))
+
+
+def test_the_order_of_sizes_does_not_change_the_verdict() -> None:
+    plan = topoplan.plan("dgx-1v")
+    verdicts = {
+        str(topoplan.simulate(plan, sizes=sizes)).splitlines()[0] for sizes in ("1MB,64MB", "64MB,1MB")
+    }
+    assert len(verdicts) == 1
 
 
 def test_rows_become_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,9 +157,15 @@ CHANGES: dict[str, Callable[..., Topology]] = {
         ("devices", ["nik0"], "did you mean nic0?"),
         ("gpus", [8], "GPU 8 is out of range"),
         ("gpus", range(8), "all 8 GPUs of dgx-1v"),
+        ("gpus", 3, "must be a sequence of GPU numbers, got 3; write [3]"),
     ],
 )
 def test_refuses_what_is_not_there_with_what_is_near(change: str, argument: object, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         CHANGES[change](V100S, argument)
     assert says in str(caught.value)
+
+
+def test_gpus_to_remove_are_a_sequence() -> None:
+    with pytest.raises(UsageError, match=r"must be a sequence of GPU numbers, got 3; write \[3\]"):
+        topoplan.load("dgx-1v").remove_gpus(3)  # type: ignore[arg-type]

@@ -275,3 +275,11 @@ def test_refuses_in_one_line(machine: str, options: dict[str, Any], message: str
         )
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [None, 1e6])
+def test_sizes_are_whole_numbers_or_texts(size: Any) -> None:
+    plans = topoplan.plan_by_size("v100x4", sizes=[1 << 10, 1 << 20])
+    assert plans.at("1MB") is plans.at(1 << 20)
+    with pytest.raises(UsageError, match=f"whole number of bytes or a text such as 64MB, got {size}"):
+        plans.at(size)

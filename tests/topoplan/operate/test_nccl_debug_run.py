@@ -121,6 +121,18 @@ def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
     assert (run.notes, run.rings) == (("the log is of ranks 3, 1 of 8",), None)
 
 
+def test_ranks_of_a_log_without_gpus_are_those_that_remain() -> None:
+    """Three ranks on four GPUs without GPU 1 are GPUs 0, 2 and 3, and four ranks are too many."""
+    way = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct\n"
+    ring = "h:1:2 [0] NCCL INFO Channel 00/02 :    0   1   2\n"
+    part = topoplan.load("v100x4").remove_gpus([1])
+    run = judged(ring + way, part)
+    assert dict(run.gpus) == {0: 0, 1: 2, 2: 3}
+    assert any("taken as GPUs 0,2,3" in note for note in run.notes)
+    with pytest.raises(UsageError, match="is of 4 ranks, but v100x4 has 3 GPUs"):
+        judged(ring.replace("2\n", "2   3\n") + way, part)
+
+
 def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
     """All say device 0; and their lines may lack the host."""
     text = OLDER.replace("cudaDev 1", "cudaDev 0").replace("nranks 16", "nranks 10")

@@ -95,3 +95,9 @@ def test_the_command_prints_a_row_for_each_kind_of_server(run: Run, tmp_path: Pa
     ]
     status, _, err = run(*command, "--all-allocations")
     assert (status, "--all-allocations does not go with --without-each-server" in err) == (2, True)
+
+
+def test_servers_with_the_same_gpus_in_another_order_are_equivalent() -> None:
+    machine = topoplan.cluster([topoplan.Server("v100x4", count=3)], nic_gbps=100)
+    found = without_each_server(machine, gpus=[0, 1, 5, 4, 8, 9])
+    assert [row.servers for row in found.rows] == [("s0", "s1", "s2")]

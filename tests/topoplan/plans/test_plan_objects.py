@@ -85,3 +85,13 @@ def test_gpus_are_the_ranks_in_their_order(collective: str) -> None:
     ascending = made(sorted(chosen))[0]
     assert (plans[0].rate, plans[0].bound) == pytest.approx((ascending.rate, ascending.bound))
     assert topoplan.Plan.from_json(plans[0].to_json()) == plans[0]
+
+
+def test_texts_of_a_plan_say_what_its_bound_leaves_out() -> None:
+    """NVLS may reach 450 GB/s on a DGX H100, where the bound of switches that forward is 257."""
+    plan = topoplan.plan("dgx-h100")
+    first, *others = plan.summary().splitlines()
+    assert first.endswith("provably optimal without in-network reduction")
+    assert "in-network   at most 450 GB/s, busbw 787.5 GB/s with in-network reduction (NVLS, SHARP)" in others
+    assert repr(plan).endswith("257.143 GB/s (optimal without in-network reduction)>")
+    assert repr(topoplan.plan("dgx-a100")).endswith("(optimal)>")

@@ -6,7 +6,9 @@ import copy
 import json
 import pickle
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -313,3 +315,11 @@ def test_a_note_is_its_text_and_keeps_its_kind_when_it_is_copied() -> None:
     assert json.loads(json.dumps([note])) == ["warning: gpu0"]
     for other in (pickle.loads(pickle.dumps(note)), copy.deepcopy(note)):
         assert (other, kind_of(other)) == (note, "warning")
+
+
+@pytest.mark.parametrize(
+    "option", [{"demand": np.ones((8, 8), int)}, {"epsilon": 0.1}, {"tolerance": 0.1}, {"threshold": 0.1}]
+)
+def test_other_schedules_refuse_the_options_of_trees(option: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(option))} is for packed trees, got schedule 'ring'"):
+        topoplan.plan("dgx-1v", schedule="ring", **option)

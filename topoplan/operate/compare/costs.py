@@ -132,7 +132,7 @@ def _groups(machine: Topology, of_server: dict[str, list[int]]) -> list[tuple[st
     place: dict[str, int] = {}
     for number, gpu in enumerate(machine.gpus):
         place.setdefault(machine.device(gpu).server, number)
-    used = {server: tuple(gpu - place[server] for gpu in gpus) for server, gpus in of_server.items()}
+    used = {server: tuple(sorted(gpu - place[server] for gpu in gpus)) for server, gpus in of_server.items()}
     switches = {device.name for device in machine.devices if device.kind == "switch"}
     home = {device.name: device.server for device in machine.devices}
     below: dict[str, dict[str, float]] = {name: {} for name in switches}

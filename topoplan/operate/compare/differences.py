@@ -115,7 +115,7 @@ def differences(
 
 def _bounds(machine: Topology, placed: Callable[[Topology], Topology]) -> Bounds:
     whole = placed(machine)
-    if len(whole.gpus) < 2:
+    if not whole.gpus or len(whole.select(None)) < 2:
         return (0.0,) * len(COLLECTIVES)
     try:
         return tuple(compute_bound(whole, collective).rate for collective in COLLECTIVES)

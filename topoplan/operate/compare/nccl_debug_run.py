@@ -172,20 +172,22 @@ def _gpus(
         if len(placed) < one.size:
             notes.append(f"the log is of ranks {number_ranges(sorted(placed))}, {len(placed)} of {one.size}")
         return placed
-    if one.size > len(machine.gpus):
+    here = machine.select(None)
+    if one.size > len(here):
         raise UsageError(
-            f"NCCL's log is of {one.size} ranks, but {machine.name} has {len(machine.gpus)} GPUs; give the machine "
+            f"NCCL's log is of {one.size} ranks, but {machine.name} has {len(here)} GPUs; give the machine "
             "that ran it, with --servers if it is a cluster"
         )
     if one.size:
-        notes.append(f"the log does not say where its ranks run: taken as GPUs 0 to {one.size - 1}")
-        return {rank: rank for rank in range(one.size)}
+        taken = here[: one.size]
+        notes.append(f"the log does not say where its ranks run: taken as GPUs {number_ranges(taken)}")
+        return dict(enumerate(taken))
     notes.append(
         "the log is cut and states neither the number of ranks nor their GPUs: each rank is taken as the GPU of its "
         "number"
     )
     logged = {rank for pair in one.connections for rank in pair[:2]}
-    return {rank: rank for rank in sorted(logged) if rank < len(machine.gpus)}
+    return {rank: rank for rank in sorted(logged) if rank in here}
 
 
 def _placed(ranks: list[LoggedRank], notes: list[str]) -> list[LoggedRank]:

@@ -340,7 +340,7 @@ def _excerpt(topology: Topology) -> Topology:
 def _headline(topology: Topology) -> str:
     models = list(dict.fromkeys(d.model for d in topology.devices if d.kind == "gpu" and d.model))
     model = f" ({models[0]})" if len(models) == 1 else ""
-    count = len(topology.gpus)
+    count = len(topology.select(None)) if topology.gpus else 0
     return f"{topology.name}: {count} GPU{'' if count == 1 else 's'}{model}"
 
 

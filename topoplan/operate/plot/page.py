@@ -321,7 +321,7 @@ def sets_section(
     progress: Progress | None = None,
 ) -> PageSection:
     """Return the sets of `topoplan recommend`: the best set of 2, 4, 8, … GPUs, and of as many as in the request."""
-    whole = len(topology.gpus if free is None else free)
+    whole = len(topology.select(free))
     doubling = [1 << power for power in range(1, 8)]
     counts = sorted(count for count in {*doubling, len(chosen)} if 1 < count < whole)
     rows, left = [], []
