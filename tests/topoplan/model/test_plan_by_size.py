@@ -66,7 +66,7 @@ def test_schedules_of_an_allreduce_by_size() -> None:
     assert (plans.at(4).schedule, plans.at(4).height) == ("one-shot", 2)
     assert topoplan.verify(plans.at(1 << 30)).optimal
     four = [one.plan for one in chosen("v100x4", "allreduce").plans.ranges]
-    assert [(one.schedule, one.trees) for one in four] == [("one-shot", 1), ("one-hop", 4), ("trees", 4)]
+    assert [(one.schedule, one.num_trees) for one in four] == [("one-shot", 1), ("one-hop", 4), ("trees", 4)]
     assert topoplan.verify(four[-1]).optimal
 
 
