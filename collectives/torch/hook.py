@@ -6,6 +6,7 @@ Its state holds the plan, the settings of the exchange, and the residuals of spa
 # annotations must not be strings here: DDP compares those of the hook with its own types
 
 import io
+import json
 import sys
 import warnings
 import weakref
@@ -148,10 +149,11 @@ class HookState:
 
     Notes
     -----
-    A run that is restored from a checkpoint continues bit for bit if its buckets are the same: with one bucket, or with
-    ``find_unused_parameters=True``. Else DDP begins with its first buckets again, and entries are chosen from these for
-    one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers do not. A
-    parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    A run that is restored from a checkpoint continues bit for bit if DDP has the same options. DDP begins with its first
+    buckets again and arranges them in its second step; the hook exchanges the first step in the buckets of the saved
+    run, after backward. A checkpoint of the first step of all does not know them yet, unless DDP keeps its buckets
+    (``find_unused_parameters=True``). A parameter whose gradient is zero throughout on a rank sends nothing from there
+    in this step.
 
     A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and the result of
     `state_dict`, but no connection: ``communicator`` is None until it connects to the other ranks in its first step or
@@ -398,6 +400,7 @@ class HookState:
             "step": self.recorder.step,
             "momentum": self.momentum,
             "arrivals": None if in_step is None else in_step.arrivals,
+            "buckets": None if in_step is None else in_step.bucket_numbers,
             "residuals": {number: one.residual for number, one in kept.items()},
             "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
             "filters": {
@@ -455,6 +458,9 @@ class HookState:
             lost.append(in_step.averager.restore_filter(filters))
             if "arrivals" in state:
                 in_step.restored(state["arrivals"])
+            buckets = state.get("buckets") if state["ranks"] == self.size else None
+            same = len(set(gather(json.dumps(buckets)))) == 1
+            in_step.continue_buckets(buckets if same else None)
             if isinstance(in_step, RecoveringExchange):
                 in_step.forget()
         else:
