@@ -228,7 +228,10 @@ def current_options(
         raise UsageError(f"{name} {value!r} is for sparse gradients; give it to TopK(density, {name}=...)")
     for name in named:
         kind, value = _COMPRESSION_OF[name], old[name]
-        compression = value if isinstance(value, kind) else kind(value, **sparse)
+        if not isinstance(value, kind):
+            more = {"matrices": "bucket"} if kind is LowRank else sparse
+            value = kind(value, **more)
+        compression = value
     if (mode := old.get("mode")) is not None:
         if sync is not None:
             raise UsageError("mode is the earlier name of sync; leave mode out")

@@ -37,8 +37,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"density": 0.1, "exchange": "pairs", "momentum": 0.5, "wire": WireFormat(values="fixed8")},
         {"compression": TopK(0.1, exchange="pairs", momentum=0.5, wire=WireFormat(values="fixed8"))},
     ),
-    "low_rank": ({"low_rank": 2}, {"compression": LowRank(2)}),
-    "settings": ({"low_rank": LowRank(1, begins=0)}, {"compression": LowRank(1, begins=0)}),
+    "low_rank": ({"low_rank": 2}, {"compression": LowRank(2, matrices="bucket")}),
+    "settings": (
+        {"low_rank": LowRank(1, begins=0, matrices="bucket")},
+        {"compression": LowRank(1, begins=0, matrices="bucket")},
+    ),
     "codes": ({"codes": 8}, {"compression": Quantize(8)}),
     "significance": ({"significance": 0.5}, {"compression": Threshold(0.5)}),
     "mode": ({"mode": "local:2"}, {"sync": LocalSGD(2)}),
