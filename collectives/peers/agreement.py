@@ -165,7 +165,9 @@ def _round(gather: Gather, mine: dict[str, str], failure: BaseException | None) 
         if "failed" in answer:
             text = answer["failed"]
             made = KINDS.get(answer["kind"], TopoplanError)
-            raise made(text if text.startswith("rank ") else f"rank {rank}: {text}") from failure
+            raise made(text if text.startswith("rank ") else f"rank {rank}: {text}") from (
+                None if isinstance(failure, UsageError) else failure  # whose text this error has
+            )
     return answers
 
 

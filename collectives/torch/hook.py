@@ -40,6 +40,7 @@ from collectives.torch.recovery import (
     RecoveringExchange,
     Shrunk,
     check_recoverable,
+    warn_of_launcher,
 )
 from collectives.training.averaging import InStepAverager, make_averager
 from collectives.training.buckets import DataPresence, share_failure
@@ -57,6 +58,7 @@ from collectives.training.exchange_settings import (
     LossScale,
     Shrink,
     current_options,
+    refuse_compression_as_plan,
     warn_of_deprecated,
 )
 from collectives.training.modes import BSP, Gossip, Mode, mode_of
@@ -149,9 +151,9 @@ class HookState:
 
     Notes
     -----
-    A run that is restored from a checkpoint continues bit for bit if DDP has the same options. DDP begins with its first
-    buckets again and arranges them in its second step; the hook exchanges the first step in the buckets of the saved
-    run, after backward. A checkpoint of the first step of all does not know them yet, unless DDP keeps its buckets
+    A run that is restored from a checkpoint continues bit for bit if DDP has the same options. DDP begins with its
+    first buckets again and arranges them in its second step; the hook exchanges the first step in the buckets of the
+    saved run, after backward. A checkpoint of the first step of all does not know them yet, unless DDP keeps its buckets
     (``find_unused_parameters=True``). A parameter whose gradient is zero throughout on a rank sends nothing from there
     in this step.
 
@@ -181,7 +183,7 @@ class HookState:
         exact: bool = True,
         **deprecated: Unpack[DeprecatedOptions],
     ) -> None:
-        warn_of_deprecated("HookState", deprecated)
+        warn_of_deprecated("HookState", deprecated, quiet=dist.is_initialized() and dist.get_rank() > 0)
         listed = None if parameters is None else tensors_of(parameters)
         given = {
             name: value for name, value in locals().items() if name not in ("self", "listed", "deprecated")
@@ -197,6 +199,7 @@ class HookState:
 
         def settings() -> ExchangeSettings:
             nonlocal shrink
+            refuse_compression_as_plan(plan, "HookState({})")
             how, mode, shrink = current_options(
                 deprecated, compression=compression, sync=sync, fault_tolerance=fault_tolerance
             )
@@ -280,6 +283,7 @@ class HookState:
                         "fault_tolerance=Shrink() needs gradients on the CPU, among ranks that can connect, got "
                         f"the {backend.name} back end"
                     )
+                warn_of_launcher(self.rank)
                 self.recorder.among = comm.original_ranks
                 in_step = RecoveringExchange(within, numbers, self._report_change)
             self.buckets = in_step

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -380,6 +382,17 @@ class RecoveringExchange(DdpBucketExchange):
         return back
 
 
+def warn_of_launcher(rank: int) -> None:
+    """Warn on rank 0 if one torchrun has started all ranks: it ends the survivors of a failed one."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") != "1"
+    if rank == 0 and alone and "TORCHELASTIC_RUN_ID" in os.environ:
+        warnings.warn(
+            "torchrun ends the survivors of a failed rank; start each rank by itself "
+            "(docs/fault-tolerance.md#launchers)",
+            stacklevel=3,
+        )
+
+
 def check_recoverable(model: DistributedDataParallel) -> None:
     """Raise `UsageError` if DDP uses its process group beside the hook, and the group cannot recover."""
     group = model.process_group
@@ -387,12 +400,12 @@ def check_recoverable(model: DistributedDataParallel) -> None:
         return
     newer = hasattr(model, "forward_sync_buffers")
     synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers
+    option = "forward_sync_buffers" if newer else "broadcast_buffers"
     faults = [
         text
         for text, found in (
             (
-                "broadcasts the model's buffers in every step; give it forward_sync_buffers=False "
-                "(broadcast_buffers=False in torch before 2.13)",
+                f"broadcasts the model's buffers in every step; write DistributedDataParallel(network, {option}=False)",
                 synchronised and len(model.modules_buffers) > 0,
             ),
             (
@@ -409,6 +422,6 @@ def check_recoverable(model: DistributedDataParallel) -> None:
     ]
     if faults:
         raise UsageError(
-            f"DDP {faults[0]}: over its process group, which cannot lose a rank; or use the process group "
-            "topoplan with TOPOPLAN_ON_FAILURE=shrink"
+            f"Shrink() needs a DDP that does not use its process group, which cannot lose a rank, and this DDP "
+            f"{faults[0]}, or use the process group topoplan with TOPOPLAN_ON_FAILURE=shrink"
         )
