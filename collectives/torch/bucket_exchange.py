@@ -260,7 +260,7 @@ class DdpBucketExchange:
         self._numbers_now[layout.numbers] = None
         self._check_numbers()
         averager, step = self._averager, self._averager.recorder.step
-        given, op = buffer, "avg"
+        given, op, rounded_from = buffer, "avg", None
         if averager.settings.top_k is not None:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             idle = self._idle(layout, buffer)
@@ -268,11 +268,20 @@ class DdpBucketExchange:
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
+            rounded_from = buffer.nbytes
         parts = _parts_of(layout, bucket) if averager.filters else None
         if parts is not None and isinstance(averager.settings.compression, Threshold):
             waiting = {f"parameter {number}" for number in self._idle(layout, buffer)}
             parts = tuple(one for one in parts if one.name not in waiting)
-        return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
+        return given, averager.start(
+            layout.key,
+            given,
+            op=op,
+            out=given,
+            parts=parts,
+            async_op=async_op,
+            rounded_from=rounded_from,
+        )
 
     def _begin_rows(
         self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool

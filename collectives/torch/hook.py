@@ -153,9 +153,9 @@ class HookState:
     -----
     A run that is restored from a checkpoint continues bit for bit if DDP has the same options. DDP begins with its
     first buckets again and arranges them in its second step; the hook exchanges the first step in the buckets of the
-    saved run, after backward. A checkpoint of the first step of all does not know them yet, unless DDP keeps its buckets
-    (``find_unused_parameters=True``). A parameter whose gradient is zero throughout on a rank sends nothing from there
-    in this step.
+    saved run, after backward. A checkpoint of the first step of all does not know them yet, unless DDP keeps its
+    buckets (``find_unused_parameters=True``). A parameter whose gradient is zero throughout on a rank sends nothing
+    from there in this step.
 
     A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and the result of
     `state_dict`, but no connection: ``communicator`` is None until it connects to the other ranks in its first step or
