@@ -198,6 +198,11 @@ class Recorder:
         finally:
             self._waited += self.now() - started
 
+    @property
+    def ended(self) -> int:
+        """Number of the steps on record."""
+        return len(self._steps)
+
     def end_step(self) -> None:
         """End the step, and begin the next one."""
         now = self.now()
@@ -526,7 +531,12 @@ def log_start(communicator: Communicator, how: ExchangeSettings) -> None:
 
 
 def log_compilation(recorder: Recorder, communicator: Communicator) -> None:
-    """Log on rank 0 that loops were compiled, if it took long, at level WARNING, which Python shows by default."""
+    """Log on rank 0 that loops were compiled, if it took long, at level WARNING, which Python shows by default.
+
+    Later steps than the first two use what these have compiled.
+    """
+    if recorder.ended > 2:
+        return
     seconds = compile_seconds() - recorder.compiled
     if seconds > COMPILED_LONG:
         recorder.compiled += seconds
