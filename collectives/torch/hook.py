@@ -62,7 +62,7 @@ from collectives.training.exchange_settings import (
     warn_of_deprecated,
 )
 from collectives.training.modes import BSP, Gossip, Mode, mode_of
-from collectives.training.report import Recorder, log_start, register_recorder
+from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
 FORMAT = "topoplan.hook/2"
@@ -292,6 +292,7 @@ class HookState:
                     make_averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale), in_step, comm
                 )
             log_start(comm, how)
+            log_compilation(self.recorder, comm)
             on_error.pop_all()
 
     @property
