@@ -165,7 +165,8 @@ def _round(gather: Gather, mine: dict[str, str], failure: BaseException | None) 
         if "failed" in answer:
             text = answer["failed"]
             made = KINDS.get(answer["kind"], TopoplanError)
-            raise made(text if text.startswith("rank ") else f"rank {rank}: {text}") from failure
+            cause = None if isinstance(failure, UsageError) else failure  # the text is the same
+            raise made(text if text.startswith("rank ") else f"rank {rank}: {text}") from cause
     return answers
 
 

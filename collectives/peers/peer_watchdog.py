@@ -244,8 +244,9 @@ class PeerWatchdog:
         pid = self._placement.pids[peer]
         if pid and (_start_time(pid) != self._births[peer] or process_state(pid) in "ZX") and not done():
             text = (
-                f"the peer died: its process {pid} has ended; start all ranks again, or, if it was done before this "
-                "rank, give all ranks as many batches, or train inside join"
+                f"the peer died: its process {pid} has ended. Restart all ranks from a checkpoint, or continue without "
+                "it: fault_tolerance=Shrink() in training, on_failure='shrink' of a Communicator (CPU only). If it was "
+                "done before this rank, give all ranks as many batches, or train inside join"
             )
             self.fail(peer, row, text, lost=True)
         if peer in self._place and self._control.word(self._place[peer], CLOSED) and not done():

@@ -18,9 +18,13 @@ from typing import Any, TypeVar, cast
 
 import numba
 from llvmlite.binding import get_host_cpu_name
+from numba.core import event
 from numba.extending import intrinsic
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+_compilation = event.TimingListener()  # type: ignore[no-untyped-call]
+event.register("numba:compile", _compilation)  # type: ignore[no-untyped-call]
 
 COMPILE_SECONDS = 30.0
 """Longest wait for another process that compiles the same loops: it may have been stopped."""
@@ -54,6 +58,11 @@ def compiled(loop: Loop) -> Loop:
     except RuntimeError:  # neither the package nor the user's cache can be written
         machine_code = numba.njit(nogil=True)(loop)
     return cast(Loop, machine_code)
+
+
+def compile_seconds() -> float:
+    """Return the seconds in which this process has compiled; loops of the cache do not count."""
+    return float(_compilation.duration) if _compilation.done else 0.0
 
 
 @contextmanager

@@ -43,6 +43,10 @@ NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types to which dense gradients may be rounded."""
 
 
+Buckets = tuple[tuple[int, ...], ...]
+"""The numbers of the parameters of each bucket of a step."""
+
+
 class DdpBucket(Protocol):
     """The methods of a bucket of DDP in use."""
 
@@ -56,8 +60,56 @@ class DdpBucket(Protocol):
         """Return the parameters of these gradients."""
 
 
+class RegroupedBucket:
+    """A bucket of gradients of several buckets of DDP, copied; `give_back` writes its averages to those."""
+
+    def __init__(self, index: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._index, self._parameters = index, [parameter for parameter, _ in parts]
+        self._places = [place for _, place in parts]
+        self._buffer = torch.cat(self._places)
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def give_back(self) -> None:
+        """Copy the averages to the buckets of DDP."""
+        lengths = [one.numel() for one in self._places]
+        for place, average in zip(self._places, torch.split(self._buffer, lengths), strict=True):
+            place.copy_(average)
+
+
+class KeptBucket:
+    """A bucket kept until its step is over; DDP's own is gone when its hook has returned."""
+
+    def __init__(self, bucket: DdpBucket) -> None:
+        self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        device = self._buffer.device
+        self.averaged: torch.futures.Future[Any] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+
 class DdpBucketExchange:
-    """Averages buckets by the plan of a communicator; `presence` is set while ranks may have no data."""
+    """Averages buckets by the plan of a communicator; `presence` is set while ranks may have no data.
+
+    DDP begins with its first buckets and arranges them anew in the second step. The first step after `continue_buckets`
+    is exchanged in the buckets of the saved run, so that entries are chosen from the same gradients.
+    """
 
     def __init__(self, averager: InStepAverager, numbers: ParameterNumbers) -> None:
         how = averager.settings
@@ -69,6 +121,11 @@ class DdpBucketExchange:
         self._narrow = NARROW[how.compression.dtype] if isinstance(how.compression, Cast) else None
         self._saved: tuple[Sequence[Sequence[int]] | None, ...] = ()
         self._under_way: list[tuple[Handle[Any], torch.futures.Future[Any]]] = []
+        self._numbers_now: dict[tuple[int, ...], None] = {}
+        self._first: Buckets = ()
+        self._last: Buckets = ()
+        self._continued: tuple[Buckets, Buckets] | None = None
+        self._kept: list[KeptBucket] = []
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Start to average a bucket; the future holds its buffer with the average.
@@ -76,6 +133,8 @@ class DdpBucketExchange:
         Raises `BackendError` if the exchange failed; for the last bucket, if any exchange of the step failed.
         """
         communicator = self._averager.communicator
+        if self._continued is not None:
+            return self._average_regrouped(bucket)
         try:
             if not self._under_way:
                 communicator._begin_batch()
@@ -94,13 +153,64 @@ class DdpBucketExchange:
             raise
         communicator._end_batch()
         self._under_way.clear()
-        self._averager.end_step()
+        self._end_step()
         return future
+
+    def _average_regrouped(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Keep a bucket of the first step of a restored run; the last one exchanges all in the saved buckets."""
+        kept = KeptBucket(bucket)
+        self._kept.append(kept)
+        if not bucket.is_last():
+            return kept.averaged
+        listed, self._kept = self._kept, []
+        try:
+            with self._averager.recorder.waiting():
+                chosen = self.regrouped(listed)
+                for one in chosen:
+                    self._start(one, async_op=False)[1].wait()
+                give_back(chosen)
+        except BaseException as error:
+            self._give_up(wait=isinstance(error, Exception))
+            raise
+        self._end_step()
+        for one in listed:
+            one.averaged.set_result(one.buffer())
+        return kept.averaged
+
+    def regrouped(self, kept: Sequence[DdpBucket]) -> list[DdpBucket]:
+        """Return the buckets of a step as those of the saved run, if DDP began that run with the same buckets."""
+        layouts = [(one, self.layout_of(one)) for one in kept]
+        self._check_numbers()
+        continued, self._continued = self._continued, None
+        dense = [(one, layout) for one, layout in layouts if not one.buffer().is_sparse]
+        if continued is None or tuple(layout.numbers for _, layout in dense) != continued[0]:
+            return list(kept)
+        places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for one, layout in dense:
+            line = one.buffer().view(-1)
+            for (number, start, stop), parameter in zip(layout.parts(), one.parameters(), strict=True):
+                places[number] = parameter, line[start:stop]
+        if sorted(places) != sorted(number for numbers in continued[1] for number in numbers):
+            return list(kept)
+        self._first = continued[0]
+        rows = [one for one in kept if one.buffer().is_sparse]
+        made = [
+            RegroupedBucket(index, [places[number] for number in numbers])
+            for index, numbers in enumerate(continued[1])
+        ]
+        return [*made, *rows]
+
+    def _end_step(self) -> None:
+        self._last, self._numbers_now = tuple(self._numbers_now), {}
+        self._first = self._first or self._last
+        self._averager.end_step()
 
     def _give_up(self, *, wait: bool) -> None:
         """Abandon the step; without ``wait``, as after Ctrl-C, leave running exchanges and residuals alone."""
         running = [handle for handle, _ in self._under_way]
         self._under_way.clear()
+        self._kept.clear()
+        self._numbers_now.clear()
         self._averager.communicator._end_batch()
         if wait:
             for handle in running:
@@ -147,9 +257,10 @@ class DdpBucketExchange:
     ) -> tuple[torch.Tensor, Handle[Any]]:
         """Start the exchange; return the tensor that will hold the average, and the handle."""
         layout = self.layout_of(bucket)
+        self._numbers_now[layout.numbers] = None
         self._check_numbers()
         averager, step = self._averager, self._averager.recorder.step
-        given, op = buffer, "avg"
+        given, op, rounded_from = buffer, "avg", None
         if averager.settings.top_k is not None:
             dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
             idle = self._idle(layout, buffer)
@@ -157,11 +268,20 @@ class DdpBucketExchange:
         elif self._narrow is not None and buffer.element_size() > self._narrow.itemsize:
             # divided before it is rounded: a sum may be too large for float16
             given, op = buffer.div(averager.communicator.size).to(self._narrow), "sum"
+            rounded_from = buffer.nbytes
         parts = _parts_of(layout, bucket) if averager.filters else None
         if parts is not None and isinstance(averager.settings.compression, Threshold):
             waiting = {f"parameter {number}" for number in self._idle(layout, buffer)}
             parts = tuple(one for one in parts if one.name not in waiting)
-        return given, averager.start(layout.key, given, op=op, out=given, parts=parts, async_op=async_op)
+        return given, averager.start(
+            layout.key,
+            given,
+            op=op,
+            out=given,
+            parts=parts,
+            async_op=async_op,
+            rounded_from=rounded_from,
+        )
 
     def _begin_rows(
         self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
@@ -210,6 +330,19 @@ class DdpBucketExchange:
         arrivals = self._numbers.arrivals
         return None if arrivals is None else [list(one) for one in arrivals]
 
+    @property
+    def bucket_numbers(self) -> list[list[list[int]]]:
+        """The parameters of the first buckets of DDP, and of those of the last step, for a checkpoint."""
+        return [[list(numbers) for numbers in buckets] for buckets in (self._first, self._last)]
+
+    def continue_buckets(self, saved: Sequence[Sequence[Sequence[int]]] | None) -> None:
+        """Exchange the next step in the buckets of a saved run, `bucket_numbers`; None for those of DDP.
+
+        All ranks must give the same.
+        """
+        first, last = (tuple(tuple(one) for one in buckets) for buckets in saved or ((), ()))
+        self._continued = (first, last) if first != last else None
+
     def restored(self, arrivals: Sequence[Sequence[int]] | None) -> None:
         """Note the arrivals of the run that residuals were restored from; drop these if the arrivals differ."""
         self._saved = (arrivals,)
@@ -224,7 +357,7 @@ class DdpBucketExchange:
             if saved is None or len(self._numbers.arrivals or ()) >= len(saved):
                 self._saved = ()
             return
-        self._saved = ()
+        self._saved, self._continued = (), None
         waiting = self.residuals.drop_waiting()
         unsent = describe_state(
             {"residuals": {number: [one.residual.cpu()] for number, one in waiting.items()}}
@@ -234,6 +367,13 @@ class DdpBucketExchange:
             "buckets differ from those of the saved state, and only parameters that are given in the same order both "
             "times, HookState(parameters=...), are identified in any buckets",
         )
+
+
+def give_back(buckets: Sequence[DdpBucket]) -> None:
+    """Copy the averages of regrouped buckets to those of DDP."""
+    for one in buckets:
+        if isinstance(one, RegroupedBucket):
+            one.give_back()
 
 
 class BuiltInBucketExchange:

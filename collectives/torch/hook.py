@@ -6,6 +6,7 @@ Its state holds the plan, the settings of the exchange, and the residuals of spa
 # annotations must not be strings here: DDP compares those of the hook with its own types
 
 import io
+import json
 import sys
 import warnings
 import weakref
@@ -39,6 +40,7 @@ from collectives.torch.recovery import (
     RecoveringExchange,
     Shrunk,
     check_recoverable,
+    warn_of_launcher,
 )
 from collectives.training.averaging import InStepAverager, make_averager
 from collectives.training.buckets import DataPresence, share_failure
@@ -56,10 +58,11 @@ from collectives.training.exchange_settings import (
     LossScale,
     Shrink,
     current_options,
+    refuse_compression_as_plan,
     warn_of_deprecated,
 )
 from collectives.training.modes import BSP, Gossip, Mode, mode_of
-from collectives.training.report import Recorder, log_start, register_recorder
+from collectives.training.report import Recorder, log_compilation, log_start, register_recorder
 from topoplan.errors import BackendError, UsageError
 
 FORMAT = "topoplan.hook/2"
@@ -148,10 +151,11 @@ class HookState:
 
     Notes
     -----
-    A run that is restored from a checkpoint continues bit for bit if its buckets are the same: with one bucket, or with
-    ``find_unused_parameters=True``. Else DDP begins with its first buckets again, and entries are chosen from these for
-    one step; low ranks of whole buckets need the same order of parameters in them too, and those of layers do not. A
-    parameter whose gradient is zero throughout on a rank sends nothing from there in this step.
+    A run that is restored from a checkpoint continues bit for bit if DDP has the same options. DDP begins with its
+    first buckets again and arranges them in its second step; the hook exchanges the first step in the buckets of the
+    saved run, after backward. A checkpoint of the first step of all does not know them yet, unless DDP keeps its
+    buckets (``find_unused_parameters=True``). A parameter whose gradient is zero throughout on a rank sends nothing
+    from there in this step.
 
     A copy (`copy.deepcopy`, `pickle`, `torch.save`, also inside a copied model) carries the arguments and the result of
     `state_dict`, but no connection: ``communicator`` is None until it connects to the other ranks in its first step or
@@ -179,7 +183,7 @@ class HookState:
         exact: bool = True,
         **deprecated: Unpack[DeprecatedOptions],
     ) -> None:
-        warn_of_deprecated("HookState", deprecated)
+        warn_of_deprecated("HookState", deprecated, quiet=dist.is_initialized() and dist.get_rank() > 0)
         listed = None if parameters is None else tensors_of(parameters)
         given = {
             name: value for name, value in locals().items() if name not in ("self", "listed", "deprecated")
@@ -195,6 +199,7 @@ class HookState:
 
         def settings() -> ExchangeSettings:
             nonlocal shrink
+            refuse_compression_as_plan(plan, "HookState({})")
             how, mode, shrink = current_options(
                 deprecated, compression=compression, sync=sync, fault_tolerance=fault_tolerance
             )
@@ -278,6 +283,7 @@ class HookState:
                         "fault_tolerance=Shrink() needs gradients on the CPU, among ranks that can connect, got "
                         f"the {backend.name} back end"
                     )
+                warn_of_launcher(self.rank)
                 self.recorder.among = comm.original_ranks
                 in_step = RecoveringExchange(within, numbers, self._report_change)
             self.buckets = in_step
@@ -286,6 +292,7 @@ class HookState:
                     make_averager(comm, how, self.recorder, timeout=timeout, loss_scale=scale), in_step, comm
                 )
             log_start(comm, how)
+            log_compilation(self.recorder, comm)
             on_error.pop_all()
 
     @property
@@ -398,6 +405,7 @@ class HookState:
             "step": self.recorder.step,
             "momentum": self.momentum,
             "arrivals": None if in_step is None else in_step.arrivals,
+            "buckets": None if in_step is None else in_step.bucket_numbers,
             "residuals": {number: one.residual for number, one in kept.items()},
             "velocities": {number: one.velocity for number, one in kept.items() if one.velocity is not None},
             "filters": {
@@ -455,6 +463,9 @@ class HookState:
             lost.append(in_step.averager.restore_filter(filters))
             if "arrivals" in state:
                 in_step.restored(state["arrivals"])
+            buckets = state.get("buckets") if state["ranks"] == self.size else None
+            same = len(set(gather(json.dumps(buckets)))) == 1
+            in_step.continue_buckets(buckets if same else None)
             if isinstance(in_step, RecoveringExchange):
                 in_step.forget()
         else:

@@ -83,7 +83,7 @@ def agreed_plan(plan: PlanLike | None, group: dist.ProcessGroup, gather: Gather)
         if job_input is not None:
             return PlanAgreement(agree_on_plan(gather, job_input, rank=rank, size=size))
     except TopoplanError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error)) from None
     try:
         return PlanAgreement(agree_on_plan(gather, None, rank=rank, size=size))
     except TopoplanError as error:

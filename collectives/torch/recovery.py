@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,7 +29,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives.communicator.handle import Handle
-from collectives.torch.bucket_exchange import DdpBucketExchange
+from collectives.torch.bucket_exchange import DdpBucket, DdpBucketExchange, KeptBucket, give_back
 from collectives.torch.parameter_residuals import ParameterNumbers
 from collectives.torch.process_group import ProcessGroupTopoplan
 from collectives.training.averaging import InStepAverager
@@ -107,23 +109,13 @@ class Shrunk:
     lost: LostResiduals
 
 
-class _HeldBucket:
-    """A bucket kept until its step is over; DDP's own is gone when its hook has returned."""
+class _HeldBucket(KeptBucket):
+    """A bucket that can be exchanged again."""
 
-    def __init__(self, bucket: GradBucket) -> None:
-        self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+    def __init__(self, bucket: DdpBucket) -> None:
+        super().__init__(bucket)
         self._given = self._buffer.clone()
         self.running: tuple[Handle[Any], torch.futures.Future[Any]] | None = None
-        self.averaged: torch.futures.Future[Any] = torch.futures.Future()
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
 
     def wait(self) -> None:
         """Wait for the average; raises the error of the exchange."""
@@ -177,33 +169,46 @@ class RecoveringExchange(DdpBucketExchange):
         """
         self.check_has_it()
         try:
-            if not self._held:
+            if not self._kept:
                 self._failure = None
                 if self._before is None:
                     self._before = self._snapshot()
                 self._averager.communicator._begin_batch()
-            held = _HeldBucket(bucket)
-            self._held.append(held)
-            if self._failure is None:
-                try:
-                    held.running = self._start(held, async_op=not bucket.is_last())
-                except BackendError as error:
-                    self._failure = error
+            kept = _HeldBucket(bucket) if self._continued is None else KeptBucket(bucket)
+            self._kept.append(kept)
+            if isinstance(kept, _HeldBucket):
+                self._hold(kept, async_op=not bucket.is_last())
             if bucket.is_last():
+                chosen: list[DdpBucket] = []
                 with self._averager.recorder.waiting():
+                    if self._continued is not None:
+                        chosen = self.regrouped(self._kept)
+                        for one in chosen:
+                            self._hold(_HeldBucket(one), async_op=False)
                     self._end(self._complete, self._again)
-                for one in self._held:
-                    one.averaged.set_result(one.buffer())
+                give_back(chosen)
+                listed, self._kept = self._kept, []
+                for each in listed:
+                    each.averaged.set_result(each.buffer())
                 self._held.clear()
                 self._averager.communicator._end_batch()
-                self._averager.end_step()
-            return held.averaged
+                self._end_step()
+            return kept.averaged
         except BaseException as error:
             self._under_way = [one.running for one in self._held if one.running is not None]
             self._held.clear()
             self.forget()
             self._give_up(wait=isinstance(error, Exception))
             raise
+
+    def _hold(self, held: _HeldBucket, *, async_op: bool) -> None:
+        """Start the exchange of a bucket, unless one of this step has failed."""
+        self._held.append(held)
+        if self._failure is None:
+            try:
+                held.running = self._start(held, async_op=async_op)
+            except BackendError as error:
+                self._failure = error
 
     def check_has_it(self) -> None:
         """Raise `UsageError` on a joining rank that has not called `grow`."""
@@ -377,6 +382,17 @@ class RecoveringExchange(DdpBucketExchange):
         return back
 
 
+def warn_of_launcher(rank: int) -> None:
+    """Warn on rank 0 if one torchrun has started all ranks: it ends the survivors of a failed one."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE") != "1"
+    if rank == 0 and alone and "TORCHELASTIC_RUN_ID" in os.environ:
+        warnings.warn(
+            "torchrun ends the survivors of a failed rank; start each rank by itself "
+            "(docs/fault-tolerance.md#launchers)",
+            stacklevel=3,
+        )
+
+
 def check_recoverable(model: DistributedDataParallel) -> None:
     """Raise `UsageError` if DDP uses its process group beside the hook, and the group cannot recover."""
     group = model.process_group
@@ -384,12 +400,12 @@ def check_recoverable(model: DistributedDataParallel) -> None:
         return
     newer = hasattr(model, "forward_sync_buffers")
     synchronised = model.forward_sync_buffers if newer else model.broadcast_buffers
+    option = "forward_sync_buffers" if newer else "broadcast_buffers"
     faults = [
         text
         for text, found in (
             (
-                "broadcasts the model's buffers in every step; give it forward_sync_buffers=False "
-                "(broadcast_buffers=False in torch before 2.13)",
+                f"broadcasts the model's buffers in every step; write DistributedDataParallel(network, {option}=False)",
                 synchronised and len(model.modules_buffers) > 0,
             ),
             (
@@ -406,6 +422,6 @@ def check_recoverable(model: DistributedDataParallel) -> None:
     ]
     if faults:
         raise UsageError(
-            f"DDP {faults[0]}: over its process group, which cannot lose a rank; or use the process group "
-            "topoplan with TOPOPLAN_ON_FAILURE=shrink"
+            f"Shrink() needs a DDP that does not use its process group, which cannot lose a rank, and this DDP "
+            f"{faults[0]}, or use the process group topoplan with TOPOPLAN_ON_FAILURE=shrink"
         )

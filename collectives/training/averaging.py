@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.sparse.entry_arrays import message_bytes
 from collectives.sparse.exchange_choice import SparseExplanation
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.training.checkpoint_state import EMPTY_STATE, BucketPart, FilterState, describe_state
@@ -33,7 +34,7 @@ from collectives.training.exchange_settings import ExchangeSettings, LossScale
 from collectives.training.gradient_filters import FilterCall
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, Gossip, LocalSGD, Mode
-from collectives.training.report import Recorder
+from collectives.training.report import Recorder, log_compilation
 from topoplan.errors import UsageError
 
 
@@ -202,10 +203,12 @@ class InStepAverager(Averager):
         out: Any = None,
         parts: Sequence[BucketPart] | None = None,
         async_op: bool = True,
+        rounded_from: int | None = None,
     ) -> Handle[Any]:
         """Start as `Averager.start`; without ``async_op`` the exchange runs in this thread, and raises its errors here.
 
-        That spares the wakeup of two threads if this one has nothing else to do.
+        That spares the wakeup of two threads if this one has nothing else to do. `rounded_from` are the bytes of
+        gradients that were rounded before, for the report.
         """
         comm, sparse, recorder, step = (
             self.communicator,
@@ -222,6 +225,17 @@ class InStepAverager(Averager):
         except UsageError as error:
             comm._refuse(str(error))
             raise
+
+        def sparse_note(chosen: SparseExplanation) -> dict[str, Any]:
+            bound = math.inf if chosen.plan is None else chosen.plan.bound
+            if chosen.exchange == "dense":
+                return _note(1.0, chosen.exchange, bound)
+            one = gradients if comm.one_rank else gradients[0]
+            dtype = "float64" if comm.arrays.dtype(one) == "float64" else "float32"  # as entries travel
+            wire, size = None if sparse is None else sparse.wire, elements_of(comm, gradients)
+            gave = message_bytes(chosen.entries, size=size, dtype=dtype, wire=wire)
+            return {**_note(density, chosen.exchange, bound), "sent": gave / max(nbytes, 1)}
+
         filtered = None
         if self._filter is not None:
             if parts is None:
@@ -239,6 +253,8 @@ class InStepAverager(Averager):
                 handle = handle.then(partial(self._check_finite, memory))
             plan = comm.plan_for("allreduce", nbytes)
             note = _note(1.0, plan.schedule, plan.bound)
+            if rounded_from:
+                note, nbytes = {**note, "sent": nbytes / rounded_from}, rounded_from
         else:
             # first, since it keeps the gradient if ranks cannot agree on its exchange
             self._keys.add(key)
@@ -260,11 +276,11 @@ class InStepAverager(Averager):
                 chosen = comm.exchange_for(
                     gradients, density=density, exchange=sparse.exchange, wire=sparse.wire
                 )
-                note = _sparse_note(chosen, density)
+                note = sparse_note(chosen)
 
         def over() -> None:
             if handle.exchange is not None:
-                recorder.add(key, nbytes, started, step=step, **_sparse_note(handle.exchange, density))
+                recorder.add(key, nbytes, started, step=step, **sparse_note(handle.exchange))
             elif note is not None:  # else it failed before its exchange was chosen
                 recorder.add(key, nbytes, started, step=step, **note)
 
@@ -275,6 +291,7 @@ class InStepAverager(Averager):
 
     def end_step(self) -> None:
         super().end_step()
+        log_compilation(self.recorder, self.communicator)
         if self._memory is not None:
             self._memory.end_step()
 
@@ -628,12 +645,6 @@ def average_parameters(communicator: Communicator, recorder: Recorder, parameter
 
 def _note(density: float, how: str, bound: float = math.inf) -> dict[str, Any]:
     return {"density": density, "how": how, "bound": bound}
-
-
-def _sparse_note(chosen: SparseExplanation, density: float) -> dict[str, Any]:
-    """Return the fields of the record of a sparse exchange."""
-    bound = math.inf if chosen.plan is None else chosen.plan.bound
-    return _note(1.0 if chosen.exchange == "dense" else density, chosen.exchange, bound)
 
 
 def nbytes_of(comm: Communicator, gradients: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -104,6 +104,10 @@ class TopK:
     def __post_init__(self) -> None:
         if not callable(self.density):
             checked_density(self.density)
+            if isinstance(self.density, int):
+                warnings.warn(
+                    "density 1 sends all entries; 1 % is TopK(0.01), and all are TopK(1.0)", stacklevel=3
+                )
         from collectives.sparse.codec import WireFormat
 
         if not isinstance(self.wire, WireFormat | None):
@@ -188,20 +192,66 @@ _OF_TOP_K = {"exchange": "auto", "momentum": 0.0, "wire": None}
 _OF_SHRINK = ("on_failure", "on_change", "invitation")
 
 
-def warn_of_deprecated(name: str, given: Mapping[str, object]) -> None:
-    """Warn the caller's caller of keywords of earlier versions; TypeError if one never existed."""
+def call_text(how: object) -> str:
+    """Return the shortest call that makes settings of compression.
+
+    >>> call_text(TopK(0.01)), call_text(LowRank(1, matrices="bucket"))
+    ('TopK(0.01)', "LowRank(1, matrices='bucket')")
+    """
+    (first, *others) = ((one.name, getattr(how, one.name), one.default) for one in fields(how))  # type: ignore[arg-type]
+    more = [f"{name}={value!r}" for name, value, default in others if value != default]
+    return f"{type(how).__name__}({', '.join([f'{first[1]!r}', *more])})"
+
+
+def refuse_compression_as_plan(plan: object, call: str) -> None:
+    """Raise `UsageError` if the plan is a compression, with the `call` that takes it."""
+    if isinstance(plan, Compression):
+        raise UsageError(
+            f"{type(plan).__name__} is a compression, not a plan; write "
+            + call.format(f"compression={call_text(plan)}")
+        )
+
+
+def warn_of_deprecated(name: str, given: Mapping[str, Any], *, quiet: bool = False) -> None:
+    """Warn the caller's caller of keywords of earlier versions, unless `quiet`; TypeError if one never existed."""
     groups = {
-        **{one: f"compression={kind.__name__}(...)" for one, kind in _COMPRESSION_OF.items()},
-        **dict.fromkeys(_OF_TOP_K, "compression=TopK(...)"),
-        "mode": "sync=...",
-        **dict.fromkeys(_OF_SHRINK, "fault_tolerance=Shrink(...)"),
+        **{one: f"compression={kind.__name__}" for one, kind in _COMPRESSION_OF.items()},
+        **dict.fromkeys(_OF_TOP_K, "compression=TopK"),
+        "mode": "sync",
+        **dict.fromkeys(_OF_SHRINK, "fault_tolerance=Shrink"),
     }
     for one in given:
         if one not in groups:
             raise TypeError(f"{name}.__init__() got an unexpected keyword argument {one!r}")
-    for group in dict.fromkeys(map(groups.__getitem__, given)):
-        old = ", ".join(f"{one}=" for one in given if groups[one] == group)
-        warnings.warn(f"{name}({old}) is deprecated; write {group}", DeprecationWarning, stacklevel=3)
+    for group in () if quiet else dict.fromkeys(map(groups.__getitem__, given)):
+        held = {one: value for one, value in given.items() if groups[one] == group}
+        old = ", ".join(f"{one}=" for one in held)
+        warnings.warn(
+            f"{name}({old}) is deprecated; write {_present_text(group, held)}",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+
+
+def _present_text(group: str, held: Mapping[str, Any]) -> str:
+    """Return the present spelling of the keywords of one group."""
+    if group == "sync":
+        return f"sync={held['mode']!r}"
+    if group == "fault_tolerance=Shrink":
+        if held.get("on_failure", "shrink") == "raise":
+            return "nothing, since ranks raise by default"
+        return f"{group}({'on_change=...' if 'on_change' in held else 'join_token=...' * ('invitation' in held)})"
+    values = [
+        f"{value!r}" if one in _COMPRESSION_OF else f"{one}={value!r}"
+        for one, value in held.items()
+        if value is not None
+    ]
+    for one, value in held.items():
+        if one in _COMPRESSION_OF and isinstance(value, Compression):
+            return f"compression={call_text(value)}"
+    if "low_rank" in held and values:
+        values.append("matrices='bucket'")
+    return f"{group}({', '.join(values) or '...'})"
 
 
 def current_options(
@@ -220,7 +270,9 @@ def current_options(
     """
     named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
     if len(named) > 1 or (named and compression is not None):
-        listed = [*(["compression"] if compression is not None else []), *named]
+        if compression is not None:
+            raise UsageError(f"give compression or {named[0]}, not both; {named[0]} is the deprecated name")
+        listed = named
         raise UsageError(f"compression must be one of {COMPRESSIONS}, got {' and '.join(listed)}; give one")
     sparse = {one: old[one] for one, default in _OF_TOP_K.items() if old.get(one, default) != default}
     if sparse and named != ["density"]:
@@ -228,7 +280,10 @@ def current_options(
         raise UsageError(f"{name} {value!r} is for sparse gradients; give it to TopK(density, {name}=...)")
     for name in named:
         kind, value = _COMPRESSION_OF[name], old[name]
-        compression = value if isinstance(value, kind) else kind(value, **sparse)
+        if not isinstance(value, kind):
+            more = {"matrices": "bucket"} if kind is LowRank else sparse
+            value = kind(value, **more)
+        compression = value
     if (mode := old.get("mode")) is not None:
         if sync is not None:
             raise UsageError("mode is the earlier name of sync; leave mode out")

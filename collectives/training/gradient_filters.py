@@ -224,21 +224,30 @@ def _floats(values: NDArray[Any]) -> NDArray[Any]:
     return line if line.dtype in (np.float16, np.float32, np.float64) else line.astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Cast:
     """Settings of gradients that are rounded to 16 bits, as by torch's fp16_compress_hook, the same on all ranks.
 
     Parameters
     ----------
-    dtype : str
-        "float16" or "bfloat16": gradients are divided by the number of ranks, rounded to it, and added up in it.
+    dtype : str or torch.dtype
+        "float16" ("fp16", torch.float16) or "bfloat16" ("bf16", torch.bfloat16): gradients are divided by the number of
+        ranks, rounded to it, and added up in it. The attribute is the full name.
+
+    Examples
+    --------
+    >>> Cast("bf16")
+    Cast(dtype='bfloat16')
     """
 
     dtype: str
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float16", "bfloat16"):
-            raise UsageError(f"dtype of Cast must be float16 or bfloat16, got {self.dtype!r}")
+    def __init__(self, dtype: object) -> None:
+        name = f"{dtype}".removeprefix("torch.")
+        found = {"fp16": "float16", "bf16": "bfloat16"}.get(name, name)
+        if found not in ("float16", "bfloat16"):
+            raise UsageError(f"dtype of Cast must be float16 or bfloat16, got {dtype!r}")
+        object.__setattr__(self, "dtype", found)
 
     def exchange(self, communicator: Communicator) -> CastExchange:
         """Return the filter over a communicator."""

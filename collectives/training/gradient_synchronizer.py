@@ -42,6 +42,7 @@ from collectives.training.exchange_settings import (
     LossScale,
     Shrink,
     current_options,
+    refuse_compression_as_plan,
     warn_of_deprecated,
 )
 from collectives.training.gradient_filters import Cast
@@ -150,6 +151,7 @@ class GradientSynchronizer:
         **deprecated: Unpack[DeprecatedOptions],
     ) -> None:
         warn_of_deprecated("GradientSynchronizer", deprecated)
+        refuse_compression_as_plan(plan, "GradientSynchronizer(parameters, {})")
         compression, sync, shrink = current_options(
             deprecated, compression=compression, sync=sync, fault_tolerance=fault_tolerance
         )

@@ -23,6 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
+from collectives.tables.compiled import compile_seconds
 from collectives.training.exchange_settings import ExchangeSettings
 from collectives.training.modes import LocalSGD, Straggler, mode_of
 from topoplan.errors import UsageError
@@ -39,7 +40,7 @@ class ExchangeRecord:
 
     `nbytes` are those of the gradient; `density` is the share of its elements that was exchanged, 1 if dense; `how` is
     the schedule of the plan, or the sparse exchange; `bound` is in GB/s of algorithm bandwidth, infinite if unknown;
-    times are in seconds.
+    times are in seconds; `sent` is what a rank gave, as a fraction of `nbytes`.
     """
 
     step: int
@@ -50,6 +51,7 @@ class ExchangeRecord:
     bound: float
     started: float
     ended: float
+    sent: float = 1.0
 
     @property
     def seconds(self) -> float:
@@ -129,6 +131,8 @@ class Recorder:
         self.ranks = ranks
         self.step = 0
         self.among: tuple[int, ...] = ()
+        self.compiled = compile_seconds()
+        """Seconds of compilation that `log_compilation` has seen."""
         self._changes: list[ChangeRecord] = []
         self._explained = 0
         self._most = most
@@ -152,12 +156,17 @@ class Recorder:
         density: float,
         how: str,
         bound: float,
+        sent: float | None = None,
         step: int | None = None,
     ) -> None:
-        """Record an exchange that has just ended, of the current step by default; any thread may call it."""
-        record = ExchangeRecord(
-            self.step if step is None else step, key, nbytes, density, how, bound, started, self.now()
-        )
+        """Record an exchange that has just ended, of the current step by default; any thread may call it.
+
+        `sent` is `density` by default, as of dense gradients and of filters.
+        """
+        if sent is None:
+            sent = density
+        when = self.step if step is None else step
+        record = ExchangeRecord(when, key, nbytes, density, how, bound, started, self.now(), sent)
         with self._lock:
             self._exchanges.append(record)
             del self._exchanges[: -self._most]
@@ -189,6 +198,11 @@ class Recorder:
         finally:
             self._waited += self.now() - started
 
+    @property
+    def ended(self) -> int:
+        """Number of the steps on record."""
+        return len(self._steps)
+
     def end_step(self) -> None:
         """End the step, and begin the next one."""
         now = self.now()
@@ -214,6 +228,12 @@ class Recorder:
             return [replace(one) for one in self._steps]
 
 
+LEAST_RATE = 1e-3
+"""GB/s below which the report has no rate: such an exchange waits for something else, as for compilers."""
+
+COMPILED_LONG = 2.0
+"""Seconds of compilation that are worth a line."""
+
 LOGGER = logging.getLogger("collectives")
 
 BAR, BORDER, WAIT = "#0072B2", "#333333", "#D55E00"
@@ -231,8 +251,8 @@ def register_recorder(recorder: Recorder) -> Recorder:
 class BucketRow:
     """The exchanges of one bucket.
 
-    `nbytes`, `how` and `density` are those of the last step; `seconds` is the median; `bandwidth` and `bound` are in
-    GB/s, the bound infinite if unknown.
+    `nbytes`, `how`, `density` and `sent` are those of the last step; `seconds` is the median; `bandwidth` and `bound`
+    are in GB/s, the bound infinite if unknown.
     """
 
     key: str
@@ -243,6 +263,7 @@ class BucketRow:
     seconds: float
     bandwidth: float
     bound: float
+    sent: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,22 +286,36 @@ class Report:
     step_records: tuple[StepRecord, ...]
     changes: tuple[ChangeRecord, ...] = ()
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank gave for its exchanges."""
+        return round(math.fsum(one.nbytes * one.sent for one in self.exchanges))
+
+    def _names(self) -> dict[str, str]:
+        """Return the names of the rows by key: buckets that only the first step had are marked."""
+        first = min(one.step for one in self.exchanges)
+        later = {one.key for one in self.exchanges if one.step > first}
+        early = [row.key for row in self.buckets if later and row.key not in later]
+        names = {row.key: row.key for row in self.buckets}
+        return names | {key: f"first step: {key}" if len(early) > 1 else "first step" for key in early}
+
     def __str__(self) -> str:
         if not self.exchanges:
             return (
                 f"{self.name} on {self.ranks} ranks, {self.steps} steps of {format_seconds(self.seconds)}: nothing has "
                 "been exchanged yet"
             )
-        heads = ("bucket", "size", "plan", "density", "exchanges", "time", "GB/s", "bound")
+        heads = ("bucket", "size", "sent", "plan", "exchanges", "time", "GB/s", "bound")
+        names = self._names()
         rows = [
             (
-                row.key,
-                format_size(row.nbytes),
+                names[row.key],
+                _decimal_size(row.nbytes),
+                f"{100 * row.sent:.3g} %",
                 row.how,
-                f"{row.density:g}",
                 str(row.exchanges),
                 format_seconds(row.seconds),
-                f"{row.bandwidth:.3g}",
+                f"{row.bandwidth:.3g}" if row.bandwidth >= LEAST_RATE else "-",
                 f"{row.bound:.4g}" if math.isfinite(row.bound) else "-",
             )
             for row in self.buckets
@@ -289,7 +324,8 @@ class Report:
         lines = [
             f"{self.name} on {self.ranks} ranks, {self.steps} steps of {format_seconds(self.seconds)}: "
             f"exchanges run for {format_seconds(self.exchanging)} of it, and the loop waits "
-            f"{format_seconds(self.waiting)}; {format_size(self.nbytes)} of gradients"
+            f"{format_seconds(self.waiting)}; {_decimal_size(self.nbytes)} of gradients, "
+            f"{_decimal_size(self.sent_bytes)} sent per rank"
         ]
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -399,7 +435,21 @@ def _bucket_row(key: str, records: Sequence[ExchangeRecord]) -> BucketRow:
         seconds=seconds,
         bandwidth=last.nbytes / seconds / 1e9 if seconds else 0.0,
         bound=last.bound,
+        sent=last.sent,
     )
+
+
+def _decimal_size(nbytes: int) -> str:
+    """Return a short text for a number of bytes in decimal units, as those of GB/s.
+
+    >>> _decimal_size(68_000_000), _decimal_size(1999), _decimal_size(7)
+    ('68.0 MB', '2.00 KB', '7 B')
+    """
+    for suffix, unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= unit:
+            value = nbytes / unit
+            return f"{value:#.3g} {suffix}" if value < 100 else f"{value:.0f} {suffix}"
+    return f"{nbytes} B"
 
 
 def _busy(records: Sequence[ExchangeRecord]) -> float:
@@ -442,7 +492,7 @@ def _timeline(report: Report, *, last: int) -> Figure:
             axes.broken_barh(
                 [((start - zero) * 1e3, step.waited * 1e3)], (len(keys) - 0.4, 0.8), color=WAIT, lw=0
             )
-    sizes = {row.key: format_size(row.nbytes) for row in report.buckets}
+    sizes = {row.key: _decimal_size(row.nbytes) for row in report.buckets}
     axes.set_yticks(range(len(keys) + 1), [f"{key} ({sizes[key]})" for key in keys] + ["the loop waits"])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
@@ -478,3 +528,20 @@ def log_start(communicator: Communicator, how: ExchangeSettings) -> None:
     """Log `start_line` on rank 0, at level INFO of the logger ``collectives``."""
     if 0 in communicator.ranks:
         LOGGER.info(start_line(communicator, how))
+
+
+def log_compilation(recorder: Recorder, communicator: Communicator) -> None:
+    """Log on rank 0 that loops were compiled, if it took long, at level WARNING, which Python shows by default.
+
+    Later steps than the first two use what these have compiled.
+    """
+    if recorder.ended > 2:
+        return
+    seconds = compile_seconds() - recorder.compiled
+    if seconds > COMPILED_LONG:
+        recorder.compiled += seconds
+        if 0 in communicator.ranks:
+            LOGGER.warning(
+                f"compiling loops for this processor took {seconds:.1f} s, once per installation; if it happens again, "
+                "set NUMBA_CACHE_DIR to a folder that can be written"
+            )

@@ -30,8 +30,8 @@ def main() -> None:
     runs: list[tuple[str, LowRank | Quantize | Threshold | None]] = [("whole", None)]
     for rank in (1, 2, 4):
         runs += [
-            (f"rank {rank}", LowRank(rank)),
-            (f"rank {rank}, no feedback", LowRank(rank, feedback=False)),
+            (f"rank {rank}", LowRank(rank, matrices="bucket")),
+            (f"rank {rank}, no feedback", LowRank(rank, feedback=False, matrices="bucket")),
             (f"rank {rank}, by layers", LowRank(rank, matrices="layers")),
         ]
     runs += [(f"{bits} bits", Quantize(bits)) for bits in (16, 8)]

@@ -279,14 +279,30 @@ SPARSE: dict[str, dict[str, Any]] = {
 }
 
 
-def check_restored(settings: dict[str, dict[str, Any]]) -> None:
+@scenario(2)
+def a_run_whose_buckets_ddp_arranges_anew_continues_with_the_same_bits() -> None:
+    check_restored(
+        {
+            **SPARSE,
+            "survivors": {"compression": TopK(0.05), "fault_tolerance": Shrink()},
+            "low rank": {"compression": LowRank(1, matrices="bucket")},
+        },
+        find_unused_parameters=False,
+    )
+
+
+def check_restored(settings: dict[str, dict[str, Any]], **ddp: Any) -> None:
     """Compare runs that stop and continue from a file with runs that do not stop."""
     for name, options in settings.items():
-        whole = _run(options, range(6), None)
-        saved = _run(options, range(3), None)
-        again = _run(options, range(3, 6), saved["file"])
+        whole = _run(options, range(6), None, **ddp)
+        saved = _run(options, range(3), None, **ddp)
+        again = _run(options, range(3, 6), saved["file"], **ddp)
         assert again["values"] == whole["values"] != saved["values"], name
-        assert bool(torch.load(io.BytesIO(saved["file"]))["hook"]["residuals"]) == (name != "dense")
+        hook = torch.load(io.BytesIO(saved["file"]))["hook"]
+        first, last = hook["buckets"]
+        assert len(last) > 1, name
+        assert (first == last) == bool(ddp.get("find_unused_parameters", True)), name
+        assert bool(hook["residuals"] or hook["filters"]["residuals"]) == (name != "dense")
 
 
 @scenario(2)
@@ -312,9 +328,13 @@ def a_state_of_another_rank_or_momentum_is_refused_and_of_another_world_warned_o
     state.close()
 
 
-def _run(options: dict[str, Any], steps: range, file: bytes | None) -> dict[str, Any]:
+def _run(
+    options: dict[str, Any], steps: range, file: bytes | None, *, find_unused_parameters: bool = True
+) -> dict[str, Any]:
     state = HookState(plan(), **options)
-    ddp = wrapped(model(), state, find_unused_parameters=True, bucket_cap_mb=0.0005)
+    unused = {"find_unused_parameters": find_unused_parameters}
+    ddp = wrapped(model(), None, **unused, bucket_cap_mb=0.0005)
+    state.register(ddp)
     if file is not None:
         loaded = torch.load(io.BytesIO(file))
         ddp.load_state_dict(loaded["model"])
@@ -336,7 +356,7 @@ def a_step_that_overflows_on_one_rank_is_left_out_by_all() -> None:
         "momentum": {"compression": TopK(0.1, momentum=0.9)},
         "fixed8": {"compression": TopK(0.1, wire=WireFormat(values="fixed8"))},
         "codes": {"compression": Quantize(8)},
-        "low_rank": {"compression": LowRank(1, begins=0)},
+        "low_rank": {"compression": LowRank(1, begins=0, matrices="bucket")},
         "layers": {"compression": LowRank(1, matrices="layers")},
         "significance": {"compression": Threshold(1e-3)},
     }
@@ -380,7 +400,7 @@ def filtered_gradients_train_nearly_as_well_as_dense_ones() -> None:
         ("before", {}, range(0)),
         ("dense", {}, range(80)),
         ("sparse", {"compression": TopK(0.01)}, range(80)),
-        ("low rank", {"compression": LowRank(2)}, range(80)),
+        ("low rank", {"compression": LowRank(2, matrices="bucket")}, range(80)),
         ("codes", {"compression": Quantize(8)}, range(80)),
         ("significant", {"compression": Threshold(1e-3)}, range(80)),
     ):

@@ -29,7 +29,7 @@ STEPS = 10
 WAYS: dict[str, dict[str, Any]] = {
     "dense": {},
     "compress": {"compression": Cast("bfloat16")},
-    "low_rank": {"compression": LowRank(1)},
+    "low_rank": {"compression": LowRank(1, matrices="bucket")},
     "layers": {"compression": LowRank(2, matrices="layers")},
     "codes": {"compression": Quantize(16)},
     "significance": {"compression": Threshold(1e-3)},

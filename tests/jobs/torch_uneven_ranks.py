@@ -90,7 +90,10 @@ def ranks_of_uneven_data_end_where_one_process_with_all_batches_does() -> None:
         check(1e-4, divide_by, options={"compression": Quantize(16)})
     check(1e-15, how={"find_unused_parameters": True, **SMALL})
     check(1e-15, "all", lambda state, ddp: ddp.join(), how=SMALL)
-    filters: list[dict[str, Any]] = [{"compression": TopK(0.1)}, {"compression": LowRank(1)}]
+    filters: list[dict[str, Any]] = [
+        {"compression": TopK(0.1)},
+        {"compression": LowRank(1, matrices="bucket")},
+    ]
     for options in filters:
         check(None, options=options, how=SMALL)
 
@@ -225,7 +228,7 @@ def _descend(network: nn.Module) -> None:
 def a_run_under_a_filter_continues_from_its_file_in_the_same_buckets_and_in_others() -> None:
     """Bit for bit in the same buckets; in others a warning says what is lost, and nothing is mistaken for another."""
     filters: dict[str, dict[str, Any]] = {
-        "low rank": {"compression": LowRank(1)},
+        "low rank": {"compression": LowRank(1, matrices="bucket")},
         "layers": {"compression": LowRank(1, begins=0, matrices="layers")},
         "codes": {"compression": Quantize(8)},
         "significance": {"compression": Threshold(0.02)},

@@ -26,7 +26,7 @@ SHAPES = ((9, 8), (8,), (2, 3, 8), ())
 
 FILTERS: dict[str, dict[str, Any]] = {
     "sparse": {"compression": TopK(lambda step: 0.5 ** min(step + 1, 5), exchange="pairs", momentum=0.9)},
-    "low rank": {"compression": LowRank(2, begins=1)},
+    "low rank": {"compression": LowRank(2, begins=1, matrices="bucket")},
     "layers": {"compression": LowRank(2, begins=0, matrices="layers")},
     "codes": {"compression": Quantize(8)},
     "significance": {"compression": Threshold(0.7)},
@@ -167,7 +167,7 @@ def stepped(averager: InStepAverager, buckets: Sequence[tuple[int, ...]], seed: 
     [
         {"compression": Threshold(1.5)},
         {"compression": Threshold(1.5, admission=2)},
-        {"compression": LowRank(1, begins=0)},
+        {"compression": LowRank(1, begins=0, matrices="bucket")},
         {"compression": LowRank(1, begins=0, matrices="layers")},
     ],
 )
@@ -189,7 +189,7 @@ def test_nothing_is_lost_when_buckets_are_rearranged(options: dict[str, Any]) ->
 
 def test_unused_restored_state_is_reported_once_and_dropped() -> None:
     """Parameter 2 is in no bucket any more, and what was kept of the bucket (0, 1) finds none of its name."""
-    how = ExchangeSettings(compression=LowRank(1, begins=0))
+    how = ExchangeSettings(compression=LowRank(1, begins=0, matrices="bucket"))
     with Communicator(forest_plan(RANKS, "allreduce", "chain")) as comm:
         averager = InStepAverager(comm, how, Recorder("test", ranks=RANKS))
         stepped(averager, [(0, 1), (2,)], 0)

@@ -23,7 +23,7 @@ from collectives import (
     TopK,
     WireFormat,
 )
-from collectives.training.exchange_settings import current_options
+from collectives.training.exchange_settings import current_options, warn_of_deprecated
 from collectives.training.modes import SSP, LocalSGD
 from tests.support.hand_plans import forest_plan
 from topoplan.errors import UsageError
@@ -37,8 +37,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"density": 0.1, "exchange": "pairs", "momentum": 0.5, "wire": WireFormat(values="fixed8")},
         {"compression": TopK(0.1, exchange="pairs", momentum=0.5, wire=WireFormat(values="fixed8"))},
     ),
-    "low_rank": ({"low_rank": 2}, {"compression": LowRank(2)}),
-    "settings": ({"low_rank": LowRank(1, begins=0)}, {"compression": LowRank(1, begins=0)}),
+    "low_rank": ({"low_rank": 2}, {"compression": LowRank(2, matrices="bucket")}),
+    "settings": (
+        {"low_rank": LowRank(1, begins=0, matrices="bucket")},
+        {"compression": LowRank(1, begins=0, matrices="bucket")},
+    ),
     "codes": ({"codes": 8}, {"compression": Quantize(8)}),
     "significance": ({"significance": 0.5}, {"compression": Threshold(0.5)}),
     "mode": ({"mode": "local:2"}, {"sync": LocalSGD(2)}),
@@ -142,7 +145,11 @@ def test_cast_gradients_are_added_in_16_bits_in_a_plain_loop(dtype: str) -> None
     ("old", "options", "message"),
     [
         ({"codes": 8, "low_rank": 2}, {}, "compression must be one of .*, got low_rank and codes; give one"),
-        ({"density": 0.1}, {"compression": Quantize(8)}, "got compression and density; give one"),
+        (
+            {"density": 0.1},
+            {"compression": Quantize(8)},
+            "give compression or density, not both; density is the deprecated name",
+        ),
         ({"momentum": 0.9}, {}, "momentum 0.9 is for sparse gradients"),
         ({"low_rank": 2, "exchange": "pairs"}, {}, "exchange 'pairs' is for sparse gradients"),
         ({"mode": "asp"}, {"sync": SSP(2)}, "mode is the earlier name of sync"),
@@ -156,6 +163,72 @@ def test_refuses_options_that_exclude_each_other(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         current_options(old, **options)
+
+
+@pytest.mark.parametrize(
+    ("old", "text"),
+    [
+        ({"density": 0.01}, "(density=) is deprecated; write compression=TopK(0.01)"),
+        ({"density": 0.01, "momentum": 0.9}, "write compression=TopK(0.01, momentum=0.9)"),
+        ({"low_rank": 2}, "write compression=LowRank(2, matrices='bucket')"),
+        ({"low_rank": LowRank(1, begins=0)}, "write compression=LowRank(1, begins=0)"),
+        ({"compress": "float16"}, "write compression=Cast('float16')"),
+        ({"mode": "local:8"}, "write sync='local:8'"),
+        ({"on_failure": "shrink", "on_change": max}, "write fault_tolerance=Shrink(on_change=...)"),
+        ({"on_failure": "raise"}, "write nothing, since ranks raise by default"),
+    ],
+)
+def test_the_warning_of_an_earlier_keyword_has_its_value(old: dict[str, Any], text: str) -> None:
+    with pytest.warns(DeprecationWarning, match=re.escape(text)):
+        warn_of_deprecated("HookState", old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_deprecated("HookState", old, quiet=True)
+
+
+def test_a_compression_in_place_of_the_plan_is_refused_with_the_call_that_takes_it(gloo: None) -> None:
+    from collectives.torch import HookState
+
+    text = "TopK is a compression, not a plan; write HookState(compression=TopK(0.01))"
+    with pytest.raises(UsageError, match=re.escape(text)) as caught:
+        HookState(TopK(0.01))  # type: ignore[arg-type]
+    assert caught.value.__cause__ is None
+    with pytest.raises(
+        UsageError, match=r"write GradientSynchronizer\(parameters, compression=Quantize\(8\)\)"
+    ):
+        GradientSynchronizer([np.zeros(3)], Quantize(8), backend="loopback")  # type: ignore[arg-type]
+
+
+def test_density_1_as_a_percentage_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"density 1 sends all entries; 1 % is TopK\(0.01\)"):
+        TopK(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TopK(1.0)
+
+
+def test_cast_takes_types_of_torch_and_their_short_names() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    assert Cast(torch.float16) == Cast("fp16") == Cast("float16")
+    assert Cast(torch.bfloat16) == Cast("bf16") == Cast("bfloat16")
+    with pytest.raises(UsageError, match=r"dtype of Cast must be .*, got torch\.float32"):
+        Cast(torch.float32)
+
+
+def test_shrink_under_one_torchrun_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, gloo: None) -> None:
+    from collectives.torch.recovery import warn_of_launcher
+
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "4")
+    with pytest.warns(
+        UserWarning, match="torchrun ends the survivors of a failed rank; start each rank by itself"
+    ):
+        warn_of_launcher(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_launcher(1)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        warn_of_launcher(0)
 
 
 def test_the_communicator_and_the_process_group_have_their_earlier_names() -> None:

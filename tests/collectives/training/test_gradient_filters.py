@@ -43,7 +43,7 @@ def products(draw: np.random.Generator, size: int, rank: int) -> list[Array]:
 
 FILTERS: dict[str, dict[str, Any]] = {
     "codes": {"compression": Quantize(8)},
-    "low rank": {"compression": LowRank(2, begins=0)},
+    "low rank": {"compression": LowRank(2, begins=0, matrices="bucket")},
     "layers": {"compression": LowRank(2, begins=0, matrices="layers")},
     "significance": {"compression": Threshold(4.0)},
     "admission": {"compression": Threshold(4.0, admission=3)},
@@ -60,13 +60,21 @@ def test_all_ranks_get_the_same_bits(name: str) -> None:
     ("gradient", "options", "message"),
     [
         (np.int64, {"compression": Quantize(8)}, "Quantize needs gradients of floats, got int64"),
-        (np.float32, {"compression": LowRank(2), "sync": "asp"}, "compression LowRank needs steps that wait"),
+        (
+            np.float32,
+            {"compression": LowRank(2, matrices="bucket"), "sync": "asp"},
+            "compression LowRank needs steps that wait",
+        ),
         (
             np.float32,
             {"compression": Cast("float16"), "sync": "local:2"},
             "compression Cast needs steps that",
         ),
-        (np.int64, {"compression": LowRank(2, begins=0)}, "LowRank needs gradients of floats"),
+        (
+            np.int64,
+            {"compression": LowRank(2, begins=0, matrices="bucket")},
+            "LowRank needs gradients of floats",
+        ),
         (np.int32, {"compression": Threshold(0.5)}, "Threshold needs gradients of floats, got int32"),
         (np.float32, {"compression": 0.01}, r"compression must be one of TopK\(0.01\), LowRank.*, got 0.01"),
     ],
@@ -207,7 +215,7 @@ def test_a_block_without_codes_on_a_rank_is_nan_on_all(wrong: float, bits: int) 
 def test_a_gradient_of_that_rank_is_averaged_exactly() -> None:
     """Products of 32 x 2 and 2 x 32 that share their rows' space: two columns hold their sum."""
     step = products(np.random.default_rng(1), 32, 2)
-    got, records = averages([step], compression=LowRank(2, begins=0))
+    got, records = averages([step], compression=LowRank(2, begins=0, matrices="bucket"))
     np.testing.assert_allclose(got[0][0], np.mean(step, axis=0), rtol=1e-4, atol=1e-5)
     assert (records[0].how, records[0].density) == ("rank 2", 2 * 64 / 1024)
 
@@ -217,9 +225,11 @@ def test_error_feedback_of_a_low_rank_keeps_the_sum(elements: int) -> None:
     """Over many steps of one gradient the averages sum to the gradients but for a residual that does not grow."""
     (step,) = drawn(1, elements)
     mean, steps = np.mean(step, axis=0), 60
-    got, _ = averages([step] * steps, compression=LowRank(2, begins=0))
+    got, _ = averages([step] * steps, compression=LowRank(2, begins=0, matrices="bucket"))
     total = np.sum([one[0] for one in got], axis=0)
-    forgetful, _ = averages([step] * steps, compression=LowRank(2, feedback=False, begins=0))
+    forgetful, _ = averages(
+        [step] * steps, compression=LowRank(2, feedback=False, begins=0, matrices="bucket")
+    )
     lost = np.sum([one[0] for one in forgetful], axis=0)
     assert np.linalg.norm(total - steps * mean) < 0.5 * np.linalg.norm(lost - steps * mean)
 
@@ -230,7 +240,7 @@ def test_large_gradients_of_float16_do_not_overflow(largest: float) -> None:
     draw = np.random.default_rng(5)
     whole = draw.standard_normal((64, 2)) @ draw.standard_normal((2, 64))
     step = [(whole * largest / np.abs(whole).max()).astype(np.float16) for _ in range(4)]
-    got, _ = averages([step] * 5, compression=LowRank(2, begins=0))
+    got, _ = averages([step] * 5, compression=LowRank(2, begins=0, matrices="bucket"))
     for one in got:
         assert np.linalg.norm(one[0].astype(np.float64) - step[0]) < 0.02 * np.linalg.norm(
             step[0].astype(np.float64)
@@ -248,18 +258,18 @@ def test_products_beyond_float16_do_not_overflow_averages(matrices: str) -> None
 
 def test_the_first_steps_and_small_gradients_are_whole() -> None:
     steps = drawn(3, 400)
-    got, records = averages(steps, compression=LowRank(4))
+    got, records = averages(steps, compression=LowRank(4, matrices="bucket"))
     assert [one.how.startswith("rank") for one in records] == [False, False, True]
     np.testing.assert_allclose(got[1][0], np.mean(steps[1], axis=0), rtol=1e-5, atol=1e-6)
     small = [[np.arange(9, dtype=np.float32) for _ in range(4)]]
-    assert averages(small, compression=LowRank(4, begins=0))[1][0].density == 1.0
+    assert averages(small, compression=LowRank(4, begins=0, matrices="bucket"))[1][0].density == 1.0
 
 
 def test_a_gradient_after_zeros_has_new_directions() -> None:
     """A step of zeros leaves Q's columns dead; the next gradient finds new ones."""
     step = products(np.random.default_rng(4), 20, 1)
     zeros = [np.zeros(400, np.float32)] * 4
-    got, _ = averages([zeros, step], compression=LowRank(1, begins=0))
+    got, _ = averages([zeros, step], compression=LowRank(1, begins=0, matrices="bucket"))
     np.testing.assert_array_equal(got[0][0], zeros[0])
     np.testing.assert_allclose(got[1][0], np.mean(step, axis=0), rtol=1e-4, atol=1e-5)
 

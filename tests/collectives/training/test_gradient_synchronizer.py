@@ -395,7 +395,7 @@ KEEPING: dict[str, dict[str, Any]] = {
     "density": {"compression": TopK(0.05)},
     "momentum": {"compression": TopK(0.05, momentum=0.5)},
     "servers": {"compression": TopK(0.05, exchange="dense")},
-    "low rank": {"compression": LowRank(1, begins=0)},
+    "low rank": {"compression": LowRank(1, begins=0, matrices="bucket")},
     "layers": {"compression": LowRank(1, begins=0, matrices="layers")},
     "significance": {"compression": Threshold(30.0)},
     "admission": {"compression": Threshold(30.0, admission=2, width=64)},
@@ -615,9 +615,12 @@ def with_refusal(how: str, bucket: int, **options: Any) -> list[Any]:
         ("scale", 0, {"compression": TopK(0.3)}),
         ("scale", 0, {"compression": Threshold(0.5)}),
         ("shape", 2, {"compression": Threshold(0.5)}),
-        ("shape", 1, {"compression": LowRank(1)}),
+        ("shape", 1, {"compression": LowRank(1, matrices="bucket")}),
         pytest.param(
-            "shape", 2, {"compression": LowRank(1), "fault_tolerance": Shrink()}, marks=pytest.mark.thorough
+            "shape",
+            2,
+            {"compression": LowRank(1, matrices="bucket"), "fault_tolerance": Shrink()},
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "density", 1, {"compression": TopK(0.3), "fault_tolerance": Shrink()}, marks=pytest.mark.thorough
@@ -679,7 +682,7 @@ def test_ranks_are_asked_for_data_again_after_a_lost_step() -> None:
     "options",
     [
         {},
-        {"compression": LowRank(1)},
+        {"compression": LowRank(1, matrices="bucket")},
         {"compression": Quantize(16)},
         {"compression": Threshold(0.5)},
         {"compression": TopK(0.3)},

@@ -53,8 +53,9 @@ def test_a_report_counts_steps_bytes_and_exchanges_of_each_bucket() -> None:
     assert 0 < told.waiting <= told.seconds
     lines = str(told).splitlines()
     assert lines[0].startswith("test on 3 ranks, 4 steps of ")
-    assert lines[1].split() == ["bucket", "size", "plan", "density", "exchanges", "time", "GB/s", "bound"]
-    assert lines[2].split()[:4] == ["big", "3.906KB", PLAN.schedule, "1"]
+    assert lines[1].split() == ["bucket", "size", "sent", "plan", "exchanges", "time", "GB/s", "bound"]
+    assert lines[0].endswith("; 16.2 KB of gradients, 16.2 KB sent per rank")
+    assert lines[2].split()[:6] == ["big", "4.00", "KB", "100", "%", PLAN.schedule]
 
 
 def test_the_density_and_exchange_of_sparse_gradients_are_recorded() -> None:
@@ -65,6 +66,36 @@ def test_the_density_and_exchange_of_sparse_gradients_are_recorded() -> None:
     assert {row.how for row in report(recorder).buckets} == {"pairs"}
     with pytest.raises(UsageError, match=r"density must be above 0 and at most 1, got 0\.0"):
         TopK(0.0)
+
+
+def test_the_report_says_what_was_sent_and_which_buckets_were_of_the_first_step() -> None:
+    """An entry is an index of 4 bytes and a value: a tenth of 1000 elements is a fifth of their bytes."""
+    recorder = trained(ExchangeSettings(compression=TopK(0.1, exchange="pairs")), steps=2)
+    told = report(recorder)
+    assert [row.sent for row in told.buckets] == [0.2, 0.2]
+    assert told.sent_bytes == told.nbytes / 5
+    recorder = Recorder("one", ranks=2)
+    for step, key in enumerate(["all", "front", "front"]):
+        recorder.add(key, 1000, recorder.now() - 10, density=1.0, how="pairs", bound=1.0, step=step)
+    rows = str(report(recorder)).splitlines()[2:]
+    assert [row.split("  ")[0] for row in rows] == ["first step", "front"]
+    assert [row.split()[-2] for row in rows] == ["-", "-"]
+
+
+def test_long_compilation_is_logged_once_on_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import collectives.training.report as module
+
+    times = iter([0.0, 1.0, 5.0, 5.5])
+    monkeypatch.setattr(module, "compile_seconds", lambda: next(times))
+    recorder = Recorder("test", ranks=3)
+    with Communicator(PLAN) as comm:
+        for _ in range(3):
+            module.log_compilation(recorder, comm)
+    assert [one.getMessage().partition(";")[0] for one in caplog.records] == [
+        "compiling loops for this processor took 5.0 s, once per installation"
+    ]
 
 
 def test_the_default_report_is_of_the_living_recorder_that_moved_most() -> None:
@@ -103,8 +134,8 @@ def test_the_picture_has_a_row_for_each_bucket_and_one_for_waiting(tmp_path: Pat
     figure = told.plot(tmp_path / "steps.png", last=2)
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "big (3.906KB)",
-        "small (40B)",
+        "big (4.00 KB)",
+        "small (40 B)",
         "the loop waits",
     ]
     assert len(axes.lines) == 2
