@@ -9,7 +9,7 @@ import argparse
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from topoplan.cli import arguments
@@ -29,7 +29,7 @@ from topoplan.cli.output import (
     step_lines,
     table_of,
 )
-from topoplan.cli.sources import read_log, read_machine
+from topoplan.cli.sources import read_as_logged, read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
 from topoplan.errors import UsageError, warning
 from topoplan.machine.fabric import channel_words
@@ -281,9 +281,10 @@ def run(options: argparse.Namespace) -> Answer:
         )
     if options.topo is None:
         raise UsageError(_machine_wanted(runs, spoken))
-    machine = read_machine(options)
+    models = {rank.model for run in runs for rank in run.ranks if rank.model}
+    machine = read_as_logged(options, models.pop() if len(models) == 1 else "")
     with progress_line("explaining") as progress:
-        named = _with_models(machine.whole, runs)
+        named = machine.whole
         whole = named if options.in_network is not None else with_all_capabilities(with_capable(named))
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
@@ -327,18 +328,6 @@ def _room(notes: Sequence[str], options: argparse.Namespace) -> int:
     """Return the lines that the text may have beside the notes."""
     shown = len(notes) if options.notes else bool(notes)
     return max(12, DEFAULT_LINES - shown)
-
-
-def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
-    """Set the GPUs' model to the one in the logs if the machine names none."""
-    models = {rank.model for run in runs for rank in run.ranks if rank.model}
-    if len(models) != 1 or any(
-        machine.device(gpu).model or machine.device(gpu).fact("sm") for gpu in machine.gpus
-    ):
-        return machine
-    (model,) = models
-    devices = (replace(one, model=model) if one.kind == "gpu" else one for one in machine.devices)
-    return replace(machine, devices=tuple(devices))
 
 
 def judge_runs(

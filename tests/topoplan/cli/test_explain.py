@@ -16,6 +16,8 @@ from tests.support.matrices import uniform_matrix
 from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
 from tests.support.tuner_plugin import chosen, read
+from topoplan.operate.compare.comparison import nccl_model
+from topoplan.reading.pcie_tree import relation_matrix
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 
@@ -303,3 +305,40 @@ def test_what_nccl_does_not_have_is_left_out_of_the_file(run: Run, tmp_path: Pat
     assert status == 0
     assert {line.collective for line in read(out)} == {"allreduce"}
     assert "NCCL has no tree for allgather; 14 rows left out" in err
+
+
+def matrix_of(machine: topoplan.Topology) -> str:
+    """The text of nvidia-smi topo -m of a machine."""
+    names, cells = relation_matrix(machine)
+    rows = [("", *names), *((name, *row) for name, row in zip(names, cells, strict=True))]
+    return "\n".join("\t".join(row) for row in rows).replace("gpu", "GPU").replace("nic", "mlx5_") + "\n"
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-a100", "dgx-h100"])
+@pytest.mark.parametrize("gpus", [None, (0, 1)])
+def test_a_text_without_models_has_nccl_s_model_of_the_assumed_gpu(
+    name: str, gpus: tuple[int, ...] | None
+) -> None:
+    """The generation that gave the rates of the links, also of two GPUs of many."""
+    machine = topoplan.load(name)
+    text = topoplan.load(matrix_of(machine))
+    found, expected = (
+        nccl_model(one.settled() if gpus is None else one.subset(gpus), "allreduce")
+        for one in (text, machine)
+    )
+    assert found
+    assert found == expected
+
+
+def test_a_text_without_models_takes_the_gpu_of_the_log(run: Run, tmp_path: Path) -> None:
+    """A B200 has the rates of its NVLinks; an A100 has fewer NVLinks than the text, which is another machine's."""
+    (tmp_path / "topo.txt").write_text(matrix_of(topoplan.load("dgx-h100")))
+    path = tmp_path / "run.log"
+    for gpu, best, verdict in (
+        ("NVIDIA B200", 900, "slow"),
+        ("NVIDIA A100-SXM4-80GB", 450, "another machine"),
+    ):
+        path.write_text(PerfLog(sizes=[1 << 30], rate=275, gpu=gpu).text())
+        told = json.loads(run("explain", str(path), "--machine", str(tmp_path / "topo.txt"), "--json")[1])
+        assert (told["runs"][0]["verdict"], told["rows"][0]["best"]) == (verdict, best)
+        assert any(f"GPU taken from the log: {gpu}" in note for note in told["notes"]) == (best == 900)
