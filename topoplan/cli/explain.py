@@ -42,6 +42,7 @@ from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge
 from topoplan.operate.device_matching import gpus_of
 from topoplan.operate.next_steps import KINDS, RunVerdict, judge_run, log_steps, machine_for
 from topoplan.plans.plan import check_collective, collective_name
+from topoplan.reading.load import library
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.nccl.perf_text import PerfRun
@@ -205,7 +206,7 @@ ROWS: tuple[Column[JudgedRow], ...] = (
     Column("algbw", value="row.timing.algbw", form=".2f"),
     Column("busbw", value="row.timing.busbw", form=".2f"),
     Column("in place", value=_in_place, form="{0.busbw:.2f}".format),
-    Column("% of NCCL", value="of_nccl", form=_percent),
+    Column("% of limit", value="of_nccl", form=_percent),
     Column("% of bound", value="of_best", form=_percent),
     Column("bound by", value="bound_by"),
     Column("NCCL model", value="expected", form="{0.algorithm}/{0.protocol}".format),
@@ -292,13 +293,17 @@ def run(options: argparse.Namespace) -> Answer:
     verdicts = [judge_run(one) for one in judged]
     servers = {whole.device(whole.gpus[gpu]).server for one in judged for gpu in one.gpus}
     ranks = [rank for one in judged if one.model for rank in one.run.ranks]
-    steps = log_steps(verdicts, nccl, command=_machine_command(options), servers=len(servers), ranks=ranks)
+    own = not isinstance(options.topo, Topology) and options.topo not in library()
+    healthy = own and not machine.warnings(None) and any(link.channel == "nvlink" for link in whole.links)
+    command = _machine_command(options)
+    steps = log_steps(verdicts, nccl, command=command, servers=len(servers), ranks=ranks, healthy=healthy)
+    ruled_out = f"missing NVLinks: {command} shows all of them" if healthy else ""
     adding = () if whole == named else (IN_NETWORK_NOTE,)
     noted = [note for one in judged for note in one.notes] + list(nccl.notes if nccl else ())
     notes = tuple(dict.fromkeys((*noted, *adding, *machine.whole.notes)))
     return Answer(
         text=lambda: _lines(
-            judged, verdicts, nccl, steps, machine, 0 if options.all else _room(notes, options)
+            judged, verdicts, nccl, steps, machine, 0 if options.all else _room(notes, options), ruled_out
         ),
         value=lambda: _object(judged, verdicts, nccl, steps, machine),
         rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
@@ -321,7 +326,8 @@ def _machine_wanted(runs: Sequence[PerfRun], spoken: NcclLog | None) -> str:
 def _machine_command(options: argparse.Namespace) -> str:
     """Return the machine as a command takes it."""
     cluster = f" --servers {options.servers} …" if options.servers else ""
-    return f"{'TOPO' if options.topo == '-' else options.topo}{cluster}"
+    named = isinstance(options.topo, str) and options.topo != "-" and "\n" not in options.topo
+    return f"{options.topo if named else 'TOPO'}{cluster}"
 
 
 def _room(notes: Sequence[str], options: argparse.Namespace) -> int:
@@ -366,6 +372,7 @@ def _object(
                 "line": one.run.line,
                 "verdict": verdict.kind,
                 "verdict_text": verdict.text,
+                "looks_like": verdict.likely and verdict.likely.text,
                 "gpus": list(one.gpus),
                 "references": [_reference(found) for found in one.references],
                 "nics": [words for _, words in _nic_sentences(one)],
@@ -411,13 +418,18 @@ def _lines(
     steps: Sequence[str],
     machine: RequestedMachine,
     room: int,
+    ruled_out: str,
 ) -> Iterator[str]:
     """Yield the verdict, the run that decides it, what NCCL set up, and the next step.
 
     room: the number of lines, 0 for all of all runs.
     """
     head = [_run_title(one, verdict, machine) for one, verdict in zip(judged, verdicts, strict=True)]
-    end = ["", *step_lines(steps)]
+    likely = list(dict.fromkeys(one.likely.text for one in verdicts if one.likely))
+    slow = any(one.kind == "slow" for one in verdicts)
+    causes = labelled(("looks like", "; ".join(likely)), ("ruled out", ruled_out if slow else ""))
+    causes = [line for text in causes for line in _wrapped(text, indent=" " * LABEL_COLUMNS)]
+    end = ["", *causes, *step_lines(steps)]
     spoken = _nccl_lines(nccl, room) if nccl else []
     if not judged:
         yield from [*spoken, *end]
@@ -458,7 +470,7 @@ def _run_lines(one: JudgedRun, verdict: RunVerdict, room: int) -> Iterator[str]:
     binding = [row for row in one.rows if row.bound_by == BANDWIDTH]
     shown = one.rows if not room or len(binding) == len(one.rows) or not binding else binding
     small = [row for row in one.rows if row not in shown]
-    fitting = max(3, room - len(above) - len(below) - (2 if small else 1) - 1)
+    fitting = max(1, room - len(above) - len(below) - (2 if small else 1) - 1)
     if room and len(shown) > fitting:
         small = [row for row in one.rows if row not in shown[-fitting + bool(not small) :]]
         shown = [row for row in one.rows if row not in small]
@@ -545,17 +557,32 @@ def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
     def both(rate: float) -> str:
         return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
 
+    def bus(rate: float) -> str:
+        return f"{'algbw' if found.factor == 1 else 'busbw'} {rate * found.factor:.4g} GB/s"
+
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
     measured = ""
     if verdict.row is not None and verdict.row.reachable is found:
         measured = f"{both(verdict.row.rate)} at {format_size(verdict.row.row.size)}"
     others = "".join(f"; {name} {rate:.4g}" for name, rate in found.nccl[1:])
-    best = f"{both(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
+    expected = ""
+    if verdict.row is not None and verdict.row.reachable is found and (model := verdict.row.expected):
+        size = verdict.row.row.size
+        rate = bus(size / model.seconds(size) / 1e9)
+        expected = f"{rate} at {format_size(size)} (NCCL's model: {model.algorithm}/{model.protocol})"
+    others = "".join(f"; {name} {rate * found.factor:.4g}" for name, rate in found.nccl[1:])
+    limit = f"{bus(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
     beyond = f"at most {both(found.in_network)} with in-network reduction" if found.in_network else ""
     bound = f"{both(found.best)}, over {channel_words(found.channels)}: {found.links}"
     indent = " " * LABEL_COLUMNS
-    pairs = (("measured", measured), ("NCCL's best", best), ("upper bound", bound), ("in-network", beyond))
+    pairs = (
+        ("measured", measured),
+        ("expected", expected),
+        ("link limit", limit),
+        ("upper bound", bound),
+        ("in-network", beyond),
+    )
     return [line for text in labelled(*pairs) for line in _wrapped(text, indent=indent)]
 
 

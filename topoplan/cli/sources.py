@@ -105,10 +105,13 @@ def read_as_logged(options: argparse.Namespace, model: str) -> RequestedMachine:
         if isinstance(note, Note) and note.kind == "assumed" and made is not None
         for channel in note.devices
     }
-    if assumed and made is not None and made.links and most > made.links:
-        other = assumed_capability(described)
-        return _with_models(machine, BY_CAPABILITY[other].name if other else "")
     if not assumed or made is None:
+        return _with_models(machine, model)
+    other = BY_CAPABILITY.get(assumed_capability(described) or 0)
+    read_before = isinstance(options.topo, Topology)
+    if made.links < most or (read_before and other is not None and other.nvlink != made.nvlink):
+        return _with_models(machine, other.name if other else "")
+    if read_before:
         return _with_models(machine, model)
     machine = _with_models(read(**{f"{channel}_gbps": rate for channel, rate in assumed.items()}), model)
     rate = f", NVLink {made.nvlink:g} GB/s per link" if "nvlink" in assumed else ""

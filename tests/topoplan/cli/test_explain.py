@@ -76,7 +76,7 @@ def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path)
     assert out.startswith(
         "all_reduce on dgx-a100, 8 GPUs (gpu0-7): the log ran on NVIDIA H100 80GB HBM3, another"
     )
-    assert "NCCL's best  171.4 GB/s, busbw 300 GB/s by nvlink ring; nccl tree 171.4\n" in out
+    assert "link limit   busbw 300 GB/s by nvlink ring; nccl tree 300\n" in out
     assert "above the upper bound of these links" in out
     assert "2. or --machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)" in out
 
@@ -84,10 +84,14 @@ def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path)
 @pytest.mark.parametrize(
     ("rate", "verdict", "step"),
     [
-        (275, "61 % of NCCL's best at 1GB, 87 % of NCCL's model: as expected", "nothing to do"),
+        (
+            275,
+            "as expected: busbw 478.6 GB/s at 1GB, 87 % of what NCCL's model expects (slow",
+            "nothing to do",
+        ),
         (
             120,
-            "27 % of NCCL's best at 1GB, 38 % of NCCL's model: slow",
+            "slow: busbw 209.5 GB/s at 1GB, 38 % of what NCCL's model",
             "NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING",
         ),
     ],
@@ -342,3 +346,30 @@ def test_a_text_without_models_takes_the_gpu_of_the_log(run: Run, tmp_path: Path
         told = json.loads(run("explain", str(path), "--machine", str(tmp_path / "topo.txt"), "--json")[1])
         assert (told["runs"][0]["verdict"], told["rows"][0]["best"]) == (verdict, best)
         assert any(f"GPU taken from the log: {gpu}" in note for note in told["notes"]) == (best == 900)
+
+
+@pytest.mark.parametrize(
+    ("rate", "likely", "step"),
+    [
+        (
+            24,
+            "PCIe or host memory: busbw 41.98 is 87 % of PCIe's 48, 9.3 % of an NVLink ring's 450",
+            "peer access",
+        ),
+        (208, "a ring: busbw 362.5 is 81 % of an NVLink ring's 450; NVLS did not run", "NVLS off"),
+        (100, None, "run again with NCCL_DEBUG"),
+    ],
+)
+def test_a_slow_run_is_compared_with_the_limits_of_other_transports(
+    run: Run, tmp_path: Path, rate: float, likely: str | None, step: str
+) -> None:
+    """Their causes come first; a text with all its NVLinks rules out missing ones."""
+    (tmp_path / "topo.txt").write_text(matrix_of(topoplan.load("dgx-h100")))
+    (tmp_path / "run.log").write_text(PerfLog(sizes=[1 << 30], rate=rate).text())
+    command = ("explain", str(tmp_path / "run.log"), "--machine", str(tmp_path / "topo.txt"))
+    told = json.loads(run(*command, "--json")[1])
+    assert (told["runs"][0]["looks_like"] or "").startswith(likely or "")
+    assert (told["runs"][0]["looks_like"] is None) == (likely is None)
+    assert step in told["next_steps"][0]
+    assert not any("NVLink missing" in one for one in told["next_steps"])
+    assert "ruled out    missing NVLinks" in run(*command)[1]

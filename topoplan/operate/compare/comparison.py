@@ -283,6 +283,7 @@ class Attainable:
     nics: None within one server.
     model: expectations of NCCL's own model by algorithm and protocol; empty without one.
     in_network: upper bound if all switches copied and added; None if not higher.
+    pcie: bus bandwidth of the slowest PCIe link of a GPU on one server; None on several, or without.
     """
 
     collective: str
@@ -296,6 +297,7 @@ class Attainable:
     nics: Nics | None
     model: tuple[NcclExpectation, ...] = ()
     in_network: float | None = None
+    pcie: float | None = None
 
     @property
     def nccl_best(self) -> float | None:
@@ -347,6 +349,10 @@ def attainable(
         del rivals["relay-ring"]
     fabric = Fabric(proved.topology, proved.channels)
     rank, limit = root_rank(chosen, proved.collective, root), None if math.isinf(best) else exact(best)
+    nics = _nics(fabric, proved.collective)
+    pcie = [
+        one.bandwidth for one in proved.topology.links if one.channel == "pcie" and one.src in fabric.ranks
+    ]
     return Attainable(
         proved.collective,
         chosen,
@@ -356,9 +362,10 @@ def attainable(
         explain_certificate(proved) if len(chosen) > 1 else "a single rank sends nothing",
         bus_factor(proved.collective, len(chosen)),
         time_bound(fabric, proved.collective, rank, (), limit),
-        _nics(fabric, proved.collective),
+        nics,
         nccl_model(proved.topology, proved.collective),
         in_network_bound(proved),
+        min(pcie, default=None) if nics is None else None,
     )
 
 
