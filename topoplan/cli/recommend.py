@@ -186,6 +186,8 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
         "ring_kind": one.ring_kind,
         "nccl": one.nccl or None,
         "nccl_kind": one.nccl_kind,
+        "nccl_best": one.nccl_best[0],
+        "nccl_best_kind": one.nccl_best[1],
         "channel": one.channel,
         "class": one.number,
         "following": one.following,
@@ -227,8 +229,14 @@ def _set_lines(
         ("leaves", _remaining_words(best, sets)),
     )
     if len(classes) == 1:
-        nccl = f"{best.nccl:.6g} GB/s{bus_words(best.nccl, collective, count)} by {best.nccl_kind}"
-        yield from labelled(("NCCL's best", nccl if best.nccl else "no schedule here"))
+        known = dict.fromkeys((best.nccl_best, (best.nccl, best.nccl_kind)))
+        words = [
+            f"{rate:.6g} GB/s{bus_words(rate, collective, count)} by {kind}" for rate, kind in known if rate
+        ]
+        yield from labelled(
+            ("NCCL's best", words[0] if words else "no schedule here"),
+            ("no NVLS", words[-1] if words[1:] else ""),
+        )
         if options.members:
             yield ""
             yield gpu_set_lines("sets: ", [one.gpus for one in sets], len(sets))
@@ -238,8 +246,8 @@ def _set_lines(
         Column("algbw", value=lambda group: group[0].rate, form=".6g"),
         Column("busbw", value=lambda group: group[0].rate * factor, form=".6g"),
         Column("upper bound", value=lambda group: group[0].bound, form=".6g"),
-        Column("NCCL", value=lambda group: group[0].nccl, form=".6g"),
-        Column("NCCL algorithm", value=lambda group: group[0].nccl_kind),
+        Column("NCCL", value=lambda group: group[0].nccl_best[0], form=".6g"),
+        Column("NCCL algorithm", value=lambda group: group[0].nccl_best[1]),
         Column("ring", value=lambda group: [one.ring for one in group], form=_rate_range),
         Column("over", value=lambda group: group[0].channel or "none"),
         Column("sets", value=len),

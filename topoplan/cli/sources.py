@@ -42,7 +42,7 @@ DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
 """Options for what the description of a machine leaves open."""
 
 MACHINE_OPTIONS = (
-    *("gpus", "server", "collective", "root", "channels", "size"),
+    *("gpus", "server", "collective", "root", "channels", "size", "in_network"),
     *DESCRIPTION_OPTIONS,
     *CLUSTER_OPTIONS,
     *FAULT_OPTIONS,

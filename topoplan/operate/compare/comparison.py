@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -49,6 +50,9 @@ OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
 
 NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
 """NCCL's schedules; of equally fast ones a `Comparison` names the first."""
+
+NVLS_COLUMNS = ("nvls", "nvls-tree")
+"""Those of them that reduce in switches."""
 
 DIRECT = "direct sends"
 """NCCL's all-to-all: each block is sent directly to its rank (`topoplan.schedules.low_latency.direct_sends`)."""
@@ -107,7 +111,13 @@ def compare(
     able = with_all_capabilities(with_capable(topology))
     idle = _idle_switches(topology, able, trees)
     helped = None
+    switched: dict[str, float] = {}
     if idle:
+        for schedule in (SCHEDULES[name] for name in NVLS_COLUMNS):
+            if schedule.fits(trees):
+                with suppress(InfeasibleError):
+                    made = schedule.make(able, collective, gpus=chosen, root=root)
+                    switched[made.schedule] = made.rate
         helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
         notes.append(
@@ -141,6 +151,8 @@ def compare(
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
         in_network=helped,
         allocations=(chosen,),
+        nccl_nvls=max(switched.values(), default=None),
+        nccl_nvls_kind=max(switched, key=lambda name: switched[name], default=NO_RING),
     )
 
 
