@@ -26,6 +26,7 @@ from topoplan.cli.output import (
     printable,
     progress_line,
     rank_names,
+    records_of,
     step_lines,
     table_of,
 )
@@ -36,11 +37,19 @@ from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, attainable
+from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, NcclTime, attainable
 from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
 from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge_nccl
 from topoplan.operate.device_matching import gpus_of
-from topoplan.operate.next_steps import KINDS, RunVerdict, judge_run, log_steps, machine_for
+from topoplan.operate.next_steps import (
+    KINDS,
+    OF_LINKS,
+    OF_MODEL,
+    RunVerdict,
+    judge_run,
+    log_steps,
+    machine_for,
+)
 from topoplan.plans.plan import check_collective, collective_name
 from topoplan.reading.load import library
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
@@ -235,7 +244,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    arguments.declare(parser, "--all  print every row, run and finding")
+    arguments.declare(
+        parser,
+        """
+        --all     print every row, run and finding
+        --expect  without LOG: the busbw that NCCL's own model expects by size, and the limits of the links
+        """,
+    )
     arguments.declare(
         parser.topic("explain"),
         """
@@ -250,7 +265,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     add_all_options(parser, in_network=True)
     parser.examples = (
         "topoplan explain nccl-tests.log --machine topo.txt",
-        "topoplan explain nccl-tests.log --machine dgx-1v --gpus 0-3",
+        "topoplan explain --expect --machine topo.txt",
         "topoplan explain --tune ring/simple=ring.log,tree/ll=tree.log -o tuner.csv",
     )
 
@@ -263,8 +278,14 @@ def run(options: argparse.Namespace) -> Answer:
         arguments.refuse_beside(options, "--tune", {"json": False, "csv": False})
         return _tuner_file(options)
     arguments.refuse_without(options, dict.fromkeys(("output", "nccl_channels"), "--tune"))
+    if options.expect:
+        if options.log is not None:
+            raise UsageError("--expect is for a machine without a log; leave LOG or --expect out")
+        return _expectation(options)
     if options.log is None:
-        raise UsageError("no LOG is given; name the output of nccl-tests, or - for stdin")
+        raise UsageError(
+            "no LOG is given; name the output of nccl-tests, - for stdin, or --expect without one"
+        )
     if options.log == "-" and "-" in (options.topo, options.merge):
         raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
@@ -308,6 +329,72 @@ def run(options: argparse.Namespace) -> Answer:
         value=lambda: _object(judged, verdicts, nccl, steps, machine),
         rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
         notes=notes,
+    )
+
+
+EXPECTED_SIZES = tuple(1 << power for power in range(10, 34))
+"""1 KB to 8 GB, as nccl-tests runs them with ``-b 1K -e 8G -f 2``."""
+
+EXPECTED: tuple[Column[NcclTime], ...] = (
+    Column("size", "size", "nbytes", format_size),
+    Column("time (us)", "time", lambda one: one.seconds * 1e6, ".6g"),
+    Column("algbw", "algbw", form=".2f"),
+    Column("busbw", "busbw", form=".2f"),
+    Column("NCCL runs", "runs"),
+)
+
+
+def _expectation(options: argparse.Namespace) -> Answer:
+    """Return what NCCL's model expects of a machine by size, and the limits of its links."""
+    if options.topo is None:
+        raise UsageError(_machine_wanted((), None))
+    collective = check_collective(options.collective or "allreduce")
+    machine = read_machine(options)
+    settled = options.in_network is not None
+    whole = machine.whole if settled else with_all_capabilities(with_capable(machine.whole))
+    with progress_line("explaining"):
+        found = attainable(whole, collective, gpus=machine.allocation(options.gpus))
+    if len(found.gpus) == 1:
+        raise UsageError("--expect needs two GPUs or more, got 1: a single GPU sends nothing")
+    times = [
+        NcclTime(size, one.seconds(size), f"{one.algorithm} {one.protocol}", found.factor)
+        for size in EXPECTED_SIZES
+        if (one := found.expected(size)) is not None
+    ]
+    names = rank_names([whole.gpus[gpu] for gpu in found.gpus])
+    where = f"{collective_name(collective)} on {whole.name}, {counted(len(found.gpus), 'GPU')} ({names})"
+
+    def text() -> Iterator[str]:
+        if not times:
+            yield f"{where}: NCCL's model does not cover this; the limits of the links hold"
+        else:
+            top = times[-1]
+            of_links = OF_LINKS * found.factor * (found.nccl_best or found.best)
+            yield (
+                f"{where}: NCCL's model expects busbw {top.busbw:.4g} GB/s at {format_size(top.nbytes)} (slow below "
+                f"{min(OF_MODEL * top.busbw, of_links):.4g})"
+            )
+        yield from _reference_lines(found, RunVerdict("not judged", ""))
+        if times:
+            yield f"\n{table_of(EXPECTED, times if options.all else [*times[::2], times[-1]])}\n"
+        yield from step_lines(
+            [
+                f"run nccl-tests with -b 1K -e 8G -f 2, then topoplan explain LOG --machine {_machine_command(options)}"
+            ]
+        )
+
+    return Answer(
+        text=text,
+        value=lambda: {
+            "machine": whole.name,
+            "collective": collective,
+            "gpus": list(found.gpus),
+            "expected": records_of(EXPECTED, times),
+            "references": [_reference(found)],
+            "notes": list(machine.whole.notes),
+        },
+        rows=lambda: records_of(EXPECTED, times),
+        notes=machine.whole.notes,
     )
 
 

@@ -373,3 +373,16 @@ def test_a_slow_run_is_compared_with_the_limits_of_other_transports(
     assert step in told["next_steps"][0]
     assert not any("NVLink missing" in one for one in told["next_steps"])
     assert "ruled out    missing NVLinks" in run(*command)[1]
+
+
+def test_the_expectation_needs_no_log(run: Run, log: Path) -> None:
+    """It is NCCL's model, as the row of a log has it."""
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s")
+    out = run("explain", "--expect", *cluster)[1]
+    assert "NCCL's model expects busbw 460.7 GB/s at 8GB (slow below 368.6)" in out.splitlines()[0]
+    assert "link limit   busbw 720 GB/s by nvls tree; nccl tree 482.1; network ring 384" in out
+    told = json.loads(run("explain", "--expect", "--machine", "dgx-h100", "--json")[1])["expected"]
+    row = json.loads(run("explain", str(log), "--machine", "dgx-h100", "--json")[1])["rows"][-1]
+    (expected,) = (one["time"] for one in told if one["size"] == row["size"])
+    assert expected == pytest.approx(row["nccl_expects"]["time"], rel=1e-5)
+    assert "leave LOG or --expect out" in run("explain", str(log), "--expect", *cluster)[2]
