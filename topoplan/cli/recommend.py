@@ -23,6 +23,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.topology import Topology
 from topoplan.operate.compare.job_division import Division, JobGpus, divide
 from topoplan.operate.compare.recommendation import GpuSet, recommend
 from topoplan.plans.file_values import finite
@@ -208,6 +209,10 @@ def _set_lines(
     for one in sorted(sets, key=lambda one: one.number):
         by_class.setdefault(one.number, []).append(one)
     classes = [*by_class.values()]
+    if len(classes) == 1:
+        best = min(sets, key=lambda one: (len(_numa_nodes(machine.whole, one)), one.gpus))
+    near = _numa_nodes(machine.whole, best)
+    nodes = "" if None in near else f", on {counted(len(near), 'NUMA node')}"
     count = len(best.gpus)
     free = len({gpu for one in sets for gpu in one.gpus})
     title = f"{collective_name(collective)} on {machine.whole.name}"
@@ -226,6 +231,7 @@ def _set_lines(
         ("algbw", rate),
         ("upper bound", upper),
         ("in-network", in_network_words(compute_bound(machine.whole, collective, gpus=best.gpus))),
+        ("take", f"{number_ranges(best.gpus)}{nodes}" if len(classes) == 1 and free > count else ""),
         ("leaves", _remaining_words(best, sets)),
     )
     if len(classes) == 1:
@@ -264,6 +270,11 @@ def _set_lines(
         yield ""
         for group in shown:
             yield gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group))
+
+
+def _numa_nodes(topology: Topology, one: GpuSet) -> set[int | None]:
+    """Return the NUMA nodes of a set of GPUs; None is one that is not known."""
+    return {topology.device(topology.gpus[gpu]).numa for gpu in one.gpus}
 
 
 MAX_SETS_LENGTH = 24

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -386,3 +387,12 @@ def test_the_expectation_needs_no_log(run: Run, log: Path) -> None:
     (expected,) = (one["time"] for one in told if one["size"] == row["size"])
     assert expected == pytest.approx(row["nccl_expects"]["time"], rel=1e-5)
     assert "leave LOG or --expect out" in run("explain", str(log), "--expect", *cluster)[2]
+
+
+def test_an_average_that_the_rows_do_not_have_is_a_warning(run: Run, log: Path) -> None:
+    text = re.sub(r"(Avg bus bandwidth\s*:).*", r"\1 999.5", log.read_text())
+    assert "999.5" in text
+    log.write_text(text)
+    assert (
+        "Avg bus bandwidth 999.5 is not the average" in run("explain", str(log), "--machine", "dgx-h100")[1]
+    )

@@ -458,3 +458,9 @@ def test_no_win_over_nccl_is_claimed_that_nvls_undoes(collective: str) -> None:
     assert row.nccl_nvls is None or row.nccl_best[0] >= row.nccl
     assert (row.nccl_best_ratio or 0) <= (row.nccl_ratio or 0)
     assert collective != "allreduce" or ((row.nccl_ratio or 0) > 1 and not beats_nccl(row))
+
+
+def test_trees_over_pcie_have_a_pcie_ring_beside_them() -> None:
+    row = compare(topoplan.load("dgx-1v"), channels="pcie")
+    ring = topoplan.ring_plan("dgx-1v", kind="pcie").rate
+    assert dict(row.others)["PCIe ring"] == ring < row.ring

@@ -41,6 +41,7 @@ from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule, is_registered
+from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan
 from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import bus_factor, exact, nearest_float
@@ -124,6 +125,12 @@ def compare(
             f"trees do {helped:.6g} GB/s if {idle[0]}{more} copies and adds (--in-network nvswitch), "
             f"{trees.rate:.6g} without"
         )
+    own_ring: list[tuple[str, float | None]] = []
+    if trees.channels == ("pcie",) and picked and picked.channels != trees.channels:
+        with suppress(InfeasibleError):
+            own_ring = [
+                ("PCIe ring", ring_plan(topology, collective, gpus=chosen, root=root, kind="pcie").rate)
+            ]
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
     return Comparison(
         collective=collective,
@@ -145,7 +152,8 @@ def compare(
             (schedule.column, rivals[schedule.name].rate if schedule.name in rivals else None)
             for schedule in columns()
             if schedule.name not in OWN_COLUMNS and (schedule.servers == 1 or schedule.fits(trees))
-        ),
+        )
+        + tuple(own_ring),
         nccl=nccl.rate if nccl else 0.0,
         nccl_kind=nccl.schedule if nccl else NO_RING,
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
