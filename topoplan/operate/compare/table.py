@@ -91,7 +91,10 @@ class Comparison:
         """Names and rates of the schedules beside the trees that exist here, as tables and figures show them."""
         every = (
             (f"NCCL's best today: {self.nccl_best[1]}", self.nccl_best[0]),
-            (f"NCCL without NVLS: {self.nccl_kind}", self.nccl if self.nccl_best[1] != self.nccl_kind else None),
+            (
+                f"NCCL without NVLS: {self.nccl_kind}",
+                self.nccl if self.nccl_best[1] != self.nccl_kind else None,
+            ),
             (f"NCCL before 2.8: {self.ring_kind}", self.ring),
             ("ring with relayed hops", self.relay),
             (DOUBLE_TREE, self.double_tree),
