@@ -195,7 +195,9 @@ def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
         ("upper bound", both(row.bound)),
         (
             "in-network",
-            f"{both(row.in_network)} if switches add (--in-network nvswitch)" if row.in_network else "",
+            f"{both(row.in_network)} if switches add, as NVLS does (--in-network nvswitch plans it)"
+            if row.in_network
+            else "",
         ),
     )
     factor = bus_factor(row.collective, ranks)
@@ -212,11 +214,14 @@ def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
 
 def _beside_nccl(row: Comparison, trees: str) -> str:
     """Return how the trees, or paths, do beside NCCL's best."""
-    if row.nccl_kind == NO_RING or row.nccl_ratio is None:
+    ratio, (_, kind) = row.nccl_best_ratio, row.nccl_best
+    if kind == NO_RING or ratio is None:
         return "NCCL has no schedule here"
-    if abs(row.nccl_ratio - 1) <= EQUAL:
-        return f"{trees} and NCCL's best ({row.nccl_kind}) are equally fast"
-    return f"{trees} do {row.nccl_ratio:.2f}x NCCL's best ({row.nccl_kind})"
+    if abs(ratio - 1) <= EQUAL:
+        return f"{trees} and NCCL's best ({kind}) are equally fast"
+    if ratio < 1 and kind == row.nccl_nvls_kind:
+        return f"NCCL's best ({kind}) is {1 / ratio:.2f}x the {trees}"
+    return f"{trees} do {ratio:.2f}x NCCL's best ({kind})"
 
 
 def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Namespace) -> Iterator[str]:
@@ -224,7 +229,7 @@ def _class_lines(title: str, rows: Sequence[Comparison], options: argparse.Names
     faster = [row for row in rows if beats_nccl(row)]
     whole = summary(rows)
     if faster:
-        most = max(row.nccl_ratio or 0.0 for row in faster)
+        most = max(row.nccl_best_ratio or 0.0 for row in faster)
         yield (
             f"{title}: trees beat NCCL's best in {len(faster)} of {counted(len(rows), 'class')} of allocations, "
             f"by up to {most:.2f}x"
@@ -260,9 +265,9 @@ FASTER: tuple[Column[Comparison], ...] = (
     Column("trees", value="trees", form=".2f"),
     Column("busbw", value=lambda row: row.trees * bus_factor(row.collective, len(row.gpus)), form=".2f"),
     Column("upper bound", value="bound", form=".2f"),
-    Column("NCCL", value="nccl", form=".2f"),
-    Column("NCCL algorithm", value="nccl_kind"),
-    Column("trees / NCCL", value="nccl_ratio", form="{:.2f}x".format),
+    Column("NCCL", value=lambda row: row.nccl_best[0], form=".2f"),
+    Column("NCCL algorithm", value=lambda row: row.nccl_best[1]),
+    Column("trees / NCCL", value="nccl_best_ratio", form="{:.2f}x".format),
     Column("ring", value=lambda row: row.ring or None, form=".2f"),
 )
 """Columns of the classes where trees beat NCCL's best."""

@@ -9,7 +9,7 @@ import argparse
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from topoplan.cli import arguments
@@ -26,22 +26,32 @@ from topoplan.cli.output import (
     printable,
     progress_line,
     rank_names,
+    records_of,
     step_lines,
     table_of,
 )
-from topoplan.cli.sources import read_log, read_machine
+from topoplan.cli.sources import read_as_logged, read_log, read_machine
 from topoplan.engines.nccl.tuner_file import known_channels, measured_tuner, model_ranges, parse_label
 from topoplan.errors import UsageError, warning
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, attainable
+from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, NcclTime, attainable
 from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
 from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge_nccl
 from topoplan.operate.device_matching import gpus_of
-from topoplan.operate.next_steps import KINDS, RunVerdict, judge_run, log_steps, machine_for
+from topoplan.operate.next_steps import (
+    KINDS,
+    OF_LINKS,
+    OF_MODEL,
+    RunVerdict,
+    judge_run,
+    log_steps,
+    machine_for,
+)
 from topoplan.plans.plan import check_collective, collective_name
+from topoplan.reading.load import library
 from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.nccl.perf_text import PerfRun
@@ -205,7 +215,7 @@ ROWS: tuple[Column[JudgedRow], ...] = (
     Column("algbw", value="row.timing.algbw", form=".2f"),
     Column("busbw", value="row.timing.busbw", form=".2f"),
     Column("in place", value=_in_place, form="{0.busbw:.2f}".format),
-    Column("% of NCCL", value="of_nccl", form=_percent),
+    Column("% of limit", value="of_nccl", form=_percent),
     Column("% of bound", value="of_best", form=_percent),
     Column("bound by", value="bound_by"),
     Column("NCCL model", value="expected", form="{0.algorithm}/{0.protocol}".format),
@@ -234,7 +244,13 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
     arguments.add_json(parser)
     arguments.add_csv(parser, "the rows")
-    arguments.declare(parser, "--all  print every row, run and finding")
+    arguments.declare(
+        parser,
+        """
+        --all     print every row, run and finding
+        --expect  without LOG: the busbw that NCCL's own model expects by size, and the limits of the links
+        """,
+    )
     arguments.declare(
         parser.topic("explain"),
         """
@@ -249,7 +265,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     add_all_options(parser, in_network=True)
     parser.examples = (
         "topoplan explain nccl-tests.log --machine topo.txt",
-        "topoplan explain nccl-tests.log --machine dgx-1v --gpus 0-3",
+        "topoplan explain --expect --machine topo.txt",
         "topoplan explain --tune ring/simple=ring.log,tree/ll=tree.log -o tuner.csv",
     )
 
@@ -262,8 +278,14 @@ def run(options: argparse.Namespace) -> Answer:
         arguments.refuse_beside(options, "--tune", {"json": False, "csv": False})
         return _tuner_file(options)
     arguments.refuse_without(options, dict.fromkeys(("output", "nccl_channels"), "--tune"))
+    if options.expect:
+        if options.log is not None:
+            raise UsageError("--expect is for a machine without a log; leave LOG or --expect out")
+        return _expectation(options)
     if options.log is None:
-        raise UsageError("no LOG is given; name the output of nccl-tests, or - for stdin")
+        raise UsageError(
+            "no LOG is given; name the output of nccl-tests, - for stdin, or --expect without one"
+        )
     if options.log == "-" and "-" in (options.topo, options.merge):
         raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
@@ -281,9 +303,10 @@ def run(options: argparse.Namespace) -> Answer:
         )
     if options.topo is None:
         raise UsageError(_machine_wanted(runs, spoken))
-    machine = read_machine(options)
+    models = {rank.model for run in runs for rank in run.ranks if rank.model}
+    machine = read_as_logged(options, models.pop() if len(models) == 1 else "")
     with progress_line("explaining") as progress:
-        named = _with_models(machine.whole, runs)
+        named = machine.whole
         whole = named if options.in_network is not None else with_all_capabilities(with_capable(named))
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
@@ -291,17 +314,87 @@ def run(options: argparse.Namespace) -> Answer:
     verdicts = [judge_run(one) for one in judged]
     servers = {whole.device(whole.gpus[gpu]).server for one in judged for gpu in one.gpus}
     ranks = [rank for one in judged if one.model for rank in one.run.ranks]
-    steps = log_steps(verdicts, nccl, command=_machine_command(options), servers=len(servers), ranks=ranks)
+    own = not isinstance(options.topo, Topology) and options.topo not in library()
+    healthy = own and not machine.warnings(None) and any(link.channel == "nvlink" for link in whole.links)
+    command = _machine_command(options)
+    steps = log_steps(verdicts, nccl, command=command, servers=len(servers), ranks=ranks, healthy=healthy)
+    ruled_out = f"missing NVLinks: {command} shows all of them" if healthy else ""
     adding = () if whole == named else (IN_NETWORK_NOTE,)
     noted = [note for one in judged for note in one.notes] + list(nccl.notes if nccl else ())
     notes = tuple(dict.fromkeys((*noted, *adding, *machine.whole.notes)))
     return Answer(
         text=lambda: _lines(
-            judged, verdicts, nccl, steps, machine, 0 if options.all else _room(notes, options)
+            judged, verdicts, nccl, steps, machine, 0 if options.all else _room(notes, options), ruled_out
         ),
         value=lambda: _object(judged, verdicts, nccl, steps, machine),
         rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
         notes=notes,
+    )
+
+
+EXPECTED_SIZES = tuple(1 << power for power in range(10, 34))
+"""1 KB to 8 GB, as nccl-tests runs them with ``-b 1K -e 8G -f 2``."""
+
+EXPECTED: tuple[Column[NcclTime], ...] = (
+    Column("size", "size", "nbytes", format_size),
+    Column("time (us)", "time", lambda one: one.seconds * 1e6, ".6g"),
+    Column("algbw", "algbw", form=".2f"),
+    Column("busbw", "busbw", form=".2f"),
+    Column("NCCL runs", "runs"),
+)
+
+
+def _expectation(options: argparse.Namespace) -> Answer:
+    """Return what NCCL's model expects of a machine by size, and the limits of its links."""
+    if options.topo is None:
+        raise UsageError(_machine_wanted((), None))
+    collective = check_collective(options.collective or "allreduce")
+    machine = read_machine(options)
+    settled = options.in_network is not None
+    whole = machine.whole if settled else with_all_capabilities(with_capable(machine.whole))
+    with progress_line("explaining"):
+        found = attainable(whole, collective, gpus=machine.allocation(options.gpus))
+    if len(found.gpus) == 1:
+        raise UsageError("--expect needs two GPUs or more, got 1: a single GPU sends nothing")
+    times = [
+        NcclTime(size, one.seconds(size), f"{one.algorithm} {one.protocol}", found.factor)
+        for size in EXPECTED_SIZES
+        if (one := found.expected(size)) is not None
+    ]
+    names = rank_names([whole.gpus[gpu] for gpu in found.gpus])
+    where = f"{collective_name(collective)} on {whole.name}, {counted(len(found.gpus), 'GPU')} ({names})"
+
+    def text() -> Iterator[str]:
+        if not times:
+            yield f"{where}: NCCL's model does not cover this; the limits of the links hold"
+        else:
+            top = times[-1]
+            of_links = OF_LINKS * found.factor * (found.nccl_best or found.best)
+            yield (
+                f"{where}: NCCL's model expects busbw {top.busbw:.4g} GB/s at {format_size(top.nbytes)} (slow below "
+                f"{min(OF_MODEL * top.busbw, of_links):.4g})"
+            )
+        yield from _reference_lines(found, RunVerdict("not judged", ""))
+        if times:
+            yield f"\n{table_of(EXPECTED, times if options.all else [*times[::2], times[-1]])}\n"
+        yield from step_lines(
+            [
+                f"run nccl-tests with -b 1K -e 8G -f 2, then topoplan explain LOG --machine {_machine_command(options)}"
+            ]
+        )
+
+    return Answer(
+        text=text,
+        value=lambda: {
+            "machine": whole.name,
+            "collective": collective,
+            "gpus": list(found.gpus),
+            "expected": records_of(EXPECTED, times),
+            "references": [_reference(found)],
+            "notes": list(machine.whole.notes),
+        },
+        rows=lambda: records_of(EXPECTED, times),
+        notes=machine.whole.notes,
     )
 
 
@@ -320,25 +413,14 @@ def _machine_wanted(runs: Sequence[PerfRun], spoken: NcclLog | None) -> str:
 def _machine_command(options: argparse.Namespace) -> str:
     """Return the machine as a command takes it."""
     cluster = f" --servers {options.servers} …" if options.servers else ""
-    return f"{'TOPO' if options.topo == '-' else options.topo}{cluster}"
+    named = isinstance(options.topo, str) and options.topo != "-" and "\n" not in options.topo
+    return f"{options.topo if named else 'TOPO'}{cluster}"
 
 
 def _room(notes: Sequence[str], options: argparse.Namespace) -> int:
     """Return the lines that the text may have beside the notes."""
     shown = len(notes) if options.notes else bool(notes)
     return max(12, DEFAULT_LINES - shown)
-
-
-def _with_models(machine: Topology, runs: Sequence[PerfRun]) -> Topology:
-    """Set the GPUs' model to the one in the logs if the machine names none."""
-    models = {rank.model for run in runs for rank in run.ranks if rank.model}
-    if len(models) != 1 or any(
-        machine.device(gpu).model or machine.device(gpu).fact("sm") for gpu in machine.gpus
-    ):
-        return machine
-    (model,) = models
-    devices = (replace(one, model=model) if one.kind == "gpu" else one for one in machine.devices)
-    return replace(machine, devices=tuple(devices))
 
 
 def judge_runs(
@@ -377,6 +459,7 @@ def _object(
                 "line": one.run.line,
                 "verdict": verdict.kind,
                 "verdict_text": verdict.text,
+                "looks_like": verdict.likely and verdict.likely.text,
                 "gpus": list(one.gpus),
                 "references": [_reference(found) for found in one.references],
                 "nics": [words for _, words in _nic_sentences(one)],
@@ -422,13 +505,18 @@ def _lines(
     steps: Sequence[str],
     machine: RequestedMachine,
     room: int,
+    ruled_out: str,
 ) -> Iterator[str]:
     """Yield the verdict, the run that decides it, what NCCL set up, and the next step.
 
     room: the number of lines, 0 for all of all runs.
     """
     head = [_run_title(one, verdict, machine) for one, verdict in zip(judged, verdicts, strict=True)]
-    end = ["", *step_lines(steps)]
+    likely = list(dict.fromkeys(one.likely.text for one in verdicts if one.likely))
+    slow = any(one.kind == "slow" for one in verdicts)
+    causes = labelled(("looks like", "; ".join(likely)), ("ruled out", ruled_out if slow else ""))
+    causes = [line for text in causes for line in _wrapped(text, indent=" " * LABEL_COLUMNS)]
+    end = ["", *causes, *step_lines(steps)]
     spoken = _nccl_lines(nccl, room) if nccl else []
     if not judged:
         yield from [*spoken, *end]
@@ -469,7 +557,7 @@ def _run_lines(one: JudgedRun, verdict: RunVerdict, room: int) -> Iterator[str]:
     binding = [row for row in one.rows if row.bound_by == BANDWIDTH]
     shown = one.rows if not room or len(binding) == len(one.rows) or not binding else binding
     small = [row for row in one.rows if row not in shown]
-    fitting = max(3, room - len(above) - len(below) - (2 if small else 1) - 1)
+    fitting = max(1, room - len(above) - len(below) - (2 if small else 1) - 1)
     if room and len(shown) > fitting:
         small = [row for row in one.rows if row not in shown[-fitting + bool(not small) :]]
         shown = [row for row in one.rows if row not in small]
@@ -556,17 +644,32 @@ def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
     def both(rate: float) -> str:
         return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
 
+    def bus(rate: float) -> str:
+        return f"{'algbw' if found.factor == 1 else 'busbw'} {rate * found.factor:.4g} GB/s"
+
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
     measured = ""
     if verdict.row is not None and verdict.row.reachable is found:
         measured = f"{both(verdict.row.rate)} at {format_size(verdict.row.row.size)}"
     others = "".join(f"; {name} {rate:.4g}" for name, rate in found.nccl[1:])
-    best = f"{both(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
+    expected = ""
+    if verdict.row is not None and verdict.row.reachable is found and (model := verdict.row.expected):
+        size = verdict.row.row.size
+        rate = bus(size / model.seconds(size) / 1e9)
+        expected = f"{rate} at {format_size(size)} (NCCL's model: {model.algorithm}/{model.protocol})"
+    others = "".join(f"; {name} {rate * found.factor:.4g}" for name, rate in found.nccl[1:])
+    limit = f"{bus(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
     beyond = f"at most {both(found.in_network)} with in-network reduction" if found.in_network else ""
     bound = f"{both(found.best)}, over {channel_words(found.channels)}: {found.links}"
     indent = " " * LABEL_COLUMNS
-    pairs = (("measured", measured), ("NCCL's best", best), ("upper bound", bound), ("in-network", beyond))
+    pairs = (
+        ("measured", measured),
+        ("expected", expected),
+        ("link limit", limit),
+        ("upper bound", bound),
+        ("in-network", beyond),
+    )
     return [line for text in labelled(*pairs) for line in _wrapped(text, indent=indent)]
 
 

@@ -264,10 +264,12 @@ def explain(
         raise UsageError(
             f"log must be a file or the text of a log, got {text!r}; pass sys.stdin.read() for stdin"
         )
+    # a text is read with the rates of the GPUs that the log names
+    described = fspath(machine) if isinstance(machine, str | PathLike) else machine and as_topology(machine)
     answer = _answer(
         "explain",
         ["-"],
-        {"log": text, "topo": None if machine is None else as_topology(machine)},
+        {"log": text, "topo": described},
         gpus=gpus,
         collective=collective,
         in_network=in_network,

@@ -112,7 +112,7 @@ presets of order:
 """
 
 _EXIT_CODES = """\
-  0      success
+  0      success; explain ends with 0 for a slow log too: "verdict" of --json
   1      a check failed: check found a fault that costs bandwidth or cannot be
          rated, diff a difference, pairs --results a slow link, verify a wrong
          plan, bench or testbed a wrong element; or a process of a running

@@ -23,6 +23,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import channel_words
+from topoplan.machine.topology import Topology
 from topoplan.operate.compare.job_division import Division, JobGpus, divide
 from topoplan.operate.compare.recommendation import GpuSet, recommend
 from topoplan.plans.file_values import finite
@@ -186,6 +187,8 @@ def _object(one: GpuSet, factor: float) -> dict[str, object]:
         "ring_kind": one.ring_kind,
         "nccl": one.nccl or None,
         "nccl_kind": one.nccl_kind,
+        "nccl_best": one.nccl_best[0],
+        "nccl_best_kind": one.nccl_best[1],
         "channel": one.channel,
         "class": one.number,
         "following": one.following,
@@ -206,6 +209,10 @@ def _set_lines(
     for one in sorted(sets, key=lambda one: one.number):
         by_class.setdefault(one.number, []).append(one)
     classes = [*by_class.values()]
+    if len(classes) == 1:
+        best = min(sets, key=lambda one: (len(_numa_nodes(machine.whole, one)), one.gpus))
+    near = _numa_nodes(machine.whole, best)
+    nodes = "" if None in near else f", on {counted(len(near), 'NUMA node')}"
     count = len(best.gpus)
     free = len({gpu for one in sets for gpu in one.gpus})
     title = f"{collective_name(collective)} on {machine.whole.name}"
@@ -224,11 +231,18 @@ def _set_lines(
         ("algbw", rate),
         ("upper bound", upper),
         ("in-network", in_network_words(compute_bound(machine.whole, collective, gpus=best.gpus))),
+        ("take", f"{number_ranges(best.gpus)}{nodes}" if len(classes) == 1 and free > count else ""),
         ("leaves", _remaining_words(best, sets)),
     )
     if len(classes) == 1:
-        nccl = f"{best.nccl:.6g} GB/s{bus_words(best.nccl, collective, count)} by {best.nccl_kind}"
-        yield from labelled(("NCCL's best", nccl if best.nccl else "no schedule here"))
+        known = dict.fromkeys((best.nccl_best, (best.nccl, best.nccl_kind)))
+        words = [
+            f"{rate:.6g} GB/s{bus_words(rate, collective, count)} by {kind}" for rate, kind in known if rate
+        ]
+        yield from labelled(
+            ("NCCL's best", words[0] if words else "no schedule here"),
+            ("no NVLS", words[-1] if words[1:] else ""),
+        )
         if options.members:
             yield ""
             yield gpu_set_lines("sets: ", [one.gpus for one in sets], len(sets))
@@ -238,8 +252,8 @@ def _set_lines(
         Column("algbw", value=lambda group: group[0].rate, form=".6g"),
         Column("busbw", value=lambda group: group[0].rate * factor, form=".6g"),
         Column("upper bound", value=lambda group: group[0].bound, form=".6g"),
-        Column("NCCL", value=lambda group: group[0].nccl, form=".6g"),
-        Column("NCCL algorithm", value=lambda group: group[0].nccl_kind),
+        Column("NCCL", value=lambda group: group[0].nccl_best[0], form=".6g"),
+        Column("NCCL algorithm", value=lambda group: group[0].nccl_best[1]),
         Column("ring", value=lambda group: [one.ring for one in group], form=_rate_range),
         Column("over", value=lambda group: group[0].channel or "none"),
         Column("sets", value=len),
@@ -256,6 +270,11 @@ def _set_lines(
         yield ""
         for group in shown:
             yield gpu_set_lines(f"class {group[0].number}: ", [one.gpus for one in group], len(group))
+
+
+def _numa_nodes(topology: Topology, one: GpuSet) -> set[int | None]:
+    """Return the NUMA nodes of a set of GPUs; None is one that is not known."""
+    return {topology.device(topology.gpus[gpu]).numa for gpu in one.gpus}
 
 
 MAX_SETS_LENGTH = 24

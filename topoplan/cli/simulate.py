@@ -169,7 +169,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     arguments.declare(
         parser, "--all  print every default size, or every job; sizes of --sizes are all printed"
     )
-    add_all_options(parser)
+    add_all_options(parser, in_network=True)
     parser.examples = (
         "topoplan simulate plan.json",
         "topoplan simulate dgx-1v --gpus 1,4,5,7 --sizes 64KB:64MB",
@@ -385,12 +385,9 @@ def _nccl(plan: Plans, sizes: Sequence[int]) -> tuple[NcclTime, ...]:
 
 def _nccl_words(times: Sequence[NcclTime]) -> str:
     """Return where the times of NCCL come from; empty without any."""
-    inside = "; nvls is in-network reduction" if any("nvls" in one.runs for one in times) else ""
-    return (
-        f"its fastest algorithm and protocol by NCCL's own tuning model, as in explain{inside}"
-        if times
-        else ""
-    )
+    nvls = any("nvls" in one.runs for one in times)
+    inside = "; nvls adds in switches (plans: --in-network nvswitch)" if nvls else ""
+    return f"its fastest choice by NCCL's own tuning model, as in explain{inside}" if times else ""
 
 
 def _verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name: str) -> str:

@@ -18,8 +18,15 @@ from topoplan.cli.machine_options import (
     apply_faults,
     apply_overlay,
 )
-from topoplan.errors import PlanError, TopologyError, UsageError
-from topoplan.machine.hardware import with_capable
+from topoplan.errors import Note, PlanError, TopologyError, UsageError
+from topoplan.machine.hardware import (
+    BY_CAPABILITY,
+    assumed_capability,
+    compute_capability,
+    generation_of,
+    nvlink_counts,
+    with_capable,
+)
 from topoplan.machine.topology import Topology
 from topoplan.machine.topology_json import decode_json
 from topoplan.machine.variants import with_in_network
@@ -35,7 +42,7 @@ DESCRIPTION_OPTIONS = ("nvlink_gbps", "pcie_gbps", "socket_gbps", "merge")
 """Options for what the description of a machine leaves open."""
 
 MACHINE_OPTIONS = (
-    *("gpus", "server", "collective", "root", "channels", "size"),
+    *("gpus", "server", "collective", "root", "channels", "size", "in_network"),
     *DESCRIPTION_OPTIONS,
     *CLUSTER_OPTIONS,
     *FAULT_OPTIONS,
@@ -66,6 +73,55 @@ def read_topology(options: argparse.Namespace) -> Topology:
     """Return the machine of TOPO without other options; errors as `topoplan.load`."""
     _check_stdin(options)
     return printable_machine(load(options.topo, **_load_options(options)))
+
+
+def read_as_logged(options: argparse.Namespace, model: str) -> RequestedMachine:
+    """Return the machine of TOPO, with the rates of the model that a log names in place of assumed ones.
+
+    A text without models has rates that its number of NVLinks suggests, those of a B200 among them only on request. Its
+    GPUs become the logged ones, unless they have more NVLinks than the model.
+    """
+    text = None
+    if options.topo == "-":
+        _check_stdin(options)
+        text = read_text("-", "give a file")
+
+    def read(**rates: float) -> RequestedMachine:
+        asked = _load_options(options) | rates
+        found = load(options.topo, **asked) if text is None else load_text(text, "stdin", "stdin", **asked)
+        return apply_machine_options(options, printable_machine(found))
+
+    machine = read()
+    described = machine.described or machine.whole
+    gpus = [described.device(gpu) for gpu in described.gpus]
+    if not model or any(gpu.model or gpu.fact("sm") for gpu in gpus):
+        return machine
+    capability = compute_capability(model)
+    made = None if capability is None else generation_of(capability)
+    most = max(nvlink_counts(described).values(), default=0)
+    assumed = {
+        channel: getattr(made, channel)
+        for note in described.notes
+        if isinstance(note, Note) and note.kind == "assumed" and made is not None
+        for channel in note.devices
+    }
+    if not assumed or made is None:
+        return _with_models(machine, model)
+    other = BY_CAPABILITY.get(assumed_capability(described) or 0)
+    read_before = isinstance(options.topo, Topology)
+    if made.links < most or (read_before and other is not None and other.nvlink != made.nvlink):
+        return _with_models(machine, other.name if other else "")
+    if read_before:
+        return _with_models(machine, model)
+    machine = _with_models(read(**{f"{channel}_gbps": rate for channel, rate in assumed.items()}), model)
+    rate = f", NVLink {made.nvlink:g} GB/s per link" if "nvlink" in assumed else ""
+    notes = (*machine.whole.notes, f"GPU taken from the log: {model}{rate}")
+    return replace(machine, whole=replace(machine.whole, notes=notes))
+
+
+def _with_models(machine: RequestedMachine, model: str) -> RequestedMachine:
+    devices = (replace(one, model=model) if one.kind == "gpu" else one for one in machine.whole.devices)
+    return replace(machine, whole=replace(machine.whole, devices=tuple(devices)))
 
 
 def _check_stdin(options: argparse.Namespace) -> None:

@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import IN_NETWORK, Device, Topology, is_number
-from topoplan.units import exact
+from topoplan.machine.topology import IN_NETWORK, Device, Topology, facts, is_number
+from topoplan.units import exact, nearest_float
 
 PCIE_X16 = {3: 12.0, 4: 24.0, 5: 48.0}
 """GB/s of a 16-lane PCIe link, by generation."""
@@ -285,6 +285,47 @@ def with_capable(topology: Topology) -> Topology:
         return topology
     devices = (
         replace(device, capable=IN_NETWORK) if device.name in able else device for device in topology.devices
+    )
+    return replace(topology, devices=tuple(devices))
+
+
+def assumed_capability(topology: Topology) -> int | None:
+    """Return the compute capability of the GPUs of a host whose models are unknown, by the rates of their links.
+
+    It is that of the generation for which `topoplan.reading` takes these rates: of those with such NVLinks, and as many
+    of them, the first whose PCIe link is as fast as theirs, else the first. None if a model is known, without PCIe, or
+    if the rates are of no generation.
+
+    >>> import topoplan
+    >>> topoplan.load("dgx-h100").device("gpu0").model, assumed_capability(topoplan.load("dgx-h100"))
+    ('H100 SXM5 80GB', None)
+    """
+    gpus = [device for device in topology.devices if device.kind == "gpu"]
+    if is_amd(gpus) or not all(gpu_identity(gpu, amd=False).guessed for gpu in gpus):
+        return None
+    names = {gpu.name for gpu in gpus}
+    out = [link for link in topology.links if link.src in names]
+    rates = [exact(link.bandwidth) / link.count for link in out if link.channel == "nvlink"]
+    pcie = [link.bandwidth for link in out if link.channel == "pcie"]
+    if not rates or not pcie:
+        return None
+    most = max(nvlink_counts(topology).values())
+    fitting = [
+        sm
+        for sm, one in BY_CAPABILITY.items()
+        if one.links >= most and nearest_float(max(rates)) == one.nvlink
+    ]
+    return next((sm for sm in fitting if BY_CAPABILITY[sm].pcie == max(pcie)), next(iter(fitting), None))
+
+
+def with_assumed_capability(topology: Topology) -> Topology:
+    """Return the machine with the compute capability of its GPUs as a fact, if it is `assumed_capability`."""
+    assumed = assumed_capability(topology)
+    if assumed is None:
+        return topology
+    devices = (
+        replace(one, facts=facts(**(dict(one.facts) | {"sm": str(assumed)}))) if one.kind == "gpu" else one
+        for one in topology.devices
     )
     return replace(topology, devices=tuple(devices))
 

@@ -2,8 +2,9 @@
 
 A run is judged by its fastest row that bandwidth binds. It is as expected if it reaches `OF_MODEL` of the rate of
 NCCL's own model at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS reaches about 60 % of its
-links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal rate. Steps are ordered
-by how often each cause is the one, and by how fast it is checked.
+links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal rate. A slow run is
+compared with the limits of other transports first (`Likely`), since each has causes of its own. Steps are ordered by
+how often each cause is the one, and by how fast it is checked.
 """
 
 from __future__ import annotations
@@ -47,6 +48,18 @@ KINDS: tuple[VerdictKind, ...] = (
 )
 
 
+OF_RING = 0.6
+"""Least part of a ring's or tree's rate that a run without NVLS reaches, if nothing else is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """The transport whose limit fits a slow run, and a sentence with the figures."""
+
+    kind: Literal["pcie", "no nvls"]
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
     """The verdict on a run: its kind, a sentence, and the row that decides; None without a usable row."""
@@ -55,6 +68,7 @@ class RunVerdict:
     text: str
     row: JudgedRow | None = None
     wrong_model: bool = False
+    likely: Likely | None = None
 
 
 def judge_run(one: JudgedRun) -> RunVerdict:
@@ -84,13 +98,41 @@ def judge_run(one: JudgedRun) -> RunVerdict:
         )
         return RunVerdict("another machine", f"{reached}: {why}", top)
     if one.run.program == "bench":
-        return RunVerdict("not judged", f"{reached}; topoplan bench measures this host, not the links", top)
+        text = f"not judged: {reached}; topoplan bench measures this host, not the links"
+        return RunVerdict("not judged", text, top)
     if not binding:
-        return RunVerdict("small sizes only", f"{reached}: latency binds, run larger sizes", top)
-    of_links = top.of_best if top.of_nccl is None else top.of_nccl
-    healthy = of_links >= OF_LINKS or (top.of_model or 0.0) >= OF_MODEL
-    kind: VerdictKind = "as expected" if healthy else "slow"
-    return RunVerdict(kind, f"{reached}: {kind}", top)
+        text = f"small sizes only: {reached}; latency binds, run larger sizes"
+        return RunVerdict("small sizes only", text, top)
+    healthy = _of_links(top) >= OF_LINKS or (top.of_model or 0.0) >= OF_MODEL
+    if healthy:
+        return RunVerdict("as expected", f"as expected: {reached}", top)
+    return RunVerdict("slow", f"slow: {reached}", top, likely=_likely(top))
+
+
+def _of_links(row: JudgedRow) -> float:
+    """Return the part of NCCL's best schedule on the links, else of the upper bound."""
+    return (row.of_best if row.of_nccl is None else row.of_nccl) or 0.0
+
+
+def _likely(row: JudgedRow) -> Likely | None:
+    """Return the transport whose limit fits a slow row, or None."""
+    found = row.reachable
+    limits = [(name, rate * found.factor) for name, rate in found.nccl] if found else []
+    plain = [(name, limit) for name, limit in limits if not name.startswith("nvls")]
+    if found is None or not plain:
+        return None
+    busbw, (name, limit) = row.rate * found.factor, plain[0]
+    named = {"nvlink ring": "an NVLink ring", "network ring": "a network ring", "nccl tree": "NCCL's tree"}
+    of_limit = f"{percent(busbw / limit)} of {named.get(name, name)}'s {limit:.4g}"
+    if found.pcie and busbw <= found.pcie < limit / 2:
+        part = percent(busbw / found.pcie)
+        text = f"PCIe or host memory: busbw {busbw:.4g} is {part} of PCIe's {found.pcie:.4g}, {of_limit}"
+        return Likely("pcie", text)
+    if len(plain) < len(limits) and OF_RING * limit <= busbw <= limit:
+        what = "a ring" if "ring" in name else "a tree"
+        why = "NVLS did not run (NCCL_NVLS_ENABLE=0? no nvidia-fabricmanager?)"
+        return Likely("no nvls", f"{what}: busbw {busbw:.4g} is {of_limit}; {why}")
+    return None
 
 
 def _in_network_explains(row: JudgedRow) -> bool:
@@ -109,13 +151,23 @@ def percent(part: float) -> str:
 
 
 def _reached(row: JudgedRow) -> str:
-    """Return what a row reaches of NCCL's best and of its model, else of the upper bound."""
-    size = format_size(row.row.size)
-    of_best = row.of_best or 0.0
-    if row.of_nccl is None or of_best > ABOVE:
-        return f"{percent(of_best)} of the upper bound at {size}"
-    text = f"{percent(row.of_nccl)} of NCCL's best at {size}"
-    return text if row.of_model is None else f"{text}, {percent(row.of_model)} of NCCL's model"
+    """Return the bandwidth of a row, and its part of what decides: NCCL's model, the limit of the links, or the upper
+    bound.
+    """
+    factor = row.reachable.factor if row.reachable else 1.0
+    text = (
+        f"{'algbw' if factor == 1 else 'busbw'} {row.rate * factor:.4g} GB/s at {format_size(row.row.size)}"
+    )
+    if row.of_nccl is None or (row.of_best or 0.0) > ABOVE:
+        return f"{text}, {percent(row.of_best or 0.0)} of the upper bound"
+    if row.bound_by != BANDWIDTH:
+        return (
+            text if row.of_model is None else f"{text}, {percent(row.of_model)} of what NCCL's model expects"
+        )
+    if row.of_model is not None and (row.of_model >= OF_MODEL or row.of_nccl < OF_LINKS):
+        part = f"{percent(row.of_model)} of what NCCL's model expects"
+        return f"{text}, {part} (slow below {percent(OF_MODEL)})"
+    return f"{text}, {percent(row.of_nccl)} of the link limit (slow below {percent(OF_LINKS)})"
 
 
 def log_steps(
@@ -125,11 +177,13 @@ def log_steps(
     command: str,
     servers: int,
     ranks: Iterable[LoggedRank] = (),
+    healthy: bool = False,
 ) -> tuple[str, ...]:
     """Return the next steps after the verdicts on a log, most likely cause first.
 
     command: the machine as the commands take it, such as ``dgx-h100``.
     servers: servers of the allocation.
+    healthy: the description of the machine that ran shows all its NVLinks.
     ranks: the ranks that ran, which tell the machine.
     """
     kind = min((one.kind for one in verdicts), key=KINDS.index, default="not judged")
@@ -150,19 +204,30 @@ def log_steps(
     if kind != "slow":
         without = "run all_reduce_perf of nccl-tests on all GPUs" if kind == "not judged" and verdicts else ""
         return tuple(found[:MOST_STEPS]) or (without or "nothing to do",)
-    slow = [one.row for one in verdicts if one.kind == "slow" and one.row is not None]
-    references = [row.reachable for row in slow if row.reachable is not None]
+    slow = [one for one in verdicts if one.kind == "slow" and one.row is not None]
+    references = [one.row.reachable for one in slow if one.row and one.row.reachable]
     nvls = any(one.nccl and one.nccl[0][0].startswith("nvls") for one in references)
-    asked = {
-        f"run again with {DEBUG_SETTINGS}; topoplan explain reads those lines too": nccl is None,
-        "is peer access off, or SHM the transport? NCCL_P2P_DISABLE; nvidia-smi topo -p2p r; ACS": not found,
-        "is NVLS off? NCCL_NVLS_ENABLE; systemctl status nvidia-fabricmanager": nvls and not found,
-        "is an NVLink missing? topoplan check, on the machine that ran": True,
+    likely = {one.likely.kind if one.likely else None for one in slow}
+    several = len(likely) > 1 or None in likely
+    asked = [(_PEER_STEP, True), (_NVLS_STEP, nvls)]
+    if not several:
+        asked = [(_PEER_STEP, "pcie" in likely), (_NVLS_STEP, "no nvls" in likely)]
+    causes = [text for text, wanted in asked if wanted and not found]
+    again = (
+        [f"run again with {DEBUG_SETTINGS}; topoplan explain reads those lines too"] if nccl is None else []
+    )
+    others = {
+        "is an NVLink missing? topoplan check, on the machine that ran": several and not healthy,
         "is a NIC unused? NCCL_IB_HCA, ibv_devinfo, nvidia-peermem": servers > 1 and not found,
         f"are the ranks in a bad order? topoplan order {command}": servers > 1,
-        f"is one link slow? topoplan pairs {command}": True,
+        f"is one link slow? topoplan pairs {command}": several,
     }
-    return (*found[:3], *(text for text, wanted in asked.items() if wanted))
+    ordered = (*again, *causes) if several else (*causes, *again)
+    return (*found[:3], *ordered, *(text for text, wanted in others.items() if wanted))
+
+
+_PEER_STEP = "is peer access off, or SHM the transport? NCCL_P2P_DISABLE; nvidia-smi topo -p2p r; ACS"
+_NVLS_STEP = "is NVLS off? NCCL_NVLS_ENABLE; nvidia-fabricmanager; Fabric State of nvidia-smi -q is Completed"
 
 
 _OF_FINDING = {

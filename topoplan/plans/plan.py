@@ -575,7 +575,7 @@ class Plan(Plans):
         --------
         >>> import topoplan
         >>> topoplan.plan("dgx-1v", "broadcast").explain_bound()
-        'only 150 GB/s leave {gpu0}, and every byte must'
+        'only 150 GB/s leave {gpu0}; each byte must leave it once'
         """
         return explain_certificate(self)
 

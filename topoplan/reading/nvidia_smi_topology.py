@@ -189,6 +189,10 @@ def parse_nvidia_smi(
     pcie = pcie_given or generation.pcie
     socket = socket_given or generation.socket
     notes: list[str] = [*matrix.notes, *named.notes, *nvlinks.notes, *tree.notes]
+
+    def assume(channel: str, text: str) -> None:
+        notes.append(Note(text, "assumed", (channel,)))
+
     if matrix.cut:
         notes.insert(
             0,
@@ -204,14 +208,15 @@ def parse_nvidia_smi(
         )
     elif nvlink_given is None and generation is not UNKNOWN and nvlinks.any:
         other = "; a B200 has 50" if generation is H100 else ""
-        notes.append(
+        assume(
+            "nvlink",
             f"GPU not printed, assumed {generation.name}: NVLink {nvlink:g} GB/s per link and direction"
-            f"{other}; set --nvlink-bandwidth"
+            f"{other}; set --nvlink-bandwidth",
         )
     if pcie_given is None:
-        notes.append(f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
+        assume("pcie", f"PCIe assumed {pcie:g} GB/s per link and direction; set --pcie-bandwidth")
     if socket_given is None and len(cpus_of(tree.parents)) > 1:
-        notes.append(f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
+        assume("socket", f"between CPUs assumed {socket:g} GB/s per direction; set --socket-bandwidth")
     machine = Topology(
         name="nvidia-smi",
         devices=_devices(matrix, nvlinks, tree, names, named),

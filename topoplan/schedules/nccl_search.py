@@ -22,7 +22,14 @@ from itertools import permutations
 import numpy as np
 
 from topoplan.errors import InfeasibleError
-from topoplan.machine.hardware import GpuIdentity, gpu_identity, is_amd, nvlink_bandwidth, xgmi_bandwidth
+from topoplan.machine.hardware import (
+    GpuIdentity,
+    gpu_identity,
+    is_amd,
+    nvlink_bandwidth,
+    with_assumed_capability,
+    xgmi_bandwidth,
+)
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Stage
@@ -269,8 +276,8 @@ class CountedMachine:
 def counted_machine(machine: Topology) -> CountedMachine:
     """Return the machine with its NVLinks at most as fast as NCCL counts them.
 
-    All links of one kind of GPU are scaled by one factor, so that a slow link stays slow; if the model does not tell
-    the rate, the machine's own is kept. PCIe has the same rates in NCCL.
+    All links of one kind of GPU are scaled by one factor, so that a slow link stays slow; if neither the
+    model nor `assumed_capability` tells the rate, the machine's own is kept. PCIe has the same rates in NCCL.
 
     Examples
     --------
@@ -279,7 +286,7 @@ def counted_machine(machine: Topology) -> CountedMachine:
     >>> [(float(stated), float(own)) for stated, own in counted.wires], counted.machine.links[0].bandwidth
     ([(25.0, 20.0)], 20.0)
     """
-    gpus = [device for device in machine.devices if device.kind == "gpu"]
+    gpus = [device for device in with_assumed_capability(machine).devices if device.kind == "gpu"]
     amd = is_amd(gpus)
     own = {gpu.name: _wire(gpu_identity(gpu, amd=amd)) for gpu in gpus}
     end = {
@@ -315,7 +322,7 @@ def chain_limit(machine: Topology) -> Fraction:
     >>> float(chain_limit(topoplan.load("dgx-1v"))), float(chain_limit(topoplan.load("dgx-h100")))
     (13.25, 19.35)
     """
-    gpus = [device for device in machine.devices if device.kind == "gpu"]
+    gpus = [device for device in with_assumed_capability(machine).devices if device.kind == "gpu"]
     if is_amd(gpus):
         return exact(CHAIN_LIMIT[80]) / 2
     slowest = min(gpu_identity(gpu, amd=False).capability for gpu in gpus)

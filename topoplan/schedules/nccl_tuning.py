@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.fabric_structure import FabricServers
-from topoplan.machine.hardware import UNKNOWN_CAPABILITY, is_amd, known_capability, nvlink_counts
+from topoplan.machine.hardware import (
+    UNKNOWN_CAPABILITY,
+    is_amd,
+    known_capability,
+    nvlink_counts,
+    with_assumed_capability,
+)
 from topoplan.machine.topology import Topology
 from topoplan.schedules.binary_trees import nccl_tree, nvls, nvls_tree
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths
@@ -197,6 +203,7 @@ def setting_of(topology: Topology) -> NcclSetting:
 
     UsageError for a single GPU, and for AMD's GPUs; InfeasibleError if the GPUs are not connected.
     """
+    topology = with_assumed_capability(topology)
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if len(gpus) < 2:
         raise UsageError("a single GPU has nothing to tune; choose two or more")

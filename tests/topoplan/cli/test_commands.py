@@ -323,7 +323,7 @@ pairs - --results -  |  stdin is read once
 PRINTED = r"""
 plan dgx-1v --collective reduce --root 5  |  reduce to gpu5 on dgx-1v, 8 GPUs
     |  over NVLink: provably optimal  |  algbw        150 GB/s
-    |  upper bound  150 GB/s: only 150 GB/s enter {gpu5}, and every byte must
+    |  upper bound  150 GB/s: only 150 GB/s enter {gpu5}; each byte must enter it once
 plan dgx-1v TWO --gpus 0,1,9 --root 9 --collective broadcast
     |  broadcast from s1.gpu1 on 2 x dgx-1v, 3 GPUs (s0.gpu0,1 s1.gpu1)
 plan dgx-1v --without-link gpu0-gpu3 --notes  |  algbw        78.5714 GB/s  |  planned in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.support.matrices import uniform_matrix
 from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
 from tests.support.tuner_plugin import chosen, read
+from topoplan.operate.compare.comparison import nccl_model
+from topoplan.reading.pcie_tree import relation_matrix
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 
@@ -74,7 +77,7 @@ def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path)
     assert out.startswith(
         "all_reduce on dgx-a100, 8 GPUs (gpu0-7): the log ran on NVIDIA H100 80GB HBM3, another"
     )
-    assert "NCCL's best  171.4 GB/s, busbw 300 GB/s by nvlink ring; nccl tree 171.4\n" in out
+    assert "link limit   busbw 300 GB/s by nvlink ring; nccl tree 300\n" in out
     assert "above the upper bound of these links" in out
     assert "2. or --machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)" in out
 
@@ -82,10 +85,14 @@ def test_the_table_says_what_nccl_and_what_any_schedule_can(run: Run, log: Path)
 @pytest.mark.parametrize(
     ("rate", "verdict", "step"),
     [
-        (275, "61 % of NCCL's best at 1GB, 87 % of NCCL's model: as expected", "nothing to do"),
+        (
+            275,
+            "as expected: busbw 478.6 GB/s at 1GB, 87 % of what NCCL's model expects (slow",
+            "nothing to do",
+        ),
         (
             120,
-            "27 % of NCCL's best at 1GB, 38 % of NCCL's model: slow",
+            "slow: busbw 209.5 GB/s at 1GB, 38 % of what NCCL's model",
             "NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING",
         ),
     ],
@@ -303,3 +310,89 @@ def test_what_nccl_does_not_have_is_left_out_of_the_file(run: Run, tmp_path: Pat
     assert status == 0
     assert {line.collective for line in read(out)} == {"allreduce"}
     assert "NCCL has no tree for allgather; 14 rows left out" in err
+
+
+def matrix_of(machine: topoplan.Topology) -> str:
+    """The text of nvidia-smi topo -m of a machine."""
+    names, cells = relation_matrix(machine)
+    rows = [("", *names), *((name, *row) for name, row in zip(names, cells, strict=True))]
+    return "\n".join("\t".join(row) for row in rows).replace("gpu", "GPU").replace("nic", "mlx5_") + "\n"
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "dgx-a100", "dgx-h100"])
+@pytest.mark.parametrize("gpus", [None, (0, 1)])
+def test_a_text_without_models_has_nccl_s_model_of_the_assumed_gpu(
+    name: str, gpus: tuple[int, ...] | None
+) -> None:
+    """The generation that gave the rates of the links, also of two GPUs of many."""
+    machine = topoplan.load(name)
+    text = topoplan.load(matrix_of(machine))
+    found, expected = (
+        nccl_model(one.settled() if gpus is None else one.subset(gpus), "allreduce")
+        for one in (text, machine)
+    )
+    assert found
+    assert found == expected
+
+
+def test_a_text_without_models_takes_the_gpu_of_the_log(run: Run, tmp_path: Path) -> None:
+    """A B200 has the rates of its NVLinks; an A100 has fewer NVLinks than the text, which is another machine's."""
+    (tmp_path / "topo.txt").write_text(matrix_of(topoplan.load("dgx-h100")))
+    path = tmp_path / "run.log"
+    for gpu, best, verdict in (
+        ("NVIDIA B200", 900, "slow"),
+        ("NVIDIA A100-SXM4-80GB", 450, "another machine"),
+    ):
+        path.write_text(PerfLog(sizes=[1 << 30], rate=275, gpu=gpu).text())
+        told = json.loads(run("explain", str(path), "--machine", str(tmp_path / "topo.txt"), "--json")[1])
+        assert (told["runs"][0]["verdict"], told["rows"][0]["best"]) == (verdict, best)
+        assert any(f"GPU taken from the log: {gpu}" in note for note in told["notes"]) == (best == 900)
+
+
+@pytest.mark.parametrize(
+    ("rate", "likely", "step"),
+    [
+        (
+            24,
+            "PCIe or host memory: busbw 41.98 is 87 % of PCIe's 48, 9.3 % of an NVLink ring's 450",
+            "peer access",
+        ),
+        (208, "a ring: busbw 362.5 is 81 % of an NVLink ring's 450; NVLS did not run", "NVLS off"),
+        (100, None, "run again with NCCL_DEBUG"),
+    ],
+)
+def test_a_slow_run_is_compared_with_the_limits_of_other_transports(
+    run: Run, tmp_path: Path, rate: float, likely: str | None, step: str
+) -> None:
+    """Their causes come first; a text with all its NVLinks rules out missing ones."""
+    (tmp_path / "topo.txt").write_text(matrix_of(topoplan.load("dgx-h100")))
+    (tmp_path / "run.log").write_text(PerfLog(sizes=[1 << 30], rate=rate).text())
+    command = ("explain", str(tmp_path / "run.log"), "--machine", str(tmp_path / "topo.txt"))
+    told = json.loads(run(*command, "--json")[1])
+    assert (told["runs"][0]["looks_like"] or "").startswith(likely or "")
+    assert (told["runs"][0]["looks_like"] is None) == (likely is None)
+    assert step in told["next_steps"][0]
+    assert not any("NVLink missing" in one for one in told["next_steps"])
+    assert "ruled out    missing NVLinks" in run(*command)[1]
+
+
+def test_the_expectation_needs_no_log(run: Run, log: Path) -> None:
+    """It is NCCL's model, as the row of a log has it."""
+    cluster = ("--machine", "dgx-h100", "--servers", "2", "--nic-bandwidth", "400Gb/s")
+    out = run("explain", "--expect", *cluster)[1]
+    assert "NCCL's model expects busbw 460.7 GB/s at 8GB (slow below 368.6)" in out.splitlines()[0]
+    assert "link limit   busbw 720 GB/s by nvls tree; nccl tree 482.1; network ring 384" in out
+    told = json.loads(run("explain", "--expect", "--machine", "dgx-h100", "--json")[1])["expected"]
+    row = json.loads(run("explain", str(log), "--machine", "dgx-h100", "--json")[1])["rows"][-1]
+    (expected,) = (one["time"] for one in told if one["size"] == row["size"])
+    assert expected == pytest.approx(row["nccl_expects"]["time"], rel=1e-5)
+    assert "leave LOG or --expect out" in run("explain", str(log), "--expect", *cluster)[2]
+
+
+def test_an_average_that_the_rows_do_not_have_is_a_warning(run: Run, log: Path) -> None:
+    text = re.sub(r"(Avg bus bandwidth\s*:).*", r"\1 999.5", log.read_text())
+    assert "999.5" in text
+    log.write_text(text)
+    assert (
+        "Avg bus bandwidth 999.5 is not the average" in run("explain", str(log), "--machine", "dgx-h100")[1]
+    )

@@ -41,7 +41,7 @@ def test_the_table_has_a_line_for_each_range(run: Run) -> None:
     assert lines[head + 2].split()[:6] == ["92.08KB", "-", "one-hop", "15", "2", "150"]
     assert lines[head + 1].endswith("1.43x")
     assert "crossovers   94286 bytes (92.08KB)" in out
-    assert "upper bound  150 GB/s: only 150 GB/s leave {gpu0}, and every byte must" in out
+    assert "upper bound  150 GB/s: only 150 GB/s leave {gpu0}; each byte must leave it once" in out
     assert "model times of 6 schedules from 1KB to 1GB" in out
 
 

@@ -34,7 +34,7 @@ from topoplan.operate.compare.allocations import (
     vectors_by_size,
 )
 from topoplan.operate.compare.comparison import compare, compare_all
-from topoplan.operate.compare.table import Comparison, format_table, summary, to_object
+from topoplan.operate.compare.table import Comparison, beats_nccl, format_table, summary, to_object
 from topoplan.solve.symmetry.automorphisms import NodeSearch
 
 LINK = {"dgx-1v": 25.0, "dgx-1p": 20.0}
@@ -410,6 +410,9 @@ def test_nvls_is_a_rival_where_the_switch_copies_and_adds() -> None:
     """Rivals and trees speak of the same switches: with such a switch NVLS reaches the packed trees."""
     box = topoplan.load("dgx-h100").subset(range(4))
     plain, helped = compare(box), compare(with_all_capabilities(box))
+    assert (plain.nccl_best, plain.nccl_best_ratio) == ((450.0, "nvls"), pytest.approx(300 / 450))
+    assert not beats_nccl(plain)
+    assert helped.nccl_nvls is None
     assert (plain.nccl, plain.nccl_kind) == (300.0, "nvlink ring")
     assert (helped.nccl, helped.nccl_kind, helped.nccl_ratio) == (450.0, "nvls", 1.0)
     assert not any("NVLS" in note for note in plain.notes)
@@ -444,3 +447,20 @@ def test_a_missing_ring_is_none_and_not_said_to_run_over_pcie() -> None:
     assert "no NVLink ring: their ring runs over PCIe" in str(
         topoplan.compare("dgx-1v", all_allocations=True)
     )
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather"])
+def test_no_win_over_nccl_is_claimed_that_nvls_undoes(collective: str) -> None:
+    """Trees beat NCCL without NVLS on two H100 servers; NVLS counts as soon as switches could add."""
+    row = compare(
+        topoplan.cluster([topoplan.Server(topoplan.load("dgx-h100"), count=2)], nic_gbps=400), collective
+    )
+    assert row.nccl_nvls is None or row.nccl_best[0] >= row.nccl
+    assert (row.nccl_best_ratio or 0) <= (row.nccl_ratio or 0)
+    assert collective != "allreduce" or ((row.nccl_ratio or 0) > 1 and not beats_nccl(row))
+
+
+def test_trees_over_pcie_have_a_pcie_ring_beside_them() -> None:
+    row = compare(topoplan.load("dgx-1v"), channels="pcie")
+    ring = topoplan.ring_plan("dgx-1v", kind="pcie").rate
+    assert dict(row.others)["PCIe ring"] == ring < row.ring

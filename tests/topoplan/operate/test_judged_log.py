@@ -193,7 +193,9 @@ def test_more_than_nccl_or_any_schedule_can_always_says_which_assumption_falls()
     hosts = [(f"n{number}", range(8)) for number in range(4)]
     log = PerfLog(hosts=hosts, sizes=[1 << 30, 1 << 33], rate=202, start=1e-5)
     (told,) = judged(log, slots).warnings
-    assert "8GB: 206.1 GB/s is 104.0% of NCCL's best (network ring): it takes 49.91 GB/s of each NIC" in told
+    assert (
+        "8GB: 206.1 GB/s is 104.0% of the link limit (network ring): it takes 49.91 GB/s of each NIC" in told
+    )
     one = PerfLog(sizes=[1 << 30], rate=172.5, start=0, gpu="A100")
     assert "it takes 2.7% more of the links than the machine states" in judged(one).warnings[0]
     assert "the machine has more than was stated" in judged(replace(one, rate=200)).warnings[0]

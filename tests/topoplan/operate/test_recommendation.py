@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 from pathlib import Path
@@ -178,3 +179,15 @@ def test_a_large_class_is_cut_in_text_only(run: Run) -> None:
 def test_the_command_refuses_in_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
     status, _, err = run("recommend", "dgx-1v", *arguments)
     assert (status, err.count("\n"), told in err) == (2, 1, True)
+
+
+def test_of_equal_sets_one_on_one_numa_node_is_taken(run: Run, tmp_path: Path) -> None:
+    """GPUs whose numbers alternate between two nodes."""
+    machine = topoplan.load("dgx-h100")
+    devices = (
+        replace(one, numa=int(one.name[3:]) % 2 if one.kind == "gpu" else one.numa) for one in machine.devices
+    )
+    path = tmp_path / "machine.json"
+    path.write_text(replace(machine, devices=tuple(devices)).to_json())
+    out = run("recommend", str(path), "--count", "4")[1]
+    assert "\ntake         0,2,4,6, on 1 NUMA node\nleaves       1,3,5,7: 300 GB/s" in out

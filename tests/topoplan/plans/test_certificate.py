@@ -299,7 +299,8 @@ def test_what_is_made_of_others_is_made_of_one_fabric_each(inner: Certificate) -
 
 
 CUT_WORDS = re.compile(
-    r"only (\S+) GB/s (leave|enter) \{(.*)\}, and (every byte|(\d+)/(\d+) of the buffer) must"
+    r"only (\S+) GB/s (leave|enter) \{(.*)\}"
+    r"(?:, and ((\d+)/(\d+) of the buffer) must|; each byte must (?:leave|enter) it once)"
 )
 EDGE = re.compile(r"only (\S+) GB/s cross the edge of \{(.*)\} each way, and every byte must both ways")
 COUNTED = re.compile(
@@ -379,7 +380,7 @@ def listed_names(names: str) -> list[str]:
             range(8),
             Cut(tuple(f"gpu{i}" for i in range(7))),
             150,
-            "only 150 GB/s enter {gpu7}, and every byte must",
+            "only 150 GB/s enter {gpu7}; each byte must enter it once",
         ),
         (
             range(3),

@@ -309,7 +309,7 @@ def test_the_certificate_adds_up_the_channels_and_says_so() -> None:
     assert values == [150, 8]
     text = explain_certificate(plan)
     assert text.startswith(
-        "150 GB/s over NVLink (only 150 GB/s leave {gpu0}, and every byte must) and 8 GB/s over PCIe ("
+        "150 GB/s over NVLink (only 150 GB/s leave {gpu0}; each byte must leave it once) and 8 GB/s over PCIe ("
     )
     assert json.loads(plan.to_json())["certificate"]["parts"][1]["channel"] == "pcie"
 

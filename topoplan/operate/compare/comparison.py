@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -40,6 +41,7 @@ from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule, is_registered
+from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan
 from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import bus_factor, exact, nearest_float
@@ -49,6 +51,9 @@ OWN_COLUMNS = ("ring", "relay-ring", "double-tree")
 
 NCCL_COLUMNS = ("ring", "relay-ring", "nccl-tree", "nvls", "nvls-tree")
 """NCCL's schedules; of equally fast ones a `Comparison` names the first."""
+
+NVLS_COLUMNS = ("nvls", "nvls-tree")
+"""Those of them that reduce in switches."""
 
 DIRECT = "direct sends"
 """NCCL's all-to-all: each block is sent directly to its rank (`topoplan.schedules.low_latency.direct_sends`)."""
@@ -107,13 +112,25 @@ def compare(
     able = with_all_capabilities(with_capable(topology))
     idle = _idle_switches(topology, able, trees)
     helped = None
+    switched: dict[str, float] = {}
     if idle:
+        for schedule in (SCHEDULES[name] for name in NVLS_COLUMNS):
+            if schedule.fits(trees):
+                with suppress(InfeasibleError):
+                    made = schedule.make(able, collective, gpus=chosen, root=root)
+                    switched[made.schedule] = made.rate
         helped = plan(able, collective, gpus=chosen, root=root, channels=channels, nbytes=nbytes).rate
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
         notes.append(
             f"trees do {helped:.6g} GB/s if {idle[0]}{more} copies and adds (--in-network nvswitch), "
             f"{trees.rate:.6g} without"
         )
+    own_ring: list[tuple[str, float | None]] = []
+    if trees.channels == ("pcie",) and picked and picked.channels != trees.channels:
+        with suppress(InfeasibleError):
+            own_ring = [
+                ("PCIe ring", ring_plan(topology, collective, gpus=chosen, root=root, kind="pcie").rate)
+            ]
     notes += [f"{other.schedule}: {note}" for other in rivals.values() for note in other.notes]
     return Comparison(
         collective=collective,
@@ -135,12 +152,15 @@ def compare(
             (schedule.column, rivals[schedule.name].rate if schedule.name in rivals else None)
             for schedule in columns()
             if schedule.name not in OWN_COLUMNS and (schedule.servers == 1 or schedule.fits(trees))
-        ),
+        )
+        + tuple(own_ring),
         nccl=nccl.rate if nccl else 0.0,
         nccl_kind=nccl.schedule if nccl else NO_RING,
         nccl_ratio=None if rate is None or over_nccl is None else float(rate / over_nccl),
         in_network=helped,
         allocations=(chosen,),
+        nccl_nvls=max(switched.values(), default=None),
+        nccl_nvls_kind=max(switched, key=lambda name: switched[name], default=NO_RING),
     )
 
 
@@ -283,6 +303,7 @@ class Attainable:
     nics: None within one server.
     model: expectations of NCCL's own model by algorithm and protocol; empty without one.
     in_network: upper bound if all switches copied and added; None if not higher.
+    pcie: bus bandwidth of the slowest PCIe link of a GPU on one server; None on several, or without.
     """
 
     collective: str
@@ -296,6 +317,7 @@ class Attainable:
     nics: Nics | None
     model: tuple[NcclExpectation, ...] = ()
     in_network: float | None = None
+    pcie: float | None = None
 
     @property
     def nccl_best(self) -> float | None:
@@ -347,6 +369,10 @@ def attainable(
         del rivals["relay-ring"]
     fabric = Fabric(proved.topology, proved.channels)
     rank, limit = root_rank(chosen, proved.collective, root), None if math.isinf(best) else exact(best)
+    nics = _nics(fabric, proved.collective)
+    pcie = [
+        one.bandwidth for one in proved.topology.links if one.channel == "pcie" and one.src in fabric.ranks
+    ]
     return Attainable(
         proved.collective,
         chosen,
@@ -356,9 +382,10 @@ def attainable(
         explain_certificate(proved) if len(chosen) > 1 else "a single rank sends nothing",
         bus_factor(proved.collective, len(chosen)),
         time_bound(fabric, proved.collective, rank, (), limit),
-        _nics(fabric, proved.collective),
+        nics,
         nccl_model(proved.topology, proved.collective),
         in_network_bound(proved),
+        min(pcie, default=None) if nics is None else None,
     )
 
 

@@ -41,7 +41,7 @@ class JudgedRow:
 
     @property
     def of_nccl(self) -> float | None:
-        """Share of NCCL's best; None without one."""
+        """Fraction of NCCL's best schedule on the links, their limit; None without one."""
         best = self.reachable.nccl_best if self.reachable else None
         return self.rate / best if best and best < float("inf") else None
 
@@ -350,9 +350,7 @@ def _above(found: Attainable, rate: float) -> tuple[str, str] | None:
         what = f"above the upper bound of these links ({found.best:.4g})"
         return "above", f"{rate:.4g} GB/s is {what}: {fallen_assumption(found, rate)}"
     if found.nccl_best and rate > found.nccl_best * ABOVE:
-        what = (
-            f"{100 * rate / found.nccl_best:.1f}% of NCCL's best ({found.nccl[0][0] if found.nccl else ''})"
-        )
+        what = f"{100 * rate / found.nccl_best:.1f}% of the link limit ({found.nccl[0][0] if found.nccl else ''})"
         why = f"{_more_than_stated(found, rate / found.nccl_best)}, or a schedule that is not listed"
         return "above NCCL", f"{rate:.4g} GB/s is {what}: {why}"
     return None

@@ -43,6 +43,7 @@ class GpuSet:
     rate, bound: of packed trees, and its upper bound; both 0 if no path joins the GPUs.
     ring, ring_kind: the ring that `topoplan.ring_plan` selects; 0 and "none" for none.
     nccl, nccl_kind: NCCL's best, as in `Comparison`: that of the class.
+    nccl_best: rate and kind of the same, with NVLS where switches could add.
     channel: channel of the trees; None if no path joins the GPUs.
     following: rate of the best set of as many of the remaining GPUs; None if fewer remain, and for sets not among the
     fastest.
@@ -60,6 +61,7 @@ class GpuSet:
     channel: str | None
     following: float | None = None
     left: float | None = None
+    nccl_best: tuple[float, str] = (0.0, "none")
 
 
 class RankedSets:
@@ -187,6 +189,7 @@ def recommend(
                 ring_kind=row.ring_kind,
                 nccl=row.nccl,
                 nccl_kind=row.nccl_kind,
+                nccl_best=row.nccl_best,
                 channel=row.channel,
                 **(_left_by(ranked, gpus) if row.trees == fastest else {}),
             )

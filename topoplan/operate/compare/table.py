@@ -46,6 +46,8 @@ class Comparison:
     in_network: rate of packed trees if switches used all stated capabilities (`Device.capable`); None if the trees of
     this row do so already, or without such switches.
     allocations: all allocations of the row, ascending; empty for too many.
+    nccl_nvls, nccl_nvls_kind: rate and kind of NCCL's NVLS, if switches could add and are not asked to; None and "none"
+    otherwise.
     """
 
     collective: str
@@ -69,12 +71,30 @@ class Comparison:
     nccl_ratio: float | None = None
     in_network: float | None = None
     allocations: tuple[tuple[int, ...], ...] = ()
+    nccl_nvls: float | None = None
+    nccl_nvls_kind: str = NO_RING
+
+    @property
+    def nccl_best(self) -> tuple[float, str]:
+        """Rate and kind of NCCL's best as NCCL runs by default: NVLS counts where switches could add."""
+        nvls = self.nccl_nvls or 0.0
+        return (nvls, self.nccl_nvls_kind) if nvls > self.nccl * (1 + EQUAL) else (self.nccl, self.nccl_kind)
+
+    @property
+    def nccl_best_ratio(self) -> float | None:
+        """``trees`` over the rate of `nccl_best`, or None."""
+        rate, _ = self.nccl_best
+        return self.nccl_ratio if rate == self.nccl else self.trees / rate
 
     @property
     def schedules(self) -> tuple[tuple[str, float], ...]:
         """Names and rates of the schedules beside the trees that exist here, as tables and figures show them."""
         every = (
-            (f"NCCL's best today: {self.nccl_kind}", self.nccl),
+            (f"NCCL's best today: {self.nccl_best[1]}", self.nccl_best[0]),
+            (
+                f"NCCL without NVLS: {self.nccl_kind}",
+                self.nccl if self.nccl_best[1] != self.nccl_kind else None,
+            ),
             (f"NCCL before 2.8: {self.ring_kind}", self.ring),
             ("ring with relayed hops", self.relay),
             (DOUBLE_TREE, self.double_tree),
@@ -86,14 +106,14 @@ class Comparison:
     def rival(self) -> tuple[float, str]:
         """Rate and kind of the fastest of NCCL's best and the double binary tree; rate 0 for none."""
         double = self.double_tree or 0.0
-        return (double, DOUBLE_TREE) if double > self.nccl else (self.nccl, self.nccl_kind)
+        return (double, DOUBLE_TREE) if double > self.nccl_best[0] else self.nccl_best
 
     @property
     def rival_ratio(self) -> float | None:
         """``trees`` over the rate of `rival`, or None."""
         rate, kind = self.rival
         if kind != DOUBLE_TREE:
-            return self.nccl_ratio
+            return self.nccl_best_ratio
         return self.trees / rate if math.isfinite(self.trees) else None
 
 
@@ -110,7 +130,7 @@ class Summary:
     lowest, highest: of trees / ring, over the classes that have both; None without one.
     mean, weighted_mean: geometric mean of trees / ring, over classes and over allocations.
     relay_highest, relay_mean: the same of trees / relaying ring, over classes.
-    nccl_equal: classes with NCCL's best as fast as the trees, to one part in a million, or faster.
+    nccl_equal: classes with NCCL's best as fast as the trees, to one part in a million, or faster; NVLS counts.
     nccl_lowest, nccl_highest, nccl_mean, nccl_weighted_mean: of trees / NCCL's best.
     """
 
@@ -167,7 +187,7 @@ class Summary:
 
 def beats_nccl(row: Comparison) -> bool:
     """Return whether the trees are faster than NCCL's best, by more than one part in a million."""
-    return row.nccl_ratio is not None and row.nccl_ratio > 1 + EQUAL
+    return row.nccl_best_ratio is not None and row.nccl_best_ratio > 1 + EQUAL
 
 
 def summary(rows: Sequence[Comparison]) -> Summary:
@@ -175,7 +195,7 @@ def summary(rows: Sequence[Comparison]) -> Summary:
     pairs = [(row.ratio, row.members) for row in rows if math.isfinite(row.ratio)]
     ratios = [ratio for ratio, _ in pairs]
     relayed = [row.relay_ratio for row in rows if row.relay_ratio is not None]
-    nccl = [(row.nccl_ratio, row.members) for row in rows if row.nccl_ratio is not None]
+    nccl = [(ratio, row.members) for row in rows if (ratio := row.nccl_best_ratio) is not None]
     return Summary(
         classes=len(rows),
         allocations=sum(row.members for row in rows),
@@ -248,9 +268,9 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
         "/ring": [_times(row.ratio) for row in rows],
         "relay": [_rate(row.relay) for row in rows],
         "/relay": [_times(row.relay_ratio) for row in rows],
-        "NCCL": [_rate(row.nccl) for row in rows],
-        "NCCL algorithm": [row.nccl_kind for row in rows],
-        "/NCCL": [_times(row.nccl_ratio) for row in rows],
+        "NCCL": [_rate(row.nccl_best[0]) for row in rows],
+        "NCCL algorithm": [row.nccl_best[1] for row in rows],
+        "/NCCL": [_times(row.nccl_best_ratio) for row in rows],
         "double tree": [_rate(row.double_tree) for row in rows],
         **({"in-network": [_rate(row.in_network) for row in rows]} if helped else {}),
     }

@@ -339,7 +339,7 @@ def sets_section(
                 f"{best.rate * factor:.6g}",
                 f"{best.bound:.6g}",
                 f"{best.ring:.6g}",
-                f"{best.nccl:.6g}",
+                f"{best.nccl_best[0]:.6g}",
                 "-" if best.following is None else f"{best.following:.6g}",
                 f"{sum(one.rate == best.rate for one in sets)} of {len(sets)}",
                 f"{sets[-1].rate:.6g}",

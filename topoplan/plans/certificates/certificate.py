@@ -202,7 +202,7 @@ def explain_certificate(plan: Certified) -> str:
 
     >>> import topoplan
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-1v"), "broadcast"))
-    'only 150 GB/s leave {gpu0}, and every byte must'
+    'only 150 GB/s leave {gpu0}; each byte must leave it once'
     >>> explain_certificate(topoplan.plan(topoplan.load("dgx-2"), "allreduce", gpus=[0, 1, 2]))
     'the links out of all 3 GPUs carry 450 GB/s together; each byte crosses them at least 4 times'
     """
@@ -324,13 +324,15 @@ class Cut(OneFabric):
         return type(self)(tuple(names[name] for name in self.side))
 
     def words(self, fabric: Fabric, collective: str, root: int | None) -> str:
-        part = "every byte"
+        part = ""
         within = sum(name in set(self.side) for name in fabric.ranks)
         if collective in ("allgather", "reduce_scatter"):
             part = f"{within}/{fabric.size} of the buffer"
         elif collective == "alltoall":
             part = f"{within} x {fabric.size - within} blocks of 1/{fabric.size} of a buffer"
-        return f"{self.crossing_words(fabric, collective)}, and {part} must"
+        only = self.crossing_words(fabric, collective)
+        verb = "leave" if " GB/s leave {" in only else "enter"
+        return f"{only}, and {part} must" if part else f"{only}; each byte must {verb} it once"
 
     def crossing_words(self, fabric: Fabric, collective: str) -> str:
         """Return in words the capacity that crosses the cut."""

@@ -417,6 +417,8 @@ def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
         run.summaries += 1
         if summary[3] == "FAILED":
             run.warnings.append(f"line {number}: nccl-tests says {summary[1]} : {summary[2]} FAILED")
+        elif summary[1].startswith("Avg") and not run.warnings:
+            run.warnings += _average_doubts(run, number, summary[2])
     elif " algbw" in line and " size" in line:
         columns = line.lstrip("#").split()
         first = next((place for place, name in enumerate(columns) if name.endswith("time")), 0)
@@ -429,6 +431,23 @@ def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
         run.in_place_only = True
     else:
         named += tests
+
+
+def _average_doubts(run: OpenRun, number: int, text: str) -> list[str]:
+    """Return a warning if the printed average is not that of the rows, out of place, in place, or both."""
+    try:
+        printed = float(text)
+    except ValueError:
+        return []
+    places = [[row.timing.busbw for row in run.rows if row.out_of_place]]
+    places += [[row.in_place.busbw for row in run.rows if row.in_place]]
+    means = [sum(one) / len(one) for one in (*places, [*places[0], *places[1]]) if one]
+    if not means or any(abs(printed - mean) <= 0.01 + 0.01 * mean for mean in means):
+        return []
+    return [
+        f"line {number}: Avg bus bandwidth {printed:g} is not the average of the rows, {means[-1]:.4g}: rows are "
+        "missing or were changed"
+    ]
 
 
 def short_bus_id(text: str) -> str:
