@@ -178,7 +178,7 @@ def test_one_rank_plans_the_ring_that_bench_times_beside_a_plan(monkeypatch: pyt
         found = rival_ring(plan, backend, notes)
         return "" if found is None else found.digest, notes
 
-    monkeypatch.setattr(topoplan, "ring", counted)
+    monkeypatch.setattr(topoplan, "ring_plan", counted)
     assert backends_in_threads(3, body) == [(ring(plan.topology).digest, [])] * 3
     assert len(made) == 1
 

@@ -224,6 +224,8 @@ RANK_VARIABLES = ("RANK", *MPI_RANK_VARIABLES)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; without arguments, `sys.argv` is parsed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # numba would start colorama, which writes an escape sequence behind the JSON of a rank that mpiexec gave a terminal
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     with _terminating_cleanly():

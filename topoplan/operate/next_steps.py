@@ -263,7 +263,7 @@ def _finding_steps(nccl: NcclRun, command: str) -> list[str]:
 def machine_for(ranks: Iterable[LoggedRank]) -> str:
     """Return the option that names the library machine on which ranks of a log ran, with why; empty for none.
 
-    >>> ranks = [LoggedRank(n, 0, "node1", n, "0000:07:00", "NVIDIA H100 80GB HBM3") for n in range(8)]
+    >>> ranks = [LoggedRank(n, 0, "node1", n, f"0000:0{n}:00", "NVIDIA H100 80GB HBM3") for n in range(8)]
     >>> machine_for(ranks)
     '--machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)'
     """

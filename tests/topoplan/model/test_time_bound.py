@@ -148,7 +148,7 @@ def test_a_file_says_times_and_verify_recomputes_them(run: Run, tmp_path: Path) 
     command = ("plan", "dgx-1v", "--sizes", "1KB:1GB")
     status, out, _ = run(*command, "-o", str(path))
     assert status == 0
-    assert "no schedule below  ratio" in out
+    assert "lower bound us  ratio" in out
     points = json.loads(run(*command, "--json")[1])["points"]
     assert [set(point) for point in points] == [
         {"size", "schedule", "seconds", "bound_seconds", "ratio"}

@@ -66,7 +66,7 @@ def machine_graph_xml(topology: Topology, *, server: str | None = None) -> Expor
     >>> import topoplan
     >>> found = machine_graph_xml(topoplan.load("dgx-1v").subset([1, 4, 5, 7]))
     >>> print(found.notes[1])
-    AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over nvlink, which NCCL cannot run, 50 GB/s
+    AllReduce: rings 33.3333 GB/s, chains 50 GB/s; trees packed over NVLink, which NCCL cannot run, 50 GB/s
     """
     machine = _check_plan(one_server(topology, server, "a graph file of NCCL"))
     paths = NcclPaths(machine)

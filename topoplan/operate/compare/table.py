@@ -244,13 +244,9 @@ def format_table(rows: Sequence[Comparison], *, widest: int | None = None) -> st
     1,4,5,7            1  nvlink     50.00    75.00    50.00      2       2
     4-7                1  nvlink     75.00   112.50    75.00      2       2
     <BLANKLINE>
-    GPUs        ring  ring type     /ring    relay  /relay     NCCL  NCCL algorithm   /NCCL
-    1,4,5,7     5.33  pcie ring     9.38x    33.33   1.50x    50.00  nccl tree        1.00x
-    4-7        66.67  nvlink ring   1.12x    66.67   1.12x    75.00  nccl tree        1.00x
-    <BLANKLINE>
-    GPUs     double tree
-    1,4,5,7        16.67
-    4-7            50.00
+    GPUs        ring  ring type     /ring    relay  /relay     NCCL  NCCL algorithm   /NCCL  double tree
+    1,4,5,7     5.33  pcie ring     9.38x    33.33   1.50x    50.00  nccl tree        1.00x        16.67
+    4-7        66.67  nvlink ring   1.12x    66.67   1.12x    75.00  nccl tree        1.00x        50.00
     """
     heads = tuple(dict.fromkeys(head for row in rows for head, _ in row.others))
     helped = any(row.in_network is not None for row in rows)
