@@ -185,7 +185,7 @@ def test_one_rank_plans_the_ring_that_bench_times_beside_a_plan(monkeypatch: pyt
     def none(*given: Any, **options: Any) -> Plan:
         raise InfeasibleError("nothing joins them")
 
-    monkeypatch.setattr(topoplan, "ring", none)
+    monkeypatch.setattr(topoplan, "ring_plan", none)
     found = backends_in_threads(3, body)
     assert [digest for digest, _ in found] == [""] * 3
     assert found[0][1] == ["no ring: nothing joins them"]

@@ -505,8 +505,8 @@ def tree_lines(plan: Plan, most: int, *, every: bool = False) -> list[str]:
 def _short(fraction: Fraction, every: bool) -> str:
     """Return a fraction, or if it is long and not asked for a percentage.
 
-    >>> _short(Fraction(34, 581), False), _short(Fraction(784, 12345678901234), False)
-    ('34/581', '6.35e-09%')
+    >>> _short(Fraction(34, 581), False), _short(Fraction(1, 3**40), False)
+    ('34/581', '8.23e-18%')
     """
     text = str(fraction)
     return text if every or len(text) <= MAX_FRACTION else f"{100 * float(fraction):.3g}%"
