@@ -246,7 +246,7 @@ def test_an_exported_file_is_verified_with_the_load_of_links(
     assert "note: keeps 50 GB/s, all of the rate; 2 chunks" in capsys.readouterr().out
     assert main(["verify", file, "--machine", "dgx-1v", "--gpus", "1,4,5,7"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("valid execution plan of MSCCL++: allreduce of 4 GPUs, in place: 2 chunks")
+    assert out.startswith("valid execution plan of MSCCL++: all_reduce of 4 GPUs, in place: 2 chunks")
     assert "algbw        50 GB/s, from the loads of NVLink links" in out
     assert main(["verify", file, "--machine", "dgx-1v", "--gpus", "1,4,5,7", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

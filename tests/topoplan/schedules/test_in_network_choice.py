@@ -79,7 +79,7 @@ def test_both_optima_are_told_where_the_machine_could_add_and_the_plan_does_not(
     row = json.loads(run("compare", "dgx-h100", "--json")[1])["rows"][0]
     assert (row["trees"], row["in_network"]) == (pytest.approx(1800 / 7), 450.0)
     assert (
-        "in-network   450 GB/s, busbw 787.5 GB/s if switches add (--in-network nvswitch)"
+        "in-network   450 GB/s, busbw 787.5 GB/s if switches add, as NVLS does (--in-network nvswitch plans it)"
         in run("compare", "dgx-h100")[1]
     )
     lines = run("compare", "dgx-h100", "--all-allocations", "--gpu-counts", "8", "--all")[1].splitlines()
