@@ -173,7 +173,7 @@ def _collect_times(
         )
         return
     for row in run.rows:
-        if not row.timing.wrong and row.size:
+        if not row.wrong and row.size:
             protocol = log.protocol or _open_protocol(log, collective, row.size, expected)
             known = times.setdefault(collective, {}).setdefault((log.algorithm, protocol), {})
             known[row.size] = min(row.timing.seconds, known.get(row.size, row.timing.seconds))

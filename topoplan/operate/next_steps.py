@@ -73,17 +73,19 @@ class RunVerdict:
 
 def judge_run(one: JudgedRun) -> RunVerdict:
     """Return the verdict on a run."""
-    wrong = sum(bool(row.row.timing.wrong) for row in one.rows)
-    usable = [row for row in one.rows if not row.row.timing.wrong and row.reachable and row.row.size]
+    wrong = [row for row in one.rows if row.row.wrong]
+    usable = [row for row in one.rows if not row.row.wrong and row.reachable and row.row.size]
+    found = f"wrong results in {len(wrong)} of {len(one.rows)} rows"
+    if one.run.failed and not wrong:
+        found = "wrong results: nccl-tests found values out of bounds"
     if not usable:
-        text = f"wrong results in {wrong} of {len(one.rows)} rows" if wrong else "no row to judge"
-        return RunVerdict("wrong results" if wrong else "not judged", text)
+        kind: VerdictKind = "wrong results" if wrong or one.run.failed else "not judged"
+        return RunVerdict(kind, found if kind == "wrong results" else "no row to judge")
     binding = [row for row in usable if row.bound_by == BANDWIDTH]
     top = max(binding or usable, key=lambda row: row.rate)
     reached = _reached(top)
-    if wrong:
-        text = f"wrong results in {wrong} of {len(one.rows)} rows, {reached}"
-        return RunVerdict("wrong results", text, top)
+    if wrong or one.run.failed:
+        return RunVerdict("wrong results", f"{found}, {reached}", top)
     if one.model:
         return RunVerdict(
             "another machine", f"the log ran on {one.model}, another machine than this", top, True
@@ -103,10 +105,16 @@ def judge_run(one: JudgedRun) -> RunVerdict:
     if not binding:
         text = f"small sizes only: {reached}; latency binds, run larger sizes"
         return RunVerdict("small sizes only", text, top)
-    healthy = _of_links(top) >= OF_LINKS or (top.of_model or 0.0) >= OF_MODEL
-    if healthy:
+    # a run may be fast at one size and collapse at larger ones
+    slow = [row for row in binding if row.row.size >= top.row.size and not _healthy(row)]
+    if not slow:
         return RunVerdict("as expected", f"as expected: {reached}", top)
-    return RunVerdict("slow", f"slow: {reached}", top, likely=_likely(top))
+    worst = min(slow, key=lambda row: (_of_links(row), -row.row.size))
+    return RunVerdict("slow", f"slow: {_reached(worst)}", worst, likely=_likely(worst))
+
+
+def _healthy(row: JudgedRow) -> bool:
+    return _of_links(row) >= OF_LINKS or (row.of_model or 0.0) >= OF_MODEL
 
 
 def _of_links(row: JudgedRow) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import get_args
 
@@ -42,6 +43,29 @@ def test_each_kind_of_verdict_has_its_step(log: PerfLog, kind: VerdictKind, step
     verdict = judge_run(judge(run, MACHINE, reach))
     assert verdict.kind == kind
     assert step in log_steps([verdict], None, command="dgx-h100", servers=1)[0]
+
+
+def test_a_run_that_collapses_at_large_sizes_is_slow_by_those_sizes() -> None:
+    (fast,) = parse_perf_runs(PerfLog(rate=275, sizes=[1 << 30]).text())
+    (late,) = parse_perf_runs(PerfLog(rate=5, sizes=[1 << 32]).text())
+    for rows in ((*fast.rows, *late.rows), (*late.rows, *fast.rows)):
+        verdict = judge_run(judge(replace(fast, rows=rows), MACHINE, reach))
+        assert verdict.kind == "slow"
+        assert "at 4GB" in verdict.text
+
+
+def test_wrong_results_in_place_or_in_the_summary_decide() -> None:
+    (run,) = parse_perf_runs(PerfLog(rate=275, sizes=[1 << 30]).text())
+    (row,) = run.rows
+    assert row.in_place is not None
+    spoiled = replace(run, rows=(replace(row, in_place=replace(row.in_place, wrong=77)),))
+    text = PerfLog(rate=275, sizes=[1 << 30]).text()
+    (failed,) = parse_perf_runs(
+        text.replace("Out of bounds values : 0 OK", "Out of bounds values : 4 FAILED")
+    )
+    assert failed.failed
+    for one in (spoiled, failed):
+        assert judge_run(judge(one, MACHINE, reach)).kind == "wrong results"
 
 
 def test_the_most_serious_run_decides() -> None:

@@ -215,6 +215,11 @@ class LoggedRow:
         return self.size // part if part and self.size > part and self.size % part == 0 else None
 
     @property
+    def wrong(self) -> bool:
+        """Return whether a result was wrong, out of place or in place."""
+        return any(one is not None and bool(one.wrong) for one in (self.out_of_place, self.in_place))
+
+    @property
     def timing(self) -> Timing:
         """Return the timing out of place, or in place if it is the only one."""
         found = self.out_of_place or self.in_place
@@ -227,7 +232,8 @@ class PerfRun:
     """A run of one test, from its first ``line``.
 
     ``program`` is the test without ``_perf``, ``bench`` for ours, empty if unknown; ``collective`` is as in
-    `topoplan.plan`, empty if it has none. ``stated`` is the number of ranks that the log states, or lists.
+    `topoplan.plan`, empty if it has none. ``stated`` is the number of ranks that the log states, or lists. ``failed``:
+    its summary says that values were out of bounds.
     """
 
     line: int
@@ -238,6 +244,7 @@ class PerfRun:
     ranks: tuple[LoggedRank, ...]
     rows: tuple[LoggedRow, ...]
     warnings: tuple[str, ...]
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -254,6 +261,7 @@ class OpenRun:
     warnings: list[str] = field(default_factory=list)
     columns: list[str] | None = None
     summaries: int = 0
+    failed: bool = False
     began: bool = False
     mentioned: tuple[str, ...] = ()
     in_place_only: bool = False
@@ -305,6 +313,7 @@ class OpenRun:
             tuple(self.ranks),
             tuple(self.rows),
             tuple(self.warnings),
+            self.failed,
         )
 
 
@@ -416,6 +425,7 @@ def _comment(run: OpenRun, number: int, line: str, named: list[str]) -> None:
     elif summary:
         run.summaries += 1
         if summary[3] == "FAILED":
+            run.failed = True
             run.warnings.append(f"line {number}: nccl-tests says {summary[1]} : {summary[2]} FAILED")
         elif summary[1].startswith("Avg") and not run.warnings:
             run.warnings += _average_doubts(run, number, summary[2])
