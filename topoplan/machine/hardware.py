@@ -298,7 +298,7 @@ def assumed_capability(topology: Topology) -> int | None:
 
     >>> import topoplan
     >>> topoplan.load("dgx-h100").device("gpu0").model, assumed_capability(topoplan.load("dgx-h100"))
-    ('H100 SXM5 80GB', None)
+    ('H100', None)
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if is_amd(gpus) or not all(gpu_identity(gpu, amd=False).guessed for gpu in gpus):
