@@ -136,7 +136,7 @@ def draw_trees(plan: Plan, *, most: int = MAX_TREES, machine: Topology | None = 
     >>> figure = draw_trees(topoplan.plan(topoplan.load("dgx-2"), "allreduce"))
     >>> for axes in figure.axes:
     ...     print(axes.get_title(loc="left"))
-    16 trees of this shape: 1/16 and 5 GB/s each
+    16 trees of this shape: fraction 1/16 and 5 GB/s each
     reduce, broadcast; roots gpu0-15
     NVLink links of the trees drawn
     """
