@@ -88,7 +88,7 @@ class TestContract:
     @EACH_MATRIX
     def test_real_matrices_are_shown_and_planned(self, ask: Ask, path: Path) -> None:
         """Every real nvidia-smi matrix is shown, with notes of what was assumed, planned and verified."""
-        shown = ask("show", str(path))
+        shown = ask("show", str(path), "--notes")
         planned = ask("plan", str(path), "-o", "-", "--collective", "broadcast")
         assert (shown.status, planned.status) == (0, 0)
         assert "note: " in shown.out
