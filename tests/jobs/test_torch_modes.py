@@ -70,7 +70,7 @@ def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_
 def test_the_loop_of_the_page_on_the_hook_runs_as_it_stands(tmp_path: Path) -> None:
     """From the group to its end; only what a user brings is put before it."""
     blocks = (ROOT / "docs" / "ddp-hook.md").read_text(encoding="utf-8").split("```python\n")[1:]
-    (loop,) = [block.split("```")[0] for block in blocks if "register_comm_hook" in block]
+    loop, *_ = [block.split("```")[0] for block in blocks if "register_comm_hook" in block]
     program = tmp_path / "loop.py"
     brought = (
         "from torch import nn\nnetwork, loss = nn.Linear(3, 2), nn.functional.mse_loss\n"
