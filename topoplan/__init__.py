@@ -204,7 +204,7 @@ def __getattr__(name: str) -> object:
     if name in _RENAMED:
         from topoplan.errors import deprecated
 
-        deprecated(f"topoplan.{name}", f"topoplan.{_RENAMED[name]}")
+        deprecated(f"topoplan.{name}", f"use topoplan.{_RENAMED[name]}")
         return __getattr__(_RENAMED[name])
     if name not in _HOME:
         raise AttributeError(f"module 'topoplan' has no attribute {name!r}")

@@ -124,9 +124,9 @@ class RefusedError(BackendError, UsageError):
         self.next_call = next_call
 
 
-def deprecated(old: str, new: str) -> None:
-    """Warn the caller of the caller that a name has another one now."""
-    warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel=3)
+def deprecated(old: str, advice: str) -> None:
+    """Warn the caller of the caller of a deprecated name, with what to write."""
+    warnings.warn(f"{old} is deprecated; {advice}", DeprecationWarning, stacklevel=3)
 
 
 WARNING = "warning: "

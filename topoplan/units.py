@@ -113,6 +113,15 @@ def bus_factor(collective: str, ranks: int) -> float:
     return 1.0
 
 
+def rate_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
+    """Return algorithm bandwidth and bus bandwidth.
+
+    >>> rate_words(50.0, "allreduce", 4)
+    '50 GB/s, busbw 75 GB/s'
+    """
+    return f"{gbps:.{digits}g} GB/s{bus_words(gbps, collective, ranks, digits=digits)}"
+
+
 def bus_words(gbps: float, collective: str, ranks: int, *, digits: int = 6) -> str:
     """Return the bus bandwidth as words to follow a rate in GB/s; empty if both are the same.
 
@@ -198,11 +207,28 @@ def parse_gpu_list(text: str) -> tuple[int, ...]:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
-    >>> counted(1, "GPU"), counted(8, "GPU"), counted(2, "class")
-    ('1 GPU', '8 GPUs', '2 classes')
+    >>> counted(1, "GPU"), counted(8, "GPU"), counted(2, "class"), counted(1024, "NVSwitch")
+    ('1 GPU', '8 GPUs', '2 classes', '1024 NVSwitches')
     """
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
-    return f"{number} {noun}{ending}"
+    return f"{number} {noun if number == 1 else plural(noun)}"
+
+
+def plural(noun: str) -> str:
+    """Return the plural of a noun."""
+    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+
+
+LABEL_COLUMNS = 13
+"""Columns of the label before a value."""
+
+
+def labelled(*pairs: tuple[str, str]) -> list[str]:
+    """Return a line for each label and value, values below each other; pairs without a value are left out.
+
+    >>> labelled(("algbw", "50 GB/s"), ("in-network", ""), ("upper bound", "50 GB/s"))
+    ['algbw        50 GB/s', 'upper bound  50 GB/s']
+    """
+    return [f"{label:<{LABEL_COLUMNS - 2}}  {value}" for label, value in pairs if value]
 
 
 MOST_GPUS_LISTED, MOST_SIZES = 1 << 20, 1024

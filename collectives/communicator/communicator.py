@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +36,7 @@ from collectives.communicator.recovery import (
 )
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, deprecated
 from topoplan.plans.plan import Plan, Plans
 from topoplan.units import parse_size
 
@@ -275,7 +274,7 @@ class Communicator(DenseCollectives, SparseCollectives):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             new = EARLIER_NAMES[name]
             advice = "it is private now" if new.startswith("_") else f"write {new}"
-            warnings.warn(f"Communicator.{name} is deprecated; {advice}", DeprecationWarning, stacklevel=2)
+            deprecated(f"Communicator.{name}", advice)
             return getattr(self, new)
 
     @property
@@ -422,7 +421,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             The plan of the job is wrong.
         """
         if seat is not None:
-            warnings.warn("join(seat=) is deprecated; write original_rank=", DeprecationWarning, stacklevel=2)
+            deprecated("join(seat=)", "write original_rank=")
             original_rank = seat
         survivors = MembershipProtocol.request_to_join(join_token, original_rank=original_rank, wait=wait)
         try:
@@ -476,9 +475,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         """
         self._members.check_no_helpers("grow")
         if seats is not None:
-            warnings.warn(
-                "grow(seats=) is deprecated; write original_ranks=", DeprecationWarning, stacklevel=2
-            )
+            deprecated("grow(seats=)", "write original_ranks=")
             original_ranks = seats
         if not self.one_rank:
             return self._in_order.run(partial(self._members.grow_here, original_ranks))

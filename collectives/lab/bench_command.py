@@ -25,7 +25,6 @@ from topoplan.cli.output import (
     MPI_RANK_VARIABLES,
     Answer,
     check_target,
-    labelled,
     plan_notes,
     progress_line,
     table,
@@ -34,7 +33,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import read_plan
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, collective_name
-from topoplan.units import counted, format_size
+from topoplan.units import counted, format_size, labelled
 
 if TYPE_CHECKING:
     from collectives.backends.backend import Backend

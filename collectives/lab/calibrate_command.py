@@ -42,7 +42,6 @@ from topoplan.cli.output import (
     Answer,
     folded,
     folded_line,
-    labelled,
     note_lines,
     progress_line,
     table,
@@ -53,7 +52,7 @@ from topoplan.machine.topology import Topology
 from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated
 from topoplan.operate.calibration.fit import Measurement, MemoryCopy, PairSamples
 from topoplan.operate.device_matching import VisibleGpu, match_gpus
-from topoplan.units import counted, format_seconds, format_size
+from topoplan.units import counted, format_seconds, format_size, labelled
 
 if TYPE_CHECKING:
     from topoplan.machine.topology import Topology

@@ -1,6 +1,5 @@
 """Inside torch's training loop: a communication hook for DDP, and the process-group back end "topoplan"."""
 
-import warnings
 from typing import Any
 
 from collectives.torch.hook import HookState, topoplan_hook
@@ -10,6 +9,7 @@ from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
 from collectives.training.modes import ASP, BSP, SSP, LocalSGD
+from topoplan.errors import deprecated
 
 __all__ = [
     "ASP",
@@ -32,5 +32,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "PlannedGroup":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("PlannedGroup is deprecated; write ProcessGroupTopoplan", DeprecationWarning, stacklevel=2)
+    deprecated("PlannedGroup", "write ProcessGroupTopoplan")
     return ProcessGroupTopoplan

@@ -60,13 +60,11 @@ class DdpBucket(Protocol):
         """Return the parameters of these gradients."""
 
 
-class RegroupedBucket:
-    """A bucket of gradients of several buckets of DDP, copied; `give_back` writes its averages to those."""
+class OwnBucket:
+    """A bucket of ours in the form of DDP's."""
 
-    def __init__(self, index: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._index, self._parameters = index, [parameter for parameter, _ in parts]
-        self._places = [place for _, place in parts]
-        self._buffer = torch.cat(self._places)
+    def __init__(self, index: int, buffer: torch.Tensor, parameters: list[torch.Tensor]) -> None:
+        self._index, self._buffer, self._parameters = index, buffer, parameters
 
     def index(self) -> int:
         return self._index
@@ -76,6 +74,14 @@ class RegroupedBucket:
 
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
+
+
+class RegroupedBucket(OwnBucket):
+    """A bucket of gradients of several buckets of DDP, copied; `give_back` writes its averages to those."""
+
+    def __init__(self, index: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._places = [place for _, place in parts]
+        super().__init__(index, torch.cat(self._places), [parameter for parameter, _ in parts])
 
     def give_back(self) -> None:
         """Copy the averages to the buckets of DDP."""
@@ -84,30 +90,21 @@ class RegroupedBucket:
             place.copy_(average)
 
 
-class KeptBucket:
+class KeptBucket(OwnBucket):
     """A bucket kept until its step is over; DDP's own is gone when its hook has returned."""
 
     def __init__(self, bucket: DdpBucket) -> None:
-        self._index, self._buffer, self._parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        super().__init__(bucket.index(), bucket.buffer(), bucket.parameters())
         device = self._buffer.device
         self.averaged: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
 
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
-
 
 class DdpBucketExchange:
     """Averages buckets by the plan of a communicator; `presence` is set while ranks may have no data.
 
-    DDP begins with its first buckets and arranges them anew in the second step. The first step after `continue_buckets`
+    DDP rebuilds its buckets in the second step. The first step after `continue_buckets`
     is exchanged in the buckets of the saved run, so that entries are chosen from the same gradients.
     """
 

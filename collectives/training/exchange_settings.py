@@ -269,11 +269,10 @@ def current_options(
     (TopK(density=0.01, exchange='auto', momentum=0.9, wire=None), None, None)
     """
     named = [one for one in _COMPRESSION_OF if old.get(one) is not None]
-    if len(named) > 1 or (named and compression is not None):
-        if compression is not None:
-            raise UsageError(f"give compression or {named[0]}, not both; {named[0]} is the deprecated name")
-        listed = named
-        raise UsageError(f"compression must be one of {COMPRESSIONS}, got {' and '.join(listed)}; give one")
+    if named and compression is not None:
+        raise UsageError(f"give compression or {named[0]}, not both; {named[0]} is the deprecated name")
+    if len(named) > 1:
+        raise UsageError(f"compression must be one of {COMPRESSIONS}, got {' and '.join(named)}; give one")
     sparse = {one: old[one] for one, default in _OF_TOP_K.items() if old.get(one, default) != default}
     if sparse and named != ["density"]:
         name, value = next(iter(sparse.items()))

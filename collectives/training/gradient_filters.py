@@ -16,7 +16,6 @@ that are not finite are always sent; residuals are then as before the step. All 
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from collectives.sparse.quantization import (
 )
 from collectives.training.checkpoint_state import BucketPart, FilterState
 from collectives.training.modes import check_count
-from topoplan.errors import UsageError
+from topoplan.errors import UsageError, deprecated
 
 Line = NDArray[Any]
 
@@ -464,5 +463,5 @@ def __getattr__(name: str) -> type[Any]:
     if name not in _EARLIER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = _EARLIER[name]
-    warnings.warn(f"{name} is deprecated; write {found.__name__}", DeprecationWarning, stacklevel=2)
+    deprecated(name, f"write {found.__name__}")
     return found

@@ -12,7 +12,6 @@ from topoplan.cli.output import (
     Answer,
     folded,
     folded_line,
-    labelled,
     note_lines,
     printable,
     progress_line,
@@ -29,7 +28,7 @@ from topoplan.operate.faults import Fault, mended
 from topoplan.operate.next_steps import fault_steps
 from topoplan.plans.plan import check_collective, collective_name
 from topoplan.reading.probe import probe
-from topoplan.units import TOLERANCE, bus_words, counted
+from topoplan.units import TOLERANCE, counted, labelled, rate_words
 
 DEFAULT_COLLECTIVE = "allreduce"
 """The collective whose cost is always printed."""
@@ -143,10 +142,7 @@ def _lines(
     yield from labelled(("compared", _resembles(found)))
     for collective, each in costs.items():
         if each:
-            now, healthy = (
-                f"{rate:.6g} GB/s{bus_words(rate, collective, gpus)}"
-                for rate in (each[0].now, each[0].healthy)
-            )
+            now, healthy = (rate_words(rate, collective, gpus) for rate in (each[0].now, each[0].healthy))
             value = (
                 f"{now}; without the faults {healthy}" if now != healthy else f"{now}, as without the faults"
             )

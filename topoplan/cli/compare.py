@@ -22,7 +22,6 @@ from topoplan.cli.output import (
     folded,
     folded_line,
     gpu_set_lines,
-    labelled,
     note_lines,
     progress_line,
     rank_names,
@@ -51,7 +50,7 @@ from topoplan.operate.compare.table import (
 )
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.reading.load import load
-from topoplan.units import bus_factor, bus_words, counted, name_ranges, number_ranges
+from topoplan.units import bus_factor, counted, labelled, name_ranges, number_ranges, rate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -188,7 +187,7 @@ def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
     yield f"{where}, over {channel_words((row.channel or '').split('+'))}: {_beside_nccl(row, f'{noun}s')}"
 
     def both(rate: float) -> str:
-        return f"{rate:.6g} GB/s{bus_words(rate, row.collective, ranks)}"
+        return rate_words(rate, row.collective, ranks)
 
     yield from labelled(
         ("algbw", f"{both(row.trees)}, {counted(row.tree_count, noun)} of height {row.height}"),

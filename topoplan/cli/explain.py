@@ -16,13 +16,11 @@ from topoplan.cli import arguments
 from topoplan.cli.machine_options import RequestedMachine, add_all_options
 from topoplan.cli.output import (
     DEFAULT_LINES,
-    LABEL_COLUMNS,
     MAX_COLUMNS,
     Answer,
     Column,
     folded,
     folded_line,
-    labelled,
     printable,
     progress_line,
     rank_names,
@@ -56,7 +54,7 @@ from topoplan.reading.nccl.debug_log import NcclLog, parse_nccl_log, via_kind
 from topoplan.reading.nccl.perf_json import parse_perf_runs
 from topoplan.reading.nccl.perf_text import PerfRun
 from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, has, setting_of
-from topoplan.units import bus_words, counted, format_size, number_ranges
+from topoplan.units import LABEL_COLUMNS, counted, format_size, labelled, number_ranges, rate_words
 
 MeasuredTimes = dict[str, dict[tuple[str, str], dict[int, float]]]
 """Seconds by size, by collective, by algorithm and protocol."""
@@ -642,22 +640,21 @@ def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
     """Return what was measured, and what NCCL and any schedule can attain."""
 
     def both(rate: float) -> str:
-        return f"{rate:.4g} GB/s{bus_words(rate, found.collective, len(found.gpus), digits=4)}"
+        return rate_words(rate, found.collective, len(found.gpus), digits=4)
 
     def bus(rate: float) -> str:
         return f"{'algbw' if found.factor == 1 else 'busbw'} {rate * found.factor:.4g} GB/s"
 
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
-    measured = ""
-    if verdict.row is not None and verdict.row.reachable is found:
-        measured = f"{both(verdict.row.rate)} at {format_size(verdict.row.row.size)}"
-    others = "".join(f"; {name} {rate:.4g}" for name, rate in found.nccl[1:])
-    expected = ""
-    if verdict.row is not None and verdict.row.reachable is found and (model := verdict.row.expected):
-        size = verdict.row.row.size
-        rate = bus(size / model.seconds(size) / 1e9)
-        expected = f"{rate} at {format_size(size)} (NCCL's model: {model.algorithm}/{model.protocol})"
+    measured = expected = ""
+    row = verdict.row
+    if row is not None and row.reachable is found:
+        size, at = row.row.size, f"at {format_size(row.row.size)}"
+        measured = f"{both(row.rate)} {at}"
+        if model := row.expected:
+            rate = bus(size / model.seconds(size) / 1e9)
+            expected = f"{rate} {at} (NCCL's model: {model.algorithm}/{model.protocol})"
     others = "".join(f"; {name} {rate * found.factor:.4g}" for name, rate in found.nccl[1:])
     limit = f"{bus(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
     beyond = f"at most {both(found.in_network)} with in-network reduction" if found.in_network else ""

@@ -11,11 +11,10 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, SupportsIndex, cast, overload
 
-from topoplan.cli.arguments import OneLineParser, add_notes, flag
+from topoplan.cli.arguments import OneLineParser, flag
 from topoplan.cli.output import Answer, without_progress
 from topoplan.cli.results import ExportedFiles, Result, Row
 from topoplan.errors import UsageError
@@ -576,21 +575,11 @@ def report(
 
 def _answer(command: str, places: Sequence[str], objects: Mapping[str, object], **given: object) -> Answer:
     """Return the answer of a command; parameters as `_options`."""
+    from topoplan.cli.main import load_command
+
     options = _options(command, places, objects, **given)
     with _in_python(*objects.values()):
-        answer: Answer = _part(command, "run", "run_{}")(options)
-        return answer
-
-
-def _part(command: str, own: str, shared: str) -> Callable[..., Answer]:
-    """Return a function of a command's module, under its name in a module of several commands."""
-    from topoplan.cli.main import SHARED_MODULES
-
-    module = import_module(f"topoplan.cli.{SHARED_MODULES.get(command, command)}")
-    found: Callable[..., Answer] = getattr(
-        module, shared.format(command) if command in SHARED_MODULES else own
-    )
-    return found
+        return cast("Answer", load_command(command, {}).run(options))
 
 
 def _options(
@@ -601,9 +590,10 @@ def _options(
     ``places`` are words for what the parser requires, and ``objects`` take their places. ``given`` are options under
     their names with underscores; None and False leave one out.
     """
+    from topoplan.cli.main import declare_command
+
     parser = OneLineParser(prog=f"topoplan {command}")
-    _part(command, "add_options", "add_{}_options")(parser)
-    add_notes(parser)
+    declare_command(command, {}, parser)
     words = [*places]
     for name, value in given.items():
         takes_value = parser._option_string_actions[flag(name)].nargs != 0

@@ -322,10 +322,10 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
             # The options of all commands; commands of broken packages are left out.
             for known in (*COMMANDS, *others):
                 with contextlib.suppress(UsageError):
-                    _declare_command(known, others, commands.choices[known])
+                    declare_command(known, others, commands.choices[known])
             chosen.set_defaults(every=top)
         elif name in commands.choices:
-            _declare_command(name, others, chosen)
+            declare_command(name, others, chosen)
         options, unknown = top.parse_known_args(given)
     except SystemExit:
         # --help or --version has been printed; error() raises UsageError instead.
@@ -333,7 +333,7 @@ def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], Comm
     if unknown:
         raise UsageError(chosen.not_understood(unknown[0]))
     check_outputs(options)
-    found = _load(name, others).run(options)
+    found = load_command(name, others).run(options)
     return found if isinstance(found, int) else print_answer(found, options)
 
 
@@ -344,7 +344,7 @@ def command_parsers() -> dict[str, OneLineParser]:
     for name in (*COMMANDS, *others):
         with contextlib.suppress(UsageError):
             parser = OneLineParser(prog=f"topoplan {name}")
-            _declare_command(name, others, parser)
+            declare_command(name, others, parser)
             found[name] = parser
     return found
 
@@ -354,18 +354,18 @@ def _installed_commands() -> dict[str, Callable[[], CommandModule]]:
     return {name: load for name, load in plugin_loaders(COMMAND_GROUP).items() if name not in COMMANDS}
 
 
-def _declare_command(
+def declare_command(
     name: str, others: Mapping[str, Callable[[], CommandModule]], parser: OneLineParser
 ) -> None:
     """Add the options and the description of a command to its parser."""
-    command = _load(name, others)
+    command = load_command(name, others)
     command.add_options(parser)
     add_notes(parser)
     parser.description = command.run.__doc__
 
 
-def _load(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> CommandModule:
-    """Return the module of a command."""
+def load_command(name: str, others: Mapping[str, Callable[[], CommandModule]]) -> CommandModule:
+    """Return the module of a command; ``others`` are those of installed packages."""
     if name in others:
         return others[name]()
     module = import_module(f"topoplan.cli.{SHARED_MODULES.get(name, name)}")

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from topoplan.cli import arguments
 from topoplan.cli.machine_options import RequestedMachine, add_all_options, apply_faults, apply_overlay
-from topoplan.cli.output import Answer, Column, folded, folded_line, labelled, progress_line, table, table_of
+from topoplan.cli.output import Answer, Column, folded, folded_line, progress_line, table, table_of
 from topoplan.cli.plan_sets import add_mesh_options as add_mesh
 from topoplan.cli.sources import host_names, read_machine
 from topoplan.errors import UsageError
@@ -26,7 +26,7 @@ from topoplan.operate.rank_order import ENUMERATED, RankOrder, best_order
 from topoplan.plans.plan import COLLECTIVES, check_collective, collective_name
 from topoplan.reading.load import load, load_network
 from topoplan.reading.slurm import fold_hostlist
-from topoplan.units import bus_factor, bus_words, counted, number_ranges
+from topoplan.units import bus_factor, counted, labelled, number_ranges, rate_words
 
 MAX_PLACEMENTS = 5
 """Most placements in the table without ``--all``."""
@@ -211,7 +211,7 @@ def _rate_alone(ranked: MeshOrder, best: MeshPlacement, name: str, collective: s
             ranks = dict(ranked.axes)[axis]
             rates = [float(alone), float(best.together * weight)]
             return ": " + "; ".join(
-                f"{word} {rate:.6g} GB/s{bus_words(rate, collective, ranks)}"
+                f"{word} {rate_words(rate, collective, ranks)}"
                 for word, rate in zip(("rings alone", "at once"), rates, strict=True)
             )
     return ""

@@ -31,7 +31,7 @@ from topoplan.cli.arguments import PLOT_OPTIONS, first_set_option
 from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, collective_name
 from topoplan.solve.upper_bound import Bound, in_network_bound
-from topoplan.units import bus_words, counted, name_ranges, number_ranges
+from topoplan.units import counted, labelled, name_ranges, number_ranges, plural, rate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -245,9 +245,6 @@ def plan_notes(plan: Plans) -> list[str]:
 DEFAULT_LINES = 24
 """Most lines of an answer without ``--all``."""
 
-LABEL_COLUMNS = 13
-"""Columns of the label before a value."""
-
 MAX_NAMED = 4
 """Most links or parts named in a sentence."""
 
@@ -255,7 +252,7 @@ MAX_NAMED = 4
 def rate_verdict(gap: float, without: str = "") -> str:
     """Return what is proved of a rate: optimal, or the gap to the upper bound.
 
-    ``without`` says what the bound leaves out, see `without_words`.
+    ``without`` says what the bound leaves out, see `in_network_words`.
 
     >>> rate_verdict(0.0), rate_verdict(0.25)
     ('provably optimal', '25.00 % below the upper bound')
@@ -264,46 +261,30 @@ def rate_verdict(gap: float, without: str = "") -> str:
     return f"{verdict} {without}" if without else verdict
 
 
-def without_words(proved: Plan | Bound) -> str:
-    """Return what a bound leaves out if in-network reduction could exceed it; empty otherwise.
+def in_network_words(proved: Plan | Bound) -> tuple[str, str]:
+    """Return what a bound leaves out, and the bound with it, if in-network reduction could exceed it; else empty texts.
 
     >>> import topoplan
-    >>> without_words(topoplan.plan("dgx-h100")), without_words(topoplan.plan("dgx-1v"))
-    ('without in-network reduction', '')
-    """
-    return "" if in_network_bound(proved) is None else "without in-network reduction"
-
-
-def in_network_words(proved: Plan | Bound) -> str:
-    """Return the bound with in-network reduction above one that leaves it out; empty if it adds nothing.
-
-    >>> import topoplan
-    >>> in_network_words(topoplan.plan("dgx-h100"))
+    >>> in_network_words(topoplan.plan("dgx-h100"))[1]
     'at most 450 GB/s, busbw 787.5 GB/s with in-network reduction (NVLS, SHARP)'
+    >>> in_network_words(topoplan.plan("dgx-1v"))
+    ('', '')
     """
     beyond = in_network_bound(proved)
     if beyond is None:
-        return ""
-    return f"at most {rate_words(beyond, proved)} with in-network reduction (NVLS, SHARP)"
+        return "", ""
+    what = "in-network reduction"
+    return f"without {what}", f"at most {rates_of(beyond, proved)} with {what} (NVLS, SHARP)"
 
 
-def rate_words(gbps: float, of: Plans | Bound, *, digits: int = 6) -> str:
-    """Return algorithm bandwidth and bus bandwidth.
+def rates_of(gbps: float, of: Plans | Bound, *, digits: int = 6) -> str:
+    """Return algorithm bandwidth and bus bandwidth of a plan or bound.
 
     >>> import topoplan
-    >>> rate_words(50.0, topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
+    >>> rates_of(50.0, topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]))
     '50 GB/s, busbw 75 GB/s'
     """
-    return f"{gbps:.{digits}g} GB/s{bus_words(gbps, of.collective, len(of.ranks), digits=digits)}"
-
-
-def labelled(*pairs: tuple[str, str]) -> list[str]:
-    """Return a line for each label and value, values below each other; pairs without a value are left out.
-
-    >>> labelled(("algbw", "50 GB/s"), ("in-network", ""), ("upper bound", "50 GB/s"))
-    ['algbw        50 GB/s', 'upper bound  50 GB/s']
-    """
-    return [f"{label:<{LABEL_COLUMNS - 2}}  {value}" for label, value in pairs if value]
+    return rate_words(gbps, of.collective, len(of.ranks), digits=digits)
 
 
 def step_lines(steps: Sequence[str]) -> list[str]:
@@ -330,16 +311,16 @@ def folded(rows: Sequence[Record], most: int, *, every: bool = False) -> tuple[S
     return rows[:shown], len(rows) - shown
 
 
-def folded_line(left: int, noun: str, nouns: str = "", *, flag: str = "--all") -> list[str]:
-    """Return the line that counts rows left out; no line for none. ``nouns`` is the plural, the noun with s by default.
+def folded_line(left: int, noun: str) -> list[str]:
+    """Return the line that counts rows left out; no line for none.
 
-    >>> folded_line(28, "tree"), folded_line(1, "class", "classes"), folded_line(0, "tree")
+    >>> folded_line(28, "tree"), folded_line(1, "class"), folded_line(0, "tree")
     (['… and 28 more trees; --all prints them'], ['… and 1 more class; --all prints it'], [])
     """
     if not left:
         return []
-    what, pronoun = (noun, "it") if left == 1 else (nouns or f"{noun}s", "them")
-    return [f"… and {left:,} more {what}; {flag} prints {pronoun}"]
+    what, pronoun = (noun, "it") if left == 1 else (plural(noun), "them")
+    return [f"… and {left:,} more {what}; --all prints {pronoun}"]
 
 
 def thinned(rows: Sequence[Record], most: int, *, every: bool = False) -> Sequence[Record]:

@@ -15,7 +15,6 @@ from topoplan.cli.output import (
     few,
     folded,
     folded_line,
-    labelled,
     progress_line,
     records_of,
     step_lines,
@@ -40,7 +39,7 @@ from topoplan.operate.calibration.pair_tests import FILLED, PairTest, PairTests,
 from topoplan.operate.calibration.slow_links import SlowClass, SlowLinkReport, attribute_slow_pairs
 from topoplan.reading.load import read_text
 from topoplan.reading.slurm import by_number
-from topoplan.units import counted
+from topoplan.units import counted, labelled
 
 FORMATS = ("text", "json", "csv", *STARTERS)
 SIZE = 256 << 20

@@ -23,17 +23,15 @@ from topoplan.cli.output import (
     folded,
     folded_line,
     in_network_words,
-    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
     rank_names,
     rate_verdict,
-    rate_words,
+    rates_of,
     table,
     tree_noun,
-    without_words,
 )
 from topoplan.cli.sources import read_demand, read_machine, read_trees
 from topoplan.errors import kind_of
@@ -58,7 +56,7 @@ from topoplan.solve.planner import METHODS, ORDERS, TOLERANCE
 from topoplan.solve.planner import plan as make_plan
 from topoplan.solve.upper_bound import compute_bound, in_network_bound
 from topoplan.units import TOLERANCE as LEAST_GAIN
-from topoplan.units import bus_factor, counted, exact, format_seconds
+from topoplan.units import bus_factor, counted, exact, format_seconds, labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -281,13 +279,14 @@ def _run_bound(options: argparse.Namespace) -> Answer:
 
     def text() -> Iterator[str]:
         where = f"{proved.topology.name}, {counted(len(proved.ranks), 'GPU')}"
+        without, beyond_words = in_network_words(proved)
         yield (
             f"{collective_name(proved.collective)} on {where}, over {channel_words(proved.channels)}: at most "
-            f"{' '.join(filter(None, (rate_words(proved.rate, proved), without_words(proved))))}"
+            f"{' '.join(filter(None, (rates_of(proved.rate, proved), without)))}"
         )
         yield from labelled(
-            ("upper bound", f"{rate_words(proved.rate, proved)}: {explain_certificate(proved)}"),
-            ("in-network", in_network_words(proved)),
+            ("upper bound", f"{rates_of(proved.rate, proved)}: {explain_certificate(proved)}"),
+            ("in-network", beyond_words),
         )
         yield f"proved in {format_seconds(seconds)}"
         yield from note_lines(*machine.warnings(gpus))
@@ -359,18 +358,19 @@ def plan_lines(
     if len(plan.ranks) == 1:
         yield f"{collective_words(plan)} on {machine_words(plan)}: one GPU, nothing moves"
         return
-    verdict = rate_verdict(plan.gap, without_words(plan))
+    without, beyond = in_network_words(plan)
+    by_phase = phases(plan)
+    where = f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}"
     head = [
-        f"{collective_words(plan)} on {machine_words(plan)}, over {channel_words(plan.channels)}: {verdict}",
-        *labelled(*_plan_facts(plan, order, every)),
+        f"{where}: {rate_verdict(plan.gap, without)}",
+        *labelled(*_plan_facts(plan, order, beyond, by_phase, every=every)),
     ]
     after = [] if plan.planning_seconds is None else [f"planned in {format_seconds(plan.planning_seconds)}"]
-    by_phase = phases(plan) if every else None
     yield from head
     yield ""
     taken = len(head) + 1 + len(after) + bool(after) + beside
     yield from tree_lines(plan, DEFAULT_LINES - taken, every=every)
-    if by_phase is not None:
+    if every and by_phase is not None:
         yield f"\n{phase_table(by_phase)}"
     for one in explained:
         yield ""
@@ -380,9 +380,11 @@ def plan_lines(
         yield from after
 
 
-def _plan_facts(plan: Plan, order: str | None, every: bool) -> Iterator[tuple[str, str]]:
+def _plan_facts(
+    plan: Plan, order: str | None, beyond: str, by_phase: PlanPhases | None, *, every: bool
+) -> Iterator[tuple[str, str]]:
     """Yield labels and values between the verdict and the trees; a value may be empty."""
-    yield "algbw", rate_words(plan.rate, plan)
+    yield "algbw", rates_of(plan.rate, plan)
     if plan.team_wide != plan.rate:
         yield (
             "NVLS",
@@ -391,8 +393,7 @@ def _plan_facts(plan: Plan, order: str | None, every: bool) -> Iterator[tuple[st
         )
     if isinstance(plan.certificate, Demand):
         yield "time", f"{format_seconds(float(plan.certificate.seconds(exact(plan.rate))))} for the demand"
-    yield "upper bound", f"{rate_words(plan.bound, plan)}: {explain_certificate(plan)}"
-    beyond = in_network_words(plan)
+    yield "upper bound", f"{rates_of(plan.bound, plan)}: {explain_certificate(plan)}"
     yield "in-network", beyond and f"{beyond}; --in-network all plans it"
     needed = connections_needed(plan)
     yield "connections", "" if needed is None else connections_line(needed)
@@ -400,9 +401,8 @@ def _plan_facts(plan: Plan, order: str | None, every: bool) -> Iterator[tuple[st
     if wider is not None:
         yield (
             "with PCIe",
-            f"at most {rate_words(wider, plan)}; --channels all or all-staged says for which sizes",
+            f"at most {rates_of(wider, plan)}; --channels all or all-staged says for which sizes",
         )
-    by_phase = phases(plan)
     if by_phase is not None:
         named = (("between servers", by_phase.between), ("inside servers", by_phase.inside))
         alone = ", ".join(f"{name} {one.rate:.6g} GB/s alone" for name, one in named if one.full)

@@ -17,18 +17,16 @@ from topoplan.cli.output import (
     folded,
     folded_line,
     in_network_words,
-    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
     rank_names,
     rate_verdict,
-    rate_words,
+    rates_of,
     records_of,
     table,
     table_of,
-    without_words,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -37,7 +35,7 @@ from topoplan.plans.file_values import finite
 from topoplan.plans.mesh_plans import MeshGroup, MeshPlans
 from topoplan.plans.plan import Plan, collective_name
 from topoplan.plans.survival import MachineFailure, SurvivalPlans
-from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size
+from topoplan.units import bus_factor, bus_words, counted, format_seconds, format_size, labelled
 
 
 def add_mesh_options(parser: arguments.OneLineParser, *, topic: str = "") -> None:
@@ -119,7 +117,7 @@ def _mesh_lines(mesh: MeshPlans, *, every: bool) -> Iterator[str]:
         f"{counted(len(list(groups)), 'group')} along {axis}"
         for axis, groups in groupby(mesh.groups, key=lambda group: group.axis)
     )
-    without = next(filter(None, (without_words(group.plan) for group in mesh.groups)), "")
+    without = next(filter(None, (in_network_words(group.plan)[0] for group in mesh.groups)), "")
     yield (
         f"{collective_name(first.collective)} on {mesh.topology.name}, a mesh of {axes}, over "
         f"{channel_words(first.channels)}: {rate_verdict(mesh.gap, without)}"
@@ -160,7 +158,7 @@ def _mesh_lines(mesh: MeshPlans, *, every: bool) -> Iterator[str]:
         columns = tuple(column for column in columns if column.head != "groups")
     shown, left = folded(rows, MAX_GROUPS, every=every)
     yield table_of(columns, shown)
-    yield from folded_line(left, "class", "classes")
+    yield from folded_line(left, "class")
     if mesh.seconds is not None:
         yield f"\nplanned in {format_seconds(mesh.seconds)}"
 
@@ -297,7 +295,8 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     kinds = Counter(outcome.failure.kind for outcome in book.outcomes)
     none = [one for one in book.outcomes if one.plan is None and one.like is None]
     other = [plan for plan in plans.values() if plan.channels != whole.channels and len(plan.ranks) > 1]
-    whole_rate = f"{_rate_words(whole)} without a failure: {rate_verdict(whole.gap, without_words(whole))}"
+    left_out, beyond = in_network_words(whole)
+    whole_rate = f"{_rate_words(whole)} without a failure: {rate_verdict(whole.gap, left_out)}"
     worst_rate = "" if worst is None else f"{_rate_words(worst[1])} without {worst[0]}"
     without = f"without {channel_words(whole.channels)}"
     fallbacks = [
@@ -310,9 +309,9 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     head = labelled(
         ("algbw", whole_rate),
         ("worst", worst_rate),
-        ("in-network", in_network_words(whole)),
+        ("in-network", beyond),
         ("failures", ", ".join(f"{n} {FAILURE_NOUN[kind][n > 1]}" for kind, n in kinds.items())),
-        ("plans", f"{len(plans)}, in {len(book.own)} equivalence class{'es' * (len(book.own) != 1)}"),
+        ("plans", f"{len(plans)}, in {counted(len(book.own), 'equivalence class')}"),
         *(("", words) for words in fallbacks),
         ("no plan", lost),
     )
@@ -325,13 +324,13 @@ def _survival_lines(book: SurvivalPlans, size: int, *, every: bool) -> Iterator[
     shown, left = folded(rows, DEFAULT_LINES - len(head) - 6, every=every)
     yield ""
     yield table(("failed", "failures", "GB/s", "busbw", "upper bound", "over"), shown)
-    yield from folded_line(left, "class", "classes")
+    yield from folded_line(left, "class")
     seconds = "" if book.seconds is None else f", planned in {format_seconds(book.seconds)}"
     yield f"\nfile: {format_size(size)}{seconds}"
 
 
 def _rate_words(plan: Plan) -> str:
-    return ONE_LEFT if finite(plan.rate) is None else rate_words(plan.rate, plan)
+    return ONE_LEFT if finite(plan.rate) is None else rates_of(plan.rate, plan)
 
 
 def _gbps(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -18,17 +19,15 @@ from topoplan.cli.output import (
     collective_words,
     few,
     in_network_words,
-    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
     rate_verdict,
-    rate_words,
+    rates_of,
     records_of,
     table_of,
     thinned,
-    without_words,
 )
 from topoplan.cli.sources import read_machine
 from topoplan.errors import UsageError
@@ -37,7 +36,7 @@ from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, SizeRange, check_collective, collective_name
 from topoplan.plans.size_plans import SizePlans
-from topoplan.units import counted, format_seconds, format_size
+from topoplan.units import counted, format_seconds, format_size, labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,7 +157,7 @@ def result_of(plans: SizePlans) -> Result:
         figure=lambda: _figure(choice),
         notes=notes,
     )
-    return Result("plan --sizes", answer, lambda: [dict(row) for row in records_of(POINTS, _points(choice))])
+    return Result("plan --sizes", answer, lambda: records_of(POINTS, _points(choice)))
 
 
 def range_times(choice: ScheduleChoice) -> list[RangeTimes]:
@@ -229,13 +228,11 @@ def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes], beside: int, *, 
         else "one for all sizes"
     )
     yield f"{where}, over {channel_words(best.channels)}, by message size: {found}"
+    without, beyond = in_network_words(best)
     head = labelled(
-        (
-            "algbw",
-            f"{rate_words(best.rate, best)} at large sizes: {rate_verdict(best.gap, without_words(best))}",
-        ),
-        ("upper bound", f"{rate_words(best.bound, best)}: {explain_certificate(best)}"),
-        ("in-network", in_network_words(best)),
+        ("algbw", f"{rates_of(best.rate, best)} at large sizes: {rate_verdict(best.gap, without)}"),
+        ("upper bound", f"{rates_of(best.bound, best)}: {explain_certificate(best)}"),
+        ("in-network", beyond),
         ("crossovers", _crossovers(lines)),
     )
     yield from head
@@ -394,11 +391,12 @@ def _figure(choice: ScheduleChoice) -> Figure:
 
     plans = choice.plans
     curves = {}
+    times: Counter[str] = Counter()
     for plan, seconds in zip(choice.candidates, choice.clocks(), strict=True):
-        name = described = describe_schedule(plan)
-        while name in curves:  # equal schedules are of other trees: a 2nd, a 3rd
-            number = int(name.removeprefix(f"{described}, other trees ")) + 1 if name != described else 2
-            name = f"{described}, other trees {number}"
+        name = describe_schedule(plan)
+        times[name] += 1
+        if times[name] > 1:
+            name += f", other trees {times[name]}"
         curves[name] = [row(plans.collective, len(plans.ranks), size, seconds(size)) for size in choice.sizes]
     title = f"{collective_name(plans.collective)} on {plans.topology.name}, {counted(len(plans.ranks), 'GPU')}, by size"
     return draw_sweep(curves, title=title)

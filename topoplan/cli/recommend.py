@@ -15,7 +15,6 @@ from topoplan.cli.output import (
     folded_line,
     gpu_set_lines,
     in_network_words,
-    labelled,
     progress_line,
     records_of,
     table_of,
@@ -29,7 +28,7 @@ from topoplan.operate.compare.recommendation import GpuSet, recommend
 from topoplan.plans.file_values import finite
 from topoplan.plans.plan import check_collective, collective_name
 from topoplan.solve.upper_bound import compute_bound
-from topoplan.units import bus_factor, bus_words, counted, number_ranges
+from topoplan.units import bus_factor, counted, labelled, number_ranges, rate_words
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -220,25 +219,21 @@ def _set_lines(
         yield f"{title}: no path joins any {count} of the {free} GPUs"
         return
     over = channel_words(best.channel.split("+"))
-    rate = f"{best.rate:.6g} GB/s{bus_words(best.rate, collective, count)}, over {over}"
     if len(classes) == 1:
         chosen = f"all {free} GPUs" if free == count else f"any {count} of the {free} GPUs: all equal"
         yield f"{title}, {chosen}"
     else:
         yield f"{title}: GPUs {number_ranges(best.gpus)} are the best {count}"
-    upper = f"{best.bound:.6g} GB/s{bus_words(best.bound, collective, count)}"
     yield from labelled(
-        ("algbw", rate),
-        ("upper bound", upper),
-        ("in-network", in_network_words(compute_bound(machine.whole, collective, gpus=best.gpus))),
+        ("algbw", f"{rate_words(best.rate, collective, count)}, over {over}"),
+        ("upper bound", rate_words(best.bound, collective, count)),
+        ("in-network", in_network_words(compute_bound(machine.whole, collective, gpus=best.gpus))[1]),
         ("take", f"{number_ranges(best.gpus)}{nodes}" if len(classes) == 1 and free > count else ""),
         ("leaves", _remaining_words(best, sets)),
     )
     if len(classes) == 1:
         known = dict.fromkeys((best.nccl_best, (best.nccl, best.nccl_kind)))
-        words = [
-            f"{rate:.6g} GB/s{bus_words(rate, collective, count)} by {kind}" for rate, kind in known if rate
-        ]
+        words = [f"{rate_words(rate, collective, count)} by {kind}" for rate, kind in known if rate]
         yield from labelled(
             ("NCCL's best", words[0] if words else "no schedule here"),
             ("no NVLS", words[-1] if words[1:] else ""),

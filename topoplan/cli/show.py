@@ -25,7 +25,6 @@ from topoplan.cli.output import (
     few,
     folded,
     folded_line,
-    labelled,
     printable,
     records_of,
     table,
@@ -39,7 +38,7 @@ from topoplan.operate.plot.tree_layout import grow_forest
 from topoplan.reading.load import library, load
 from topoplan.reading.pcie_tree import affinity_columns, relation_matrix
 from topoplan.reading.probe import probe
-from topoplan.units import counted, exact, listed, name_ranges
+from topoplan.units import counted, exact, labelled, listed, name_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -246,13 +245,13 @@ def _title(topology: Topology) -> list[str]:
     kinds = Counter(kind for _, kind in dict.fromkeys((nic_name(d.name), d.kind) for d in topology.devices))
     models = {topology.device(gpu).model for gpu in topology.gpus}
     model = f" {models.pop()}" if len(models) == 1 and "" not in models else ""
-    parts = [f"{len(topology.gpus)}{model} GPU{'s' * (len(topology.gpus) != 1)}"]
+    parts = [counted(len(topology.gpus), f"{model.strip()} GPU".strip())]
     if len(topology.servers) > 1:
         parts.append(f"{len(topology.servers)} servers")
     parts += [
         counted(kinds[kind], noun) for kind, noun in (("nic", "NIC"), ("nvswitch", "NVSwitch")) if kinds[kind]
     ]
-    text = ", ".join(parts).replace("NVSwitchs", "NVSwitches")
+    text = ", ".join(parts)
     links = _link_words(link_summary(topology))
     line = f"{topology.name}: {text}; {links}"
     return [line] if len(line) <= MAX_COLUMNS else [f"{topology.name}: {text}", *labelled(("links", links))]

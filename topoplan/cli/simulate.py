@@ -21,12 +21,11 @@ from topoplan.cli.output import (
     collective_words,
     folded,
     folded_line,
-    labelled,
     machine_words,
     note_lines,
     plan_notes,
     progress_line,
-    rate_words,
+    rates_of,
     table,
     table_of,
     thinned,
@@ -50,7 +49,7 @@ from topoplan.reading.load import read_text
 from topoplan.schedules.low_latency import direct_sends
 from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan as make_plan
-from topoplan.units import counted, format_size
+from topoplan.units import counted, format_size, labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -462,7 +461,7 @@ def _described(label: str, plan: Plans, more: str = "") -> list[str]:
             else f", {counted(one.num_trees, tree_noun(one))} of height {one.height}"
         )
         lines.append(
-            (label, f"{where}{one.schedule}, {rate_words(one.rate, one)}{trees}{more and f'; {more}'}")
+            (label, f"{where}{one.schedule}, {rates_of(one.rate, one)}{trees}{more and f'; {more}'}")
         )
     return labelled(*lines, ("", f"and {left} more ranges of sizes; verify lists them" if left else ""))
 

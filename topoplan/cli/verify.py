@@ -27,18 +27,16 @@ from topoplan.cli.output import (
     folded,
     folded_line,
     in_network_words,
-    labelled,
     machine_words,
     plan_notes,
     print_error,
     print_json,
     progress_line,
     rate_verdict,
-    rate_words,
+    rates_of,
     table,
     table_of,
     tree_noun,
-    without_words,
 )
 from topoplan.cli.sources import parse_claimed_plan, read_plan_text
 from topoplan.engines.msccl_read_back import check_msccl, read_algorithm_file
@@ -58,7 +56,7 @@ from topoplan.plans.survival import MachineFailure, SurvivalPlans, verify_surviv
 from topoplan.plans.verify import Verification, verify_all
 from topoplan.reading.load import load
 from topoplan.solve.upper_bound import in_network_bound
-from topoplan.units import counted, format_size
+from topoplan.units import counted, format_size, labelled
 
 MSCCLPP = "mscclpp"
 MSCCL = "msccl"
@@ -332,12 +330,10 @@ def _ranges_answer(
             f"valid: {collective_words(plans)} on {machine_words(plans)}: {counted(len(pairs), 'range')} that cover "
             "every size"
         )
-        limit = (
-            "" if finite(best.bound) is None else f"{rate_words(best.bound, best, digits=9)}, recomputed: "
-        )
+        limit = "" if finite(best.bound) is None else f"{rates_of(best.bound, best, digits=9)}, recomputed: "
         yield from labelled(
             ("upper bound", limit and f"{limit}{explain_certificate(best)}"),
-            ("in-network", in_network_words(best)),
+            ("in-network", in_network_words(best)[1]),
             ("checked", f"in every range {POSTCONDITION}"),
             ("times", "" if bound is None else _times_words(plans, bound)),
         )
@@ -436,13 +432,13 @@ def _report_lines(plan: Plan, report: Verification) -> Iterator[str]:
     if report.exact_rate is None or report.exact_bound is None:
         yield f"valid: {where}: {_verdict(report)}"
         return
-    without = without_words(plan)
+    without, beyond = in_network_words(plan)
     yield f"valid: {where}, over {channel_words(plan.channels)}: {_verdict(report)}{without and f' {without}'}"
-    rate, most = (rate_words(gbps, plan, digits=9) for gbps in (report.rate, report.bound))
+    rate, most = (rates_of(gbps, plan, digits=9) for gbps in (report.rate, report.bound))
     yield from labelled(
         ("algbw", f"{rate} (exactly {report.exact_rate}), recomputed from the loads of the links"),
         ("upper bound", f"{most} (exactly {report.exact_bound}), recomputed: {explain_certificate(plan)}"),
-        ("in-network", in_network_words(plan)),
+        ("in-network", beyond),
         ("checked", f"{POSTCONDITION}; {counted(report.trees, tree_noun(plan))} of height {report.height}"),
         ("full links", few([f"{src}>{dst}" for src, dst in report.bottleneck])),
     )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, cast
 
 import topoplan
 from topoplan.errors import TopologyError, UsageError
-from topoplan.units import format_size
+from topoplan.units import counted, format_size
 
 if TYPE_CHECKING:
     import networkx
@@ -367,10 +367,7 @@ class Topology:
 
     def __repr__(self) -> str:
         gpus = len(self.select(None)) if self.gpus else 0
-        return (
-            f"<Topology {self.name}, {gpus} GPU{'s' * (gpus != 1)}, {len(self.devices)} devices, "
-            f"{len(self.links)} links>"
-        )
+        return f"<Topology {self.name}, {counted(gpus, 'GPU')}, {len(self.devices)} devices, {len(self.links)} links>"
 
     def select(self, gpus: Sequence[int] | None) -> tuple[int, ...]:
         """Return the GPU numbers of an allocation, checked and in the given order; all remaining GPUs for None.

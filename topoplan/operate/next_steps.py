@@ -1,10 +1,10 @@
 """Judge the runs of a log in one sentence, and say what to do next after a diagnosis.
 
-A run is judged by its fastest row that bandwidth binds. It is as expected if it reaches `OF_MODEL` of the rate of
-NCCL's own model at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS reaches about 60 % of its
-links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal rate. A slow run is
-compared with the limits of other transports first (`Likely`), since each has causes of its own. Steps are ordered by
-how often each cause is the one, and by how fast it is checked.
+A run is judged by its fastest row that bandwidth binds, and by its larger sizes. A row is as expected if it reaches
+`OF_MODEL` of the rate of NCCL's own model at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS
+reaches about 60 % of its links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal
+rate. A slow run is compared with the limits of other transports first (`Likely`), since each has causes of its own.
+Steps are ordered by how often each cause is the one, and by how fast it is checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topoplan.operate.compare.nccl_debug_run import NcclRun
 from topoplan.operate.faults import Fault
 from topoplan.reading.load import library, load
 from topoplan.reading.nccl.perf_text import LoggedRank
-from topoplan.units import counted, format_size
+from topoplan.units import format_size
 
 OF_MODEL, OF_LINKS = 0.8, 0.7
 """Least part of the rate of NCCL's model, and of its best schedule on the links, that a healthy run reaches."""
@@ -347,6 +347,6 @@ def fault_steps(faults: Iterable[Fault]) -> tuple[str, ...]:
     steps = []
     for text, found in of_step.items():
         where = found[0].where if len(found[0].where) <= 40 else f"{found[0].where[:39]}…"
-        more = f" and {counted(len(found) - 1, 'more')}".removesuffix("s") if len(found) > 1 else ""
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         steps.append(f"{where}{more}: {text}")
     return tuple(steps)

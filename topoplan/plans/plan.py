@@ -50,13 +50,14 @@ from topoplan.plans.loads import team_wide_rate
 from topoplan.plans.shards import ImageShards, Shard, Stage, shard_bounds, shard_counts
 from topoplan.units import (
     bus_factor,
-    bus_words,
     counted,
     format_size,
+    labelled,
     listed,
     name_ranges,
     nearest_float,
     parse_size,
+    rate_words,
 )
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Plans(ABC):
 
     def range_at(self, nbytes: int | str) -> SizeRange:
         """Return the range of a size in bytes; parameter and errors as `at`."""
-        size = nbytes if isinstance(nbytes, int) else parse_size(nbytes)
+        size = nbytes if isinstance(nbytes, int) else parse_size(nbytes)  # every call of a collective comes here
         if size < 0:
             raise UsageError(f"a buffer of {size} bytes does not exist; give a size of zero or more")
         ranges = self.ranges
@@ -327,7 +328,7 @@ class Plan(Plans):
     @property
     def seconds(self) -> float | None:
         """Deprecated: `planning_seconds`."""
-        deprecated("Plan.seconds", "Plan.planning_seconds")
+        deprecated("Plan.seconds", "use Plan.planning_seconds")
         return self.planning_seconds
 
     @property
@@ -599,27 +600,27 @@ class Plan(Plans):
         ranks = f"{len(self.ranks)} ranks ({named if len(named) <= 60 else f'{named[:60]}…'})"
 
         def both(rate: float) -> str:
-            return f"{rate:.6g} GB/s{bus_words(rate, self.collective, len(self.ranks))}"
+            return rate_words(rate, self.collective, len(self.ranks))
 
         beyond = self._in_network_bound()
         without = "" if beyond is None else " without in-network reduction"
         proved = f"{self.gap:.2%} below the upper bound" if self.gap else "provably optimal"
         made = self.method if self.schedule == TREES else self.schedule
-        links, relayed = channel_words(self.channels), self._relayed_edges()
-        lines = [
-            f"{where}, {ranks}, over {links}: {proved}{without}",
-            f"algbw        {both(self.rate)}",
-            f"upper bound  {both(self.bound)}",
-            *(
-                [f"in-network   at most {both(beyond)} with in-network reduction (NVLS, SHARP)"]
-                if beyond
-                else []
+        relayed = self._relayed_edges()
+        facts = labelled(
+            ("algbw", both(self.rate)),
+            ("upper bound", both(self.bound)),
+            (
+                "in-network",
+                f"at most {both(beyond)} with in-network reduction (NVLS, SHARP)" if beyond else "",
             ),
-            f"trees        {self.num_trees} of height {self.height} ({made})",
-            *([f"relayed      no link for {listed(relayed, noun='edges')}"] if relayed else []),
-            *([f"notes        {len(self.notes)}, in plan.notes"] if self.notes else []),
-        ]
-        return "\n".join(lines)
+            ("trees", f"{self.num_trees} of height {self.height} ({made})"),
+            ("relayed", f"no link for {listed(relayed, noun='edges')}" if relayed else ""),
+            ("notes", f"{len(self.notes)}, in plan.notes" if self.notes else ""),
+        )
+        return "\n".join(
+            [f"{where}, {ranks}, over {channel_words(self.channels)}: {proved}{without}", *facts]
+        )
 
     def _relayed_edges(self) -> list[str]:
         """Return the edges of trees that no link carries, and the ranks through which their data passes."""

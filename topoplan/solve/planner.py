@@ -213,17 +213,19 @@ def plan(
     if schedule != TREES:
         from topoplan.schedules.registry import make_schedule
 
-        of_trees: dict[str, tuple[object, object]]
-        of_trees = {"method": (method, "exact"), "order": (order, "height"), "height": (height, None)}
-        of_trees |= {"nbytes": (nbytes, None), "time_limit": (time_limit, None), "demand": (demand, None)}
-        of_trees |= {
-            "epsilon": (epsilon, GAP),
-            "threshold": (threshold, GAP),
-            "tolerance": (tolerance, TOLERANCE),
+        given = {
+            "method": method != "exact",
+            "order": order != "height",
+            "height": height is not None,
+            "nbytes": nbytes is not None,
+            "time_limit": time_limit is not None,
+            "demand": demand is not None,
+            "epsilon": epsilon != GAP,
+            "threshold": threshold != GAP,
+            "tolerance": tolerance != TOLERANCE,
         }
-        for name, (value, default) in of_trees.items():
-            if value is not None if default is None else value != default:
-                raise UsageError(f"{name} is for packed trees, got schedule {schedule!r}; leave {name} out")
+        for name in (name for name, stated in given.items() if stated):
+            raise UsageError(f"{name} is for packed trees, got schedule {schedule!r}; leave {name} out")
         return make_schedule(schedule, topology, collective, gpus=gpus, root=root, channels=channels)
     asked = Allocation.of(topology, collective, gpus=gpus, root=root, among=ALL_COLLECTIVES)
     collective = asked.collective

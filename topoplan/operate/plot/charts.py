@@ -18,6 +18,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from topoplan.errors import UsageError
+from topoplan.operate.compare.table import EQUAL
 from topoplan.operate.plot.canvas import (
     BLACK,
     BLUE,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 MOST_BARS = 12
 """Most classes with a name and bars; of more classes all are dots."""
 
-_EQUAL = 1e-6
 _PAGE = 8.0
 _MARGIN = 0.1
 _TITLE_ROW, _SMALL_ROW = 0.2, 0.17
@@ -68,7 +68,7 @@ def draw_comparison(rows: Sequence[Comparison], *, title: str = "") -> Figure:
     if len(rows) == 1:
         return _draw_schedules(rows[0], title)
     ordered = sorted(rows, key=lambda row: (len(row.gpus), -row.trees, -row.bound, -row.ring, row.gpus))
-    differing = sorted((row for row in ordered if _difference(row) > _EQUAL), key=_difference, reverse=True)
+    differing = sorted((row for row in ordered if _difference(row) > EQUAL), key=_difference, reverse=True)
     crowd = len(ordered) > MOST_BARS
     barred = [row for row in ordered if row in differing[:MOST_BARS]] if crowd else ordered
     room = _PAGE - 2 * _MARGIN
@@ -139,22 +139,9 @@ def _draw_schedules(row: Comparison, title: str) -> Figure:
     bars[0].set_edgecolor(BLUE)
     for place, rate in zip(places, rates, strict=True):
         ratio = f", trees do {row.trees / rate:.2f}x" if place else ""
-        axes.annotate(
-            f"{rate:.4g}{ratio}",
-            (rate, place),
-            xytext=(points(5), 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=points(SMALL),
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
+        _write(axes, f"{rate:.4g}{ratio}", (rate, place))
     axes.axvline(row.bound, color=BLACK, linewidth=points(1.3), linestyle="--", label="upper bound")
-    axes.set_xlim(0, _HEADROOM * max(*rates, row.bound))
-    axes.set_ylim(len(named) - 0.5, -0.5)
-    axes.set_yticks(places, names, fontsize=points(SMALL))
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color=GREY, linewidth=points(0.6))
-    axes.set_xlabel("algbw, GB/s", fontsize=points(SMALL))
+    _bar_axes(axes, names, max(*rates, row.bound))
     axes.legend(
         frameon=False, fontsize=points(SMALL), loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0
     )
@@ -236,18 +223,28 @@ def _draw_bars(axes: Axes, rows: Sequence[Comparison], names: Sequence[str]) -> 
             (row.rival[0], below, f"{row.rival[0]:.4g}, {row.rival[1]}" if row.rival[0] else "no baseline"),
         )
         for rate, up, text in words:
-            axes.annotate(
-                text,
-                (rate, up),
-                xytext=(points(5), 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=points(SMALL),
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-            )
-    axes.set_xlim(0, _HEADROOM * max(*rates, *(row.bound for row in rows), *rivals))
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), names, fontsize=points(SMALL))
+            _write(axes, text, (rate, up))
+    _bar_axes(axes, names, max(*rates, *(row.bound for row in rows), *rivals))
+
+
+def _write(axes: Axes, text: str, end: tuple[float, float]) -> None:
+    """Write a text behind the end of a bar."""
+    axes.annotate(
+        text,
+        end,
+        xytext=(points(5), 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=points(SMALL),
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+    )
+
+
+def _bar_axes(axes: Axes, names: Sequence[str], largest: float) -> None:
+    """Set the axes of bars with names, the first on top."""
+    axes.set_xlim(0, _HEADROOM * largest)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names, fontsize=points(SMALL))
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color=GREY, linewidth=points(0.6))
     axes.set_xlabel("algbw, GB/s", fontsize=points(SMALL))
@@ -279,12 +276,10 @@ def _summary(rows: Sequence[Comparison]) -> str:
     text = f"{total} allocations in {len(rows)} classes" if total > len(rows) else f"allocations: {total}"
     if not ratios:
         return text
-    if len(rows) == 1:
-        return f"trees / best baseline, {rows[0].rival[1]}: {ratios[0]:.3g}"
     mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
     return (
         f"{text}; trees / best baseline: {min(ratios):.3g} to {max(ratios):.3g}, geometric mean {mean:.3g}, equal or "
-        f"below in {sum(ratio <= 1 + _EQUAL for ratio in ratios)}"
+        f"below in {sum(ratio <= 1 + EQUAL for ratio in ratios)}"
     )
 
 
