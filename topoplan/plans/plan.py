@@ -168,7 +168,9 @@ class Plans(ABC):
 
     def range_at(self, nbytes: int | str) -> SizeRange:
         """Return the range of a size in bytes; parameter and errors as `at`."""
-        size = nbytes if isinstance(nbytes, int) else parse_size(nbytes)  # every call of a collective comes here
+        size = (
+            nbytes if isinstance(nbytes, int) else parse_size(nbytes)
+        )  # every call of a collective comes here
         if size < 0:
             raise UsageError(f"a buffer of {size} bytes does not exist; give a size of zero or more")
         ranges = self.ranges
