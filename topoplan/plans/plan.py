@@ -170,7 +170,7 @@ class Plans(ABC):
         """Return the range of a size in bytes; parameter and errors as `at`."""
         size = (
             nbytes if isinstance(nbytes, int) else parse_size(nbytes)
-        )  # every call of a collective comes here
+        )  # on each collective: no call for an int
         if size < 0:
             raise UsageError(f"a buffer of {size} bytes does not exist; give a size of zero or more")
         ranges = self.ranges
