@@ -82,10 +82,6 @@ class Fabric:
 
     ``topology`` has only the allocation's GPUs (see `Topology.subset`); ``channels`` are any of nvlink, pcie, network;
     or all or all-staged, and network.
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
-    >>> fabric.size, len(fabric.links), fabric.arcs[0].route
-    (3, 6, ('gpu4', 'gpu5'))
     """
 
     topology: Topology

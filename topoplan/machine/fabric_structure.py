@@ -151,14 +151,7 @@ class LabelledGraph:
 
 
 def labelled_graph_of(fabric: Fabric) -> LabelledGraph:
-    """Return the labelled graph of a fabric.
-
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> graph = labelled_graph_of(Fabric(topoplan.load("dgx-2"), ("nvlink",)))
-    >>> graph.ranks, graph.size, len(graph.tails), sorted(set(graph.link_labels.tolist()))
-    (16, 17, 32, [0])
-    """
+    """Return the labelled graph of a fabric."""
     # Equal bandwidths are equal floats: the exact rational is a function of the float.
     return _labelled(
         fabric,
@@ -238,11 +231,6 @@ class FabricServers:
     """The servers with ranks of a fabric, in the order of their first ranks.
 
     Links that leave a server are those of NICs to switches and cables between servers.
-
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> servers = FabricServers(Fabric(nvswitch_cluster(2, gpus=4), ("nvlink", "network")))
-    >>> servers.names, servers.of_rank.tolist()
-    (('s0', 's1'), [0, 0, 0, 0, 1, 1, 1, 1])
     """
 
     fabric: Fabric
@@ -386,13 +374,6 @@ def link_permutation(fabric: Fabric, permutation: ArrayLike) -> Permutation:
     """Return the link permutation of one that `keeps_wires`: link i is mapped to link ``result[i]`` of `Fabric.links`.
 
     UsageError if the permutation does not keep the wires.
-
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v").subset([4, 5, 7]), ("nvlink",))
-    >>> fabric.ends
-    ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1))
-    >>> link_permutation(fabric, [2, 1, 0]).tolist()
-    [5, 4, 3, 2, 1, 0]
     """
     image = bare_labelled_graph_of(fabric).image_of_links(np.asarray(permutation))
     if image is None:
@@ -425,11 +406,7 @@ def components(size: int, first: Integers, second: Integers) -> Integers:
 
 
 def orbits(size: int, generators: Sequence[Permutation]) -> Integers:
-    """Return the orbit of each of ``size`` positions under the generated group, labelled by its smallest member.
-
-    >>> orbits(5, [np.array([2, 1, 0, 3, 4]), np.array([0, 1, 4, 3, 2])]).tolist()
-    [0, 1, 0, 3, 0]
-    """
+    """Return the orbit of each of ``size`` positions under the generated group, labelled by its smallest member."""
     here = np.arange(size, dtype=np.int64)
     if not generators:
         return here
@@ -449,9 +426,6 @@ def group_elements(generators: Sequence[Permutation], limit: int) -> NDArray[np.
 
     ``generators`` are not empty. The identity is first, then breadth first: products of one generator, of two, …, in
     the generators' order. None too if the table would exceed `LARGEST_TABLE` entries. Callers share it, read-only.
-
-    >>> group_elements([np.array([1, 2, 0])], 3).tolist()
-    [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
     """
     steps = tuple(np.asarray(each, dtype=np.int32).tobytes() for each in generators)
     return _group_elements(steps, min(limit, LARGEST_TABLE // max(1, len(generators[0]))))
@@ -489,9 +463,6 @@ def group_order(generators: Sequence[Permutation], limit: int) -> int | None:
 
     Commuting generators need no table of elements: an element is then determined by its image of one node of each
     orbit, for if it fixes x it fixes k(x) for every element k.
-
-    >>> group_order([np.array([1, 2, 0, 3, 4]), np.array([0, 1, 2, 4, 3])], 10)
-    6
     """
     if not generators:
         return 1
@@ -522,11 +493,6 @@ def equitable_partition(fabric: Fabric, fixed: Sequence[int] = ()) -> Integers:
 
     Nodes of one class have, for every class and every kind of link, equally many links to and from it. Automorphisms
     that keep the fixed nodes never leave the classes, so the number of orbits is at least that of classes.
-
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> equitable_partition(fabric).tolist(), equitable_partition(fabric, [0]).tolist()
-    ([0, 0, 0, 0, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7])
     """
     graph = labelled_graph_of(fabric)
     return by_smallest_member(graph.refined(colours_with_fixed(graph, fixed)))

@@ -84,11 +84,7 @@ MOST_LINKS = max(generation.links for generation in BY_CAPABILITY.values())
 
 
 def generation_of(capability: int) -> GpuGeneration | None:
-    """Return the generation of a GPU by its compute capability, such as 70; None if it is older than all known ones.
-
-    >>> [generation_of(sm).name for sm in (70, 75, 103)], generation_of(52)
-    (['V100', 'V100', 'B200'], None)
-    """
+    """Return the generation of a GPU by its compute capability, such as 70; None if it is older than all known ones."""
     return BY_CAPABILITY.get(max((least for least in BY_CAPABILITY if least <= capability), default=0))
 
 
@@ -152,31 +148,17 @@ class GpuIdentity:
 
 
 def compute_capability(model: str) -> int | None:
-    """Return the compute capability of an NVIDIA GPU by its model's name, without the dot.
-
-    >>> [compute_capability(text) for text in ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "A6000", "GPU")]
-    [70, 90, 86, None]
-    """
+    """Return the compute capability of an NVIDIA GPU by its model's name, without the dot."""
     return next((sm for name, sm in _COMPUTE_CAPABILITY if re.search(name, model)), None)
 
 
 def is_amd(gpus: Iterable[Device]) -> bool:
-    """Return whether any GPU is AMD's, so that the file is for RCCL.
-
-    >>> is_amd([Device("gpu0", "gpu", model="MI250 GCD")]), is_amd([Device("gpu0", "gpu", model="A100")])
-    (True, False)
-    """
+    """Return whether any GPU is AMD's, so that the file is for RCCL."""
     return any(gpu.fact("gcn") or _amd_model(gpu.model) or "AMD" in gpu.model for gpu in gpus)
 
 
 def gpu_identity(gpu: Device, *, amd: bool) -> GpuIdentity:
-    """Return the attributes of a GPU for a file.
-
-    >>> gpu_identity(Device("gpu0", "gpu", model="Tesla V100-SXM2-16GB"), amd=False)
-    GpuIdentity(attributes=(('sm', '70'),), invented=('sm',), guessed=False)
-    >>> gpu_identity(Device("gpu0", "gpu", model="MI250 GCD"), amd=True).attributes
-    (('sm', '104'), ('gcn', 'gfx90a'), ('arch', '38911'))
-    """
+    """Return the attributes of a GPU for a file."""
     if amd:
         return _amd_identity(gpu)
     if gpu.fact("sm"):
@@ -211,11 +193,7 @@ THIRD_GENERATION = 90
 
 
 def nvswitch_capable(gpus: Iterable[Device]) -> tuple[str, ...]:
-    """Return the capabilities of the NVSwitch of these GPUs besides forwarding; () if their generation is unknown.
-
-    >>> nvswitch_capable([Device("gpu0", "gpu", model="H100")]), nvswitch_capable([Device("gpu0", "gpu")])
-    (('multicast', 'reduce'), ())
-    """
+    """Return the capabilities of the NVSwitch of these GPUs besides forwarding; () if their generation is unknown."""
     known = [known_capability(gpu) for gpu in gpus]
     able = bool(known) and all(one is not None and one >= THIRD_GENERATION for one in known)
     return IN_NETWORK if able else ()
@@ -225,11 +203,6 @@ def known_capability(gpu: Device, nvlinks: int = 0) -> int | None:
     """Return the compute capability without the dot, from facts, model or number of NVLinks; None if unknown.
 
     More ``nvlinks`` than those of an A100 imply at least `THIRD_GENERATION`.
-
-    >>> known_capability(Device("gpu0", "gpu", model="H20")), known_capability(Device("gpu0", "gpu"), 18)
-    (90, 90)
-    >>> known_capability(Device("gpu0", "gpu"), 8) is None
-    True
     """
     identity = gpu_identity(gpu, amd=False)
     if not identity.guessed:
@@ -252,13 +225,6 @@ def with_capable(topology: Topology) -> Topology:
 
     NVSwitches copy and add from Hopper on (NVLink SHARP). A GPU of unknown model counts as Hopper if it has more
     NVLinks than an A100.
-
-    >>> import topoplan
-    >>> bare = topoplan.load("dgx-h100").settled()
-    >>> bare.device("nvswitch0").capable, with_capable(bare).device("nvswitch0").capable
-    ((), ('multicast', 'reduce'))
-    >>> with_capable(topoplan.load("dgx-a100")) == topoplan.load("dgx-a100")
-    True
     """
     undeclared = {
         device.name
@@ -295,10 +261,6 @@ def assumed_capability(topology: Topology) -> int | None:
     It is that of the generation for which `topoplan.reading` takes these rates: of those with such NVLinks, and as many
     of them, the first whose PCIe link is as fast as theirs, else the first. None if a model is known, without PCIe, or
     if the rates are of no generation.
-
-    >>> import topoplan
-    >>> topoplan.load("dgx-h100").device("gpu0").model, assumed_capability(topoplan.load("dgx-h100"))
-    ('H100', None)
     """
     gpus = [device for device in topology.devices if device.kind == "gpu"]
     if is_amd(gpus) or not all(gpu_identity(gpu, amd=False).guessed for gpu in gpus):
@@ -363,47 +325,28 @@ def lane_bandwidth(speed: str) -> float | None:
     """Return the GB/s per direction of one PCIe lane, from the kernel's text of its rate; None if unknown.
 
     NCCL takes generation 3 for spellings that kernels do not write, such as ``16.0 GT/s``; here they are read as 16.
-
-    >>> lane_bandwidth("16 GT/s"), lane_bandwidth("16.0 GT/s PCIe"), lane_bandwidth("Unknown speed")
-    (1.5, 1.5, None)
     """
     match = re.match(r"\s*([0-9]{1,3}(?:\.[0-9]{1,3})?)\s*GT/s", speed)
     return LANE.get(float(match[1])) if match else None
 
 
 def pcie_bandwidth(speed: str, width: int) -> float:
-    """Return the GB/s per direction of a PCIe link, from the kernel's text of its lane rate and its number of lanes.
-
-    >>> pcie_bandwidth("8 GT/s", 16), pcie_bandwidth("16.0 GT/s PCIe", 8), pcie_bandwidth("", 0)
-    (12.0, 12.0, 12.0)
-    """
+    """Return the GB/s per direction of a PCIe link, from the kernel's text of its lane rate and its number of lanes."""
     return (width or UNKNOWN_WIDTH) * (lane_bandwidth(speed) or UNKNOWN_LANE)
 
 
 def nvlink_bandwidth(sm: int) -> float:
-    """Return the GB/s per direction of one NVLink by the GPU's compute capability, such as 70; an unknown one is 80.
-
-    >>> nvlink_bandwidth(70), nvlink_bandwidth(86), nvlink_bandwidth(89), nvlink_bandwidth(120)
-    (20.0, 12.0, 20.0, 40.1)
-    """
+    """Return the GB/s per direction of one NVLink by the GPU's compute capability, such as 70; an unknown one is 80."""
     return next((rate for least, rate in sorted(NVLINK.items(), reverse=True) if sm >= least), NVLINK[80])
 
 
 def gcn_name(gcn: str) -> str:
-    """Return the name of an AMD GPU's architecture, which old files give as a number.
-
-    >>> gcn_name("910"), gcn_name("gfx942")
-    ('gfx90a', 'gfx942')
-    """
+    """Return the name of an AMD GPU's architecture, which old files give as a number."""
     return _NUMBERED_GCN.get(gcn, gcn)
 
 
 def xgmi_bandwidth(gcn: str) -> float:
-    """Return the GB/s per direction of one XGMI link; the architecture is a name, or a number as in old files.
-
-    >>> xgmi_bandwidth("gfx942"), xgmi_bandwidth("910"), xgmi_bandwidth("908")
-    (48.0, 36.0, 24.0)
-    """
+    """Return the GB/s per direction of one XGMI link; the architecture is a name, or a number as in old files."""
     return next(rate for start, rate in XGMI.items() if gcn_name(gcn).startswith(start))
 
 
@@ -411,9 +354,6 @@ def socket_bandwidth(arch: str, vendor: str, family: int, model: int) -> float:
     """Return the GB/s per direction between two NUMA nodes; ``arch`` is x86_64, arm64 or ppc64.
 
     An unknown vendor has the slowest figure; NCCL assumes no limit at all.
-
-    >>> socket_bandwidth("x86_64", "GenuineIntel", 6, 85), socket_bandwidth("x86_64", "AuthenticAMD", 23, 49)
-    (10.0, 16.0)
     """
     if arch == "ppc64":
         return 32.0
@@ -438,11 +378,7 @@ def counted_bandwidth(speed: str, lanes: int) -> Fraction:
 
 
 def nearest_pcie(bandwidth: float) -> tuple[str, int]:
-    """Return the lane rate and lanes whose bandwidth in NCCL is nearest to this one in GB/s; ties go to most lanes.
-
-    >>> nearest_pcie(12.0), nearest_pcie(36.0), nearest_pcie(5.4)
-    (('8 GT/s', 16), ('32 GT/s', 12), ('5 GT/s', 14))
-    """
+    """Return the lane rate and lanes whose bandwidth in NCCL is nearest to this one in GB/s; ties go to most lanes."""
     wanted = exact(bandwidth)
     choices = [(speed, lanes) for lanes in range(MOST_LANES, 0, -1) for speed in LANE_RATES]
     return min(choices, key=lambda choice: abs(counted_bandwidth(*choice) - wanted))

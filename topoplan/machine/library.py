@@ -76,11 +76,7 @@ class HostSide:
 
 
 def switches(members: Sequence[Sequence[str]], *, cpus: int) -> dict[str, str]:
-    """Return the parents of a box with one PCIe switch for each group of members, divided evenly among the CPUs.
-
-    >>> switches([["gpu0"], ["gpu1"]], cpus=2)
-    {'pcie0': 'cpu0', 'gpu0': 'pcie0', 'pcie1': 'cpu1', 'gpu1': 'pcie1'}
-    """
+    """Return the parents of a box with one PCIe switch for each group of members, divided evenly among the CPUs."""
     parents: dict[str, str] = {}
     for i, group in enumerate(members):
         parents[f"pcie{i}"] = f"cpu{i * cpus // len(members)}"
@@ -92,8 +88,6 @@ def hybrid_cube_mesh(doubled: Sequence[tuple[int, int]] = ()) -> dict[tuple[int,
     """Return the NVLinks of each connected pair of a DGX-1's 8 GPUs; ``doubled`` pairs have two.
 
     They are two quads, fully connected, and four links across.
-    >>> len(hybrid_cube_mesh()), sum(hybrid_cube_mesh([(0, 3), (0, 4)]).values())
-    (16, 18)
     """
     quads = [(i + q, j + q) for q in (0, 4) for i in range(4) for j in range(i + 1, 4)]
     return {pair: 1 + (pair in doubled) for pair in [*quads, *((i, i + 4) for i in range(4))]}
@@ -112,11 +106,6 @@ def direct_box(
     """Return a server whose GPUs are joined by direct links; ``pairs`` has the links of each connected pair.
 
     An empty ``pairs`` makes a PCIe-only box. ``source`` is that of the figures.
-    >>> from topoplan.machine.hardware import V100
-    >>> host = HostSide({"gpu0": "cpu0", "gpu1": "cpu0"}, 12, 8, "")
-    >>> box = direct_box("pair", host, gpu=V100, gpus=2, pairs={(0, 1): 2}, source="")
-    >>> box.links[0].bandwidth, len(box.links)
-    (50.0, 6)
     """
     wires = [
         link

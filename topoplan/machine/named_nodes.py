@@ -26,11 +26,6 @@ def domain(machine: Topology, size: int) -> Topology:
 
     These are the devices connected to the GPUs without NVSwitch. UsageError if the size does not divide the number of
     GPUs, no NVSwitch joins them, or the domains would share a CPU or have different NICs.
-
-    >>> import topoplan
-    >>> tray = domain(topoplan.load("gb200-nvl72"), 4)
-    >>> tray.gpus, [device.name for device in tray.devices if device.kind in ("cpu", "nic")]
-    (('gpu0', 'gpu1', 'gpu2', 'gpu3'), ['cpu0', 'cpu1', 'nic0', 'nic1', 'nic2', 'nic3'])
     """
     gpus = machine.gpus
     if not any(device.kind == "nvswitch" for device in machine.devices):

@@ -58,10 +58,6 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
     mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
     mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
     is ignored. UsageError for another syntax, an unknown name, or a choice that leaves no NIC.
-
-    >>> import topoplan
-    >>> [device.name for device in nic_machine(topoplan.load("dgx-1v"), "^nic0,nic3").devices if device.kind == "nic"]
-    ['nic1', 'nic2']
     """
     match = _CHOICE.fullmatch(choice)
     if match is None:
@@ -154,15 +150,6 @@ def wire_server(
     ``gpus`` are present, ``served`` those for which NICs are chosen; None means all present ones. ``nics`` is as for
     `nic_places`; ``rate`` is that of a NIC in GB/s per direction. ``access`` is one of `NIC_ACCESS`: ``direct`` is the
     projection of Blink, figure 19b, in which only the port of the NIC limits.
-
-    Each NIC of a DGX-1V serves two GPUs over PCIe of generation 3:
-
-    >>> import topoplan
-    >>> wired = wire_server(topoplan.load("dgx-1v"), None, nics=None, rate=50.0, access="pcie")
-    >>> wired.ports[0]
-    NicPort(number=0, sender='nic0.tx', receiver='nic0.rx', out=12.0, back=12.0)
-    >>> [(link.src, link.bandwidth) for link in wired.links if link.dst == "nic0.tx"]
-    [('gpu0', 12.0), ('gpu1', 12.0)]
     """
     if access not in NIC_ACCESS:
         raise UsageError(f"nic_access {access!r} is unknown; use one of {', '.join(NIC_ACCESS)}")
@@ -204,13 +191,7 @@ def wire_server(
 
 
 def far_nics(machine: Topology) -> tuple[str, ...]:
-    """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs.
-
-    >>> import topoplan
-    >>> rows = ["     GPU0 GPU1 NIC0 NIC1", "GPU0 X NV2 PIX SYS", "GPU1 NV2 X PIX SYS", "NIC0 PIX PIX X SYS"]
-    >>> far_nics(topoplan.load("\\n".join(rows)))
-    ('nic1',)
-    """
+    """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs."""
     nearest: dict[str, int] = {}
     kinds: dict[str, dict[str, int]] = {}
     for nic, paths in _nearest(machine, machine_nics(machine), machine.gpus).items():
@@ -325,11 +306,6 @@ def nic_places(
     ``nics`` takes at most so many of the machine's NICs, the nearest to the allocation first; if it has fewer, NICs
     without a place are added, which serve GPUs without a NIC before others. None keeps the machine's NICs, or adds one
     if it has none. ``idle`` NICs serve only if ``nics`` exceeds the number of the others.
-    >>> import topoplan
-    >>> for place in nic_places(topoplan.load("dgx-1v"), [3, 4, 5, 6, 7], 2):
-    ...     print(place.name, dict(place.paths))
-    nic1 {'gpu2': ('nic1', 'pcie1', 'gpu2'), 'gpu3': ('nic1', 'pcie1', 'gpu3')}
-    nic2 {'gpu4': ('nic2', 'pcie2', 'gpu4'), 'gpu5': ('nic2', 'pcie2', 'gpu5')}
     """
     own = machine_nics(machine)
     every = machine.gpus

@@ -177,11 +177,7 @@ class Device:
             )
 
     def fact(self, key: str) -> str:
-        """Return the fact of this key, empty if it is not known.
-
-        Examples
-        --------
-        """
+        """Return the fact of this key, empty if it is not known."""
         return dict(self.facts).get(key, "")
 
 

@@ -32,12 +32,7 @@ from topoplan.machine.topology import (
 
 
 def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
-    """Return the equivalence classes of servers, in order of first appearance.
-
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> equivalent_servers(nvswitch_cluster(3))
-    (('s0', 's1', 's2'),)
-    """
+    """Return the equivalence classes of servers, in order of first appearance."""
     home = {device.name: device.server for device in topology.devices}
     parts: dict[str, Counter[Hashable]] = {server: Counter() for server in topology.servers}
     for device in topology.devices:
@@ -58,12 +53,7 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
 
 
 def representative_servers(topology: Topology) -> Topology:
-    """Return the machine with the first server of each equivalence class and its switches up to two hops away.
-
-    >>> from topoplan.machine.cluster import nvswitch_cluster
-    >>> len(representative_servers(nvswitch_cluster(64)).gpus)
-    8
-    """
+    """Return the machine with the first server of each equivalence class and its switches up to two hops away."""
     shown = {group[0] for group in equivalent_servers(topology)} | {""}
     outside = {device.name for device in topology.devices if device.kind == "switch" and not device.server}
     kept = {device.name for device in topology.devices if device.server in shown} - outside
@@ -345,10 +335,6 @@ def with_in_network(topology: TopologyLike, which: str) -> Topology:
     """Return the machine with all switches of some kinds copying and adding, and no other device.
 
     ``which`` is none, nvswitch, switch (of the network) or all. A switch without a stated capability adds a note.
-
-    >>> import topoplan
-    >>> topoplan.plan(with_in_network("dgx-h100", "nvswitch")).rate, topoplan.plan("dgx-h100").rate
-    (450.0, 257.14285714285717)
     """
     topology = as_topology(topology)
     if which not in IN_NETWORK_CHOICES:

@@ -74,12 +74,7 @@ class ConnectionMatrix:
 
 
 def read_matrix(text: str) -> ConnectionMatrix:
-    """Parse and check the table; a TopologyError names row, column and value.
-
-    >>> matrix = read_matrix("     GPU0 GPU1 CPU Affinity\\nGPU0  X   NV2  0-15\\nGPU1 NV2   X   0-15")
-    >>> matrix.nvlinks("GPU1", "GPU0"), matrix.affinity["GPU0"]
-    (2, '0-15')
-    """
+    """Parse and check the table; a TopologyError names row, column and value."""
     lines = [_ESCAPE.sub("", line) for line in text.lstrip("\ufeff").splitlines()]
     lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     heads = _headers(lines)

@@ -65,11 +65,6 @@ def read_gpu_names(text: str) -> tuple[dict[int, str], str]:
     """Return the names of GPUs by number, and a name that holds for all of them.
 
     Both are empty if the text states none; a GPU that is named twice keeps its first name.
-
-    >>> read_gpu_names("Python: 3.12\\nGPU 0,1: NVIDIA GB200\\nGPU 0,1 Compute Capability: 10.0\\n")
-    ({0: 'NVIDIA GB200', 1: 'NVIDIA GB200'}, '')
-    >>> read_gpu_names("|   0  Tesla V100-SXM2...  On   | 00000000:06:00.0 Off |    0 |")
-    ({0: 'Tesla V100-SXM2...'}, '')
     """
     names: dict[int, str] = {}
     every = ""
@@ -160,10 +155,6 @@ def parse_nvidia_smi(
     distinguish them), CPU and NUMA affinity become facts. Bandwidths are in GB/s per direction of one NVLink, of one
     PCIe link and between CPUs; they replace the assumed ones, which the ``notes`` list. A TopologyError names row,
     column and value.
-
-    >>> machine = parse_nvidia_smi("       GPU0  GPU1\\nGPU0   X    NV2\\nGPU1  NV2    X", nvlink_gbps=22)
-    >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
-    [('gpu0', 'gpu1', 44.0), ('gpu1', 'gpu0', 44.0)]
     """
     nvlink_given = checked_rate("nvlink_gbps", nvlink_gbps)
     pcie_given = checked_rate("pcie_gbps", pcie_gbps)
@@ -251,11 +242,6 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
 
     NVLinks between two such GPUs are left out, and a GPU without access to any other has no link to an NVSwitch. PCIe
     is staged if no GPU has access; a note names the pairs if only some have none.
-
-    >>> pair = parse_nvidia_smi("     GPU0 GPU1\\nGPU0  X   NV2\\nGPU1 NV2   X", nvlink_gbps=25, pcie_gbps=12)
-    >>> bare = with_refused_access(pair, {("gpu0", "gpu1"): "DR"})
-    >>> [link.channel for link in bare.links if "gpu" in link.src and "gpu" in link.dst], bare.notes[-2]
-    ([], 'warning: gpu0-gpu1: access over NVLink is refused (disabled by regkey), 2 NVLinks are left out')
     """
     gone: set[tuple[str, str]] = set()
     notes: list[str] = []
@@ -391,14 +377,7 @@ class MatrixNvlinks:
 
 
 def read_nvlinks(matrix: ConnectionMatrix, named: GpuGeneration | None = None) -> MatrixNvlinks:
-    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs if it is known.
-
-    >>> from topoplan.reading.nvidia_smi_matrix import read_matrix
-    >>> row = "       GPU0 GPU1 GPU2 GPU3"
-    >>> four = [" ".join([f"GPU{i}"] + ["X" if i == j else "NV12" for j in range(4)]) for i in range(4)]
-    >>> read_nvlinks(read_matrix("\\n".join([row, *four]))).to_switch
-    {'GPU0': 12, 'GPU1': 12, 'GPU2': 12, 'GPU3': 12}
-    """
+    """Apply the rule above to a matrix; ``named`` is the generation of its GPUs if it is known."""
     rows = {gpu: [matrix.nvlinks(gpu, other) for other in matrix.gpus if other != gpu] for gpu in matrix.gpus}
     counts = sorted({count for row in rows.values() for count in row if count})
     largest_row = max((sum(row) for row in rows.values()), default=0)

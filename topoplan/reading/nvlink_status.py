@@ -210,10 +210,6 @@ def parse_nvlink_status(text: str) -> tuple[GpuNvlinks, ...]:
 
     The result is in ascending order of GPU numbers, without GPUs of which nothing is listed. A TopologyError names the
     GPU and the link of a line that cannot be parsed or contradicts another one.
-
-    >>> gpu, = parse_nvlink_status("GPU 3: Tesla V100 (UUID: GPU-1)\\n  Link 0: 25.781 GB/s\\n  Link 1: <inactive>")
-    >>> gpu.number, gpu.model, gpu.total, [link.index for link in gpu.active], gpu.links[0].speed
-    (3, 'Tesla V100', 2, [0], 25.781)
     """
     sections = read_sections(text)
     if not sections:
@@ -388,12 +384,6 @@ def match_gpus(topology: Topology, gpus: Sequence[GpuNvlinks]) -> tuple[ListedGp
     """Match the listed GPUs to those of the topology.
 
     A TopologyError names the GPU whose number, model, uuid or number of links contradicts the topology.
-
-    >>> import topoplan
-    >>> lines = ["GPU 3: V100", *(f"Link {i}: {'<inactive>' if i > 3 else '25.781 GB/s'}" for i in range(6))]
-    >>> gpu, = match_gpus(topoplan.load("dgx-1v"), parse_nvlink_status("\\n".join(lines)))
-    >>> gpu.name, gpu.dead, gpu.wires
-    ('gpu3', 2, {'gpu0': 2, 'gpu1': 1, 'gpu2': 2, 'gpu7': 1})
     """
     if len(topology.servers) > 1:
         raise TopologyError(

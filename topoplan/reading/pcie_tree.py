@@ -38,14 +38,6 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
 
     NVLinks and NVSwitches of ``topology`` are replaced; models and facts are taken if it states none. GPUs are matched
     by bus id, or by number if a bus id is missing. A UsageError says that the descriptions are of different machines.
-
-    >>> import topoplan
-    >>> boxes = topoplan.load("pcie-x8"), topoplan.load("dgx-1v")
-    >>> machine = merge_nvlink(*boxes)
-    >>> [sum(link.count for link in m.links if link.channel == "nvlink") for m in (*boxes, machine)]
-    [0, 48, 48]
-    >>> machine.notes[-1]
-    'NVLinks from dgx-1v, GPUs matched by number'
     """
     for machine in (topology, other):
         if len(machine.servers) > 1:
@@ -192,11 +184,6 @@ def relation_matrix(
     ``PHB`` through one CPU, ``NODE`` likewise if the devices are known to hang below different host bridges, ``SYS``
     through several CPUs or between devices of different NUMA nodes, ``NET`` over a network if no other path exists,
     ``-`` no path, ``X`` itself.
-
-    >>> import topoplan
-    >>> names, cells = relation_matrix(topoplan.load("dgx-1v"))
-    >>> cells[0][:8]
-    ('X', 'NV1', 'NV1', 'NV2', 'NV2', 'SYS', 'SYS', 'SYS')
     """
     chosen = [device for device in topology.devices if device.kind in kinds]
     kind_of = {device.name: device.kind for device in topology.devices}
@@ -251,10 +238,6 @@ def nvlinks_of_pairs(topology: Topology) -> Counter[tuple[str, str]]:
 
     Switches that are joined to each other count as one; through several planes of switches the links add up, as
     ``nvidia-smi topo -m`` counts them.
-
-    >>> import topoplan
-    >>> nvlinks_of_pairs(topoplan.load("dgx-2"))["gpu0", "gpu15"]
-    6
     """
     kinds = {device.name: device.kind for device in topology.devices}
     links = [link for link in topology.links if link.channel == "nvlink"]
@@ -345,12 +328,6 @@ def infer_pcie_tree(
 
     ``distance`` holds the position in `CODES` of each pair whose code is known, under one of its two orders.
     ``affinity`` is the text of a device's CPUs, of which only equality counts; unknown ones are missing.
-
-    Both GPUs share a switch with the NIC, so they share it with each other:
-
-    >>> pix = {("gpu0", "nic0"): 0, ("gpu1", "nic0"): 0}
-    >>> infer_pcie_tree(["gpu0", "gpu1", "nic0"], pix, affinity={}).parents
-    {'pcie0': 'cpu0', 'gpu0': 'pcie0', 'gpu1': 'pcie0', 'nic0': 'pcie0'}
     """
     hosts = _joined(names, distance, _NODE)
     cpus, notes = _cpus(hosts, distance, affinity)

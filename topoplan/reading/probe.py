@@ -136,12 +136,7 @@ def write_cache(path: Path | None, topology: Topology) -> None:
 
 
 def visible_devices(topology: Topology, environment: Mapping[str, str]) -> Topology:
-    """Return the machine with the GPUs that CUDA would show a process of this environment; a ProbeError if none.
-
-    >>> import topoplan
-    >>> visible_devices(topoplan.load("dgx-1v"), {"CUDA_VISIBLE_DEVICES": "5,4"}).gpus
-    ('gpu5', 'gpu4')
-    """
+    """Return the machine with the GPUs that CUDA would show a process of this environment; a ProbeError if none."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return topology

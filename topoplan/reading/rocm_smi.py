@@ -188,12 +188,6 @@ def parse_rocm_smi(
     GB/s per direction of one Infinity Fabric link, of one PCIe link and between CPUs, if not printed.
     ``xgmi_optional`` leaves out links of Infinity Fabric if the listing does not state which GPUs they
     join, since they come from another description. ``known`` gives machines to look up listings of weights alone.
-
-    >>> weights = "WEIGHT TABLE:\\n GPU0 GPU1\\nGPU0 0 15\\nGPU1 15 0\\n"
-    >>> types = "LINK TYPE TABLE:\\n GPU0 GPU1\\nGPU0 SELF XGMI\\nGPU1 XGMI SELF"
-    >>> machine = parse_rocm_smi(weights + types)
-    >>> [(link.src, link.dst, link.bandwidth) for link in machine.links if link.channel == "nvlink"]
-    [('gpu0', 'gpu1', 50.0), ('gpu1', 'gpu0', 50.0)]
     """
     nvlink_given = checked_rate("nvlink_gbps", nvlink_gbps)
     pcie = checked_rate("pcie_gbps", pcie_gbps) or PCIE_X16[4]

@@ -242,10 +242,6 @@ def parse_slurm(text: str, *, name: str = "", which: str = "") -> NodeNetwork:
 
     ``which`` selects one of several topologies by its name; if it is empty, the cluster's default or the first is
     taken. A TopologyError names the line or the switch that is wrong, a UsageError a topology that does not exist.
-
-    >>> found = parse_slurm("SwitchName=s1 Nodes=n[9-10]\\nSwitchName=s2 Nodes=n8\\nSwitchName=top Switches=s[1-2]")
-    >>> found.switches, found.nodes
-    ((('s1', 'top'), ('s2', 'top'), ('top', '')), (('n8', 's2'), ('n9', 's1'), ('n10', 's1')))
     """
     if form_of(text) == "topology.conf":
         if which:

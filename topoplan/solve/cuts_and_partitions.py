@@ -36,12 +36,6 @@ class FlowNetwork:
     """A directed graph with capacities, solved by shortest augmenting paths in phases.
 
     Arcs are (tail, head, capacity) with whole capacities of any size; zero and parallel arcs are allowed.
-
-    Examples
-    --------
-    >>> network = FlowNetwork(4, [(0, 1, 3), (0, 2, 2), (1, 3, 2), (2, 3, 3), (1, 2, 1)])
-    >>> network.maximum(0, 3), sorted(network.source_side())
-    (5, [0])
     """
 
     def __init__(self, size: int, arcs: Iterable[tuple[int, int, int]]) -> None:
@@ -179,18 +173,6 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
 
     It is tight for broadcast, reduce, allgather and reduce-scatter if links are symmetric, and for allreduce on direct
     symmetric links.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> for collective in ("broadcast", "allgather", "allreduce"):
-    ...     certificate = best_bound(fabric, collective, 0)
-    ...     print(collective, certificate.bound(fabric, collective, 0))
-    broadcast 150
-    allgather 1200/7
-    allreduce 600/7
     """
     if fabric.size == 1:
         return Trivial()
@@ -434,15 +416,6 @@ def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tupl
     behind a network or leaves behind a spine, every tree enters k - 1 of them (a reduce as well as a broadcast,
     whatever its root), so rate <= k B-(U) / (2 (k - 1)), with B-(U) the capacity into U. As dual lengths: 1 on those
     links. None if the images do not divide the ranks. ``entering`` counts links into the groups, else out of them.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(topoplan.nvswitch_cluster(4), ("nvlink", "network"))
-    >>> server = [node for node, name in enumerate(fabric.nodes) if name.startswith("s0.")]
-    >>> float(repeated_cut(fabric, server, entering=True)[0])
-    133.33333333333334
     """
     groups = _images_of_nodes(fabric, sorted(part))
     group_of = [-1] * len(fabric.nodes)
@@ -488,15 +461,6 @@ def quick_bound(fabric: Fabric, collective: str, root: int | None = None) -> One
     """Return the certificate of the lowest bound that blocks prove, for at least two connected ranks.
 
     Up to `MOST_FLOWS` ranks, or if blocks prove none, flows are tried too.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.nvswitch_cluster(16), ("nvlink", "network"))
-    >>> for collective in ("allgather", "allreduce"):
-    ...     print(collective, float(quick_bound(fabric, collective).bound(fabric, collective, None)))
-    allgather 213.33333333333334
-    allreduce 106.66666666666667
     """
     found: list[tuple[Fraction, OneFabric]] = []
     for candidate in _block_candidates(fabric, collective, root):

@@ -301,17 +301,6 @@ def rate_together(
 
     Each group is its ranks and links, its collective and its root rank, and moves its weight times the rate. The rate
     is exact: the trees that are found reach it, and no trees exceed it. Helpers raise UsageError.
-
-    Examples
-    --------
-    Two jobs of two GPUs each cross the link between the CPUs of a machine of PCIe:
-
-    >>> import topoplan
-    >>> machine = topoplan.load("pcie-x8")
-    >>> whole, one = Fabric(machine, ("pcie",)), [Fraction(1)]
-    >>> pairs = [(Fabric(machine.subset(pair), ("pcie",)), "allreduce", None) for pair in ([0, 4], [1, 5])]
-    >>> float(rate_together(whole, pairs[:1], one)), float(rate_together(whole, pairs, one * 2))
-    (10.0, 5.0)
     """
     packing = _mesh_packing(whole, groups, weights)
     free = ColumnGeneration(MeshPricing(packing))

@@ -551,15 +551,6 @@ def one_hop_forest(packing: Packing, lengths: Sequence[int] | None = None) -> di
 
     The fabric is `on_one_switch`, or any without a root. ``lengths`` of the rows decide which routes are shortest; None
     stands for equal lengths.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> packing = Packing(Fabric(topoplan.load("dgx-2"), ("nvlink",)), "allreduce", None)
-    >>> forest = one_hop_forest(packing)
-    >>> len(forest), {column.height for column in forest}
-    (16, {1})
     """
     size = packing.fabric.size
     ranks = range(size)

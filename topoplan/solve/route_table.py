@@ -261,11 +261,6 @@ class ShortestRoutes:
     Examples
     --------
     Ranks 0 and 1, and a switch; the direct link is longer than the route over the switch.
-
-    >>> search = ShortestRoutes(np.array([[0, 1], [0, 2], [2, 1]]), ranks=2, nodes=3)
-    >>> found = search(np.array([5, 2, 2]), np.array([0]))
-    >>> found[0].tolist(), found[1].tolist()
-    ([[0, 4, 2]], [[-1, 2, 1]])
     """
 
     def __init__(self, ends: NDArray[np.int64], *, ranks: int, nodes: int) -> None:

@@ -109,12 +109,6 @@ def in_network_bound(proved: Plan | Bound) -> float | None:
 
     A bound holds for switches as the machine describes them, which forward unless more is requested. NVSwitches of
     Hopper and later could do more (`topoplan.machine.hardware.with_capable`), and NCCL's NVLS uses it.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> in_network_bound(topoplan.plan("dgx-h100")), in_network_bound(topoplan.plan("dgx-a100"))
-    (450.0, None)
     """
     able = with_all_capabilities(with_capable(proved.topology))
     does, could = ([(one.multicast, one.reduce) for one in it.devices] for it in (proved.topology, able))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.machine_links import speeds
+from tests.support.refusals import refused
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server
@@ -21,7 +24,7 @@ V100S = topoplan.load("dgx-1v")
 PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
 
 
-def cluster_json(**changes: object) -> dict[str, object]:
+def cluster_json(**changes: object) -> dict[str, Any]:
     return {
         "format": "topoplan.cluster/1",
         "servers": [{"machine": "dgx-1v", "gpus": [0, 1, 2]}, {"machine": "dgx-1v", "gpus": "3-7"}],
@@ -40,27 +43,14 @@ def network_json(**changes: object) -> dict[str, object]:
 
 def test_a_file_builds_what_the_function_does() -> None:
     """Allocations as list and as text, a server of its own count, NICs and speed, and every key of the network."""
-    own = {"nics": 1, "nic_gbps": 40, "count": 2}
-    network = {"nics": 2, "rails": 2, "oversubscription": 2.5, "nic_access": "direct"}
-    made = topoplan.load(
-        json.dumps(
-            cluster_json(
-                name="two kinds",
-                servers=[
-                    {"machine": "dgx-1v", "gpus": [0, 1, 2]},
-                    {"machine": "dgx-1v", "gpus": "3-7", **own},
-                ],
-                network={"kind": "rail-optimised", "nic_gbps": 100, **network},
-            )
-        )
-    )
-    assert made == cluster(
-        [Server(V100S, [0, 1, 2]), Server(V100S, range(3, 8), **own)],  # type: ignore[arg-type]
-        nic_gbps=100,
-        network="rail-optimised",
-        name="two kinds",
-        **network,  # type: ignore[arg-type]
-    )
+    own: dict[str, Any] = {"nics": 1, "nic_gbps": 40, "count": 2}
+    network: dict[str, Any] = {"nic_gbps": 100, "nics": 2, "rails": 2, "oversubscription": 2.5}
+    network["nic_access"] = "direct"
+    first, second = cluster_json()["servers"]
+    value = {"servers": [first, second | own], "network": {"kind": "rail-optimised", **network}}
+    made = topoplan.load(json.dumps(cluster_json(name="two kinds", **value)))
+    servers = [Server(V100S, [0, 1, 2]), Server(V100S, range(3, 8), **own)]
+    assert made == cluster(servers, network="rail-optimised", name="two kinds", **network)
     assert topoplan.load(made.to_json()) == made
     tree = topoplan.load(json.dumps(network_json(kind="fat-tree", leaf_size=1)))
     assert [device.name for device in tree.devices if device.kind == "switch"] == ["leaf0", "leaf1", "spine0"]
@@ -78,17 +68,13 @@ def test_machines_are_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.
     made = topoplan.load(file)
     assert made.name == "pair + dgx-1v"
     assert made.gpus == ("s0.gpu0", "s0.gpu1", *(f"s1.gpu{i}" for i in range(8)))
-    found = [one.bandwidth for one in made.links if one.src == "s0.gpu0" and one.channel == "nvlink"]
-    assert found == [100.0]
+    assert speeds(made, "nvlink")["s0.gpu0", "s0.gpu1"] == 100.0
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (
-            cluster_json(format="topoplan.cluster/2"),
-            "format 'topoplan.cluster/2' is not 'topoplan.cluster/1'",
-        ),
+        (cluster_json(format="topoplan.cluster/2"), "format 'topoplan.cluster/2' is not"),
         (cluster_json(servers=[]), "servers is an empty list"),
         (cluster_json(servers={}), "the cluster: servers must be a list, not {}"),
         (cluster_json(servers=[3]), "servers[0] must be an object, not 3"),
@@ -98,10 +84,7 @@ def test_machines_are_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.
         (cluster_json(server=[]), "key 'server' is unknown; did you mean 'servers'?"),
         (cluster_json(servers=[{"gpus": [0]}]), "servers[0] has no 'machine'"),
         (server_json(gpu=[0]), "servers[0]: key 'gpu' is unknown; did you mean 'gpus'?"),
-        (
-            server_json(gpus=0),
-            "servers[0]: gpus must be a list of whole numbers, or a text such as '0-3', not 0",
-        ),
+        (server_json(gpus=0), "gpus must be a list of whole numbers, or a text such as '0-3', not 0"),
         (server_json(gpus=[0, "1"]), "servers[0]: gpus must be a list of whole numbers"),
         (server_json(gpus="0-"), "servers[0]: '0-' is not a list of GPU numbers"),
         (server_json(gpus=[9]), "servers[0]: GPU 9 is out of range: dgx-1v has GPUs 0 to 7"),
@@ -114,10 +97,7 @@ def test_machines_are_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.
         (server_json(nic_gbps="fast"), "servers[0]: nic_gbps must be a number, not 'fast'"),
         (server_json(nic_gbps=0), "servers[0]: nic_gbps 0 must be a number of Gb/s above zero"),
         (server_json(nvlink_gbps=25), "servers[0]: dgx-1v: topology JSON states its own bandwidths"),
-        (
-            server_json(machine="dgx1v"),
-            "no machine 'dgx1v' in the library, and no such file; did you mean dgx-1v?",
-        ),
+        (server_json(machine="dgx1v"), "in the library, and no such file; did you mean dgx-1v?"),
         (network_json(kind="ring"), "network 'ring' is unknown; use one of switch, rail-optimised, fat-tree"),
         (network_json(speed=3), "network: key 'speed' is unknown"),
         (server_json(counts=2), "servers[0]: key 'counts' is unknown; did you mean 'count'?"),
@@ -129,10 +109,8 @@ def test_machines_are_found_beside_the_file(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_bad_files_are_refused_in_one_line_that_names_the_key(value: dict[str, object], says: str) -> None:
-    with pytest.raises((TopologyError, UsageError)) as caught:
+    with refused((TopologyError, UsageError), says):
         topoplan.load(json.dumps(value))
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_refuses_a_cluster_as_a_server_and_bandwidths_of_text(tmp_path: Path) -> None:

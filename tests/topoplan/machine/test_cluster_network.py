@@ -10,7 +10,8 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.cli.main import main
+from tests.support.machine_links import speeds
+from tests.support.refusals import refused
 from topoplan.errors import UsageError
 from topoplan.machine.cluster import TRANSPORTS, cluster
 from topoplan.machine.cluster_network import Server
@@ -32,10 +33,10 @@ def hosts(transport: str | None, count: int = 8, *, payload: float = 5.0, **opti
     return cluster([Server("dgx-1v", [0], count=count)], **network, **options)  # type: ignore[arg-type]
 
 
-def wire(machine: Topology, server: int = 0) -> float:
-    """GB/s of a server's NIC into the network."""
+def wire(machine: Topology) -> float:
+    """GB/s of the first server's NIC into the network."""
     (found,) = (
-        one.bandwidth for one in machine.links if one.src.startswith(f"s{server}.nic") and "switch" in one.dst
+        rate for (src, dst), rate in speeds(machine).items() if src.startswith("s0.nic") and "switch" in dst
     )
     return found
 
@@ -65,18 +66,28 @@ def test_memory_that_copies_fill_slows_the_nics_of_a_server() -> None:
     assert found == pytest.approx([5.0, 10.0, 12.5])
     network = {"nic_gbps": 100, "nics": 4, "nic_access": "direct", "transport": "tcp", "memory_gbps": 40}
     four = cluster([Server("dgx-a100", count=2)], **network)  # type: ignore[arg-type]
-    out = [one.bandwidth for one in four.links if one.src.startswith("s0.nic") and one.dst == "switch0"]
-    assert out == pytest.approx([2.5] * 4)
+    assert [speeds(four)[f"s0.nic{nic}.tx", "switch0"] for nic in range(4)] == pytest.approx([2.5] * 4)
     assert "up to 40 GB/s" in four.notes[-1]
 
 
-def test_polling_cores_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_polling_cores_are_printed(run: Run) -> None:
     """One for each NIC with DPDK, none with others; RDMA wants a network that drops nothing."""
     lines = {}
     for name in TRANSPORTS:
-        command = ["plan", "dgx-a100", "--servers", "2", "--nics", "4", "--nic-bandwidth", "100Gb/s"]
-        assert main([*command, "--transport", name, "--notes"]) == 0
-        (lines[name],) = (one for one in capsys.readouterr().out.splitlines() if "transport" in one)
+        asked = (
+            "--servers",
+            "2",
+            "--nics",
+            "4",
+            "--nic-bandwidth",
+            "100Gb/s",
+            "--transport",
+            name,
+            "--notes",
+        )
+        (lines[name],) = (
+            one for one in run("plan", "dgx-a100", *asked)[1].splitlines() if "transport" in one
+        )
     assert "start-up of 10 us and 94.1% of the wire, assumed unless calibrated" in lines["dpdk"]
     assert lines["dpdk"].endswith("4 cores polling in each server")
     assert lines["tcp"].endswith("no cores polling in each server")
@@ -100,38 +111,35 @@ def test_measured_copies_replace_what_is_assumed(machine: str) -> None:
 
 
 def test_a_file_may_say_it_and_without_it_nothing_changes() -> None:
-    text = {
-        "format": "topoplan.cluster/1",
-        "servers": [{"machine": "dgx-1v", "count": 2}],
-        "network": {"nic_gbps": 100, "transport": "dpdk", "memory_gbps": 30},
-    }
-    given = cluster([Server("dgx-1v", count=2)], nic_gbps=100, transport="dpdk", memory_gbps=30)
-    assert topoplan.load(json.dumps(text)) == given
+    network: dict[str, Any] = {"nic_gbps": 100, "transport": "dpdk", "memory_gbps": 30}
+    value = {"servers": [{"machine": "dgx-1v", "count": 2}], "network": network}
+    text = json.dumps({"format": "topoplan.cluster/1", **value})
+    assert topoplan.load(text) == cluster([Server("dgx-1v", count=2)], **network)
     assert all(one.latency is None for one in hosts(None).links)
     assert wire(hosts(None)) == 5.0
 
 
-def test_what_makes_no_sense_is_refused_in_one_line() -> None:
-    for options, told in (
-        ({"transport": "udp"}, r"transport 'udp' is unknown; use one of tcp, dpdk, rdma$"),
-        ({"memory_gbps": 20}, "give a transport too, such as tcp$"),
-        ({"transport": "tcp", "memory_gbps": 0}, "memory_gbps 0 must be GB/s from 0.001 to 1000000$"),
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"transport": "udp"}, "transport 'udp' is unknown; use one of tcp, dpdk, rdma"),
+        ({"memory_gbps": 20}, "give a transport too, such as tcp"),
+        ({"transport": "tcp", "memory_gbps": 0}, "memory_gbps 0 must be GB/s from 0.001 to 1000000"),
         ({"transport": "tcp", "memory_gbps": True}, "memory_gbps True must be"),
-    ):
-        with pytest.raises(UsageError, match=told):
-            cluster([Server("dgx-1v", count=2)], nic_gbps=100, **options)  # type: ignore[arg-type]
-    assert main(["plan", "dgx-1v", "--servers", "2", "--nic-bandwidth", "100Gb/s", "--transport", "udp"]) == 2
-    assert main(["plan", "dgx-1v", "--transport", "tcp"]) == 2
+        *(({"flow_gbps": flow}, "flow_gbps") for flow in (0, float("nan"), "5", True)),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(options: dict[str, Any], told: str) -> None:
+    with refused(UsageError, told):
+        cluster([Server("dgx-1v", count=2)], nic_gbps=100, **options)
+    if "flow_gbps" in options:
+        with refused(UsageError, told):
+            Server("dgx-1v", **options)
 
 
-def capped(flow: float | None, *, gpus: int = 1, nics: int = 1) -> Topology:
-    return topoplan.cluster(
-        [topoplan.Server("dgx-1v", list(range(gpus)), count=2)],
-        nic_gbps=40,
-        nics=nics,
-        flow_gbps=flow,
-        nic_access="direct",
-    )
+def capped(flow: float | None, *, gpus: int = 1, nics: int = 1, count: int = 2) -> Topology:
+    servers = [topoplan.Server("dgx-1v", list(range(gpus)), count=count)]
+    return topoplan.cluster(servers, nic_gbps=40, nics=nics, flow_gbps=flow, nic_access="direct")
 
 
 @pytest.mark.parametrize(
@@ -148,10 +156,7 @@ def test_two_servers_need_the_nic_over_the_cap(flow: float, needed: int, single:
 
 def test_the_rate_with_one_connection_is_what_the_fullest_pair_allows() -> None:
     """Recomputed from the plan's edges, on four servers of two GPUs and two NICs."""
-    machine = topoplan.cluster(
-        [topoplan.Server("dgx-1v", [0, 1], count=4)], nic_gbps=40, nics=2, flow_gbps=5, nic_access="direct"
-    )
-    plan = topoplan.plan(machine, "allgather")
+    plan = topoplan.plan(capped(5, gpus=2, nics=2, count=4), "allgather")
     found = connections_needed(plan)
     assert found is not None
     sent: dict[object, float] = {}
@@ -185,28 +190,19 @@ def test_a_server_may_have_a_cap_of_its_own(tmp_path: Path) -> None:
     assert caps == {f"s{i}.nic0.{way}": cap for i, cap in enumerate((0.625, 1.25)) for way in both}
 
 
-def test_the_plan_says_so_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_so_on_the_command_line(run: Run) -> None:
     words = ["plan", "dgx-1v", "--gpus", "0,8", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--nics", "1"]
-    assert main([*words, "--flow-bandwidth", "5Gb/s"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        "connections  8 connections from s0.gpu0 to s1.gpu0 carry 5 GB/s at 0.625 GB/s each; with one" in out
-    )
-    assert main([*words, "--flow-bandwidth", "5Gb/s", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["connections"]["needed"] == 8
-    assert main([*words, "--json"]) == 0
-    assert "connections" not in json.loads(capsys.readouterr().out)
-    assert main([*words, "--flow-bandwidth", "100Gb/s"]) == 0
-    assert "connections  one connection from a rank to another does" in capsys.readouterr().out
-    assert main(["plan", "dgx-1v", "--flow-bandwidth", "5Gb/s"]) == 2
-    assert "--flow-bandwidth belongs to --servers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flow", [0, float("nan"), "5", True])
-def test_refuses_what_is_no_rate(flow: Any) -> None:
-    for make in (capped, lambda flow: topoplan.Server("dgx-1v", flow_gbps=flow)):
-        with pytest.raises(UsageError, match="flow_gbps"):
-            make(flow)
+    slow = [*words, "--flow-bandwidth", "5Gb/s"]
+    told = "connections  8 connections from s0.gpu0 to s1.gpu0 carry 5 GB/s at 0.625 GB/s each; with one"
+    assert told in run(*slow)[1]
+    assert json.loads(run(*slow, "--json")[1])["connections"]["needed"] == 8
+    assert "connections" not in json.loads(run(*words, "--json")[1])
+    fast = run(*words, "--flow-bandwidth", "100Gb/s")[1]
+    assert "connections  one connection from a rank to another does" in fast
+    status, _, error = run("plan", "dgx-1v", "--flow-bandwidth", "5Gb/s")
+    assert (status, "--flow-bandwidth belongs to --servers" in error) == (2, True)
+    for wrong in ([*words, "--transport", "udp"], ["plan", "dgx-1v", "--transport", "tcp"]):
+        assert run(*wrong)[0] == 2
 
 
 @pytest.mark.parametrize("size", [4, 12, 72])
@@ -234,10 +230,7 @@ def test_refuses_what_makes_no_domains(name: str, size: int, message: str) -> No
 
 @pytest.mark.parametrize(
     ("size", "ring", "tree", "optimum"),
-    [
-        pytest.param(4, 107.3, 127.9, 150.0),
-        pytest.param(8, 205.4, 253.4, 300.0, marks=pytest.mark.thorough),
-    ],
+    [(4, 107.3, 127.9, 150.0), pytest.param(8, 205.4, 253.4, 300.0, marks=pytest.mark.thorough)],
 )
 def test_three_domains_of_a_rack_by_option_are_those_that_were_measured(
     size: int, ring: float, tree: float, optimum: float, run: Run
@@ -255,9 +248,8 @@ def test_three_domains_of_a_rack_by_option_are_those_that_were_measured(
 
 @pytest.mark.thorough
 def test_domains_of_several_racks_and_the_whole_rack(run: Run) -> None:
-    found = json.loads(
-        run("plan", "gb200-nvl72", "--domain", "36", "--servers", "2", "--bound-only", "--json")[1]
-    )
+    asked = ("--domain", "36", "--servers", "2", "--bound-only", "--json")
+    found = json.loads(run("plan", "gb200-nvl72", *asked)[1])
     assert (len(found["ranks"]), found["ranks"][-1]) == (144, "s3.gpu35")
     whole = ("plan", "gb200-nvl72", "--gpus", "0-3", "-o", "-")
     assert run(*whole, "--domain", "72") == run(*whole)

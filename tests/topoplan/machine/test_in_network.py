@@ -56,9 +56,8 @@ def crossed(topology: Topology, op: str, tree: Sequence[tuple[int, int]]) -> dic
     edges = tuple(Edge(p, c, ROUTES[p, c], "nvlink") for p, c in tree)
     fabric = Fabric(topology, ("nvlink",))
     loads = link_loads([Shard(Fraction(1), (Stage(op, 0, edges),))], fabric)
-    return {
-        f"{link.src}>{link.dst}": int(load) for link, load in zip(fabric.links, loads, strict=True) if load
-    }
+    names = [f"{link.src}>{link.dst}" for link in fabric.links]
+    return {name: int(load) for name, load in zip(names, loads, strict=True) if load}
 
 
 DOWN = {"gpu0>sw0": 3, "sw0>gpu1": 1, "sw0>sw2": 2, "sw2>sw1": 2, "sw1>gpu2": 1, "sw1>gpu3": 1}
@@ -104,15 +103,15 @@ def proved(topology: Topology, collective: str) -> Plan:
     return made
 
 
-@pytest.mark.parametrize(
-    ("collective", "rate"),
-    [("allreduce", 450), ("allgather", 514.285714), ("reduce_scatter", 514.285714), ("broadcast", 450)],
-)
-def test_eight_gpus_on_a_switch_that_copies_and_adds(collective: str, rate: float) -> None:
-    """450 GB/s a port: an allreduce at the speed of a port, not the 257 of plain trees, over stars."""
-    made = proved(able(box(), kinds=["nvswitch"]), collective)
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_gpus_on_a_switch_that_copies_and_adds(collective: str, size: int) -> None:
+    """450 GB/s a port: an allreduce at the speed of a port, not the 257 of plain trees, over stars; a cut proves it."""
+    made = proved(able(box(size), kinds=["nvswitch"]), collective)
+    rate = 450 * size / (size - 1) if collective in ("allgather", "reduce_scatter") else 450
     assert made.rate == pytest.approx(rate, rel=1e-8)
     assert made.height == 1
+    assert isinstance(made.certificate, Cut)
     if collective == "allreduce":
         timeline = topoplan.simulate(made, nbytes=1 << 30)
         assert (1 << 30) / timeline.seconds / 1e9 == pytest.approx(450, rel=0.02)
@@ -176,10 +175,7 @@ def test_gifts_never_cost_and_never_beat_flows_or_lengths(
 
 
 def test_lengths_hold_around_a_switch_that_a_rank_is_next_to() -> None:
-    """A rank at distance zero both ways from a switch could copy in its place.
-
-    One way is not enough: the switch reaches a rank for nothing, but the rank does not reach the switch.
-    """
+    """A rank at distance zero both ways from a switch could copy in its place; one way is not enough."""
     fabric = Fabric(able(leaves(), kinds=["nvswitch"]), ("nvlink",))
     up = [("sw0", "sw2", Fraction(1)), ("sw2", "sw1", Fraction(1))]
     with pytest.raises(PlanError, match="part sw2, which can copy or add, from every rank"):
@@ -207,11 +203,13 @@ def test_lengths_hold_around_a_gift_that_a_collective_cannot_use(collective: str
     assert made.rate == proved(plain, collective).rate
 
 
-def test_multiplicative_weights_pack_for_plain_switches_and_say_so() -> None:
-    """Their trees are rated on the real switches; the bound is that of the real ones too."""
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_multiplicative_weights_pack_for_plain_switches_and_say_so(collective: str) -> None:
+    """Their trees are rated on the real switches; the bound is that of the real ones too, and a gap is said."""
     topology = able(box(4, 300.0), kinds=["nvswitch"])
-    made = topoplan.plan(topology, "allreduce", method="mwu")
+    made = topoplan.plan(topology, collective, method="mwu")
     topoplan.verify(made)
-    assert made.bound == 300
-    assert made.shards == topoplan.plan(box(4, 300.0), "allreduce", method="mwu").shards
+    assert made.bound == (400 if collective in ("allgather", "reduce_scatter") else 300)
+    assert made.shards == topoplan.plan(box(4, 300.0), collective, method="mwu").shards
     assert any("--method exact uses that they copy or add" in note for note in made.notes) == (made.gap > 0)
+    assert (made.gap == 0) == (collective != "allreduce")

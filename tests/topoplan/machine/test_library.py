@@ -9,9 +9,12 @@ import networkx
 import pytest
 
 import topoplan
+from tests.support.machine_links import bundles, wire_rates
+from topoplan.machine import hardware
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.library import LIBRARY, write_library
-from topoplan.machine.topology import Topology
+from topoplan.machine.routing import staged, unstaged
+from topoplan.machine.topology import Device, Topology
 from topoplan.machine.topology_json import parse_topology_json
 from topoplan.reading.load import library, library_path, load
 
@@ -24,7 +27,7 @@ DGX_1V_DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
 
 
 def nvlink_pairs(machine: Topology) -> dict[frozenset[str], int]:
-    return {frozenset((link.src, link.dst)): link.count for link in machine.links if link.channel == "nvlink"}
+    return {frozenset(ends): count for ends, (count, _) in bundles(machine).items()}
 
 
 def named(pairs: list[str]) -> set[frozenset[str]]:
@@ -70,32 +73,27 @@ def test_dgx_1_has_the_sixteen_links_of_the_design() -> None:
         pairs = nvlink_pairs(machine)
         assert set(pairs) == named(DGX_1_PAIRS)
         assert {pair for pair, count in pairs.items() if count == 2} == named(doubled)
-        assert {link.bandwidth / link.count for link in machine.links if link.channel == "nvlink"} == {rate}
+        assert wire_rates(machine) == {rate}
         assert ends_of(pairs) == {f"gpu{i}": per_gpu for i in range(8)}
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "links", "rate"),
+    ("names", "gpus", "links", "rate"),
     [
-        ("dgx-2", 16, 6, 150.0),
-        ("dgx-a100", 8, 12, 300.0),
-        ("dgx-h100", 8, 18, 450.0),
-        ("dgx-b200", 8, 18, 900.0),
-        ("dgx-b300", 8, 18, 900.0),
-        ("gb200-nvl72", 72, 18, 900.0),
-        ("gb300-nvl72", 72, 18, 900.0),
-        ("p4d.24xlarge", 8, 12, 300.0),
-        ("p5.48xlarge", 8, 18, 450.0),
+        (("dgx-2",), 16, 6, 150.0),
+        (("dgx-a100", "p4d.24xlarge"), 8, 12, 300.0),
+        (("dgx-h100", "p5.48xlarge"), 8, 18, 450.0),
+        (("dgx-b200", "dgx-b300"), 8, 18, 900.0),
+        (RACKS, 72, 18, 900.0),
     ],
 )
 def test_nvswitch_boxes_have_one_switch_and_the_known_rate(
-    name: str, gpus: int, links: int, rate: float
+    names: tuple[str, ...], gpus: int, links: int, rate: float
 ) -> None:
     """Each GPU has all its links to ``nvswitch0``, at the rate per GPU and direction that NVIDIA names."""
-    machine = load(name)
-    up = [link for link in machine.links if link.channel == "nvlink" and link.dst == "nvswitch0"]
-    assert [link.src for link in up] == [f"gpu{i}" for i in range(gpus)]
-    assert {(link.count, link.bandwidth) for link in up} == {(links, rate)}
+    for name in names:
+        up = {src: found for (src, dst), found in bundles(load(name)).items() if dst == "nvswitch0"}
+        assert up == {f"gpu{i}": (links, rate) for i in range(gpus)}
 
 
 def test_two_gpus_and_a_nic_share_each_switch_of_a_dgx_1() -> None:
@@ -106,10 +104,7 @@ def test_two_gpus_and_a_nic_share_each_switch_of_a_dgx_1() -> None:
         assert {(f"gpu{i}", f"pcie{i // 2}") for i in range(8)} <= wires
         assert {(f"nic{i}", f"pcie{i}") for i in range(4)} <= wires
         assert {(f"pcie{i}", f"cpu{i // 2}") for i in range(4)} <= wires
-        assert [(link.src, link.dst) for link in machine.links if link.channel == "sys"] == [
-            ("cpu0", "cpu1"),
-            ("cpu1", "cpu0"),
-        ]
+        assert list(bundles(machine, "sys")) == [("cpu0", "cpu1"), ("cpu1", "cpu0")]
 
 
 def test_the_trays_of_a_rack_share_nvlink_alone() -> None:
@@ -175,9 +170,47 @@ def test_mi250_is_the_machine_of_the_known_answers(fabrics_dir: Path) -> None:
     """Another description of it, numbered differently, has the same graph of the same rates."""
     graphs = []
     for machine in (load("mi250"), load(str(fabrics_dir / "mi250-x1.json"))):
-        graph = networkx.Graph()
-        for link in machine.links:
-            if link.channel == "nvlink":
-                graph.add_edge(link.src, link.dst, rate=link.bandwidth)
-        graphs.append(graph)
+        graphs.append(networkx.Graph())
+        graphs[-1].add_edges_from((*ends, {"rate": rate}) for ends, (_, rate) in bundles(machine).items())
     assert networkx.is_isomorphic(*graphs, edge_match=lambda one, other: one == other)
+
+
+def gpu_of(model: str) -> Device:
+    return Device("gpu0", "gpu", model=model)
+
+
+def test_figures_of_hardware_by_its_names() -> None:
+    generations = [hardware.generation_of(sm) for sm in (70, 75, 103, 52)]
+    assert generations == [hardware.V100, hardware.V100, hardware.B200, None]
+    models = ("Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3", "A6000", "GPU")
+    assert [hardware.compute_capability(model) for model in models] == [70, 90, 86, None]
+    lanes = ("16 GT/s", "16.0 GT/s PCIe", "Unknown speed")
+    assert [hardware.lane_bandwidth(text) for text in lanes] == [1.5, 1.5, None]
+    slots = (("8 GT/s", 16), ("16.0 GT/s PCIe", 8), ("", 0))
+    assert [hardware.pcie_bandwidth(*slot) for slot in slots] == [12.0] * 3
+    assert [hardware.nvlink_bandwidth(sm) for sm in (70, 86, 89, 120)] == [20.0, 12.0, 20.0, 40.1]
+    assert [hardware.xgmi_bandwidth(gcn) for gcn in ("gfx942", "910", "908")] == [48.0, 36.0, 24.0]
+    nearest = [hardware.nearest_pcie(bandwidth) for bandwidth in (12.0, 36.0, 5.4)]
+    assert nearest == [("8 GT/s", 16), ("32 GT/s", 12), ("5 GT/s", 14)]
+    assert hardware.socket_bandwidth("x86_64", "AuthenticAMD", 23, 49) == 16.0
+
+
+def test_identity_of_a_gpu_by_its_model_and_number_of_nvlinks() -> None:
+    assert hardware.gpu_identity(gpu_of("MI250 GCD"), amd=True).attributes == (
+        ("sm", "104"),
+        ("gcn", "gfx90a"),
+        ("arch", "38911"),
+    )
+    assert [hardware.is_amd([gpu_of(model)]) for model in ("MI250 GCD", "A100")] == [True, False]
+    known = [
+        hardware.known_capability(gpu_of(model), links) for model, links in (("H20", 0), ("", 18), ("", 8))
+    ]
+    assert known == [90, 90, None]
+    assert hardware.nvswitch_capable([gpu_of("")]) == ()
+    bare = load("dgx-h100").settled()
+    assert hardware.with_capable(bare).device("nvswitch0").capable == ("multicast", "reduce")
+    assert hardware.with_capable(load("dgx-a100")) == load("dgx-a100")
+
+
+def test_a_machine_without_staging_is_the_one_before_it() -> None:
+    assert unstaged(staged(load("pcie-x8"))) == load("pcie-x8")

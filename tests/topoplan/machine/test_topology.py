@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.refusals import refused
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, UsageError
-from topoplan.machine.fabric import Fabric
 from topoplan.machine.library import dgx_1v, dgx_2
 from topoplan.machine.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
 from topoplan.machine.topology_json import parse_topology_json
@@ -29,30 +29,13 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 def topologies(draw: st.DrawFn) -> Topology:
     printable = TEXTS.filter(lambda text: bool(text) and text.isprintable())
     names = draw(st.lists(printable, min_size=1, max_size=6, unique=True))
-    devices = tuple(
-        Device(
-            name=name,
-            kind=draw(st.sampled_from(DEVICE_KINDS)),
-            server=draw(TEXTS),
-            model=draw(TEXTS),
-            busid=draw(TEXTS),
-            numa=draw(st.none() | st.integers(-1, 8)),
-            multicast=draw(st.booleans()),
-            reduce=draw(st.booleans()),
-        )
-        for name in names
-    )
+    kinds, numbers, flags = st.sampled_from(DEVICE_KINDS), st.none() | st.integers(-1, 8), st.booleans()
+    drawn = (kinds, TEXTS, TEXTS, TEXTS, numbers, flags, flags)
+    devices = tuple(Device(name, *(draw(value) for value in drawn)) for name in names)
     ends = [(a, b, channel) for a in names for b in names if a != b for channel in LINK_CHANNELS]
     chosen = draw(st.lists(st.sampled_from(ends), max_size=8, unique=True)) if ends else []
-    links = tuple(
-        Link(
-            *end,
-            bandwidth=draw(st.floats(1e-6, 1e6)),
-            count=draw(st.integers(1, 18)),
-            latency=draw(st.none() | st.floats(0, 1)),
-        )
-        for end in chosen
-    )
+    drawn = (st.floats(1e-6, 1e6), st.integers(1, 18), st.none() | st.floats(0, 1))
+    links = tuple(Link(*end, *(draw(value) for value in drawn)) for end in chosen)
     return Topology(draw(TEXTS), devices, links, tuple(draw(st.lists(TEXTS, max_size=2))), draw(TEXTS))
 
 
@@ -65,21 +48,7 @@ def test_json_keeps_every_topology(topology: Topology) -> None:
     assert parse_topology_json(text).to_json() == text
 
 
-WRONG = [
-    "null",
-    "true",
-    '""',
-    '"gpu0"',
-    '"gpu99"',
-    '"nvlink"',
-    "-1",
-    "0",
-    "1.5",
-    "NaN",
-    "Infinity",
-    "[]",
-    "{}",
-]
+WRONG = [None, True, "", "gpu0", "gpu99", "nvlink", -1, 0, 1.5, float("nan"), float("inf"), [], {}]
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
@@ -98,7 +67,7 @@ def test_a_mutated_file_is_read_or_refused_by_a_topology_error(data: st.DataObje
         container, key = everywhere[data.draw(st.integers(0, len(everywhere) - 1))]
         action = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
         if action == "replace":
-            container[key] = json.loads(data.draw(st.sampled_from(WRONG)))
+            container[key] = data.draw(st.sampled_from(WRONG))
         elif action == "remove":
             del container[key]
         elif isinstance(container, list):
@@ -120,9 +89,11 @@ def machine_json(**changes: object) -> str:
 
 
 def link_json(**changes: object) -> str:
-    return machine_json(
-        links=[{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 25} | changes],
-    )
+    return machine_json(links=[{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 25} | changes])
+
+
+def device_json(**changes: object) -> str:
+    return machine_json(devices=[{"name": "a", "kind": "gpu"} | changes])
 
 
 @pytest.mark.parametrize(
@@ -134,9 +105,9 @@ def link_json(**changes: object) -> str:
         ("{", "not JSON"),
         (machine_json(devices={}), "devices"),
         (machine_json(devices=[{"name": "a", "kind": "gpu"}] * 2), "'a' is used twice"),
-        (machine_json(devices=[{"name": "a", "kind": "tpu"}]), "'tpu'"),
+        (device_json(kind="tpu"), "'tpu'"),
         (machine_json(devices=[{"name": "a"}]), "'kind'"),
-        (machine_json(devices=[{"name": "a", "kind": "gpu", "facts": {"sm": "9" * 5000}}]), "fact 'sm' is"),
+        (device_json(facts={"sm": "9" * 5000}), "fact 'sm' is"),
         (machine_json(devices=[{"nam": "a", "kind": "gpu"}]), "'nam'"),
         (link_json(bandwidth=-1), "-1"),
         (link_json(bandwidth=0), "0"),
@@ -156,25 +127,20 @@ def link_json(**changes: object) -> str:
         (link_json(dst="c"), "'c'"),
         (link_json(dst="a"), "a->a"),
         (machine_json(links=[{"src": "a", "dst": "b", "channel": "nvlink", "bandwidth": 1}] * 2), "twice"),
-        (
-            machine_json(devices=[{"name": "a", "kind": "gpu", "sever": "s0"}]),
-            "device 0 (a): key 'sever' is unknown; did you mean 'server'?",
-        ),
+        (device_json(sever="s0"), "device 0 (a): key 'sever' is unknown; did you mean 'server'?"),
         (link_json(counts=2), "link 0 (a->b): key 'counts' is unknown; did you mean 'count'?"),
         (machine_json(sources="me"), "the topology: key 'sources' is unknown; did you mean 'source'?"),
         (
             link_json(speed=3),
-            "link 0 (a->b): key 'speed' is unknown; it may have src, dst, channel, bandwidth, count, latency",
+            "key 'speed' is unknown; it may have src, dst, channel, bandwidth, count, latency",
         ),
         ('{"devices": []}', 'no \'format\'; begin it with "format": "topoplan.topology/1"'),
         ('{"fromat": "topoplan.topology/1"}', "no 'format'; did you mean it by 'fromat'?"),
     ],
 )
 def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
-    with pytest.raises(TopologyError) as caught:
+    with refused(TopologyError, says):
         parse_topology_json(text)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_facts_may_have_any_key() -> None:
@@ -199,15 +165,6 @@ def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says:
         dgx_1v().select(gpus)
 
 
-def test_a_plan_takes_the_wider_of_a_c2c_and_a_pcie_link() -> None:
-    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("cpu0", "cpu"))
-    ways = [(a, b) for gpu in ("gpu0", "gpu1") for a, b in ((gpu, "cpu0"), ("cpu0", gpu))]
-    narrow = [Link(*ends, "pcie", 32.0) for ends in ways]
-    wide = [Link(*ends, "c2c", 450.0) for ends in ways]
-    for links in (narrow + wide, wide + narrow):
-        assert set(Fabric(Topology("pair", devices, tuple(links)), ("pcie",)).links) == set(wide)
-
-
 DGX = topoplan.load("dgx-1v")
 
 
@@ -224,7 +181,7 @@ def pair(**link: object) -> nx.MultiDiGraph:
 @pytest.mark.parametrize("name", library_cases())
 def test_machines_of_the_library_survive_the_graph(name: str) -> None:
     machine = topoplan.load(name)
-    assert topoplan.load(machine.to_networkx()) == machine
+    assert topoplan.load(machine.to_networkx()) == machine == Topology.from_networkx(machine.to_networkx())
 
 
 @given(direct_machines() | switched_machines())
@@ -289,10 +246,8 @@ def twice() -> nx.MultiDiGraph:
     ],
 )
 def test_a_graph_that_is_no_machine_is_refused_in_one_line(graph: nx.Graph, says: str) -> None:
-    with pytest.raises(TopologyError) as caught:
+    with refused(TopologyError, says):
         topoplan.load(graph)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("graph", [nx.Graph(), nx.DiGraph(), nx.MultiGraph(), nx.MultiDiGraph()])
@@ -322,19 +277,12 @@ def test_whole_numbers_of_a_graph_are_ranks_in_their_order() -> None:
     assert (made.algbw, made.notes) == (50.0, ())
 
 
-def test_every_machine_of_the_library_survives_networkx() -> None:
-    for name in ("dgx-1v", "dgx-h100", "mi250"):
-        assert Topology.from_networkx(topoplan.load(name).to_networkx()) == topoplan.load(name)
-
-
 def test_one_message_names_all_missing_attributes() -> None:
     graph = nx.Graph([("a", "b"), ("b", "c")])
     graph.nodes["a"]["kind"] = "gpu"
-    with pytest.raises(TopologyError) as caught:
+    says = "the graph has no kind for b, c; no channel for a-b, b-c; no bandwidth for a-b, b-c."
+    with refused(TopologyError, begins=says):
         Topology.from_networkx(graph, bandwidth="weight")
-    assert str(caught.value).startswith(
-        "the graph has no kind for b, c; no channel for a-b, b-c; no bandwidth for a-b, b-c."
-    )
     with pytest.raises(UsageError, match="graph must be a networkx graph, got dict"):
         Topology.from_networkx({})  # type: ignore[arg-type]
     with pytest.raises(TopologyError, match="two nodes have one name"):
@@ -353,11 +301,8 @@ def test_removed_gpus_leave_the_numbers_of_the_others() -> None:
         topoplan.plan(left, gpus=[2, 4])
     with pytest.raises(UsageError, match="all 6 GPUs of dgx-1v are taken out"):
         left.remove_gpus([1, 3, 4, 5, 6, 7])
-    for mine, free in (
-        (dgx_1v().remove_links(["gpu0-gpu3"]), topoplan.without_links(dgx_1v(), ["gpu0-gpu3"])),
-        (dgx_1v().degrade_links({"gpu0-gpu3": 9}), topoplan.slow_links(dgx_1v(), {"gpu0-gpu3": 9})),
-    ):
-        assert mine == free
+    assert DGX.remove_links(["gpu0-gpu3"]) == topoplan.without_links(DGX, ["gpu0-gpu3"])
+    assert DGX.degrade_links({"gpu0-gpu3": 9}) == topoplan.slow_links(DGX, {"gpu0-gpu3": 9})
 
 
 @pytest.mark.sampled

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import topoplan
+from tests.support.refusals import refused
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.routing import Transit
@@ -40,25 +41,26 @@ def cabled(cables: Sequence[tuple[int, int]], *, forwards: bool = False, rate: f
 
 CHAIN, RING = cabled([(0, 1), (1, 2), (2, 3)]), cabled([(0, 1), (1, 2), (2, 3), (3, 0)])
 
-KNOWN = {
-    (3, "allreduce"): Fraction(25, 2),
-    (3, "allgather"): Fraction(20),
-    (3, "reduce_scatter"): Fraction(20),
-    (3, "broadcast"): Fraction(25),
-    (3, "alltoall"): Fraction(100, 7),
-    (4, "allreduce"): Fraction(50, 3),
-    (4, "allgather"): Fraction(100, 3),
-    (4, "broadcast"): Fraction(25),
+ON_CHAIN = {
+    "allreduce": "25/2",
+    "allgather": "20",
+    "reduce_scatter": "20",
+    "broadcast": "25",
+    "alltoall": "100/7",
 }
-"""GB/s on a chain of four (three cables) and a ring of four, by hand: the GPUs in the middle send every byte twice."""
+ON_RING = {"allreduce": "50/3", "allgather": "100/3", "broadcast": "25"}
+"""GB/s on four servers, by hand: the GPUs in the middle of the chain send every byte twice."""
 
 
-@pytest.mark.parametrize(("cables", "collective"), sorted(KNOWN))
-def test_the_optimum_is_that_of_gpus_that_relay(cables: int, collective: str) -> None:
+@pytest.mark.parametrize(
+    ("machine", "collective", "rate"),
+    [(one, *row) for one, known in ((CHAIN, ON_CHAIN), (RING, ON_RING)) for row in known.items()],
+)
+def test_the_optimum_is_that_of_gpus_that_relay(machine: Topology, collective: str, rate: str) -> None:
     """Rate and bound are equal, and no route passes a third server's NIC or CPU."""
-    plan = topoplan.plan(CHAIN if cables == 3 else RING, collective)
+    plan = topoplan.plan(machine, collective)
     report = topoplan.verify(plan)
-    assert report.exact_rate == report.exact_bound == KNOWN[cables, collective]
+    assert report.exact_rate == report.exact_bound == Fraction(rate)
     assert not list(foreign_edges(plan))
 
 
@@ -88,7 +90,7 @@ def test_no_schedule_or_method_passes_a_third_server(machine: Topology) -> None:
     made.append(topoplan.plan_from_trees(machine, "allreduce", [[(0, 1), (0, 2), (2, 3)]]))
     foreign = ("gpu0", "s0.cpu", "s0.nic0", "s1.nic0", "s1.cpu", "s1.nic1", "s2.nic1", "s2.cpu", "gpu2")
     with pytest.raises(
-        UsageError, match=r"tree 0: the route .* passes s1.nic[01] of server s1, which does not forward"
+        UsageError, match=r"tree 0: .* passes s1.nic[01] of server s1, which does not forward"
     ):
         topoplan.plan_from_trees(machine, "allreduce", [[(0, 1), (0, 2, foreign), (2, 3)]])
     assert len(made) > 5
@@ -103,9 +105,8 @@ def test_a_plan_with_such_a_route_is_refused_unless_the_devices_forward() -> Non
     assert topoplan.verify(free).exact_rate == Fraction(50, 3)
     text = free.to_json()
     assert topoplan.verify(Plan.from_json(text)).optimal
-    with pytest.raises(
-        PlanError, match=r"edge \d->\d passes s\d\.(nic\d|cpu) of server s\d, which does not"
-    ) as caught:
+    passes = r"edge \d->\d passes s\d\.(nic\d|cpu) of server s\d, which does not"
+    with pytest.raises(PlanError, match=passes) as caught:
         topoplan.verify(Plan.from_json(text.replace(', "forwards": true', "")))
     assert None not in (caught.value.shard, caught.value.stage, caught.value.rank)
 
@@ -132,20 +133,15 @@ def random_machine(seed: int) -> Topology:
         gpus = [f"{home}.gpu{one}" for one in range(int(random.integers(1, 3)))]
         devices += [Device(name, "gpu", home) for name in gpus]
         inner = [f"{home}.cpu0", f"{home}.cpu1", f"{home}.pcie"]
-        kinds = ("cpu", "cpu", "pcie")
-        devices += [
-            Device(name, kind, home, forwards=kind == "cpu" and not random.integers(4))
-            for name, kind in zip(inner, kinds, strict=True)
-        ]
+        devices += [Device(cpu, "cpu", home, forwards=not random.integers(4)) for cpu in inner[:2]]
+        devices.append(Device(inner[2], "pcie", home))
         wires += [(inner[0], inner[1], "sys"), (inner[1], inner[2], "pcie")]
         wires += [(gpu, inner[int(random.integers(3))], "pcie") for gpu in gpus]
         for port in range(int(random.integers(1, 4))):
             nic = f"{home}.nic{port}"
             devices.append(Device(nic, "nic", home, forwards=not random.integers(4)))
-            wires += [
-                (inner[int(random.integers(3))], nic, "pcie"),
-                (nic, f"sw{random.integers(2)}", "network"),
-            ]
+            wires.append((inner[int(random.integers(3))], nic, "pcie"))
+            wires.append((nic, f"sw{random.integers(2)}", "network"))
     links = [Link(a, b, kind, 10.0) for one, two, kind in wires for a, b in ((one, two), (two, one))]
     order = sorted(devices, key=lambda device: device.kind != "gpu")
     return Topology(f"random {seed}", tuple(order), tuple(links))
@@ -188,10 +184,8 @@ def test_the_graph_of_routes_has_the_simple_paths_that_are_allowed_and_no_others
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_count_the_same_routes_as_plans(seed: int) -> None:
     machine = random_machine(seed)
-    open_ = replace(
-        machine,
-        devices=tuple(replace(one, forwards=one.kind in ("nic", "cpu")) for one in machine.devices),
-    )
+    devices = tuple(replace(one, forwards=one.kind in ("nic", "cpu")) for one in machine.devices)
+    open_ = replace(machine, devices=devices)
     for collective in ("allreduce", "allgather"):
         try:
             report = topoplan.verify(topoplan.plan(machine, collective))
@@ -206,11 +200,9 @@ def test_forwards_is_a_key_of_nics_and_cpus() -> None:
     assert topoplan.load(machine.to_json()) == machine
     assert topoplan.load(machine.to_networkx()) == machine
     assert "forwards" not in CHAIN.to_json()
-    with pytest.raises(
-        TopologyError, match="device gpu0: forwards is a key of NICs and CPUs, got kind 'gpu'"
-    ):
+    with refused(TopologyError, "device gpu0: forwards is a key of NICs and CPUs, got kind 'gpu'"):
         Device("gpu0", "gpu", forwards=True)
-    with pytest.raises(TopologyError, match="forwards must be true or false"):
+    with refused(TopologyError, "forwards must be true or false"):
         topoplan.load(machine.to_json().replace('"forwards": true', '"forwards": "yes"', 1))
 
 

@@ -62,7 +62,6 @@ def test_rings_that_rank_0_did_not_print_are_closed_from_their_neighbours() -> N
 
 
 def test_settings_choices_and_what_fell_back() -> None:
-    """In the words of NCCL."""
     found = read(over_sockets())
     assert found.settings == (("NCCL_IB_DISABLE", "1"),)
     assert [(told.kind, told.text) for told in found.statements] == [
@@ -78,29 +77,23 @@ def test_settings_choices_and_what_fell_back() -> None:
     assert read(older).communicators[0].choices == [AlgorithmChoice("AllReduce", 8, "ring", "ll")]
 
 
+@pytest.mark.parametrize("before", ["", "[1,0]<stdout>:", "[2026-01-02 03:04:05] "])
 @pytest.mark.parametrize(
-    ("line", "via"),
+    ("way", "via"),
     [
-        ("n:1:2 [0] NCCL INFO Ring 00 : 0[0] -> 1[1] via P2P/IPC", "P2P"),
-        ("n:1:2 [0] NCCL INFO Ring 00 : 0 -> 1 [send] via NET/Socket/0", "NET/Socket"),
-        ("n:1:2 [0] NCCL INFO Channel 00 : 0[7000] -> 1[f000] via P2P/IPC", "P2P"),
-        ("n:1:2 [0] NCCL INFO Channel 01 : 0[7000] -> 1[f000] via direct shared memory", "SHM"),
-        ("n:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/direct pointer/read", "P2P"),
-        ("n:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/indirect/3[3]", "P2P"),
-        ("n:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[0] [receive] via NET/IB/0(1)/GDRDMA/Shared", "NET/IB"),
-        (
-            "[1,0]<stdout>:n:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[0] [send] via NET/AWS Libfabric/1",
-            "NET/AWS Libfabric",
-        ),
-        (
-            "[2026-01-02 03:04:05] n:1:2 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[0] [send] via NET/Socket/0",
-            "NET/Socket",
-        ),
+        ("Ring 00 : 0[0] -> 1[1] via P2P/IPC", "P2P"),
+        ("Ring 00 : 0 -> 1 [send] via NET/Socket/0", "NET/Socket"),
+        ("Channel 00 : 0[7000] -> 1[f000] via P2P/IPC", "P2P"),
+        ("Channel 01 : 0[7000] -> 1[f000] via direct shared memory", "SHM"),
+        ("Channel 01/0 : 0[0] -> 1[1] via P2P/direct pointer/read", "P2P"),
+        ("Channel 01/0 : 0[0] -> 1[1] via P2P/indirect/3[3]", "P2P"),
+        ("Channel 01/0 : 0[0] -> 1[0] [receive] via NET/IB/0(1)/GDRDMA/Shared", "NET/IB"),
+        ("Channel 01/0 : 0[0] -> 1[0] [send] via NET/AWS Libfabric/1", "NET/AWS Libfabric"),
     ],
 )
-def test_ways_of_many_releases(line: str, via: str) -> None:
+def test_ways_of_many_releases(way: str, via: str, before: str) -> None:
     """From 2.4 on, with what launchers and NCCL put before a line."""
-    ((joined, count),) = read(line).communicators[0].joined()
+    ((joined, count),) = read(f"{before}n:1:2 [0] NCCL INFO {way}").communicators[0].joined()
     assert (joined.source, joined.target, via_kind(joined.via), count) == (0, 1, via, 1)
 
 
@@ -115,17 +108,8 @@ ip-a:22:80 [1] NCCL INFO comm 0x7f17 rank 9 nranks 16 cudaDev 1 busId 101d0 - In
 """Two of sixteen ranks, as releases before 2.19 print them: the line of the communicator comes last."""
 
 LABELS = (
-    *(
-        "",
-        "0: ",
-        "[0] ",
-        "> ",
-        "n1: ",
-        "nccl-1  | ",
-        "[default0]:",
-        "[rank0]: ",
-        "[1,mpirank:0,algo-1]<stdout>:",
-    ),
+    *("", "0: ", "[0] ", "> ", "n1: ", "nccl-1  | ", "[default0]:", "[rank0]: "),
+    "[1,mpirank:0,algo-1]<stdout>:",
     *("[prterun-n1-3215@1,0]<stdout>: ", "[1,0]<stderr>:", "[pod/nccl-1/main] ", "pod/nccl-1 ", "\x1b[32m"),
     *("2026-11-02T10:00:00.123456Z ", "[2026-11-02 10:00:00] ", "Nov  2 10:00:00 n1 nccl[17]: ", "\ufeff"),
 )
@@ -148,31 +132,27 @@ def test_communicators_of_one_size_are_kept_apart_by_their_processes() -> None:
         for process, rank in enumerate(ranks)
     ]
     found = read("\n".join(opened))
-    assert [{rank: at.device for rank, at in one.ranks.items()} for one in found.communicators] == [
-        {0: 0, 1: 1},
-        {1: 0, 0: 1},
-    ]
+    devices = [{rank: at.device for rank, at in one.ranks.items()} for one in found.communicators]
+    assert devices == [{0: 0, 1: 1}, {1: 0, 0: 1}]
+
+
+RING, WAY = "Channel 00/02 :    0   1   2", "Channel 00/0 : 0[0] -> {0}[{0}] via P2P/CUMEM"
 
 
 @pytest.mark.parametrize(
-    ("text", "size", "rings"),
+    ("lines", "size", "rings"),
     [
-        (
-            "Channel 00/02 :    0   1   2   3\n{}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n",
-            4,
-            {0: (0, 1, 2, 3)},
-        ),
-        ("Channel 00/0 : 0[0] -> 5[5] via P2P/CUMEM\n", 0, {}),
-        ("Channel 00/02 :    0   1   2 ...\n{}Channel 00/0 : 0[0] -> 5[5] via P2P/CUMEM\n", 0, {}),
-        ("Channel 00/0 : 0[0] -> 5[5] via P2P/CUMEM\n{}Channel 00/02 :    0   1   2", 0, {}),
+        ((f"{RING}   3", WAY.format(1)), 4, {0: (0, 1, 2, 3)}),
+        ((WAY.format(5),), 0, {}),
+        ((f"{RING} ...", WAY.format(5)), 0, {}),
+        ((WAY.format(5), RING), 0, {}),
     ],
 )
 def test_the_number_of_ranks_is_never_that_of_the_largest_rank(
-    text: str, size: int, rings: dict[int, tuple[int, ...]]
+    lines: tuple[str, ...], size: int, rings: dict[int, tuple[int, ...]]
 ) -> None:
     """It is that of a whole ring, or unknown: the log is cut."""
-    prefix = "h:1:2 [0] NCCL INFO "
-    (one,) = read(prefix + text.format(prefix)).communicators
+    (one,) = read("\n".join(f"h:1:2 [0] NCCL INFO {line}" for line in lines)).communicators
     assert (one.size, one.rings) == (size, rings)
 
 
@@ -196,12 +176,9 @@ def test_lines_without_host_and_process_are_told_apart_by_their_device(label: st
 
 def test_lines_that_ran_into_one_are_two() -> None:
     lines = OLDER.splitlines()
-    joined = "\n".join(["".join(lines[1:3]), lines[0], *lines[3:]])
-    found = read(joined).communicators[0]
-    assert [(way.source, way.target, way.via) for way, _ in found.joined()][:2] == [
-        (8, 9, "SHM/direct/direct"),
-        (9, 0, "NET/Socket/0"),
-    ]
+    found = read("\n".join(["".join(lines[1:3]), lines[0], *lines[3:]])).communicators[0]
+    ways = [(way.source, way.target, way.via) for way, _ in found.joined()]
+    assert ways[:2] == [(8, 9, "SHM/direct/direct"), (9, 0, "NET/Socket/0")]
     assert len(found.connections) == 3
 
 
@@ -211,10 +188,8 @@ def test_a_text_in_which_nccl_says_nothing_is_no_log() -> None:
 
 
 def test_warnings_are_kept() -> None:
-    told = read("\nn:1:2 [0] enqueue.cc:10 NCCL WARN Cuda failure 'out of memory'").statements
-    assert [(one.kind, one.line, one.text) for one in told] == [
-        ("warning", 2, "Cuda failure 'out of memory'")
-    ]
+    (one,) = read("\nn:1:2 [0] enqueue.cc:10 NCCL WARN Cuda failure 'out of memory'").statements
+    assert (one.kind, one.line, one.text) == ("warning", 2, "Cuda failure 'out of memory'")
 
 
 def test_a_cut_log_has_what_it_has() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.checkout import Run
 from tests.support.nccl_texts import BRIDGE, NIC, bus, cpu, gpu_pci, machine, nvlink, only, pair, pci, system
-from topoplan.cli.main import main
+from tests.support.refusals import refused
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.topology import Link, Topology
 from topoplan.reading.nccl.topology_xml import parse_nccl_xml
@@ -51,9 +50,8 @@ def test_nvlinks_come_from_one_and_all_else_from_the_other() -> None:
     assert [device.busid for device in merged.devices[:8]] == [bus(i) for i in range(8)]
     assert {device.model for device in merged.devices[:8]} == {"A100"}
     assert topoplan.plan(merged, "allreduce").rate == topoplan.plan(dgx, "allreduce").rate
-    assert topoplan.plan(merged, "allreduce", channels="pcie").rate == pytest.approx(
-        topoplan.plan(base, "allreduce").rate
-    )
+    over_pcie = topoplan.plan(merged, "allreduce", channels="pcie")
+    assert over_pcie.rate == pytest.approx(topoplan.plan(base, "allreduce").rate)
 
 
 def test_notes_go_with_what_they_speak_of() -> None:
@@ -141,78 +139,53 @@ def test_given_rates_go_to_the_description_that_they_speak_of(tmp_path: Path) ->
     topology = topoplan.load(pair(), merge=path, nvlink_gbps=22, pcie_gbps=11)
     assert {link.bandwidth for link in part(topology, nvlink=True)} == {44.0}
     assert {link.bandwidth for link in part(topology, nvlink=False)} == {11.0}
-    with pytest.raises(
-        UsageError, match="dgx-1v: topology JSON states its own bandwidths; leave out nvlink_gbps"
-    ):
+    with refused(UsageError, "dgx-1v: topology JSON states its own bandwidths; leave out nvlink_gbps"):
         topoplan.load(pcie_only(8), merge="dgx-1v", nvlink_gbps=22)
-
-
-def different(topology: Topology) -> Topology:
-    """The same with its first GPU elsewhere."""
-    return replace(
-        topology, devices=(replace(topology.devices[0], busid="0009:09:00.0"), *topology.devices[1:])
-    )
 
 
 def test_descriptions_of_different_machines_are_refused() -> None:
     """By number of GPUs, by bus id, by number of servers, and where a link has no place."""
     box = parse_nccl_xml(pair())
-    with pytest.raises(
-        UsageError, match="nccl-xml has 2 GPUs and dgx-1v has 8; --merge joins two descriptions of one"
-    ):
-        merge_nvlink(box, topoplan.load("dgx-1v"))
-    with pytest.raises(
-        UsageError, match=f"gpu0 of nccl-xml is at bus id {bus(0)}, where nccl-xml has no GPU"
-    ):
-        merge_nvlink(box, different(box))
-    two = topoplan.cluster([topoplan.Server(topoplan.load("v100x4"), count=2)], nic_gbps=100)
-    for machines in ((two, two), (topoplan.load("v100x4"), two)):
-        with pytest.raises(UsageError, match=r"has 2 servers, and --merge joins two descriptions of one"):
-            merge_nvlink(*machines)
+    moved = replace(box, devices=(replace(box.devices[0], busid="0009:09:00.0"), *box.devices[1:]))
+    two = topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
     nowhere = replace(box, links=tuple(link for link in box.links if link.channel != "pcie"))
     to_cpu = parse_nccl_xml(pair(nvlink("0004:04:00.0", 3, "0x068001")))
-    with pytest.raises(UsageError, match=r"has an NVLink gpu0->cpu0, which has no place in nccl-xml"):
-        merge_nvlink(nowhere, to_cpu)
-
-
-def test_the_command_line_merges(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every command that takes TOPO takes --merge and --socket-bandwidth; a plan file has settled them."""
-    path, plan = tmp_path / "cloud.xml", tmp_path / "plan.json"
-    path.write_text(pcie_only(8))
-    merge = ("--merge", "dgx-1v", "--socket-bandwidth", "9GB/s")
-    assert main(["plan", str(path), *merge, "--notes", "-o", str(plan)]) == 0
-    out = capsys.readouterr().out
-    assert "all_reduce on cloud, 8 GPUs" in out
-    assert "algbw        85.7143 GB/s" in out
-    assert "note: NVLinks from dgx-1v, GPUs matched by number" in out
-    assert main(["show", str(path), *merge, "--all"]) == 0
-    assert "cpu0 <-> cpu1 sys 1 9" in " ".join(capsys.readouterr().out.split())
-    assert main(["simulate", str(path), *merge, "--sizes", "1MB"]) == 0
-    assert "on cloud" in capsys.readouterr().out
-    for arguments, says in (
-        (["simulate", str(plan), "--merge", "dgx-1v"], "--merge does not go with a plan file"),
-        (
-            ["simulate", str(plan), "--socket-bandwidth", "9GB/s"],
-            "--socket-bandwidth does not go with a plan file",
-        ),
-        (["plan", str(path), "--merge", "dgx-2"], "cloud has 8 GPUs and dgx-2 has 16"),
-        (
-            ["plan", "dgx-1v", "--socket-bandwidth", "9GB/s"],
-            "topology JSON states its own bandwidths; leave out socket_gbps",
-        ),
-        (["plan", "-", "--merge", "-"], "stdin is read once; give a file to all but one of TOPO, --merge"),
+    servers = "has 2 servers, and --merge joins two descriptions of one"
+    for base, other, says in (
+        (box, topoplan.load("dgx-1v"), "has 2 GPUs and dgx-1v has 8; --merge joins two descriptions of one"),
+        (box, moved, f"gpu0 of nccl-xml is at bus id {bus(0)}, where nccl-xml has no GPU"),
+        (two, two, servers),
+        (topoplan.load("v100x4"), two, servers),
+        (nowhere, to_cpu, "has an NVLink gpu0->cpu0, which has no place in nccl-xml"),
     ):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MATRIX.encode())))
-        assert main(arguments) == 2
-        error = capsys.readouterr().err
-        assert says in error
-        assert error.count("\n") == 1
+        with refused(UsageError, says):
+            merge_nvlink(base, other)
 
 
-def test_two_descriptions_cannot_both_be_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MATRIX.encode())))
+def test_the_command_line_merges(tmp_path: Path, run: Run) -> None:
+    """Every command that takes TOPO takes --merge and --socket-bandwidth; a plan file has settled them."""
+    path, plan = str(tmp_path / "cloud.xml"), str(tmp_path / "plan.json")
+    Path(path).write_text(pcie_only(8))
+    socket = ("--socket-bandwidth", "9GB/s")
+    merge = ("--merge", "dgx-1v", *socket)
+    for words, says in (
+        (("plan", path, *merge, "--notes", "-o", plan), "all_reduce on cloud, 8 GPUs"),
+        (("plan", path, *merge, "--notes"), "algbw 85.7143 GB/s"),
+        (("plan", path, *merge, "--notes"), "note: NVLinks from dgx-1v, GPUs matched by number"),
+        (("show", path, *merge, "--all"), "cpu0 <-> cpu1 sys 1 9"),
+        (("simulate", path, *merge, "--sizes", "1MB"), "on cloud"),
+    ):
+        status, out, _ = run(*words)
+        assert (status, says in " ".join(out.split())) == (0, True)
+    for words, says in (
+        (("simulate", plan, "--merge", "dgx-1v"), "--merge does not go with a plan file"),
+        (("simulate", plan, *socket), "--socket-bandwidth does not go with a plan file"),
+        (("plan", path, "--merge", "dgx-2"), "cloud has 8 GPUs and dgx-2 has 16"),
+        (("plan", "dgx-1v", *socket), "topology JSON states its own bandwidths; leave out socket_gbps"),
+        (("plan", "-", "--merge", "-"), "stdin is read once; give a file to all but one of TOPO, --merge"),
+    ):
+        status, _, error = run(*words, stdin=MATRIX)
+        assert (status, error.count("\n"), says in error) == (2, 1, True)
     with pytest.raises(UsageError, match="stdin holds one description; give --merge a file"):
         topoplan.load("-", merge="-")
 

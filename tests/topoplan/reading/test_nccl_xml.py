@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.machine_links import bundles, speeds, wire_rates
 from tests.support.nccl_texts import (
     BRIDGE,
     GPU,
@@ -28,8 +29,9 @@ from tests.support.nccl_texts import (
     pci,
     system,
 )
+from tests.support.refusals import refused
 from topoplan.errors import TopologyError, UsageError
-from topoplan.machine.topology import Topology, facts
+from topoplan.machine.topology import facts
 from topoplan.reading.nccl.topology_elements import (
     DEEPEST,
     LARGEST_TEXT,
@@ -80,24 +82,6 @@ def real_file(machines_dir: Path, name: str) -> Path:
     return next(path for path in machines_dir.glob("[nr]ccl-xml/*.xml") if path.stem == name)
 
 
-def nvlinks(topology: Topology) -> dict[tuple[str, str], tuple[int, float]]:
-    """Count and GB/s by ends."""
-    return {
-        (link.src, link.dst): (link.count, link.bandwidth)
-        for link in topology.links
-        if link.channel == "nvlink"
-    }
-
-
-def wires(topology: Topology, channel: str) -> dict[tuple[str, str], float]:
-    """GB/s by ends."""
-    return {(link.src, link.dst): link.bandwidth for link in topology.links if link.channel == channel}
-
-
-def notes_about(topology: Topology, word: str) -> list[str]:
-    return [note for note in topology.notes if word in note]
-
-
 @pytest.mark.parametrize("name", sorted(REAL))
 def test_real_files_are_read_and_plan_at_the_optimum(name: str, machines_dir: Path) -> None:
     """GPUs, links, rates, NICs and CPUs are those of the machine, and its AllReduce is proved optimal."""
@@ -105,9 +89,8 @@ def test_real_files_are_read_and_plan_at_the_optimum(name: str, machines_dir: Pa
     topology = topoplan.load(real_file(machines_dir, name))
     kinds = [device.kind for device in topology.devices]
     assert (len(topology.gpus), kinds.count("nic"), kinds.count("cpu")) == (gpus, nics, cpus)
-    counts = nvlinks(topology).values()
-    assert sum(count for count, _ in counts) == 2 * links
-    assert {bandwidth / count for count, bandwidth in counts} == ({rate} if rate else set())
+    assert sum(count for count, _ in bundles(topology).values()) == 2 * links
+    assert wire_rates(topology) == ({rate} if rate else set())
     plan = topoplan.plan(topology, "allreduce")
     if channel == "pcie" and links:  # islands, which PCIe joins
         assert (plan.channels, topoplan.verify(plan).optimal) == (("all",), True)
@@ -122,9 +105,8 @@ def test_real_files_are_read_and_plan_at_the_optimum(name: str, machines_dir: Pa
 def test_real_files_without_a_machine_are_refused(name: str, machines_dir: Path) -> None:
     """One line says what the file is, or what is missing."""
     path = real_file(machines_dir, name)
-    with pytest.raises(TopologyError) as caught:
+    with refused(TopologyError, begins=f"{path}: {REFUSED[name]}"):
         topoplan.load(path)
-    assert str(caught.value).startswith(f"{path}: {REFUSED[name]}")
 
 
 def test_every_real_file_is_in_the_tables_above(machines_dir: Path) -> None:
@@ -135,10 +117,10 @@ def test_a_dgx_1v_has_the_librarys_links_at_nccls_rate() -> None:
     """20 GB/s for an NVLink where the library has the nominal 25; the PCIe tree is the same."""
     topology = parse_nccl_xml(machine(8, DGX_1V))
     library = topoplan.load("dgx-1v")
-    assert nvlinks(topology) == {ends: (count, count * 20.0) for ends, (count, _) in nvlinks(library).items()}
-    gpus_up = {ends: rate for ends, rate in wires(library, "pcie").items() if "nic" not in "".join(ends)}
-    assert wires(topology, "pcie") == gpus_up
-    assert wires(topology, "sys") == {("cpu0", "cpu1"): 6.0, ("cpu1", "cpu0"): 6.0}
+    assert bundles(topology) == {ends: (count, count * 20.0) for ends, (count, _) in bundles(library).items()}
+    gpus_up = {ends: rate for ends, rate in speeds(library, "pcie").items() if "nic" not in "".join(ends)}
+    assert speeds(topology, "pcie") == gpus_up
+    assert speeds(topology, "sys") == {("cpu0", "cpu1"): 6.0, ("cpu1", "cpu0"): 6.0}
     assert not topology.notes
 
 
@@ -148,8 +130,8 @@ def test_a_switched_machine_has_one_switch() -> None:
     chips = [nvlink(f"0000:{0xC0 + i:02x}:00.0", count, NVSWITCH) for i, count in enumerate((5, 4, 4, 5))]
     seen = parse_nccl_xml(pair(*chips, other=chips, sm=90))
     for topology in (hidden, seen):
-        assert set(nvlinks(topology).values()) == {(18, 370.8)}
-        assert {dst for src, dst in nvlinks(topology) if src.startswith("gpu")} == {"nvswitch0"}
+        assert set(bundles(topology).values()) == {(18, 370.8)}
+        assert {dst for src, dst in bundles(topology) if src.startswith("gpu")} == {"nvswitch0"}
 
 
 def test_version_2_with_xgmi_is_the_same_machine() -> None:
@@ -159,43 +141,51 @@ def test_version_2_with_xgmi_is_the_same_machine() -> None:
     amd = {"sm": 104, "gcn": "910"}
     gpus = [gpu_pci(i, links[i], place={"class": "0x120000"}, **amd) for i in (0, 1)]
     theirs = parse_nccl_xml(only(*gpus, version=2))
-    assert nvlinks(ours) == {("gpu0", "gpu1"): (2, 40.0), ("gpu1", "gpu0"): (2, 40.0)}
-    assert nvlinks(theirs) == {("gpu0", "gpu1"): (2, 72.0), ("gpu1", "gpu0"): (2, 72.0)}
+    assert bundles(ours) == {("gpu0", "gpu1"): (2, 40.0), ("gpu1", "gpu0"): (2, 40.0)}
+    assert bundles(theirs) == {("gpu0", "gpu1"): (2, 72.0), ("gpu1", "gpu0"): (2, 72.0)}
     assert theirs.device("gpu0").facts == facts(gcn="gfx90a")
     assert ours.device("gpu0").facts == facts(sm=70)
-    assert wires(ours, "pcie") == wires(theirs, "pcie")
+    assert speeds(ours, "pcie") == speeds(theirs, "pcie")
 
 
 def test_a_bus_id_is_read_in_any_spelling() -> None:
     """Drivers print longer domains, capitals, and no function."""
     for target in ("00000000:07:00.0", "0000:07:00", "0000:7:0.0", "0000:07:00.0 "):
         topology = parse_nccl_xml(pair(nvlink(target.upper(), 1), other=[nvlink(bus(0), 1)]))
-        assert ("gpu0", "gpu1") in nvlinks(topology)
+        assert ("gpu0", "gpu1") in bundles(topology)
 
 
 def test_white_space_comments_declaration_and_mark_change_nothing() -> None:
     text = machine(4, {(0, 1): 2}, nics=1)
-    dressed = '\ufeff\n<?xml version="1.0"?>\n<!-- <gpu/> -->\n' + text.replace("\n", "\r\n  ").replace(
-        '"', "'"
-    )
-    dressed = dressed.replace("<?xml version='1.0'?>", '<?xml version="1.0"?>')
-    assert parse_nccl_xml(dressed) == parse_nccl_xml(text)
+    dressed = text.replace("\n", "\r\n  ").replace('"', "'")
+    start = '\ufeff\n<?xml version="1.0"?>\n<!-- <gpu/> -->\n'
+    assert parse_nccl_xml(start + dressed) == parse_nccl_xml(text)
 
 
-SM_RATES = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 90: 20.6, 100: 40.1, 30: 20.0}
-GCN_RATES = {"906": 24.0, "908": 24.0, "910": 36.0, "gfx942": 48.0}
+SM_RATES = {
+    60: 18.0,
+    61: 18.0,
+    70: 20.0,
+    75: 20.0,
+    80: 20.0,
+    86: 12.0,
+    89: 20.0,
+    90: 20.6,
+    100: 40.1,
+    120: 40.1,
+}
+SM_RATES |= {30: 20.0}
+GCN_RATES = {"906": 24.0, "gfx908": 24.0, "910": 36.0, "gfx90a": 36.0, "gfx942": 48.0}
 
 
 def test_the_generation_gives_the_rate_of_a_link() -> None:
     """NCCL's ``ncclTopoNVLinkBw`` and RCCL's ``ncclTopoXGMISpeed``; three links have exactly three times the rate."""
     for sm, rate in SM_RATES.items():
-        assert nvlinks(parse_nccl_xml(pair(nvlink(bus(1), 3), sm=sm)))["gpu0", "gpu1"] == (
-            3,
-            round(3 * rate, 6),
-        )
+        three = parse_nccl_xml(pair(nvlink(bus(1), 3), sm=sm))
+        assert bundles(three)["gpu0", "gpu1"] == (3, round(3 * rate, 6))
     for gcn, rate in GCN_RATES.items():
         xgmi = parse_nccl_xml(pair(nvlink(bus(1), 1, tag="xgmi"), gcn=gcn))
-        assert nvlinks(xgmi)["gpu0", "gpu1"] == (1, rate)
+        assert bundles(xgmi)["gpu0", "gpu1"] == (1, rate)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +208,8 @@ def test_the_generation_gives_the_rate_of_a_link() -> None:
 def test_pcie_counts_as_in_nccl(speed: str | None, width: int | None, rate: float, noted: bool) -> None:
     """Texts of old and new kernels; generation 3 and 16 lanes where nothing is stated, with a note that names it."""
     topology = parse_nccl_xml(only(gpu_pci(0, place={"link_speed": speed, "link_width": width})))
-    assert wires(topology, "pcie")["gpu0", "cpu0"] == rate
-    assert [bus(0) in note for note in notes_about(topology, "link_speed")] == ([True] if noted else [])
+    assert speeds(topology, "pcie")["gpu0", "cpu0"] == rate
+    assert [bus(0) in note for note in topology.notes if "link_speed" in note] == [True] * noted
 
 
 @pytest.mark.parametrize(
@@ -239,16 +229,16 @@ def test_pcie_counts_as_in_nccl(speed: str | None, width: int | None, rate: floa
 def test_the_processor_gives_the_rate_between_cpus(processor: dict[str, str | None], rate: float) -> None:
     """NCCL's ``ncclTopoGetInterCpuBw``, each direction by its own end."""
     topology = parse_nccl_xml(system(cpu(0, gpu_pci(0), **processor), cpu(1, gpu_pci(1))))
-    assert wires(topology, "sys") == {("cpu0", "cpu1"): rate, ("cpu1", "cpu0"): 6.0}
+    assert speeds(topology, "sys") == {("cpu0", "cpu1"): rate, ("cpu1", "cpu0"): 6.0}
     assert not topology.notes
 
 
 def test_given_rates_replace_the_files_and_nccls() -> None:
     text = machine(4, {(0, 1): 2, (2, 3): 2}).replace('link_speed="8 GT/s"', 'link_speed=""')
     topology = parse_nccl_xml(text, nvlink_gbps=25, pcie_gbps=11, socket_gbps=9)
-    assert {rate / count for count, rate in nvlinks(topology).values()} == {25.0}
-    assert set(wires(topology, "pcie").values()) == {11.0}
-    assert set(wires(topology, "sys").values()) == {9.0}
+    assert wire_rates(topology) == {25.0}
+    assert set(speeds(topology, "pcie").values()) == {11.0}
+    assert set(speeds(topology, "sys").values()) == {9.0}
     assert not topology.notes
     for option in ("nvlink_gbps", "pcie_gbps", "socket_gbps"):
         with pytest.raises(UsageError, match=f"{option} must be .*, got 0"):
@@ -277,11 +267,11 @@ def test_given_rates_replace_the_files_and_nccls() -> None:
         ("nonsense", GPU, None, "gpu0: 2 NVLinks to nonsense, which is none of the GPUs"),
     ],
 )
-def test_far_ends_of_nvlinks(target: str | None, tclass: str | None, end: str | None, note: str) -> None:
+def test_far_ends_of_bundles(target: str | None, tclass: str | None, end: str | None, note: str) -> None:
     """A GPU, the switch, seen or hidden, the CPU of the GPU, or nothing, which is said."""
     link = element("nvlink", target=target, count=2, tclass=tclass)
     topology = parse_nccl_xml(pair(link))
-    assert [dst for src, dst in nvlinks(topology) if src == "gpu0"] == ([end] if end else [])
+    assert [dst for src, dst in bundles(topology) if src == "gpu0"] == ([end] if end else [])
     notes = [found for found in topology.notes if "one direction" not in found and "stands for" not in found]
     assert len(notes) == (1 if note else 0)
     assert all(note in found for found in notes)
@@ -295,26 +285,28 @@ PORTS = [nic_pci(f"0000:41:00.{i}", f"mlx5_{i}", i) for i in (0, 1)]
 BELOW_GPU = gpu_pci(0).replace("</pci>", f"{pci('0000:55:00.0')}\n</pci>")
 LINKED = pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), element("pcilink", target="0000:90:00.0"), device=BRIDGE)
 
+UNCLASSED = pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device="0x088000")
+BOTH = [bus(0), bus(1)]
+HERE = f": {bus(0)}, {bus(1)}"
+
 NOTED: dict[str, tuple[str, list[str], list[str]]] = {
     "an unknown processor": (
         system(cpu(0, gpu_pci(0)), cpu(1, gpu_pci(1), arch="x86_64", vendor="Other")),
-        [bus(0), bus(1)],
-        [
-            "the processor is unknown or not stated; 6 GB/s between CPUs taken (--socket-bandwidth sets it): cpu 1"
-        ],
+        BOTH,
+        ["not stated; 6 GB/s between CPUs taken (--socket-bandwidth sets it): cpu 1"],
     ),
     **{
         f"{count or 'no'} NVLinks": (
             only(gpu_pci(0, element("nvlink", target=bus(1), count=count, tclass=GPU)), gpu_pci(1)),
-            [bus(0), bus(1)],
+            BOTH,
             [f"nvlink without a count above 0; left out: {bus(0)}"],
         )
         for count in ("0", "-3", "many", "")
     },
     "no compute capability": (
         pair(nvlink(bus(1), 1), other=[nvlink(bus(0), 1)], sm=None),
-        [bus(0), bus(1)],
-        [f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-bandwidth sets it): {bus(0)}, {bus(1)}"],
+        BOTH,
+        [f"sm is not stated; 20 GB/s taken for an NVLink (--nvlink-bandwidth sets it){HERE}"],
     ),
     **{
         f"a second GPU numbered {second}": (
@@ -324,19 +316,19 @@ NOTED: dict[str, tuple[str, list[str], list[str]]] = {
         )
         for second in (None, 0, "x", -1)
     },
-    "any order": (only(gpu_pci(0, dev=1, rank=0), gpu_pci(1, dev=0, rank=1)), [bus(1), bus(0)], []),
+    "any order": (only(gpu_pci(0, dev=1, rank=0), gpu_pci(1, dev=0, rank=1)), BOTH[::-1], []),
     "gaps": (only(gpu_pci(4), gpu_pci(5)), [bus(4), bus(5)], [RANKS]),
     "GPUs by class alone": (
         only(pci(bus(0)), pci(bus(1), device="0x030000"), pci("0000:40:00.0", device=NIC)),
-        [bus(0), bus(1)],
-        [NUMBERED, f"NVLinks are not known; --merge adds them from another description: {bus(0)}, {bus(1)}"],
+        [*BOTH, "0000:40:00.0"],
+        [NUMBERED, f"NVLinks are not known; --merge adds them from another description{HERE}"],
     ),
     "one GPU without rank": (
         only(gpu_pci(0), gpu_pci(1, rank=None)),
-        [bus(0), bus(1)],
+        BOTH,
         [f"has no rank, so that NCCL leaves the GPU out; kept: {bus(1)}"],
     ),
-    "all GPUs without rank": (only(gpu_pci(0, rank=None), gpu_pci(1, rank=None)), [bus(0), bus(1)], []),
+    "all GPUs without rank": (only(gpu_pci(0, rank=None), gpu_pci(1, rank=None)), BOTH, []),
     "a divided GPU": (only(pci(bus(0), *IN_PARTS)), [bus(0)], ["divided into several gpu elements"]),
     "a net without dev": (only(gpu_pci(0), *FUSED), [bus(0), "0000:42:00.0"], ["without dev"]),
     "two functions of a NIC": (only(gpu_pci(0), *PORTS), [bus(0), "0000:41:00.0"], ["several functions"]),
@@ -346,11 +338,8 @@ NOTED: dict[str, tuple[str, list[str], list[str]]] = {
         ["affinity is not a mask such as 00000000,000fffff; left out: cpu 0"],
     ),
     "unknown classes": (
-        only(
-            pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device="0x088000"),
-            pci("0000:90:00.0", device="0x010802"),
-        ),
-        [bus(0), bus(1)],
+        only(UNCLASSED, pci("0000:90:00.0", device="0x010802")),
+        BOTH,
         [
             "class is unknown or not stated; taken as a PCIe switch, as NCCL does: 0000:80:00.0",
             "class is unknown or not stated; left out: 0000:90:00.0",
@@ -366,7 +355,7 @@ NOTED: dict[str, tuple[str, list[str], list[str]]] = {
             "rack inside system is unknown; skipped, as NCCL does",
         ],
     ),
-    "joined switches": (only(LINKED), [bus(0), bus(1)], ["pcilink joins two PCIe switches in NCCL"]),
+    "joined switches": (only(LINKED), BOTH, ["pcilink joins two PCIe switches in NCCL"]),
     "a NIC of no speed": (
         only(gpu_pci(0), nic_pci("0000:42:00.0", "mlx5_0", 0, -1)),
         [bus(0), "0000:42:00.0"],
@@ -380,10 +369,7 @@ def test_what_nccl_guesses_or_leaves_out_is_noted(name: str) -> None:
     """The GPUs and NICs that are left, by bus id in their order, and one note for each thing."""
     text, busids, notes = NOTED[name]
     topology = parse_nccl_xml(text)
-    assert [d.busid for d in topology.devices if d.kind in ("gpu", "nic") and d.busid] == [
-        *busids,
-        *(["0000:40:00.0"] if "class alone" in name else []),
-    ]
+    assert [d.busid for d in topology.devices if d.kind in ("gpu", "nic") and d.busid] == busids
     assert len(topology.notes) == len(notes)
     assert all(part in note for part, note in zip(notes, topology.notes, strict=True)), topology.notes
 
@@ -391,10 +377,10 @@ def test_what_nccl_guesses_or_leaves_out_is_noted(name: str) -> None:
 def test_a_chip_to_chip_link_leads_to_the_cpu() -> None:
     """NCCL states MB/s of one link."""
     topology = parse_nccl_xml(only(gpu_pci(0, element("c2c", bw=40_000, count=10))))
-    assert wires(topology, "c2c") == {("gpu0", "cpu0"): 400.0, ("cpu0", "gpu0"): 400.0}
+    assert speeds(topology, "c2c") == {("gpu0", "cpu0"): 400.0, ("cpu0", "gpu0"): 400.0}
     dead = parse_nccl_xml(only(gpu_pci(0, element("c2c", bw=40_000, count=0))))
-    assert not wires(dead, "c2c")
-    assert len(notes_about(dead, "c2c without a bw and count")) == 1
+    assert not speeds(dead, "c2c")
+    assert sum("c2c without a bw and count" in note for note in dead.notes) == 1
 
 
 def test_nics_state_adapter_and_speed() -> None:
@@ -412,7 +398,7 @@ def test_the_ports_of_a_nic_on_a_cpu_add_up_as_they_are_written() -> None:
     """Three times 25.781 GB/s are 77.343, where floats make it 77.34299999999999."""
     nets = [element("net", name="bond0", dev=i, speed=25_000, bandwidth=25.781) for i in range(3)]
     topology = parse_nccl_xml(only(gpu_pci(0), element("nic", *nets)))
-    assert wires(topology, "pcie")["nic0", "cpu0"] == 77.343
+    assert speeds(topology, "pcie")["nic0", "cpu0"] == 77.343
 
 
 def test_cpus_state_what_they_are() -> None:
@@ -428,7 +414,7 @@ def test_cpus_state_what_they_are() -> None:
 def test_bridges_are_switches(device: str) -> None:
     """0x080100 is the data-direct port of a NIC."""
     topology = parse_nccl_xml(only(pci("0000:80:00.0", gpu_pci(0), gpu_pci(1), device=device)))
-    assert wires(topology, "pcie")["gpu0", "pcie0"] == 12.0
+    assert speeds(topology, "pcie")["gpu0", "pcie0"] == 12.0
     assert not topology.notes
 
 
@@ -453,7 +439,7 @@ def twice(text: str) -> str:
         (system(cpu(0, gpu_pci(0)), cpu(0)), "line 7: cpu numaid 0 occurs twice, first in line 2"),
         (
             system(cpu(0, gpu_pci(0), host_hash="0x1"), cpu(1, host_hash="0x2")),
-            "line 7: cpu host_hash '0x2' is of another host than line 2; keep the cpu elements of one host",
+            "line 7: cpu host_hash '0x2' is of another host than line 2; keep the cpu elements of one",
         ),
         (system(*(cpu(i) for i in range(MOST_CPUS + 1))), f"{MOST_CPUS + 1} cpu elements are more than the"),
         (only(gpu_pci(0), nic_pci("0:1:0", "e", 0, 10**10)), "line 8: net speed 10000000000 Mb/s is above"),
@@ -477,11 +463,8 @@ def twice(text: str) -> str:
     ],
 )
 def test_what_stops_nccl_is_one_line_with_element_and_attribute(text: str, says: str) -> None:
-    """Bad input never gets further than the line that says where it is bad."""
-    with pytest.raises(TopologyError) as caught:
+    with refused(TopologyError, begins=says):
         parse_nccl_xml(text)
-    assert str(caught.value).startswith(says)
-    assert "\n" not in str(caught.value)
 
 
 def test_load_recognises_xml_and_names_the_machine_after_its_file(tmp_path: Path) -> None:
@@ -499,6 +482,7 @@ def test_load_recognises_xml_and_names_the_machine_after_its_file(tmp_path: Path
 
 BOMB = '<!DOCTYPE lolz [<!ENTITY a "lol"><!ENTITY b "&a;&a;&a;&a;"><!ENTITY c "&b;&b;&b;&b;">]><system>&c;</system>'
 EXTERNAL = '<!DOCTYPE s [<!ENTITY x SYSTEM "file:///etc/passwd">]>\n<system version="&x;"/>'
+MANY = " ".join(f"b{i}=''" for i in range(MOST_ATTRIBUTES + 1))
 
 
 def test_elements_attributes_and_lines_are_read() -> None:
@@ -529,19 +513,14 @@ def test_elements_attributes_and_lines_are_read() -> None:
         (f"<a{'b' * LONGEST_VALUE}/>", "line 1: the name of an element is too long"),
         ("\n<a>" * (DEEPEST + 1), f"line {DEEPEST + 2}: elements are nested more than {DEEPEST} deep"),
         ("<a>" + "<b/>" * MOST_ELEMENTS, f"line 1: more than {MOST_ELEMENTS} elements"),
-        (
-            "<a " + " ".join(f"b{i}=''" for i in range(MOST_ATTRIBUTES + 1)) + "/>",
-            f"line 1: an element has more than {MOST_ATTRIBUTES} attributes",
-        ),
+        (f"<a {MANY}/>", f"line 1: an element has more than {MOST_ATTRIBUTES} attributes"),
         ("<a>" + " " * LARGEST_TEXT + "</a>", f"the XML text has {LARGEST_TEXT + 7} bytes"),
     ],
 )
 def test_what_is_no_plain_xml_is_refused_in_one_line(text: str, says: str) -> None:
     """Entity bombs and external entities, truncated and endless texts: the line says where."""
-    with pytest.raises(TopologyError) as caught:
+    with refused(TopologyError, begins=says):
         parse_xml(text)
-    assert str(caught.value).startswith(says)
-    assert "\n" not in str(caught.value)
 
 
 @settings(max_examples=200, deadline=None)
@@ -550,9 +529,7 @@ def test_any_text_is_a_tree_or_one_line(text: str) -> None:
     try:
         root = parse_xml(text)
     except TopologyError as error:
-        lines = str(error).count("\n")
+        assert "\n" not in str(error)  # noqa: PT017
     else:
-        lines = 0
         assert 1 <= root.line <= 1 + text.count("\n")
         assert f"<{root.name}" in text
-    assert lines == 0

@@ -9,8 +9,8 @@ import pytest
 
 import topoplan
 from tests.support.listings import MACHINES, each
+from tests.support.machine_links import bundles
 from topoplan.errors import TopologyError, UsageError
-from topoplan.machine.topology import Topology
 from topoplan.operate.diagnosis import diagnose
 
 Cell = Callable[[int, int], object]
@@ -38,44 +38,24 @@ def showtopo(gpus: int, *, numa: Sequence[int] = (), **cells: Cell) -> str:
         lines += [f"{' ' + TITLES[key] + ' ':=^90}", *table([f"GPU{i}" for i in range(gpus)], cell)]
     lines.append(f"{' Numa Nodes ':=^90}")
     for i, node in enumerate(numa):
-        lines += [
-            f"GPU[{i}]\t\t: (Topology) Numa Node: {node}",
-            f"GPU[{i}]\t\t: (Topology) Numa Affinity: {node}",
-        ]
+        lines += [f"GPU[{i}]\t\t: (Topology) Numa {word}: {node}" for word in ("Node", "Affinity")]
     return "\n".join([*lines, f"{' End of ROCm SMI Log ':=^90}"])
 
 
 def amd_smi(ids: Sequence[str], **cells: Cell) -> str:
     """What amd-smi topology prints."""
-    titles = {
-        "access": "ACCESS",
-        "weight": "WEIGHT",
-        "hops": "HOPS",
-        "type": "LINK TYPE",
-        "bandwidth": "NUMA BW",
-    }
+    titles = {"access": "ACCESS", "weight": "WEIGHT", "type": "LINK TYPE"}
+    itself = {"access": "ENABLED", "weight": "0", "type": "SELF"}
     lines = []
     for key, cell in cells.items():
-        lines += [
-            f"{titles[key]} TABLE:",
-            *table(ids, cell, {"type": "SELF", "access": "ENABLED"}.get(key, "0")),
-        ]
-    return "\n".join(
-        [*lines, "CACHE COHERANCY TABLE:", *table(ids, lambda i, j: "NC", "SELF"), "Legend:", " SELF = x"]
-    )
-
-
-def fabric(machine: Topology) -> dict[tuple[str, str], tuple[float, int]]:
-    return {
-        (link.src, link.dst): (link.bandwidth, link.count)
-        for link in machine.links
-        if link.channel == "nvlink"
-    }
+        lines += [f"{titles[key]} TABLE:", *table(ids, cell, itself[key])]
+    lines += ["CACHE COHERANCY TABLE:", *table(ids, lambda i, j: "NC", "SELF")]
+    return "\n".join([*lines, "Legend:", " SELF = x"])
 
 
 def wires(name: str) -> Cell:
     """Links of Infinity Fabric between two GPUs of a library machine."""
-    counts = {ends: count for ends, (_, count) in fabric(topoplan.load(name)).items()}
+    counts = {ends: count for ends, (count, _) in bundles(topoplan.load(name)).items()}
     return lambda i, j: counts.get((f"gpu{i}", f"gpu{j}"), 0)
 
 
@@ -90,7 +70,7 @@ def test_bandwidths_tell_the_links_of_an_mi250x() -> None:
         type=lambda i, j: "XGMI",
         bandwidth=lambda i, j: f"{50000 if X250(i, j) else 0}-{50000 * int(str(X250(i, j)))}",
     )
-    assert fabric(topoplan.load(text)) == fabric(topoplan.load("mi250x"))
+    assert bundles(topoplan.load(text)) == bundles(topoplan.load("mi250x"))
 
 
 def weights(gpus: int, joined: Callable[[int, int], object]) -> str:
@@ -102,46 +82,41 @@ def test_weights_tell_neighbours() -> None:
     """15 is one link, 30 are two on the way; how many join a pair is assumed, and said."""
     ring = weights(8, lambda i, j: (i - j) % 8 in (1, 7))
     machine = topoplan.load(ring)
-    assert set(fabric(machine)) == {(f"gpu{i}", f"gpu{(i + k) % 8}") for i in range(8) for k in (1, 7)}
-    assert set(fabric(machine).values()) == {(50.0, 1)}
+    assert set(bundles(machine)) == {(f"gpu{i}", f"gpu{(i + k) % 8}") for i in range(8) for k in (1, 7)}
+    assert set(bundles(machine).values()) == {(1, 50.0)}
     assert any("one assumed" in note for note in machine.notes)
-    assert set(fabric(topoplan.load(ring, nvlink_gbps=64)).values()) == {(64.0, 1)}
+    assert set(bundles(topoplan.load(ring, nvlink_gbps=64)).values()) == {(1, 64.0)}
 
 
 def test_neighbours_of_a_known_machine_alone_have_its_links() -> None:
     """The MI250X of Frontier and the MI250 of 16 dies, with 1, 2 and 4 links; a mesh of eight belongs to several."""
     for name, gpus in (("mi250x", 8), ("mi250", 16)):
-        ties = fabric(topoplan.load(name))
+        ties = bundles(topoplan.load(name))
         text = weights(gpus, lambda i, j, ties=ties: (f"gpu{i}", f"gpu{j}") in ties)  # type: ignore[misc]
         machine = topoplan.load(text)
-        assert fabric(machine) == ties
+        assert bundles(machine) == ties
         assert any(f"neighbours are those of {name}, whose links are taken" in note for note in machine.notes)
         assert diagnose(machine).resembles == name
-        slower = fabric(topoplan.load(text, nvlink_gbps=40))
-        assert slower == {pair: (40.0 * count, count) for pair, (_, count) in ties.items()}
+        slower = bundles(topoplan.load(text, nvlink_gbps=40))
+        assert slower == {pair: (count, 40.0 * count) for pair, (count, _) in ties.items()}
     mesh = topoplan.load(weights(8, lambda i, j: True))
-    assert set(fabric(mesh).values()) == {(50.0, 1)}
+    assert set(bundles(mesh).values()) == {(1, 50.0)}
 
 
 def test_neighbours_that_are_numbered_otherwise_are_known_only_if_the_links_follow() -> None:
     """Of 16 renumberings of the MI250X some move the pairs of 4 links: one link each is assumed, and said."""
     turned = weights(8, lambda i, j: X250((i + 3) % 8, (j + 3) % 8))
-    assert set(fabric(topoplan.load(turned)).values()) == {(50.0, 1)}
+    assert set(bundles(topoplan.load(turned)).values()) == {(1, 50.0)}
 
 
 @pytest.mark.parametrize("weight", [0, 7])
 def test_where_neither_tells_the_machine_is_asked_for(weight: int) -> None:
     """No full mesh is drawn in silence; with the machine named, its links are taken."""
-    text = showtopo(
-        8,
-        weight=lambda i, j: weight,
-        hops=lambda i, j: 1,
-        type=lambda i, j: "XGMI",
-        bandwidth=lambda i, j: "0-0",
-    )
+    cells: dict[str, Cell] = {"weight": lambda i, j: weight, "bandwidth": lambda i, j: "0-0"}
+    text = showtopo(8, hops=lambda i, j: 1, type=lambda i, j: "XGMI", **cells)
     with pytest.raises(TopologyError, match="--merge mi250x"):
         topoplan.load(text)
-    assert fabric(topoplan.load(text, merge="mi250x")) == fabric(topoplan.load("mi250x"))
+    assert bundles(topoplan.load(text, merge="mi250x")) == bundles(topoplan.load("mi250x"))
     with pytest.raises(UsageError, match="16"):
         topoplan.load(text, merge="mi250")
 
@@ -232,5 +207,5 @@ KNOWN = {
 def test_real_listings_are_read(path: Path) -> None:
     """A full mesh of eight, two of four, PCIe alone; a plan can be made of each."""
     machine = topoplan.load(path)
-    assert len(fabric(machine)) // 2 == KNOWN[path.stem][0]
+    assert len(bundles(machine)) // 2 == KNOWN[path.stem][0]
     assert topoplan.plan(machine).gap == 0

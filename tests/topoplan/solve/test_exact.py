@@ -32,13 +32,8 @@ CLOSE = 1e-6
 
 ANY_COLLECTIVE = st.sampled_from(COLLECTIVES)
 
-REVERSED = {
-    "broadcast": "reduce",
-    "reduce": "broadcast",
-    "allgather": "reduce_scatter",
-    "reduce_scatter": "allgather",
-    "allreduce": "allreduce",
-}
+REVERSED = {"broadcast": "reduce", "allgather": "reduce_scatter", "allreduce": "allreduce"}
+REVERSED |= {back: there for there, back in REVERSED.items()}
 """The collective whose plans are those of another with every edge reversed."""
 
 
@@ -103,12 +98,8 @@ def test_bandwidths_such_as_47_3186_are_packed_to_the_last_digit(topology: Topol
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_bandwidths_of_any_size_are_packed_exactly(collective: str) -> None:
     """The slowest and the fastest link that a topology may have, beside measured ones, in one machine."""
-    wires = {
-        ("gpu0", "gpu1"): SLOWEST,
-        ("gpu0", "gpu2"): FASTEST,
-        ("gpu1", "gpu2"): 47.3186,
-        ("gpu2", "gpu3"): 1 / 3,
-    }
+    wires = {("gpu0", "gpu1"): SLOWEST, ("gpu0", "gpu2"): FASTEST}
+    wires |= {("gpu1", "gpu2"): 47.3186, ("gpu2", "gpu3"): 1 / 3}
     made = proved(machine(4, both_ways(wires)), collective)
     assert topoplan.verify(Plan.from_json(made.to_json())).optimal
 
@@ -186,37 +177,6 @@ def test_of_two_wires_between_the_same_devices_the_wider_is_used() -> None:
         assert made.channels == ("pcie",)
 
 
-def able_a100() -> tuple[Topology, Topology]:
-    """Four GPUs of an A100 box, with a plain NVSwitch and with one that copies and adds."""
-    a100 = topoplan.load("dgx-a100").subset(range(4))
-    devices = tuple(
-        replace(d, multicast=d.kind == "nvswitch", reduce=d.kind == "nvswitch") for d in a100.devices
-    )
-    return a100, replace(a100, devices=devices)
-
-
-@pytest.mark.parametrize(
-    ("collective", "rate"),
-    [("allreduce", 300), ("broadcast", 300), ("reduce", 300), ("allgather", 400), ("reduce_scatter", 400)],
-)
-def test_exact_plans_use_switches_that_copy_and_add(collective: str, rate: float) -> None:
-    """At ports of 300 GB/s an allreduce runs at 300, not at the 200 of plain trees: the bound, proved."""
-    _, able = able_a100()
-    made = proved(able, collective)
-    assert (made.rate, made.height) == (rate, 1)
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_mwu_packs_for_plain_switches_and_is_rated_on_the_real_ones(collective: str) -> None:
-    """The forest is the one of plain switches, the bound holds for all, and a gap is said, not hidden."""
-    plain, able = able_a100()
-    made = topoplan.plan(able, collective, method="mwu")
-    assert made.shards == topoplan.plan(plain, collective, method="mwu").shards
-    topoplan.verify(made)
-    assert any("copy or add" in note for note in made.notes) == (made.gap > 0)
-    assert (made.gap == 0) == (collective != "allreduce")
-
-
 @pytest.mark.thorough
 def test_a_mesh_of_switches_ends() -> None:
     """Twelve switches, all joined: there are millions of ways between two GPUs, and a plan in a moment."""
@@ -227,12 +187,10 @@ def test_a_mesh_of_switches_ends() -> None:
 
 
 def test_more_than_nine_ranks_say_that_heights_are_not_proved_lowest() -> None:
-    """Above nine ranks the rate is still proved, and the note names what is not."""
     wires = {(f"gpu{i}", f"gpu{(i + 1) % 10}"): 2.0 for i in range(10)} | {("gpu0", "gpu5"): 1.0}
     made = proved(machine(10, both_ways(wires)), "broadcast")
     assert made.rate == 4
-    assert len(made.notes) == 1
-    assert made.notes[0] == f"height {made.height} is the lowest found, 3 the lowest not excluded"
+    assert made.notes == (f"height {made.height} is the lowest found, 3 the lowest not excluded",)
 
 
 @pytest.mark.parametrize(("height", "rate"), [(2, 50), (3, 125), (4, 150)])

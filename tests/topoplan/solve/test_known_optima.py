@@ -52,14 +52,8 @@ def answer(row: Allocation, collective: str) -> Fraction:
 load = cache(topoplan.load)
 each_row = pytest.mark.parametrize(
     "row",
-    [
-        pytest.param(
-            row,
-            id=f"{row.machine}-{''.join(map(str, row.gpus))}",
-            marks=() if number % 8 == 0 else pytest.mark.thorough,
-        )
-        for number, row in enumerate(allocations())
-    ],
+    [pytest.param(row, marks=[pytest.mark.thorough] * bool(i % 8)) for i, row in enumerate(allocations())],
+    ids=lambda row: f"{row.machine}-{''.join(map(str, row.gpus))}",
 )
 
 
@@ -154,9 +148,8 @@ def test_two_programs_over_flows_agree(kind: str, collective: str) -> None:
     """One balances switches, the other lists every route through them."""
     topology = irregular(kind, 5).subset(range(5))
     root = 2 if collective in ROOTED else None
-    assert flow_optimum(topology, collective, root=root) == pytest.approx(
-        rate_by_flows(topology, collective, root=root), rel=CLOSE
-    )
+    best = rate_by_flows(topology, collective, root=root)
+    assert flow_optimum(topology, collective, root=root) == pytest.approx(best, rel=CLOSE)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -199,20 +192,14 @@ def test_forestcoll_on_a100(gpus: int, rate: int) -> None:
     [(32, 354, "exact"), (64, 341, "three-phase"), (128, 292, "three-phase"), (256, 273, "three-phase")],
 )
 def test_forestcoll_on_mi250(gpus: int, rate: int, method: str) -> None:
-    """Servers of 16 dies with 16 NICs of 128 Gb/s, each a die's own: within 1 GB/s of what is stated.
-
-    From four servers on the NICs alone limit, and trees composed of those inside servers reach what they let in.
-    """
+    """16 dies with a NIC of 128 Gb/s each: within 1 GB/s of what is stated; from four servers on NICs alone limit."""
     made = cluster([Server("mi250", count=gpus // 16)], nic_gbps=128, nics=16, nic_access="direct")
     assert proved(made, "allgather", method=method).rate == pytest.approx(rate, abs=1)
 
 
 def a800_servers(count: int) -> Topology:
     """Eight GPUs on an NVSwitch with 180 GB/s each; four NICs of 200 Gb/s are spread over them."""
-    gpus = [f"gpu{i}" for i in range(8)]
-    wires = [ends for gpu in gpus for ends in ((gpu, "nvswitch0"), ("nvswitch0", gpu))]
-    devices = (*(Device(gpu, "gpu", "s0") for gpu in gpus), Device("nvswitch0", "nvswitch", "s0"))
-    box = Topology("8 x A800", devices, tuple(Link(src, dst, "nvlink", 180.0) for src, dst in wires))
+    box = machine(8, both_ways({(f"gpu{i}", "sw0"): 180.0 for i in range(8)}), switches=1)
     return cluster([Server(box, count=count)], nic_gbps=200, nics=4)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -16,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
+from tests.support.checkout import Run
 from tests.support.small_fabrics import machine
-from topoplan.cli.main import main
 from topoplan.machine.fabric import MOST_LISTED, Fabric, usable_fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.minimum_trees import UNREACHABLE
@@ -32,16 +31,14 @@ def behind_shared_nics(name: str, servers: int, *, nics: int | None = None, gbps
 
 
 @pytest.mark.parametrize("method", ["exact", "mwu"])
-def test_the_command_that_ended_with_lengths_of_zero(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_that_ended_with_lengths_of_zero(method: str, tmp_path: Path, run: Run) -> None:
     """Two GPUs behind eight NICs of 25 GB/s each: 200 GB/s, and `verify` agrees."""
-    file = tmp_path / "plan.json"
+    file = str(tmp_path / "plan.json")
     ends = ("--servers", "2", "--gpus", "0,8", "--nic-bandwidth", "200Gb/s", "--nic-access", "direct")
-    assert main(("plan", "dgx-a100", *ends, "--method", method, "--json", "-o", str(file))) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["rate"], told["bound"]) == (200.0, 200.0)
-    assert main(("verify", str(file))) == 0
+    status, out, _ = run("plan", "dgx-a100", *ends, "--method", method, "--json", "-o", file)
+    told = json.loads(out)
+    assert (status, told["rate"], told["bound"]) == (0, 200.0, 200.0)
+    assert run("verify", file)[0] == 0
 
 
 @pytest.mark.sampled
@@ -59,9 +56,8 @@ def test_plans_fill_every_nic(
     servers: int, nics: int, gpus: tuple[int, ...], method: str, collective: str
 ) -> None:
     """What leaves a server is 25 GB/s for each of its NICs: the optimum, or twice 5 % less by weights."""
-    plan = topoplan.plan(
-        behind_shared_nics("dgx-a100", servers, nics=nics), collective, gpus=gpus, method=method
-    )
+    machine = behind_shared_nics("dgx-a100", servers, nics=nics)
+    plan = topoplan.plan(machine, collective, gpus=gpus, method=method)
     report = topoplan.verify(plan)
     assert report.exact_rate == Fraction(plan.rate).limit_denominator(1000)
     if method == "exact":
@@ -128,10 +124,6 @@ def routes_between(fabric: Fabric, tail: int, head: int) -> list[Links]:
     return sorted(found, key=lambda links: (len(links), links))
 
 
-def narrowest(links: Links, width: Sequence[Fraction]) -> Fraction:
-    return min(width[link] for link in links)
-
-
 @given(meshes())
 @settings(max_examples=30, deadline=None)
 def test_the_widest_routes_are_those_of_all_that_networkx_lists(drawn: tuple[Fabric, list[int]]) -> None:
@@ -147,8 +139,12 @@ def test_the_widest_routes_are_those_of_all_that_networkx_lists(drawn: tuple[Fab
             assert routes.stripes(tail, head, width) == {}
             continue
         short = [links for links in known if len(links) == len(known[0])]
-        assert routes.shortest(tail, head, width) == max(short, key=lambda links: narrowest(links, width))
-        assert routes.widest(tail, head, width) == max(known, key=lambda links: narrowest(links, width))
+
+        def narrow(links: Links) -> Fraction:
+            return min(width[link] for link in links)
+
+        assert routes.shortest(tail, head, width) == max(short, key=narrow)
+        assert routes.widest(tail, head, width) == max(known, key=narrow)
 
 
 @given(meshes())
@@ -162,14 +158,12 @@ def test_stripes_carry_all_of_the_data_over_the_shortest_routes(drawn: tuple[Fab
     short = [links for links in known if len(links) == len(known[0])]
     assert set(part) == {link for links in short for link in links}
     for node in range(len(fabric.nodes)) if part else ():
-        entered, left = (
-            sum(part[link] for link in part if fabric.ends[link][side] == node) for side in (1, 0)
-        )
+        entered, left = (sum(part[e] for e in part if fabric.ends[e][side] == node) for side in (1, 0))
         assert left - entered == {0: 1, 1: -1}.get(node, 0)
     if short and len(short[0]) == 2:
-        total = sum(narrowest(links, width) for links in short)
+        narrow = {links: min(width[link] for link in links) for links in short}
         assert {part[links[0]] for links in short} == {part[links[1]] for links in short}
-        assert all(part[links[0]] == narrowest(links, width) / total for links in short)
+        assert all(part[links[0]] == least / sum(narrow.values()) for links, least in narrow.items())
 
 
 @given(meshes())

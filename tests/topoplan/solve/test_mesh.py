@@ -12,8 +12,10 @@ import pytest
 from scipy.optimize import linprog
 
 import topoplan
+from tests.support.small_fabrics import machine as small_machine
+from tests.support.small_fabrics import parents_of_trees
 from topoplan.errors import InfeasibleError, PlanError, UsageError
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import Topology
 from topoplan.plans.mesh_plans import MeshPlans, verify_mesh
 from topoplan.plans.plan import COLLECTIVES
 from topoplan.reading.load import library
@@ -21,34 +23,14 @@ from topoplan.reading.load import library
 
 def switched(rng: np.random.Generator, gpus: int) -> Topology:
     """GPUs behind one switch, every port with a bandwidth of its own."""
-    devices = [Device(f"gpu{number}", "gpu") for number in range(gpus)] + [Device("nvswitch0", "nvswitch")]
-    links = []
-    for number in range(gpus):
-        out, into = (float(rng.integers(1, 9)) for _ in range(2))
-        links += [
-            Link(f"gpu{number}", "nvswitch0", "nvlink", out),
-            Link("nvswitch0", f"gpu{number}", "nvlink", into),
-        ]
-    return Topology("switched", tuple(devices), tuple(links))
+    ends = [pair for number in range(gpus) for pair in ((f"gpu{number}", "sw0"), ("sw0", f"gpu{number}"))]
+    return small_machine(gpus, {pair: float(rng.integers(1, 9)) for pair in ends}, switches=1)
 
 
 def arborescences(members: tuple[int, ...], root: int) -> list[list[tuple[int, int]]]:
-    """All trees of edges (parent, child) from a root, by trying every parent of every other rank."""
-    others = [rank for rank in members if rank != root]
-    found = []
-    for parents in itertools.product(*([p for p in members if p != rank] for rank in others)):
-        parent = dict(zip(others, parents, strict=True))
-        if all(reaches(rank, parent, root) for rank in others):
-            found.append([(parent[rank], rank) for rank in others])
-    return found
-
-
-def reaches(rank: int, parent: dict[int, int], root: int) -> bool:
-    for _ in parent:
-        if rank == root:
-            return True
-        rank = parent[rank]
-    return rank == root
+    """All trees of edges (parent, child) from a root."""
+    trees = parents_of_trees(len(members), members.index(root))
+    return [[(members[up], members[child]) for child, up in tree.items()] for tree in trees]
 
 
 def best_rate(machine: Topology, groups: list[tuple[tuple[int, ...], float]]) -> float:
@@ -62,12 +44,9 @@ def best_rate(machine: Topology, groups: list[tuple[tuple[int, ...], float]]) ->
             trees = arborescences(members, root)
             for up, down in itertools.product(trees, trees):
                 row = [0.0] * (2 * size)
-                for parent, child in down:
-                    row[2 * parent] += 1
-                    row[2 * child + 1] += 1
-                for parent, child in up:
-                    row[2 * child] += 1
-                    row[2 * parent + 1] += 1
+                for sender, receiver in (*down, *(edge[::-1] for edge in up)):
+                    row[2 * sender] += 1
+                    row[2 * receiver + 1] += 1
                 rows.append(row)
                 owners.append(number)
     columns = len(rows)
@@ -127,9 +106,8 @@ def test_every_group_between_servers_has_a_rail_of_its_own(collective: str) -> N
 def test_stars_that_are_proved_are_what_the_search_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(seed)
     servers, nics = (int(rng.integers(2, 4)) for _ in range(2))
-    machine = topoplan.cluster(
-        [topoplan.Server("v100x4", count=servers)], nics=nics, nic_gbps=100, nic_access="direct"
-    )
+    boxes = [topoplan.Server("v100x4", count=servers)]
+    machine = topoplan.cluster(boxes, nics=nics, nic_gbps=100, nic_access="direct")
     weights = {"dp": int(rng.integers(1, 4)), "tp": 1}
     found = topoplan.plan_mesh(machine, {"dp": servers, "tp": 4}, axes=weights)
     monkeypatch.setattr("topoplan.solve.mesh_planner.proved_stars", lambda packing: None)
@@ -151,10 +129,11 @@ def test_random_ports_reach_what_a_program_of_all_trees_reaches(seed: int) -> No
 
 
 def test_files_are_read_back_and_believed_in_nothing() -> None:
-    mesh = topoplan.plan_mesh(topoplan.load("dgx-a100"), {"dp": 2, "tp": 4}, "allgather", axes=["tp", "dp"])
+    axes = {"dp": 2, "tp": 4}
+    mesh = topoplan.plan_mesh("dgx-a100", axes, "allgather", axes=["tp", "dp"])
     text = mesh.to_json()
     assert MeshPlans.from_json(text) == mesh
-    assert topoplan.plan_mesh(topoplan.load("dgx-a100"), {"dp": 2, "tp": 4}, "allgather").to_json() == text
+    assert topoplan.plan_mesh("dgx-a100", axes, "allgather").to_json() == text
     value = json.loads(text)
     for change, told in (
         ({"rate": 250.0}, "claims rate 250 GB/s of all groups at once; it is 240"),

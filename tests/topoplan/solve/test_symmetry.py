@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.bench.fabric_machines import MACHINES
+from tests.support.refusals import refused
 from tests.support.regular_fabrics import CHANNELS, cluster, hybrid_cubes, library, shuffled, torus, wire
 from tests.support.small_fabrics import both_ways, direct_machines, machine, switched_machines
 from topoplan.errors import UsageError
@@ -30,7 +31,7 @@ from topoplan.machine.fabric_structure import (
     link_permutation,
     orbits,
 )
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Topology
 from topoplan.solve.symmetry.symmetry_search import find_symmetry, useful_links
 
 FEW = st.sampled_from([1.0, 2.0])
@@ -83,17 +84,12 @@ def test_what_is_no_permutation_is_no_automorphism(wrong: list[int]) -> None:
     ("field", "value"), [("bandwidth", 2.0), ("channel", "network"), ("latency", 1e-6)], ids=str
 )
 def test_links_differ_by_bandwidth_channel_and_latency(field: str, value: object) -> None:
-    ends = [("gpu0", "sw"), ("sw", "gpu0"), ("gpu1", "sw"), ("sw", "gpu1")]
-    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("sw", "switch"))
-    rest: dict[str, object] = {"channel": "nvlink", "bandwidth": 1.0}
+    alike = machine(2, both_ways({("gpu0", "sw0"): 1.0, ("gpu1", "sw0"): 1.0}), switches=1)
+    swap = [1, 0, 2]
+    assert is_automorphism(Fabric(alike, CHANNELS), swap)
     for odd in range(4):
-        alike = [Link(a, b, **rest) for a, b in ends]
-        links = [Link(a, b, **(rest | ({field: value} if i == odd else {}))) for i, (a, b) in enumerate(ends)]
-        swap = [1, 0, 2]
-        assert is_automorphism(Fabric(Topology("alike", devices, tuple(alike)), ("nvlink", "network")), swap)
-        assert not is_automorphism(
-            Fabric(Topology("odd", devices, tuple(links)), ("nvlink", "network")), swap
-        )
+        links = [replace(x, **{field: value}) if i == odd else x for i, x in enumerate(alike.links)]
+        assert not is_automorphism(Fabric(replace(alike, links=tuple(links)), CHANNELS), swap)
 
 
 @pytest.mark.parametrize("gift", ["multicast", "reduce"])
@@ -347,9 +343,7 @@ def test_a_small_group_is_found_with_all_its_orbits(topology: Topology, fix: boo
 
 def test_measured_bandwidths_leave_nothing_to_find() -> None:
     fabric = cluster([8] * 4)
-    measured = [
-        replace(link, bandwidth=link.bandwidth + i / 1000) for i, link in enumerate(fabric.topology.links)
-    ]
+    measured = [replace(x, bandwidth=x.bandwidth + i / 1000) for i, x in enumerate(fabric.topology.links)]
     assert find_symmetry(Fabric(replace(fabric.topology, links=tuple(measured)), CHANNELS)) == ()
 
 
@@ -362,7 +356,7 @@ def test_measured_bandwidths_leave_nothing_to_find() -> None:
     ],
 )
 def test_bad_requests_are_told(options: dict[str, int], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{message}$"):
+    with refused(UsageError, begins=message):
         find_symmetry(cluster([8] * 2), **options)
 
 

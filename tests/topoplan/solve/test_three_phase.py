@@ -14,7 +14,8 @@ from scipy.optimize import linprog
 
 import topoplan
 from collectives import Communicator
-from tests.support.small_fabrics import COLLECTIVES, ROOTED
+from tests.support.refusals import refused
+from tests.support.small_fabrics import COLLECTIVES, ROOTED, parents_of_trees
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.cluster import cluster, nvswitch_cluster
 from topoplan.machine.cluster_network import Server
@@ -43,15 +44,8 @@ def home(plan: Plan) -> list[str]:
 def crossings(plan: Plan) -> list[list[tuple[str, int, int]]]:
     """For every shard, its edges between servers as (op, parent, child)."""
     where = home(plan)
-    return [
-        [
-            (stage.op, e.parent, e.child)
-            for stage in shard.stages
-            for e in stage.edges
-            if where[e.parent] != where[e.child]
-        ]
-        for shard in plan.shards
-    ]
+    edges = [[(s.op, e.parent, e.child) for s in shard.stages for e in s.edges] for shard in plan.shards]
+    return [[edge for edge in own if where[edge[1]] != where[edge[2]]] for own in edges]
 
 
 @pytest.mark.parametrize(("gbps", "rate"), [(40, 5.0), (100, 12.5), (400, 50.0)])
@@ -87,9 +81,8 @@ def test_what_composition_gives_up_is_said_and_bounded_by_the_general_optimum() 
     plan = topoplan.three_phase(pair)
     best = topoplan.plan(pair)
     assert (plan.rate, plan.bound, best.rate) == (25.0, 37.5, 37.5)
-    assert plan.notes == (
-        "three phases stay 33.33% below the bound of 37.5 GB/s on any plan over these links",
-    )
+    said = "three phases stay 33.33% below the bound of 37.5 GB/s on any plan over these links"
+    assert plan.notes == (said,)
 
 
 @pytest.mark.thorough
@@ -127,10 +120,8 @@ def test_every_shard_has_one_local_root_in_each_server(counts: tuple[int, ...]) 
 def test_only_gpus_with_a_way_to_the_network_are_local_roots() -> None:
     """Two NICs of a DGX-1V serve GPUs 0 to 3; the others hang below these."""
     plan = topoplan.three_phase(cluster([Server(V100S, count=2)], nic_gbps=100, nics=2))
-    ends = {
-        plan.ranks[rank].split(".")[1] for edges in crossings(plan) for _, *pair in edges for rank in pair
-    }
-    assert ends <= {"gpu0", "gpu1", "gpu2", "gpu3"}
+    ranks = {rank for edges in crossings(plan) for _, *pair in edges for rank in pair}
+    assert {plan.ranks[rank].split(".")[1] for rank in ranks} <= {"gpu0", "gpu1", "gpu2", "gpu3"}
     assert (plan.rate, plan.gap) == (24.0, 0)
 
 
@@ -140,10 +131,10 @@ def test_trees_inside_servers_are_as_low_as_the_rate_allows() -> None:
     assert topoplan.three_phase(cluster([Server(V100S, count=2)], nic_gbps=100)).height == 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("first", "second"), [(range(3), range(3, 8)), (range(8), range(4)), (range(5), [0, 1, 2, 3, 4, 6])]
 )
-@pytest.mark.sampled
 @pytest.mark.parametrize("collective", ["allreduce", "broadcast"])
 def test_nics_of_a_server_are_evenly_loaded(first: object, second: object, collective: str) -> None:
     """Each server's NICs carry equal parts, though one server has more of them than the other can feed."""
@@ -173,10 +164,7 @@ def small_clusters(draw: st.DrawFn) -> Topology:
         for i, gpu in enumerate(gpus):
             for other in gpus[:i]:
                 if other == gpus[i - 1] or draw(st.booleans()):
-                    links += [
-                        Link(gpu, other, "nvlink", draw(widths)),
-                        Link(other, gpu, "nvlink", draw(widths)),
-                    ]
+                    links += [Link(*ends, "nvlink", draw(widths)) for ends in ((gpu, other), (other, gpu))]
             if i == 0 or draw(st.booleans()):
                 nic = f"s{number}.nic{i}"
                 devices.append(Device(nic, "nic", f"s{number}"))
@@ -188,16 +176,9 @@ def small_clusters(draw: st.DrawFn) -> Topology:
 
 def trees_from(root: int, members: list[int], joined: set[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """All trees (parent, child) over some ranks from a root."""
-    others = [rank for rank in members if rank != root]
-    found = []
-    for parents in product(members, repeat=len(others)):
-        edges = list(zip(parents, others, strict=True))
-        reached = {root}
-        for _ in others:
-            reached |= {child for parent, child in edges if parent in reached}
-        if len(reached) == len(members) and all(edge in joined for edge in edges):
-            found.append(edges)
-    return found
+    trees = parents_of_trees(len(members), members.index(root))
+    found = [[(members[up], members[child]) for child, up in tree.items()] for tree in trees]
+    return [edges for edges in found if set(edges) <= joined]
 
 
 def best_by_enumeration(fabric: Fabric) -> float:
@@ -229,9 +210,8 @@ def best_by_enumeration(fabric: Fabric) -> float:
                         use[link] += 1
                 columns.append(use)
     table = np.unique(np.array(columns), axis=0)
-    solved = linprog(
-        -np.ones(len(table)), A_ub=table.T, b_ub=[float(c) for c in fabric.capacity], method="highs"
-    )
+    capacity = [float(c) for c in fabric.capacity]
+    solved = linprog(-np.ones(len(table)), A_ub=table.T, b_ub=capacity, method="highs")
     assert solved.success
     return float(-solved.fun)
 
@@ -314,9 +294,7 @@ def test_three_phases_compete_by_size_only_over_servers() -> None:
     plans, _ = candidates(V100S, gpus=[0, 1, 2])
     assert "three-phase" not in {one.schedule for one in plans}
     _, notes = candidates(cluster([Server(V100S, [1, 4], count=2)], nic_gbps=100))
-    assert any(
-        note.startswith("no three phases: three phases need the GPUs of s0 connected") for note in notes
-    )
+    assert any(note.startswith("no three phases: three phases need the GPUs of s0 conn") for note in notes)
 
 
 def test_one_server_is_refused() -> None:
@@ -340,12 +318,10 @@ def test_servers_that_are_no_stars_are_composed_first(collective: str) -> None:
 def test_a_server_that_is_not_connected_inside_is_refused() -> None:
     """GPUs 1 and 4 of a DGX-1V share no NVLink: the cut is named."""
     pair = cluster([Server(V100S, [1, 4], count=2)], nic_gbps=100)
-    with pytest.raises(
-        InfeasibleError, match=r"no nvlink path leads from \{s0.gpu1\} to \{s0.gpu4\}"
-    ) as caught:
+    with refused(InfeasibleError, "no nvlink path leads from {s0.gpu1} to {s0.gpu4}") as caught:
         topoplan.three_phase(pair)
-    assert "s0.gpu1" in caught.value.cut
-    assert "s0.gpu4" not in caught.value.cut
+    cut = caught.value.cut  # type: ignore[attr-defined]
+    assert ("s0.gpu1" in cut, "s0.gpu4" in cut) == (True, False)
     assert topoplan.plan(pair).rate > 0
 
 
@@ -372,6 +348,5 @@ def test_symmetries_that_mix_servers_are_left_out() -> None:
     servers = FabricServers(fabric)
     assert not servers.keeps([1, 2, 3, 0])
     assert servers.keeps([2, 3, 0, 1])
-    assert all(
-        len(stage.edges) == 3 for shard in compose(fabric, "allreduce").shards for stage in shard.stages
-    )
+    stages = [stage for shard in compose(fabric, "allreduce").shards for stage in shard.stages]
+    assert all(len(stage.edges) == 3 for stage in stages)

@@ -169,16 +169,7 @@ _Place = tuple[str, str, str]
 
 
 def parse_nccl_log(text: str) -> NcclLog | None:
-    """Return NCCL's statements in a text; None if it has none.
-
-    >>> log = parse_nccl_log('''node1:7:8 [0] NCCL INFO NCCL version 2.21.5+cuda12.4
-    ... node1:7:8 [0] NCCL INFO Channel 00/02 :    0   1   3   2
-    ... node1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
-    ... node1:7:9 [1] NCCL INFO Channel 00/0 : 1[1] -> 3[3] via SHM/direct/direct
-    ... ''')
-    >>> log.version, log.communicators[0].rings, [one.via for one, _ in log.communicators[0].joined()]
-    ('2.21.5+cuda12.4', {0: (0, 1, 3, 2)}, ['P2P/CUMEM', 'SHM/direct/direct'])
-    """
+    """Return NCCL's statements in a text; None if it has none."""
     versions: dict[str, None] = {}
     settings: dict[str, str] = {}
     statements: dict[tuple[str, str], LogStatement] = {}

@@ -318,20 +318,7 @@ class OpenRun:
 
 
 def parse_perf_text(text: str) -> tuple[PerfRun, ...]:
-    """Return all runs in a text, in its order; none if the text is not such a log.
-
-    >>> log = '''# nThread 1 nGpus 2 minBytes 1048576 maxBytes 1048576 step: 2(factor)
-    ... # Using devices
-    ... #  Rank  0 Group  0 Pid   7 on  node1 device  0 [0000:07:00] NVIDIA A100
-    ... #  Rank  1 Group  0 Pid   7 on  node1 device  1 [0000:0f:00] NVIDIA A100
-    ... #     size     count   type  redop   root   time  algbw  busbw #wrong   time  algbw  busbw #wrong
-    ...    1048576    262144  float    sum     -1  20.00  52.43  52.43      0  19.50  53.77  53.77      0
-    ... # Out of bounds values : 0 OK
-    ... '''
-    >>> run, = parse_perf_text(log)
-    >>> run.stated, [(row.size, row.timing.algbw, row.in_place.wrong) for row in run.rows], run.warnings
-    (2, [(1048576, 52.43, 0)], ())
-    """
+    """Return all runs in a text, in its order; none if the text is not such a log."""
     runs: list[OpenRun] = []
     named: list[str] = []
     for number, raw in log_lines(text):

@@ -340,13 +340,6 @@ def parse_nccl_xml(
     without class is a GPU there. Assumptions become ``notes``. GPUs without ``gpu`` element have no NVLinks: see
     `topoplan.reading.pcie_tree`. A TopologyError, such as for a file on which NCCL fails, names line, element and
     attribute.
-
-    >>> gpu = '<pci busid="0000:0{}:00.0" class="0x030200" link_speed="8 GT/s" link_width="16"><gpu dev="{}" ' \\
-    ...       'sm="70" rank="{}" gdr="1"><nvlink target="0000:0{}:00.0" count="2" tclass="0x030200"/></gpu></pci>'
-    >>> cpu = '<cpu numaid="0" arch="x86_64" vendor="AuthenticAMD" familyid="23" modelid="49">'
-    >>> text = f'<system version="1">{cpu}{gpu.format(6, 0, 0, 7)}{gpu.format(7, 1, 1, 6)}</cpu></system>'
-    >>> [(link.src, link.dst, link.bandwidth, link.count) for link in parse_nccl_xml(text).links[:3]]
-    [('gpu0', 'gpu1', 40.0, 2), ('gpu1', 'gpu0', 40.0, 2), ('gpu0', 'cpu0', 12.0, 1)]
     """
     rates = GivenRates(
         checked_rate("nvlink_gbps", nvlink_gbps),

@@ -108,15 +108,6 @@ def pack_low(
     """Return the best packing of trees of at most ``height`` edges: proved best for few ranks, else the best found.
 
     ``certificate`` bounds trees of any height. UsageError if no tree of this height joins all ranks.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> proof = best_bound(fabric, "broadcast", 0)
-    >>> packed = [pack_low(fabric, "broadcast", proof, root=0, height=h) for h in (2, 3, 4)]
-    >>> [float(sum(one.weights.values()) / one.packing.scale) for one in packed]
-    [50.0, 125.0, 150.0]
     """
     few = has_exact_tables(fabric)
     packing = Packing(fabric, collective, root, () if few else _symmetries(fabric, root))

@@ -59,15 +59,6 @@ def fewest_possible(packing: Packing, lengths: list[int]) -> int:
 
     With lengths 0 and 1 each optimal tree crosses exactly ``L`` of the rows of length 1, and all of them are full, so
     rows / L trees are needed.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
-    >>> packing = Packing(fabric, "broadcast", 0)
-    >>> fewest_possible(packing, [int(link.src == "gpu0") for link in fabric.links])
-    4
     """
     positive = [y for y in lengths if y]
     if not positive or len(set(positive)) > 1:
