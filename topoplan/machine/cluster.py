@@ -240,7 +240,10 @@ def cluster(
         devices += [
             replace(device, name=f"{server_name}.{device.name}", server=server_name) for device in one.devices
         ]
-        links += _renamed_links(one.links, server_name)
+        links += [
+            replace(link, src=f"{server_name}.{link.src}", dst=f"{server_name}.{link.dst}")
+            for link in one.links
+        ]
         ports = [
             replace(port, sender=f"{server_name}.{port.sender}", receiver=f"{server_name}.{port.receiver}")
             for port in one.ports
@@ -328,20 +331,6 @@ def _check_memory(servers: Sequence[Server], wired: Mapping[Server, WiredServer]
             for server in servers
         ),
     )
-
-
-def _renamed_links(links: Sequence[Link], server: str) -> list[Link]:
-    return [
-        Link(
-            f"{server}.{link.src}",
-            f"{server}.{link.dst}",
-            link.channel,
-            link.bandwidth,
-            link.count,
-            link.latency,
-        )
-        for link in links
-    ]
 
 
 def _name(servers: Sequence[Server]) -> str:

@@ -13,8 +13,8 @@ divided by the oversubscription.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -238,16 +238,11 @@ def join_servers(
             f"{rails} rails, but no server has more than {most} NICs: rail{most} would be a switch without ports; "
             f"use {most} rails or fewer"
         )
-    links: list[Link] = []
-    down: dict[str, Counter[tuple[float, float]]] = {}
-    homes: list[tuple[str, ...]] = []
-    for number, (_, ports) in enumerate(servers):
-        home = tuple(_switch(network, number, port.number, rails) for port in ports)
-        homes.append(home)
-        for port, switch in zip(ports, home, strict=True):
-            links.append(Link(port.sender, switch, "network", port.out, latency=latency))
-            links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
-            down.setdefault(switch, Counter())[port.out, port.back] += 1
+    homes = [
+        [_switch(network, number, port.number, rails) for port in ports]
+        for number, (_, ports) in enumerate(servers)
+    ]
+    links, down = _plugged(servers, homes, latency)
     switches = sorted(down, key=lambda name: (len(name), name))
     if network.has_spine and len(switches) > 1:
         ratio = exact(network.oversubscription or 1.0)
@@ -257,6 +252,20 @@ def join_servers(
     else:
         _check_reach([name for name, _ in servers], homes)
     return [Device(switch, "switch") for switch in switches], links
+
+
+def _plugged(
+    servers: Sequence[tuple[str, Sequence[NicPort]]], homes: Iterable[Sequence[str]], latency: float | None
+) -> tuple[list[Link], dict[str, Counter[tuple[float, float]]]]:
+    """Return the links of all ports with their switches, and the ports' rates out and back at every switch."""
+    links: list[Link] = []
+    down: dict[str, Counter[tuple[float, float]]] = defaultdict(Counter)
+    for (_, ports), home in zip(servers, homes, strict=True):
+        for port, switch in zip(ports, home, strict=True):
+            links.append(Link(port.sender, switch, "network", port.out, latency=latency))
+            links.append(Link(switch, port.receiver, "network", port.back, latency=latency))
+            down[switch][port.out, port.back] += 1
+    return links, down
 
 
 def _check_ratio(ratio: float | None) -> None:
@@ -280,17 +289,11 @@ def _join_tree(
             f"{first} and {other} cannot reach each other: nothing is above both {home[first]} and {home[other]}; "
             "add a switch above them, or name nodes below one"
         )
-    links: list[Link] = []
-    down: dict[str, Counter[tuple[float, float]]] = {}
-    for name, ports in servers:
-        for port in ports:
-            links.append(Link(port.sender, home[name], "network", port.out, latency=latency))
-            links.append(Link(home[name], port.receiver, "network", port.back, latency=latency))
-            down.setdefault(home[name], Counter())[port.out, port.back] += 1
+    links, down = _plugged(servers, ([home[name]] * len(ports) for name, ports in servers), latency)
     for name, switch in tree.servers:
         if name not in ways:
             for port in servers[0][1]:
-                down.setdefault(switch, Counter())[port.out, port.back] += 1
+                down[switch][port.out, port.back] += 1
     ratio = exact(tree.oversubscription or 1.0)
     used = {switch for way in ways.values() for switch in way[: way.index(common[0])]}
     # From the servers up: the downlinks of a switch are known before its uplink.
@@ -298,7 +301,7 @@ def _join_tree(
         if switch in down and above[switch]:
             up, back = _uplinks(switch, down[switch], ratio, above[switch])
             links += (up, back) if switch in used else ()
-            down.setdefault(above[switch], Counter())[up.bandwidth, back.bandwidth] += 1
+            down[above[switch]][up.bandwidth, back.bandwidth] += 1
     listed = [switch for switch, _ in tree.switches if switch in used or switch == common[0]]
     return [Device(switch, "switch") for switch in listed], links
 

@@ -376,14 +376,8 @@ def usable_fabric(
     else PCIe, else NVLink and the network together (servers whose NICs are wired to their GPUs), else PCIe and the
     network; other values allow no alternative. A broadcast needs paths from ``root`` only, a reduce paths to it.
 
-    Raises
-    ------
-    InfeasibleError
-        The chosen links do not connect the ranks; the message and ``cut`` name the devices on one side.
-    UsageError
-        ``channels`` is unknown.
-    TopologyError
-        A helper has no link in, or none out.
+    InfeasibleError if the links do not connect the ranks, with the cut; UsageError for unknown ``channels``;
+    TopologyError for a helper without a link in or out.
     """
     _check_helpers(topology)
     if channels not in CHANNEL_CHOICES:

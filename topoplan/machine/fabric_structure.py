@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -182,11 +183,14 @@ def _labelled(fabric: Fabric, labels: Sequence[tuple[str, float, float]]) -> Lab
             kinds[position[device.name]] += 2 * device.multicast + device.reduce
         if transit is not None and device.name in transit.ends and device.name in position:
             kinds[position[device.name]] += 16
-    number = {label: place for place, label in enumerate(sorted(set(marked)))}
     ends = np.array(fabric.ends, dtype=np.int64).reshape(-1, 2)
-    return LabelledGraph(
-        fabric.size, kinds, ends[:, 0], ends[:, 1], np.array([number[x] for x in marked], dtype=np.int64)
-    )
+    return LabelledGraph(fabric.size, kinds, ends[:, 0], ends[:, 1], _numbered(marked))
+
+
+def _numbered(labels: Sequence[tuple[Any, ...]]) -> Integers:
+    """Return the place of every label among the sorted distinct ones."""
+    number = {label: place for place, label in enumerate(sorted(set(labels)))}
+    return np.array([number[label] for label in labels], dtype=np.int64)
 
 
 def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> LabelledGraph:
@@ -198,11 +202,8 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
     """
     fabric = Fabric(topology, tuple(channels))
     position = {name: i for i, name in enumerate(fabric.nodes)}
-    by_name = {device.name: device for device in topology.devices}
-    kinds = [
-        (by_name[name].kind, by_name[name].multicast, by_name[name].reduce, by_name[name].forwards)
-        for name in fabric.nodes
-    ]
+    devices = map(topology.device, fabric.nodes)
+    kinds = [(device.kind, device.multicast, device.reduce, device.forwards) for device in devices]
     transit = fabric.transit if fabric.has_transit else None
     usable = {name for channel in channels for name in CHANNEL_LINKS[channel]}
     bundles: dict[tuple[int, int], list[tuple[str, float, int, float, bool]]] = {}
@@ -214,16 +215,8 @@ def machine_labelled_graph(topology: Topology, channels: Sequence[str]) -> Label
             label = (link.channel, float(link.bandwidth), link.count, latency, between)
             bundles.setdefault((position[link.src], position[link.dst]), []).append(label)
     labels = [tuple(sorted(bundle)) for bundle in bundles.values()]
-    number_of_kind = {kind: number for number, kind in enumerate(sorted(set(kinds)))}
-    number = {label: place for place, label in enumerate(sorted(set(labels)))}
     ends = np.array(list(bundles), dtype=np.int64).reshape(-1, 2)
-    return LabelledGraph(
-        fabric.size,
-        np.array([number_of_kind[kind] for kind in kinds], dtype=np.int64),
-        ends[:, 0],
-        ends[:, 1],
-        np.array([number[label] for label in labels], dtype=np.int64),
-    )
+    return LabelledGraph(fabric.size, _numbered(kinds), ends[:, 0], ends[:, 1], _numbered(labels))
 
 
 @dataclass(frozen=True)

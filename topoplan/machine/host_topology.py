@@ -55,6 +55,17 @@ def bus_id_order(busid: str) -> tuple[int, ...]:
     return tuple(int(part, 16) for part in re.split("[:.]", busid))
 
 
+def number_spans(numbers: Iterable[int], separator: str = ",") -> str:
+    """Return ascending numbers as the kernel lists CPUs, ``0-19,40``: also two in a row are a span."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
 @dataclass(frozen=True, slots=True)
 class HostCpu:
     """A NUMA node with its ``number`` in the operating system, -1 if unknown.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.cluster import cluster
 from topoplan.machine.cluster_network import Server, SwitchTree
-from topoplan.machine.topology import Topology, facts
+from topoplan.machine.topology import Topology, facts, without_named
 
 
 def domain(machine: Topology, size: int) -> Topology:
@@ -46,13 +46,9 @@ def first_part(machine: Topology, size: int) -> Topology:
     """Return the first ``size`` GPUs with the NVSwitches and the GPUs' devices, without a check."""
     kept = _belonging(machine, machine.gpus[:size])
     kept |= {device.name for device in machine.devices if device.kind == "nvswitch"}
-    return Topology(
-        machine.name if size == len(machine.gpus) else f"{machine.name} domain of {size}",
-        tuple(device for device in machine.devices if device.name in kept),
-        tuple(link for link in machine.links if link.src in kept and link.dst in kept),
-        machine.notes,
-        machine.source,
-    )
+    part = without_named(machine, {device.name for device in machine.devices} - kept)
+    name = machine.name if size == len(machine.gpus) else f"{machine.name} domain of {size}"
+    return replace(part, name=name, peer_access=())
 
 
 def _belonging(machine: Topology, gpus: tuple[str, ...]) -> frozenset[str]:

@@ -28,7 +28,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import Device, Link, Topology, without_named
 from topoplan.machine.variants import SIDES
 from topoplan.units import exact, nearest_float
 
@@ -55,7 +55,6 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
     """Return a machine with the NICs of a choice alone, under their names.
 
     A name is a device's (``nic0``, in any case) or begins an adapter's, as in ``NCCL_IB_HCA``: ``mlx5_1`` takes
-    mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
     mlx5_1 and mlx5_10, ``=mlx5_1`` the first alone, ``^mlx5_1`` all others. A port behind the name, as in ``mlx5_1:1``,
     is ignored. UsageError for another syntax, an unknown name, or a choice that leaves no NIC.
     """
@@ -85,13 +84,7 @@ def nic_machine(machine: Topology, choice: str) -> Topology:
     kept = {nic.name for nic in every if (nic.name in named) != bool(match[1])}
     if not kept:
         raise UsageError(f"nics {choice[:60]!r} leaves no NIC of {machine.name}; name fewer behind ^")
-    gone = {nic.name for nic in every} - kept
-    return replace(
-        machine,
-        devices=tuple(device for device in machine.devices if device.name not in gone),
-        links=tuple(link for link in machine.links if not gone & {link.src, link.dst}),
-        notes=(*machine.notes, *notes),
-    )
+    return without_named(machine, {nic.name for nic in every} - kept, *notes)
 
 
 def _is_named(nic: Device, name: str, *, exact: bool) -> bool:

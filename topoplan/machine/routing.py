@@ -39,16 +39,16 @@ class RouteGraph:
 
     def leaving(self) -> list[list[tuple[int, int]]]:
         """Return the arcs out of every state, as (link, state at the other end), in the order of the links."""
-        table: list[list[tuple[int, int]]] = [[] for _ in self.nodes]
-        for link, (src, dst) in zip(self.links, self.ends, strict=True):
-            table[src].append((link, dst))
-        return table
+        return self._by_state(self.ends)
 
     def entering(self) -> list[list[tuple[int, int]]]:
         """Return the arcs into every state, as (link, state at the other end), in the order of the links."""
+        return self._by_state([(dst, src) for src, dst in self.ends])
+
+    def _by_state(self, ends: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         table: list[list[tuple[int, int]]] = [[] for _ in self.nodes]
-        for link, (src, dst) in zip(self.links, self.ends, strict=True):
-            table[dst].append((link, src))
+        for link, (state, other) in zip(self.links, ends, strict=True):
+            table[state].append((link, other))
         return table
 
 

@@ -622,6 +622,25 @@ class Topology:
         return graph
 
 
+def without_named(topology: Topology, names: Iterable[str], *notes: str) -> Topology:
+    """Return the machine without some devices and their links, and with more notes."""
+    gone = set(names)
+    return replace(
+        topology,
+        devices=tuple(device for device in topology.devices if device.name not in gone),
+        links=tuple(link for link in topology.links if link.src not in gone and link.dst not in gone),
+        notes=(*topology.notes, *notes),
+    )
+
+
+def without_bare_switches(topology: Topology) -> Topology:
+    """Return the machine without switches that have lost all links: its file would be refused for them."""
+    linked = {end for link in topology.links for end in (link.src, link.dst)}
+    switches = (device.name for device in topology.devices if device.kind in ("nvswitch", "switch"))
+    bare = [name for name in switches if name not in linked]
+    return without_named(topology, bare) if bare else topology
+
+
 _DEVICE_DEFAULTS = {one.name: one.default for one in fields(Device)}
 _LINK_DEFAULTS = {one.name: one.default for one in fields(Link)}
 

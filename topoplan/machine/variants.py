@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 
 from topoplan.errors import UsageError
@@ -28,6 +28,7 @@ from topoplan.machine.topology import (
     TopologyLike,
     as_topology,
     is_number,
+    without_named,
 )
 
 
@@ -61,11 +62,7 @@ def representative_servers(topology: Topology) -> Topology:
         near = {link.dst for link in topology.links if link.src in kept}
         near |= {link.src for link in topology.links if link.dst in kept}
         kept |= near & outside
-    return replace(
-        topology,
-        devices=tuple(device for device in topology.devices if device.name in kept),
-        links=tuple(link for link in topology.links if link.src in kept and link.dst in kept),
-    )
+    return without_named(topology, {device.name for device in topology.devices} - kept)
 
 
 def _local(name: str, server: str) -> str:
@@ -199,7 +196,7 @@ def without_devices(topology: TopologyLike, names: Iterable[str]) -> Topology:
             raise UsageError(f"{name} is GPU {topology.gpus.index(name)}; take it out by its number")
     if not out:
         return topology
-    return _without_named(topology, out, f"taken out: {', '.join(named)}")
+    return without_named(topology, out, f"taken out: {', '.join(named)}")
 
 
 def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
@@ -226,7 +223,7 @@ def without_gpus(topology: TopologyLike, gpus: Iterable[int]) -> Topology:
         return topology
     remaining_gpus(topology, named)
     out = [topology.gpus[gpu] for gpu in named]
-    return _without_named(topology, out, f"taken out: {', '.join(out)}")
+    return without_named(topology, out, f"taken out: {', '.join(out)}")
 
 
 def gpu_numbers_given(topology: Topology, gpus: Iterable[int]) -> tuple[int, ...]:
@@ -310,16 +307,6 @@ def _neighbours(topology: Topology, name: str) -> str:
     near |= dict.fromkeys(link.src for link in topology.links if link.dst in known)
     shown = [*list(near)[:8], *(["…"] if len(near) > 8 else [])]
     return f"{name} has links with {', '.join(shown)}" if near else f"{name} has no links"
-
-
-def _without_named(topology: Topology, out: Collection[str] | Sequence[str], note: str) -> Topology:
-    gone = set(out)
-    return replace(
-        topology,
-        devices=tuple(device for device in topology.devices if device.name not in gone),
-        links=tuple(link for link in topology.links if not {link.src, link.dst} & gone),
-        notes=(*topology.notes, note),
-    )
 
 
 IN_NETWORK_CHOICES = {

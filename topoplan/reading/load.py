@@ -101,30 +101,20 @@ def load(
     Traceback (most recent call last):
     topoplan.errors.UsageError: no machine 'dgx-1' in the library, and no such file; did you mean dgx-1v? ...
     """
+    rates = {"nvlink_gbps": nvlink_gbps, "pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
     if not isinstance(source, (str, os.PathLike)):
         from topoplan.machine.topology_json import object_of_graph
 
         machine = source if isinstance(source, Topology) else _checked(object_of_graph(source))
-        rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
-        _check_no_rates(
-            rates if merge else rates | {"nvlink_gbps": nvlink_gbps}, f"a {type(source).__name__}"
-        )
+        of_merged = {"nvlink_gbps": None} if merge else {}
+        _check_no_rates(rates | of_merged, f"a {type(source).__name__}")
         if merge is None:
             return machine
         from topoplan.reading.pcie_tree import merge_nvlink
 
         return merge_nvlink(machine, load(merge, nvlink_gbps=nvlink_gbps))
     text, where, name, folder = _find(source)
-    return load_text(
-        text,
-        where,
-        name,
-        folder=folder,
-        nvlink_gbps=nvlink_gbps,
-        pcie_gbps=pcie_gbps,
-        socket_gbps=socket_gbps,
-        merge=merge,
-    )
+    return load_text(text, where, name, folder=folder, single=False, merge=merge, **rates)
 
 
 def _find(source: str | os.PathLike[str]) -> tuple[str, str, str, str]:
@@ -154,25 +144,21 @@ def load_text(
     *,
     folder: str = "",
     single: bool = False,
-    nvlink_gbps: float | None = None,
-    pcie_gbps: float | None = None,
-    socket_gbps: float | None = None,
     merge: TopologyLike | None = None,
+    **rates: float | None,
 ) -> Topology:
-    """Return the machine that a text describes; parameters and errors are those of `load`.
+    """Return the machine that a text describes; parameters, rates among them, and errors are those of `load`.
 
     ``where`` begins an error, ``name`` is for a machine whose text has none, paths in cluster JSON are relative to
     ``folder``, and ``single`` refuses cluster JSON.
     """
     if merge is None:
-        rates = {"nvlink_gbps": nvlink_gbps, "pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
         return _read_machine(text, where, name, rates, folder=folder, single=single)
     if where == "stdin" and merge == "-":
         raise UsageError("stdin holds one description; give --merge a file")
     from topoplan.reading.pcie_tree import gpu_bus_ids, merge_nvlink
 
-    other = load(merge, nvlink_gbps=nvlink_gbps)
-    rates = {"pcie_gbps": pcie_gbps, "socket_gbps": socket_gbps}
+    other = load(merge, nvlink_gbps=rates.pop("nvlink_gbps", None))
     topology = _read_machine(
         text, where, name, rates, folder=folder, single=single, merged=True, gpu_ids=gpu_bus_ids(other)
     )
@@ -220,11 +206,7 @@ def _read_machine(
 
 
 def form_of(text: str) -> str:
-    """Return the format of a text: a key of `_FORMS`, ``nvidia-smi`` for all others, and nothing for an empty text.
-
-    >>> form_of("SwitchName=s1 Nodes=n[1-2]"), form_of("GPU0 GPU1"), form_of(" {}")
-    ('topology.conf', 'nvidia-smi', 'json')
-    """
+    """Return the format of a text: a key of `_FORMS`, ``nvidia-smi`` for all others, and nothing for an empty text."""
     text = text.lstrip("\ufeff \t\r\n")
     found = (form for form, pattern in _FORMS.items() if pattern.search(text))
     return next(found, "nvidia-smi") if text else ""

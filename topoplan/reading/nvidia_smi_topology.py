@@ -42,7 +42,7 @@ from topoplan.machine.hardware import (
 )
 from topoplan.machine.host_topology import both_ways, cpus_of, host_links
 from topoplan.machine.routing import without_peer_access
-from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.topology import Device, Link, Topology, facts, without_bare_switches
 from topoplan.reading.nvidia_smi_matrix import ConnectionMatrix, read_matrix
 from topoplan.reading.pcie_tree import CODES, PcieTree, infer_pcie_tree
 from topoplan.units import counted, listed, several
@@ -288,16 +288,17 @@ def with_refused_access(machine: Topology, refused: Mapping[tuple[str, str], str
         ]
     elif not wires and set(refused.values()) == {"NS"}:
         notes.append(warning("NS in a listing of topo -p2p n concerns NVLink alone; give topo -p2p r"))
+    links = tuple(
+        link for link in machine.links if link.channel != "nvlink" or (link.src, link.dst) not in gone
+    )
     devices = tuple(
         replace(device, facts=facts(**{**dict(device.facts), "peer_access": "none"}))
         if device.name in barred
         else device
         for device in machine.devices
     )
-    links = tuple(
-        link for link in machine.links if link.channel != "nvlink" or (link.src, link.dst) not in gone
-    )
-    return without_peer_access(replace(machine, devices=devices, links=links, notes=(*notes, *machine.notes)))
+    left = replace(machine, devices=devices, links=links, notes=(*notes, *machine.notes))
+    return without_peer_access(without_bare_switches(left))
 
 
 def _devices(

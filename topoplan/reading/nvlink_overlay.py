@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.host_topology import bus_id, bus_id_order
-from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology
+from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology, without_bare_switches
 from topoplan.reading.load import read_text
 from topoplan.reading.nvlink_status import (
     MATCHING_REMEDY,
@@ -349,11 +349,9 @@ def with_nvlinks(topology: Topology, gpus: Sequence[GpuNvlinks]) -> Topology:
         for link in topology.links
     )
     wires = {(gpu.name, end): count for gpu in found for end, count in gpu.wires.items()}
-    return replace(
-        topology,
-        links=tuple(link for link in links if link is not None),
-        notes=(*topology.notes, *_notes(damage, changed, wires)),
-    )
+    left = tuple(link for link in links if link is not None)
+    notes = (*topology.notes, *_notes(damage, changed, wires))
+    return without_bare_switches(replace(topology, links=left, notes=notes))
 
 
 def _read(listing: str | os.PathLike[str]) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from itertools import combinations
 from topoplan.errors import UsageError
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.host_topology import plain_bus_id
-from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.topology import Device, Link, Topology, facts, without_named
 from topoplan.units import listed
 
 _ABOUT_NVLINK = re.compile("nvlink|nvswitch|xgmi|infinity fabric", re.IGNORECASE)
@@ -72,12 +72,10 @@ def merge_nvlink(topology: Topology, other: Topology) -> Topology:
 def _without_nvlinks(topology: Topology) -> Topology:
     """Return the machine without NVLinks and NVSwitches and without the notes about them."""
     gone = {device.name for device in topology.devices if device.kind == "nvswitch"}
+    bare = without_named(topology, gone)
     return replace(
-        topology,
-        devices=tuple(device for device in topology.devices if device.name not in gone),
-        links=tuple(
-            link for link in topology.links if link.channel != "nvlink" and not gone & {link.src, link.dst}
-        ),
+        bare,
+        links=tuple(link for link in bare.links if link.channel != "nvlink"),
         notes=tuple(note for note in topology.notes if not _ABOUT_NVLINK.search(note)),
     )
 

@@ -32,7 +32,7 @@ from topoplan.errors import ProbeError, TopologyError, UsageError, kind_of
 from topoplan.machine.hardware import SOCKET, socket_bandwidth
 from topoplan.machine.host_topology import Host, HostCpu, HostGpu, HostNic, host_topology
 from topoplan.machine.routing import without_peer_access
-from topoplan.machine.topology import Device, Topology, facts
+from topoplan.machine.topology import Device, Topology, facts, without_named
 from topoplan.machine.topology_json import parse_topology_json
 from topoplan.reading.probe_devices import (
     MODELS,
@@ -163,14 +163,8 @@ def visible_devices(topology: Topology, environment: Mapping[str, str]) -> Topol
         notes.append(
             "warning: GPUs differ, and CUDA counts the fastest first; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
-    names = {gpu.name for gpu in chosen}
-    gone = {gpu.name for gpu in gpus} - names
-    return replace(
-        topology,
-        devices=(*chosen, *(device for device in topology.devices if device.kind != "gpu")),
-        links=tuple(link for link in topology.links if not {link.src, link.dst} & gone),
-        notes=(*topology.notes, *notes),
-    )
+    left = without_named(topology, (gpu.name for gpu in gpus if gpu not in chosen), *notes)
+    return replace(left, devices=(*chosen, *(device for device in left.devices if device.kind != "gpu")))
 
 
 def _words(named: str) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from topoplan.machine.hardware import GA102, P100, generation_of
-from topoplan.machine.host_topology import NvlinkBundle
+from topoplan.machine.host_topology import NvlinkBundle, number_spans
 from topoplan.reading.probe_driver import Driver, DriverGpu, DriverLink
 from topoplan.units import counted, listed, summed
 
@@ -161,13 +161,12 @@ def _probed_nvlinks(
     notes = []
     if down and len(down) < len(gpu.links):
         several = len(down) > 1
-        links = (
-            f"NVLink{'s' * several} {_numbers(down)} of {len(gpu.links)} {'are' if several else 'is'} down"
-        )
+        numbers = number_spans(down, ", ")
+        links = f"NVLink{'s' * several} {numbers} of {len(gpu.links)} {'are' if several else 'is'} down"
         notes.append(f"warning: {name}: {links}")
     if barred:
         notes.append(
-            f"warning: {name}: NVLink {_numbers(barred)} may not carry traffic between GPUs; left out"
+            f"warning: {name}: NVLink {number_spans(barred, ', ')} may not carry traffic between GPUs; left out"
         )
     return wires, notes
 
@@ -210,7 +209,7 @@ def _unknown_end_notes(driver: Driver) -> list[str]:
     for gpu in driver.gpus:
         numbers = [link.number for link in gpu.links if link.active is not False and not has_known_end(link)]
         if numbers and gpu.mig is None:
-            unknown.setdefault(_numbers(numbers), []).append(f"gpu{gpu.index}")
+            unknown.setdefault(number_spans(numbers, ", "), []).append(f"gpu{gpu.index}")
     return [
         f"warning: {listed(names)}: far end of NVLink {text} is unknown" for text, names in unknown.items()
     ]
@@ -239,17 +238,6 @@ def _bundled(wires: list[ProbedNvlink]) -> list[NvlinkBundle]:
     for wire in wires:
         found.setdefault((wire.end, "" if wire.end == "nvswitch" else wire.target), []).append(wire.bandwidth)
     return [NvlinkBundle(end, target, len(rates), summed(rates)) for (end, target), rates in found.items()]
-
-
-def _numbers(numbers: list[int]) -> str:
-    """Return ascending numbers with runs shortened: ``0, 2-5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def has_known_end(link: DriverLink) -> bool:

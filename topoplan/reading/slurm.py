@@ -14,9 +14,7 @@ switches, and adds lines of aggregated blocks: a node is on the lowest switch th
 A hostlist is ``node[01-08,12],gpu-a``. A bracket holds numbers and ranges, with leading zeros if the names have them.
 A name may have several brackets; the last one varies fastest.
 
-A subset of YAML is parsed, without a library: lists of ``- item`` and mappings of ``key: value`` by indentation,
-values of one line, plain or in quotes, lists in brackets, and comments. Anything else (anchors, tags, strings of
-several lines, braces) is refused with its line number.
+YAML is composed by PyYAML; tags, aliases and repeated keys are refused with their line numbers.
 """
 
 from __future__ import annotations
@@ -146,11 +144,7 @@ _DEEPEST = 50
 
 
 def read_yaml(text: str) -> object:
-    """Parse lists, mappings and strings; an empty value is None. A TopologyError names the line that is refused.
-
-    >>> read_yaml("- name: a\\n  sizes: [2, 4]\\n- name: 'b c'   # comment")
-    [{'name': 'a', 'sizes': ['2', '4']}, {'name': 'b c'}]
-    """
+    """Parse lists, mappings and strings; an empty value is None. A TopologyError names the line that is refused."""
     try:
         import yaml
     except ImportError:
@@ -365,8 +359,7 @@ def _check_sizes(sizes: Sequence[str], where: str) -> None:
 
 def _network(parts: Sequence[_TreePart], *, blocks: bool, notes: Sequence[str]) -> NodeNetwork:
     names = {part.name for part in parts}
-    above: list[tuple[str, str]] = []
-    placed = {child for part in parts for child in part.children}
+    parents: dict[str, list[str]] = {}
     for part in parts:
         for child in part.children:
             if child not in names:
@@ -374,14 +367,8 @@ def _network(parts: Sequence[_TreePart], *, blocks: bool, notes: Sequence[str]) 
                     f"{part.where}: switch {child} below {part.name} is defined nowhere; add its line, or correct its "
                     "name"
                 )
-    parents: dict[str, list[str]] = {}
-    for part in parts:
-        for child in part.children:
             parents.setdefault(child, []).append(part.name)
-    for part in parts:
-        above += [
-            (part.name, parent) for parent in parents.get(part.name, [""] if part.name not in placed else [])
-        ]
+    above = [(part.name, parent) for part in parts for parent in parents.get(part.name, [""])]
     homes: dict[str, list[str]] = {}
     for part in parts:
         for node in part.nodes:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
 from math import lcm
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,10 +28,12 @@ from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import equitable_partition, labelled_graph_of
 from topoplan.plans.build import build_plan
-from topoplan.plans.certificates.certificate import Cut, Lengths, OneFabric, Partition, Trivial
+from topoplan.plans.certificates.certificate import Certificate, Cut, Lengths, OneFabric, Partition, Trivial
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.solve.symmetry.nested_blocks import nested_blocks
+
+AnyCertificate = TypeVar("AnyCertificate", bound=Certificate)
 
 
 class FlowNetwork:
@@ -196,7 +200,7 @@ def best_bound(fabric: Fabric, collective: str, root: int | None = None) -> OneF
     ports = (_port_lengths(fabric, leaving=way) for way in (True, False))
     candidates += [candidate for candidate in ports if _provable(candidate[1], fabric)]
     candidates += _server_lengths(fabric)
-    return min(candidates, key=lambda candidate: candidate[0])[1]
+    return lowest(candidates)[1]
 
 
 def bounded_plan(
@@ -400,13 +404,27 @@ def exchange_bounds(fabric: Fabric) -> list[OneFabric]:
 
 def _provable(lengths: Lengths, fabric: Fabric) -> bool:
     """Return whether lengths prove a bound: beside helpers, or switches that copy or add, they may not."""
-    if not fabric.in_network and not fabric.helpers:
-        return True
-    try:
-        lengths.bound(fabric, "allreduce", None)
-    except PlanError:
-        return False
-    return True
+    free = not fabric.in_network and not fabric.helpers
+    return free or bool(proved_bounds([lengths], fabric, "allreduce", None))
+
+
+def proved_bounds(
+    certificates: Iterable[AnyCertificate], fabric: Fabric, collective: str, root: int | None
+) -> list[tuple[Fraction, AnyCertificate]]:
+    """Return each bound, in GB/s, with the certificate that proves it; a certificate that proves nothing is left out.
+
+    Lengths may prove nothing, such as dual ones of a search that is not finished; nor does a cut that nothing crosses.
+    """
+    found = []
+    for certificate in certificates:
+        with suppress(PlanError):
+            found.append((certificate.bound(fabric, collective, root), certificate))
+    return found
+
+
+def lowest(bounds: Iterable[tuple[Fraction, AnyCertificate]]) -> tuple[Fraction, AnyCertificate]:
+    """Return the lowest bound with its certificate, the first one of equals."""
+    return min(bounds, key=lambda each: each[0])
 
 
 def repeated_cut(fabric: Fabric, part: Iterable[int], *, entering: bool) -> tuple[Fraction, Lengths] | None:
@@ -462,17 +480,11 @@ def quick_bound(fabric: Fabric, collective: str, root: int | None = None) -> One
 
     Up to `MOST_FLOWS` ranks, or if blocks prove none, flows are tried too.
     """
-    found: list[tuple[Fraction, OneFabric]] = []
-    for candidate in _block_candidates(fabric, collective, root):
-        try:
-            found.append((candidate.bound(fabric, collective, root), candidate))
-        except PlanError:
-            # Lengths prove nothing beside a switch that copies or adds, nor does a cut without a rank on either side.
-            continue
+    found = proved_bounds(_block_candidates(fabric, collective, root), fabric, collective, root)
     if fabric.size <= MOST_FLOWS or not found:
         flows = best_bound(fabric, collective, root)
         found.append((flows.bound(fabric, collective, root), flows))
-    return min(found, key=lambda each: each[0])[1]
+    return lowest(found)[1]
 
 
 def _block_candidates(fabric: Fabric, collective: str, root: int | None) -> Iterator[OneFabric]:

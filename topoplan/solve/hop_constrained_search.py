@@ -44,8 +44,6 @@ STARTING_TURNS = 2
 def hop_counts(cost: NDArray[np.int64] | Costs, roots: NDArray[np.int64]) -> NDArray[np.int64]:
     """(roots, N) int64: fewest arcs from each root to every rank; N if no path exists.
 
-    Examples
-    --------
     >>> none = UNREACHABLE
     >>> hop_counts(np.array([[none, 1, none], [none, none, 1], [none, none, none]]), np.array([0, 1])).tolist()
     [[0, 1, 2], [3, 0, 1]]
@@ -78,8 +76,6 @@ def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
 
     A path is followed as far as it lowers a rank.
 
-    Examples
-    --------
     A detour of two arcs is taken for rank 1, but not if it makes the path to rank 2 too long.
 
     >>> cost = np.array([[99.0, 9, 99, 1], [99, 99, 1, 99], [99, 99, 99, 99], [99, 1, 99, 99]])
@@ -115,8 +111,6 @@ def tree_by_paths(cost: Costs, root: int, height: int) -> list[int]:
 def leaves_moved(cost: Costs, parent: Trees, height: int) -> Trees:
     """Move every leaf below the cheapest rank that is not a leaf and not too deep.
 
-    Examples
-    --------
     >>> cost = np.array([[99.0, 1, 9, 9], [99, 99, 5, 2], [99, 1, 99, 7], [99, 1, 1, 99]])
     >>> leaves_moved(cost, np.array([[0, 0, 0, 1]]), 2).tolist()
     [[0, 0, 1, 1]]
@@ -132,8 +126,6 @@ def spliced_tree(parent: Sequence[int], low: Sequence[int], height: int) -> list
 
     Both are trees from one root, which is its own parent; ``low`` is at most ``height`` edges high.
 
-    Examples
-    --------
     >>> spliced_tree([0, 0, 1, 2, 3], [0, 0, 0, 0, 3], 2)
     [0, 0, 1, 0, 3]
     """
@@ -208,8 +200,6 @@ def two_part_tree(cost: Costs, root: int, height: int, ways: Sequence[int]) -> N
 def path_lengths(cost: Costs, parent: Trees) -> Costs:
     """(trees, N): cost of the path from the root to every rank.
 
-    Examples
-    --------
     >>> path_lengths(np.array([[99.0, 5, 9], [9, 99, 1], [9, 1, 99]]), np.array([[0, 0, 1]])).tolist()
     [[0.0, 5.0, 6.0]]
     """
@@ -238,12 +228,6 @@ def low_arborescences(
     times, 0 or more; the answer gets no dearer with more.
 
     The roots are searched together. A root named several times is tried several times, and may give different trees.
-
-    Examples
-    --------
-    >>> cost = np.array([[0, 5, 9, 9], [9, 0, 1, 1], [9, 1, 0, 1], [9, 1, 1, 0]])
-    >>> low_arborescences(cost, [0], 1), low_arborescences(cost, [0], 2)
-    ([[-1, 0, 0, 0]], [[-1, 0, 1, 1]])
     """
     size = len(cost)
     costs = np.array(cost, dtype=np.float64, order="C")

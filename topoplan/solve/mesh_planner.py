@@ -178,7 +178,6 @@ def plan_mesh(
     Parameters
     ----------
     topology : Topology, or what `topoplan.load` takes
-    topology : Topology, or what `topoplan.load` takes
     mesh : mapping of str to int
         Names and extents of the axes, the last one fastest: rank 5 of ``{"dp": 2, "tp": 4}`` is at dp 1, tp 1.
     collective : str

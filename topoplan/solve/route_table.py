@@ -257,10 +257,6 @@ class ShortestRoutes:
 
     ``ends``, of shape (links, 2), are source and destination of every link; no two links join the same nodes. Nodes
     below ``ranks`` are ranks; a route passes only through other nodes.
-
-    Examples
-    --------
-    Ranks 0 and 1, and a switch; the direct link is longer than the route over the switch.
     """
 
     def __init__(self, ends: NDArray[np.int64], *, ranks: int, nodes: int) -> None:

@@ -35,11 +35,6 @@ class Deadline:
     """The end of a time limit that starts now; with None it never comes.
 
     `cut` remembers that a search has found it over. UsageError unless the limit is a number of 0 or more.
-
-    Examples
-    --------
-    >>> Deadline(0).over(), Deadline(None).over(), Deadline(None).left
-    (True, False, None)
     """
 
     def __init__(self, limit: float | None) -> None:
@@ -62,13 +57,7 @@ class Deadline:
         return self.cut
 
     def note(self, what: str) -> Note:
-        """Return the note of kind "stopped" of a plan whose search was cut short.
-
-        Examples
-        --------
-        >>> Deadline(1.5).note("lower heights were not tried")
-        'stopped after 1.5 s: lower heights were not tried'
-        """
+        """Return the note of kind "stopped" of a plan whose search was cut short."""
         return Note(f"stopped after {self.limit:.4g} s: {what}", "stopped")
 
 

@@ -75,8 +75,6 @@ class TreeAncestry:
 def ancestry_of(parent: Trees) -> TreeAncestry:
     """Return ancestors and depths of every rank.
 
-    Examples
-    --------
     >>> shape = ancestry_of(np.array([[0, 0, 1]]))
     >>> shape.depth.tolist(), shape.below.tolist()
     ([[0, 1, 2]], [[2, 1, 0]])
@@ -107,8 +105,6 @@ def improve_by_moves(cost: Costs, parent: Trees, height: int) -> Trees:
 
     See `Costs`; any sum of N of them is below 2^53. A search may end earlier, after `MOVE_WORK`.
 
-    Examples
-    --------
     >>> cost = np.array([[99.0, 5, 9, 9], [9, 99, 1, 1], [9, 1, 99, 1], [9, 1, 1, 99]])
     >>> improve_by_moves(cost, np.array([[0, 0, 0, 0]]), 2).tolist()
     [[0, 0, 1, 1]]
@@ -188,8 +184,6 @@ def two_level_trees(cost: Costs, roots: NDArray[np.int64]) -> Trees:
 
     See `Costs`, with `UNREACHABLE` for a missing arc. Missing arcs are used only from roots without a tree of height 2.
 
-    Examples
-    --------
     >>> cost = np.array([[99.0, 5, 9, 9], [9, 99, 1, 1], [9, 1, 99, 1], [9, 1, 1, 99]])
     >>> two_level_trees(cost, np.array([0, 2])).tolist()
     [[0, 0, 1, 1], [2, 2, 2, 2]]

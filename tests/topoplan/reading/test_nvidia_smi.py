@@ -19,6 +19,7 @@ from topoplan.machine.fabric import Fabric
 from topoplan.machine.host_topology import cpus_of
 from topoplan.machine.library import LIBRARY
 from topoplan.machine.topology import Topology
+from topoplan.reading.load import load
 from topoplan.reading.nvidia_smi_topology import parse_nvidia_smi
 from topoplan.reading.pcie_tree import CODES, infer_pcie_tree
 from topoplan.units import exact
@@ -347,13 +348,16 @@ def test_peer_access_of_topo_p2p_is_used_beside_the_matrix() -> None:
 
 
 def test_peer_access_behind_a_switch() -> None:
-    """A GPU without access to all others has no NVLink to the switch; one pair alone is a warning."""
+    """A GPU without access to all others has no NVLink to the switch, which goes with the last; a pair is warned of."""
     matrix = uniform(4, "NV12")
     alone = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS" if 3 in (i, j) else "OK"))
     assert {src for src, _ in bundles(alone)} == {"gpu0", "gpu1", "gpu2", "nvswitch0"}
     pair = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS" if {i, j} == {1, 3} else "OK"))
     assert len(bundles(pair)) == 8
     assert "gpu1: access over NVLink is refused to gpu3" in pair.notes[0]
+    none = parse_nvidia_smi(matrix + p2p(4, lambda i, j: "NS"))
+    assert not bundles(none)
+    assert load(none.to_json()) == none
 
 
 def test_topo_p2p_alone_says_what_to_give() -> None:

@@ -222,12 +222,16 @@ def test_a_matrix_has_left_out_already_what_is_down() -> None:
 
 
 def test_a_gpu_all_of_whose_links_are_down_is_off_nvlink() -> None:
-    """The driver's sentence in place of a list takes out every NVLink of the GPU and leaves its PCIe."""
+    """The driver's sentence takes out every NVLink of the GPU, leaves its PCIe, and of all GPUs the switch too."""
     sentence = "GPU 2: V100\nNVML: Unable to retrieve NVLink information as all links are inActive\n"
     broken = topoplan.apply_nvlink_status(V100S, sentence)
     wires = [f"gpu2-gpu{other}" for other in (0, 1, 3, 6)]
     assert broken.links == topoplan.without_links(V100S, wires).links
     assert broken.notes[-1] == "taken out: link gpu0-gpu2, gpu1-gpu2, gpu2-gpu3, gpu2-gpu6"
+    every = (sentence.replace("GPU 2: V100", f"GPU {gpu}: A100") for gpu in range(8))
+    dark = topoplan.apply_nvlink_status(A100S, "".join(every))
+    assert not bundles(dark)
+    assert topoplan.load(dark.to_json()) == dark
 
 
 def test_listings_may_come_in_several_files_of_one_gpu_each(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from topoplan.reading.nccl.perf_text import (
     OpenRun,
     PerfRun,
     Timing,
+    logged_row,
     named_tests,
     parse_perf_text,
     short_bus_id,
@@ -155,19 +156,7 @@ def _perf_run(value: Mapping[str, Any], *, cut: bool) -> PerfRun:
         size = _size(row)
         placed = [_timing(run, place, size, row.get(key)) for key in ("out_of_place", "in_place")]
         if any(placed):
-            root, count = (str(row.get(key, "")).strip() for key in ("root", "count"))
-            run.rows.append(
-                LoggedRow(
-                    place,
-                    size,
-                    str(row.get("type", "")),
-                    str(row.get("redop", "")),
-                    int(root) if root.isdecimal() else None,
-                    placed[0],
-                    placed[1],
-                    int(count) if count.isdecimal() else None,
-                )
-            )
+            run.rows.append(logged_row(place, size, row, *placed))
     return run.closed()
 
 

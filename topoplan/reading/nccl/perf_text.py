@@ -533,19 +533,20 @@ def _row(run: OpenRun, number: int, line: str) -> None:
     out_of_place, in_place = (None, placed[0]) if alone else (placed[0], placed[1] if placed[1:] else None)
     if out_of_place is None and in_place is None:
         return
-    root, count = fixed.get("root", ""), fixed.get("count", "")
-    run.rows.append(
-        LoggedRow(
-            number,
-            int(fixed["size"]),
-            fixed.get("type", ""),
-            fixed.get("redop", ""),
-            int(root) if root.isdecimal() else None,
-            out_of_place,
-            in_place,
-            int(count) if count.isdecimal() else None,
-        )
-    )
+    run.rows.append(logged_row(number, int(fixed["size"]), fixed, out_of_place, in_place))
+
+
+def logged_row(
+    line: int,
+    size: int,
+    fields: Mapping[str, object],
+    out_of_place: Timing | None,
+    in_place: Timing | None,
+) -> LoggedRow:
+    """Return the row of some fields as they are printed; a root or count that is not a whole number is None."""
+    kind, redop, root, count = (str(fields.get(key, "")) for key in ("type", "redop", "root", "count"))
+    root_rank, elements = (int(text) if text.strip().isdecimal() else None for text in (root, count))
+    return LoggedRow(line, size, kind, redop, root_rank, out_of_place, in_place, elements)
 
 
 def _end(columns: Sequence[str]) -> int:

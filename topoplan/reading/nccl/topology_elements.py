@@ -30,7 +30,7 @@ from topoplan.machine.hardware import (
     pcie_bandwidth,
     socket_bandwidth,
 )
-from topoplan.machine.host_topology import HostCpu, PciDevice, bus_id
+from topoplan.machine.host_topology import HostCpu, PciDevice, bus_id, number_spans
 from topoplan.machine.topology import FASTEST, SLOWEST, facts
 from topoplan.units import listed
 
@@ -345,14 +345,9 @@ def _cpu_list(cpu: XmlElement, findings: Findings) -> str:
             "affinity is not a mask such as 00000000,000fffff; left out", f"cpu {needed(cpu, 'numaid')}"
         )
         return ""
-    bits = [32 * i + bit for i, word in enumerate(reversed(words)) for bit in range(32) if word >> bit & 1]
-    spans: list[list[int]] = []
-    for bit in bits:
-        if spans and bit == spans[-1][1] + 1:
-            spans[-1][1] = bit
-        else:
-            spans.append([bit, bit])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return number_spans(
+        32 * i + bit for i, word in enumerate(reversed(words)) for bit in range(32) if word >> bit & 1
+    )
 
 
 CLASSES = {

@@ -19,14 +19,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
 from math import gcd, lcm
 
-from topoplan.errors import Note, PlanError, UsageError
+from topoplan.errors import Note, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Certificate, Cut, OneFabric
@@ -34,7 +33,7 @@ from topoplan.plans.certificates.exchange import Demand, DemandMatrix
 from topoplan.plans.certificates.forest_length import zero_length_components
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
-from topoplan.solve.cuts_and_partitions import exchange_bounds
+from topoplan.solve.cuts_and_partitions import exchange_bounds, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration
 from topoplan.solve.packing.packing_program import Packing, Pricing, TreeColumn, length_of
 from topoplan.solve.route_table import RouteTable
@@ -225,10 +224,6 @@ def plan_all_to_all(
 
     ``demand`` is as `check_demand` returns it; None if all pairs exchange the same. At ``deadline`` the best plan so
     far is taken.
-
-    Examples
-    --------
-    Four V100, joined by one or two NVLinks each pair: the single links are full, and the double ones relay.
     """
     deadline = deadline or Deadline(None)
     generators: tuple[tuple[int, ...], ...] = ()
@@ -239,22 +234,20 @@ def plan_all_to_all(
         common = gcd(*(amount for row in demand for amount in row))
         units = tuple(tuple(amount // common for amount in row) for row in demand)
 
-    def proofs(certificates: Sequence[OneFabric]) -> Iterator[tuple[Fraction, Certificate]]:
-        for one in certificates:
-            stated = one if demand is None else Demand(demand, one)
-            with suppress(PlanError):  # no demand crosses this cut
-                yield stated.bound(fabric, ALL_TO_ALL, None), stated
+    def proofs(certificates: Sequence[OneFabric]) -> list[tuple[Fraction, Certificate]]:
+        stated: list[Certificate] = [one if demand is None else Demand(demand, one) for one in certificates]
+        return proved_bounds(stated, fabric, ALL_TO_ALL, None)
 
     packing = FlowPacking(fabric, ALL_TO_ALL, None, generators, units)
-    known = list(proofs(exchange_bounds(fabric)))
-    bound, certificate = min(known, key=lambda one: one[0])
+    known = proofs(exchange_bounds(fabric))
+    bound, certificate = lowest(known)
     generation = ColumnGeneration(FlowPricing(packing), progress=progress, deadline=deadline)
     if not generation.run(bound * packing.scale):
         while not deadline.over() and _price_again(generation):
             pass
         lengths = packing.certificate(generation.duals())
         known += proofs((*_candidate_cuts(lengths, fabric), lengths))
-        bound, certificate = min(known, key=lambda one: one[0])
+        bound, certificate = lowest(known)
     notes: tuple[str, ...] = ()
     routes = (path for tree in generation.weights() for path in packing.paths(tree))
     tallest = max(sum(node < fabric.size for node in path) - 1 for path in routes)

@@ -13,7 +13,6 @@ own program, if they prove anything; and on small fabrics, if neither is reached
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -22,7 +21,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
 from topoplan.plans.build import build_plan
@@ -31,7 +30,7 @@ from topoplan.plans.loads import forest_rate
 from topoplan.plans.minimum_trees import LARGEST_EXACT, UNREACHABLE, HopLimitedTrees, cheapest_arborescence
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import best_bound, lowest, proved_bounds
 from topoplan.solve.hop_constrained_search import low_arborescences
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.exact import pack_exact
@@ -518,12 +517,9 @@ def _lower_bound(
     progress: ProgressCallback | None,
 ) -> tuple[Certificate, tuple[str, ...]]:
     """Return the best certificate that is quick to compute if the first bound is missed, and notes on the rest."""
-    proof, bound = composed.certificate, composed.bound
     assert composed.duals is not None, "a program that misses its bound has been solved to its end"
-    with suppress(PlanError):
-        proved = composed.duals.bound(fabric, collective, root)
-        if proved < bound:
-            proof, bound = composed.duals, proved
+    known: list[tuple[Fraction, Certificate]] = [(composed.bound, composed.certificate)]
+    bound, proof = lowest([*known, *proved_bounds([composed.duals], fabric, collective, root)])
     if rate == bound:
         return proof, ()
     if fabric.size > MOST_EXACT_RANKS:

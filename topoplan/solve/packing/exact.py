@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
-from topoplan.errors import Note, PlanError, UsageError
+from topoplan.errors import Note, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.plans.certificates.certificate import Certificate, Lengths
 from topoplan.plans.shards import Shard
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import best_bound, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.fewest_trees import fewest_peeled, with_few_trees
 from topoplan.solve.packing.packing_program import (
@@ -167,15 +167,8 @@ def _pack_few(
 def _cut_short(generator: ColumnGeneration, certificate: Certificate) -> ExactPacking:
     """Return the packing at the time limit, with the better of two bounds and its gap."""
     packing = generator.packing
-    bounds = []
-    for candidate in (certificate, packing.certificate(generator.duals())):
-        try:
-            bound = candidate.bound(packing.fabric, packing.collective, packing.root)
-        except PlanError:
-            # Lengths of an unfinished search may prove nothing.
-            continue
-        bounds.append((bound, candidate))
-    bound, best = min(bounds, key=lambda pair: pair[0])
+    candidates = (certificate, packing.certificate(generator.duals()))
+    bound, best = lowest(proved_bounds(candidates, packing.fabric, packing.collective, packing.root))
     note = generator.deadline.note(time_limit_note(float(generator.value / packing.scale), float(bound)))
     return ExactPacking(packing, generator.weights(), best, (note,))
 
@@ -306,7 +299,8 @@ class _Search:
     def __post_init__(self) -> None:
         packing = self.packing
         self.certificate = best_bound(packing.fabric, packing.collective, packing.root)
-        self.target = self._bound(self.certificate)
+        bound = self.certificate.bound(packing.fabric, packing.collective, packing.root)
+        self.target = bound * packing.scale
         self.lowest = _lowest_height(packing)
         self.refuted = self.lowest - 1
 
@@ -356,19 +350,13 @@ class _Search:
 
     def _prove(self, lengths: Lengths) -> None:
         """Keep dual lengths if they prove a lower bound; those of a limited height may prove none."""
-        try:
-            bound = self._bound(lengths)
-        except PlanError:
-            return
-        if bound < self.target:
-            self.certificate, self.target = lengths, bound
+        packing = self.packing
+        for bound, _ in proved_bounds([lengths], packing.fabric, packing.collective, packing.root):
+            if bound * packing.scale < self.target:
+                self.certificate, self.target = lengths, bound * packing.scale
 
     def _pool(self) -> list[TreeColumn]:
         return self.best.trees if self.best is not None else []
-
-    def _bound(self, certificate: Certificate) -> Fraction:
-        packing = self.packing
-        return certificate.bound(packing.fabric, packing.collective, packing.root) * packing.scale
 
     def notes(self) -> tuple[str, ...]:
         """State what is not proved of the height that was taken."""

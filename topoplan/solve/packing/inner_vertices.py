@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from topoplan.errors import Note, PlanError
+from topoplan.errors import Note
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
@@ -23,7 +23,7 @@ from topoplan.plans.certificates.exchange import Steiner
 from topoplan.plans.minimum_trees import UNREACHABLE, cheapest_steiner_tree
 from topoplan.plans.plan import TREES, Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
-from topoplan.solve.cuts_and_partitions import best_bound
+from topoplan.solve.cuts_and_partitions import best_bound, lowest, proved_bounds
 from topoplan.solve.packing.column_generation import ColumnGeneration, ProgressCallback
 from topoplan.solve.packing.packing_program import Packing, Parents, Pricing, TreeColumn, rounded_lengths
 from topoplan.solve.route_table import FabricOrbits
@@ -131,7 +131,8 @@ def plan_over_inner_vertices(
     if fabric.helpers:
         notes = (Note("lower trees through helpers were not looked for", "height open"),)
     if not reached:
-        certificate = _stronger(fabric, collective, root, first, generation)
+        duals = Steiner(packing.certificate(generation.duals()).lengths)
+        _, certificate = lowest(proved_bounds((first, duals), fabric, collective, root))
     if deadline.cut:
         bound = certificate.bound(fabric, collective, root)
         notes = (
@@ -153,18 +154,6 @@ def plan_over_inner_vertices(
         return made
     stronger = made if made.bound < known.bound else known
     return replace(known, certificate=stronger.certificate, bound=stronger.bound)
-
-
-def _stronger(
-    fabric: Fabric, collective: str, root: int | None, known: OneFabric, generation: ColumnGeneration
-) -> OneFabric:
-    """Return the duals as a certificate if they prove a lower bound than the known one, else the known one."""
-    lengths = Steiner(generation.packing.certificate(generation.duals()).lengths)
-    try:
-        proved = lengths.bound(fabric, collective, root)
-    except PlanError:
-        return known
-    return lengths if proved < known.bound(fabric, collective, root) else known
 
 
 def _symmetry(fabric: Fabric, wide: Fabric, root: int | None) -> tuple[tuple[int, ...], ...]:

@@ -307,8 +307,6 @@ _LONGEST_SCALED_OF_FEW = 1 << 30
 def has_exact_tables(fabric: Fabric) -> bool:
     """Return whether heights are priced by tables: few ranks and shortest routes, switches that only forward.
 
-    Examples
-    --------
     >>> import topoplan
     >>> [has_exact_tables(Fabric(topoplan.load(name), ("nvlink",))) for name in ("dgx-1v", "dgx-2")]
     [True, False]

@@ -30,14 +30,6 @@ class PackingSimplex:
     """A packing program under construction, with one limit b, zero or more, for each row.
 
     `work` is the effort so far in table entries, wide ones at a higher cost: the same on every machine, unlike seconds.
-
-    Examples
-    --------
-    >>> program = PackingSimplex([4, 6])
-    >>> program.add([[1, 1], [1, 3], [2, 1]], [1, 1, 1])
-    >>> program.optimise()
-    >>> program.value, program.solution()
-    (Fraction(4, 1), {0: Fraction(4, 1)})
     """
 
     blur = Fraction(0)

@@ -52,8 +52,6 @@ class FloatBasis:
     def seen(self, column: Floats) -> Floats:
         """(rows,) float64: a column in terms of the basis, as the amount of every member.
 
-        Examples
-        --------
         >>> basis = FloatBasis(2)
         >>> basis.pivot(0, 7, np.array([2.0, 1.0])).tolist(), basis.seen(np.array([2.0, 3.0])).tolist()
         ([0.5, 0.0], [1.0, 2.0])
@@ -130,8 +128,6 @@ class FloatProgram:
     held : (rows,) float64
         Amount of every member, scaled.
 
-    Examples
-    --------
     >>> program = FloatProgram(np.array([4.0, 6.0]))
     >>> program.add(np.array([[1.0], [1.0]]), np.ones(1))
     >>> program.pivot(0, 0, program.seen(0)).tolist()
@@ -408,8 +404,6 @@ def dual_simplex(program: FloatProgram, stream: RandomStream) -> bool:
 
     Return False if rounding failed: no column could replace a member, or too many pivots were needed.
 
-    Examples
-    --------
     >>> program = FloatProgram(np.array([4.0, 6.0]))
     >>> program.add(np.array([[1.0], [2.0]]), np.ones(1))
     >>> program.pivot(0, 0, program.seen(0)).tolist(), program.value, program.held.tolist()

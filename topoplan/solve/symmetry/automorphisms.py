@@ -59,8 +59,6 @@ class Automorphism:
 def cycle_lengths(permutation: Integers) -> list[int]:
     """Return the different lengths of a permutation's cycles, ascending.
 
-    Examples
-    --------
     >>> cycle_lengths(np.array([1, 2, 0, 3]))
     [1, 3]
     """
@@ -247,8 +245,6 @@ def stabiliser_chain(wiring: LabelledGraph, colours: Integers, *, refinements: i
 
     ``refinements`` limits how often the search may refine a colouring.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
     >>> from topoplan.machine.fabric_structure import labelled_graph_of
@@ -299,16 +295,6 @@ def isomorphism(
 
     Link labels, node labels and colours mean the same in both. ``refinements`` limits how often the search may refine a
     colouring.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric import Fabric
-    >>> from topoplan.machine.fabric_structure import labelled_graph_of
-    >>> wiring = labelled_graph_of(Fabric(topoplan.load("dgx-1v"), ("nvlink",)))
-    >>> halves = [wiring.part(np.arange(4)), wiring.part(np.arange(4, 8))]
-    >>> isomorphism(*((half, half.node_labels) for half in halves), refinements=50).tolist()
-    [0, 1, 2, 3]
     """
     if not np.array_equal(np.sort(first[1]), np.sort(second[1])):
         return None

@@ -36,8 +36,6 @@ def nested_blocks(fabric: Fabric, wiring: LabelledGraph) -> tuple[Integers, ...]
     They map each node to its block's smallest node; -1 for removed nodes. Partitions that divide the ranks no further
     than the one before are left out.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.machine.fabric_structure import labelled_graph_of
     >>> fabric = Fabric(topoplan.load("dgx-1v").subset([0, 1, 2, 3]), ("pcie",))
@@ -121,8 +119,6 @@ def aligned_children(
     Both are partitions of `nested_blocks`. The classes of ranks make the types of blocks. Children of a row are listed
     by ``among`` of their first rank, then by number; their ranks by class, then by ``within``, then by number.
 
-    Examples
-    --------
     Ranks 0 and 1 in one server, 2 to 5 in another, of which 2 differs from the others.
 
     >>> parents, children, equal = np.array([0, 0, 2, 2, 2, 2]), np.arange(6), np.zeros(6, dtype=int)
@@ -154,8 +150,6 @@ def row_rotations(level: Level, ranks: int) -> Iterator[Integers]:
     Every row rotates by one child first; then by d places within runs of m children, where d divides m and m the length
     of the row: in all rows that can, and in each kind of row alone.
 
-    Examples
-    --------
     >>> row = np.arange(4).reshape(1, 4, 1)
     >>> [move.tolist() for move in row_rotations((row,), 4)]
     [[1, 2, 3, 0], [2, 3, 0, 1], [1, 0, 3, 2]]

@@ -89,8 +89,6 @@ class OrbitCount:
 def useful_nodes(wiring: LabelledGraph) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return the nodes that are not dead ends, which are devices other than ranks with one neighbour, repeatedly.
 
-    Examples
-    --------
     On a DGX-1V GPUs 0 and 1 share a PCIe switch; everything beyond it is a dead end for them.
 
     >>> import topoplan
@@ -490,15 +488,6 @@ def find_symmetry(
 
     ``fixed`` is a rank that stays, as the root of a broadcast. ``largest`` is the most elements that the group may
     have, never more than a table of all elements can list; None allows four for each rank, and one for each is best.
-
-    Examples
-    --------
-    >>> import topoplan
-    >>> from topoplan.machine.fabric_structure import group_order, link_orbits
-    >>> fabric = Fabric(topoplan.load("dgx-2"), ("nvlink",))
-    >>> generators = find_symmetry(fabric)
-    >>> group_order(generators, 64), sorted(set(link_orbits(fabric, generators).tolist()))
-    (16, [0, 1])
     """
     if fixed is not None and not 0 <= fixed < fabric.size:
         raise UsageError(f"rank {fixed} cannot stay: the fabric has ranks 0 to {fabric.size - 1}")
