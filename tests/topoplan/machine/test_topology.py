@@ -18,6 +18,7 @@ from tests.support.refusals import refused
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
 from tests.support.small_machines import library_cases
 from topoplan.errors import TopologyError, UsageError
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.library import dgx_1v, dgx_2
 from topoplan.machine.topology import DEVICE_KINDS, LINK_CHANNELS, Device, Link, Topology
 from topoplan.machine.topology_json import parse_topology_json
@@ -163,6 +164,14 @@ def test_a_subset_keeps_names_switches_and_the_links_between_its_gpus() -> None:
 def test_an_allocation_that_does_not_fit_is_a_usage_error(gpus: list[int], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         dgx_1v().select(gpus)
+
+
+def test_a_plan_takes_the_wider_of_a_c2c_and_a_pcie_link() -> None:
+    devices = (Device("gpu0", "gpu"), Device("gpu1", "gpu"), Device("cpu0", "cpu"))
+    ways = [(a, b) for gpu in ("gpu0", "gpu1") for a, b in ((gpu, "cpu0"), ("cpu0", gpu))]
+    narrow, wide = ([Link(*ends, *kind) for ends in ways] for kind in (("pcie", 32.0), ("c2c", 450.0)))
+    for links in (narrow + wide, wide + narrow):
+        assert set(Fabric(Topology("pair", devices, tuple(links)), ("pcie",)).links) == set(wide)
 
 
 DGX = topoplan.load("dgx-1v")
