@@ -33,8 +33,7 @@ from typing import Any
 
 from tests.support.checkout import ROOT
 
-RESULT = "gpu_report result: "
-"""How the line begins in which a row's process tells what it has found."""
+RESULT = "gpu_report result: "  # how the line begins in which a row's process tells what it has found
 
 FAILED = ("failed", "missed")
 VERDICTS = ("ok", *FAILED, "cannot run", "not run")
@@ -42,11 +41,8 @@ MOST = 100
 SECONDS = 460.0
 """Of all rows together; with the start of the last one and the end of its processes that stays below 8 minutes."""
 
-STACKS_BEFORE = 5.0
-"""Seconds before its limit at which a row prints the stacks of its threads."""
-
-TAIL = 40
-"""Lines of a failed row's output that the file repeats; all of them are in the row's folder."""
+STACKS_BEFORE = 5.0  # seconds before its limit at which a row prints the stacks of its threads
+TAIL = 40  # lines of a failed row's output that the file repeats; all of them are in the row's folder
 
 LIMIT, FOLDER = "GPU_REPORT_SECONDS", "GPU_REPORT_FOLDER"
 """Environment variables of a row's processes: its limit, and the folder of its logs."""
@@ -79,8 +75,6 @@ LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a machine before a row runs."""
-
     trouble: str  # why no GPU is usable; empty if one is
     gpus: int = 0
     libraries: frozenset[str] = frozenset()  # that can be found by name
@@ -89,8 +83,7 @@ class Facts:
     told: Mapping[str, Any] = field(default_factory=dict)
 
 
-Need = Callable[[Facts], str | None]
-"""Why a row cannot run; None where nothing that is known is in its way."""
+Need = Callable[[Facts], str | None]  # why a row cannot run; None where nothing that is known is in its way
 
 
 class CannotRun(Exception):
@@ -103,8 +96,6 @@ class Missed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table."""
-
     name: str
     # returns the text, or raises. A mapping it may return in place of a text has "text", and figures for the
     # file
@@ -118,8 +109,6 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a row."""
-
     name: str
     verdict: str  # "ok", "missed" (a goal), "failed", "cannot run", or "not run" (no time was left)
     text: str
@@ -378,7 +367,6 @@ def saved(path: Path, facts: Facts, outcomes: Sequence[Outcome]) -> None:
 
 
 def failures(outcomes: Sequence[Outcome]) -> int:
-    """How many failed or missed their goal."""
     return sum(outcome.verdict in FAILED for outcome in outcomes)
 
 

@@ -56,7 +56,6 @@ def digests(seed: int) -> str:
 
 @pytest.mark.thorough
 def test_plans_are_the_same_in_every_process() -> None:
-    """Exact and mwu, clusters, a compact plan, irregular and broken machines, a split, plans by size, paths."""
     with ThreadPoolExecutor(2) as pool:
         outputs = list(pool.map(digests, range(1, 5)))
     assert len(outputs[0].splitlines()) == PROGRAM.count("lambda:") + 1

@@ -28,8 +28,7 @@ PACKAGES = ("topoplan", "collectives")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 HEAVY = {"scipy", "networkx", "matplotlib", "cupy", "mpi4py", "torch", "pynvml"}
 
-SMALL_LINES = 120
-"""A module below this size that a single other module imports belongs to that module."""
+SMALL_LINES = 120  # a module below this size that a single other module imports belongs to that module
 
 ASK = "merge, delete or shorten; or raise the budget in tests/house.toml, with a reason, in the same commit"
 
@@ -59,7 +58,6 @@ def dotted(path: Path) -> str:
 
 
 def room_of(path: Path) -> str:
-    """Return a package's room: its folder, or the package itself for files beside the folders."""
     return ".".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 
@@ -75,7 +73,6 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 
 def room_sizes() -> dict[str, dict[str, int]]:
-    """Return lines and modules of each room."""
     sizes: dict[str, dict[str, int]] = {}
     for path in FILES:
         room = sizes.setdefault(room_of(path), {"lines": 0, "modules": 0})
@@ -86,7 +83,6 @@ def room_sizes() -> dict[str, dict[str, int]]:
 
 @functools.cache
 def walks() -> dict[str, list[str]]:
-    """Return the files that each walk of `tests.support.walks` enters."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.walks"], cwd=ROOT, capture_output=True, text=True, check=True
     )

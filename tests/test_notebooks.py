@@ -64,7 +64,6 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
 def test_runs_in_an_empty_folder_and_prints_what_was_committed(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fresh kernel runs every cell without an error; texts and figures are those that the prose was written for."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     committed, notebook = read(path), read(path)
@@ -78,14 +77,12 @@ def test_runs_in_an_empty_folder_and_prints_what_was_committed(
 
 
 def test_names_are_numbered_without_a_gap() -> None:
-    """1-…, 2-…, in the order in which they are to be read."""
     names = [re.fullmatch(r"([1-9]\d*)-[a-z0-9-]+\.ipynb", path.name) for path in NOTEBOOKS]
     assert sorted(int(name[1]) for name in names if name) == list(range(1, len(NOTEBOOKS) + 1))
     assert len(NOTEBOOKS) >= 2
 
 
 def test_a_listing_in_a_cell_counts_as_one_line() -> None:
-    """Empty lines do not count either."""
     assert code_lines('TEXT = """\nGPU0  X\nGPU1  NV1\n"""\n\nprint(TEXT)') == 2
 
 

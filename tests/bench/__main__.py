@@ -52,12 +52,10 @@ WITH_OPTIONS = ("executors", "hook", "mutations")
 
 
 def run(name: str, *options: list[str]) -> None:
-    """Run a benchmark."""
     import_module(f"tests.bench.{name}").main(*options)
 
 
 def main() -> int:
-    """Run every benchmark, or those named on the command line."""
     chosen = sys.argv[1:] or BENCHMARKS
     if len(chosen) > 1 and chosen[0] in WITH_OPTIONS and chosen[1].startswith("-"):
         try:

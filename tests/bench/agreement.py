@@ -34,7 +34,6 @@ RUNS = 2
 
 
 def main() -> None:
-    """Run 2 to 8 ranks of a DGX-1V on every back end and compare the digests."""
     print(
         "results of the same data, float32 and int64, on every back end (sizes up to 16M elements, two runs):"
     )
@@ -85,7 +84,6 @@ def _digests(backend: str, path: Path, size: int) -> list[tuple[str, str]]:
 
 
 def rank_main(path: str, backend: str, folder: str) -> None:
-    """Run every collective and write down what came out."""
     plan = parse_plan_file(Path(path).read_text())
     with (
         Communicator(plan, _opened(backend)) as communicator,

@@ -21,12 +21,10 @@ from collectives.backends.torch.torch_backend import program
 from collectives.tables.transfer_table import given_block, result_block
 from topoplan.plans.plan import Plan
 
-PACK = 16
-"""Bytes of a pack, and what both addresses must be multiples of."""
+PACK = 16  # bytes of a pack, and what both addresses must be multiples of
 
 MACHINES = ("dgx-1v", "dgx-2", "dgx-a100", "dgx-h100")
-COUNTS = (1 << 24, 25_557_032)
-"""Elements: a power of two, and the parameters of ResNet-50."""
+COUNTS = (1 << 24, 25_557_032)  # elements: a power of two, and the parameters of ResNet-50
 
 STEP_BYTES: int = inspect.signature(NcclBackend).parameters["step_bytes"].default
 
@@ -42,12 +40,10 @@ class Crossing:
 
     @property
     def packed(self) -> bool:
-        """Whether it is copied in packs."""
         return self.sent_from % PACK == 0 and self.put_at % PACK == 0
 
 
 def main() -> None:
-    """Print the share of bytes that are copied in packs, on four machines."""
     print(
         "# allreduce of float32 over nccl with its own settings, and over torch: messages of all ranks, and the"
     )
@@ -64,12 +60,10 @@ def main() -> None:
 
 
 def packed_share(crossings: list[Crossing]) -> float:
-    """Share of the bytes that are copied in packs."""
     return sum(one.nbytes for one in crossings if one.packed) / sum(one.nbytes for one in crossings)
 
 
 def nccl_crossings(plan: Plan, table: TransferTable, itemsize: int) -> list[Crossing]:
-    """The messages of the nccl back end."""
     sends: dict[int, ProgramMessage] = {}
     receives: dict[int, ProgramMessage] = {}
     for one in memory_of(plan, table.count):

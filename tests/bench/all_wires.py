@@ -21,7 +21,6 @@ MOST = 16
 
 
 def main() -> None:
-    """Print library machines of at most 16 GPUs with NVLink and PCIe, and every class of a DGX-1V's allocations."""
     machines = [topoplan.load(name) for name in library()]
     both = [
         machine for machine in machines if len(machine.gpus) <= MOST and _wires(machine) >= {"nvlink", "pcie"}

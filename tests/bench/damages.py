@@ -138,7 +138,6 @@ def renumbered_cases(number: int, seed: int = SEED) -> list[tuple[bool, bool]]:
 
 
 def main(number: int = 200) -> None:
-    """Print the counts, and each damage that was not found or not named right."""
     made = cases(number)
     print(f"# damages of library machines, read by topoplan check: {number}, seed {SEED}")
     print(f"{'damages':10} {'form':5} {'all':>5} {'found':>6} {'named':>6} {'costed':>7}")

@@ -17,8 +17,7 @@ from tests.bench.fabrics import COLLECTIVES, MORE
 from topoplan.machine.library import LIBRARY
 from topoplan.plans.plan import Plan
 
-KEY = 40
-"""Characters that name machine and collective."""
+KEY = 40  # characters that name machine and collective
 
 
 def main() -> int:
@@ -41,7 +40,6 @@ def main() -> int:
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
-    """Each plan with its name."""
     for name in sorted(LIBRARY):
         machine = topoplan.load(name)
         for collective in (*COLLECTIVES, "reduce"):

@@ -25,8 +25,7 @@ import numpy as np
 WARM = 12
 """Steps of DDP before the first that counts: it arranges its buckets anew, and chunk sizes are tried."""
 
-PARAMETERS = 8
-"""Tensors that gradients of DDP are spread over."""
+PARAMETERS = 8  # tensors that gradients of DDP are spread over
 
 
 class Contender(ABC):
@@ -68,7 +67,6 @@ class AllReduce(Contender):
         """Sum what all ranks give; lists of one array for each rank of this process."""
 
     def made(self, count: int) -> Any:
-        """An array of so many elements, 1-D."""
         return np.empty(count, np.float32)
 
     def warm(self, nbytes: int, call: Callable[[], object]) -> None:
@@ -91,8 +89,6 @@ class AllReduce(Contender):
 
 
 class Planned(AllReduce):
-    """A communicator's."""
-
     def __init__(self, *, backend: str, ranks: int, in_place: bool, shared_arrays: bool) -> None:
         import topoplan
         from collectives import Communicator
@@ -133,8 +129,6 @@ class Planned(AllReduce):
 
 
 class Mpi(AllReduce):
-    """MPI's own."""
-
     def __init__(self, *, ranks: int, in_place: bool) -> None:
         from mpi4py import MPI
 
@@ -295,7 +289,6 @@ def _fill(arrays: list[Any], values: list[int]) -> None:
 
 
 def _open_gloo() -> tuple[Any, Any]:
-    """torch and its process groups, one of gloo opened."""
     import torch
     import torch.distributed as dist
 

@@ -40,20 +40,14 @@ from topoplan.units import format_size
 
 SIZES = "8,4KB,64KB,1MB,16MB,64MB"
 BACKENDS = ("shared", "mpi", "tcp", "torch", "loopback")
-MAKES_ARRAYS = ("shared", "mpi", "torch")
-"""Back ends whose communicators make arrays in shared memory."""
-
-BLOCKS = 2
-"""Blocks of calls in a turn."""
+MAKES_ARRAYS = ("shared", "mpi", "torch")  # back ends whose communicators make arrays in shared memory
+BLOCKS = 2  # blocks of calls in a turn
 
 BLOCK = 0.05
 """Seconds of a block, unless one call takes longer: many time slices, where neighbours have theirs."""
 
-CALLS = 10_000
-"""Calls of a block at most."""
-
-LIMIT = 180.0
-"""Seconds for a turn, or to open a contender, after which it is given up."""
+CALLS = 10_000  # calls of a block at most
+LIMIT = 180.0  # seconds for a turn, or to open a contender, after which it is given up
 
 RANK = Path(__file__).with_name("executor_rank.py")
 
@@ -72,8 +66,6 @@ while os.getppid() == parent:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """The timed calls."""
-
     name: str  # in the table
     # ``kind`` of `tests.bench.executor_rank`, and its settings but for the number of ranks
     about: Mapping[str, Any]
@@ -172,7 +164,6 @@ class Job:
         return [max(block) for block in zip(*map(self._hear, self._lines), strict=True)]
 
     def calls_of_a_block(self, nbytes: int) -> int:
-        """How many calls fill a block."""
         calls = 1
         while calls < CALLS:
             took = min(self.turn(nbytes, calls=calls, blocks=2))
@@ -182,7 +173,6 @@ class Job:
         return calls
 
     def close(self) -> None:
-        """End the processes."""
         for lines in self._lines:
             with contextlib.suppress(OSError):
                 lines.close()
@@ -256,7 +246,6 @@ class Cell:
     rounds: list[list[float]] = field(default_factory=list)
 
     def to_object(self) -> dict[str, Any]:
-        """A JSON object."""
         return {
             "contender": self.contender.name,
             "library": self.label,
@@ -269,7 +258,6 @@ class Cell:
 
 
 def main(words: Sequence[str] = ()) -> None:
-    """Print the table, or with ``--json`` every time."""
     parser = options_of("executors", sizes=SIZES, ranks="2,4,8")
     parser.add_argument(
         "--arrays",
@@ -292,7 +280,6 @@ def main(words: Sequence[str] = ()) -> None:
 
 
 def options_of(name: str, *, sizes: str, ranks: str) -> OneLineParser:
-    """The options that tables of contenders share."""
     parser = OneLineParser(prog=f"python -m tests.bench {name}")
     parser.add_argument(
         "--sizes", type=size_list, default=sizes, metavar="S", help=f"bytes (default: {sizes})"
@@ -350,7 +337,6 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
 
 
 def before(contender: Contender, checkout: Path) -> Contender:
-    """The same in another checkout."""
     return replace(contender, name=f"{contender.name}, before", checkout=checkout.absolute())
 
 

@@ -13,14 +13,11 @@ from tests.bench.tables import Table
 
 COLLECTIVES = ("allgather", "reduce_scatter", "allreduce", "broadcast")
 
-SAME = 1e-6
-"""Known optima are written with so few digits that they may differ by this part."""
+SAME = 1e-6  # known optima are written with so few digits that they may differ by this part
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table: what is known, and what is to be reached."""
-
     machine: str
     collective: str
     optimum: float  # GB/s
@@ -57,7 +54,6 @@ FOUND = ("GB/s|9.4f", "gap|7", "height|6", "trees|5", "proof|<9", "verify s|8.3f
 
 
 def main() -> None:
-    """Print the rows with known optima and rivals, the bound of 16,384 GPUs, and all other collectives."""
     print("plans of known optima; CPU seconds, median of 3 processes; the rival: public ForestColl code,")
     print("its figures as the project's issue states them for this class of machine")
     table = Table(

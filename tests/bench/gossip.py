@@ -24,8 +24,6 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The outcome of a run."""
-
     loss: float  # mean of the workers' losses, above the best one
     loss_of_mean: float  # of the mean of their parameters, which `finish` gives
     drift: float  # how far pulls moved that mean, which averaging would leave where it is: the largest entry
@@ -88,7 +86,6 @@ def rules() -> dict[str, Floats]:
 
 
 def main() -> None:
-    """Both rules, samples alike and apart, at three times."""
     print(f"# {WORKERS} workers on 2 servers, NIC 8 x slower; time in pulls inside a server; mean of 3 seeds")
     print("samples   time  rule      steps      loss   of the mean   drift of the mean")
     for alike in (True, False):

@@ -29,12 +29,10 @@ from topoplan.errors import UsageError
 
 RUNS = 20
 CHUNK = 1 << 20
-BYTES = 1 << 28
-"""Of one buffer: far more than a cache holds."""
+BYTES = 1 << 28  # of one buffer: far more than a cache holds
 
 
 def main() -> None:
-    """Print all figures, or why there are none."""
     try:
         cupy: Any = load_cupy("loopback-gpu")
     except UsageError as error:

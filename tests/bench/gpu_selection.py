@@ -22,17 +22,14 @@ from collectives.tables.cupy_arrays import load_cupy
 from tests.bench.gpu import RUNS, copy_bandwidth, gpu_seconds
 from topoplan.errors import UsageError
 
-SIZES = (26, 28, 30)
-"""Logarithms of the numbers of elements."""
+SIZES = (26, 28, 30)  # logarithms of the numbers of elements
 
 DENSITIES = (0.001, 0.01)
 
-BYTES_FOR_EACH = 24
-"""Of free memory that an element needs: two arrays, lists, and the rivals' copies."""
+BYTES_FOR_EACH = 24  # of free memory that an element needs: two arrays, lists, and the rivals' copies
 
 
 def main() -> None:
-    """Print all figures, or why there are none."""
     try:
         cupy: Any = load_cupy("gpu selection")
     except UsageError as error:
@@ -86,7 +83,6 @@ def measure_feedback(cupy: Any, count: int, k: int, copied: float) -> None:
 
 
 def roads(cupy: Any, x: Any, k: int, *, clears: bool) -> SelectionPasses:
-    """A selection whose road can be chosen."""
     return SelectionPasses(cupy, x, "float32", k, refuses=True, clears=clears)
 
 
@@ -96,7 +92,6 @@ def share(nbytes: int, seconds: float, copied: float) -> str:
 
 
 def rivals(cupy: Any, x: Any, k: int) -> list[tuple[str, Callable[[], object]]]:
-    """What else selects, where it is installed."""
     found: list[tuple[str, Callable[[], object]]] = [
         ("cupy abs and argpartition", lambda: cupy.argpartition(cupy.abs(x), x.size - k)[x.size - k :]),
         ("cupy abs and sort", lambda: cupy.sort(cupy.abs(x))[x.size - k :]),

@@ -22,7 +22,6 @@ ELEMENTS = 100_003
 
 
 def main() -> None:
-    """Print the table."""
     table = Table(
         *(
             "workers|7",

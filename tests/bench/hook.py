@@ -23,7 +23,6 @@ HOOKS: dict[str, dict[str, Any]] = {
 
 
 def main(words: Sequence[str] = ()) -> None:
-    """Print the table."""
     options = options_of("hook", sizes="1MB,16MB,64MB", ranks="4").parse_args(list(words))
     if find_spec("torch") is None:
         print("not measured: torch is not installed")

@@ -22,17 +22,13 @@ from topoplan.plans.plan import Plan
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.units import exact, format_size
 
-MEASURED_LINK = 22.0
-"""GB/s of one NVLink in Blink's broadcasts (figures 14 and 26)."""
-
-FIGURE_BYTES = 500_000_000
-"""Buffer that figure 26 is taken to be measured with."""
+MEASURED_LINK = 22.0  # GB/s of one NVLink in Blink's broadcasts (figures 14 and 26)
+FIGURE_BYTES = 500_000_000  # buffer that figure 26 is taken to be measured with
 
 SIZES = tuple(64 << 20 << step for step in range(7))
 
 
 def main() -> None:
-    """Print model values of NVLink alone, PCIe alone and both, and the size from which both are faster."""
     machine = measured_machine()
     bars = blink_figure(26)
     for collective in ("broadcast", "allreduce"):

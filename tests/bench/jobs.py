@@ -11,7 +11,6 @@ from topoplan.model.jobs import Workload
 
 
 def main() -> None:
-    """Print system, quantity, known answer and ours."""
     print(f"{'system':10} {'what':58} {'known':>24} {'ours':>24}")
     shop = open_shop(LOADS)
     grouper = _under("grouper", shop)

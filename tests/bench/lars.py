@@ -79,7 +79,6 @@ def main() -> None:
 
 
 def work() -> None:
-    """What each process does."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -108,7 +107,6 @@ def work() -> None:
 def _compare(
     world: Any, comm: Communicator, name: str, make: Any, shapes: Sequence[tuple[int, ...]], noise: Array
 ) -> None:
-    """Walk, compare, and measure one optimiser."""
     alone, shared = ([a.copy() * np.float32(0.05) for a in _cut(noise, shapes, 0)] for _ in range(2))
     contenders = {"alone": make(alone), "shared": make(shared, communicator=comm)}
     same = True
@@ -147,7 +145,6 @@ def _rates_alone(world: Any, comm: Communicator, shapes: Sequence[tuple[int, ...
 
 
 def _print(world: Any, name: str, same: int, contenders: dict[str, Callable[[], object]]) -> None:
-    """Time the contenders in turns, and print a line."""
     from mpi4py import MPI
 
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}

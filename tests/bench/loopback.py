@@ -27,7 +27,6 @@ Arrays = list[NDArray[np.float32]]
 
 
 def main() -> None:
-    """Print both tables."""
     beside_numpy(topoplan.load("dgx-1v"))
     print("\nallreduce on paced links, float32, all ranks in one process, median of 3")
     print(f"{'machine':<26} {'MB':>3} {'schedule':<12}  simulated rate alone  measured  ratio of rate")
@@ -42,7 +41,6 @@ def main() -> None:
 
 
 def beside_numpy(machine: topoplan.Topology, runs: int = 7) -> None:
-    """Print the time of a plan beside numpy's, in turns."""
     print(f"allreduce of 8 ranks on arrays in one process, float32, median of {runs}:")
     with Communicator(topoplan.plan(machine, "allreduce")) as communicator:
         for megabytes in (1, 16, 64):
@@ -55,7 +53,6 @@ def beside_numpy(machine: topoplan.Topology, runs: int = 7) -> None:
 
 
 def sum_and_copy(inputs: Arrays, results: Arrays) -> None:
-    """Do what an allreduce does, with numpy's own operations."""
     np.add(inputs[0], inputs[1], out=results[0])
     for array in inputs[2:]:
         np.add(results[0], array, out=results[0])
@@ -70,7 +67,6 @@ def arrays(ranks: int, nbytes: int) -> tuple[Arrays, Arrays]:
 
 
 def plans() -> dict[str, tuple[Plan, Plan]]:
-    """Return trees and ring of every machine."""
     dgx = topoplan.load("dgx-1v")
     chosen = {
         "cycle with a thin link": (thin_cycle(), None, "auto"),

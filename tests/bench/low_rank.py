@@ -21,7 +21,6 @@ HIDDEN, KINDS, SHOWN = 128, 10, 1400
 
 
 def main() -> None:
-    """Train with whole gradients, ranks 1, 2 and 4, codes of 16 and 8 bits, and thresholds; without feedback too."""
     if find_spec("sklearn") is None:
         print("not measured: scikit-learn, which has the digits, is not installed")
         return

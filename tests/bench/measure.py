@@ -24,11 +24,8 @@ from tests.bench.fabric_machines import MACHINES
 from topoplan.machine.fabric import usable_fabric
 from topoplan.solve.cuts_and_partitions import best_bound
 
-LIMIT = 120
-"""Seconds after which a process is ended."""
-
-BOUND_ALONE = "bound of "
-"""Before a collective: only its bound is computed."""
+LIMIT = 120  # seconds after which a process is ended
+BOUND_ALONE = "bound of "  # before a collective: only its bound is computed
 
 Result = TypeVar("Result")
 
@@ -71,7 +68,6 @@ def measured(machine: str, collective: str, *, runs: int = 3) -> Measured | None
 
 
 def main() -> None:
-    """Measure the machine and the collective that the command line names."""
     name, collective = sys.argv[1:]
     build, machine = _timed(MACHINES[name])
     if collective.startswith(BOUND_ALONE):

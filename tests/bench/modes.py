@@ -22,7 +22,6 @@ MODES = ("bsp", "ssp:1", "ssp:4", "asp", "local:4", "local:16")
 
 
 def main() -> None:
-    """Run the example in every mode."""
     if find_spec("torch") is None:
         print("not measured: torch is not installed")
         return

@@ -30,11 +30,8 @@ from tests.support.text_readers import Reader, readers
 from topoplan.errors import TopoplanError, UsageError
 
 NUMBER = 5000
-LIMIT = 20
-"""Seconds that a text may take."""
-
-MEMORY = 8 << 30
-"""Bytes of address space that a reader's process may have."""
+LIMIT = 20  # seconds that a text may take
+MEMORY = 8 << 30  # bytes of address space that a reader's process may have
 
 
 class TooLongError(BaseException):
@@ -43,8 +40,6 @@ class TooLongError(BaseException):
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcomes of a reader's mutations."""
-
     read: int = 0
     refused: int = 0
     slowest: float = 0.0  # seconds, of mutation `slow`

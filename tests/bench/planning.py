@@ -22,7 +22,6 @@ RUNS = 9
 
 
 def main() -> None:
-    """Print the three comparisons."""
     _whole_command()
     _allocations()
     _oracles()

@@ -40,12 +40,10 @@ class Row(NamedTuple):
 
 
 def of_rate(what: str, machine: str, nbytes: int, rate: float, plan: Plan) -> Row:
-    """A measurement given in GB/s."""
     return Row(what, machine, nbytes, nbytes / rate / 1e3, (plan,))
 
 
 def main() -> None:
-    """Print every row, and for each source the mean ratio of model to measurement and its range."""
     groups = (
         ("Blink figure 27", dgx2()),
         ("Blink figure 16", dgx1()),

@@ -18,7 +18,6 @@ Array = NDArray[np.float32]
 
 
 def main() -> None:
-    """Print a line for every kind of data."""
     print(f"recall of the {DENSITY:.0%} largest of {SIZE:,} float32 entries; mstopk with N samples, and topk")
     print(f"  {'entries':<22}" + "".join(f"{f'N = {samples}':>9}" for samples in SAMPLES) + f"{'topk':>9}")
     for name, data in made(SIZE).items():
@@ -26,7 +25,6 @@ def main() -> None:
 
 
 def made(size: int) -> dict[str, Array]:
-    """The data, by name."""
     generator = np.random.default_rng(1)
     normal = generator.standard_normal(size, dtype=np.float32)
     signs = np.sign(normal)
@@ -53,7 +51,6 @@ def made(size: int) -> dict[str, Array]:
 
 
 def recalls(data: Array, density: float = DENSITY) -> list[float]:
-    """Of mstopk with each number of samples, and of topk."""
     k = int(data.size * density)
     largest = np.sort(np.abs(data))[data.size - k :]
     found = [collectives.mstopk(data, k, samples)[0] for samples in SAMPLES]

@@ -23,7 +23,6 @@ COLLECTIVES = ("allgather", "allreduce")
 
 
 def main() -> None:
-    """Print a row for each size and collective, then what whole commands take for 1024 GPUs."""
     print(
         "servers of 8 A100 or 16 MI250 dies; measured: every link within 10 % of what is stated, no two alike;"
     )

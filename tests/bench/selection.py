@@ -19,14 +19,12 @@ from tests.bench.timing import medians
 SIZES = (16 << 20, 64 << 20)
 DENSITIES = (0.001, 0.01)
 RUNS = 5
-SLOW_RUNS = 1
-"""Runs of rivals that take seconds."""
+SLOW_RUNS = 1  # runs of rivals that take seconds
 
 Array = NDArray[Any]
 
 
 def main() -> None:
-    """Print a line for every distribution, size and density."""
     print("the k largest of d float32 entries by magnitude, one thread; times faster than")
     print(
         f"  {'entries':<10} {'d':>5} {'k/d':>6} {'topk':>9} {'reads':>6} {'torch':>7} {'argpart':>8} {'mstopk':>7} "
@@ -40,8 +38,6 @@ def main() -> None:
 
 
 def distributions() -> dict[str, Callable[[int], Array]]:
-    """Entries as gradients have them, by name."""
-
     def normal(size: int) -> Array:
         return np.random.default_rng(1).standard_normal(size, dtype=np.float32)
 

@@ -40,7 +40,6 @@ class Row:
         return max((seconds / least, size) for size, seconds, least in times.points)
 
     def line(self) -> str:
-        """The worst ratio, for the table of all."""
         ratio, size = self.worst
         plan = self.choice.plans.at(size)
         return (
@@ -49,7 +48,6 @@ class Row:
         )
 
     def reason(self) -> str:
-        """Where the time goes, for the table of the worst."""
         ratio, size = self.worst
         plan, bound = self.choice.plans.at(size), self.choice.bound
         assert bound is not None
@@ -65,7 +63,6 @@ class Row:
 
 
 def main() -> None:
-    """Print the worst ratio of every machine and collective, then where the time of the worst goes."""
     print("model time of the best schedule / bound on time, worst size of 1 KB to 1 GB; seconds to plan")
     rows = []
     for name, machine in _machines():

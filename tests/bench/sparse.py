@@ -19,8 +19,7 @@ from topoplan.schedules.sparse_plan import sparse_trees
 from topoplan.units import entry_share
 
 ELEMENTS = 1_000_000
-RESNET_50 = 25_557_032
-"""Parameters of ResNet-50."""
+RESNET_50 = 25_557_032  # parameters of ResNet-50
 
 FORMATS = {
     "float32, int32": None,
@@ -30,14 +29,12 @@ FORMATS = {
 
 
 def main() -> None:
-    """Print both tables."""
     count_bytes()
     print()
     model_times()
 
 
 def machine(servers: int, gbps: float = 25) -> Topology:
-    """DGX-1V servers with one NIC each."""
     return topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=servers)], nic_gbps=gbps, nics=1)
 
 
@@ -97,7 +94,6 @@ def entry_bits(density: float, name: str) -> float:
 
 
 def crossed(comm: Communicator, home: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
-    """Bytes that have left the first server."""
     return sum(
         nbytes
         for (source, there), nbytes in comm.bytes_sent().items()

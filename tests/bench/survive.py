@@ -22,14 +22,11 @@ from topoplan.plans.survival import SurvivalPlans, verify_survival
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one call, on the wall and of the CPU."""
-
     wall: float
     cpu: float
 
 
 def main() -> None:
-    """Print all three parts."""
     machines = {
         "dgx-1v": topoplan.load("dgx-1v"),
         "2 x dgx-a100": servers(2),
@@ -64,7 +61,6 @@ def replanned(whole: Plan, gpus: Sequence[int], links: Sequence[str] = ()) -> Pl
 
 
 def timed(call: Callable[[], object]) -> Times:
-    """How long a call takes."""
     wall, cpu = time.perf_counter(), time.process_time()
     call()
     return Times(time.perf_counter() - wall, time.process_time() - cpu)

@@ -21,8 +21,7 @@ BAND = 0.05
 LINE_RATE = {16 << 20: 0.90, 64 << 20: 0.95}
 
 DGX = topoplan.load("dgx-1v")
-PER_NVLINK = 0.0005
-"""100 Mbit/s for each NVLink of a DGX-1V."""
+PER_NVLINK = 0.0005  # 100 Mbit/s for each NVLink of a DGX-1V
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,6 @@ CASES = (
 
 
 def main() -> None:
-    """Print a table of all machines; some four minutes."""
     print(f"allreduce over shaped links, one process for each rank, float32, median of {RUNS}:")
     print(
         f"  {'machine':20}  {'schedule':12}  {'size':>5}  {'line ms':>8}  {'predicted':>9}  {'measured':>8}  "

@@ -24,8 +24,7 @@ from topoplan.plans.structure import phases
 GPUS = ((4, 5, 7), (1, 2, 4, 5, 7))
 
 BLINK = {40: 5.0, 100: 12.33, 400: 34.67}
-NCCL = 4.67
-"""GB/s read off the bars of figure 19b, error about 0.5."""
+NCCL = 4.67  # GB/s read off the bars of figure 19b, error about 0.5
 
 BARS = {
     (5, 6, 7): (35.43, 30.61),
@@ -51,12 +50,10 @@ BARS = {
 """GB/s of AllReduce on 3 and 5 GPUs of a DGX-1V, Blink and NCCL 2, read off the bars of figure 16."""
 
 READING_ERROR = 0.5
-MEASURED_LINK = 16.9
-"""GB/s of measured AllReduce for each NVLink of its optimum (figure 16)."""
+MEASURED_LINK = 16.9  # GB/s of measured AllReduce for each NVLink of its optimum (figure 16)
 
 
 def main() -> None:
-    """Print rates, phases and bottleneck for each NIC speed, and which GPUs explain the figure."""
     machine = topoplan.load("dgx-1v")
     print("allreduce of 3 + 5 GPUs on two dgx-1v by three phases; GB/s of algorithm bandwidth")
     found = ", ".join(f"{first} + {second}" for first, second in explaining_allocations())

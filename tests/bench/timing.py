@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Return the wall seconds of one call."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started

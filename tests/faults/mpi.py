@@ -28,11 +28,8 @@ from topoplan.errors import BackendError
 
 RANKS = 4
 
-STEP_SECONDS = 1.0
-"""Timeout of the ranks."""
-
-LIMIT_SECONDS = 30.0
-"""What has not ended by then hangs."""
+STEP_SECONDS = 1.0  # timeout of the ranks
+LIMIT_SECONDS = 30.0  # what has not ended by then hangs
 
 GIVES_UP = "PMIx server's listener thread failed to start"
 """What Open MPI's launcher says where it ends by itself on a busy machine, before it starts a rank."""
@@ -47,8 +44,6 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is done to a job."""
-
     form: str
     victim: int
     number: signal.Signals
@@ -90,7 +85,6 @@ def shared_names() -> list[str]:
 
 
 def tell(what: dict[str, Any]) -> None:
-    """Print a line in one piece."""
     os.write(1, json.dumps(what).encode() + b"\n")
 
 

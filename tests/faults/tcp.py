@@ -33,20 +33,13 @@ RANKS = 4
 ELEMENTS, FEW = 1 << 20, 4
 """Of the arrays: what goes over the links of the plan, and what ranks tell each other when they meet."""
 
-STEP_SECONDS = 1.0
-"""Timeout of the ranks."""
-
-START_SECONDS = 60.0
-"""Time for processes to start and meet."""
-
-LIMIT_SECONDS = 20.0
-"""What has not reported by then hangs."""
+STEP_SECONDS = 1.0  # timeout of the ranks
+START_SECONDS = 60.0  # time for processes to start and meet
+LIMIT_SECONDS = 20.0  # what has not reported by then hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is done to a job."""
-
     victim: int
     number: signal.Signals
     delay: float
@@ -150,7 +143,6 @@ def hurt(
 
 
 def faults_of(reports: dict[int, list[dict[str, Any]]]) -> list[str]:
-    """What is wrong with the reports of the survivors."""
     found = []
     for rank, listed in reports.items():
         if len(listed) != 1:

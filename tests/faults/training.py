@@ -36,16 +36,13 @@ SHAPES = ((60, 40), (3,), (9000,), (150, 300), (40_000,))
 
 BUCKET_BYTES, RATE = 100_000, 0.125
 
-LIMIT_SECONDS = 60.0
-"""What has not reported by then hangs."""
+LIMIT_SECONDS = 60.0  # what has not reported by then hangs
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A job."""
-
     backend: str
     size: int
     # the step in which a rank dies, and how many seconds after its beginning
@@ -69,7 +66,6 @@ def gradients_of(seat: int, step: int, weights: list[Array]) -> list[Array]:
 
 
 def move(weights: list[Array], moments: list[Array], averages: list[Array]) -> None:
-    """A step of the optimiser."""
     for weight, moment, average in zip(weights, moments, averages, strict=True):
         moment *= np.float32(0.5)
         moment += average
@@ -77,12 +73,10 @@ def move(weights: list[Array], moments: list[Array], averages: list[Array]) -> N
 
 
 def zeros() -> list[Array]:
-    """Weights or moments at the beginning."""
     return [np.zeros(shape, np.float32) for shape in SHAPES]
 
 
 def digest(weights: list[Array]) -> str:
-    """Of all parameters."""
     return sha256(b"".join(one.tobytes() for one in weights)).hexdigest()[:16]
 
 
@@ -267,7 +261,6 @@ def repeated_alone(
 
 
 def _nothing(like: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank has kept that has just come."""
     return {
         name: np.zeros_like(one) if isinstance(one, np.ndarray) else 0 if name == "step" else one
         for name, one in like.items()
@@ -275,7 +268,6 @@ def _nothing(like: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def faults_of(what: Training, reports: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What is wrong with a run."""
     found = [f"rank {rank}: {one['message']}" for rank, one in reports.items() if "message" in one]
     if found:
         return found

@@ -21,7 +21,6 @@ from topoplan.plans.plan import Plan
 
 
 def plan_for(world: Any, device: int | str | None) -> Plan:
-    """The plan of all MPI processes."""
     return agree_on_job_plan(world.allgather, rank=world.rank, size=world.size, device=device)
 
 
@@ -56,7 +55,6 @@ def gpus(world: Any, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Both, one after the other."""
     from mpi4py import MPI
 
     world, folder = MPI.COMM_WORLD, Path(sys.argv[1])

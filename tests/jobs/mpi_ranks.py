@@ -122,7 +122,6 @@ def _find_chunks(backend: MpiBackend) -> None:
 
 
 def main() -> None:
-    """Run a scenario: results or mistakes, and a form."""
     from mpi4py import MPI
 
     scenario, form = sys.argv[1].split()

@@ -34,17 +34,10 @@ from topoplan.errors import TopoplanError
 from topoplan.machine.variants import with_all_capabilities
 
 COUNTS = tuple(int(count) for count in os.environ.get("COUNTS", "0 7 1000003").split())
-SIZES = tuple(1 << shift for shift in range(10, 31, 2))
-"""Bytes of the messages whose rates are compared."""
-
-AFTERWARDS = (0, 7, 100_003)
-"""Elements of collectives, before a rank is lost and behind."""
-
-REPLAYED = 1 << 20
-"""Elements of an array whose collective is captured and replayed."""
-
-ROUNDS = 4
-"""The first call runs step by step, the second is captured, the rest are replayed."""
+SIZES = tuple(1 << shift for shift in range(10, 31, 2))  # bytes of the messages whose rates are compared
+AFTERWARDS = (0, 7, 100_003)  # elements of collectives, before a rank is lost and behind
+REPLAYED = 1 << 20  # elements of an array whose collective is captured and replayed
+ROUNDS = 4  # the first call runs step by step, the second is captured, the rest are replayed
 
 
 def start(
@@ -89,7 +82,6 @@ def refused_by_nccl(text: str) -> str | None:
 
 
 def main() -> None:
-    """Be one rank."""
     print_stacks_before_the_limit()
     options: dict[str, Any] = {
         "graphs": os.environ.get("GRAPHS", "1") == "1",
@@ -267,7 +259,6 @@ def die(comm: Communicator, rank: int) -> None:
 
 
 def killed() -> None:
-    """End this process at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -297,7 +288,6 @@ def die_running(comm: Communicator, rank: int) -> None:
 
 
 def _engine(comm: Communicator) -> Any:
-    """The windows engine of a communicator."""
     backend: Any = comm._open().backend  # type: ignore[attr-defined]
     assert backend._engine is not None, f"the engine is {comm.engine}"
     return backend._engine

@@ -18,15 +18,13 @@ from collectives.peers.agreement import plan_on_one_rank
 from topoplan.errors import BackendError, InfeasibleError
 from topoplan.plans.plan import Plan
 
-TIMEOUT = 5.0
-"""Seconds that a rank waits for another; planning takes longer."""
+TIMEOUT = 5.0  # seconds that a rank waits for another; planning takes longer
 
 DGX = topoplan.load("dgx-1v")
 PLAN = topoplan.plan(DGX, gpus=[0, 1, 2], method="mwu")
 
 
 def main() -> None:
-    """Go through everything and write what this rank saw."""
     name, folder = sys.argv[1], Path(sys.argv[2])
     backend: Any
     if name == "torch":

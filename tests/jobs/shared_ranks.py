@@ -25,7 +25,6 @@ def plan_for(size: int) -> Plan:
 
 
 def killed(comm: Communicator, rank: int) -> Any:
-    """Rank 1 is killed between two collectives."""
     array = np.ones(1 << 20, np.float32)
     comm.all_reduce(array)
     if rank == 1:
@@ -35,7 +34,6 @@ def killed(comm: Communicator, rank: int) -> Any:
 
 
 def stopped(comm: Communicator, rank: int) -> Any:
-    """Rank 1 stops."""
     array = np.ones(1 << 20, np.float32)
     comm.all_reduce(array)
     if rank == 1:
@@ -45,7 +43,6 @@ def stopped(comm: Communicator, rank: int) -> Any:
 
 
 def torch_tensors(comm: Communicator, rank: int) -> Any:
-    """Sums of tensors, bfloat16 too."""
     import torch
 
     sums = []
@@ -97,7 +94,6 @@ WHAT = {one.__name__: one for one in (trained, killed, stopped, torch_tensors)}
 
 
 def be(what: str, rank: int, size: int, folder: str, told: Connection) -> None:
-    """Run one rank."""
     arrays = None
     if what == "torch_tensors":
         import torch

@@ -24,16 +24,12 @@ try:
 except UsageError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-GPUS = (6, 1, 3, 4)
-"""The one GPU that each rank sees."""
-
-LIMIT = 60
-"""Seconds after which processes hang."""
+GPUS = (6, 1, 3, 4)  # the one GPU that each rank sees
+LIMIT = 60  # seconds after which processes hang
 
 
 @pytest.fixture(scope="module")
 def found(fake_host: Installer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of four processes has found."""
     folder = tmp_path_factory.mktemp("job")
     hosts = [fake_host(MACHINES["dgx1v"]()) for _ in range(2)]
     for number, host in enumerate(hosts):

@@ -26,12 +26,10 @@ except UsageError as error:
 
 pytestmark = pytest.mark.sampled
 
-LIMIT = 100
-"""Seconds after which processes hang."""
+LIMIT = 100  # seconds after which processes hang
 
 
 def ranks(scenario: str, size: int, folder: Path) -> list[Any]:
-    """What each of so many processes found in a scenario of `mpi_ranks`."""
     program = [sys.executable, str(ROOT / "tests" / "jobs" / "mpi_ranks.py"), scenario, str(folder)]
     done = subprocess.run(
         mpiexec_command(size, program), capture_output=True, text=True, timeout=LIMIT, check=False

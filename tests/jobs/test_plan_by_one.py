@@ -115,8 +115,6 @@ def test_a_collective_that_a_schedule_does_not_have_gets_optimal_trees() -> None
 
 
 def test_every_collective_runs_on_processes_after_one_plan() -> None:
-    """Whatever the plan's own, others are planned by rank 0 alone, and all ranks have the same."""
-
     def body(comm: Communicator, rank: int) -> list[str]:
         for collective in COLLECTIVES:
             method = {"allreduce": "all_reduce", "allgather": "all_gather"}.get(collective, collective)

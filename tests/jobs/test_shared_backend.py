@@ -17,7 +17,6 @@ from topoplan.errors import UsageError
 
 
 def job(what: str, size: int, folder: Path) -> list[Any]:
-    """What each rank told; None for one that told nothing."""
     context = forking()
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [

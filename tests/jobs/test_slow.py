@@ -22,14 +22,9 @@ from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import UsageError
 
 PLAN = topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3])
-PACE = 0.0002
-"""5 MB/s for each NVLink, which even a busy machine keeps up with."""
-
-COUNT, CHUNK = 1 << 18, 1 << 16
-"""Elements of float32, 1 MB, some 70 ms; and bytes of a chunk."""
-
-SLOW = (0, 3)
-"""Both ways."""
+PACE = 0.0002  # 5 MB/s for each NVLink, which even a busy machine keeps up with
+COUNT, CHUNK = 1 << 18, 1 << 16  # elements of float32, 1 MB, some 70 ms; and bytes of a chunk
+SLOW = (0, 3)  # both ways
 
 PLANNED = {(link.src, link.dst): link.bandwidth * 1e9 for link in PLAN.topology.links}
 
@@ -81,7 +76,6 @@ def told_by(body: Callable[[TcpBackend, int], Any]) -> Any:
 
 
 def added(comm: Communicator, rank: int, times: int, count: int = COUNT) -> None:
-    """Add up, and look at every element."""
     for step in range(times):
         mine = (np.arange(count) % 1021 + 7 * rank + step).astype(np.float32)
         want = (np.arange(count) % 1021 * 4 + 42 + 4 * step).astype(np.float32)
@@ -165,8 +159,6 @@ def test_reports_change_no_plan_and_skip_small_collectives(left: dict[tuple[int,
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tcp", "shared"])
 def test_all_ranks_name_the_one_that_they_wait_for(backend: str) -> None:
-    """Whose links are not to blame."""
-
     def body(comm: Communicator, rank: int) -> object:
         for _ in range(3 * JUDGEMENT_CALLS + 1):
             time.sleep(0.2 * (rank == 2))

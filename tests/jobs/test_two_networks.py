@@ -18,8 +18,7 @@ pytestmark = [
     pytest.mark.skipif(bool(sandbox_refusal()), reason=sandbox_refusal() or "it can be built"),
 ]
 
-LIMIT = 500
-"""Seconds after which something hangs."""
+LIMIT = 500  # seconds after which something hangs
 
 BUILD = f"""set -e
 {" ".join(PRIVATE_RUN)}
@@ -92,7 +91,6 @@ print(json.dumps([rank, address_among(gather, rank)]), flush=True)
     ids=["joined", "cut"],
 )
 def test_ranks_find_the_addresses_by_which_other_hosts_reach_them(cut: str, found: list[str]) -> None:
-    """Or none of them does, where one host reaches no other."""
     script = f"""folder=$(mktemp -d)
     {cut}
     cat > $folder/address.py <<'END'

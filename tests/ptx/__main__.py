@@ -13,8 +13,7 @@ from tests.ptx.forests import outcome as outcome_of_ranks
 from tests.ptx.kernels import JOINS, SELECTIONS, program, read_all
 from tests.ptx.mutants import MUTANT_SEEDS, SEEDS, found, mutants, reason
 
-RANK_SEEDS = range(200, 212)
-"""Orders in which the ranks of the windows engine are run."""
+RANK_SEEDS = range(200, 212)  # orders in which the ranks of the windows engine are run
 
 KINDS = ("race", "outside of every array", "not aligned", "read of memory that nobody has written", "result")
 

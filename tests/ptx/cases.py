@@ -44,8 +44,6 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of one kernel."""
-
     kernel: str
     what: str
     prepare: Callable[[], Prepared]
@@ -72,8 +70,7 @@ def outcome(program: Program, case: Case, seed: int) -> str | None:
     return None if wrong is None else f"result: {case.kernel}: {wrong} [{case.what}, seed {seed}]"
 
 
-MOST_STEPS = 200_000_000
-"""Far more than any case takes."""
+MOST_STEPS = 200_000_000  # far more than any case takes
 
 
 # ---- numbers
@@ -217,7 +214,6 @@ class Addend:
         return Addend(kind, dtype, given, x.copy(), gradient, velocity, momentum, kept, speed, sums)
 
     def place(self, memory: Memory, shift: int) -> list[int]:
-        """Addresses of the first arguments."""
         size = self.x.itemsize
         places = [memory.put("x", self.x, writable=self.kind != "", shift=shift * size)]
         if not self.kind:
@@ -298,12 +294,10 @@ def _histogram(
 
 
 def tile_of(dtype: str) -> int:
-    """Elements of a tile."""
     return TILE_BYTES // bits_type(dtype).itemsize
 
 
 def runs_of(chosen: NDArray[np.int64], tiles: int, tile: int) -> list[Array]:
-    """The chosen places of each tile."""
     return np.split(chosen, np.searchsorted(chosen, np.arange(1, tiles) * tile))
 
 
@@ -586,7 +580,6 @@ def _entries(kind: str, dtype: str, index: str, count: int) -> Prepared:
 
 
 def cases(kernel: str) -> list[Case]:
-    """All runs of a kernel, the cheap ones first."""
     if kernel.partition("_")[0] in ("join", "divide", "copy"):
         return list(_join_cases(kernel))
     if "entries" in kernel:

@@ -31,8 +31,7 @@ Array = np.ndarray[Any, Any]
 REDUCES = ("allreduce", "reduce", "reduce_scatter")
 COLLECTIVES = (*REDUCES, "broadcast", "allgather")
 
-QUAD = (1, 4, 5, 7)
-"""GPUs of a DGX-1V without a ring."""
+QUAD = (1, 4, 5, 7)  # GPUs of a DGX-1V without a ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,6 @@ def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
 
 
 def domains_of(plan: Plan) -> tuple[int, ...]:
-    """The server of each rank."""
     servers = [name.rpartition(".")[0] for name in plan.ranks]
     return tuple(sorted(set(servers)).index(one) for one in servers)
 
@@ -97,7 +95,6 @@ class Prepared:
     wanted: list[list[Array]] = field(default_factory=list)
 
     def wrong(self) -> str | None:
-        """What is wrong with the results."""
         for call, (got, wanted) in enumerate(zip(self.got, self.wanted, strict=True)):
             for rank, (one, other) in enumerate(zip(got, wanted, strict=True)):
                 if not same_bits(one, other, self.case.dtype):
@@ -258,8 +255,7 @@ def every_case() -> Iterator[Case]:
             yield Case("dgx-1v", "allreduce", QUAD, (count, count), chunk=chunk, blocks=6, threads=64)
 
 
-WANTED = r"number \+ 1 - \(arrives \? 0 : end\.count\)"
-"""What a flag must have reached."""
+WANTED = r"number \+ 1 - \(arrives \? 0 : end\.count\)"  # what a flag must have reached
 
 BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "an acquire that is relaxed": ("large", [("ld.acquire.sys", "ld.relaxed.sys")]),
@@ -343,7 +339,6 @@ def found(bug: str, seeds: range) -> str | None:
 
 
 def with_bug(name: str, changes: list[tuple[str, str]], architecture: int) -> Program:
-    """The kernel with its source changed."""
     text = forest_source([name])
     for old, new in changes:
         text, count = re.subn(old, new, text)

@@ -54,7 +54,6 @@ _read: dict[tuple[int, str], Program] = {}
 
 
 def program(name: str, architecture: int = ARCHITECTURE) -> Program:
-    """One kernel."""
     if (architecture, name) not in _read:
         read_all([name], architecture)
     return _read[architecture, name]
@@ -71,5 +70,4 @@ def read_all(names: Iterable[str], architecture: int = ARCHITECTURE) -> None:
 
 @cache
 def sizes(name: str) -> tuple[int, ...]:
-    """Bytes of what a kernel takes."""
     return tuple(part.size for part in program(name).parameters)

@@ -38,8 +38,7 @@ __all__ = [
 FIRST, LAST = -1, -2
 """Seeds of the two orders that are not random: the first thread and block first, or the last."""
 
-MOST_STEPS = 2_000_000_000
-"""Instructions of a launch after which it is given up."""
+MOST_STEPS = 2_000_000_000  # instructions of a launch after which it is given up
 
 PROBLEMS = (
     "nothing",
@@ -60,8 +59,7 @@ PROBLEMS = (
 )
 
 
-PAIRS = (PROBLEMS[5], PROBLEMS[6], PROBLEMS[7], PROBLEMS[9], PROBLEMS[11])
-"""Those between two threads."""
+PAIRS = (PROBLEMS[5], PROBLEMS[6], PROBLEMS[7], PROBLEMS[9], PROBLEMS[11])  # those between two threads
 
 
 class _Fields(ctypes.Structure):

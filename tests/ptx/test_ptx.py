@@ -21,8 +21,7 @@ pytestmark = pytest.mark.thorough
 Array = NDArray[Any]
 
 ORDERS = (FIRST, LAST, *range(8))
-ALL_AT_ONCE = range(12)
-"""For blocks that wait for each other."""
+ALL_AT_ONCE = range(12)  # for blocks that wait for each other
 
 HEADER = """
 .visible .entry test(.param .u64 out, .param .u64 more)

@@ -543,7 +543,6 @@ REDUCE = "multimem.ld_reduce.relaxed.sys.global."
 
 
 def bits(*values: float, dtype: str) -> Array:
-    """Their bits."""
     return np.array(values, dtype=dtype).view(np.uint32)
 
 

@@ -43,8 +43,7 @@ Kind = IntEnum(
 """As in ``launch.h``."""
 
 SHARED_WINDOW = 1 << 56
-GAP = 64
-"""Bytes between two shared variables, and before the first."""
+GAP = 64  # bytes between two shared variables, and before the first
 
 SPACES = {"global": 0, "shared": 1, "generic": 2}
 MULTICAST, READ_ONLY_CACHE, ADDRESS = 1, 2, 3
@@ -52,8 +51,7 @@ MULTICAST, READ_ONLY_CACHE, ADDRESS = 1, 2, 3
 WEAK, STRONG, RELEASE, ACQUIRE, BOTH = range(5)
 SCOPES = {"cta": 0, "gpu": 1, "sys": 2, "gl": 1}
 SEMANTICS = {"relaxed": STRONG, "acquire": ACQUIRE, "release": RELEASE, "acq_rel": BOTH}
-CACHED = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}
-"""Hints that change no result."""
+CACHED = {"ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc"}  # hints that change no result
 
 LABEL = re.compile(r"\s*([A-Za-z_$%][\w$]*)\s*:(?!:)")
 GUARDED = re.compile(r"@(!?)(%[\w$.]+)\s+")
@@ -80,8 +78,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A kernel."""
-
     name: str
     code: NDArray[np.void]
     texts: tuple[str, ...]  # each instruction as it stands in the text, and its line there
@@ -105,7 +101,6 @@ class Program:
         return replace(self, code=code)
 
     def places(self, *kinds: Kind) -> list[int]:
-        """Where instructions of these kinds are."""
         return np.flatnonzero(np.isin(self.code["kind"], kinds)).tolist()
 
 
@@ -264,7 +259,6 @@ class _Reader:
     # ---- operands
 
     def place(self, text: str) -> int:
-        """The register of an operand."""
         known = self.places.get(text)
         if known is not None:
             return known
@@ -306,7 +300,6 @@ class _Reader:
         return self.variables[name]
 
     def address(self, text: str) -> tuple[int, int]:
-        """The register and the offset of an address."""
         if not (text.startswith("[") and text.endswith("]")):
             raise PtxError(f"{text!r} is no address")
         base, sign, offset = re.fullmatch(
@@ -485,7 +478,6 @@ class _Reader:
         return {"kind": Kind.SLEEP, "s": [self.place(operands[0])]}
 
     def registers_of(self, operand: str) -> list[int]:
-        """Those of a vector, or one."""
         return [self.place(one.strip()) for one in operand.strip("{}").split(",")]
 
     def fence(self, mnemonic: str, rest: list[str], operands: list[str]) -> dict[str, object]:
@@ -547,5 +539,4 @@ class _Reader:
 
 
 def float_bits(value: float) -> int:
-    """The bits of a single, for an argument."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])

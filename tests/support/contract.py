@@ -30,8 +30,6 @@ GROUPS = (*ALL_COLLECTIVES, "types", "in place", "exchanges")
 
 @dataclass(frozen=True)
 class Case:
-    """One collective; the elements are those of one rank's array."""
-
     ranks: int
     collective: str
     shape: str
@@ -112,7 +110,6 @@ def inputs(case: Case) -> list[NDArray[Any]]:
 
 
 def collective_of(comm: Communicator, case: Case) -> Callable[..., Any]:
-    """The communicator's method for a case."""
     names = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
     method: Callable[..., Any] = getattr(comm, names.get(case.collective, case.collective))
     options: dict[str, Any] = {}
@@ -205,8 +202,7 @@ MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
 DIFFER = ("count", "dtype", "op", "root", "collective", "shape", "plan", "chunk")
 """Mistakes of which the error names the argument."""
 
-WRONG = ("list", "divided", "blocks", "out", "unknown op", "density")
-"""Mistakes that are wrong on any rank."""
+WRONG = ("list", "divided", "blocks", "out", "unknown op", "density")  # mistakes that are wrong on any rank
 
 
 def refusals(

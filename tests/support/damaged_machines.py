@@ -28,8 +28,7 @@ NAMED = {
 }
 """Kinds of faults under which a damage may be found; a link that is gone may have been its GPU's last."""
 
-IN_TEXT = ("gone", "thinner", "bare")
-"""Damages that a matrix of nvidia-smi can show."""
+IN_TEXT = ("gone", "thinner", "bare")  # damages that a matrix of nvidia-smi can show
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class Damage:
 
 
 def read_library(name: str) -> Machine:
-    """The machine as plain JSON."""
     machine: Machine = json.loads((ROOT / "topologies" / f"{name}.json").read_text(encoding="utf-8"))
     return machine
 

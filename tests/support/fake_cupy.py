@@ -22,8 +22,7 @@ from collectives.tables import cupy_arrays
 from tests.support.fake_streams import Driver
 from topoplan.machine.topology import Topology
 
-ENABLE, DISABLE = 4e-4, 1e-4
-"""Seconds of the host that switching peer access on and off takes, one call."""
+ENABLE, DISABLE = 4e-4, 1e-4  # seconds of the host that switching peer access on and off takes, one call
 
 Pair = tuple[str, str]
 
@@ -64,7 +63,6 @@ class Machine:
     calls: list[str] = field(default_factory=list)
 
     def clock(self) -> float:
-        """The host's clock."""
         return self.now
 
     def seconds(self, src: int, dst: int, nbytes: int) -> float:

@@ -42,8 +42,7 @@ from tests.support.fake_streams import (
 )
 from topoplan.errors import UsageError
 
-NOT_READY, CAPTURED_EVENT = 600, 307
-"""What CUDA answers to a question."""
+NOT_READY, CAPTURED_EVENT = 600, 307  # what CUDA answers to a question
 
 
 def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
@@ -84,12 +83,10 @@ def owner(array: np.ndarray) -> np.ndarray:
 
 
 def at(address: int, dtype: np.dtype) -> np.ndarray:
-    """An element at an address."""
     return np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 
 def fake_cupy(machine: Machine) -> ModuleType:
-    """The module, for one machine."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     runtime = ModuleType("cupy.cuda.runtime")
 

@@ -24,8 +24,7 @@ from typing import Any
 
 from tests.support.fake_streams import Unit
 
-REVOKE_SECONDS = 0.2
-"""Until what was under way has ended."""
+REVOKE_SECONDS = 0.2  # until what was under way has ended
 
 UINT8 = 1
 VERSION, BINDINGS = (2, 30, 3), (2, 32, 3)
@@ -41,8 +40,6 @@ class NcclInvalid(Exception):
 
 
 class Result(IntEnum):
-    """States of a communicator."""
-
     Success = 0
     UnhandledCudaError = 1
     InvalidArgument = 4
@@ -52,16 +49,12 @@ class Result(IntEnum):
 
 
 class CommShrinkFlag(IntEnum):
-    """How a communicator is shrunk."""
-
     DEFAULT = 0
     ABORT = 1
 
 
 @dataclass(slots=True)
 class Message:
-    """One side of a transfer."""
-
     address: int
     nbytes: int
     capture: int | None
@@ -85,7 +78,6 @@ class World:
     """The communicators that were made of it, by the ranks that stay."""
 
     def come(self, rank: int) -> bool:
-        """Note that a rank has come; whether it is the first time."""
         new = rank not in self.here
         self.here.add(rank)
         return new
@@ -94,7 +86,6 @@ class World:
         return len(self.here) == self.size
 
     def call(self, sides: Iterable[tuple[str, int, int]]) -> None:
-        """Note which sides of which pairs have called."""
         self.met.update(sides)
 
     def called(self, sides: Iterable[tuple[str, int, int]]) -> bool:
@@ -160,7 +151,6 @@ class Comm:
         self.user = None
 
     def busy(self) -> bool:
-        """Whether messages are under way."""
         with self.machine.lock:
             return any(
                 isinstance(unit, Group) and unit.comm is self and not unit.done
@@ -236,8 +226,6 @@ class Group(Unit):
 
 
 class Groups:
-    """What threads have begun with group starts."""
-
     def __init__(self, machine: Any, streams: Mapping[int, Any]) -> None:
         self.machine, self.streams = machine, streams
         self.local = threading.local()
@@ -298,7 +286,6 @@ class Groups:
 
 
 def blocking() -> bool:
-    """Whether calls wait for other ranks."""
     return os.environ.get("NCCL_COMM_BLOCKING") == "1"
 
 

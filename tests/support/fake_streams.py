@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 
-PATIENCE = 20.0
-"""Seconds after which a test that waits for a stream is told that it hangs."""
+PATIENCE = 20.0  # seconds after which a test that waits for a stream is told that it hangs
 
 
-POISON = 0xA5
-"""What fresh memory holds."""
+POISON = 0xA5  # what fresh memory holds
 
 
 class CUDARuntimeError(RuntimeError):
@@ -64,8 +62,6 @@ class Captured:
 
 
 class GraphRun(Unit):
-    """One launch of a graph."""
-
     def __init__(self, nodes: Nodes, captured: Captured) -> None:
         super().__init__(lambda: None)
         self.captured = captured
@@ -161,7 +157,6 @@ class Machine:
         self.first = 0  # number on the host of the first GPU that this process sees
 
     def use(self, device: int) -> None:
-        """Make a device current in this thread."""
         if not 0 <= device < self.gpus:
             raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
         self.here.device = device
@@ -199,7 +194,6 @@ class Machine:
         return getattr(self.here, "device", 0)
 
     def advance(self, most: int | None = None) -> None:
-        """Run what can run, or some of it."""
         with self.lock:
             while not self.fault and (most is None or most > 0):
                 if not self._one():
@@ -223,7 +217,6 @@ class Machine:
         return any(unit.run() for unit in heads)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Run what can run until this holds."""
         end = time.monotonic() + PATIENCE
         while not done():
             fault = self.fault or self.faults.get(self.device, 0)

@@ -48,7 +48,6 @@ class Stream:
         return (0, self.cuda_stream)
 
     def do(self, work: Callable[[], object]) -> None:
-        """Queue some work of the GPU's."""
         self.left.append(work)
         self.queued += 1
 
@@ -83,13 +82,11 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def is_current_stream_capturing() -> bool:
-    """As `torch.cuda.is_current_stream_capturing`."""
     return current_stream().capturing
 
 
 @contextmanager
 def stream(stream: Stream) -> Iterator[None]:
-    """As `torch.cuda.stream`."""
     before, _currents.stream = current_stream(), stream
     try:
         yield
@@ -142,8 +139,6 @@ def seen_by(cupy: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 class Together:
-    """The work of a group call."""
-
     def __init__(self, works: list[Any]) -> None:
         self.works = works
 

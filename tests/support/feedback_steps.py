@@ -25,7 +25,6 @@ CASES = [
 
 
 def widened(gradient: Array, given: str, dtype: str) -> Array:
-    """A gradient as the processor takes it."""
     if given == "bfloat16":
         gradient = (gradient.astype(np.uint32) << 16).view(np.float32)
     return gradient.astype(dtype)
@@ -58,7 +57,6 @@ def compare_steps(
 
 
 def equal_states(host: ErrorFeedback, device: GpuErrorFeedback) -> None:
-    """Both keep the same bits, in the same form."""
     expected, found = host.state(), device.state()
     assert expected.keys() == found.keys()
     assert (expected["step"], expected["momentum"]) == (found["step"], found["momentum"])

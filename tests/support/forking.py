@@ -19,7 +19,6 @@ from collectives.peers.peer_watchdog import process_state
 
 
 def forking() -> ForkServerContext:
-    """Where to make processes and pipes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.jobs.forked_ranks"])
     return context
@@ -27,7 +26,6 @@ def forking() -> ForkServerContext:
 
 @contextmanager
 def stopped_process() -> Iterator[int]:
-    """Yield the number of a process that is stopped."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         other.send_signal(signal.SIGSTOP)
         while process_state(other.pid) != "T":

@@ -40,8 +40,7 @@ from topoplan.errors import TopoplanError, UsageError
 
 Array = NDArray[Any]
 
-GUARD = 8
-"""Elements behind every result that no kernel may touch."""
+GUARD = 8  # elements behind every result that no kernel may touch
 
 
 def refuses(text: str, call: Callable[[], object], error: type[TopoplanError] = UsageError) -> None:
@@ -82,7 +81,6 @@ def kernel_cases() -> tuple[str, ...]:
 
 
 def averaged_dtypes() -> list[str]:
-    """All that can be divided."""
     return [dtype for dtype in ELEMENTS if dtype != "bool"]
 
 
@@ -240,8 +238,7 @@ def check_wide_indices(cupy: Any) -> None:
     assert topk_gpu(x, 6)[0].get().tolist() == [0, 1, *places.tolist()]
 
 
-FREE_FOR_WIDE_INDICES = 3 * 2 * (2**31 + 5)
-"""Bytes of free memory."""
+FREE_FOR_WIDE_INDICES = 3 * 2 * (2**31 + 5)  # bytes of free memory
 
 
 def check_feedback(cupy: Any, case: tuple[str, str, float]) -> None:

@@ -32,7 +32,6 @@ Array = NDArray[Any]
 
 
 def check_sparse(cupy: Any, steps: list[Step]) -> None:
-    """The same calls on numpy arrays and on the GPU's."""
     with Communicator(TWO_SERVERS) as comm:
         wanted = taken(comm, steps, as_it_is, as_it_is)
     with Communicator(TWO_SERVERS, "loopback-gpu") as comm:
@@ -251,14 +250,12 @@ def alone(cupy: Any, library: NcclLibrary) -> Iterator[NcclCommunicator]:
 
 
 def connected(cupy: Any, library: NcclLibrary) -> NcclCommunicator:
-    """A communicator of one rank, ready."""
     link = library.connect(1, 0, library.unique_id())
     settle(link)
     return link
 
 
 def to_itself(library: NcclLibrary, link: NcclCommunicator, lines: tuple[Any, Any], stream: Any) -> None:
-    """Queue a message from one array to another."""
     given, out = lines
     with library.group():
         link.send(given.data.ptr, given.nbytes, 0, stream.ptr)
@@ -267,7 +264,6 @@ def to_itself(library: NcclLibrary, link: NcclCommunicator, lines: tuple[Any, An
 
 
 def captured(library: NcclLibrary, link: NcclCommunicator, lines: tuple[Any, Any], stream: Any) -> Any:
-    """The same as a graph."""
     stream.begin_capture()
     try:
         to_itself(library, link, lines, stream)
@@ -277,7 +273,6 @@ def captured(library: NcclLibrary, link: NcclCommunicator, lines: tuple[Any, Any
 
 
 def settle(link: NcclCommunicator, *, limit: float = 30.0) -> None:
-    """Wait for what the last call began."""
     end = time.monotonic() + limit
     while not link.ready():
         assert time.monotonic() < end, f"NCCL is not ready after {limit:g} s"

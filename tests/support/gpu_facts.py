@@ -18,8 +18,7 @@ from typing import Any
 
 from tests.support.checkout import ROOT
 
-SECONDS = 20.0
-"""Limit of each command."""
+SECONDS = 20.0  # limit of each command
 
 COMMANDS = {
     "nvidia-smi.txt": ("nvidia-smi", "-q"),
@@ -141,7 +140,6 @@ def shared_memory() -> dict[str, int]:
 
 
 def limits() -> dict[str, str]:
-    """Return the limits of this process's control group (version 2)."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
     inside = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
     places = [Path("/sys/fs/cgroup") / inside, Path("/sys/fs/cgroup")]
@@ -154,12 +152,10 @@ def limits() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that CUDA and NCCL read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
 
 
 def packages() -> dict[str, str]:
-    """Return the versions of what comes from NVIDIA and uses it."""
     wanted = ("nvidia-", "cupy", "nccl4py", "cuda-", "torch", "triton", "numpy")
     found = {
         str(one.metadata["Name"]): one.version

@@ -10,21 +10,16 @@ from typing import Any
 
 from tests.gpu_report import CannotRun, Missed
 
-JOIN_GOAL, SELECT_GOAL = 0.8, 0.6
-"""Shares of the memory's bandwidth."""
+JOIN_GOAL, SELECT_GOAL = 0.8, 0.6  # shares of the memory's bandwidth
 
 MEMORY_CLOCK, BUS_WIDTH = 36, 37
 """CUDA's numbers of these attributes, which CuPy has no names for; in kHz and bits."""
 
-RIVAL_SECONDS = 25.0
-"""After which no larger array is given to torch.topk."""
-
-FREE_FOR_EACH = 8
-"""Times its own size an element of a selection needs free memory, with torch's copies."""
+RIVAL_SECONDS = 25.0  # after which no larger array is given to torch.topk
+FREE_FOR_EACH = 8  # times its own size an element of a selection needs free memory, with torch's copies
 
 
 def cupy_here() -> Any:
-    """CuPy with a GPU."""
     from collectives.tables.cupy_arrays import load_cupy
 
     return load_cupy("loopback-gpu")
@@ -201,7 +196,6 @@ def feedback_bandwidth() -> dict[str, Any]:
 
 
 def normal(cupy: Any, dtype: str, count: int, seed: int = 1) -> Any:
-    """Normal values on the GPU."""
     import numpy as np
 
     values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32)

@@ -15,16 +15,14 @@ from tests.gpu_report import COMMAND, FOLDER, CannotRun, driver, last_line, prog
 from tests.support.gpu_kernel_rows import cupy_here
 from tests.support.ports import free_port
 
-ERROR_SECONDS = 10.0
-"""In which every rank must have raised after another refused or died."""
+ERROR_SECONDS = 10.0  # in which every rank must have raised after another refused or died
 
 CLOSE_SECONDS = 4.0
 
 GO_ON_SECONDS = 20.0
 """In which the ranks that are left must have gone on: a second for doubts, the rest for what NCCL and CUDA set up."""
 
-SUBSET = "small-subset"
-"""The row that the sanitizer runs."""
+SUBSET = "small-subset"  # the row that the sanitizer runs
 
 
 # ---- NCCL
@@ -72,7 +70,6 @@ def close_behind_a_graph() -> str:
 
 
 def said(text: str, task: str) -> dict[int, str]:
-    """Return the output of each rank for a task."""
     return {
         int(rank): words for rank, words in re.findall(rf"^rank (\d+): {task}: (.*)$", text, re.MULTILINE)
     }
@@ -250,7 +247,6 @@ def small_subset() -> str:
 
 
 def sanitized(check: str, seconds: float) -> str:
-    """`small_subset` under one of the sanitizer's tools."""
     found = program("compute-sanitizer")
     assert found is not None, "it was there a moment ago"
     # errors that CuPy provokes to find out what there is are none of a kernel's

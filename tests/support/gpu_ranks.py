@@ -20,8 +20,7 @@ from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import as_threads
 from topoplan.plans.plan import Plan
 
-SECONDS = 60.0
-"""Timeout of ranks that should never need it."""
+SECONDS = 60.0  # timeout of ranks that should never need it
 
 
 @pytest.fixture
@@ -81,7 +80,6 @@ def on_every_rank(
 
 
 def outcome(results: list[Any]) -> list[Any]:
-    """The results, where no rank failed."""
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -20,8 +20,7 @@ from tests.support import gpu_kernel_rows as kernels
 from tests.support import gpu_rank_rows as ranks
 from tests.support import gpu_windows_rows as windows
 
-SEVERAL_RANKS = 23003
-"""The first NCCL that puts several ranks on one GPU."""
+SEVERAL_RANKS = 23003  # the first NCCL that puts several ranks on one GPU
 
 
 # ---- what rows need

@@ -37,11 +37,8 @@ from topoplan.model.window_engine import BLACKWELL, HOPPER, EngineCosts, Windows
 from topoplan.plans.plan import Plan
 from topoplan.units import TOLERANCE
 
-MOST_BLOCKS = 24
-"""Of a rank, where the GPU holds as many of all ranks at once."""
-
-SECONDS = 5.0
-"""After which kernels end by themselves."""
+MOST_BLOCKS = 24  # of a rank, where the GPU holds as many of all ranks at once
+SECONDS = 5.0  # after which kernels end by themselves
 
 COSTS = ROOT / "build" / "engine-costs.json"
 """The file of figures that the sweep writes, for ``plan --sizes --engine windows --engine-costs``."""
@@ -77,7 +74,6 @@ class Ranks:
     def calls(
         self, plan: Plan, arrays: list[Any], results: list[Any], op: str, chunk: int
     ) -> list[Call[Any]]:
-        """An allreduce as each rank means it."""
         count = int(arrays[0].size)
         table = lower(plan, count, chunk_elements=chunk)
         dtype = np.dtype(arrays[0].dtype).name
@@ -102,7 +98,6 @@ class Ranks:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for all ranks; raises where one was late."""
         for stream in self.streams:
             stream.synchronize()
         late = {rank: engine.waiting() for rank, engine in enumerate(self.engines) if engine.late}
@@ -419,7 +414,6 @@ def costs_from(plan: Plan, measured: Measured, name: str) -> EngineCosts:
 
 
 def model_seconds(clock: WindowsClock, settings: Measured) -> Any:
-    """What the model says to each of these sizes, blocks and slots."""
     seconds = np.empty(len(settings))
     for size in {one[0] for one in settings}:
         at = [number for number, one in enumerate(settings) if one[0] == size]

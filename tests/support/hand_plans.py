@@ -12,8 +12,7 @@ from topoplan.plans.certificates.certificate import Cut, Partition
 from topoplan.plans.plan import ALL_TO_ALL, Plan
 from topoplan.plans.shards import Edge, Shard, Stage
 
-Tree = Mapping[int, int]
-"""Parent of every rank but the root."""
+Tree = Mapping[int, int]  # parent of every rank but the root
 
 
 def full_mesh(size: int) -> Topology:
@@ -34,7 +33,6 @@ def chain(ranks: Sequence[int], root: int) -> Tree:
 
 
 def binary(ranks: Sequence[int], root: int) -> Tree:
-    """A heap-shaped tree."""
     turned = [*ranks[ranks.index(root) :], *ranks[: ranks.index(root)]]
     return {turned[i]: turned[(i - 1) // 2] for i in range(1, len(turned))}
 

@@ -166,5 +166,4 @@ KINDS: dict[str, Callable[[Random], Topology]] = {
 
 
 def irregular(kind: str, seed: int) -> Topology:
-    """The machine of a kind and a seed."""
     return KINDS[kind](Random(f"{kind} {seed}"))

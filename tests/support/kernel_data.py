@@ -29,7 +29,6 @@ EVERY_CASE = [*CASES, *(("bfloat16", op) for op in ("sum", "prod", "min", "max")
 
 
 def bits_type(dtype: str) -> np.dtype[Any]:
-    """What an array of a dtype is made of."""
     return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
 
 
@@ -72,7 +71,6 @@ def joined(dtype: str, op: str, own: Array, arriving: list[Array]) -> Array:
 
 
 def averaged(dtype: str, total: Array, ranks: int) -> Array:
-    """Sums made averages."""
     with np.errstate(all="ignore"):
         if dtype == "bfloat16":
             return narrowed(widened(total) / widened(narrowed(np.array([ranks], np.float32))))
@@ -82,7 +80,6 @@ def averaged(dtype: str, total: Array, ranks: int) -> Array:
 
 
 def widened(bits: Array) -> NDArray[np.float32]:
-    """bfloat16 as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

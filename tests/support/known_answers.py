@@ -30,7 +30,6 @@ class Allocation:
     members: tuple[tuple[int, ...], ...]  # all allocations of the class
 
     def rate(self, collective: str) -> Fraction:
-        """The optimum of a collective."""
         return {
             "broadcast": self.broadcast,
             "reduce": self.broadcast,
@@ -67,7 +66,6 @@ def allocations() -> tuple[Allocation, ...]:
 
 
 def blink_figure(number: int) -> Mapping[str, Any]:
-    """Values of a figure of the Blink paper."""
     figures = json.loads((FOLDER / "blink_figures.json").read_text(encoding="utf-8"))
     (found,) = [values for name, values in figures.items() if name.endswith(f"figure {number}")]
     return dict(found)

@@ -70,8 +70,7 @@ LONG = (
 )
 """What a text repeats until a line is long."""
 
-LENGTH = 60_000
-"""Characters of a long line."""
+LENGTH = 60_000  # characters of a long line
 
 
 def mutation(text: str, rng: random.Random) -> str:
@@ -88,7 +87,6 @@ def _spot(text: str, rng: random.Random) -> int:
 
 
 def _flip(text: str, rng: random.Random) -> str:
-    """Flip a bit of some bytes."""
     content = bytearray(text.encode("utf-8", "surrogatepass"))
     for _ in range(rng.randint(1, 3)):
         content[rng.randrange(len(content))] ^= 1 << rng.randint(0, 7)
@@ -96,7 +94,6 @@ def _flip(text: str, rng: random.Random) -> str:
 
 
 def _lines(text: str, rng: random.Random) -> str:
-    """Drop, repeat, swap or join lines."""
     lines = text.split("\n")
     i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
     action = rng.randrange(5)
@@ -114,7 +111,6 @@ def _lines(text: str, rng: random.Random) -> str:
 
 
 def _words(text: str, rng: random.Random) -> str:
-    """Remove, repeat or exchange words, or put one of the text in place of another."""
     words = list(re.finditer(r"[^\s\"<>=,:{}\[\]]+", text))
     if not words:
         return text
@@ -124,7 +120,6 @@ def _words(text: str, rng: random.Random) -> str:
 
 
 def _blanks(text: str, rng: random.Random) -> str:
-    """Lose, double or change blanks."""
     runs = list(re.finditer(r"[ \t]+", text))
     if not runs:
         return text
@@ -133,7 +128,6 @@ def _blanks(text: str, rng: random.Random) -> str:
 
 
 def _number(text: str, rng: random.Random) -> str:
-    """Put another number in place of one."""
     numbers = list(re.finditer(r"[0-9]+(?:\.[0-9]+)?", text))
     if not numbers:
         return text
@@ -149,13 +143,11 @@ def _long(text: str, rng: random.Random) -> str:
 
 
 def _cut(text: str, rng: random.Random) -> str:
-    """Lose the end, the beginning or a part in between."""
     first, last = sorted((_spot(text, rng), _spot(text, rng)))
     return rng.choice((text[:first], text[:last], text[first:], text[:first] + text[last:]))
 
 
 def _odd(text: str, rng: random.Random) -> str:
-    """Put odd characters between or in place of others."""
     for _ in range(rng.randint(1, 3)):
         spot = _spot(text, rng)
         text = text[:spot] + rng.choice(ODD) + text[spot + rng.randint(0, 1) :]

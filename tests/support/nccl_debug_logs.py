@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-BUSES = (0x06, 0x07, 0x0A, 0x0B, 0x85, 0x86, 0x89, 0x8A)
-"""Bus numbers of a DGX-1V's GPUs."""
+BUSES = (0x06, 0x07, 0x0A, 0x0B, 0x85, 0x86, 0x89, 0x8A)  # bus numbers of a DGX-1V's GPUs
 
 DGX1_RINGS = ((0, 3, 2, 1, 5, 6, 7, 4), (0, 3, 2, 1, 5, 6, 7, 4), (0, 1, 3, 7, 5, 4, 6, 2))
 """Rings that use up the NVLinks of a DGX-1V in one direction: twice over pairs with two links, once over the others."""

@@ -10,8 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-LONGEST = 254
-"""MAX_STR_LEN - 1: a name or value with the character behind it stays below this."""
+LONGEST = 254  # MAX_STR_LEN - 1: a name or value with the character behind it stays below this
 
 MOST_ATTRIBUTES, MOST_CHILDREN = 16, 128
 """NCCL ignores attributes beyond; older releases refuse more children."""

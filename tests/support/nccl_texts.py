@@ -9,8 +9,7 @@ ROME = {"arch": "x86_64", "vendor": "AuthenticAMD", "familyid": "143", "modelid"
 
 GPU, NIC, BRIDGE, NVSWITCH = "0x030200", "0x020700", "0x060400", "0x068000"
 
-HIDDEN = "fffffff:ffff:ff"
-"""What NCCL writes for a far end that a virtual machine cannot see."""
+HIDDEN = "fffffff:ffff:ff"  # what NCCL writes for a far end that a virtual machine cannot see
 
 
 def element(tag: str, /, *children: str, **attributes: object) -> str:
@@ -23,7 +22,6 @@ def element(tag: str, /, *children: str, **attributes: object) -> str:
 
 
 def bus(number: int) -> str:
-    """Bus id of GPU ``number``."""
     return f"0000:{number + 6:02x}:00.0"
 
 
@@ -34,7 +32,6 @@ def pci(busid: str, *children: str, device: str = GPU, **attributes: object) -> 
 
 
 def nvlink(target: str, count: int, tclass: str = GPU, tag: str = "nvlink", **attributes: object) -> str:
-    """Links to one far end."""
     return element(tag, **{"target": target, "count": count, "tclass": tclass} | attributes)
 
 
@@ -45,13 +42,11 @@ def gpu_pci(number: int, *links: str, place: Mapping[str, object] | None = None,
 
 
 def nic_pci(busid: str, adapter: str, dev: int | None, speed: object = 100_000, **attributes: object) -> str:
-    """A NIC with one port."""
     net = element("net", name=adapter, dev=dev, speed=speed, port=1)
     return pci(busid, element("nic", net), device=NIC, **attributes)
 
 
 def system(*cpus: str, version: object = 1, **attributes: object) -> str:
-    """The whole text."""
     return element("system", *cpus, **{"version": version} | attributes)
 
 
@@ -86,7 +81,6 @@ def machine(
 
 
 def only(*children: str, **attributes: object) -> str:
-    """A machine of one CPU."""
     return system(cpu(0, *children), **attributes)
 
 

@@ -9,11 +9,8 @@ from fractions import Fraction
 from topoplan.machine.topology import Topology
 from topoplan.units import exact
 
-Wire = tuple[str, str, int]
-"""Two ends, the first a GPU, and which of the parallel wires between them."""
-
-SPEED = Fraction("25.781")
-"""GB/s that the driver prints for a link of full speed."""
+Wire = tuple[str, str, int]  # two ends, the first a GPU, and which of the parallel wires between them
+SPEED = Fraction("25.781")  # GB/s that the driver prints for a link of full speed
 
 
 def wires_of(machine: Topology) -> list[Wire]:

@@ -36,8 +36,6 @@ def number(value: float, width: int) -> str:
 
 @dataclass(frozen=True)
 class PerfLog:
-    """Return the output of a run."""
-
     test: str = "all_reduce"  # without ``_perf``
     hosts: Sequence[tuple[str, Sequence[int]]] = (("node1", range(8)),)  # devices of the ranks on each host
     sizes: Sequence[int] = tuple(8 << 2 * step for step in range(14))

@@ -61,7 +61,6 @@ LOGS = {
 
 
 def main() -> None:
-    """Write the files."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, text in LOGS.items():
         (FOLDER / name).write_text(INVENTED + text)

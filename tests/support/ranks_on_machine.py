@@ -72,11 +72,8 @@ extern "C" __global__ void messages(const Item* items, long long count, long lon
 """Sends and receives that belong together, as NCCL runs them behind a kernel: all begin before any ends. Whose message
 does not come is taken for failed, as by a host that gives up; the word says so."""
 
-ITEM = 7
-"""Numbers of an item."""
-
-ARENA = 4 << 20
-"""Bytes."""
+ITEM = 7  # numbers of an item
+ARENA = 4 << 20  # bytes
 
 
 @cache
@@ -107,7 +104,6 @@ class Gpu:
         self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned)
 
     def put(self, name: str, array: Array, *, written: bool = True, writable: bool = True) -> Any:
-        """An array of the GPU's memory."""
         line = array.view(np.uint8).reshape(-1) if array.size else np.zeros(1, dtype=np.uint8)
         address = self.memory.put(name, line, written=written, writable=writable)
         return SimpleNamespace(data=SimpleNamespace(ptr=address), nbytes=array.nbytes, host=array)
@@ -130,7 +126,6 @@ class Gpu:
         return launch
 
     def part(self, address: int, nbytes: int) -> Array:
-        """Bytes of this memory."""
         for one in self.memory.arrays:
             if one.address <= address and address + nbytes <= one.address + max(one.array.nbytes, 1):
                 line = one.array.view(np.uint8).reshape(-1)
@@ -144,8 +139,6 @@ class Gpu:
 
 
 class Stream(nullcontext[None]):
-    """Where nothing runs yet."""
-
     def synchronize(self) -> None:
         pass
 
@@ -267,7 +260,6 @@ class Ranks:
         return results
 
     def _move(self, rank: int, messages: Any) -> None:
-        """Queue messages of a rank."""
         gpu = self.gpus[rank]
         items = np.zeros((len(messages), ITEM), dtype=np.int64)
         for item, (sends, peer, address, nbytes) in zip(items, messages, strict=True):
@@ -295,7 +287,6 @@ class Ranks:
             sent.clear()
 
     def take(self) -> list[list[Launch]]:
-        """What each rank has queued."""
         self._post()
         queues = [gpu.launches for gpu in self.gpus]
         for gpu in self.gpus:
@@ -303,6 +294,5 @@ class Ranks:
         return queues
 
     def put_back(self, queues: list[list[Launch]]) -> None:
-        """Queue what was taken once more."""
         for gpu, queue in zip(self.gpus, queues, strict=True):
             gpu.launches = list(queue)

@@ -51,7 +51,6 @@ DATA = {
 
 
 def drawn(kind: str, dtype: str, count: int, generator: np.random.Generator) -> Array:
-    """Some values."""
     with np.errstate(all="ignore"):
         values: Array = DATA[kind](generator, count)
         if dtype == "bfloat16":

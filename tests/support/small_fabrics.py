@@ -42,8 +42,7 @@ def both_ways(wires: Wires) -> dict[tuple[str, str], float]:
 
 
 WHOLE = st.integers(1, 6).map(float)
-WRITTEN = st.integers(1, 999_999).map(lambda n: n / 10_000)
-"""Bandwidths such as 47.3186: no binary fractions."""
+WRITTEN = st.integers(1, 999_999).map(lambda n: n / 10_000)  # bandwidths such as 47.3186: no binary fractions
 
 
 @st.composite

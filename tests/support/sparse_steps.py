@@ -35,8 +35,6 @@ def servers_of(gpus: tuple[int, ...]) -> Topology:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call, with the gradients of all ranks."""
-
     gradients: list[Array]
     exchange: str
     key: str = ""

@@ -34,16 +34,12 @@ from topoplan.machine.variants import with_all_capabilities
 
 COUNTS = (0, 701)
 LENGTH = 3001
-TIMEOUT = 40.0
-"""Seconds; ranks on stand-ins need them only where one of them fails."""
+TIMEOUT = 40.0  # seconds; ranks on stand-ins need them only where one of them fails
 
 REGION = 32 << 20
 
-PROCESSORS = 8
-"""Of a GPU that ranks share, so that each has a block."""
-
-MOST_RANKS = 3
-"""Ranks on GPUs of their own: this processor runs the kernels of all of them at once."""
+PROCESSORS = 8  # of a GPU that ranks share, so that each has a block
+MOST_RANKS = 3  # ranks on GPUs of their own: this processor runs the kernels of all of them at once
 
 PROPERTIES = {"name": b"NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
 """Of a GPU that the stand-ins play."""
@@ -143,8 +139,6 @@ def start(
 
 
 def no_stand_in(why: str) -> Callable[[], str]:
-    """Return a row that cannot run here."""
-
     def row() -> str:
         raise CannotRun(f"no stand-in: {why}")
 
@@ -152,7 +146,6 @@ def no_stand_in(why: str) -> Callable[[], str]:
 
 
 def loopback(graphs: bool, cupy: Any) -> str:
-    """Do as the row of this name, on small arrays."""
     gpu_exchange_checks.check_loopback(cupy, "binary", "allreduce", graphs=graphs, counts=COUNTS)
     return "right to the bit"
 
@@ -192,7 +185,6 @@ def small_rows(machine: Machine, cupy: Any) -> Mapping[str, Callable[[], Any]]:
 
 
 def messages(cupy: Any) -> str:
-    """Do as the row of this name, without its times."""
     from collectives.backends.nccl.nccl_library import find_library
 
     gpu_exchange_checks.check_messages_to_itself(cupy, find_library(), (1, 16, 3001))
@@ -206,7 +198,6 @@ def peer_access(machine: Machine) -> str:
 
 
 def ranks_on_one_gpu(cupy: Any, size: int) -> str:
-    """Do as the row of this name, without its times."""
     for small in (0, 16384):
         settings = {"arena": 8 << 20, "blocks": 1, "slot_bytes": 4096, "small_bytes": small}
         windows.check(cupy, size, (700,), timeout=TIMEOUT, **settings)
@@ -214,7 +205,6 @@ def ranks_on_one_gpu(cupy: Any, size: int) -> str:
 
 
 def rows_of(machine: Machine, cupy: Any) -> list[Row]:
-    """Return the rows of the report, on small arrays."""
     small = small_rows(machine, cupy)
     return [
         replace(row, run=small.get(row.name, row.run), seconds=4 * row.seconds, shares_gpu=False)

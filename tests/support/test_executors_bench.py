@@ -16,7 +16,6 @@ from tests.support.checkout import ROOT
 
 @pytest.mark.thorough
 def test_contenders_of_two_checkouts_run_in_the_same_rounds() -> None:
-    """Here both are the same one; every round has its blocks, the empty neighbourhood and the busy one."""
     words = [
         "--ranks",
         "2",

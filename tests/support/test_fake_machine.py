@@ -140,7 +140,6 @@ def wires(told: dict[str, Any]) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize(("name", "library"), [("dgx1v", "dgx-1v"), ("dgx1p", "dgx-1p")])
 def test_the_wires_of_a_dgx_1_are_the_librarys(name: str, library: str, answers: Answers) -> None:
-    """Pair by pair, with their numbers."""
     expected = {
         (int(link.src[3:]), int(link.dst[3:])): link.count
         for link in LIBRARY[library]().links
@@ -150,7 +149,6 @@ def test_the_wires_of_a_dgx_1_are_the_librarys(name: str, library: str, answers:
 
 
 def test_a_dead_wire_and_a_slow_one_show_at_both_ends(answers: Answers) -> None:
-    """One of the two wires 0-3 is gone and one of the two wires 5-6 has half the speed."""
     told = answers("dead_nvlinks")
     whole = answers("dgx1v")
     assert wires(whole) - wires(told) == Counter({(0, 3): 1, (3, 0): 1})
@@ -173,7 +171,6 @@ def test_an_old_driver_lacks_newer_functions(answers: Answers) -> None:
 
 
 def test_about_half_of_the_calls_fail_in_three_ways(answers: Answers) -> None:
-    """Between 45 and 55 % of them, each way in a third give or take a tenth; another seed makes another choice."""
     rules = list(refusals(1))
     cases = 17 * 8 + 5 * 8 * 6
     assert 0.45 * cases < len(rules) < 0.55 * cases
@@ -200,7 +197,6 @@ def test_about_half_of_the_calls_fail_in_three_ways(answers: Answers) -> None:
     ],
 )
 def test_a_rule_makes_a_call_fail(code: int, error: type[Exception], fake_here: Installer) -> None:
-    """For one GPU and link, for one GPU, and for every function that begins so; other calls are untouched."""
     rules = (f"nvmlDeviceGetNvLinkState {code} 2 1", f"nvmlDeviceGetName {code} 3", f"nvmlSystem* {code}")
     fake_here(replace(MACHINES["dgx1v"](), rules=rules))
     pynvml.nvmlInit()
@@ -219,7 +215,6 @@ def test_a_rule_makes_a_call_fail(code: int, error: type[Exception], fake_here: 
 
 
 def test_a_lost_gpu_cannot_be_asked(fake_here: Installer) -> None:
-    """It counts, but gives no handle."""
     fake_here("lost_gpu")
     pynvml.nvmlInit()
     assert pynvml.nvmlDeviceGetCount() == 8
@@ -229,7 +224,6 @@ def test_a_lost_gpu_cannot_be_asked(fake_here: Installer) -> None:
 
 
 def test_one_process_sees_one_machine_after_another(fake_here: Installer) -> None:
-    """The text is read at each nvmlInit."""
     for name, model in (("dgx1v", "Tesla V100-SXM2-32GB"), ("dgx1p", "Tesla P100-SXM2-16GB")):
         fake_here(name)
         pynvml.nvmlInit()
@@ -240,7 +234,6 @@ def test_one_process_sees_one_machine_after_another(fake_here: Installer) -> Non
 
 
 def test_devices_are_found_by_index_identity_and_place(fake_here: Installer) -> None:
-    """And by nothing else."""
     machine = fake_here("dgx1v").machine
     pynvml.nvmlInit()
     for busid in ("0000:0a:00.0", "00000000:0A:00.0"):
@@ -286,7 +279,6 @@ def test_a_text_that_cannot_be_read_is_no_machine(
 
 
 def test_the_library_is_built_once(fake_nvml: Path) -> None:
-    """A second request finds what the first made."""
     before = (fake_nvml / "new" / SONAME).stat()
     assert build_libraries(fake_nvml) == fake_nvml
     assert (fake_nvml / "new" / SONAME).stat() == before
@@ -303,7 +295,6 @@ def nested(sysfs: Path, busid: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted(MACHINES))
 def test_links_lead_to_nested_folders(name: str, fake_host: Installer) -> None:
-    """Each PCI device lies in the folder of the bridge above it, and is found by its bus id."""
     host = fake_host(name)
     for busid, (root, chain) in host.machine.places().items():
         assert nested(host.sysfs_root, busid) == [f"pci{root.bus}", *(pci.busid for pci in chain)]
@@ -330,7 +321,6 @@ def test_links_stay_inside_the_tree(name: str, fake_host: Installer) -> None:
 
 
 def test_files_say_what_linux_would(fake_host: Installer) -> None:
-    """Texts of a GPU, an idle one, a port that tells no speed, CPUs and nodes."""
     sysfs = fake_host("dgx1v").sysfs_root
     devices = sysfs / "bus/pci/devices"
 
@@ -363,7 +353,6 @@ def test_files_say_what_linux_would(fake_host: Installer) -> None:
 
 
 def test_network_devices_are_in_both_places(fake_host: Installer) -> None:
-    """By class and below their PCI device, with speed and state; a virtual interface has no device."""
     host = fake_host("dgx1v")
     rdma = host.sysfs_root / "class/infiniband"
     net = host.sysfs_root / "class/net"
@@ -382,7 +371,6 @@ def test_network_devices_are_in_both_places(fake_host: Installer) -> None:
 
 
 def test_described_files_are_unreadable_or_absent(fake_host: Installer) -> None:
-    """About half of the PCI devices miss a file, the others have one that cannot be read."""
     host = fake_host("half_failing")
     for file in host.machine.unreadable:
         with pytest.raises(OSError, match="error"):
@@ -414,7 +402,6 @@ def nearness(machine: FakeMachine, sysfs: Path, gpu: int, nic: str) -> str:
 def test_the_genuine_matrix_is_that_of_the_fake(
     name: str, text: str, fake_host: Installer, machines_dir: Path
 ) -> None:
-    """Each GPU's row of the real machine's `nvidia-smi topo -m`: wires, nearness of GPUs and NICs, CPUs."""
     host = fake_host(name)
     machine, sysfs = host.machine, host.sysfs_root
     lines = (machines_dir / "nvidia-smi" / f"{text}.txt").read_text().splitlines()

@@ -17,7 +17,6 @@ from topoplan.model.window_engine import HOPPER, EngineCosts, WindowsClock, load
 
 
 def wide_device(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the stand-in's GPU processors."""
     original = cupy.cuda.Device.__init__
 
     def wide(self: object, ordinal: int | None = None) -> None:

@@ -313,7 +313,6 @@ def test_nccl4py_shrinks_as_the_product_expects(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("release", "told"), [(22907, "True"), (23203, "properties are told")])
 def test_nccl4py_makes_windows_with_an_older_libnccl(tmp_path: Path, release: int, told: str) -> None:
-    """All that the product asks is answered, where the properties are refused."""
     version = f"2.{release // 100 % 100}.{release % 100} by nccl4py for 2.32.3"
     lines = printed(tmp_path, OLD_WINDOWS, WINDOWS, f"-DRELEASE={release}")
     assert lines == [told, "4 True False 0", "[0, 24, 0]", version]

@@ -47,14 +47,11 @@ from topoplan.reading.nvlink_overlay import apply_nvlink_status
 from topoplan.schedules.user_trees import plan_from_trees
 from topoplan.units import parse_bandwidth, parse_gpu_list, parse_size, parse_sizes
 
-SMALL = "nvlink-x4"
-"""The machine of plans and pairs."""
+SMALL = "nvlink-x4"  # the machine of plans and pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader of texts."""
-
     name: str
     # its texts, or what makes them; a few are made by planning
     made: tuple[str, ...] | Callable[[], tuple[str, ...]]
@@ -62,12 +59,10 @@ class Reader:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Whole texts, which it takes."""
         return self.made if isinstance(self.made, tuple) else self.made()
 
 
 def readers() -> tuple[Reader, ...]:
-    """Return every reader."""
     return (
         Reader("topology JSON", _topology_texts, _machine),
         Reader("cluster JSON", CLUSTERS, _machine),
@@ -109,7 +104,6 @@ def readers() -> tuple[Reader, ...]:
 
 
 def _text(text: str) -> str:
-    """Return a text as it is read from a file that holds it."""
     return decode_text(text.encode("utf-8", "surrogatepass"))
 
 

@@ -17,8 +17,7 @@ from tests.support.checkout import ROOT
 from tests.support.forking import forking
 from tests.support.ports import free_port
 
-Told = list[dict[str, Any]]
-"""The object of each rank that has written one, in their order."""
+Told = list[dict[str, Any]]  # the object of each rank that has written one, in their order
 
 
 def torchrun(
@@ -79,7 +78,6 @@ def told_by_all(
 
 
 def _run(program: str, folder: Path, settings: Mapping[str, str]) -> None:
-    """Be one rank."""
     os.environ.update(settings)
     sys.argv = [program, str(folder)]
     try:

@@ -53,7 +53,6 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def read(text: str) -> list[Line]:
-    """The lines that the plugin keeps."""
     found = []
     for piece in pieces(text):
         if piece[0] in "#\n":

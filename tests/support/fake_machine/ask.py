@@ -21,7 +21,6 @@ C2C_COUNT, C2C_STATUS, C2C_SPEED = 170, 171, 172
 
 
 def ask(environment: dict[str, str]) -> dict[str, Any]:
-    """What a new process with this environment is told."""
     told = subprocess.run(
         [sys.executable, __file__], env=environment, check=True, capture_output=True, text=True
     )
@@ -48,7 +47,6 @@ def field(handle: Any, number: int, scope: int = 0) -> Any:
 
 
 def affinity(handle: Any) -> Any:
-    """CPUs near a GPU, in order."""
     words = answer(pynvml.nvmlDeviceGetCpuAffinity, handle, 16)
     if isinstance(words, str):
         return words
@@ -56,7 +54,6 @@ def affinity(handle: Any) -> Any:
 
 
 def fabric(handle: Any) -> Any:
-    """State, status, clique and health of the GPU's fabric."""
     info = pynvml.c_nvmlGpuFabricInfo_v3_t()
     said = answer(pynvml.nvmlDeviceGetGpuFabricInfoV, handle, pynvml.byref(info))
     if said:
@@ -65,7 +62,6 @@ def fabric(handle: Any) -> Any:
 
 
 def link(handle: Any, number: int) -> dict[str, Any]:
-    """One NVLink."""
     remote = answer(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)
     return {
         "state": answer(pynvml.nvmlDeviceGetNvLinkState, handle, number),
@@ -98,7 +94,6 @@ def instances(handle: Any, most: int) -> list[Any]:
 
 
 def gpu(handle: Any, handles: list[Any]) -> dict[str, Any]:
-    """One GPU."""
     pci = answer(pynvml.nvmlDeviceGetPciInfo, handle)
     most = answer(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle)
     return {

@@ -184,7 +184,6 @@ def _dgx2_group(number: int, root: str, *leaves: tuple[str, ...]) -> Root:
 
 
 def _board(number: int, root: str) -> Root:
-    """The NVSwitches of one board."""
     switches = {
         f"{_bus(root, 2)}:{4 * i:02x}.0": Pci(busid, "10de:1ac2:10de:1272", NVSWITCH, width=4)
         for i, busid in enumerate(DGX2_SWITCH_BUS_IDS[number])

@@ -21,8 +21,6 @@ SPEEDS = {1: "2.5", 2: "5.0", 3: "8.0", 4: "16.0", 5: "32.0"}
 
 @dataclass(frozen=True, slots=True)
 class Pci:
-    """A PCI device, with what is below it."""
-
     busid: str  # as the kernel writes it
     ids: str  # vendor, device, subsystem vendor and subsystem device, as ``10b5:8764:10b5:8764``
     pci_class: str = BRIDGE
@@ -44,8 +42,6 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Nvlink:
-    """One end of an NVLink."""
-
     # bus id of the far end as the kernel writes it; ``hidden`` for a switch that the machine does not show
     remote: str
     kind: str  # of the far end: gpu, switch, cpu or unknown
@@ -55,8 +51,6 @@ class Nvlink:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as NVML describes it."""
-
     busid: str
     name: str
     capability: tuple[int, int]  # compute capability
@@ -88,8 +82,6 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Cpus:
-    """All CPUs of the machine."""
-
     vendor: str  # vendor as CPUID gives it; the name is empty on ARM, where ``/proc/cpuinfo`` has none
     name: str
     family: int
@@ -98,7 +90,6 @@ class Cpus:
     distances: tuple[tuple[int, ...], ...]  # between nodes, as the firmware's SLIT table
 
     def count(self) -> int:
-        """How many CPUs there are."""
         return 1 + max(int(part.split("-")[-1]) for node in self.nodes if node for part in node.split(","))
 
     def near(self, node: int) -> str:
@@ -108,8 +99,6 @@ class Cpus:
 
 @dataclass(frozen=True, slots=True)
 class FakeMachine:
-    """A machine."""
-
     name: str
     cpus: Cpus
     roots: tuple[Root, ...]

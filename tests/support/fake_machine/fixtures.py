@@ -24,7 +24,6 @@ VARIANTS = {"new": (), "old": ("-DFAKE_NVML_OLD_DRIVER",)}
 
 
 def compiler() -> str | None:
-    """Path of ``cc``; None where there is none."""
     return shutil.which("cc")
 
 
@@ -58,8 +57,6 @@ def build_libraries(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class FakeHost:
-    """A fake machine on disk."""
-
     machine: FakeMachine
     folder: Path  # holds ``nvml.txt``, ``sys`` and ``proc``
     sysfs_root: Path  # what stands for ``/sys``
@@ -67,7 +64,6 @@ class FakeHost:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The environment variables that make the difference."""
         return {
             "LD_LIBRARY_PATH": str(self.library.parent),
             "FAKE_NVML": str(self.folder / "nvml.txt"),

@@ -23,12 +23,10 @@ C2C_MEGABYTES = 44712
 
 
 def nvml_text(machine: FakeMachine) -> str:
-    """All lines."""
     return "\n".join(_lines(machine)) + "\n"
 
 
 def nvml_bus_id(busid: str) -> str:
-    """A bus id as NVML writes it."""
     return f"0000{busid}".upper()
 
 
