@@ -12,6 +12,22 @@ from importlib import import_module
 from topoplan.errors import UsageError
 
 BENCHMARKS = (
+    "agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs lars "
+    "loopback low_rank modes mutations pairs planning published robustness scale selection sizes sparse survive "
+    "testbed three_phases"
+).split()
+WITH_OPTIONS` are its
+options.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from topoplan.errors import UsageError
+
+BENCHMARKS = (
     *(
         "agreement",
         "alignment",

@@ -28,18 +28,8 @@ from topoplan.operate.compare.costs import TIME_LIMIT, costs_of
 from topoplan.operate.diagnosis import Diagnosis, diagnose
 
 MACHINES = (
-    *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200"),
-    *(
-        "gb200-nvl72",
-        "mi250",
-        "mi250x",
-        "mi300x",
-        "nvlink-x4",
-        "p4d.24xlarge",
-        "p5.48xlarge",
-        "pcie-x8",
-        "v100x4",
-    ),
+    *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200", "gb200-nvl72", "mi250", "mi250x"),
+    *("mi300x", "nvlink-x4", "p4d.24xlarge", "p5.48xlarge", "pcie-x8", "v100x4"),
 )
 """The library but for two twins of others; matrices of nvidia-smi speak of the NVIDIA machines."""
 

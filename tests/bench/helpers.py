@@ -22,19 +22,8 @@ ELEMENTS = 100_003
 
 
 def main() -> None:
-    table = Table(
-        *(
-            "workers|7",
-            "helpers|7",
-            "alone|6.3f",
-            "GB/s|6.3f",
-            "bound|6.3f",
-            "formula|7.3f",
-            "trees|5",
-            "ms|5.1f",
-        ),
-        *("servers|7.3f", "with a replica|14.3f", "wrong|7"),
-    )
+    columns = "workers|7 helpers|7 alone|6.3f GB/s|6.3f bound|6.3f formula|7.3f trees|5 ms|5.1f servers|7.3f"
+    table = Table(*columns.split(), "with a replica|14.3f", "wrong|7")
     for workers, helpers in TABLE:
         n, k = workers, helpers
         formula = min(10.0, 10 * (n * n + k * n - 2 * k) / (2 * n * (n - 1)))

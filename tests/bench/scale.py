@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tests.bench.measure import LIMIT, measured
 from tests.bench.tables import Table
+from tests.support.checkout import ROOT
 
 MACHINES = (
     *(f"{servers} x A100" for servers in (16, 64, 128, 256, 512)),
@@ -27,18 +28,8 @@ def main() -> None:
         "servers of 8 A100 or 16 MI250 dies; measured: every link within 10 % of what is stated, no two alike;"
     )
     print("CPU seconds of one process each, file in kB, largest memory in MiB, gap below the proved bound")
-    table = Table(
-        *(
-            "machine|<19",
-            "collective|<10",
-            "build|6.2f",
-            "plan|7.2f",
-            "write|6.2f",
-            "read|6.2f",
-            "verify|6.2f",
-        ),
-        *("kB|6", "MiB|5", "GB/s|8.3f", "gap|6.2%", "height|6", "trees|5"),
-    )
+    columns = "machine|<19 collective|<10 build|6.2f plan|7.2f write|6.2f read|6.2f verify|6.2f kB|6 MiB|5 GB/s|8.3f"
+    table = Table(*columns.split(), "gap|6.2%", "height|6", "trees|5")
     for machine in MACHINES:
         for collective in COLLECTIVES:
             found = measured(machine, collective, runs=1)
@@ -58,47 +49,36 @@ def main() -> None:
 
 
 def _print_commands(folder: Path) -> None:
-    cluster = folder / "cluster.json"
-    cluster.write_text(
-        json.dumps(
-            {
-                "format": "topoplan.cluster/1",
-                "servers": [{"machine": "dgx-a100", "count": 128}],
-                "network": {"kind": "rail-optimised", "nic_gbps": 200},
-            }
-        )
-    )
-    named = ["dgx-a100", "--servers", "128", "--nic-bandwidth", "200Gb/s"]
+    servers, network = {"machine": "dgx-a100", "count": 128}, {"kind": "rail-optimised", "nic_gbps": 200}
+    cluster = {"format": "topoplan.cluster/1", "servers": [servers], "network": network}
+    (folder / "cluster.json").write_text(json.dumps(cluster))
     for collective in COLLECTIVES:
-        plan = str(folder / f"{collective}.json")
-        asked = ["--collective", collective]
-        _print_command(
-            ["plan", *named, *asked, "-o", plan], shown=["plan", *named, *asked, "-o", "plan.json"]
-        )
-        _print_command(["plan", str(cluster), *asked], shown=["plan", "cluster.json", *asked])
-        for command in (["verify"], ["simulate", "--sizes", "1MB:1GB"]):
-            if Path(plan).exists():
-                _print_command(
-                    [command[0], plan, *command[1:]], shown=[command[0], "plan.json", *command[1:]]
-                )
+        (folder / "plan.json").unlink(missing_ok=True)
+        named = "dgx-a100 --servers 128 --nic-bandwidth 200Gb/s"
+        _print_command(folder, f"plan {named} --collective {collective} -o plan.json")
+        _print_command(folder, f"plan cluster.json --collective {collective}")
+        if (folder / "plan.json").exists():
+            _print_command(folder, "verify plan.json")
+            _print_command(folder, "simulate plan.json --sizes 1MB:1GB")
 
 
-def _print_command(arguments: list[str], *, shown: list[str]) -> None:
+def _print_command(folder: Path, command: str) -> None:
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "topoplan", *arguments],
+            [sys.executable, "-m", "topoplan", *command.split()],
+            cwd=folder,
             check=False,
             capture_output=True,
             timeout=LIMIT,
-            env=os.environ,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
     except subprocess.TimeoutExpired:
-        print(f"  over {LIMIT} s  topoplan {' '.join(shown)}")
+        print(f"  over {LIMIT} s  topoplan {command}")
         return
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(
         f"  {seconds:6.2f} ({time.perf_counter() - started:.2f} elapsed, {len(done.stdout) / 1000:.1f} kB printed"
-        f"{'' if done.returncode == 0 else f', STATUS {done.returncode}'})  topoplan {' '.join(shown)}"
+        f"{'' if done.returncode == 0 else f', STATUS {done.returncode}'})  topoplan {command}"
     )
