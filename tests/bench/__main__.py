@@ -11,59 +11,11 @@ from importlib import import_module
 
 from topoplan.errors import UsageError
 
-BENCHMARKS = (
-    "agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs lars "
-    "loopback low_rank modes mutations pairs planning published robustness scale selection sizes sparse survive "
-    "testbed three_phases"
-).split()
-WITH_OPTIONS` are its
-options.
+NAMES = """
+agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs lars loopback
+low_rank modes mutations pairs planning published robustness scale selection sizes sparse survive testbed three_phases
 """
-
-from __future__ import annotations
-
-import sys
-from importlib import import_module
-
-from topoplan.errors import UsageError
-
-BENCHMARKS = (
-    *(
-        "agreement",
-        "alignment",
-        "all_wires",
-        "damages",
-        "executors",
-        "fabrics",
-        "gossip",
-        "gpu",
-        "gpu_selection",
-    ),
-    *(
-        "helpers",
-        "hook",
-        "hybrid",
-        "jobs",
-        "lars",
-        "loopback",
-        "low_rank",
-        "modes",
-        "mutations",
-        "pairs",
-        "planning",
-    ),
-    *(
-        "published",
-        "robustness",
-        "scale",
-        "selection",
-        "sizes",
-        "sparse",
-        "survive",
-        "testbed",
-        "three_phases",
-    ),
-)
+BENCHMARKS = NAMES.split()
 WITH_OPTIONS = ("executors", "hook", "mutations")
 
 
@@ -72,6 +24,7 @@ def run(name: str, *options: list[str]) -> None:
 
 
 def main() -> int:
+    """Run every benchmark, or those named on the command line."""
     chosen = sys.argv[1:] or BENCHMARKS
     if len(chosen) > 1 and chosen[0] in WITH_OPTIONS and chosen[1].startswith("-"):
         try:

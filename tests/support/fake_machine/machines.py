@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
+from itertools import product
 
-from tests.support.fake_machine.boxes import (
-    DGX1_GPU_BUS_IDS,
-    dgx1p,
-    dgx1v,
-    dgx2,
-    dgx_a100,
-    dgx_h100,
-    grace_hopper,
-    hidden_switch,
-    pcie_box,
-)
+from tests.support.fake_machine import boxes
+from tests.support.fake_machine.boxes import DGX1_GPU_BUS_IDS, dgx1v, dgx_a100
 from tests.support.fake_machine.description import FakeMachine, Gpu
 from tests.support.fake_machine.nvml_text import CHIPSET_NOT_SUPPORTED, DISABLED_BY_KEY
 
@@ -25,32 +17,11 @@ HALF_SPEED = 12890
 _NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _UNKNOWN = 3, 13, 999
 
 _ABOUT_GPUS = (
-    "nvmlDeviceGetName",
-    "nvmlDeviceGetUUID",
-    "nvmlDeviceGetMinorNumber",
-    "nvmlDeviceGetCudaComputeCapability",
-    "nvmlDeviceGetCurrPcieLinkGeneration",
-    "nvmlDeviceGetCurrPcieLinkWidth",
-    "nvmlDeviceGetMaxPcieLinkGeneration",
-    "nvmlDeviceGetMaxPcieLinkWidth",
-    "nvmlDeviceGetPerformanceState",
-    "nvmlDeviceGetCpuAffinity",
-    "nvmlDeviceGetTopologyCommonAncestor",
-    "nvmlDeviceGetP2PStatus",
-    "nvmlDeviceGetFieldValues",
-    "nvmlDeviceGetMigMode",
-    "nvmlDeviceGetGpuFabricInfo",
-    "nvmlDeviceGetC2cModeInfoV",
-    "nvmlDeviceGetMemoryAffinity",
-    "nvmlDeviceGetNumaNodeId",
+    "Name UUID MinorNumber CudaComputeCapability CurrPcieLinkGeneration CurrPcieLinkWidth MaxPcieLinkGeneration "
+    "MaxPcieLinkWidth PerformanceState CpuAffinity TopologyCommonAncestor P2PStatus FieldValues MigMode "
+    "GpuFabricInfo C2cModeInfoV MemoryAffinity NumaNodeId"
 )
-_ABOUT_LINKS = (
-    "nvmlDeviceGetNvLinkVersion",
-    "nvmlDeviceGetNvLinkCapability",
-    "nvmlDeviceGetNvLinkRemoteDeviceType",
-    "nvmlDeviceGetNvLinkRemotePciInfo",
-    "nvmlDeviceGetNvLinkState",
-)
+_ABOUT_LINKS = "Version Capability RemoteDeviceType RemotePciInfo State"
 
 
 def _spoilt(gpu: Gpu, far: str, *, megabytes: int) -> Gpu:
@@ -103,10 +74,9 @@ def refusals(seed: int) -> Iterator[str]:
     so no list of what fails is needed to repeat it. How many GPUs there are, and their handles and bus ids, are
     always told.
     """
-    cases = [(function, f"{gpu}") for function in _ABOUT_GPUS for gpu in range(8)]
-    cases += [
-        (function, f"{gpu} {link}") for function in _ABOUT_LINKS for gpu in range(8) for link in range(6)
-    ]
+    cases = [(f"nvmlDeviceGet{what}", f"{gpu}") for what in _ABOUT_GPUS.split() for gpu in range(8)]
+    every = product(_ABOUT_LINKS.split(), range(8), range(6))
+    cases += [(f"nvmlDeviceGetNvLink{what}", f"{gpu} {link}") for what, gpu, link in every]
     for function, where in cases:
         number = _mix(f"{seed} {function} {where}")
         if number % 2:
@@ -161,25 +131,18 @@ def driver_not_loaded() -> FakeMachine:
     return replace(dgx1v(), name="driver_not_loaded", driver="", rules=("nvmlInitWithFlags 9",))
 
 
+_BOXES = (boxes.dgx1p, dgx1v, boxes.dgx2, dgx_a100, boxes.dgx_h100, boxes.pcie_box)
+_AMISS = (
+    dead_nvlinks,
+    refused_p2p,
+    half_failing,
+    one_mig,
+    lost_gpu,
+    no_gpu,
+    no_driver,
+    driver_not_loaded,
+    old_driver,
+)
 MACHINES: dict[str, Callable[[], FakeMachine]] = {
-    machine.__name__: machine
-    for machine in (
-        dgx1p,
-        dgx1v,
-        dgx2,
-        dgx_a100,
-        dgx_h100,
-        pcie_box,
-        dead_nvlinks,
-        refused_p2p,
-        half_failing,
-        one_mig,
-        lost_gpu,
-        no_gpu,
-        no_driver,
-        driver_not_loaded,
-        old_driver,
-        grace_hopper,
-        hidden_switch,
-    )
+    machine.__name__: machine for machine in (*_BOXES, *_AMISS, boxes.grace_hopper, boxes.hidden_switch)
 }
