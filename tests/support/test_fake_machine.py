@@ -18,7 +18,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from tests.support.fake_machine.ask import LINKS, ask
+from tests.support.fake_machine.ask import ask
 from tests.support.fake_machine.description import FakeMachine, Gpu
 from tests.support.fake_machine.fixtures import SONAME, Installer, build_libraries
 from tests.support.fake_machine.machines import HALF_SPEED, MACHINES, refusals
@@ -44,53 +44,66 @@ def answers(fake_host: Installer) -> Answers:
     return cache(lambda name: ask(fake_host(name).environment))
 
 
+REMOTE_KINDS = {"gpu": 0, "cpu": 1, "switch": 2, "unknown": 255}
+
+
+def described(machine: FakeMachine, index: int) -> dict[str, Any]:
+    """The answers about a GPU that its description implies, in NVML's own types."""
+    gpu = machine.gpus[index]
+    root, chain = machine.places()[gpu.busid]
+    pci = chain[-1]
+    vendor, device, sub_vendor, sub_device = pci.ids.split(":")
+    speeds = [link.megabytes for link in gpu.links if link.up]
+    told = pci.generation > 0
+    return {
+        "Name": gpu.name,
+        "UUID": f"GPU-{machine.uuid(gpu.busid)}",
+        "Index": index,
+        "MinorNumber": index,
+        "CudaComputeCapability": list(gpu.capability),
+        "MaxPcieLinkGeneration": pci.generation or "NotSupported",
+        "CurrPcieLinkGeneration": pci.current_generation or pci.generation or "NotSupported",
+        **{f"{which}PcieLinkWidth": pci.width if told else "NotSupported" for which in ("Max", "Curr")},
+        "PerformanceState": gpu.pstate,
+        "NumaNodeId": gpu.memory_node if gpu.memory_node >= 0 else "NotSupported",
+        "MigMode": list(gpu.mig[:2]) if gpu.mig else "NotSupported",
+        "busid": nvml_bus_id(gpu.busid),
+        "ids": [int(device + vendor, 16), int(sub_device + sub_vendor, 16)],
+        "affinity": cpu_numbers(machine.cpus.near(root.numa)),
+        "fabric": list(gpu.fabric),
+        "link_count": len(gpu.links) or "NotSupported",
+        "common_speed": max(speeds) if speeds else "NotSupported",
+        "links": [link_described(gpu, number) for number in range(len(gpu.links))],
+    }
+
+
+def link_described(gpu: Gpu, number: int) -> dict[str, Any]:
+    """Of a link that is down, only that; generations before Hopper know no fields by scope."""
+    link = gpu.links[number]
+    speed = link.megabytes if link.up else 0
+    remote = "FFFFFFF:FFFF:FF.0" if link.remote == "hidden" else nvml_bus_id(link.remote)
+    hopper = gpu.capability >= (9, 0)
+    return {
+        "State": int(link.up),
+        "Version": gpu.nvlink_version,
+        "RemoteDeviceType": REMOTE_KINDS[link.kind] if link.up else "NotSupported",
+        "p2p": 1,
+        "remote": remote if link.up else "NotSupported",
+        "speed": speed if number < 12 else None,
+        "scoped": [speed, int(link.up), gpu.nvlink_version] if hopper else ["NotSupported"] * 3,
+    }
+
+
 @pytest.mark.parametrize("name", SOUND)
-def test_gpus_are_told_as_described(name: str, answers: Answers) -> None:
-    """Name, ids, place, PCIe link, capability and the rest of each GPU; every call answers in NVML's own type."""
+def test_gpus_and_nvlinks_are_told_as_described(name: str, answers: Answers) -> None:
+    """After the last link, InvalidArgument."""
     machine, told = MACHINES[name](), answers(name)
     assert (told["init"], told["driver"], told["cuda"]) == ("", machine.driver, machine.cuda)
-    assert [gpu["busid"] for gpu in told["gpus"]] == [nvml_bus_id(gpu.busid) for gpu in machine.gpus]
-    places = machine.places()
     for index, (gpu, said) in enumerate(zip(machine.gpus, told["gpus"], strict=True)):
-        root, chain = places[gpu.busid]
-        pci = chain[-1]
-        vendor, device, sub_vendor, sub_device = pci.ids.split(":")
-        assert (said["name"], said["uuid"]) == (gpu.name, f"GPU-{machine.uuid(gpu.busid)}")
-        assert (said["index"], said["minor"]) == (index, index)
-        assert said["ids"] == [int(device + vendor, 16), int(sub_device + sub_vendor, 16)]
-        assert said["capability"] == list(gpu.capability)
-        now = pci.current_generation or pci.generation
-        pcie = [pci.generation, pci.width, now, pci.width] if pci.generation else ["NotSupported"] * 4
-        assert said["pcie"] == pcie
-        assert said["pstate"] == gpu.pstate
-        assert said["affinity"] == cpu_numbers(machine.cpus.near(root.numa))
-        assert said["memory_node"] == (gpu.memory_node if gpu.memory_node >= 0 else "NotSupported")
-        assert said["fabric"] == list(gpu.fabric)
-        assert said["mig"] == (list(gpu.mig[:2]) if gpu.mig else "NotSupported")
-
-
-@pytest.mark.parametrize("name", SOUND)
-def test_nvlinks_are_told_as_described(name: str, answers: Answers) -> None:
-    """State, version, far end and speed; of a link that is down, only that; after the last link, InvalidArgument."""
-    for gpu, said in zip(MACHINES[name]().gpus, answers(name)["gpus"], strict=True):
-        hopper = gpu.capability >= (9, 0)
-        for number, link in enumerate(gpu.links):
-            end = said["links"][number]
-            assert (end["state"], end["version"], end["p2p"]) == (int(link.up), gpu.nvlink_version, 1)
-            hidden = link.remote == "hidden"
-            remote = "FFFFFFF:FFFF:FF.0" if hidden else nvml_bus_id(link.remote)
-            kinds = {"gpu": 0, "cpu": 1, "switch": 2, "unknown": 255}
-            assert end["remote"] == (remote if link.up else "NotSupported")
-            assert end["type"] == (kinds[link.kind] if link.up else "NotSupported")
-            speed = link.megabytes if link.up else 0
-            assert end["speed"] == (speed if number < 12 else None)
-            scoped = [speed, int(link.up), gpu.nvlink_version] if hopper else ["NotSupported"] * 3
-            assert end["scoped"] == scoped
-        after = "InvalidArgument" if gpu.links else "NotSupported"
-        assert {said["links"][number]["state"] for number in range(len(gpu.links), LINKS)} == {after}
-        assert said["link_count"] == (len(gpu.links) or "NotSupported")
-        speeds = [link.megabytes for link in gpu.links if link.up]
-        assert said["common_speed"] == (max(speeds) if speeds else "NotSupported")
+        behind = said["links"][len(gpu.links) :]
+        assert {link["State"] for link in behind} == {"InvalidArgument" if gpu.links else "NotSupported"}
+        wanted = described(machine, index)
+        assert {**{key: said[key] for key in wanted}, "links": said["links"][: len(gpu.links)]} == wanted
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -105,9 +118,8 @@ def test_peers_are_told_alike_from_both_sides(name: str, answers: Answers) -> No
         for b, second in enumerate(told):
             assert first["p2p"][b] == second["p2p"][a]
             assert first["ancestor"][b] == second["ancestor"][a]
-            wired = joined(machine, a, b)
             refused = {a, b} in [{x, y} for x, y, _ in machine.refused]
-            assert a == b or first["p2p"][b][2] == (0 if wired and not refused else 5)
+            assert a == b or first["p2p"][b][2] == (0 if joined(machine, a, b) and not refused else 5)
 
 
 def joined(machine: FakeMachine, a: int, b: int) -> bool:
@@ -129,9 +141,9 @@ def cpu_numbers(cpulist: str) -> list[int]:
 
 def wires(told: dict[str, Any]) -> Counter[tuple[int, int]]:
     """How many live NVLinks lead from a GPU (by index) to another."""
-    index = {gpu["busid"]: gpu["index"] for gpu in told["gpus"]}
+    index = {gpu["busid"]: gpu["Index"] for gpu in told["gpus"]}
     return Counter(
-        (gpu["index"], index[link["remote"]])
+        (gpu["Index"], index[link["remote"]])
         for gpu in told["gpus"]
         for link in gpu["links"]
         if link["remote"] in index
@@ -161,12 +173,12 @@ def test_a_dead_wire_and_a_slow_one_show_at_both_ends(answers: Answers) -> None:
 def test_an_old_driver_lacks_newer_functions(answers: Answers) -> None:
     """The symbols are absent, so nvidia-ml-py itself raises FunctionNotFound; all older answers are the same."""
     old, new = (answers(name)["gpus"][4] for name in ("old_driver", "dgx1v"))
-    newer = {"memory_node", "mig", "instances", "fabric", "c2c"}
+    newer = {"NumaNodeId", "MigMode", "instances", "fabric", "c2c"}
     assert {key for key, value in old.items() if value == "FunctionNotFound"} == newer
-    assert {link["type"] for link in old["links"]} == {"FunctionNotFound"}
+    assert {link["RemoteDeviceType"] for link in old["links"]} == {"FunctionNotFound"}
     links = zip(old["links"], new["links"], strict=True)
-    assert all(first == {**second, "type": "FunctionNotFound"} for first, second in links)
-    same = old.keys() - newer - {"uuid", "links"}
+    assert all(first == {**second, "RemoteDeviceType": "FunctionNotFound"} for first, second in links)
+    same = old.keys() - newer - {"UUID", "links"}
     assert {key: old[key] for key in same} == {key: new[key] for key in same}
 
 
@@ -180,7 +192,7 @@ def test_about_half_of_the_calls_fail_in_three_ways(answers: Answers) -> None:
     told = answers("half_failing")["gpus"]
     assert [gpu["busid"][9:11] for gpu in told] == ["06", "07", "0A", "0B", "85", "86", "89", "8A"]
     errors = {"NotSupported", "Unknown", "FunctionNotFound"}
-    states = [link["state"] for gpu in told for link in gpu["links"][:6]]
+    states = [link["State"] for gpu in told for link in gpu["links"][:6]]
     assert {state for state in states if state != 1} == errors
     assert 16 <= states.count(1) <= 32
 
