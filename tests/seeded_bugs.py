@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.seeded_bug_list import BUGS, Bug
 from tests.support.checkout import ROOT
 
 THOROUGH = "(thorough or listings) and not gpu and not slow"
@@ -34,6 +33,26 @@ COPIED = (
     "pyproject.toml",
     "README.md",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One bug: code that occurs exactly once in a file, what replaces it, and the tests that should catch it."""
+
+    name: str
+    idea: str  # the kind of mistake, such as "off by one"
+    file: str  # path from the root of the checkout
+    old: str
+    new: str
+    tests: tuple[str, ...]  # arguments of pytest
+
+
+def bugs_of(text: str) -> tuple[Bug, ...]:
+    found = re.findall(r"^([\w-]+): (.+) in (\S+)\n- (.+)\n\+ (.+)\n(.+)$", text, re.MULTILINE)
+    return tuple(Bug(*about, tuple(tests.split())) for *about, tests in found)
+
+
+BUGS = bugs_of((ROOT / "tests/seeded_bugs.txt").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
