@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,20 +25,12 @@ def plan_for(size: int) -> Plan:
     return topoplan.plan(topoplan.load("dgx-1v"), gpus=[0, 1, 2, 3][:size])
 
 
-def killed(comm: Communicator, rank: int) -> Any:
+def struck(comm: Communicator, rank: int, number: signal.Signals) -> Any:
+    """Rank 1 meets a signal between two collectives."""
     array = np.ones(1 << 20, np.float32)
     comm.all_reduce(array)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        comm.all_reduce(array)
-
-
-def stopped(comm: Communicator, rank: int) -> Any:
-    array = np.ones(1 << 20, np.float32)
-    comm.all_reduce(array)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), number)
     while True:
         comm.all_reduce(array)
 
@@ -90,7 +83,12 @@ def trained(comm: Communicator, rank: int) -> Any:
 
 GATHER: list[FileGather] = []
 
-WHAT = {one.__name__: one for one in (trained, killed, stopped, torch_tensors)}
+WHAT = {
+    "trained": trained,
+    "torch_tensors": torch_tensors,
+    "killed": partial(struck, number=signal.SIGKILL),
+    "stopped": partial(struck, number=signal.SIGSTOP),
+}
 
 
 def be(what: str, rank: int, size: int, folder: str, told: Connection) -> None:

@@ -65,8 +65,14 @@ def test_ranks_that_differ_refuse_and_continue(mistakes: list[dict[str, Any]]) -
     check_refusals([one["refusals"] for one in mistakes])
 
 
-def test_a_failed_communicator_stays_failed(mistakes: list[dict[str, Any]]) -> None:
-    assert all("failed in an earlier collective" in one["after failure"]["text"] for one in mistakes)
+def test_mistakes_of_one_rank_are_told_on_all_and_communicators_close(mistakes: list[dict[str, Any]]) -> None:
+    for one in mistakes:
+        assert "failed in an earlier collective" in one["after failure"]["text"]
+        assert one["wrong size"]["kind"] == "UsageError"  # a plan for other ranks
+        assert one["measures"]["kind"] == "BackendError"  # while others collect
+        assert "1 host numbers for 4 ranks" in one["hosts"]["text"]
+        assert one["chunks"]["kind"] == "nothing"  # all ranks find one chunk size
+        assert {one[name]["kind"] for name in one if name.endswith(", closing")} == {"nothing"}
 
 
 @pytest.mark.thorough
@@ -76,27 +82,6 @@ def test_a_rank_that_makes_no_call_is_named_by_the_others(mistakes: list[dict[st
     raised = [one["leaves early"] for one in mistakes]
     assert [one["kind"] for one in raised] == ["BackendError", "nothing", "BackendError", "BackendError"]
     assert [one.get("peer") for one in raised] == [1, None, 1, 1]
-
-
-def test_a_plan_for_other_ranks_is_refused_on_all(mistakes: list[dict[str, Any]]) -> None:
-    assert all(one["wrong size"]["kind"] == "UsageError" for one in mistakes)
-
-
-def test_a_rank_that_measures_while_others_collect_is_named(mistakes: list[dict[str, Any]]) -> None:
-    assert all(one["measures"]["kind"] == "BackendError" for one in mistakes)
-
-
-def test_failed_communicators_close(mistakes: list[dict[str, Any]]) -> None:
-    closed = [one[name]["kind"] for one in mistakes for name in one if name.endswith(", closing")]
-    assert set(closed) == {"nothing"}
-
-
-def test_host_numbers_must_be_one_for_each_rank(mistakes: list[dict[str, Any]]) -> None:
-    assert all("1 host numbers for 4 ranks" in one["hosts"]["text"] for one in mistakes)
-
-
-def test_all_ranks_find_one_chunk_size(mistakes: list[dict[str, Any]]) -> None:
-    assert all(one["chunks"]["kind"] == "nothing" for one in mistakes)
 
 
 @pytest.mark.thorough

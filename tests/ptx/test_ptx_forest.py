@@ -93,7 +93,7 @@ def test_ranks_that_add_in_two_stages_keep_the_first_sum(domains: tuple[int, ...
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(SAMPLE)))
 def test_they_do_in_other_orders_too(number: int) -> None:
-    for seed in range(100, 108):
+    for seed in range(100, 103):
         assert outcome(SAMPLE[number], seed) is None
 
 
@@ -148,7 +148,7 @@ def test_when_a_rank_dies_the_others_end_and_name_it(victim: int, small: bool) -
     [*((PAIR, victim) for victim in range(6)), *((case, victim) for case in ALONE for victim in range(4))],
 )
 def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(case: Case, victim: int) -> None:
-    for seed, steps in enumerate((1, 2000, 10_000, 20_000, 30_000, 40_000)):
+    for seed, steps in list(enumerate((1, 2000, 10_000, 20_000, 30_000, 40_000)))[victim % 2 :: 2]:
         made = prepared(case, seed, timeout=5e-4, filled=True)
         found = run(made, seed, stop=(victim, steps))
         engines = made.ranks.engines
@@ -247,11 +247,11 @@ def test_planted_bugs_are_found(bug: str) -> None:
 
 
 @pytest.mark.thorough
-def test_every_kernel_compiles() -> None:
-    text = ptx(FORESTS)
-    assert not [name for name in FORESTS if f".entry {name}(" not in text]
-    text = ptx(SWITCHES, SWITCHING)
-    assert not [name for name in SWITCHES if f".entry {name}(" not in text]
+def test_kernels_compile() -> None:
+    """Every fifth here, of all dtypes and operations; slow tests read the text of all."""
+    for names, architecture in ((FORESTS[::5], ARCHITECTURE), (SWITCHES[::5], SWITCHING)):
+        text = ptx(names, architecture)
+        assert not [name for name in names if f".entry {name}(" not in text]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import networkx as nx
 import pytest
 
 from collectives.tables import cupy_arrays
-from tests.support.fake_streams import Driver
+from tests.support.fake_streams import Driver, provide
 from topoplan.machine.topology import Topology
 
 ENABLE, DISABLE = 4e-4, 1e-4  # seconds of the host that switching peer access on and off takes, one call
@@ -153,13 +153,13 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         assert lane.device_id == machine.device == src, "the stream is of another device"
         lane.busy_until = max(machine.now, lane.busy_until) + machine.seconds(src, dst, nbytes)
 
-    def memcpy_peer(to: int, dst: int, source: int, src: int, nbytes: int, stream: int) -> None:
+    def memcpyPeerAsync(to: int, dst: int, source: int, src: int, nbytes: int, stream: int) -> None:
         assert src != dst
         check(to, dst, nbytes)
         check(source, src, nbytes)
         queue(src, dst, nbytes, stream)
 
-    def memcpy(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    def memcpyAsync(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         assert kind == 3
         check(to, machine.device, nbytes)
         check(source, machine.device, nbytes)
@@ -174,10 +174,10 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         machine.held[address] = (machine.device, nbytes)
         return address
 
-    def enable(peer: int) -> None:
+    def deviceEnablePeerAccess(peer: int) -> None:
         pair = (machine.device, peer)
         machine.now += ENABLE
-        if not can_access(*pair):
+        if not deviceCanAccessPeer(*pair):
             raise CUDARuntimeError(217, "cudaErrorPeerAccessUnsupported: peer access is not supported")
         if pair in machine.enabled:
             raise CUDARuntimeError(704, "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled")
@@ -185,42 +185,35 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
             raise CUDARuntimeError(711, "cudaErrorTooManyPeers: peer mapping resources exhausted")
         machine.enabled.add(pair)
 
-    def disable(peer: int) -> None:
+    def deviceDisablePeerAccess(peer: int) -> None:
         pair = (machine.device, peer)
         machine.now += DISABLE
         if pair not in machine.enabled:
             raise CUDARuntimeError(705, "cudaErrorPeerAccessNotEnabled: peer access has not been enabled")
         machine.enabled.remove(pair)
 
-    def can_access(one: int, other: int) -> int:
+    def deviceCanAccessPeer(one: int, other: int) -> int:
         return int(
             one != other and frozenset((machine.gpus[one], machine.gpus[other])) not in machine.refused
         )
 
-    def device_count() -> int:
+    def getDeviceCount() -> int:
         if machine.failure:
             raise machine.failure
         return len(machine.gpus)
 
-    vars(runtime).update(
-        CUDARuntimeError=CUDARuntimeError,
+    provide(runtime, CUDARuntimeError, getDeviceCount, malloc, memcpyPeerAsync, memcpyAsync)
+    provide(runtime, deviceCanAccessPeer, deviceEnablePeerAccess, deviceDisablePeerAccess)
+    provide(
+        runtime,
         memcpyDeviceToDevice=3,
         getDevice=lambda: machine.device,
         setDevice=use,
-        getDeviceCount=device_count,
         deviceGetPCIBusId=lambda ordinal: machine.bus_ids[ordinal],
-        deviceCanAccessPeer=can_access,
-        deviceEnablePeerAccess=enable,
-        deviceDisablePeerAccess=disable,
-        malloc=malloc,
         free=lambda address: machine.held.pop(address),
-        memcpyPeerAsync=memcpy_peer,
-        memcpyAsync=memcpy,
     )
-    vars(cuda).update(
-        Device=Device, Stream=Stream, Event=Event, get_elapsed_time=get_elapsed_time, runtime=runtime
-    )
-    vars(cupy).update(cuda=cuda, __version__="13.0.0 (fake)")
+    provide(cuda, Device, Stream, Event, get_elapsed_time, runtime=runtime)
+    provide(cupy, cuda=cuda, __version__="13.0.0 (fake)")
     for module in (cupy, cuda, runtime):
         patch.setitem(sys.modules, module.__name__, module)
     return cupy

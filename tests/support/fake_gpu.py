@@ -39,6 +39,7 @@ from tests.support.fake_streams import (
     GraphRun,
     Machine,
     Unit,
+    provide,
 )
 from topoplan.errors import UsageError
 
@@ -149,7 +150,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         @property
         def done(self) -> bool:
-            return query_stream(self.ptr) == 0
+            return streamQuery(self.ptr) == 0
 
         def is_capturing(self) -> bool:
             return self.capture is not None
@@ -213,7 +214,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         @property
         def done(self) -> bool:
-            return query_event(self.ptr) == 0
+            return eventQuery(self.ptr) == 0
 
         def synchronize(self) -> None:
             machine.until(lambda: self.unit is None or self.unit.done)
@@ -222,12 +223,12 @@ def fake_cupy(machine: Machine) -> ModuleType:
     events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
     defaults: dict[int, Stream] = {}
 
-    def query_stream(ptr: int) -> int:
+    def streamQuery(ptr: int) -> int:
         machine.advance(machine.random.randrange(1, 6))
         fault = machine.fault or machine.faults.get(machine.device)
         return fault or (NOT_READY if by_address[ptr].queue else 0)
 
-    def query_event(ptr: int) -> int:
+    def eventQuery(ptr: int) -> int:
         event = events[ptr]
         if event.node is not None:
             return CAPTURED_EVENT
@@ -395,13 +396,13 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
             return call
 
-    def memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    def memcpyAsync(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         def move() -> None:
             ctypes.memmove(target, source, nbytes)
 
         by_address[stream].do(move)
 
-    def pinned(nbytes: int) -> Any:
+    def alloc_pinned_memory(nbytes: int) -> Any:
         machine.bind()
         memory = type("Pinned", (ctypes.c_char * nbytes,), {})()
         memory.ptr = ctypes.addressof(memory)
@@ -416,11 +417,11 @@ def fake_cupy(machine: Machine) -> ModuleType:
         machine.bind()
         machine.free(ptr)
 
-    def memory_info() -> tuple[int, int]:
+    def memGetInfo() -> tuple[int, int]:
         machine.bind()
         return machine.room, 1 << 34
 
-    def copy(dst: int, src: int, size: int, kind: int) -> None:
+    def memcpy(dst: int, src: int, size: int, kind: int) -> None:
         machine.bind()
         ctypes.memmove(dst, src, size)
 
@@ -429,17 +430,17 @@ def fake_cupy(machine: Machine) -> ModuleType:
         assert current().capture is None
         ctypes.memset(ptr, value, size)
 
-    def can_access(device: int, peer: int) -> int:
+    def deviceCanAccessPeer(device: int, peer: int) -> int:
         return int(machine.peers and device != peer)
 
-    def enable(peer: int) -> None:
-        if not can_access(machine.device, peer):
+    def deviceEnablePeerAccess(peer: int) -> None:
+        if not deviceCanAccessPeer(machine.device, peer):
             raise CUDARuntimeError("cudaErrorPeerAccessUnsupported")
 
-    def ipc_handle(ptr: int) -> bytes:
+    def ipcGetMemHandle(ptr: int) -> bytes:
         return ptr.to_bytes(8, "little") + bytes(56)
 
-    def ipc_open(handle: bytes) -> int:
+    def ipcOpenMemHandle(handle: bytes) -> int:
         if not machine.ipc:
             raise CUDARuntimeError("cudaErrorMapBufferObjectFailed")
         address = int.from_bytes(handle[:8], "little")
@@ -448,54 +449,38 @@ def fake_cupy(machine: Machine) -> ModuleType:
         machine.opened.append(address)
         return address
 
-    vars(runtime).update(
-        ipcGetMemHandle=ipc_handle,
-        ipcOpenMemHandle=ipc_open,
+    provide(runtime, ipcGetMemHandle, ipcOpenMemHandle, memGetInfo, malloc, free, memset, CUDARuntimeError)
+    provide(
+        runtime, deviceCanAccessPeer, deviceEnablePeerAccess, memcpyAsync, memcpy, check_status, eventQuery
+    )
+    provide(
+        runtime,
+        streamQuery,
         ipcCloseMemHandle=machine.opened.remove,
-        memGetInfo=memory_info,
-        malloc=malloc,
-        free=free,
-        memset=memset,
         deviceSynchronize=machine.bind,
         deviceGetPCIBusId=lambda device: f"0000:{machine.first + device:02x}:00.0",
-        deviceCanAccessPeer=can_access,
         deviceGetAttribute=lambda number, device: 0,
-        deviceEnablePeerAccess=enable,
-        CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: machine.device,
         setDevice=machine.use,
         getDeviceCount=lambda: machine.gpus,
-        memcpyAsync=memcpy,
-        memcpy=copy,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
-        check_status=check_status,
-        eventQuery=query_event,
-        streamQuery=query_stream,
     )
     function = ModuleType("cupy.cuda.function")
-    vars(function).update(Module=Module)
-    vars(cuda).update(
-        function=function,
-        Device=Device,
-        Stream=Stream,
-        Event=Event,
-        get_current_stream=current,
-        alloc_pinned_memory=pinned,
-        UnownedMemory=UnownedMemory,
-        MemoryPointer=MemoryPointer,
-        runtime=runtime,
-    )
-    vars(cupy).update(
+    provide(function, Module)
+    provide(cuda, Device, Stream, Event, UnownedMemory, MemoryPointer, alloc_pinned_memory)
+    provide(cuda, function=function, get_current_stream=current, runtime=runtime)
+    about = {"__version__": "14.0.0 (fake)", "__spec__": ModuleSpec("cupy", None)}
+    provide(
+        cupy,
+        ndarray,
+        empty,
+        zeros,
+        asarray,
+        ascontiguousarray,
+        flatnonzero,
         cuda=cuda,
-        ndarray=ndarray,
-        empty=empty,
-        zeros=zeros,
-        asarray=asarray,
-        ascontiguousarray=ascontiguousarray,
-        flatnonzero=flatnonzero,
         _streams=by_address,
-        __version__="14.0.0 (fake)",
-        __spec__=ModuleSpec("cupy", None),
+        **about,
     )
     return cupy

@@ -22,7 +22,7 @@ from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.support.fake_streams import Unit
+from tests.support.fake_streams import Unit, provide
 
 REVOKE_SECONDS = 0.2  # until what was under way has ended
 
@@ -393,7 +393,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         def handle(self) -> int:
             return int(machine.windows[0] and len(self.known) == self.comm.world.size)
 
-    def query_properties(comm: Handle) -> SimpleNamespace:
+    def comm_query_properties(comm: Handle) -> SimpleNamespace:
         """Refused by an older NCCL than the bindings, whose struct it does not know."""
         check(Result.InvalidUsage if BINDINGS > VERSION else Result.Success)
         windows, copies = machine.windows
@@ -408,21 +408,21 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         check(Result.Success if machine.bound else Result.UnhandledCudaError)
         return int(machine.allocate(size))
 
-    def register(comm: Handle, buff: int, size: int, win_flags: int) -> Window:
+    def comm_window_register(comm: Handle, buff: int, size: int, win_flags: int) -> Window:
         assert machine.memory[buff].nbytes >= size
         assert win_flags == 0
         return Window(comm.comm, buff)
 
-    def deregister(comm: Handle, win: Window) -> None:
+    def comm_window_deregister(comm: Handle, win: Window) -> None:
         assert not comm.comm.aborted, "the communicator is gone"
         assert not comm.comm.destroyed, "the communicator is gone"
         comm.comm.windows[win.number] = 0
 
-    def peer_pointer(window: Window, offset: int, peer: int) -> int:
+    def get_peer_device_pointer(window: Window, offset: int, peer: int) -> int:
         assert window.handle
         return int(window.known[peer]) + offset
 
-    def multicast_pointer(window: Window, offset: int) -> int:
+    def get_lsa_multimem_device_pointer(window: Window, offset: int) -> int:
         return offset if not machine.windows[1] else int(window.known[0]) + (1 << 50) + offset
 
     @contextmanager
@@ -439,7 +439,7 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
     def recv(recvbuff: int, count: int, datatype: int, peer: int, comm: Handle, stream: int) -> None:
         groups.call(comm.comm, "receive", recvbuff, count, datatype, peer, stream)
 
-    def versions() -> SimpleNamespace:
+    def get_version() -> SimpleNamespace:
         release, made_for = (
             SimpleNamespace(major=major, minor=minor, micro=micro)
             for major, minor, micro in (VERSION, BINDINGS)
@@ -447,34 +447,18 @@ def nccl4py_modules(machine: Any, groups: Groups, numbers: Iterator[int]) -> tup
         found = SimpleNamespace(version=release, path="/fake/libnccl.so.2")
         return SimpleNamespace(libnccl=found, nccl_bindings=made_for)
 
-    vars(core).update(
-        CommShrinkFlag=CommShrinkFlag,
-        Communicator=Communicator,
+    provide(core, CommShrinkFlag, Communicator, NcclInvalid, UniqueId, get_version, group)
+    provide(
+        core,
         NCCLConfig=lambda *, blocking: SimpleNamespace(blocking=blocking),
-        NcclInvalid=NcclInvalid,
         UINT8=UINT8,
-        UniqueId=UniqueId,
         WindowFlag=SimpleNamespace(DEFAULT=0),
         get_error_string=lambda result: {Result.RemoteError: "remote process exited"}[result],
         get_unique_id=lambda: UniqueId(next(numbers).to_bytes(128, "big")),
-        get_version=versions,
-        group=group,
     )
-    vars(bindings).update(
-        Comm=Handle,
-        NCCLError=NCCLError,
-        Result=Result,
-        recv=recv,
-        send=send,
-        mem_alloc=mem_alloc,
-        comm_query_properties=query_properties,
-        team_lsa=team_lsa,
-        mem_free=machine.free,
-        comm_window_register=register,
-        comm_window_deregister=deregister,
-        get_peer_device_pointer=peer_pointer,
-        get_lsa_multimem_device_pointer=multicast_pointer,
-    )
+    provide(bindings, NCCLError, Result, recv, send, mem_alloc, comm_query_properties, team_lsa)
+    provide(bindings, comm_window_register, comm_window_deregister, get_peer_device_pointer)
+    provide(bindings, get_lsa_multimem_device_pointer, Comm=Handle, mem_free=machine.free)
     return core, bindings
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ POISON = 0xA5  # what fresh memory holds
 
 class CUDARuntimeError(RuntimeError):
     """As CuPy's."""
+
+
+def provide(module: ModuleType, *things: Any, **named: Any) -> None:
+    """Give a module functions and classes under their own names, and others under those given."""
+    vars(module).update({thing.__name__: thing for thing in things}, **named)
 
 
 class Driver:

@@ -8,7 +8,25 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
+from collectives.sparse.codec import WireFormat
+from collectives.sparse.selection.gpu_topk import FeedbackAddend, SelectionPasses, topk_gpu
+from collectives.tables.cupy_arrays import load_cupy
+from collectives.tables.kernels.kernel_launch import Kernels
+from collectives.tables.kernels.source import BYTES
+from tests.bench import gpu as bench
+from tests.bench.gpu_selection import rival_seconds
 from tests.gpu_report import CannotRun, Missed
+from tests.support import gpu_checks as checks
+from tests.support import gpu_exchange_checks as exchanges
+from tests.support import kernel_data
+from tests.support.feedback_steps import CASES, compare_steps
+from tests.support.hand_plans import SHAPES
+from tests.support.kernel_data import bits_type
+from tests.support.selection_data import DATA, DTYPES
+from tests.support.sparse_steps import EXCHANGES, mixed_steps, steps_of_each
+from topoplan.plans.plan import COLLECTIVES
 
 JOIN_GOAL, SELECT_GOAL = 0.8, 0.6  # shares of the memory's bandwidth
 
@@ -20,8 +38,6 @@ FREE_FOR_EACH = 8  # times its own size an element of a selection needs free mem
 
 
 def cupy_here() -> Any:
-    from collectives.tables.cupy_arrays import load_cupy
-
     return load_cupy("loopback-gpu")
 
 
@@ -35,77 +51,61 @@ def memory_peak(cupy: Any) -> float:
 
 
 def joins() -> str:
-    from tests.support.gpu_checks import check_joins, kernel_cases
-    from tests.support.kernel_data import EVERY_CASE, numpy_fuses
-
-    cupy, names = cupy_here(), kernel_cases()
-    for dtype, op in EVERY_CASE:
-        check_joins(cupy, dtype, op)
-    left = "" if numpy_fuses() else "; not complex products, which numpy rounds otherwise on this processor"
+    cupy, names = cupy_here(), checks.kernel_cases()
+    for dtype, op in kernel_data.EVERY_CASE:
+        checks.check_joins(cupy, dtype, op)
+    left = (
+        ""
+        if kernel_data.numpy_fuses()
+        else "; not complex products, which numpy rounds otherwise on this processor"
+    )
     return f"{sum(name.startswith('join') for name in names)} kernels, 7 forms each{left}"
 
 
 def averages_and_copies() -> str:
-    from collectives.tables.kernels.source import BYTES
-    from tests.support.gpu_checks import averaged_dtypes, check_averages, check_copies
-
     cupy = cupy_here()
-    for dtype in averaged_dtypes():
-        check_averages(cupy, dtype)
+    for dtype in checks.averaged_dtypes():
+        checks.check_averages(cupy, dtype)
     for itemsize in BYTES:
-        check_copies(cupy, itemsize)
-    return f"{len(averaged_dtypes())} averages by 2, 3, 7 and 200; {len(BYTES)} copies"
+        checks.check_copies(cupy, itemsize)
+    return f"{len(checks.averaged_dtypes())} averages by 2, 3, 7 and 200; {len(BYTES)} copies"
 
 
 def selection() -> str:
-    from tests.support.gpu_checks import (
-        check_feed,
-        check_nan_in_topk,
-        check_topk,
-        check_topk_on_the_current_stream,
-    )
-    from tests.support.selection_data import DATA, DTYPES
-
     cupy = cupy_here()
     for dtype in DTYPES:
         for kind in sorted(DATA):
-            check_topk(cupy, kind, dtype, ((1, (0, 1)), (70001, (0, 1, 700, 20000, 70001))))
-        check_topk(cupy, "normal", dtype)
+            checks.check_topk(cupy, kind, dtype, ((1, (0, 1)), (70001, (0, 1, 700, 20000, 70001))))
+        checks.check_topk(cupy, "normal", dtype)
     for dtype in ("float32", "float64"):
-        check_feed(cupy, dtype)
-    check_nan_in_topk(cupy)
-    check_topk_on_the_current_stream(cupy)
+        checks.check_feed(cupy, dtype)
+    checks.check_nan_in_topk(cupy)
+    checks.check_topk_on_the_current_stream(cupy)
     return f"{len(DATA)} kinds of data, {len(DTYPES)} dtypes, up to 5,000,001 elements; with a residual, NaN, a stream"
 
 
 def repeated_selection() -> str:
-    from tests.support.gpu_checks import FREE_FOR_WIDE_INDICES, check_repeated_topk, check_wide_indices
-    from tests.support.selection_data import DTYPES
-
     cupy = cupy_here()
     for dtype in DTYPES:
-        check_repeated_topk(cupy, dtype)
-    wide = cupy.cuda.runtime.memGetInfo()[0] >= FREE_FOR_WIDE_INDICES
+        checks.check_repeated_topk(cupy, dtype)
+    wide = cupy.cuda.runtime.memGetInfo()[0] >= checks.FREE_FOR_WIDE_INDICES
     if wide:
-        check_wide_indices(cupy)
+        checks.check_wide_indices(cupy)
     return f"21 times the same bits; 2^31 + 5 elements: {'right' if wide else 'no 12 GiB of free memory'}"
 
 
 def feedback() -> str:
-    from tests.support.feedback_steps import CASES, compare_steps
-    from tests.support.gpu_checks import check_indices_outside, check_messages, check_nan_in_feedback
-
     cupy = cupy_here()
     for case in CASES:
         compare_steps(cupy, case, 70001, (700, 0, 20000, 70001, 700))
     for case in (("float32", "float32", 0.0), ("float32", "bfloat16", 0.9), ("float64", "float64", 0.9)):
         compare_steps(cupy, case, 4300003, (43000, 4300, 43000, 2000000))
     for momentum in (0.0, 0.5):
-        check_nan_in_feedback(cupy, momentum)
+        checks.check_nan_in_feedback(cupy, momentum)
     for dtype in ("float32", "float64"):
         for index in ("int32", "int64"):
-            check_messages(cupy, dtype, index)
-    check_indices_outside(cupy)
+            checks.check_messages(cupy, dtype, index)
+    checks.check_indices_outside(cupy)
     return f"{len(CASES)} kinds of steps, NaN taken back, messages of entries"
 
 
@@ -126,8 +126,6 @@ def shares(cupy: Any, goal: float, found: Mapping[str, float]) -> dict[str, Any]
 
 
 def join_bandwidth() -> dict[str, Any]:
-    from tests.bench import gpu as bench
-
     cupy = cupy_here()
     cases = [
         ("float32", "sum", 1),
@@ -145,10 +143,6 @@ def join_bandwidth() -> dict[str, Any]:
 
 
 def average_bandwidth() -> dict[str, Any]:
-    from collectives.tables.kernels.kernel_launch import Kernels
-    from tests.bench import gpu as bench
-    from tests.support.kernel_data import bits_type
-
     cupy = cupy_here()
     kernels, found = Kernels(cupy), {}
     for dtype in ("float16", "bfloat16", "float32", "float64"):
@@ -160,10 +154,6 @@ def average_bandwidth() -> dict[str, Any]:
 
 def select_bandwidth() -> dict[str, Any]:
     """Two reads of everything, whatever a sample would spare."""
-    from collectives.sparse.selection.gpu_topk import SelectionPasses
-    from tests.bench import gpu as bench
-    from tests.support.kernel_data import bits_type
-
     cupy, found = cupy_here(), {}
     for dtype, share in (("float32", 0.001), ("float32", 0.01), ("float16", 0.01), ("bfloat16", 0.01)):
         x = normal(cupy, dtype, bench.BYTES // bits_type(dtype).itemsize)
@@ -180,9 +170,6 @@ def select_bandwidth() -> dict[str, Any]:
 
 def feedback_bandwidth() -> dict[str, Any]:
     """A gradient is added and the largest are taken: two reads and a write of the residual, a read of the gradient."""
-    from collectives.sparse.selection.gpu_topk import FeedbackAddend, SelectionPasses
-    from tests.bench import gpu as bench
-
     cupy, found = cupy_here(), {}
     x, gradient = (normal(cupy, "float32", bench.BYTES // 4, seed) for seed in (1, 2))
     for share in (0.001, 0.01):
@@ -196,8 +183,6 @@ def feedback_bandwidth() -> dict[str, Any]:
 
 
 def normal(cupy: Any, dtype: str, count: int, seed: int = 1) -> Any:
-    import numpy as np
-
     values = np.random.default_rng(seed).standard_normal(count, dtype=np.float32)
     if dtype == "bfloat16":
         return cupy.asarray((values.view(np.uint32) >> 16).astype(np.uint16))
@@ -206,12 +191,6 @@ def normal(cupy: Any, dtype: str, count: int, seed: int = 1) -> Any:
 
 def topk_against_torch(dtype: str) -> dict[str, Any]:
     """Magnitudes of what is chosen, and times; sizes as far as memory and time allow."""
-    import numpy as np
-
-    from collectives.sparse.selection.gpu_topk import topk_gpu
-    from tests.bench import gpu as bench
-    from tests.bench.gpu_selection import rival_seconds
-
     cupy, torch = cupy_here(), import_module("torch")
     each = FREE_FOR_EACH * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
     end, lines, ratios = time.monotonic() + RIVAL_SECONDS, [], {}
@@ -263,65 +242,49 @@ def _topk_on(cupy: Any, torch: Any, tensor: Any, k: int) -> None:
 
 
 def loopback(graphs: bool) -> str:
-    from tests.support.gpu_exchange_checks import check_loopback
-    from tests.support.hand_plans import SHAPES
-    from topoplan.plans.plan import COLLECTIVES
-
     cupy = cupy_here()
     for shape in sorted(SHAPES):
         for collective in COLLECTIVES:
-            check_loopback(cupy, shape, collective, graphs=graphs, counts=(0, 1, 7, 300_007))
+            exchanges.check_loopback(cupy, shape, collective, graphs=graphs, counts=(0, 1, 7, 300_007))
     return f"{len(SHAPES)} shapes of trees, {len(COLLECTIVES)} collectives, 8 ranks, the bits of loopback"
 
 
 def shrunk() -> str:
-    from tests.support.gpu_exchange_checks import check_shrink
-
-    check_shrink(cupy_here())
+    exchanges.check_shrink(cupy_here())
     return "4 ranks, 3, 2 and 1, the bits of loopback"
 
 
 def operations() -> str:
-    from tests.support.gpu_exchange_checks import OPERATIONS, check_operation
-
     cupy = cupy_here()
-    for dtype, op in OPERATIONS:
-        check_operation(cupy, dtype, op)
-    return f"{len(OPERATIONS)} dtypes and operations, the bits of loopback"
+    for dtype, op in exchanges.OPERATIONS:
+        exchanges.check_operation(cupy, dtype, op)
+    return f"{len(exchanges.OPERATIONS)} dtypes and operations, the bits of loopback"
 
 
 def bfloat16() -> str:
-    from tests.support.gpu_exchange_checks import check_bfloat16
-
     cupy, ml_dtypes = cupy_here(), import_module("ml_dtypes")
     if int(cupy.__version__.split(".")[0]) < 14:
         raise CannotRun(f"CuPy {cupy.__version__} has no bfloat16; 14 and newer have")
     for op in ("sum", "avg", "prod", "min", "max"):
-        check_bfloat16(cupy, ml_dtypes.bfloat16, op)
+        exchanges.check_bfloat16(cupy, ml_dtypes.bfloat16, op)
     return "sum, avg, prod, min, max, rounded after every join"
 
 
 def background() -> str:
-    from tests.support.gpu_exchange_checks import check_background, check_out_of_other_streams
-
     cupy = cupy_here()
-    check_background(cupy)
-    check_out_of_other_streams(cupy)
+    exchanges.check_background(cupy)
+    exchanges.check_out_of_other_streams(cupy)
     return "async_op, other streams, arrays freed meanwhile"
 
 
 def sparse() -> str:
-    from collectives.sparse.codec import WireFormat
-    from tests.support.gpu_exchange_checks import check_nan_in_sparse, check_sparse
-    from tests.support.sparse_steps import EXCHANGES, mixed_steps, steps_of_each
-
     cupy = cupy_here()
     for momentum in (0.0, 0.9):
-        check_sparse(cupy, steps_of_each(size=300_007, momentum=momentum))
+        exchanges.check_sparse(cupy, steps_of_each(size=300_007, momentum=momentum))
     for size in (0, 1, 3, 701):
-        check_sparse(cupy, steps_of_each(size=size))
-    check_sparse(cupy, steps_of_each(EXCHANGES[1:], size=30_011, wire=WireFormat(values="float16")))
+        exchanges.check_sparse(cupy, steps_of_each(size=size))
+    exchanges.check_sparse(cupy, steps_of_each(EXCHANGES[1:], size=30_011, wire=WireFormat(values="float16")))
     for dtype in ("float16", "float64"):
-        check_sparse(cupy, mixed_steps(dtype))
-    check_nan_in_sparse(cupy)
+        exchanges.check_sparse(cupy, mixed_steps(dtype))
+    exchanges.check_nan_in_sparse(cupy)
     return f"{len(EXCHANGES)} exchanges, momentum, wire formats, NaN: the bits of numpy arrays"

@@ -11,7 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from collectives.backends.nccl.nccl_library import find_library
+from tests.bench import gpu as bench
 from tests.gpu_report import COMMAND, FOLDER, CannotRun, driver, last_line, program
+from tests.jobs import nccl_rank
+from tests.support import gpu_checks as checks
+from tests.support import gpu_exchange_checks as exchanges
+from tests.support.feedback_steps import compare_steps
 from tests.support.gpu_kernel_rows import cupy_here
 from tests.support.ports import free_port
 
@@ -29,21 +35,17 @@ SUBSET = "small-subset"  # the row that the sanitizer runs
 
 
 def messages_to_itself() -> str:
-    from collectives.backends.nccl.nccl_library import find_library
-    from tests.bench import gpu as bench
-    from tests.support.gpu_exchange_checks import alone, check_messages_to_itself, to_itself
-
     cupy = cupy_here()
     nccl = find_library()
-    check_messages_to_itself(cupy, nccl)
+    exchanges.check_messages_to_itself(cupy, nccl)
     rates = []
-    with alone(cupy, nccl) as link:
+    with exchanges.alone(cupy, nccl) as link:
         for shift in (0, 4):
             room = [cupy.zeros((64 << 20) + shift, dtype="uint8")[shift:] for _ in range(2)]
             lines = (room[0], room[1])
 
             def send(lines: tuple[Any, Any] = lines) -> None:
-                to_itself(nccl, link, lines, cupy.cuda.get_current_stream())
+                exchanges.to_itself(nccl, link, lines, cupy.cuda.get_current_stream())
 
             rates.append(lines[0].nbytes / bench.gpu_seconds(cupy, send, 5) / 1e9)
     return (
@@ -53,20 +55,14 @@ def messages_to_itself() -> str:
 
 
 def abort_beside_a_graph() -> str:
-    from collectives.backends.nccl.nccl_library import find_library
-    from tests.support.gpu_exchange_checks import check_abort_beside_a_graph
-
     cupy = cupy_here()
-    seconds = check_abort_beside_a_graph(cupy, find_library())
+    seconds = exchanges.check_abort_beside_a_graph(cupy, find_library())
     return f"ended {seconds:.3f} s after the graph was dropped"
 
 
 def close_behind_a_graph() -> str:
-    from collectives.backends.nccl.nccl_library import find_library
-    from tests.support.gpu_exchange_checks import check_close_behind_a_graph
-
     cupy = cupy_here()
-    return f"{check_close_behind_a_graph(cupy, find_library()):.3f} s"
+    return f"{exchanges.check_close_behind_a_graph(cupy, find_library()):.3f} s"
 
 
 def said(text: str, task: str) -> dict[int, str]:
@@ -88,12 +84,10 @@ def seconds_of(text: str, task: str, ranks: Sequence[int], limit: float) -> floa
 
 def ranks(count: int, tasks: str, *, shared: bool, timeout: float, **settings: object) -> str:
     """What some ranks print that do tasks; on one GPU, or with a GPU each."""
-    from tests.jobs.nccl_rank import refused_by_nccl, start
-
     place: dict[str, object] = _first_gpu() if shared else {}
-    ended, text = start(count, tasks, port=free_port(), timeout=timeout, **place, **settings)
+    ended, text = nccl_rank.start(count, tasks, port=free_port(), timeout=timeout, **place, **settings)
     print(text)
-    refused = refused_by_nccl(text + _nccl_logs()) if shared and not ended else None
+    refused = nccl_rank.refused_by_nccl(text + _nccl_logs()) if shared and not ended else None
     if refused:
         raise CannotRun(f"NCCL does not run {count} ranks on this GPU: {refused}")
     assert ended or any(task.startswith(("die", "shrink")) for task in tasks.split(",")), last_line(text)
@@ -229,20 +223,16 @@ def lars_lamb(device: str = "cuda") -> str:
 
 def small_subset() -> str:
     """What the sanitizer looks at, in memory that CUDA hands out piece by piece, so that no pool hides an overrun."""
-    from tests.support.feedback_steps import compare_steps
-    from tests.support.gpu_checks import check_averages, check_copies, check_joins, check_topk
-    from tests.support.gpu_exchange_checks import check_operation
-
     cupy = cupy_here()
     cupy.cuda.set_allocator(None)
-    check_joins(cupy, "float32", "sum")
-    check_joins(cupy, "bfloat16", "max")
-    check_averages(cupy, "float16", (3001,))
-    check_copies(cupy, 16)
+    checks.check_joins(cupy, "float32", "sum")
+    checks.check_joins(cupy, "bfloat16", "max")
+    checks.check_averages(cupy, "float16", (3001,))
+    checks.check_copies(cupy, 16)
     for kind in ("normal", "few values"):
-        check_topk(cupy, kind, "float32", ((70001, (700, 20000)), (600_011, (600,))))
+        checks.check_topk(cupy, kind, "float32", ((70001, (700, 20000)), (600_011, (600,))))
     compare_steps(cupy, ("float32", "float16", 0.9), 70001, (700, 20000))
-    check_operation(cupy, "float32", "sum")
+    exchanges.check_operation(cupy, "float32", "sum")
     return "joins, averages, copies, topk, error feedback, a collective"
 
 

@@ -175,83 +175,58 @@ EACH = partial(ranks.collectives_of, 0, shared=False)
 DEATH = partial(ranks.failure_of, 0, shared=False, engine="windows")
 ON_EACH = (gpu, two_gpus, *NCCL)
 SANITIZER = (*CUPY, tool("compute-sanitizer"))
-SWITCHED = {"engine": "windows", "machine": "dgx-h100", "exact": 0}
-"""Settings of ranks whose sums a switch may form."""
+ML_DTYPES = library("ml_dtypes", "pip install ml-dtypes")
+DEATHS = {"death": "die", "death-inside": "die-inside", "death-running": "die-running"}
+
+
+def alone_on_each(tasks: str, **settings: Any) -> Callable[[], str]:
+    """Tasks by the windows engine, with a GPU for each rank."""
+    return partial(EACH, tasks, **{"engine": "windows"} | settings)
+
+
+BY_WINDOWS = alone_on_each("check,sparse,close", kind="windows", nccl_nvls_enable=0)
+# a switch may form the sums
+BY_SWITCH = alone_on_each("by-switch,close", kind="windows and multicast", machine="dgx-h100", exact=0)
+FAILURE_EACH = partial(ranks.failure_of, 0, shared=False)
+FAILURE_PAIR = partial(ranks.failure_of, 2, shared=True)
+GOING_ON_EACH = partial(ranks.going_on, 0, shared=False)
+GOING_ON_THREE = partial(ranks.going_on, 3, shared=True)
+REGION_BY_PEERS = partial(windows.region_of_one_rank, "peer access", NCCL_WIN_ENABLE="0")
+HOOK_SPARSE = partial(ranks.torch_checks, "hook, sparse*", "hook, a hundredth*")
+TORCH_PAIR = (gpu, two_gpus, *TORCH_CHECKS)
 
 ROWS: tuple[Row, ...] = (
     Row("device", device, 90, CUPY),
     Row("nccl-1/messages", ranks.messages_to_itself, 60, NCCL),
     Row("nccl-1/back-end", ALONE, 60, NCCL),
     Row("windows-1/region", partial(windows.region_of_one_rank, "windows"), 60, NCCL),
-    Row(
-        "windows-1/peer-access",
-        partial(windows.region_of_one_rank, "peer access", NCCL_WIN_ENABLE="0"),
-        60,
-        NCCL,
-    ),
+    Row("windows-1/peer-access", REGION_BY_PEERS, 60, NCCL),
     Row("windows-1/multicast", windows.multicast_of_one_gpu, 40, (*CUPY, BINDINGS, MULTICAST)),
     *(Row(f"windows-1/{size}-ranks", partial(windows.one_gpu, size), 60, CUPY) for size in (2, 4, 8)),
     Row("windows-1/results", windows.results_in_arenas, 40, CUPY),
     Row("windows-1/graphs", windows.graphs, 40, CUPY),
     Row("windows-1/missing", windows.a_rank_is_missing, 40, CUPY),
-    Row(
-        "windows-each/multicast",
-        partial(EACH, "by-switch,close", kind="windows and multicast", **SWITCHED),
-        100,
-        (*ON_EACH, MULTICAST),
-    ),
-    Row(
-        "windows-each/windows",
-        partial(EACH, "check,sparse,close", engine="windows", kind="windows", nccl_nvls_enable=0),
-        100,
-        ON_EACH,
-    ),
-    Row(
-        "windows-each/ipc",
-        partial(EACH, "check,close", engine="windows", kind="ipc", nccl_win_enable=0),
-        100,
-        ON_EACH,
-    ),
-    Row("windows-each/rates", partial(EACH, "allreduce,rates,close", engine="auto"), 60, ON_EACH),
-    Row(
-        "windows-each/probed",
-        partial(EACH, "allreduce,close", engine="windows", machine="probed", exact=0),
-        100,
-        ON_EACH,
-    ),
-    Row("windows-each/death", partial(DEATH, "die"), 60, ON_EACH),
-    Row("windows-each/death-inside", partial(DEATH, "die-inside"), 60, ON_EACH),
-    Row("windows-each/death-running", partial(DEATH, "die-running"), 60, ON_EACH),
-    Row(
-        "windows-each/shrink",
-        partial(ranks.going_on, 0, "shrink", shared=False, engine="windows"),
-        60,
-        ON_EACH,
-    ),
+    Row("windows-each/multicast", BY_SWITCH, 100, (*ON_EACH, MULTICAST)),
+    Row("windows-each/windows", BY_WINDOWS, 100, ON_EACH),
+    Row("windows-each/ipc", alone_on_each("check,close", kind="ipc", nccl_win_enable=0), 100, ON_EACH),
+    Row("windows-each/rates", alone_on_each("allreduce,rates,close", engine="auto"), 60, ON_EACH),
+    Row("windows-each/probed", alone_on_each("allreduce,close", machine="probed", exact=0), 100, ON_EACH),
+    *(Row(f"windows-each/{name}", partial(DEATH, task), 60, ON_EACH) for name, task in DEATHS.items()),
+    Row("windows-each/shrink", partial(GOING_ON_EACH, "shrink", engine="windows"), 60, ON_EACH),
     Row("nccl-each/graphs", EACH, 100, ON_EACH),
     Row("nccl-each/steps", partial(EACH, "check,sparse,close", graphs=0), 100, ON_EACH),
-    Row("nccl-each/refusal", partial(ranks.failure_of, 0, "refuse", shared=False), 60, ON_EACH),
-    Row("nccl-each/death", partial(ranks.failure_of, 0, "die", shared=False), 60, ON_EACH),
-    Row("nccl-each/shrink", partial(ranks.going_on, 0, "shrink", shared=False), 60, ON_EACH),
-    Row("nccl-each/leave", partial(ranks.going_on, 0, "leave", shared=False), 60, ON_EACH),
+    Row("nccl-each/refusal", partial(FAILURE_EACH, "refuse"), 60, ON_EACH),
+    Row("nccl-each/death", partial(FAILURE_EACH, "die"), 60, ON_EACH),
+    Row("nccl-each/shrink", partial(GOING_ON_EACH, "shrink"), 60, ON_EACH),
+    Row("nccl-each/leave", partial(GOING_ON_EACH, "leave"), 60, ON_EACH),
     Row("torch/streams", partial(ranks.torch_checks, "streams", "bad input"), 60, TORCH_CHECKS),
     Row("torch/hook-dense", partial(ranks.torch_checks, "hook, dense*"), 60, TORCH_CHECKS),
     Row("torch/hook-bfloat16", partial(ranks.torch_checks, "hook, in bfloat16*"), 60, TORCH_CHECKS),
-    Row(
-        "torch/hook-sparse",
-        partial(ranks.torch_checks, "hook, sparse*", "hook, a hundredth*"),
-        60,
-        (*CUPY, *TORCH_CHECKS),
-    ),
+    Row("torch/hook-sparse", HOOK_SPARSE, 60, (*CUPY, *TORCH_CHECKS)),
     Row("torch/process-group", partial(ranks.torch_checks, "process group*"), 60, TORCH_CHECKS),
-    Row("torch/two-ranks", partial(ranks.torch_checks, "two ranks"), 90, (gpu, two_gpus, *TORCH_CHECKS)),
-    Row(
-        "torch/sync-batch-norm",
-        partial(ranks.torch_checks, "two ranks, SyncBatchNorm"),
-        90,
-        (gpu, two_gpus, *TORCH_CHECKS),
-    ),
-    Row("torch/fsdp", partial(ranks.torch_checks, "two ranks, FSDP2"), 90, (gpu, two_gpus, *TORCH_CHECKS)),
+    Row("torch/two-ranks", partial(ranks.torch_checks, "two ranks"), 90, TORCH_PAIR),
+    Row("torch/sync-batch-norm", partial(ranks.torch_checks, "two ranks, SyncBatchNorm"), 90, TORCH_PAIR),
+    Row("torch/fsdp", partial(ranks.torch_checks, "two ranks, FSDP2"), 90, TORCH_PAIR),
     Row("torch/lars-lamb", ranks.lars_lamb, 60, TORCH),
     *(
         Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))
@@ -266,9 +241,7 @@ ROWS: tuple[Row, ...] = (
     Row("loopback-gpu/graphs", partial(kernels.loopback, True), 60, CUPY),
     Row("loopback-gpu/steps", partial(kernels.loopback, False), 60, CUPY),
     Row("loopback-gpu/operations", kernels.operations, 60, CUPY),
-    Row(
-        "loopback-gpu/bfloat16", kernels.bfloat16, 60, (*CUPY, library("ml_dtypes", "pip install ml-dtypes"))
-    ),
+    Row("loopback-gpu/bfloat16", kernels.bfloat16, 60, (*CUPY, ML_DTYPES)),
     Row("loopback-gpu/streams", kernels.background, 60, CUPY),
     Row("loopback-gpu/sparse", kernels.sparse, 60, CUPY),
     Row("loopback-gpu/shrink", kernels.shrunk, 60, CUPY),
@@ -282,19 +255,13 @@ ROWS: tuple[Row, ...] = (
     Row("sanitizer/memcheck", partial(ranks.sanitized, "memcheck", 50.0), 60, SANITIZER),
     Row("sanitizer/racecheck", partial(ranks.sanitized, "racecheck", 80.0), 90, SANITIZER),
     Row("mps-2/windows", partial(PAIR, "check,close", engine="windows"), 60, MPS, True),
-    Row(
-        "mps-2/death-inside",
-        partial(ranks.failure_of, 2, "die-inside", shared=True, engine="windows"),
-        60,
-        MPS,
-        True,
-    ),
+    Row("mps-2/death-inside", partial(FAILURE_PAIR, "die-inside", engine="windows"), 60, MPS, True),
     Row("nccl-2/graphs", PAIR, 60, SHARED_GPU, True),
     Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 60, SHARED_GPU, True),
-    Row("nccl-2/refusal", partial(ranks.failure_of, 2, "refuse", shared=True), 60, SHARED_GPU, True),
-    Row("nccl-2/death", partial(ranks.failure_of, 2, "die", shared=True), 60, SHARED_GPU),
-    Row("nccl-3/shrink", partial(ranks.going_on, 3, "shrink", shared=True), 60, SHARED_GPU),
-    Row("nccl-3/leave", partial(ranks.going_on, 3, "leave", shared=True), 60, SHARED_GPU, True),
+    Row("nccl-2/refusal", partial(FAILURE_PAIR, "refuse"), 60, SHARED_GPU, True),
+    Row("nccl-2/death", partial(FAILURE_PAIR, "die"), 60, SHARED_GPU),
+    Row("nccl-3/shrink", partial(GOING_ON_THREE, "shrink"), 60, SHARED_GPU),
+    Row("nccl-3/leave", partial(GOING_ON_THREE, "leave"), 60, SHARED_GPU, True),
     Row("nccl-4/graphs", partial(ranks.collectives_of, 4, "check,graph,close"), 60, SHARED_GPU, True),
     Row(ranks.SUBSET, ranks.small_subset, 120, CUPY, listed=False),
 )

@@ -59,7 +59,7 @@ class Ranks:
             )
         self.size = size
         self.arenas = [cupy.zeros(arena, dtype=np.uint8) for _ in range(size)]
-        cupy.cuda.get_current_stream().synchronize()
+        _wait(cupy)
         addresses = tuple(int(one.data.ptr) for one in self.arenas)
         device, kernels = cupy.cuda.Device().id, Kernels(cupy)
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(size)]
@@ -90,12 +90,16 @@ class Ranks:
     def run(self, calls: list[Call[Any]], *, direct: bool = False) -> None:
         """Run a collective to its end; raises where a rank was late."""
         placed = [engine.place(call, direct=direct) for engine, call in zip(self.engines, calls, strict=True)]
-        for one, engine, call in zip(placed, self.engines, calls, strict=True):
-            assert one is not None, "the arena is too small for the plan"
-            memory = call.memory[0]
-            engine.begins(one)
-            engine.queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
+        for rank, one in enumerate(placed):
+            self.begin(rank, one, calls[rank])
         self.wait()
+
+    def begin(self, rank: int, placed: Any, call: Call[Any]) -> None:
+        """Queue a call that was placed."""
+        assert placed is not None, "the arena is too small for the plan"
+        memory = call.memory[0]
+        self.engines[rank].begins(placed)
+        self.engines[rank].queue(placed, int(memory.source.data.ptr), int(memory.result.data.ptr))
 
     def wait(self) -> None:
         for stream in self.streams:
@@ -106,9 +110,13 @@ class Ranks:
         assert not late, f"ranks waited {2 * SECONDS:g} s for (peer, row): {late}"
 
 
+def plan_of(size: int) -> Plan:
+    return topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+
+
 def check(cupy: Any, size: int, lengths: tuple[int, ...], *, arena: int = 64 << 20, **settings: int) -> None:
     """Results of some lengths, operations and types have the bits of loopback, again and again."""
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    plan = plan_of(size)
     ranks = Ranks(cupy, size, arena=arena, **settings)
     cases = [("float32", "sum"), ("float32", "avg"), ("float16", "max"), ("int32", "max")]
     if numpy_fuses():  # else numpy rounds complex products otherwise
@@ -116,14 +124,13 @@ def check(cupy: Any, size: int, lengths: tuple[int, ...], *, arena: int = 64 << 
     for dtype, op in cases:
         for length in lengths:
             generator = np.random.default_rng(length)
-            given = [cupy.zeros(length, dtype=dtype) for _ in range(size)]
-            out = [cupy.zeros(length, dtype=dtype) for _ in range(size)]
+            given, out = _arrays(cupy, size, length, dtype)
             calls = ranks.calls(plan, given, out, op, 1 << 16)
             for _ in range(2):
                 arrays = [(generator.standard_normal(length) * 9).astype(dtype) for _ in range(size)]
                 for one, array in zip(given, arrays, strict=True):
                     one.set(array)
-                cupy.cuda.get_current_stream().synchronize()
+                _wait(cupy)
                 ranks.run(calls)
                 with Communicator(plan) as reference:
                     wanted = reference.all_reduce(arrays, op=op)
@@ -134,7 +141,7 @@ def check(cupy: Any, size: int, lengths: tuple[int, ...], *, arena: int = 64 << 
 def results_in_arenas(size: int = 4, length: int = 1 << 22, **settings: int) -> str:
     """Results that the rank which has them first writes for all: right to the bit, and the time beside slots."""
     cupy = cupy_here()
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    plan = plan_of(size)
     ranks = Ranks(cupy, size, arena=(64 << 20) + 8 * length, room_bytes=64 << 20, small_bytes=0, **settings)
     generator = np.random.default_rng(0)
     arrays = [generator.standard_normal(length).astype(np.float32) for _ in range(size)]
@@ -145,7 +152,7 @@ def results_in_arenas(size: int = 4, length: int = 1 << 22, **settings: int) -> 
         for engine, one in zip(ranks.engines, out, strict=True)
     ]
     assert min(places) == max(places) > 0
-    cupy.cuda.get_current_stream().synchronize()
+    _wait(cupy)
     calls = ranks.calls(plan, given, out, "sum", 1 << 20)
     with Communicator(plan) as reference:
         wanted = reference.all_reduce(arrays)
@@ -153,7 +160,7 @@ def results_in_arenas(size: int = 4, length: int = 1 << 22, **settings: int) -> 
     for direct in (False, True):
         for one in out:
             one[:] = 0
-        cupy.cuda.get_current_stream().synchronize()
+        _wait(cupy)
         seconds.append(_seconds(partial(ranks.run, calls, direct=direct), runs=5))
         assert all(one.get().tobytes() == wanted[rank].tobytes() for rank, one in enumerate(out)), direct
     return (
@@ -164,11 +171,11 @@ def results_in_arenas(size: int = 4, length: int = 1 << 22, **settings: int) -> 
 def graphs(size: int = 4, lengths: tuple[int, ...] = (1000, 1_000_000), **settings: int) -> str:
     """A graph of one kernel for each rank, replayed on new data."""
     cupy = cupy_here()
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    plan = plan_of(size)
     for length in lengths:
         ranks = Ranks(cupy, size, arena=64 << 20, **settings)
-        given, out = ([cupy.zeros(length, dtype=np.float32) for _ in range(size)] for _ in range(2))
-        cupy.cuda.get_current_stream().synchronize()
+        given, out = _arrays(cupy, size, length)
+        _wait(cupy)
         calls = ranks.calls(plan, given, out, "avg", 1 << 20)
         ranks.run(calls)
         made = []
@@ -186,7 +193,7 @@ def graphs(size: int = 4, lengths: tuple[int, ...] = (1000, 1_000_000), **settin
             arrays = [generator.standard_normal(length).astype(np.float32) for _ in range(size)]
             for one, array in zip(given, arrays, strict=True):
                 one.set(array)
-            cupy.cuda.get_current_stream().synchronize()
+            _wait(cupy)
             for graph, stream in zip(made, ranks.streams, strict=True):
                 graph.launch(stream)
             ranks.wait()
@@ -310,19 +317,28 @@ def one_gpu(size: int) -> str:
     cupy = cupy_here()
     check(cupy, size, (1, 1000, 100_003, 1_000_000), small_bytes=0)
     check(cupy, size, (1, 1000, 4096))
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    plan = plan_of(size)
     ranks = Ranks(cupy, size, arena=128 << 20)
     parts = []
     for nbytes in (8, 4096, 1 << 20, 16 << 20, 64 << 20):
         length = nbytes // 4
-        given = [cupy.zeros(length, dtype=np.float32) for _ in range(size)]
-        out = [cupy.zeros(length, dtype=np.float32) for _ in range(size)]
+        given, out = _arrays(cupy, size, length)
         calls = ranks.calls(plan, given, out, "sum", 1 << 20)
         seconds = _seconds(lambda calls=calls: ranks.run(calls))
         # each byte is written to 2 (n - 1) slots and read there, read as input and written as result
         moved = nbytes * (2 * 2 * (size - 1) + 2 * size)
         parts.append(f"{nbytes} B {seconds * 1e6:.0f} us ({moved / seconds / 1e9:.0f} GB/s of memory)")
     return f"right to the bit; one process, {ranks.engines[0].blocks} blocks a rank; " + ", ".join(parts)
+
+
+def _wait(cupy: Any) -> None:
+    cupy.cuda.get_current_stream().synchronize()
+
+
+def _arrays(cupy: Any, size: int, length: int, dtype: str = "float32") -> tuple[list[Any], list[Any]]:
+    """Inputs and results of all ranks."""
+    given, out = ([cupy.zeros(length, dtype=dtype) for _ in range(size)] for _ in "io")
+    return given, out
 
 
 def _seconds(call: Any, runs: int = 9) -> float:
@@ -353,7 +369,7 @@ def settings_swept(
         for slot in slots:
             ranks = Ranks(cupy, size, arena=arena, blocks=count, slot_bytes=slot, small_bytes=0)
             for nbytes in sizes:
-                given, out = ([cupy.zeros(nbytes // 4, dtype=np.float32) for _ in range(size)] for _ in "io")
+                given, out = _arrays(cupy, size, nbytes // 4)
                 calls = ranks.calls(plan, given, out, "sum", 1 << 20)
                 seconds = _seconds(lambda ranks=ranks, calls=calls: ranks.run(calls), runs=5)
                 measured.append((nbytes, count, slot, seconds))
@@ -425,21 +441,17 @@ def model_seconds(clock: WindowsClock, settings: Measured) -> Any:
 def a_rank_is_missing(size: int = 3) -> str:
     """The others end by themselves, and later launches return at once."""
     cupy = cupy_here()
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=range(size))
+    plan = plan_of(size)
     found = []
     for small in (0, 16384):
         ranks = Ranks(cupy, size, arena=64 << 20, timeout=0.5, small_bytes=small)
-        given, out = ([cupy.zeros(4096, dtype=np.float32) for _ in range(size)] for _ in range(2))
+        given, out = _arrays(cupy, size, 4096)
         calls = ranks.calls(plan, given, out, "sum", 1 << 16)
         placed = [engine.place(call) for engine, call in zip(ranks.engines, calls, strict=True)]
         started = time.perf_counter()
         for _ in range(2):
             for rank in range(size - 1):
-                memory = calls[rank].memory[0]
-                one = placed[rank]
-                assert one is not None
-                ranks.engines[rank].begins(one)
-                ranks.engines[rank].queue(one, int(memory.source.data.ptr), int(memory.result.data.ptr))
+                ranks.begin(rank, placed[rank], calls[rank])
         for stream in ranks.streams[:-1]:
             stream.synchronize()
         seconds = time.perf_counter() - started

@@ -611,7 +611,7 @@ def test_a_rival_that_fails_is_told_by_its_error() -> None:
 @pytest.mark.thorough
 def test_rows_of_one_gpu_hold_on_the_stand_ins(tmp_path: Path) -> None:
     """Each row in a process of its own, as on a GPU: a row that calls the back end wrongly fails here first."""
-    rows = "windows-1/region,windows-1/peer-access,windows-1/missing,nccl-1/back-end,nccl-2/steps"
+    rows = "windows-1/region,windows-1/missing,nccl-2/steps"
     done = subprocess.run(
         [
             sys.executable,
@@ -628,4 +628,4 @@ def test_rows_of_one_gpu_hold_on_the_stand_ins(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 ok, 0 failed or missed, 0 cannot run" in done.stdout
+    assert "4 ok, 0 failed or missed, 0 cannot run" in done.stdout
