@@ -52,12 +52,12 @@ def sparse(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         within.setattr(cupy.ndarray, "get", counted)
         for name in ("values", "put", "wrapped"):
             within.setattr(TorchArrays, name, refused)
-        for step in steps_of_each(("dense", "pairs", "servers")):
+        for step in steps_of_each(("dense", "pairs", "servers"), count=1):
             tensor = torch.from_numpy(step.gradients[comm.ranks[0]])
             comm.sparse_all_reduce(tensor, density=step.density, exchange=step.exchange, key="counted")
         taken_on = type(comm._take_sparse_state(["counted"])["counted"][0]["residual"]).__name__
         fetched, most = [], max(fetched)
-    whole = taken(comm, steps_of_each(), torch.from_numpy, lambda tensor: tensor.numpy())
+    whole = taken(comm, steps_of_each(count=2), torch.from_numpy, lambda tensor: tensor.numpy())
     bits = taken(comm, rounded_steps(), half, lambda tensor: tensor.view(torch.int16).numpy())
     return {"whole": whole, "bits": bits[0], "most": most, "taken": taken_on}
 
@@ -80,7 +80,7 @@ def hook(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     patch.setattr(torch_hook_ranks, "HookState", partial(torch_hook_ranks.HookState, shared=False))
     torch_hook_ranks.check_conservation()
-    torch_hook_ranks.check_restored(torch_hook_ranks.SPARSE)
+    torch_hook_ranks.check_restored({"sparse": torch_hook_ranks.SPARSE["sparse"]})
     torch_hook_ranks.check_bfloat16({"sparse": ({"compression": TopK(1.0)}, 0, 1e-3)})
     return {"passed": True}
 

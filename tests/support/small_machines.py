@@ -39,6 +39,6 @@ def tailed_triangle() -> Topology:
 
 
 def library_cases(*left_out: str) -> list[ParameterSet]:
-    """The machines of the library; the largest only in `make test-all`."""
-    names = [name for name in library() if name not in left_out]
-    return [pytest.param(name, marks=[pytest.mark.thorough] if name in LARGEST else []) for name in names]
+    """The machines of the library; the largest only in `make test-all`, the like of one of them in `make test-long`."""
+    marks = {name: [pytest.mark.thorough] for name in LARGEST} | {"gb300-nvl72": [pytest.mark.slow]}
+    return [pytest.param(name, marks=marks.get(name, [])) for name in library() if name not in left_out]

@@ -65,7 +65,9 @@ def test_the_ring_and_the_librarys_own_allreduce_run_on_the_same_processes(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["loopback", "shared", "tcp", "mpi", "torch"])
+@pytest.mark.parametrize(
+    "backend", ["loopback", "shared", "tcp", pytest.param("mpi", marks=pytest.mark.slow), "torch"]
+)
 def test_every_back_end_adds_up_bfloat16(backend: str, plan_path: Path) -> None:
     """Between processes of one host too, which `shared` runs without MPI or torch."""
     needs(backend)

@@ -46,6 +46,7 @@ def planes(count: int) -> Topology:
     [
         pytest.param(name, marks=() if name in ("dgx-1v", "dgx-2") else pytest.mark.thorough)
         for name in library()
+        if name != "gb300-nvl72"  # its NVLinks are those of gb200-nvl72
     ],
 )
 def test_both_are_valid_wherever_they_exist(name: str, collective: str) -> None:
