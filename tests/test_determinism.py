@@ -57,6 +57,6 @@ def digests(seed: int) -> str:
 @pytest.mark.thorough
 def test_plans_are_the_same_in_every_process() -> None:
     with ThreadPoolExecutor(2) as pool:
-        outputs = list(pool.map(digests, (1, 2)))
+        outputs = list(pool.map(digests, (1, 2, 3)))
     assert len(outputs[0].splitlines()) == PROGRAM.count("lambda:") + 1
     assert set(outputs) == {outputs[0]}
