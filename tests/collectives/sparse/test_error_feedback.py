@@ -99,7 +99,10 @@ def test_a_restored_state_continues_with_the_same_bits(momentum: float) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kept", "momentum"), [("float32", 0.0), ("float32", 0.5), ("float64", 0.0)])
+@pytest.mark.parametrize(
+    ("kept", "momentum"),
+    [("float32", 0.0), ("float32", 0.5), pytest.param("float64", 0.0, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 def test_a_16_bit_gradient_gives_the_bits_of_its_wider_copy(name: str, momentum: float, kept: str) -> None:
     gradient = every_16_bits(name)[: -5 if momentum else None]

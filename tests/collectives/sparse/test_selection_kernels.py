@@ -25,7 +25,8 @@ KERNELS: dict[str, list[str]] = {
 WHOLE = 90
 """The compute capability for which all kernels are compiled; for others those of float32, and all in the slow test."""
 
-ARCHITECTURES = [(12, 70), (12, 75), (12, 80), (12, WHOLE), (12, 100), (13, 75), (13, 100)]
+BETWEEN = [pytest.param(12, architecture, marks=pytest.mark.slow) for architecture in (75, 80)]
+ARCHITECTURES = [(12, 70), *BETWEEN, (12, WHOLE), (12, 100), (13, 75), (13, 100)]
 """CUDA release and compute capability; CUDA 13 does not support 7.0."""
 
 WHOLE_VECTOR = r"(?:v4\.[bufs]32|v2\.[bufs]64)\b"

@@ -25,7 +25,8 @@ Array = NDArray[np.generic]
 
 # ---- compiled for GPUs
 
-ARCHITECTURES = [(12, 70), (12, 75), (12, 80), (12, 90), (12, 100), (13, 75), (13, 100)]
+BETWEEN = [pytest.param(12, architecture, marks=pytest.mark.slow) for architecture in (75, 80)]
+ARCHITECTURES = [(12, 70), *BETWEEN, (12, 90), (12, 100), (13, 75), (13, 100)]
 """CUDA release and compute capability; CUDA 13 knows no 7.0."""
 
 
