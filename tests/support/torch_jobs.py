@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +85,46 @@ def _run(program: str, folder: Path, settings: Mapping[str, str]) -> None:
     except BaseException:
         (folder / f"{settings['RANK']}.error").write_text(traceback.format_exc(), encoding="utf-8")
         raise
+
+
+def forked(
+    program: Sequence[str], folder: Path, *, ranks: int, settings: Mapping[str, str] | None = None
+) -> tuple[str, str, list[int | None]]:
+    """What ranks print and complain of in a folder, and how they end: forked, with the variables of torchrun.
+
+    A program is a file or the name of a module, and its arguments. To start a process that imports torch takes seconds.
+    """
+    size, port = str(ranks), str(free_port())
+    world = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world |= {"GLOO_SOCKET_IFNAME": "lo", **(settings or {})}
+    processes = [
+        forking().Process(target=_be, args=(list(program), folder, {**world, "RANK": n, "LOCAL_RANK": n}))
+        for n in map(str, range(ranks))
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(180)
+        statuses = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    texts = (
+        "".join(file.read_text() for file in sorted(folder.glob(f"*.{kind}"))) for kind in ("out", "err")
+    )
+    return next(texts), next(texts), statuses
+
+
+def _be(program: list[str], folder: Path, settings: Mapping[str, str]) -> None:
+    """Be one rank."""
+    os.environ.update(settings)
+    os.chdir(folder)
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{settings['RANK']}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = program
+    if program[0].endswith(".py"):
+        runpy.run_path(program[0], run_name="__main__")
+    else:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
