@@ -156,7 +156,6 @@ class ExchangeTimes:
         return SparseExplanation(chosen, self._entries, self._gathered, self._reason(), self._seconds, plan)
 
     def _reason(self) -> str:
-        """Return the reason for the exchange, in words."""
         gathered = f"{format_size(self._gathered)} together, take"
         names = {
             "pairs": f"{self._entries} of {self._asked.size} entries of each of {self._plans.ranks} ranks, {gathered}",
@@ -188,8 +187,6 @@ def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
     Over several servers with several ranks each, trees on entries are taken only by name: they keep as many entries as
     one rank gives, while three phases keep those of every server.
 
-    Examples
-    --------
     >>> choose_exchange({"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
     'servers'
     """
@@ -350,7 +347,6 @@ class SparsePlans:
         return made
 
     def _reason(self, exchange: str) -> str:
-        """Return why an exchange does not apply here; empty if it does."""
         ranks, servers = self.ranks, len(self._servers.names)
         if ranks == 1:
             return "one rank exchanges nothing"

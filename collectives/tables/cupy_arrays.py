@@ -70,7 +70,6 @@ def has_context(device: int) -> bool:
 
 @cache
 def _driver() -> Any:
-    """Return NVIDIA's driver library; None if it is missing."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -474,7 +474,6 @@ class HookState:
         warn_of_unused_state(lost, why)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a state does not match."""
         if state["ranks"] == self.size and state["rank"] != self.rank:
             raise UsageError(
                 f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
@@ -659,7 +658,6 @@ class HookState:
     def _init_copy(
         self, arguments: dict[str, Any], state: dict[str, Any], changed: bool, lacks_scale: bool
     ) -> None:
-        """Set the state of a copy that has not connected to the other ranks."""
         self._loss_scale, self._without_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]

@@ -94,7 +94,6 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         return loss
 
     def _step(self) -> None:
-        """Compute owned norms, gather the rates, and move everything."""
         layers = self._with_gradients()
         rated = [number for number, (_, group) in enumerate(layers) if group["adapt"]]
         owned = rated
@@ -123,7 +122,6 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
                     self.state[parameter][name] = value.detach().to(zeros_for(parameter), copy=True)
 
     def _with_gradients(self) -> list[ParameterWithGroup]:
-        """Return the parameters that have gradients, with their groups."""
         layers = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in layers:
             moves = parameter.is_floating_point() or parameter.is_complex()
@@ -153,7 +151,6 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         return self._parallel
 
     def _check_group(self, group: ParameterGroup) -> None:
-        """Raise `UsageError` if an option is out of range."""
         for name in ("lr", "weight_decay"):
             if not 0 <= group[name] < math.inf:
                 raise UsageError(f"{name} must be 0 or more, got {group[name]}")
@@ -274,7 +271,6 @@ class Lamb(TorchLayerOptimizer):
         parameter.add_(update, alpha=-speed)
 
     def _update(self, parameter: Any, group: ParameterGroup) -> Any:
-        """Return the update of a parameter, after its moments were updated."""
         kept = self.state[parameter]
         if not kept:
             kept.update(step=0, first=zeros_for(parameter), second=zeros_for(parameter))
@@ -303,7 +299,6 @@ def zeros_for(parameter: Any) -> Any:
 
 
 def _norms(tensors: Sequence[Any]) -> list[float]:
-    """Return the norms of tensors, in float64."""
     tensors = [real_view(tensor) for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         wide = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors]

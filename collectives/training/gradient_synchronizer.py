@@ -529,7 +529,6 @@ class GradientSynchronizer:
         self.recorder.step = self._confirmed_step = int(state["step"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a state does not match this synchronizer."""
         self._check_between_steps()
         same, ranks = self._identity(), self.communicator.ranks
         for key in ("format", "layout"):
@@ -602,7 +601,6 @@ class GradientSynchronizer:
         return averages[0] if self.communicator.one_rank else averages
 
     def _check_recoverable(self) -> None:
-        """Raise `UsageError` if `Shrink` is not possible for the back end or the mode."""
         comm = self.communicator
         if comm.on_failure != "shrink":
             return
@@ -631,7 +629,6 @@ class GradientSynchronizer:
         return {"numbers": np.array(numbers), "among": np.array(self._among), **pulled, **kept}
 
     def _take_common(self, state: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Restore what `_common` returned on another rank."""
         step, self._averaged, self._confirmed_step, self._averager.due, apart = map(int, state["numbers"])
         self.recorder.step, self._diverged = step, bool(apart)
         self._among = self.recorder.among = tuple(map(int, state["among"]))
@@ -677,7 +674,6 @@ class GradientSynchronizer:
             self._exchange.give_up()
 
     def _average(self, parameters: Any) -> None:
-        """Average the parameters now."""
         average_parameters(self.communicator, self.recorder, self._by_parameter(parameters))
         self._report_change()
         self._confirmed_step = self.recorder.step
@@ -687,7 +683,6 @@ class GradientSynchronizer:
             self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
 
     def _by_parameter(self, parameters: Any) -> list[Any]:
-        """Return the caller's lists as `average_parameters` takes them."""
         listed = self._shapes.lists(parameters, "parameter")
         return listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True))
 
@@ -702,7 +697,6 @@ class GradientSynchronizer:
         return [self._zeros() if one is None else one for one in gradients]
 
     def _zeros(self) -> list[Any]:
-        """Return gradients of a rank without data."""
         library = self.communicator.arrays
         return [
             library.of(np.zeros(shape), dtype)
@@ -730,7 +724,6 @@ class GradientSynchronizer:
             comm.broadcast(given, root=root, out=given)
 
     def _check_calls(self) -> None:
-        """Raise `UsageError` if a call of `grow` or `after_step` is missing."""
         if self._joining:
             raise UsageError(
                 "this rank has joined and does not have the state of the others yet; call grow first"

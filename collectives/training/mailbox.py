@@ -417,13 +417,11 @@ def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
 
 
 def _shut_down_connection(connection: Connection) -> None:
-    """End the connection for the thread that reads from it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 def _own_address() -> str:
-    """Return an address of this host that others can reach."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

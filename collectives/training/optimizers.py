@@ -265,7 +265,6 @@ class ArrayLayerOptimizer(ABC):
         """Move a layer by its rate times the learning rate."""
 
     def _begin(self, layers: list[Layout]) -> None:
-        """Agree with all ranks on layers and settings, assign owners, and create the state."""
         first = layers[0]
         for found in layers[1:]:
             if found != first:
@@ -321,7 +320,6 @@ class ArrayLayerOptimizer(ABC):
                 self._finish(one, update, rate_of.get(layer, 1.0), weights)
 
     def _layer(self, number: int, replica: Replica, layer: int) -> LayerLines:
-        """Return a layer of one of this process's ranks."""
         weights, gradients = replica
         kept = self._kept[number][layer]
         dtype = kept[self.names[0]].dtype
@@ -456,6 +454,5 @@ class Lamb(ArrayLayerOptimizer):
 
 
 def _blocks(*lines: Array) -> Iterator[tuple[Array, ...]]:
-    """Yield lines of one length, block by block."""
     for start in range(0, lines[0].size, BLOCK):
         yield tuple(line[start : start + BLOCK] for line in lines)

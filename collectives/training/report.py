@@ -453,7 +453,6 @@ def _decimal_size(nbytes: int) -> str:
 
 
 def _busy(records: Sequence[ExchangeRecord]) -> float:
-    """Return the seconds in which at least one exchange ran."""
     total, until = 0.0, -math.inf
     for one in sorted(records, key=lambda each: each.started):
         total += max(0.0, one.ended - max(one.started, until))
