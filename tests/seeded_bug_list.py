@@ -701,7 +701,7 @@ BUGS = (
         "if sent[peer] != received[peer]:",
         (
             "collectives/torch/group_arguments.py",
-            "tests/jobs/test_torch_group.py",
+            "tests/jobs/test_torch_scenarios.py",
         ),
     ),
     Bug(

@@ -373,8 +373,7 @@ def agree_on_job_plan(
     device : str, int or None
         This rank's GPU: its UUID, PCI bus id or name in the machine, or its CUDA number in this process. None if ranks
         compute without GPUs: then each is a process at its host's memory.
-    collective : str
-    channels : str
+    collective, channels : str
         As `topoplan.plan` takes them, the same on all ranks.
     host : str, optional
         Names this rank's host, also for ranks in several containers of one host; by default the machine's name with

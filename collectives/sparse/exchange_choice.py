@@ -61,22 +61,13 @@ MARGIN = 1 - 1e-9
 class SparseExplanation:
     """The exchange of a gradient, and its reason.
 
-    Parameters
-    ----------
-    exchange : str
-        "dense": residual and gradient are summed as a whole. "pairs": the entries of all ranks are gathered.
-        "servers": gradients are summed inside servers, and entries exchanged between them. "tree": entries are summed
-        and selected again on the way up one low tree. "balanced": the same on many trees, each for its part.
-    entries : int
-        Entries of every rank, or with "servers" of every server; approximate if shards select for themselves.
-    pairs_bytes : int
-        Bytes of the gathered messages of all ranks, with padding.
-    reason : str
-    seconds : mapping of str to float
-        Model times: for "auto" of all exchanges of this machine if it comes from `explain`, of the exchanges that no
-        lower bound rules out if it comes from a call; else of the named one.
-    plan : Plan or None
-        The plan that runs, unless entries are gathered: that of the allreduce, or the sparse plan.
+    `exchange` is "dense": residual and gradient are summed as a whole; "pairs": the entries of all ranks are gathered;
+    "servers": gradients are summed inside servers, and entries exchanged between them; "tree": entries are summed and
+    selected again on the way up one low tree; or "balanced": the same on many trees, each for its part. `entries` are
+    those of every rank, or with "servers" of every server, approximate if shards select for themselves; `pairs_bytes`
+    those of the gathered messages of all ranks, with padding. `seconds` are model times: for "auto" of all exchanges of
+    this machine if it comes from `explain`, of exchanges that no lower bound rules out if it comes from a call; else of
+    the named one. `plan` runs, unless entries are gathered: that of the allreduce, or the sparse plan.
     """
 
     exchange: str

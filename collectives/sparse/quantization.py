@@ -149,12 +149,7 @@ def to_fixed_point(
     is in values per scale of 4 bytes. If the codes of several `ranks` are added, those of one are at most 127 or 32767
     over their number, rounded down, and the error of a value grows as that bound shrinks. `largest` has the largest
     magnitude of every block on all these ranks as float32 (`largest_magnitudes`), by default that of the values.
-
-    Raises
-    ------
-    UsageError
-        NaN, infinite or too large values, not a vector of floats, other bits, or numbers out of range; more ranks than
-        codes, or a value above the largest.
+    Raises `UsageError` for anything else, for more ranks than codes, and for a value above the largest.
 
     >>> fixed = to_fixed_point(np.float32([127, 0.25, -3, 0]), bits=8, seed=7)
     >>> fixed.codes, fixed.scales

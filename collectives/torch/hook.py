@@ -348,15 +348,7 @@ class HookState:
         world_size=1)``, for its DDP, which must arrange its buckets as the others have: it goes forward and backward
         once, with any inputs, before `register`. All ranks give their ``parameters``.
 
-        Parameters
-        ----------
-        model : DistributedDataParallel
-        optimizer : Optimizer
-
-        Returns
-        -------
-        tuple of int
-            The ranks that joined, by their numbers from now on.
+        Returns the ranks that joined, by their numbers from now on.
 
         Raises
         ------
@@ -541,8 +533,6 @@ class HookState:
 
         Parameters
         ----------
-        model : DistributedDataParallel
-            The model with which this state is registered.
         divide_by : str
             "present" for the ranks that have data in a step; "all" for all of them, which gives all samples the same
             weight.
@@ -737,18 +727,8 @@ def topoplan_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks in the background: ``model.register_comm_hook(state, topoplan_hook)``.
 
-    Parameters
-    ----------
-    state : HookState
-    bucket : GradBucket
-    shard : None
-        FSDP passes one, and is refused.
-
-    Returns
-    -------
-    Future
-        Future of the averaged buffer of the bucket. It ends with the exchange; for the last bucket of a step it has
-        ended.
+    Returns the future of the averaged buffer of the bucket, which ends with the exchange; for the last bucket of a step
+    it has ended. FSDP passes a `shard`, and is refused.
 
     Raises
     ------

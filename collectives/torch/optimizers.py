@@ -39,16 +39,9 @@ ParameterWithGroup = tuple[Any, ParameterGroup]
 class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]  # torch may be missing
     """Base of optimizers with a rate for each parameter.
 
-    Parameters
-    ----------
-    params : iterable of parameters, or of groups
-        Floating point or complex. A group with ``adapt=False`` has rate 1: for biases and the weights of
-        normalizations.
-    defaults : dict
-        Options of groups without their own.
-    communicator : Communicator, HookState or None
-        Its ranks, one in each process, share the computation of norms; None for a rank that computes all. Not part of
-        the optimizer's state: a copy computes alone.
+    `params` are parameters or groups, floating point or complex; a group with ``adapt=False`` has rate 1: for biases
+    and the weights of normalizations. The ranks of `communicator`, one in each process, share the computation of norms;
+    with None this rank computes all. It is not part of the optimizer's state: a copy computes alone.
     """
 
     _communicator: Communicator | None = None

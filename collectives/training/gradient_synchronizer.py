@@ -213,10 +213,6 @@ class GradientSynchronizer:
             Destination of the averages: the gradients themselves, or arrays that share no memory with them. By default
             new arrays.
 
-        Returns
-        -------
-        As ``gradients``.
-
         Raises
         ------
         UsageError
@@ -243,16 +239,8 @@ class GradientSynchronizer:
         The gradient must not change until `wait`. Give each gradient once, in any order; buckets start in their own
         order, so the reverse order of the parameters lets them start earliest.
 
-        Parameters
-        ----------
-        index : int
-            Index of the parameter.
-        gradient : array; with several ranks in this process a list of one for each
-
-        Raises
-        ------
-        UsageError, RefusedError, BackendError
-            As `step`. If each rank is a process the step is then lost: give all its gradients again.
+        `gradient` is that of the parameter `index`: an array, or with several ranks in this process a list of one for
+        each. Errors are those of `step`; if each rank is a process the step is then lost: give all its gradients again.
         """
         with self._refuse_on_error():
             self._check_calls()
@@ -365,10 +353,7 @@ class GradientSynchronizer:
         arrays : list of arrays
             All that steps change: parameters, moments. Those of a joining rank are changed in place.
 
-        Returns
-        -------
-        tuple of int
-            The ranks that joined, by their numbers from now on.
+        Returns the ranks that joined, by their numbers from now on.
 
         Raises
         ------
@@ -401,13 +386,8 @@ class GradientSynchronizer:
     def after_step(self, parameters: Any) -> None:
         """Average or mix parameters if the mode is due; call it in every step after the optimizer.
 
-        `LocalSGD` averages the parameters, `Gossip` mixes them with a neighbour's; the next step without this call is a
-        `UsageError`.
-
-        Parameters
-        ----------
-        parameters : as those given to the constructor, writeable
-            Changed in place; not touched in other modes.
+        `LocalSGD` averages the parameters, `Gossip` mixes them with a neighbour's, in place, and other modes do not
+        touch them; the next step without this call is a `UsageError`. They are as those given to the constructor.
         """
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:

@@ -142,23 +142,11 @@ Replica = tuple[Sequence[Array], Sequence[Array]]
 
 
 class ArrayLayerOptimizer(ABC):
-    """Base of optimizers with a rate for each layer.
+    """Base of optimizers with a rate for each layer; `steps` counts so far.
 
-    Parameters
-    ----------
-    learning_rate : float
-        May be changed between steps, to the same value on all ranks.
-    weight_decay : float or sequence of float
-        One for all layers, or one for each.
-    excluded : collection of int
-        Layers whose rate is 1, such as biases and the weights of normalizations.
-    communicator : Communicator, GradientSynchronizer or None
-        Its ranks share the computation of norms; None for a rank that computes all.
-
-    Attributes
-    ----------
-    steps : int
-        So far.
+    `learning_rate` may be changed between steps, to the same value on all ranks; `weight_decay` is one for all layers,
+    or one for each. `excluded` are the numbers of layers whose rate is 1, such as biases and the weights of
+    normalizations. The ranks of `communicator` share the computation of norms; with None this rank computes all.
     """
 
     names: tuple[str, ...]
