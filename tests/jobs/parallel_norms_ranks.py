@@ -150,4 +150,4 @@ def ranks_that_differ_are_refused_before_anything_moves() -> None:
 
 
 if __name__ == "__main__":
-    be_rank(at_end=communicator().close)
+    be_rank(at_end=lambda: communicator().close())
