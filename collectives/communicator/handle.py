@@ -111,19 +111,9 @@ class Handle(Generic[Result]):
         return Handle(future, outcome=self._outcome)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Return the result, once it is available.
+        """Return the result, once it is available, or raise its error; `TimeoutError` if it is still running.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds; unlimited by default, since a back end ends by itself when a peer fails.
-
-        Raises
-        ------
-        TimeoutError
-            It is still running.
-        TopoplanError
-            Its error.
+        `timeout` is in seconds, unlimited by default, since a back end ends by itself when a peer fails.
         """
         try:
             result = self._future.result(timeout)

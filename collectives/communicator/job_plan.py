@@ -32,8 +32,6 @@ def resolve_plan(given: PlanLike) -> Plans:
     is not a plan or its file cannot be read, `PlanError` for a wrong file, and `InfeasibleError` if the GPUs are not
     joined.
 
-    Examples
-    --------
     >>> resolve_plan("v100x4").ranks
     ('gpu0', 'gpu1', 'gpu2', 'gpu3')
     """
@@ -47,8 +45,6 @@ def agree_on_input(gather: Gather, given: PlanLike | None, *, size: int, where: 
     `size` is the number of ranks, and `where` names the job in messages ("the process group"). Raises `TopoplanError`
     on all ranks, with the same text, if an input is invalid, for another number of ranks, or differs between ranks.
 
-    Examples
-    --------
     >>> agree_on_input(lambda text: [text] * 4, "v100x4", size=4, where="the group").name
     'v100x4'
     """
@@ -133,7 +129,6 @@ def open_backend_for_plan(
 
 
 def _read_given(given: PlanLike) -> PlanOrTopology:
-    """Return a plan or a machine, read if it is named."""
     if isinstance(given, str) and given in library():
         return topoplan.load(given)
     if isinstance(given, str | os.PathLike):
@@ -152,7 +147,6 @@ def not_a_plan(given: object) -> UsageError:
 
 
 def _check_size(given_plan: PlanOrTopology, size: int, where: str) -> None:
-    """Raise `UsageError` if a plan or machine is for another number of ranks."""
     if isinstance(given_plan, Topology):
         if len(given_plan.gpus) != size:
             raise UsageError(

@@ -136,8 +136,6 @@ def check_job_ranks(members: Sequence[JobRank]) -> None:
 def ranks_by_host(members: Sequence[JobRank]) -> tuple[tuple[JobRank, ...], ...]:
     """Return the ranks of each host in ascending order, hosts in the order of their first ranks.
 
-    Examples
-    --------
     >>> ranks = [JobRank(rank, 4, host, 7, None, (), ("allreduce", "auto")) for rank, host in enumerate("abab")]
     >>> [[one.rank for one in host] for host in ranks_by_host(ranks)]
     [[0, 2], [1, 3]]
@@ -185,8 +183,6 @@ def read_host(members: Sequence[JobRank]) -> tuple[Topology, tuple[str, ...]]:
 def gpus_of_ranks(machine: Topology, members: Sequence[JobRank]) -> tuple[str, ...]:
     """Return the GPU of each rank by its name in a machine; UsageError if one does not exist or two ranks share one.
 
-    Examples
-    --------
     >>> ranks = [JobRank(0, 2, "a", 7, 0, (("CUDA_VISIBLE_DEVICES", "5"),), ("allreduce", "auto"))]
     >>> gpus_of_ranks(topoplan.load("dgx-1v"), ranks)
     ('gpu5',)
@@ -204,7 +200,6 @@ def gpus_of_ranks(machine: Topology, members: Sequence[JobRank]) -> tuple[str, .
 
 
 def _visible_gpu(machine: Topology, one: JobRank) -> str:
-    """Return the GPU of a CUDA number in a rank's environment."""
     assert isinstance(one.gpu, int), "a CUDA number"
     environment = dict(one.visible)
     models = {machine.device(name).model for name in machine.gpus}
@@ -244,8 +239,6 @@ def _gpu_by_name(machine: Topology, one: JobRank) -> str:
 def process_machine(ranks: Sequence[int]) -> tuple[Topology, tuple[str, ...]]:
     """Return this host without GPUs: each rank is a process at the shared memory, to which the NICs are connected too.
 
-    Examples
-    --------
     >>> machine, devices = process_machine([4, 5])
     >>> devices, machine.gpus == devices
     (('rank4', 'rank5'), True)
@@ -290,8 +283,6 @@ def job_topology(hosts: Sequence[JobHost]) -> Topology:
 
     A single host loses its other GPUs; several are joined by a network (`topoplan.cluster`).
 
-    Examples
-    --------
     >>> machine = topoplan.load("dgx-1v")
     >>> one, two = JobHost(machine, (0, 2), ("gpu3", "gpu0")), JobHost(machine, (1, 3), ("gpu0", "gpu3"))
     >>> job_topology([one]).gpus
@@ -323,8 +314,6 @@ def in_rank_order(topology: Topology, gpus: Sequence[str]) -> Topology:
     """Return a topology with its GPUs in another order, before all other devices; UsageError unless each is named
     once.
 
-    Examples
-    --------
     >>> in_rank_order(topoplan.load("v100x4"), ["gpu2", "gpu0", "gpu3", "gpu1"]).gpus
     ('gpu2', 'gpu0', 'gpu3', 'gpu1')
     """
@@ -384,8 +373,7 @@ def agree_on_job_plan(
     device : str, int or None
         This rank's GPU: its UUID, PCI bus id or name in the machine, or its CUDA number in this process. None if ranks
         compute without GPUs: then each is a process at its host's memory.
-    collective : str
-    channels : str
+    collective, channels : str
         As `topoplan.plan` takes them, the same on all ranks.
     host : str, optional
         Names this rank's host, also for ranks in several containers of one host; by default the machine's name with
@@ -456,7 +444,6 @@ def agree_on_job_plan(
 
 
 def _given_machine(given: object) -> Topology | None:
-    """Return the machine that a caller gives for a host."""
     if isinstance(given, str | os.PathLike):
         return topoplan.load(given)
     if not isinstance(given, Topology | None):
@@ -495,7 +482,6 @@ def _plan_job(hosts: list[JobHost], collective: str, channels: str) -> Plan:
 
 
 def _check_job_plan(plan: Plans, hosts: list[JobHost], collective: str) -> None:
-    """Raise `PlanError` unless the received plan has every rank on its own device."""
     alone = len(hosts) == 1
     expected = {
         rank: device if alone else f"s{number}.{device}"

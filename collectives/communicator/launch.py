@@ -52,8 +52,6 @@ def launch_local(
     Returns 0, or the worst exit status of the processes that ended by themselves; 128 + the number of a signal that
     killed one. Raises `UsageError` if the program does not exist, or the number of processes is not positive.
 
-    Examples
-    --------
     >>> import sys
     >>> launch_local([sys.executable, "-c", "import os, sys; sys.exit(int(os.environ['RANK']))"], 3)
     2

@@ -79,8 +79,6 @@ class RankMeasurements:
     def from_json(cls, text: str) -> RankMeasurements:
         """Read the output of `to_json`.
 
-        Examples
-        --------
         >>> link = LinkMeasurement("gpu0", "gpu1", "nvlink", 0.5, 25.0, (("gpu0", "gpu1", "nvlink"),))
         >>> one = RankMeasurements((0.5,), (link,))
         >>> RankMeasurements.from_json(one.to_json()) == one
@@ -139,8 +137,6 @@ class SlowLinkDetector:
 
     `believed` has the estimated GB/s of the slow links, by wire such as ``gpu0->gpu3``.
 
-    Examples
-    --------
     Three links, one of which has a tenth of the others' share of 25 GB/s:
 
     >>> import topoplan
@@ -224,7 +220,6 @@ class SlowLinkDetector:
         return news
 
     def _explaining_links(self, carried: Sequence[LinkMeasurement]) -> dict[LinkKey, SlowClass]:
-        """Return the links that explain the slow connections."""
         results = []
         for one in carried:
             load = dict.fromkeys(one.wires, one.planned)
@@ -236,7 +231,6 @@ class SlowLinkDetector:
         return {key: one for one in (*verdict.named, *likeliest) for key in one.links}
 
     def _as_planned(self, wire: str, key: LinkKey, carried: Sequence[LinkMeasurement]) -> bool:
-        """Return whether a slow link reaches the threshold again."""
         shares = [
             one.rate / (one.planned * self._healthy[one.channel]) for one in carried if key in one.wires
         ]
@@ -461,7 +455,6 @@ class LinkMonitor:
         return [RankMeasurements.from_json(text) for text in self.execution.gather_texts(mine.to_json())]
 
     def _add_links(self, plan: Plan) -> None:
-        """Add the traffic of the links since the last call."""
         if self._links is None:
             return
         before, self._used = self._used, self._links.link_uses()

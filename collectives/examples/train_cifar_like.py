@@ -237,7 +237,6 @@ def _wait_to_be_killed(synchronizer: GradientSynchronizer, gradients: Sequence[o
 
 
 def _parse_lost_rank(options: argparse.Namespace) -> tuple[int, int] | None:
-    """Return the failing rank and its step; None without."""
     for name in ("built_in", "cached", "straggler", "plot", "work"):
         if getattr(options, name):
             raise UsageError(
@@ -374,7 +373,6 @@ def _batches(
 
 
 def _slowest(seconds: float, gap: int | None) -> tuple[float, int | None]:
-    """Return the time of the slowest rank, and the largest gap of all ranks."""
     gathered: list[tuple[float, int | None]] = [(0.0, None)] * dist.get_world_size()
     dist.all_gather_object(gathered, (seconds, gap))
     gaps = [one for _, one in gathered if one is not None]

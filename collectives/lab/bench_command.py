@@ -156,7 +156,6 @@ def run_chaos(options: argparse.Namespace, plan: Plans, *, launched: bool) -> An
 
 
 def _chaos_answer(settings: ChaosSettings, outcome: ChaosOutcome, lines: list[FaultRow]) -> Answer:
-    """Return the results of a chaos run."""
     from collectives.lab.chaos_draws import PROBE_BYTES
 
     plan = settings.plan

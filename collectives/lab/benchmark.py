@@ -273,7 +273,6 @@ def _counts(plan: Plans, count: int) -> tuple[int, int]:
 def _prepare_call(
     communicator: Communicator, each: int, dtype: str, own: Callable[[Any, Any], None] | None
 ) -> tuple[Any, Callable[[], None]]:
-    """Return results, and the call that computes them from inputs of `_make_inputs`."""
     size = len(communicator.plan.ranks)
     given = [communicator.arrays.of(_make_inputs(each, rank, size), dtype) for rank in communicator.ranks]
     inputs = given[0] if communicator.one_rank else given
@@ -323,7 +322,6 @@ def _barrier(communicator: Communicator) -> None:
 
 
 def _reduce_over_ranks(communicator: Communicator, values: NDArray[Any], op: str) -> NDArray[Any]:
-    """Reduce a few numbers over all processes."""
     if not communicator.one_rank:
         return values
     reduced = communicator.all_reduce(communicator.arrays.of(values), op=op)

@@ -320,7 +320,6 @@ def wrong_elements(
 
 
 def _rank_periods(seed: int, round_number: int, ranks: Sequence[int]) -> NDArray[np.int64]:
-    """Return the period of each of some ranks."""
     drawn = [np.random.default_rng([seed, round_number, rank]).integers(0, TOP, PERIOD) for rank in ranks]
     return np.array(drawn, dtype=np.int64)
 

@@ -218,17 +218,14 @@ class _RankLoop:
 
     @property
     def _present(self) -> list[int]:
-        """The original ranks of the present ranks."""
         return [self._original[name] for name in self._comm.plan.ranks]
 
     def _agree_on_round(self) -> None:
-        """Agree on the next round with a joining rank."""
         self._round = int(self._comm.all_reduce(np.array([self._round]), op="max")[0])
         if self._settings.invitation and not self._invitation:
             self._round += 1
 
     def _invite(self) -> None:
-        """Send a new invitation to the controller."""
         if self._can_grow and self._invitation != self._comm.join_token:
             self._invitation = self._comm.join_token
             self._channel.send({"invitation": self._invitation})
@@ -320,7 +317,6 @@ class _RankLoop:
         return wrong_elements(piece, found, self._settings.seed, self._round, part, self._rank)
 
     def _changed(self, piece: RandomCollective, array: NDArray[Any]) -> int:
-        """Return how many elements of an input have changed."""
         return int(np.count_nonzero(array != make_input(piece, self._settings.seed, self._round, self._rank)))
 
     def _report(

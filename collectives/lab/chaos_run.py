@@ -139,8 +139,6 @@ class ChaosOutcome:
 
 @dataclass(slots=True, eq=False)
 class _RankRecord:
-    """State of a rank, as the controller knows it."""
-
     rank: int
     pid: int = 0
     connection: socket.socket | None = None
@@ -190,7 +188,6 @@ def run_chaos_jobs(
 def _running_job(
     settings: ChaosSettings, outcome: ChaosOutcome, tell: Callable[[str], None]
 ) -> Iterator[_ChaosJob]:
-    """Yield a job in a folder of its own, and end all its processes."""
     with tempfile.TemporaryDirectory(prefix="topoplan-chaos-") as folder:
         job = _ChaosJob(settings, outcome, tell, folder)
         try:
@@ -340,7 +337,6 @@ class _ChaosJob:
         self._listener.close()
 
     def _fork(self, body: Callable[[], int]) -> int:
-        """Run a function in a child process, which the system ends with this one."""
         tie = die_with_parent()
         pid = os.fork()
         if pid:
@@ -363,7 +359,6 @@ class _ChaosJob:
             os._exit(status)
 
     def _signal_ranks(self, what: ChaosFault) -> float:
-        """Inject a fault; return the time of its last signal."""
         pids = [self._ranks[rank].pid for rank in what.ranks]
         if what.revived is not None:
             since = time.monotonic()
@@ -397,7 +392,6 @@ class _ChaosJob:
         return since
 
     def _revive(self, rank: int) -> None:
-        """Start a process for a failed rank."""
         self._faulty.discard(rank)
         self._joining = rank
         self._ranks[rank] = _RankRecord(rank)
@@ -428,7 +422,6 @@ class _ChaosJob:
         return HANG_SECONDS + HANG_TIMEOUTS * self._settings.timeout
 
     def _listen_until(self, done: Callable[[], bool], seconds: float) -> None:
-        """Handle messages until a condition holds, or time is up."""
         until = time.monotonic() + seconds
         while not done() and time.monotonic() < until:
             self._listen(0.02, once=True)
@@ -488,7 +481,6 @@ class _ChaosJob:
                 one.connection.sendall(text)
 
     def _handle(self, line: _RankRecord, message: Mapping[str, Any]) -> None:
-        """Handle a message of a rank."""
         if "pid" in message:
             one = self._ranks[int(message["rank"])]
             one.pid, one.connection, one.received = int(message["pid"]), line.connection, line.received
@@ -512,7 +504,6 @@ class _ChaosJob:
             self._judge(line, message)
 
     def _judge(self, one: _RankRecord, message: Mapping[str, Any]) -> None:
-        """Check how a collective ended on a rank."""
         tally, outcome = self._tally, self._outcome
         tally.repeated += bool(message["repeated"])
         there = one.there = tuple(message["there"])
@@ -574,7 +565,6 @@ class _ChaosJob:
                 self._named.update(name for name in names if not name.endswith("(deleted)"))
 
     def _found(self, kind: str, text: str, many: int = 1) -> None:
-        """Record a problem."""
         setattr(self._tally, kind, getattr(self._tally, kind) + many)
         settings = self._settings
         where = JOB_END if self._what is None else str(self._what)
@@ -603,6 +593,5 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _occupy_processor() -> int:
-    """Loop for ever."""
     while True:
         pass

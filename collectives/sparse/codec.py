@@ -58,9 +58,6 @@ class KeyCache:
     Holds at most `sets` sets in at most `nbytes` bytes; a larger set, or one not larger than a digest, is not kept.
     Raises `UsageError` for a number below 1.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> sender, receiver = KeyCache(sets=2), KeyCache(sets=2)
     >>> indices = np.array([3, 5, 8, 13, 21], dtype=np.int32)
     >>> sender.digest_of(indices, 100) is None  # so the set itself is sent
@@ -243,8 +240,6 @@ def framed_length(nbytes: int) -> int:
 def framed_bytes(index_bytes: int, value_bytes: int) -> int:
     """Return the bytes of a message with sections of these lengths.
 
-    Examples
-    --------
     >>> framed_bytes(12, 6)
     80
     """
@@ -284,9 +279,6 @@ def keeps(form: ValueFormat, dtype: np.dtype[Any]) -> bool:
 
     Infinities are, and NaN as NaN; if a format is wider than the dtype, a signalling NaN becomes quiet.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> keeps("float32", np.dtype(np.float16)), keeps("float16", np.dtype(np.float32))
     (True, False)
     """
@@ -296,9 +288,6 @@ def keeps(form: ValueFormat, dtype: np.dtype[Any]) -> bool:
 def section_bytes(form: ValueFormat, dtype: np.dtype[Any], count: int, block: int) -> int:
     """Return the bytes of the values' section, which depend on the count only.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> section_bytes("fixed8", np.dtype(np.float32), 1000, 256)
     1016
     """
@@ -573,7 +562,6 @@ class WireFormat:
             )
 
     def _check_header(self, header: Header, universe: int | None) -> None:
-        """Raise UsageError if a valid header is of another format."""
         expected = [_INDEX_FORMATS.index(self.indices)] + [2] * self.cache_keys
         if (
             header.value_format != VALUE_FORMATS.index(self.values)

@@ -187,8 +187,6 @@ class EntryMessages(Generic[Line]):
 def entry_count(size: int, density: float) -> int:
     """Return the number of entries of a density, at least one if there are any; UsageError for an invalid density.
 
-    Examples
-    --------
     >>> entry_count(1000, 0.01), entry_count(10, 0.01), entry_count(0, 0.01)
     (10, 1, 0)
     """
@@ -210,8 +208,6 @@ def message_bytes(entries: int, *, size: int, dtype: str, wire: WireFormat | Non
 def place_bytes(length: int) -> int:
     """Return the bytes of a message with its padding, after which the next message may start.
 
-    Examples
-    --------
     >>> place_bytes(24), place_bytes(32)
     (32, 32)
     """
@@ -233,8 +229,6 @@ def encode_entries(
 def clip_to_format(values: Array, wire: WireFormat) -> Array:
     """Clip finite values to the range of a rounding format; infinite ones stay.
 
-    Examples
-    --------
     >>> from collectives.sparse.codec import WireFormat
     >>> clip_to_format(np.float32([3, 1e6, -np.inf]), WireFormat(values="float16")).tolist()
     [3.0, 65504.0, -inf]
@@ -248,8 +242,6 @@ def clip_to_format(values: Array, wire: WireFormat) -> Array:
 def decode_entries(message: Bytes, *, size: int, dtype: str, wire: WireFormat | None) -> tuple[Array, Array]:
     """Return indices and values of a message.
 
-    Examples
-    --------
     >>> message = encode_entries(np.int32([2, 5]), np.float32([0.5, -1]), size=9, wire=None, rank=0, step=0)
     >>> indices, values = decode_entries(message, size=9, dtype="float32", wire=None)
     >>> len(message), indices.tolist(), values.tolist()
@@ -349,8 +341,6 @@ class HostEntryArrays(Generic[Line]):
 def merge_entries(parts: Sequence[Entries]) -> Entries:
     """Return the entries of several ranks in ascending order, equal indices summed in the order of the ranks.
 
-    Examples
-    --------
     >>> parts = [(np.array([1, 4]), np.float32([1, 2])), (np.array([4, 5]), np.float32([3, 4]))]
     >>> indices, values = merge_entries(parts)
     >>> indices.tolist(), values.tolist()
@@ -370,8 +360,6 @@ def merge_entries(parts: Sequence[Entries]) -> Entries:
 def largest_entries(indices: Array, values: Array, k: int) -> tuple[Entries, Entries]:
     """Return the k entries of largest magnitude, ties by lowest index, and the others, both ascending.
 
-    Examples
-    --------
     >>> kept, others = largest_entries(np.array([1, 4, 6]), np.float32([2, -3, 2]), 2)
     >>> kept[0].tolist(), others[0].tolist()
     ([1, 4], [6])

@@ -61,22 +61,13 @@ MARGIN = 1 - 1e-9
 class SparseExplanation:
     """The exchange of a gradient, and its reason.
 
-    Parameters
-    ----------
-    exchange : str
-        "dense": residual and gradient are summed as a whole. "pairs": the entries of all ranks are gathered.
-        "servers": gradients are summed inside servers, and entries exchanged between them. "tree": entries are summed
-        and selected again on the way up one low tree. "balanced": the same on many trees, each for its part.
-    entries : int
-        Entries of every rank, or with "servers" of every server; approximate if shards select for themselves.
-    pairs_bytes : int
-        Bytes of the gathered messages of all ranks, with padding.
-    reason : str
-    seconds : mapping of str to float
-        Model times: for "auto" of all exchanges of this machine if it comes from `explain`, of the exchanges that no
-        lower bound rules out if it comes from a call; else of the named one.
-    plan : Plan or None
-        The plan that runs, unless entries are gathered: that of the allreduce, or the sparse plan.
+    `exchange` is "dense": residual and gradient are summed as a whole; "pairs": the entries of all ranks are gathered;
+    "servers": gradients are summed inside servers, and entries exchanged between them; "tree": entries are summed and
+    selected again on the way up one low tree; or "balanced": the same on many trees, each for its part. `entries` are
+    those of every rank, or with "servers" of every server, approximate if shards select for themselves; `pairs_bytes`
+    those of the gathered messages of all ranks, with padding. `seconds` are model times: for "auto" of all exchanges of
+    this machine if it comes from `explain`, of exchanges that no lower bound rules out if it comes from a call; else of
+    the named one. `plan` runs, unless entries are gathered: that of the allreduce, or the sparse plan.
     """
 
     exchange: str
@@ -156,7 +147,6 @@ class ExchangeTimes:
         return SparseExplanation(chosen, self._entries, self._gathered, self._reason(), self._seconds, plan)
 
     def _reason(self) -> str:
-        """Return the reason for the exchange, in words."""
         gathered = f"{format_size(self._gathered)} together, take"
         names = {
             "pairs": f"{self._entries} of {self._asked.size} entries of each of {self._plans.ranks} ranks, {gathered}",
@@ -188,8 +178,6 @@ def choose_exchange(seconds: Mapping[str, float], *, sparse: bool) -> str:
     Over several servers with several ranks each, trees on entries are taken only by name: they keep as many entries as
     one rank gives, while three phases keep those of every server.
 
-    Examples
-    --------
     >>> choose_exchange({"dense": 2.0, "pairs": 1.0, "servers": 0.5}, sparse=True)
     'servers'
     """
@@ -350,7 +338,6 @@ class SparsePlans:
         return made
 
     def _reason(self, exchange: str) -> str:
-        """Return why an exchange does not apply here; empty if it does."""
         ranks, servers = self.ranks, len(self._servers.names)
         if ranks == 1:
             return "one rank exchanges nothing"

@@ -133,15 +133,9 @@ class GpuErrorFeedback:
         """Add a gradient to the residual, and remove and return its k largest entries.
 
         `gradient` has ``size`` elements of float16, bfloat16 as its bits in uint16, float32, or float64 if the
-        residual is; it is copied if it is not contiguous.
-
-        Raises
-        ------
-        UsageError
-            The gradient has another size or dtype, or is on another GPU; or ``k`` is out of range.
-        NotFinite
-            The gradient has a NaN, or an infinity where the residual has the opposite one: then residual and velocity
-            are as before, except for rounding, and zero where the gradient is infinite. It is a `UsageError` too.
+        residual is; it is copied if it is not contiguous. Raises `UsageError` for another size, dtype or GPU, or ``k``
+        out of range; `NotFinite` as `ErrorFeedback.feed`: residual and velocity are then as before, except for
+        rounding, and zero where the gradient is infinite.
         """
         dtype = self._checked(gradient, k)
         cupy = self._cupy

@@ -45,8 +45,6 @@ def modulus_of(count: int, universe: int) -> int:
 
     In whole numbers, so that every machine finds the same.
 
-    Examples
-    --------
     >>> modulus_of(10, 1000), modulus_of(10, 10)
     (69, 1)
     """
@@ -60,8 +58,6 @@ def bits_at_most(count: int, universe: int) -> int:
     at most Q = (universe - count) // m, and gamma is longer than unary by one bit at most, from quotient 17 on. A
     block chooses another modulus only if that is shorter.
 
-    Examples
-    --------
     >>> bits_at_most(1000, 100_000) / 1000  # names of blocks, unary ends, remainders, quotients
     9.526
     """
@@ -306,9 +302,6 @@ def pack_indices(indices: NDArray[Any], universe: int) -> NDArray[np.uint8]:
     `indices` are (k,) int32 or int64, strictly ascending in [0, universe), and `universe` is at most 2^48; UsageError
     otherwise.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> indices = np.arange(50, 1_000_000, 100, dtype=np.int32)
     >>> packed = pack_indices(indices, 1_000_000)
     >>> len(packed), indices.nbytes
@@ -379,8 +372,6 @@ def packed_bytes_at_most(count: int, universe: int) -> int:
     """Return the most bytes of `pack_indices` for any `count` indices below `universe`; UsageError if those do not
     exist.
 
-    Examples
-    --------
     >>> packed_bytes_at_most(10_000, 1_000_000)
     11944
     """

@@ -38,9 +38,6 @@ def narrow(values: NDArray[Any], wire: FloatFormat) -> NDArray[Any]:
 
     Raises `UsageError` for another dtype or an unknown format.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> narrow(np.float32([1, 1 + 2**-8, 1 + 2**-7, 3.4e38]), "bfloat16")
     array([16256, 16256, 16257, 32640], dtype=uint16)
     >>> narrow(np.float32([1 / 3, 65519, 65520]), "float16")
@@ -62,9 +59,6 @@ def narrow(values: NDArray[Any], wire: FloatFormat) -> NDArray[Any]:
 def widen(received: NDArray[Any], wire: FloatFormat, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Convert values of `narrow` to a dtype of floats; exact if that holds every value of the format.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> widen(np.uint16([16256, 16257, 32640]), "bfloat16", np.dtype(np.float32))
     array([1.       , 1.0078125,       inf], dtype=float32)
     """
@@ -155,16 +149,8 @@ def to_fixed_point(
     is in values per scale of 4 bytes. If the codes of several `ranks` are added, those of one are at most 127 or 32767
     over their number, rounded down, and the error of a value grows as that bound shrinks. `largest` has the largest
     magnitude of every block on all these ranks as float32 (`largest_magnitudes`), by default that of the values.
+    Raises `UsageError` for anything else, for more ranks than codes, and for a value above the largest.
 
-    Raises
-    ------
-    UsageError
-        NaN, infinite or too large values, not a vector of floats, other bits, or numbers out of range; more ranks than
-        codes, or a value above the largest.
-
-    Examples
-    --------
-    >>> import numpy as np
     >>> fixed = to_fixed_point(np.float32([127, 0.25, -3, 0]), bits=8, seed=7)
     >>> fixed.codes, fixed.scales
     (array([127,   1,  -3,   0], dtype=int8), array([1.], dtype=float32))
@@ -205,8 +191,6 @@ def to_fixed_point(
 def code_levels(bits: int, ranks: int = 1) -> int:
     """Return the largest code of one rank such that the sum over all ranks fits into the bits; UsageError without one.
 
-    Examples
-    --------
     >>> code_levels(8), code_levels(8, ranks=4), code_levels(16, ranks=128)
     (127, 31, 255)
     """
@@ -221,9 +205,6 @@ def code_levels(bits: int, ranks: int = 1) -> int:
 def largest_magnitudes(values: NDArray[Any], block: int = 256) -> NDArray[np.float32]:
     """Return the largest magnitude of every block as float32, not rounded down; NaN if the block has one.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> largest_magnitudes(np.float32([1, -4, 0, 2, 3]), block=2)
     array([4., 2., 3.], dtype=float32)
     """
@@ -239,9 +220,6 @@ def largest_magnitudes(values: NDArray[Any], block: int = 256) -> NDArray[np.flo
 def from_fixed_point(fixed: FixedPoint) -> NDArray[np.float32]:
     """Return codes times scales, exact in float32.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> from_fixed_point(FixedPoint(np.int8([4, -8, 3]), np.float32([0.5, 2]), block=2))
     array([ 2., -4.,  6.], dtype=float32)
     """
@@ -256,8 +234,6 @@ def round_at_random(value: float, uniform: float) -> int:
 
     Over uniform numbers the mean is `value`: floor(y) + P(u < y - floor(y)) = y.
 
-    Examples
-    --------
     >>> [round_at_random(-1.25, uniform) for uniform in (0, 0.25, 0.5, 0.75)]  # -5/4 on average
     [-1, -1, -1, -2]
     """
@@ -278,8 +254,6 @@ def random_key(seed: int, step: int, stream: int) -> int:
 
     Raises `UsageError` for a number outside 0 to 2^64 - 1.
 
-    Examples
-    --------
     >>> random_key(0, 0, 0) == random_key(0, 0, 0) != random_key(0, 1, 0)
     True
     """

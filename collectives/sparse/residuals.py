@@ -39,9 +39,6 @@ class Residuals:
 
     `scale` is the loss scale in whose units residual and velocity are.
 
-    Examples
-    --------
-    >>> import numpy as np
     >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> from collectives.sparse.selection.error_feedback import ErrorFeedback
     >>> from collectives.sparse.entry_arrays import HostEntryArrays
@@ -185,8 +182,6 @@ def select_entries(feedback: ResidualFeedback, values: Any, k: int, arrays: Entr
 def _uncovered_ranges(ranges: Sequence[Range], size: int) -> list[Range]:
     """Return the gaps between ascending ranges.
 
-    Examples
-    --------
     >>> _uncovered_ranges([(2, 4), (4, 5), (8, 10)], 10)
     [(0, 2), (5, 8)]
     """

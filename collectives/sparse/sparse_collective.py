@@ -170,7 +170,6 @@ class SparseCollective:
         return results[0] if backend.one_rank else results
 
     def _begin(self, key: str, residuals: Sequence[Residuals]) -> list[ResidualSnapshot]:
-        """Take snapshots of a key's residuals before a call."""
         earlier: Sequence[ResidualSnapshot | None] = self._before.get(key) or [None] * len(residuals)
         before = [one.saved(into) for one, into in zip(residuals, earlier, strict=True)]
         self._before[key] = before
@@ -240,7 +239,6 @@ class SparseCollective:
         self._residuals.update(made)
 
     def _arrays_of(self, array: Any) -> EntryArrays[Any]:
-        """Return the `EntryArrays` for the device of an array."""
         library = self._execution.backend.arrays
         gpu = library.gpu(array)
         if gpu not in self._arrays:
@@ -287,7 +285,6 @@ class SparseCollective:
         return TreeExchange(runner, library, arrays, messages(borders), about)
 
     def _gathered(self, messages: list[Any], arrays: EntryArrays[Any], about: str) -> list[Any]:
-        """Return the messages of all ranks concatenated, for each rank of this process."""
         lines = [arrays.line(message) for message in messages]
         return [arrays.values(line) for line in self._collective("allgather", lines, None, about)]
 
@@ -343,10 +340,7 @@ def _lines(residuals: Residuals) -> dict[str, Any]:
 def entry_arrays(library: ArrayLibrary[Line], gpu: int | None) -> EntryArrays[Line]:
     """Return the `EntryArrays` of a back end's arrays; `gpu` as `ArrayLibrary.gpu` returns it.
 
-    Examples
-    --------
     >>> from collectives.tables.numpy_arrays import NumpyArrays
-    >>> import numpy as np
     >>> arrays = entry_arrays(NumpyArrays(), None)
     >>> total = arrays.zeroed(np.empty(4))
     >>> arrays.add(total, (np.array([1, 3]), np.array([0.5, 2.0])))

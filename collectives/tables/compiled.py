@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir
 from llvmlite.binding import get_host_cpu_name
 from numba.core import event
 from numba.extending import intrinsic
@@ -101,117 +102,73 @@ def _lock(descriptor: int) -> None:
         time.sleep(0.02)
 
 
-def _trailing_zeros(context: Any, bits: Any) -> Any:
+def _instruction(signature: Any, build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for compiled loops whose code ``build`` makes, which takes numba's builder and the values."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        zero_is_defined = context.get_constant(numba.types.boolean, False)
-        return builder.cttz(arguments[0], zero_is_defined)
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        made = build(builder, *values)
+        return context.get_dummy_value() if signature.return_type == _NOTHING else made
 
-    return numba.types.int64(numba.types.uint64), generate
-
-
-def _leading_zeros(context: Any, bits: Any) -> Any:
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        zero_is_defined = context.get_constant(numba.types.boolean, False)
-        return builder.ctlz(arguments[0], zero_is_defined)
-
-    return numba.types.int64(numba.types.int64), generate
-
-
-trailing_zeros: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_trailing_zeros))
-"""Zero bits below the lowest set one of a uint64; 64 for zero. For compiled loops only."""
-
-leading_zeros: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_leading_zeros))
-"""Zero bits above the highest set one of an int64 that is not negative; 64 for zero. For compiled loops only."""
+    found = signature, generate
+    typed: dict[int, Callable[..., Any]] = {  # numba takes the number of arguments from these functions
+        0: lambda context: found,
+        1: lambda context, a: found,
+        2: lambda context, a, b: found,
+        5: lambda context, a, b, c, d, e: found,
+    }
+    return cast(Callable[..., Any], intrinsic(typed[len(signature.args)]))
 
 
-def _pointer(builder: Any, address: Any) -> Any:
-    from llvmlite import ir
-
-    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+_WORD, _FALSE = ir.IntType(64), ir.Constant(ir.IntType(1), 0)
+_INT64, _NOTHING = numba.types.int64, numba.types.void
 
 
-def _load(context: Any, address: Any) -> Any:
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", 8)
-
-    return numba.types.int64(numba.types.int64), generate
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, _WORD.as_pointer())
 
 
-def _store(context: Any, address: Any, value: Any) -> Any:
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return numba.types.void(numba.types.int64, numba.types.int64), generate
+def _call(builder: Any, function: Any, *arguments: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_WORD] * len(arguments))
+    builder.call(builder.inttoptr(function, kind.as_pointer()), arguments)
 
 
-def _add(context: Any, address: Any, value: Any) -> Any:
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
-
-    return numba.types.int64(numba.types.int64, numba.types.int64), generate
-
-
-def _fence(context: Any) -> Any:
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return numba.types.void(), generate
+def _stream(builder: Any, *addresses: Any) -> None:
+    line = ir.VectorType(_WORD, 8).as_pointer()
+    target, source = (builder.inttoptr(address, line) for address in addresses)
+    stored = builder.store(builder.load(source, align=1), target, align=64)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
 
-def _call(context: Any, function: Any, arguments: Any, lengths: Any, steps: Any, data: Any) -> Any:
+trailing_zeros = _instruction(_INT64(numba.types.uint64), lambda builder, bits: builder.cttz(bits, _FALSE))
+"""Zero bits below the lowest set one of a uint64; 64 for zero. For compiled loops only, as all that follow."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        from llvmlite import ir
+leading_zeros = _instruction(_INT64(_INT64), lambda builder, bits: builder.ctlz(bits, _FALSE))
+"""Zero bits above the highest set one of an int64 that is not negative; 64 for zero."""
 
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 5), generate
-
-
-def _stream(context: Any, target: Any, source: Any) -> Any:
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        from llvmlite import ir
-
-        word = ir.IntType(64)
-        line = ir.VectorType(word, 8).as_pointer()
-        target, source = (builder.inttoptr(address, line) for address in arguments)
-        stored = builder.store(builder.load(source, align=1), target, align=64)
-        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 2), generate
-
-
-load_word: Callable[[Word], Word] = cast(Callable[[Word], Word], intrinsic(_load))
+load_word = _instruction(
+    _INT64(_INT64), lambda builder, address: builder.load_atomic(_at(builder, address), "acquire", 8)
+)
 """Return the word of 64 bits at an address; later loads are at least as new (acquire)."""
 
-store_word: Callable[[Word, Word], None] = cast(Callable[[Word, Word], None], intrinsic(_store))
+store_word = _instruction(
+    _NOTHING(_INT64, _INT64),
+    lambda builder, address, value: builder.store_atomic(value, _at(builder, address), "release", 8),
+)
 """Set the word at an address; a reader that sees it also sees earlier stores (release)."""
 
-add_to_word: Callable[[Word, Word], Word] = cast(Callable[[Word, Word], Word], intrinsic(_add))
+add_to_word = _instruction(
+    _INT64(_INT64, _INT64),
+    lambda builder, address, value: builder.atomic_rmw("add", _at(builder, address), value, "seq_cst"),
+)
 """Add to the word at an address in one step, and return what it was."""
 
-full_fence: Callable[[], None] = cast(Callable[[], None], intrinsic(_fence))
+full_fence = _instruction(_NOTHING(), lambda builder: builder.fence("seq_cst"))
 """Make all earlier stores visible before any later load (store, fence, then look for sleepers)."""
 
-stream_line: Callable[[Word, Word], None] = cast(Callable[[Word, Word], None], intrinsic(_stream))
+stream_line = _instruction(_NOTHING(_INT64, _INT64), _stream)
 """Copy 64 bytes to a multiple of 64 with non-temporal stores: others see them only after the next `full_fence`."""
 
-call_numpy: Callable[[Word, Word, Word, Word, Word], None] = cast(
-    Callable[[Word, Word, Word, Word, Word], None], intrinsic(_call)
-)
+call_numpy = _instruction(_NOTHING(*[_INT64] * 5), _call)
 """Call a loop of a numpy ufunc: its address, those of arguments, lengths and steps, and the loop's data."""
 
 

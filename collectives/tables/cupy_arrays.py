@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import ELEMENTS
-from collectives.tables.numpy_arrays import OPERATORS, numpy_dtype, reduction
+from collectives.tables.numpy_arrays import OPERATORS, NumpyArrays, numpy_dtype, reduction
 from topoplan.errors import UsageError
 
 
@@ -70,7 +70,6 @@ def has_context(device: int) -> bool:
 
 @cache
 def _driver() -> Any:
-    """Return NVIDIA's driver library; None if it is missing."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -107,10 +106,11 @@ def broken_cupy(error: ImportError) -> str:
     )
 
 
-class CupyArrays:
+class CupyArrays(NumpyArrays):
     """`ArrayLibrary` of CuPy on one GPU, by its number in CUDA; by default the current one.
 
-    `stream` is the stream of collectives on `device`.
+    `stream` is the stream of collectives on `device`. `check` records the caller's stream, and `here` waits for it.
+    Methods that CuPy's arrays share with numpy's are inherited.
     """
 
     name = "CuPy"
@@ -123,13 +123,6 @@ class CupyArrays:
         with on_device(cupy, self.device):
             self.stream: Any = cupy.cuda.Stream(non_blocking=True)
             self.kernels = Kernels(cupy)
-
-    def ordered(self) -> AbstractContextManager[object]:
-        """`check` records the caller's stream, and `here` waits for it."""
-        return nullcontext()
-
-    def received(self, result: object) -> None:
-        pass
 
     def gpu(self, array: Any) -> int | None:
         return self.device
@@ -174,15 +167,6 @@ class CupyArrays:
             event.record(stream)
         self._called.append(event)
 
-    def shape(self, array: Any) -> tuple[int, ...]:
-        return tuple(array.shape)
-
-    def dtype(self, array: Any) -> str:
-        return str(array.dtype.name)
-
-    def itemsize(self, array: Any) -> int:
-        return int(array.dtype.itemsize)
-
     def writeable(self, array: Any) -> bool:
         """CuPy has no read-only arrays."""
         return True
@@ -199,9 +183,6 @@ class CupyArrays:
         with self.here():
             return self._cupy.ascontiguousarray(array).reshape(-1)
 
-    def contiguous(self, array: Any) -> bool:
-        return bool(array.flags.c_contiguous)
-
     def address(self, array: Any) -> int:
         return int(array.data.ptr) if array.flags.c_contiguous else 0
 
@@ -209,12 +190,6 @@ class CupyArrays:
         with self.here() as stream:
             target[...] = source
             stream.synchronize()
-
-    def part(self, line: Any, start: int, stop: int) -> Any:
-        return line[start:stop]
-
-    def shaped(self, line: Any, shape: tuple[int, ...]) -> Any:
-        return line.reshape(shape)
 
     def reals(self, line: Any) -> Any:
         return line.view(line.dtype.char.lower()) if line.dtype.kind == "c" else line

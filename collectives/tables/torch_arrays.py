@@ -151,7 +151,6 @@ class TorchArrays:
         return ""
 
     def _elsewhere(self, device: torch.device) -> str:
-        """Return the remedy for a tensor on another device."""
         for own in self.devices:
             if own.type == device.type:
                 return (

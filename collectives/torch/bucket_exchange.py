@@ -218,7 +218,6 @@ class DdpBucketExchange:
             self._averager.give_up()
 
     def _start(self, bucket: DdpBucket, *, async_op: bool) -> tuple[Handle[Any], torch.futures.Future[Any]]:
-        """Start the exchange of a bucket; return its handle, and the future of its buffer."""
         buffer = bucket.buffer()
         step, about = self._averager.recorder.step, f"bucket {bucket.index()} of {nbytes_of(buffer)} bytes"
 
@@ -283,7 +282,6 @@ class DdpBucketExchange:
     def _begin_rows(
         self, bucket: DdpBucket, buffer: torch.Tensor, *, async_op: bool
     ) -> tuple[torch.Tensor, Handle[Any]]:
-        """Start the exchange of a sparse gradient, as `_begin`."""
         recorder, key = self._averager.recorder, self.layout_of(bucket).key
         self._check_numbers()
         step, started, nbytes = recorder.step, recorder.now(), nbytes_of(buffer)
@@ -514,7 +512,6 @@ def nbytes_of(buffer: torch.Tensor) -> int:
 
 
 def _parts_of(layout: BucketLayout, bucket: DdpBucket) -> tuple[BucketPart, ...]:
-    """Return the parameters of a bucket, by their numbers in the model."""
     return tuple(
         BucketPart(
             f"parameter {number}",
@@ -527,7 +524,6 @@ def _parts_of(layout: BucketLayout, bucket: DdpBucket) -> tuple[BucketPart, ...]
 
 
 def _unused_parameters(layout: BucketLayout, buffer: torch.Tensor) -> list[int]:
-    """Return the parameters with a gradient of zeros."""
     line = buffer.detach().view(-1)
     return [
         number

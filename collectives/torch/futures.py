@@ -168,7 +168,6 @@ class JointWork(dist.Work):
         return together.then(ended)
 
     def _end(self) -> None:
-        """Call `finish` once, after all works."""
         with self._lock:
             if not self._over:
                 self._finish()
@@ -179,6 +178,5 @@ class JointWork(dist.Work):
                 torch.cuda.current_stream(self._device).wait_event(self._queued)
 
     def _source_rank(self) -> int:
-        """Return the rank from which a receive from any rank got its message."""
         (work,) = self._works
         return int(work._source_rank())

@@ -275,7 +275,6 @@ def _last(tensor: torch.Tensor) -> int:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether two elements of a tensor are at one place."""
     reached = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride <= reached:

@@ -533,7 +533,6 @@ class GroupCollectives(dist.ProcessGroup):
         return self._record(PlannedWork(handle, future, results, self._timed_out.append), opts)
 
     def _received(self, receive: Callable[..., Any], tensors: list[torch.Tensor], *where: Any) -> Any:
-        """Receive into tensors of any strides."""
         check_results(tensors, "tensor")
         lines = [one if one.is_contiguous() else line_of(one) for one in tensors]
         return self._one_way(receive(lines, *where), lines, tensors)
@@ -584,7 +583,6 @@ class GroupCollectives(dist.ProcessGroup):
             raise
 
     def _reduces(self, tensors: Sequence[Any], opts: Any) -> bool:
-        """Return whether a plan can reduce tensors so."""
         op, factor = operation_of(opts)
         if not op or (factor is not None and not all(one.is_floating_point() for one in tensors)):
             return False

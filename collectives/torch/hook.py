@@ -348,15 +348,7 @@ class HookState:
         world_size=1)``, for its DDP, which must arrange its buckets as the others have: it goes forward and backward
         once, with any inputs, before `register`. All ranks give their ``parameters``.
 
-        Parameters
-        ----------
-        model : DistributedDataParallel
-        optimizer : Optimizer
-
-        Returns
-        -------
-        tuple of int
-            The ranks that joined, by their numbers from now on.
+        Returns the ranks that joined, by their numbers from now on.
 
         Raises
         ------
@@ -474,7 +466,6 @@ class HookState:
         warn_of_unused_state(lost, why)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a state does not match."""
         if state["ranks"] == self.size and state["rank"] != self.rank:
             raise UsageError(
                 f"the state is that of rank {state['rank']} of {state['ranks']}, and this is rank {self.rank} of "
@@ -542,8 +533,6 @@ class HookState:
 
         Parameters
         ----------
-        model : DistributedDataParallel
-            The model with which this state is registered.
         divide_by : str
             "present" for the ranks that have data in a step; "all" for all of them, which gives all samples the same
             weight.
@@ -659,7 +648,6 @@ class HookState:
     def _init_copy(
         self, arguments: dict[str, Any], state: dict[str, Any], changed: bool, lacks_scale: bool
     ) -> None:
-        """Set the state of a copy that has not connected to the other ranks."""
         self._loss_scale, self._without_scale = LossScale(arguments["loss_scale"]), lacks_scale
         self._arguments, self._copied, self._changed = arguments, state, changed
         self.rank, self.size, self.momentum = state["rank"], state["ranks"], state["momentum"]
@@ -739,18 +727,8 @@ def topoplan_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket over all ranks in the background: ``model.register_comm_hook(state, topoplan_hook)``.
 
-    Parameters
-    ----------
-    state : HookState
-    bucket : GradBucket
-    shard : None
-        FSDP passes one, and is refused.
-
-    Returns
-    -------
-    Future
-        Future of the averaged buffer of the bucket. It ends with the exchange; for the last bucket of a step it has
-        ended.
+    Returns the future of the averaged buffer of the bucket, which ends with the exchange; for the last bucket of a step
+    it has ended. FSDP passes a `shard`, and is refused.
 
     Raises
     ------

@@ -173,7 +173,6 @@ class ModeExchange:
         self._stepping.add(id(optimizer))
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped."""
         self._stepping.discard(id(optimizer))
         listed = (one for group in optimizer.param_groups for one in group["params"])
         mine = [one for one in listed if id(one) in self._parameters]
@@ -213,7 +212,6 @@ class ModeExchange:
         steps: Sequence[Callable[[], object]],
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
-        """Move the parameters by the late gradients of each bucket."""
         for key in late:
             if key not in self._buckets:
                 raise UsageError(
@@ -283,7 +281,6 @@ class ModeExchange:
                 one.copy_(line.view_as(one))
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average parameters over all ranks, those of one type together."""
         for one in parameters:
             self._anchors.pop(id(one), None)  # the next gradient sets it anew
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -351,7 +348,6 @@ def _remove(*handles: Any) -> None:
 
 @contextmanager
 def _without_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Clear the gradients of parameters inside, and restore them afterwards."""
     kept = [(one, one.grad) for one in parameters]
     for one, _ in kept:
         one.grad = None

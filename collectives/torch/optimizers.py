@@ -39,16 +39,9 @@ ParameterWithGroup = tuple[Any, ParameterGroup]
 class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-ignore]  # torch may be missing
     """Base of optimizers with a rate for each parameter.
 
-    Parameters
-    ----------
-    params : iterable of parameters, or of groups
-        Floating point or complex. A group with ``adapt=False`` has rate 1: for biases and the weights of
-        normalizations.
-    defaults : dict
-        Options of groups without their own.
-    communicator : Communicator, HookState or None
-        Its ranks, one in each process, share the computation of norms; None for a rank that computes all. Not part of
-        the optimizer's state: a copy computes alone.
+    `params` are parameters or groups, floating point or complex; a group with ``adapt=False`` has rate 1: for biases
+    and the weights of normalizations. The ranks of `communicator`, one in each process, share the computation of norms;
+    with None this rank computes all. It is not part of the optimizer's state: a copy computes alone.
     """
 
     _communicator: Communicator | None = None
@@ -94,7 +87,6 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         return loss
 
     def _step(self) -> None:
-        """Compute owned norms, gather the rates, and move everything."""
         layers = self._with_gradients()
         rated = [number for number, (_, group) in enumerate(layers) if group["adapt"]]
         owned = rated
@@ -123,7 +115,6 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
                     self.state[parameter][name] = value.detach().to(zeros_for(parameter), copy=True)
 
     def _with_gradients(self) -> list[ParameterWithGroup]:
-        """Return the parameters that have gradients, with their groups."""
         layers = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, _ in layers:
             moves = parameter.is_floating_point() or parameter.is_complex()
@@ -153,7 +144,6 @@ class TorchLayerOptimizer(torch.optim.Optimizer):  # type: ignore[misc, unused-i
         return self._parallel
 
     def _check_group(self, group: ParameterGroup) -> None:
-        """Raise `UsageError` if an option is out of range."""
         for name in ("lr", "weight_decay"):
             if not 0 <= group[name] < math.inf:
                 raise UsageError(f"{name} must be 0 or more, got {group[name]}")
@@ -274,7 +264,6 @@ class Lamb(TorchLayerOptimizer):
         parameter.add_(update, alpha=-speed)
 
     def _update(self, parameter: Any, group: ParameterGroup) -> Any:
-        """Return the update of a parameter, after its moments were updated."""
         kept = self.state[parameter]
         if not kept:
             kept.update(step=0, first=zeros_for(parameter), second=zeros_for(parameter))
@@ -303,7 +292,6 @@ def zeros_for(parameter: Any) -> Any:
 
 
 def _norms(tensors: Sequence[Any]) -> list[float]:
-    """Return the norms of tensors, in float64."""
     tensors = [real_view(tensor) for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         wide = [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in tensors]

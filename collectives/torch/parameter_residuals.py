@@ -229,7 +229,6 @@ def _merge_residuals(
 def _split_residuals(
     state: Mapping[str, list[dict[str, Any]]], layouts: Mapping[str, BucketLayout]
 ) -> dict[int, ParameterResidual]:
-    """Return the residuals of buckets by parameter."""
     found = {}
     for key, (one,) in state.items():
         for number, start, stop in layouts[key].parts():

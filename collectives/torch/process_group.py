@@ -116,7 +116,6 @@ def agreed_file(group: dist.ProcessGroup, gather: Gather, members: Sequence[int]
 
 
 def _plan_for_members(plan: Plans, members: Sequence[int]) -> Callable[[], Plans]:
-    """Return a function that plans for some ranks of a job on the machine of its plan."""
     gpus = [device.name for device in plan.topology.devices if device.kind == "gpu"]
     numbers = [gpus.index(plan.ranks[member]) for member in members]
     make = topoplan.plan_by_size if isinstance(plan, SizePlans) else topoplan.plan

@@ -41,10 +41,7 @@ from topoplan.errors import UsageError
 class Averager(ABC):
     """Averages the gradients of one step after another; state is in units of a loss scale of 1.
 
-    Attributes
-    ----------
-    due : int
-        How often the steps so far ask for parameters to be averaged.
+    `due` is how often the steps so far ask for parameters to be averaged.
     """
 
     def __init__(self, mode: Mode, recorder: Recorder, loss_scale: LossScale | None = None) -> None:
@@ -74,26 +71,11 @@ class Averager(ABC):
     ) -> Handle[Any]:
         """Start to average a gradient, and return the handle of its average.
 
-        Parameters
-        ----------
-        key : str
-            The same for the same gradient in every step.
-        gradients : array, or a list of one for each rank of this process
-            Not changed, unless given as ``out`` too.
-        op : str
-            avg; or, in step, sum of gradients that were divided by the number of ranks before.
-        out : as ``gradients``
-            Destination of the averages; new arrays by default.
-        parts : sequence of BucketPart, optional
-            The parameters of these gradients, one after another; by default one, called ``key``. State of a parameter
-            that is left out does not change (not with `LowRank`, which must have all).
-
-        Raises
-        ------
-        BackendError
-            Another rank has failed.
-        UsageError
-            The gradient cannot be averaged in this mode.
+        `gradients`, an array or a list of one for each rank of this process, do not change unless they are `out`, where
+        the averages go instead of into new arrays. `key` is the same in every step. `op` is "avg" or, in step, the
+        "sum" of gradients that were divided before. `parts` are the parameters, one after another, by default one
+        called `key`; state of a parameter that is left out does not change (`LowRank` must have all). Raises
+        `UsageError` for a gradient that the mode cannot average.
         """
 
     def end_step(self) -> None:

@@ -123,7 +123,6 @@ class GradientShapes:
 
     `parameters` is a list of arrays, or with several ranks in the process a list of such lists.
 
-    >>> import numpy as np
     >>> from collectives.tables.numpy_arrays import NumpyArrays
     >>> shapes = GradientShapes([np.zeros((2, 3)), np.zeros(4)], (0,), True, NumpyArrays())
     >>> shapes.shapes
@@ -438,7 +437,6 @@ class BucketExchange:
         ]
 
     def _begin(self) -> None:
-        """Start a step without gradients."""
         self.given: set[int] = set()
         self._empty: dict[int, list[Any]] = {}
         self._missing = [len(one.bucket.members) for one in self._memory]

@@ -234,7 +234,6 @@ def warn_of_deprecated(name: str, given: Mapping[str, Any], *, quiet: bool = Fal
 
 
 def _present_text(group: str, held: Mapping[str, Any]) -> str:
-    """Return the present spelling of the keywords of one group."""
     if group == "sync":
         return f"sync={held['mode']!r}"
     if group == "fault_tolerance=Shrink":

@@ -450,7 +450,6 @@ class ThresholdExchange(GradientFilter):
 
 
 def _spread(chosen: tuple[NDArray[np.int64], Line], size: int, dtype: Any) -> Line:
-    """Return a line of zeros with the chosen entries."""
     line = np.zeros(size, dtype=dtype)
     line[chosen[0]] = chosen[1]
     return line

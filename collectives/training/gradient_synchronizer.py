@@ -213,10 +213,6 @@ class GradientSynchronizer:
             Destination of the averages: the gradients themselves, or arrays that share no memory with them. By default
             new arrays.
 
-        Returns
-        -------
-        As ``gradients``.
-
         Raises
         ------
         UsageError
@@ -243,16 +239,8 @@ class GradientSynchronizer:
         The gradient must not change until `wait`. Give each gradient once, in any order; buckets start in their own
         order, so the reverse order of the parameters lets them start earliest.
 
-        Parameters
-        ----------
-        index : int
-            Index of the parameter.
-        gradient : array; with several ranks in this process a list of one for each
-
-        Raises
-        ------
-        UsageError, RefusedError, BackendError
-            As `step`. If each rank is a process the step is then lost: give all its gradients again.
+        `gradient` is that of the parameter `index`: an array, or with several ranks in this process a list of one for
+        each. Errors are those of `step`; if each rank is a process the step is then lost: give all its gradients again.
         """
         with self._refuse_on_error():
             self._check_calls()
@@ -365,10 +353,7 @@ class GradientSynchronizer:
         arrays : list of arrays
             All that steps change: parameters, moments. Those of a joining rank are changed in place.
 
-        Returns
-        -------
-        tuple of int
-            The ranks that joined, by their numbers from now on.
+        Returns the ranks that joined, by their numbers from now on.
 
         Raises
         ------
@@ -401,13 +386,8 @@ class GradientSynchronizer:
     def after_step(self, parameters: Any) -> None:
         """Average or mix parameters if the mode is due; call it in every step after the optimizer.
 
-        `LocalSGD` averages the parameters, `Gossip` mixes them with a neighbour's; the next step without this call is a
-        `UsageError`.
-
-        Parameters
-        ----------
-        parameters : as those given to the constructor, writeable
-            Changed in place; not touched in other modes.
+        `LocalSGD` averages the parameters, `Gossip` mixes them with a neighbour's, in place, and other modes do not
+        touch them; the next step without this call is a `UsageError`. They are as those given to the constructor.
         """
         self._confirmed_step = self.recorder.step
         if self._averaged < self._averager.due:
@@ -529,7 +509,6 @@ class GradientSynchronizer:
         self.recorder.step = self._confirmed_step = int(state["step"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `UsageError` if a state does not match this synchronizer."""
         self._check_between_steps()
         same, ranks = self._identity(), self.communicator.ranks
         for key in ("format", "layout"):
@@ -602,7 +581,6 @@ class GradientSynchronizer:
         return averages[0] if self.communicator.one_rank else averages
 
     def _check_recoverable(self) -> None:
-        """Raise `UsageError` if `Shrink` is not possible for the back end or the mode."""
         comm = self.communicator
         if comm.on_failure != "shrink":
             return
@@ -631,7 +609,6 @@ class GradientSynchronizer:
         return {"numbers": np.array(numbers), "among": np.array(self._among), **pulled, **kept}
 
     def _take_common(self, state: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Restore what `_common` returned on another rank."""
         step, self._averaged, self._confirmed_step, self._averager.due, apart = map(int, state["numbers"])
         self.recorder.step, self._diverged = step, bool(apart)
         self._among = self.recorder.among = tuple(map(int, state["among"]))
@@ -677,7 +654,6 @@ class GradientSynchronizer:
             self._exchange.give_up()
 
     def _average(self, parameters: Any) -> None:
-        """Average the parameters now."""
         average_parameters(self.communicator, self.recorder, self._by_parameter(parameters))
         self._report_change()
         self._confirmed_step = self.recorder.step
@@ -687,7 +663,6 @@ class GradientSynchronizer:
             self._proximal.averaged(self._shapes.lists(parameters, "parameter"))
 
     def _by_parameter(self, parameters: Any) -> list[Any]:
-        """Return the caller's lists as `average_parameters` takes them."""
         listed = self._shapes.lists(parameters, "parameter")
         return listed[0] if self.communicator.one_rank else list(zip(*listed, strict=True))
 
@@ -702,7 +677,6 @@ class GradientSynchronizer:
         return [self._zeros() if one is None else one for one in gradients]
 
     def _zeros(self) -> list[Any]:
-        """Return gradients of a rank without data."""
         library = self.communicator.arrays
         return [
             library.of(np.zeros(shape), dtype)
@@ -730,7 +704,6 @@ class GradientSynchronizer:
             comm.broadcast(given, root=root, out=given)
 
     def _check_calls(self) -> None:
-        """Raise `UsageError` if a call of `grow` or `after_step` is missing."""
         if self._joining:
             raise UsageError(
                 "this rank has joined and does not have the state of the others yet; call grow first"

@@ -247,7 +247,6 @@ def _finite(matrices: Sequence[Matrix]) -> bool:
 
 
 def _matrix(values: Matrix, at: ThinMatrix) -> Matrix:
-    """Return a line as a matrix, padded with zeros."""
     whole = np.zeros(at.rows * at.columns, np.float32)
     whole[: values.size] = values
     return whole.reshape(at.rows, at.columns)

@@ -106,15 +106,13 @@ class Mailbox:
         self._check()
         self._senders[peer].say(PULL)
         with self._changed:
-            until = time.monotonic() + self._timeout
-            while peer not in self._answered:
-                self._check()
-                if not self._changed.wait(until - time.monotonic()):
-                    raise self._fail(
-                        peer,
-                        f"waited {self._timeout:g} s for the parameters of rank {peer}; call finish on all ranks "
-                        "before one of them closes",
-                    )
+            self._wait_until(
+                lambda: peer in self._answered,
+                lambda: (
+                    peer,
+                    f"the parameters of rank {peer}; call finish on all ranks before one of them closes",
+                ),
+            )
             self._answered.remove(peer)
             pulled, self._inbox = self._inbox, {}
             return pulled
@@ -125,18 +123,15 @@ class Mailbox:
         Raises `BackendError` if another rank failed, or its clock stood still for the timeout.
         """
         with self._changed:
-            before, until = dict(self._clocks), time.monotonic() + self._timeout
-            while not may_begin(self.clock, self._running(), bound):
-                self._check()
-                if not self._changed.wait(until - time.monotonic()):
-                    slowest = min(self._clocks, key=self._clocks.__getitem__)
-                    raise self._fail(
-                        slowest,
-                        f"waited {self._timeout:g} s for rank {slowest}, whose clock stands at "
-                        f"{self._clocks[slowest]}; see what it is doing, and call finish on ranks with fewer batches",
-                    )
-                if before != self._clocks:
-                    before, until = dict(self._clocks), time.monotonic() + self._timeout
+            self._wait_until(
+                lambda: may_begin(self.clock, self._running(), bound),
+                lambda: (
+                    slowest := min(self._clocks, key=self._clocks.__getitem__),
+                    f"rank {slowest}, whose clock stands at {self._clocks[slowest]}; see what it is doing, and call "
+                    "finish on ranks with fewer batches",
+                ),
+                while_clocks_stand=True,
+            )
             self._check()
             self.farthest = max([self.farthest, *(self.clock - clock for clock in self._running())])
 
@@ -145,16 +140,13 @@ class Mailbox:
         for sender in self._senders.values():
             sender.tell(self.clock, finished=True)
         with self._changed:
-            until = time.monotonic() + self._timeout
-            while len(self._gone) < len(self._clocks):
-                self._check()
-                if not self._changed.wait(until - time.monotonic()):
-                    slowest = min(set(self._clocks) - self._gone)
-                    raise self._fail(
-                        slowest,
-                        f"waited {self._timeout:g} s for rank {slowest} to finish; call finish on all ranks, with "
-                        "similar numbers of batches",
-                    )
+            self._wait_until(
+                lambda: len(self._gone) == len(self._clocks),
+                lambda: (
+                    slowest := min(set(self._clocks) - self._gone),
+                    f"rank {slowest} to finish; call finish on all ranks, with similar numbers of batches",
+                ),
+            )
             sums, self._inbox = self._inbox, {}
             self._gone.clear()
             return sums
@@ -173,6 +165,23 @@ class Mailbox:
                 _shut_down_connection(connection)
                 thread.join()
             connection.close()
+
+    def _wait_until(
+        self,
+        over: Callable[[], bool],
+        missing: Callable[[], tuple[int, str]],
+        *,
+        while_clocks_stand: bool = False,
+    ) -> None:
+        """Wait until something is over; after the timeout, fail with the rank and the text of what is missing."""
+        before, until = dict(self._clocks), time.monotonic() + self._timeout
+        while not over():
+            self._check()
+            if not self._changed.wait(until - time.monotonic()):
+                peer, text = missing()
+                raise self._fail(peer, f"waited {self._timeout:g} s for {text}")
+            if while_clocks_stand and before != self._clocks:
+                before, until = dict(self._clocks), time.monotonic() + self._timeout
 
     def _running(self) -> list[int]:
         """Return the clocks of the ranks that have not finished."""
@@ -417,13 +426,11 @@ def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
 
 
 def _shut_down_connection(connection: Connection) -> None:
-    """End the connection for the thread that reads from it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 def _own_address() -> str:
-    """Return an address of this host that others can reach."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

@@ -142,23 +142,11 @@ Replica = tuple[Sequence[Array], Sequence[Array]]
 
 
 class ArrayLayerOptimizer(ABC):
-    """Base of optimizers with a rate for each layer.
+    """Base of optimizers with a rate for each layer; `steps` counts so far.
 
-    Parameters
-    ----------
-    learning_rate : float
-        May be changed between steps, to the same value on all ranks.
-    weight_decay : float or sequence of float
-        One for all layers, or one for each.
-    excluded : collection of int
-        Layers whose rate is 1, such as biases and the weights of normalizations.
-    communicator : Communicator, GradientSynchronizer or None
-        Its ranks share the computation of norms; None for a rank that computes all.
-
-    Attributes
-    ----------
-    steps : int
-        So far.
+    `learning_rate` may be changed between steps, to the same value on all ranks; `weight_decay` is one for all layers,
+    or one for each. `excluded` are the numbers of layers whose rate is 1, such as biases and the weights of
+    normalizations. The ranks of `communicator` share the computation of norms; with None this rank computes all.
     """
 
     names: tuple[str, ...]
@@ -265,7 +253,6 @@ class ArrayLayerOptimizer(ABC):
         """Move a layer by its rate times the learning rate."""
 
     def _begin(self, layers: list[Layout]) -> None:
-        """Agree with all ranks on layers and settings, assign owners, and create the state."""
         first = layers[0]
         for found in layers[1:]:
             if found != first:
@@ -321,7 +308,6 @@ class ArrayLayerOptimizer(ABC):
                 self._finish(one, update, rate_of.get(layer, 1.0), weights)
 
     def _layer(self, number: int, replica: Replica, layer: int) -> LayerLines:
-        """Return a layer of one of this process's ranks."""
         weights, gradients = replica
         kept = self._kept[number][layer]
         dtype = kept[self.names[0]].dtype
@@ -456,6 +442,5 @@ class Lamb(ArrayLayerOptimizer):
 
 
 def _blocks(*lines: Array) -> Iterator[tuple[Array, ...]]:
-    """Yield lines of one length, block by block."""
     for start in range(0, lines[0].size, BLOCK):
         yield tuple(line[start : start + BLOCK] for line in lines)

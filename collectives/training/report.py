@@ -342,20 +342,8 @@ class Report:
 
         A step computes for the median of its time without waits, and an exchange blocks the loop for the median of its
         wait. Compared with the measured rate it shows the effect of the mode on a straggler that is late in fewer than
-        half of the steps.
-
-        Parameters
-        ----------
-        mode : BSP, SSP, ASP, LocalSGD, str or None
-            As in `collectives.training.modes.mode_of`.
-        straggler : Straggler, optional
-        held : float, optional
-            Seconds that the straggler's factor multiplies; those of a step's computing by default.
-
-        Raises
-        ------
-        UsageError
-            The mode is unknown, or no step has ended.
+        half of the steps. `held` are the seconds that the straggler's factor multiplies, by default those of a step's
+        computing. Raises `UsageError` for an unknown mode (`mode_of`), or if no step has ended.
         """
         found = mode_of(mode)
         if not self.step_records:
@@ -453,7 +441,6 @@ def _decimal_size(nbytes: int) -> str:
 
 
 def _busy(records: Sequence[ExchangeRecord]) -> float:
-    """Return the seconds in which at least one exchange ran."""
     total, until = 0.0, -math.inf
     for one in sorted(records, key=lambda each: each.started):
         total += max(0.0, one.ended - max(one.started, until))

@@ -175,7 +175,6 @@ class ParallelRates:
         return whole[0] if comm.one_rank else whole
 
     def _row(self, rank: int, rates: Sequence[float]) -> Rates:
-        """Return a rank's rates, padded with zeros to the length of the longest row."""
         layers = self.owned(rank)
         if len(rates) != len(layers):
             raise UsageError(
@@ -189,7 +188,6 @@ class ParallelRates:
         return row
 
     def _agree(self, sizes: Sequence[int], about: str) -> None:
-        """Compare layers and settings with all ranks."""
         comm = self.communicator
         digest = hashlib.sha256(f"{list(sizes)} {about}".encode()).hexdigest()
         layouts = [
@@ -205,7 +203,6 @@ class ParallelRates:
 
 
 def _gathered(comm: Communicator, rows: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """Return the rows of all ranks one after another, for each rank of this process."""
     given = [comm.arrays.of(row) for row in rows]
     results = [comm.all_gather(given[0])] if comm.one_rank else comm.all_gather(given)
     return [comm.arrays.values(result) for result in results]
@@ -270,7 +267,6 @@ def norm(array: NDArray[Any]) -> float:
 
 @compiled
 def _sum_of_squares(line: NDArray[Any]) -> Any:
-    """Return the sum of squares of a float32 or float64 line."""
     sums = np.zeros(LANES)
     whole = line.size - line.size % LANES
     for start in range(0, whole, LANES):

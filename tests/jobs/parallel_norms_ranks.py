@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from collectives import Communicator
 from collectives.torch.optimizers import Lamb, Lars
 from collectives.training import optimizers
 from tests.support.hand_plans import forest_plan
-from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.support.rank_scenarios import scenario
+from tests.support.torch_scenarios import be_rank
 from topoplan.errors import RefusedError, UsageError
 
 STEPS = 20
@@ -39,7 +38,6 @@ def model(dtype: str = "float32") -> torch.nn.Module:
 
 
 def groups(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Matrices with rates, vectors without."""
     params = list(module.parameters())
     return [
         {"params": [p for p in params if p.dim() > 1]},
@@ -48,7 +46,6 @@ def groups(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def run(module: torch.nn.Module, optimiser: Any, steps: range) -> None:
-    """Steps on the same data on every rank."""
     dtype = next(module.parameters()).dtype
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -153,8 +150,4 @@ def ranks_that_differ_are_refused_before_anything_moves() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    run_scenarios(sys.argv[1], dist.get_rank(), 2)
-    communicator().close()
-    dist.destroy_process_group()
+    be_rank(at_end=lambda: communicator().close())

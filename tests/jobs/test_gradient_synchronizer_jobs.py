@@ -1,4 +1,4 @@
-"""GradientSynchronizer in real processes: mpi with 2 and 4 ranks, tcp with a rank that dies."""
+"""GradientSynchronizer in real processes: mpi with 2 and 4 ranks, tcp with a rank that errs, leaves or dies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from collectives.communicator.launch import mpiexec_command
 from collectives.peers.rendezvous import Rendezvous
 from tests.support.checkout import ROOT
 from tests.support.forking import forking
+from tests.support.hand_plans import forest_plan
+from tests.support.rank_scenarios import check_scenario, scenarios
 from tests.support.tcp_jobs import backends_in_threads
-from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 pytestmark = pytest.mark.thorough
 
@@ -29,85 +32,78 @@ LIMIT = 100
 """Seconds after which processes hang."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of so many MPI processes has found."""
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_of_mpi(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("mpi4py", reason="mpi4py is not installed")
-    folder = tmp_path_factory.mktemp("gradients")
-    program = [sys.executable, str(ROOT / "tests" / "jobs" / "gradient_ranks.py"), str(folder)]
+    program = [sys.executable, str(ROOT / "tests" / "jobs" / "gradient_ranks.py"), str(tmp_path)]
     try:
-        command = mpiexec_command(request.param, program)
+        command = mpiexec_command(ranks, program)
     except UsageError as error:
         pytest.skip(str(error))
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for name in scenarios("gradient_ranks.py", ranks):
+        check_scenario(told, name)
 
 
-def test_processes_get_exact_averages_by_a_plan_of_their_own(found: list[dict[str, Any]]) -> None:
-    told = [one["averages"] for one in found]
-    assert all(one["right"] == [True] * 5 for one in told)
-    assert told[0]["ranks"] == [f"rank{rank}" for rank in range(len(found))]
-    buckets = told[0]["buckets"]
-    assert all(one["exchanged"] == told[0]["exchanged"] for one in told)
-    assert [key for key, _ in told[0]["exchanged"]] == [f"bucket {number}" for number in range(buckets)] * 5
+OWN = [np.ones((40, 7)), np.ones(5), np.ones((1000, 300))]
 
 
-def test_sparse_steps_of_processes_keep_what_they_do_not_give_across_a_checkpoint(
-    found: list[dict[str, Any]],
+@pytest.mark.parametrize(
+    ("first", "last", "options", "kind", "text"),
+    [
+        (OWN, OWN, {"bucket_bytes": 5_000_000}, UsageError, "rank 2 has other parameters or settings than "),
+        (OWN, [OWN[0].T, *OWN[1:]], {}, UsageError, "rank 2 has other parameters or settings than rank 0"),
+        (OWN, [[1.0]], {}, RefusedError, "has a list instead of a numpy array as its parameter 0"),
+    ],
+)
+def test_a_rank_that_begins_otherwise_stops_all_before_the_first_step(
+    first: list[Any], last: list[Any], options: dict[str, Any], kind: type[TopoplanError], text: str
 ) -> None:
-    assert [one["sparse"] for one in found] == [{"conserved": True, "kept": True, "step": 20}] * len(found)
+    """Also with as many elements in the same buckets, but not the same matrix."""
+    given = [(first, {}), (first, {}), (last, options)]
+
+    def begin(backend: TcpBackend, rank: int) -> None:
+        GradientSynchronizer(given[rank][0], backend=backend, **{"bucket_bytes": 5000, **given[rank][1]})
+
+    for error in backends_in_threads(3, begin):
+        assert isinstance(error, kind)
+        assert text in str(error)
+        assert getattr(error, "peer", 2) == 2
 
 
-def test_a_rank_with_other_parameters_or_buckets_is_named_by_all_before_the_first_step(
-    found: list[dict[str, Any]],
-) -> None:
-    last = len(found) - 1
-    for name in ("other buckets", "other shapes"):
-        for one in found:
-            assert one["mistakes"][name]["kind"] == "UsageError"
-            assert (
-                f"rank {last} has other parameters or settings than rank 0" in one["mistakes"][name]["text"]
-            )
+def test_a_plan_for_another_number_of_ranks_is_refused_by_all() -> None:
+    plan = forest_plan(4, "allreduce", "chain")
+    for error in backends_in_threads(
+        3, lambda backend, rank: GradientSynchronizer(OWN, plan, backend=backend)
+    ):
+        assert "the plan is for 4 ranks and the tcp back end has 3" in str(error)
 
 
-def test_a_rank_whose_parameter_is_no_array_stops_all(found: list[dict[str, Any]]) -> None:
-    *others, last = [one["mistakes"]["no array"] for one in found]
-    for one in (last, *others):
-        assert (one["kind"], one["peer"]) == ("RefusedError", len(others))
-        assert "has a list instead of a numpy array as its parameter 0" in one["text"]
+def test_what_one_rank_cannot_give_names_step_bucket_and_rank_on_the_others() -> None:
+    def steps(backend: TcpBackend, rank: int) -> None:
+        with GradientSynchronizer(OWN, backend=backend, bucket_bytes=5000) as synchronizer:
+            synchronizer.step(OWN)
+            own = [one.copy() for one in OWN]
+            if rank == 2:
+                own[2] = own[2][:-1]
+            try:
+                synchronizer.step(own, out=own)
+            finally:
+                assert all(bool((one == 1).all()) for one in own), "an array was touched"
+
+    *others, last = backends_in_threads(3, steps)
+    refused = "rank 2 refused the collective: training step 1: "
+    assert str(last).startswith(refused)
+    for error in (last, *others):
+        assert (type(error), error.peer) == (RefusedError, 2)
+        assert "gradient 2 must have shape (1000, 300) as its parameter, got (999, 300)" in str(error)
+    for error in others:
+        assert str(error).startswith(f"training step 1, bucket 0 of 2: {refused}")
 
 
-def test_a_plan_for_another_number_of_ranks_is_refused_by_all(found: list[dict[str, Any]]) -> None:
-    text = f"the plan is for {len(found) + 1} ranks and the mpi back end has {len(found)}"
-    assert all(text in one["mistakes"]["other world"]["text"] for one in found)
-
-
-def test_what_one_rank_cannot_give_names_step_bucket_and_rank_on_the_others(
-    found: list[dict[str, Any]],
-) -> None:
-    *others, last = [one["mistakes"]["wrong gradient"] for one in found]
-    refused = f"rank {len(others)} refused the collective: training step 1: "
-    assert last["text"].startswith(refused)
-    for one in (last, *others):
-        assert (one["kind"], one["peer"]) == ("RefusedError", len(others))
-        assert "gradient 3 must have shape (1000, 300) as its parameter, got (999, 300)" in one["text"]
-    for one in others:
-        assert one["text"].startswith(f"training step 1, bucket 0 of 5: {refused}")
-
-
-def test_a_rank_that_is_gone_before_there_is_a_plan_is_named_by_the_others(
-    found: list[dict[str, Any]],
-) -> None:
-    *others, last = [one["mistakes"].get("leaves") for one in found]
-    assert last is None
-    for one in others:
-        assert one is not None
-        assert (one["kind"], one["peer"]) == ("BackendError", len(others))
-        assert "the peer has closed its communicator" in one["text"]
-
-
-def test_a_rank_of_tcp_that_is_gone_before_there_is_a_plan_is_named_by_the_others() -> None:
+def test_a_rank_that_is_gone_before_there_is_a_plan_is_named_by_the_others() -> None:
     def plan(backend: TcpBackend, rank: int) -> Any:
         if rank == 1:
             return backend.close()

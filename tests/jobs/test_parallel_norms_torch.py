@@ -1,4 +1,4 @@
-"""LARS and LAMB for torch: formulas and refusals here, and two real processes whose ranks share the norms."""
+"""LARS and LAMB for torch: formulas and refusals; the ranks that share norms are in `parallel_norms_ranks.py`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,11 @@ import pytest
 from collectives import Communicator
 from collectives.training import optimizers
 from tests.support.hand_plans import forest_plan
-from tests.support.rank_scenarios import check_scenario, scenarios
-from tests.support.torch_jobs import Told, told_by_all
 from topoplan.errors import UsageError
 
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-PROGRAM = "parallel_norms_ranks.py"
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return told_by_all(PROGRAM, tmp_path_factory.mktemp("norms"), ranks=2)
-
-
-@pytest.mark.parametrize("name", scenarios(PROGRAM, 2))
-def test_two_ranks(told: Told, name: str) -> None:
-    check_scenario(told, name)
-
 
 SHAPES = ((8, 3, 3, 3), (8,), (), (0, 4), (50, 7))
 PAIRS: dict[str, Any] = {

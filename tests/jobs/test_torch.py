@@ -66,7 +66,6 @@ def test_the_stand_ins_for_streams_and_groups_have_the_names_of_torchs_own() -> 
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What four ranks found whose tensors count as memory of a GPU."""
     from tests.jobs.torch_gpu_ranks import played
 
     return played(4, tmp_path_factory.mktemp("gpus"))

@@ -1,12 +1,9 @@
-"""DDP in every synchronisation mode, and under torchrun the loop of docs/ddp-hook.md and the example."""
+"""The optimiser's hook of stale modes, and under torchrun the loop of docs/ddp-hook.md and the example."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +14,18 @@ from collectives.training.averaging import LocalAverager
 from collectives.training.report import Recorder
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
-from tests.support.rank_scenarios import check_scenario, scenarios
-from tests.support.torch_jobs import Told, told_by_all
+from tests.support.torch_jobs import run_by_torchrun
 
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 
-def torchrun(*command: str) -> str:
+def printed(*command: str) -> str:
     """Return what a job of two ranks prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=150, env=environment)
+    done = run_by_torchrun(*command, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
-
-
-PROGRAM = "torch_mode_ranks.py"
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    return told_by_all(PROGRAM, tmp_path_factory.mktemp("modes"), ranks=2)
-
-
-@pytest.mark.parametrize("name", scenarios(PROGRAM, 2))
-def test_two_ranks(told: Told, name: str) -> None:
-    check_scenario(told, name)
 
 
 def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_counting() -> None:
@@ -77,7 +58,7 @@ def test_the_loop_of_the_page_on_the_hook_runs_as_it_stands(tmp_path: Path) -> N
         "import torch\nbatches = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3\n"
     )
     program.write_text(brought + loop, encoding="utf-8")
-    assert "hook on 2 ranks, 3 steps of " in torchrun(str(program))
+    assert "hook on 2 ranks, 3 steps of " in printed(str(program))
 
 
 def test_the_example_trains_and_reports(tmp_path: Path) -> None:
@@ -92,7 +73,7 @@ def test_the_example_trains_and_reports(tmp_path: Path) -> None:
         "--density",
         "0.05",
     ]
-    text = torchrun(*example, "--out", str(out), "--plot", str(plot))
+    text = printed(*example, "--out", str(out), "--plot", str(plot))
     assert "sparse gradients, BSP(), 2 ranks over shared: " in text
     assert "hook on 2 ranks, 40 steps of " in text
     told = json.loads(out.read_text())

@@ -33,7 +33,6 @@ LONGEST_STEP = 0.02
 
 
 def drawn(seed: int, options: dict[str, Any], *, backend: str, victims: int, back: bool) -> Training:
-    """Who dies when, by chance."""
     draw = np.random.default_rng(seed)
     size = int(draw.integers(max(3, victims + 2), 6))
     deaths = {

@@ -35,8 +35,6 @@ GOING, GONE = threading.Event(), threading.Event()
 
 
 class Load:
-    """What hangs on a tensor."""
-
     def __del__(self) -> None:
         GOING.set()
         until = time.monotonic() + SECONDS
@@ -62,7 +60,6 @@ def late() -> None:
 
 
 def rank(number: int, port: int, how: str) -> None:
-    """Train a little, gather something, and end."""
     os.environ.update(RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(nn.Linear(30, 3))
@@ -79,7 +76,6 @@ def rank(number: int, port: int, how: str) -> None:
 
 
 def status(pid: int, until: float) -> int | str:
-    """How a process ended."""
     while time.monotonic() < until:
         found, told = os.waitpid(pid, os.WNOHANG)
         if found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from collectives.torch import ProcessGroupTopoplan
-from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.support.rank_scenarios import scenario
+from tests.support.torch_scenarios import be_rank, furthest
 
 _coalescing_manager: Any = distributed_c10d._coalescing_manager
 
@@ -29,8 +29,6 @@ BENEATH: Counter[str] = Counter()
 
 
 def count_calls(groups: list[ProcessGroupTopoplan]) -> None:
-    """Count what groups do from now on, by plan and beneath."""
-
     class Beneath:
         def __init__(self, group: Any) -> None:
             self.group = group
@@ -66,7 +64,6 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Sequential:
-    """The same, each layer a unit of FSDP2."""
     model = network(dtype)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -78,7 +75,6 @@ def sharded(mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any
 def trained(
     model: nn.Module, dtype: torch.dtype, *, before_step: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """This rank's losses, and the parameters in the end."""
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -98,13 +94,11 @@ def trained(
 
 
 def whole_of(parameter: Any) -> torch.Tensor:
-    """A parameter, put together of its shards if it has any."""
     found: torch.Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return found.detach()
 
 
 def plainly(group: Any, dtype: torch.dtype, *, factor: float | None = None) -> list[float]:
-    """The same by averages of whole gradients over gloo."""
     model = network(dtype)
 
     def average() -> None:
@@ -114,10 +108,6 @@ def plainly(group: Any, dtype: torch.dtype, *, factor: float | None = None) -> l
             one.grad /= dist.get_world_size(group) if factor is None else factor
 
     return trained(model, dtype, before_step=average)
-
-
-def furthest(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @scenario(4)
@@ -207,7 +197,6 @@ def several_tensors_are_sent_as_one_and_give_what_each_gives_alone() -> None:
 
 @scenario(4)
 def a_sharded_model_is_saved_and_loaded() -> None:
-    """By torch.distributed.checkpoint, into another model."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -229,8 +218,4 @@ def a_sharded_model_is_saved_and_loaded() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
-    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
-    dist.barrier()
-    dist.destroy_process_group()
+    be_rank("topoplan", at_end=dist.barrier)

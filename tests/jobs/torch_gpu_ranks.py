@@ -63,7 +63,6 @@ def sparse(cupy: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def followed(cupy: Any, patch: pytest.MonkeyPatch) -> list[list[float]]:
-    """What is kept of a gradient that begins on the host, moves to the GPU, and back."""
     comm = Communicator(TWO_SERVERS, TorchBackend(timeout=60))
     kept = []
     for place in (False, True, False):
@@ -106,7 +105,6 @@ def played(size: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def rank(number: int, size: int, folder: Path) -> None:
-    """Be one rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     limit = timedelta(seconds=120)
@@ -122,7 +120,6 @@ def rank(number: int, size: int, folder: Path) -> None:
 
 
 def main() -> None:
-    """Compile, fork, and wait for all."""
     size, folder = int(sys.argv[1]), Path(sys.argv[2])
     library()
     children = []

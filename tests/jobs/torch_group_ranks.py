@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import collectives.torch  # noqa: F401  # registers the group
-from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.support.rank_scenarios import scenario
+from tests.support.torch_scenarios import be_rank, of_all_ranks
 from topoplan.errors import BackendError, UsageError
 
 MOVED = ("int16", "bool", "bfloat16", "float8_e4m3fn", "complex64")
@@ -242,8 +242,7 @@ def arguments_that_do_not_fit_are_the_same_error_on_all_ranks() -> None:
     for call, message in calls:
         with pytest.raises((UsageError, BackendError)) as error:
             call()
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, f"{type(error.value).__name__}: {error.value}".splitlines()[0])
+        found = of_all_ranks(f"{type(error.value).__name__}: {error.value}".splitlines()[0])
         assert found == [found[0]] * size
         assert found[0].startswith(message), found[0]
         check_usable()
@@ -341,6 +340,4 @@ def abort_wakes_a_wait_with_an_error_that_names_it() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("topoplan", timeout=timedelta(seconds=60))
-    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
-    dist.destroy_process_group()
+    be_rank("topoplan")

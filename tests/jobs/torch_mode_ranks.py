@@ -6,7 +6,6 @@ The loops are those of a user: no call but `finish` and `close`.
 from __future__ import annotations
 
 import re
-import sys
 import time
 import warnings
 from typing import Any
@@ -18,20 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import ASP, BSP, SSP, LocalSGD, report
-from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
 from collectives.training.modes import Mode, Straggler
-from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.support.rank_scenarios import scenario
+from tests.support.torch_scenarios import be_rank, of_all_ranks
 from topoplan.errors import BackendError, UsageError
 
 STEPS = 12
 MODES: tuple[Mode, ...] = (BSP(), SSP(1), ASP(), LocalSGD(4))
-
-
-def both(one: Any) -> list[Any]:
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, one)
-    return every
 
 
 @scenario(2)
@@ -63,7 +56,7 @@ def check_mode(mode: Mode) -> None:
             averaged.append(_digest(model))
     state.finish()
     mailbox = getattr(getattr(state.buckets, "_averager", None), "mailbox", None)
-    (end, averages), (same, others) = both((_digest(model), averaged))
+    (end, averages), (same, others) = of_all_ranks((_digest(model), averaged))
     assert end == same
     assert averages == others
     if isinstance(mode, LocalSGD):
@@ -186,7 +179,7 @@ def check_finish(mode: Mode) -> None:
         dist.barrier()
         state.close()
     messages = [str(one.message) for one in caught]
-    first, second = both(digests)
+    first, second = of_all_ranks(digests)
     assert first[0] == second[0] != first[1]
     if isinstance(mode, BSP):
         assert messages == []
@@ -197,16 +190,12 @@ def check_finish(mode: Mode) -> None:
 
 
 class Sharpness(torch.optim.SGD):
-    """Sharpness-aware minimisation: moves up, computes gradients there, moves back, and steps by them."""
-
     def away(self) -> None:
-        """Move up."""
         with torch.no_grad():
             for one in self.param_groups[0]["params"]:
                 one += 1.0
 
     def back(self) -> None:
-        """Move back, and step."""
         with torch.no_grad():
             for one in self.param_groups[0]["params"]:
                 one -= 1.0
@@ -215,9 +204,8 @@ class Sharpness(torch.optim.SGD):
 
 @scenario(2)
 def gradients_computed_inside_a_step_of_an_optimiser_belong_to_it() -> None:
-    """LBFGS with closures, more on one rank than on the other: four steps, averaged after the second and the fourth."""
     digests, passes, counted = again("LBFGS")
-    (first, fewer), (second, more) = both((digests, passes))
+    (first, fewer), (second, more) = of_all_ranks((digests, passes))
     assert fewer < more
     assert counted == 4
     assert [one == other for one, other in zip(first, second, strict=True)] == [False, True, False, True]
@@ -227,14 +215,13 @@ def gradients_computed_inside_a_step_of_an_optimiser_belong_to_it() -> None:
 def parameters_that_move_to_and_fro_before_a_step_are_no_error() -> None:
     """Two gradients a step, so that each step ends with the average."""
     digests, _, counted = again("SAM")
-    first, second = both(digests)
+    first, second = of_all_ranks(digests)
     assert first == second
     assert len(set(digests)) == 4
     assert counted == 8
 
 
 def again(name: str) -> tuple[list[str], int, int]:
-    """Train with an optimiser that computes gradients more than once for a step; digests, passes, steps counted."""
     rank = dist.get_rank()
     layer = nn.Linear(6, 2, bias=False).double()
     nn.init.zeros_(layer.weight)
@@ -301,9 +288,4 @@ def _digest(model: nn.Module) -> str:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
-    dist.barrier()
-    wait_for_gloo_threads()
-    dist.destroy_process_group()
+    be_rank(at_end=dist.barrier)

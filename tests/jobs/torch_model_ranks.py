@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from collectives import LocalSGD
-from collectives.backends.torch.process_groups import wait_for_gloo_threads
 from collectives.torch import HookState, topoplan_hook
 from collectives.training.exchange_settings import Shrink, TopK
 from collectives.training.gradient_filters import Cast, Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.support.rank_scenarios import scenario
+from tests.support.torch_scenarios import be_rank, furthest, of_all_ranks, same_on_all_ranks
 from topoplan.errors import UsageError
 
 STEPS = 10
@@ -47,8 +46,6 @@ EXACT = ("dense", "shrink")
 
 
 class Complex(nn.Module):
-    """Parameters of complex and real types, in several layouts, each with a target of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
@@ -78,7 +75,6 @@ class Complex(nn.Module):
 
 
 def bits(network: nn.Module) -> list[float]:
-    """Return all parameters as real numbers, row by row."""
     wide = [one.detach().resolve_conj().to(torch.complex128) for one in network.parameters()]
     return torch.cat([torch.view_as_real(one).flatten() for one in wide]).tolist()
 
@@ -107,23 +103,8 @@ def check_every_way(made: Callable[[], nn.Module], most: dict[str, float]) -> No
     plain = trained(made(), None, lambda model, seed: model(seed))
     for name, way in WAYS.items():
         found = trained(made(), way, lambda model, seed: model(seed))
-        assert same_on_both(found), name
+        assert same_on_all_ranks(found), name
         assert furthest(plain, found) <= (0.0 if name in EXACT else most.get(name, 1.0)), name
-
-
-def same_on_both(one: Any) -> bool:
-    first, second = both(one)
-    return bool(first == second)
-
-
-def both(one: Any) -> list[Any]:
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, one)
-    return every
-
-
-def furthest(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @scenario(2)
@@ -134,8 +115,6 @@ def complex_parameters_end_near_those_of_ddp_alone_by_every_way() -> None:
 
 
 class Tables(nn.Module):
-    """Sparse embeddings, of which a step may leave one out, beside a complex and a real layer."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -156,7 +135,6 @@ class Rows(nn.Embedding):
     """Rows of complex numbers, whose gradient is sparse; `nn.Embedding` itself has none of them."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return them."""
         return self.weight.gather(0, rows[:, None].expand(-1, self.embedding_dim), sparse_grad=True)
 
 
@@ -214,8 +192,6 @@ def uses_bags(step: int, rank: int) -> bool:
 
 
 class Small(nn.Module):
-    """A layer, a normalisation with statistics, and another layer."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
@@ -230,7 +206,6 @@ class Small(nn.Module):
 
 
 def steps(model: nn.Module, first: int, last: int) -> None:
-    """Train by plain descent."""
     for step in range(first, last):
         model.zero_grad()
         model(100 * step + dist.get_rank()).backward()
@@ -371,11 +346,11 @@ def buffers_are_averaged_by_finish_and_counts_are_the_largest() -> None:
             optimizer.zero_grad()
             model(100 * step + dist.get_rank()).backward()
             optimizer.step()
-        first, second = both({name: one.clone() for name, one in network.named_buffers()})
+        first, second = of_all_ranks({name: one.clone() for name, one in network.named_buffers()})
         state.finish()
         state.close()
         after = dict(network.named_buffers())
-        assert same_on_both({name: one.tolist() for name, one in after.items()})
+        assert same_on_all_ranks({name: one.tolist() for name, one in after.items()})
         assert after["constant"].tolist() == first["constant"].tolist() == second["constant"].tolist()
         count = "layers.1.num_batches_tracked"
         assert after[count] == max(first[count], second[count])
@@ -385,8 +360,4 @@ def buffers_are_averaged_by_finish_and_counts_are_the_largest() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
-    wait_for_gloo_threads()
-    dist.destroy_process_group()
+    be_rank()

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -34,10 +33,9 @@ from tests.support.sparse_steps import (
     steps_of_each,
     taken,
 )
+from tests.support.torch_scenarios import LIMIT, of_all_ranks
 from topoplan.errors import BackendError, RefusedError
 from topoplan.plans.plan import ALL_COLLECTIVES
-
-LIMIT = timedelta(seconds=60)
 
 
 @scenario(6)
@@ -57,7 +55,6 @@ def the_environment_of_torchrun_makes_a_group_that_is_destroyed_again() -> None:
 
 @cache
 def backends() -> dict[int, TorchBackend]:
-    """Return the back ends of the groups of the last 2 to 6 ranks, of which this one is a member."""
     rank, size = dist.get_rank(), dist.get_world_size()
     made = {ranks: dist.new_group(list(range(size - ranks, size))) for ranks in range(2, size)}
     mine = {ranks: group for ranks, group in made.items() if rank >= size - ranks}
@@ -74,7 +71,6 @@ def cases_of(ranks: int) -> list[Case]:
 
 
 def of_cases(ranks: int) -> list[list[str]]:
-    """Return the digests of this rank by case, or nothing where it is not in the group of so many ranks."""
     if ranks not in backends():
         return []
     return run_cases(backends()[ranks], cases_of(ranks), here=lambda array: torch.from_numpy(array.copy()))
@@ -84,8 +80,7 @@ def of_cases(ranks: int) -> list[list[str]]:
 def results_are_loopbacks_bit_for_bit() -> None:
     """Groups of 2 to 6 ranks; the contract of four has every dtype and reduction."""
     for ranks in range(2, 7):
-        every: list[Any] = [None] * 6
-        dist.all_gather_object(every, of_cases(ranks))
+        every = of_all_ranks(of_cases(ranks))
         if dist.get_rank() == 0:
             wanted = [expected(case) for case in cases_of(ranks)]
             for number, one in enumerate(every[6 - ranks :]):
@@ -174,7 +169,6 @@ def bits(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def rounded_by_loopback(rank: int) -> list[list[str]]:
-    """Return what a rank gets of the rounded steps in bfloat16."""
     with Communicator(TWO_SERVERS) as comm:
         rounded, _ = taken(comm, rounded_steps(), as_it_is, lambda array: bits(half(array)))
     return [[one[rank]] for one in rounded]
@@ -241,8 +235,6 @@ def another_call_of_one_rank_is_an_error_on_all_and_the_group_stays_usable() -> 
 
 
 def refused_tensor(name: str) -> object:
-    """Something that `TorchArrays` does not take."""
-
     class Mine(torch.Tensor):
         pass
 
@@ -314,8 +306,7 @@ def struck(group: Any, ranks: list[int], number: signal.Signals) -> BackendError
 def a_stopped_rank_is_named_by_all_others_within_the_timeout_and_hears_that_they_gave_up() -> None:
     """Then, among the others, a killed one is named at once, also by those it sends nothing."""
     rank = dist.get_rank()
-    pids: list[Any] = [None] * 6
-    dist.all_gather_object(pids, os.getpid())
+    pids = of_all_ranks(os.getpid())
     rest = dist.new_group([*range(5)])
     error = struck(dist.group.WORLD, [*range(6)], signal.SIGSTOP)
     assert (error.rank, error.peer) == (rank, 5)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,20 +19,15 @@ from collectives.torch import HookState
 from collectives.training.exchange_settings import TopK
 from collectives.training.gradient_filters import Quantize, Threshold
 from collectives.training.low_rank import LowRank
-from tests.jobs.torch_hook_ranks import batch, furthest, model, plan, trained, values, wrapped
-from tests.support.rank_scenarios import run_scenarios, scenario
+from tests.jobs.torch_hook_ranks import SMALL, batch, model, plan, run, trained, wrapped
+from tests.support.rank_scenarios import scenario
+from tests.support.torch_scenarios import be_rank, furthest, gloo_by_another_name, same_on_all_ranks, values
 from topoplan.errors import BackendError, UsageError
 
 BATCHES = (4, 6, 0)
 """Of each rank: the last never has any."""
 
 RATE = 0.1
-
-
-def same_on_all_ranks(one: Any) -> bool:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, one)
-    return all(one == other for other in every)
 
 
 def by_hand(divide_by: str) -> list[float]:
@@ -58,8 +50,6 @@ def by_hand(divide_by: str) -> list[float]:
 
 
 Join = Callable[[HookState, DistributedDataParallel], AbstractContextManager[Any]]
-
-SMALL = {"bucket_cap_mb": 0.0005}
 
 
 @scenario(3)
@@ -97,11 +87,7 @@ def ranks_of_uneven_data_end_where_one_process_with_all_batches_does() -> None:
     for options in filters:
         check(None, options=options, how=SMALL)
 
-    def gloo(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, limit)
-
-    dist.Backend.register_backend("elsewhere", gloo, devices=["cpu"])
-    group = dist.new_group(backend="elsewhere")
+    group = gloo_by_another_name()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no plan carries it
         check(1e-15, group=group)
@@ -156,8 +142,6 @@ def a_plain_loop_of_uneven_data_ends_where_one_process_with_all_batches_does() -
 
 
 class SumOverRanks(torch.autograd.Function):
-    """A sum over all ranks in forward, and of the gradients in backward, as batch normalisation over ranks needs it."""
-
     @staticmethod
     def forward(context: Any, given: torch.Tensor) -> torch.Tensor:
         total = given.clone()
@@ -172,8 +156,6 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class Normalised(nn.Module):
-    """Layers between which values are normalised by mean and variance of the batches of all ranks."""
-
     def __init__(self, total: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> None:
         super().__init__()
         torch.manual_seed(5)
@@ -234,79 +216,25 @@ def a_run_under_a_filter_continues_from_its_file_in_the_same_buckets_and_in_othe
         "significance": {"compression": Threshold(0.02)},
         "admission": {"compression": Threshold(0.02, admission=2, width=1024)},
     }
+    elsewhere: dict[str, Any] = {"find_unused_parameters": False, "bucket_cap_mb": 0.0015}
     for name, options in filters.items():
-        same: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
-        whole, *_ = _run(options, range(8), None, same)
-        _, model_then, hook_then, _ = _run(options, range(4), None, same)
-        file = Path(sys.argv[1], f"{dist.get_rank()}.pt")
-        torch.save({"model": model_then, "hook": hook_then}, file)
-        again, *_, told = _run(options, range(4, 8), torch.load(file), same)
-        blank = {**hook_then, "filters": {"filter": "", "residuals": {}, "arrays": {}}}
-        without, *_ = _run(options, range(4, 8), {"model": model_then, "hook": blank}, same)
-        other = _run(options, range(4, 8), torch.load(file), {"bucket_cap_mb": 0.0015})
-        _, model_then, hook_then, _ = _run(options, range(4), None, same, given=True)
-        saved = {"model": model_then, "hook": hook_then}
-        given = _run(options, range(4, 8), saved, {"bucket_cap_mb": 0.0015}, given=True)
-        assert again == whole
-        assert told == []
-        assert (without == whole) == (name == "codes"), "codes keep nothing"
-        assert same_on_all_ranks(other[0])
+        whole, saved = run(options, range(8)), run(options, range(4))
+        again = run(options, range(4, 8), saved.state)
+        blank = {**saved.state["hook"], "filters": {"filter": "", "residuals": {}, "arrays": {}}}
+        without = run(options, range(4, 8), {**saved.state, "hook": blank})
+        other = run(options, range(4, 8), saved.state, **elsewhere)
+        ordered = run(options, range(4), given=True)
+        given = run(options, range(4, 8), ordered.state, given=True, **elsewhere)
+        assert (again.values, again.warnings) == (whole.values, [])
+        assert (without.values == whole.values) == (name == "codes"), "codes keep nothing"
+        assert same_on_all_ranks(other.values)
         if name != "codes":
-            (warning,) = other[3]
+            (warning,) = other.warnings
             assert warning.startswith("buckets differ from those of the saved state")
             assert "residuals of " in warning
             assert ("warm start" in warning) == (name != "significance")
-        assert len(given[3]) == (name in ("low rank", "admission")), "what belongs to whole buckets"
-        assert not any("residuals" in warning for warning in given[3])
-
-
-def _run(
-    options: dict[str, Any], steps: range, loaded: Any, how: dict[str, Any], *, given: bool = False
-) -> tuple[Any, ...]:
-    """The parameters in the end, the states of model and hook, and the warnings; the hook may be given the order."""
-    network = model()
-    state = HookState(plan(), parameters=network.parameters() if given else None, **options)
-    ddp = wrapped(network, state, **how)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if loaded is not None:
-            ddp.load_state_dict(loaded["model"])
-            state.load_state_dict(loaded["hook"])
-        end = trained(ddp, steps=steps)
-    states = {key: one.clone() for key, one in ddp.state_dict().items()}, state.state_dict()
-    state.close()
-    return end, *states, [str(one.message) for one in caught if "checkpoint" in str(one.message)]
-
-
-@scenario(3)
-def averages_and_residuals_are_the_gradients_where_branches_are_unused() -> None:
-    """DDP discards averages of what no rank has used, and what is kept of that waits."""
-    rank = dist.get_rank()
-    uses: dict[str, Callable[[int], str]] = {
-        "on all": lambda step: "both" if step < 2 else "left" if step < 4 else "both",
-        "on one": lambda step: "both" if (step + rank) % 2 else "left",
-    }
-    for use in uses.values():
-        network, alone = model(), model()
-        late = Threshold(0.002, admission=3)  # so that more is kept than the threshold
-        state = HookState(plan(), compression=late, parameters=network.parameters())
-        ddp = wrapped(network, state, find_unused_parameters=True, bucket_cap_mb=0.0005)
-        missed = [torch.zeros_like(one) for one in alone.parameters()]
-        for step in range(6):
-            given, target = batch(step)
-            for module, sign in ((alone, 1), (ddp, -1)):
-                module.zero_grad()
-                (module(given, use(step)) - target).square().mean().backward()
-                for total, one in zip(missed, module.parameters(), strict=True):
-                    if one.grad is not None:
-                        total += sign * one.grad
-        left = state.state_dict()["filters"]["residuals"]
-        for number, total in enumerate(missed):
-            for kept in left.get(f"parameter {number}", []):
-                total -= kept.view_as(total)
-            dist.all_reduce(total)
-        assert max(float(total.abs().max()) for total in missed) < 1e-13
-        state.close()
+        assert len(given.warnings) == (name in ("low rank", "admission")), "what belongs to whole buckets"
+        assert not any("residuals" in warning for warning in given.warnings)
 
 
 @scenario(3)
@@ -331,7 +259,4 @@ def an_error_inside_join_reaches_all_ranks() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    run_scenarios(sys.argv[1], dist.get_rank(), dist.get_world_size())
-    dist.destroy_process_group()
+    be_rank()

@@ -20,26 +20,33 @@ from tests.support.ports import free_port
 Told = list[dict[str, Any]]  # the object of each rank that has written one, in their order
 
 
+def run_by_torchrun(*command: str, ranks: int, **settings: str) -> subprocess.CompletedProcess[str]:
+    """How a job of a program with its arguments ends; torchrun itself sees to it that no process is left."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    told = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **settings}
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    starter = [sys.executable, "-m", "torch.distributed.run", *address, "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*starter, *command], env={**os.environ, **told}, capture_output=True, text=True, timeout=180
+    )
+
+
 def torchrun(
     program: str, folder: Path, *, ranks: int, plan: str | None = None
 ) -> tuple[subprocess.CompletedProcess[str], Told]:
-    """How a job ends, and the objects in ``RANK.json``; torchrun itself sees to it that no process is left."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    if plan is not None:
-        (folder / "plan.json").write_text(plan, encoding="utf-8")
-        settings["TOPOPLAN_PLAN"] = str(folder / "plan.json")
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    starter = [sys.executable, "-m", "torch.distributed.run", *address, "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*starter, str(ROOT / "tests" / "jobs" / program), str(folder)],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    """How a job of a rank program ends, and the objects in ``RANK.json``."""
+    file = str(ROOT / "tests" / "jobs" / program)
+    done = run_by_torchrun(file, str(folder), ranks=ranks, **plan_in(folder, plan))
     files = [folder / f"{rank}.json" for rank in range(ranks)]
-    return done, [json.loads(file.read_text()) for file in files if file.exists()]
+    return done, [json.loads(one.read_text()) for one in files if one.exists()]
+
+
+def plan_in(folder: Path, plan: str | None) -> dict[str, str]:
+    """The variable that names the plan, which is written to a file of the folder."""
+    if plan is None:
+        return {}
+    (folder / "plan.json").write_text(plan, encoding="utf-8")
+    return {"TOPOPLAN_PLAN": str(folder / "plan.json")}
 
 
 def told_by_all(
@@ -54,10 +61,8 @@ def told_by_all(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
+        **plan_in(folder, plan),
     }
-    if plan is not None:
-        (folder / "plan.json").write_text(plan, encoding="utf-8")
-        settings["TOPOPLAN_PLAN"] = str(folder / "plan.json")
     processes = [
         forking().Process(target=_run, args=(program, folder, {**settings, "RANK": str(rank)}))
         for rank in range(ranks)

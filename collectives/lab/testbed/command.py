@@ -234,7 +234,6 @@ def _outcome_lines(first: Plan, outcome: ShapedRunOutcome) -> Iterator[str]:
 
 
 def _make_plans(options: argparse.Namespace, progress: Callable[[str], None] | None) -> dict[str, Plan]:
-    """Return the plans to run by the name of their schedule, in the requested order."""
     source = read_plan_or_machine(options)
     if not isinstance(source, Plan | Topology):
         raise UsageError("a test bed runs one plan, and this file holds plans by size; plan without --sizes")

@@ -57,7 +57,6 @@ def flow_of(stage: Stage, edge: Edge) -> PlanFlow:
 
 
 def _numbered_edges(plan: Plan) -> Iterator[tuple[int, int, Stage, Edge]]:
-    """Yield every tree edge with the numbers of its shard and stage."""
     for number, shard in enumerate(plan.shards):
         for position, stage in enumerate(shard.stages):
             for edge in stage.edges:
@@ -348,12 +347,10 @@ def _packet_bytes(rate: int) -> int:
 
 
 def _bucket_bytes(rate: int) -> int:
-    """Return the bytes of the bucket of a link in one direction."""
     return max(_packet_bytes(rate) + 2 * FRAME_BYTES, round(BURST_SECONDS * rate / 8))
 
 
 def _token_bucket(rate: int, *, burst: int) -> str:
-    """Return the token bucket of a link in one direction."""
     return f"tbf rate {round(rate * HEADER_FACTOR)}bit burst {burst}b latency {round(QUEUE_SECONDS * 1000)}ms"
 
 

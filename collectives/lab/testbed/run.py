@@ -247,7 +247,6 @@ def _check_plans(plans: Mapping[str, Plan]) -> None:
 
 
 def _links_under_test(network: ShapedNetwork) -> list[tuple[tuple[str, str], LinkUnderTest]]:
-    """Return the devices of every shaped direction of a cable, and how it is measured."""
     found = []
     for cable in network.cables:
         for side, rate in enumerate(cable.rates):
@@ -475,7 +474,6 @@ def run_drop(
 
 
 def _wire_speeds(plan: Plan, drops: Mapping[str, float]) -> dict[str, float]:
-    """Return GB/s of each direction of the slow wires."""
     machine = plan.topology
     ends = {pair: part for wire, part in drops.items() for pair in find_links(machine, wire)}
     return {
@@ -486,7 +484,6 @@ def _wire_speeds(plan: Plan, drops: Mapping[str, float]) -> dict[str, float]:
 
 
 def _gpu_pair_flows(plan: Plan) -> dict[PlanFlow, tuple[Link, ...]]:
-    """Return the flows over single links between the GPUs of two ranks."""
     place = {name: rank for rank, name in enumerate(plan.ranks)}
     return {
         PlanFlow(place[link.src], place[link.dst], link.channel, (link.src, link.dst)): (link,)

@@ -195,7 +195,6 @@ def measure_links(links: Sequence[LinkUnderTest], together: float) -> list[float
 
 
 def _measure_group(links: Sequence[LinkUnderTest]) -> list[float]:
-    """Measure links that are all loaded at once."""
     over = threading.Event()
     received = [0] * len(links)
     ends = [_connect(link) for link in links]
@@ -382,7 +381,6 @@ def _run_ranks(job: SandboxJob) -> int:
 
 
 def _start_heartbeats(job: SandboxJob) -> list[subprocess.Popen[bytes]]:
-    """Start a process for the heartbeats of each rank, if the job has any."""
     hearts: list[subprocess.Popen[bytes]] = []
     if job.pulses:
         pulses = json.dumps([asdict(pulse) for pulse in job.pulses])

@@ -309,13 +309,9 @@ def accumulate(
     float16 as int16, or that of bfloat16 as uint16; ``bits`` is the residual's memory. ``threshold`` is at most
     ``infinity``.
 
-    Returns
-    -------
-    count
-        Number of removed entries, or `OVERFLOW` if the places did not suffice: then none was removed.
-    stop
-        -1; or the end of the first block with a sum that is not finite. Then nothing was added from there on, nor to
-        the entries with such sums, which are the infinite and NaN ones among the removed.
+    Returns the number of removed entries, or `OVERFLOW` if the places did not suffice: then none was removed; and -1,
+    or the end of the first block with a sum that is not finite. Then nothing was added from there on, nor to the
+    entries with such sums, which are the infinite and NaN ones among the removed.
     """
     count = 0
     overflowed = False

@@ -250,7 +250,6 @@ def topk_gpu(x: Any, k: int, *, nan: str = "refuse") -> tuple[Any, Any]:
 
 
 def _element_dtype(cupy: ModuleType, x: Any) -> str:
-    """Return the element type of x."""
     if not isinstance(x, cupy.ndarray):
         raise UsageError(
             f"x must be a CuPy array, got {type(x).__name__}; put it on the GPU with cupy.asarray"

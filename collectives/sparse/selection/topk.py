@@ -56,8 +56,6 @@ def magnitudes(array: NDArray[Any]) -> Magnitudes:
 
     Raises `UsageError` for any other array.
 
-    Examples
-    --------
     >>> keys = magnitudes(np.array([-2.0, 1.0, 0.5, -np.inf]))
     >>> np.argsort(keys.bits & keys.mask).tolist()
     [2, 1, 0, 3]

@@ -159,7 +159,6 @@ def _compiled_for(source: str, capability: int) -> bytes:
 
 
 def _read_code(path: Path) -> bytes | None:
-    """Return the code of a cache file; None if it is missing or damaged."""
     try:
         digest, code = path.read_bytes().split(b"\n", 1)
     except (OSError, ValueError):

@@ -144,7 +144,6 @@ def test_a_plan_in_the_memory_of_one_that_is_gone_has_its_own_digest() -> None:
 
 
 def test_several_collectives_in_flight_run_in_order() -> None:
-    """Each works in place on what the one before it left behind."""
     arrays = [np.full(1000, rank + 1) for rank in range(4)]
     with Communicator(forest_plan(4, "allreduce", "chain")) as comm:
         handles = [comm.all_reduce(arrays, out=arrays, async_op=True) for _ in range(5)]

@@ -40,7 +40,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_nic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without GPUs and with one interface of 1 Gb/s."""
     net, pci = tmp_path / "sys/class/net/eth0", tmp_path / "sys/devices/pci0000:00/0000:00:03.0"
     net.mkdir(parents=True)
     pci.mkdir(parents=True)
@@ -51,7 +50,6 @@ def one_nic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raised(made: list[Plan | Exception]) -> Exception:
-    """The error that all ranks raise alike."""
     assert all(isinstance(one, Exception) for one in made), made
     assert len({(type(one), str(one)) for one in made}) == 1, made
     (first, *_) = made
@@ -131,7 +129,6 @@ def test_gpus_without_nvlink_use_pcie_inside_their_host(host: str) -> None:
 
 
 def _pcie_box(nics: list[int]) -> Topology:
-    """Two GPUs and some NICs of so many Gb/s below one CPU."""
     names = ["gpu0", "gpu1", *(f"nic{number}" for number in range(len(nics)))]
     devices = [Device(name, name[:3], "s0") for name in names[:2]]
     devices += [
@@ -203,7 +200,6 @@ MISFITS: dict[str, tuple[list[dict[str, Any]], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_what_does_not_fit_on_one_rank_is_one_error_on_all(name: str, host: str) -> None:
-    """The machine has bus ids, for the rank that names its GPU by one."""
     members, kind, text = MISFITS[name]
     dgx = topoplan.load("dgx-1v")
     devices = tuple(
@@ -241,8 +237,6 @@ def test_a_gather_that_something_else_uses_is_noticed(host: str) -> None:
 
 
 def _with_plan(text: str) -> Any:
-    """Rank 1 hears another plan than rank 0 has sent."""
-
     def change(rank: int, number: int, texts: list[str]) -> list[str]:
         if rank == 1 and number == 4:
             return [json.dumps({**json.loads(texts[0]), "said": text}), *texts[1:]]
@@ -252,7 +246,6 @@ def _with_plan(text: str) -> Any:
 
 
 def test_ranks_with_different_plans_stop_before_the_first_byte(host: str) -> None:
-    """Rank 1 gets a valid plan, on the same devices, of another method."""
     dgx = topoplan.load("dgx-1v")
     other = topoplan.plan(dgx, gpus=[0, 1, 2], method="mwu").to_json()
     members = [{"host": host, "machine": dgx, "device": gpu} for gpu in range(3)]

@@ -56,7 +56,6 @@ AFTERWARDS = {
 
 
 def pids(folder: Path) -> list[int]:
-    """What the ranks and their children wrote down, once all three have."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found = [int(text) for path in folder.iterdir() for text in path.read_text().split()]
@@ -67,7 +66,6 @@ def pids(folder: Path) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and not been waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -103,7 +101,6 @@ def test_a_tcp_job_runs(capfd: pytest.CaptureFixture[str]) -> None:
     ("then", "status"), [("ends", 0), ("fails", 3), ("ignores", 7), ("stops", 5), ("dies", 128 + 9)]
 )
 def test_the_worst_status_is_returned_and_no_process_is_left(then: str, status: int, tmp_path: Path) -> None:
-    """Nor a child of one."""
     program = WRITE_PIDS + AFTERWARDS[then]
     assert launch_local([sys.executable, "-c", program, str(tmp_path)], 3, grace=0.4) == status
     assert all_end(pids(tmp_path))
@@ -146,7 +143,6 @@ launch_local([sys.executable, "-c", *sys.argv[1:]], 3)
     ],
 )
 def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, tmp_path: Path) -> None:
-    """After an interrupt their children too."""
     program = WRITE_PIDS + AFTERWARDS["waits"]
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, program, str(tmp_path)], stderr=subprocess.DEVNULL
@@ -211,7 +207,6 @@ def test_a_signal_is_an_interrupt(
 
 
 def started_in(folder: Path) -> list[int]:
-    """The processes whose temporary files go to a folder."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

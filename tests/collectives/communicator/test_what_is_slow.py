@@ -50,7 +50,6 @@ def judge() -> SlowLinkDetector:
 
 
 def test_a_link_is_slow_once_it_was_seen_twice_in_a_row() -> None:
-    """And is then believed to have what it reaches of what the others reach."""
     one = judge()
     assert one.judge(told({(0, 3): 0.1}), 1) == []
     assert not one.slow
@@ -115,7 +114,6 @@ def judged(
 
 
 def test_a_link_that_is_fast_again_needs_longer_each_time() -> None:
-    """Or plans would change for ever."""
     one = judge()
     for least in (2, 16, 128):
         assert len(judged(one, {(0, 3): 0.1}, 2)) == 1
@@ -127,7 +125,6 @@ def test_a_link_that_is_fast_again_needs_longer_each_time() -> None:
 
 
 def test_a_link_that_the_plan_goes_round_is_tried_again() -> None:
-    """After longer each time that it was slow."""
     one = judge()
     for least in (16, 128):
         assert len(judged(one, {(0, 3): 0.1}, 2)) == 1
@@ -160,7 +157,6 @@ def test_the_link_that_several_connections_share_is_blamed() -> None:
 
 
 def test_what_is_measured_of_a_link_holds_whatever_was_said_of_the_wire() -> None:
-    """Which may name both directions."""
     company = Membership(topoplan.plan(DGX, gpus=[0, 1, 2]), PlanChange.of(slow_links={"gpu1-gpu2": 20.0}))
     after = company.with_slow({"gpu1->gpu2": 10.0})
     assert dict(after.change.slow_links) == {"gpu1->gpu2": 10.0, "gpu2->gpu1": 20.0}

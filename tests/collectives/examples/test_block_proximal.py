@@ -54,7 +54,6 @@ def test_every_delay_finds_the_optimum(delay: int, filtered: bool) -> None:
 
 
 def test_without_delay_it_is_block_coordinate_descent() -> None:
-    """The first pass in order, and its objectives, step by step."""
     problem = small()
     run = descend(problem, delay=0, filtered=False)
     weights = np.zeros(24)

@@ -19,7 +19,6 @@ def by_numpy(gradients: list[Array]) -> list[Array]:
 
 
 def test_a_synchronizer_trains_as_numpy_does() -> None:
-    """Losses agree to float32, all ranks end with the same weights, and the network learns."""
     plan, weights = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]), [[np.zeros(ENTRIES, np.float32)]] * 4
     with GradientSynchronizer(weights, plan, backend="loopback") as synchronizer:
         trained = train_with(synchronizer, steps=30)

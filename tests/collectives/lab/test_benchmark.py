@@ -13,8 +13,6 @@ from collectives.lab.benchmark import BLOCK_SECONDS, MAX_CALLS, REPEATS, measure
 
 
 class Slow(Communicator):
-    """Counts its calls, each of which takes a while."""
-
     pause, calls = 0.0, 0
 
     def all_reduce(self, *arguments: Any, **settings: Any) -> Any:

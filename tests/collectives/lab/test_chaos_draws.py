@@ -85,7 +85,6 @@ PIECES = [
 
 
 def results(piece: RandomCollective) -> dict[int, np.ndarray | None]:
-    """What the ranks get that are there, from the ranks of one process."""
     with Communicator(topoplan.plan("dgx-1v", gpus=range(len(THERE)))) as comm:
         options = {"root": THERE.index(piece.root)} if piece.root >= 0 else {}
         if piece.kind in ("allreduce", "reduce", "reduce_scatter"):

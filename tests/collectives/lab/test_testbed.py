@@ -81,7 +81,6 @@ def test_every_flow_of_a_stage_runs_as_its_data_does() -> None:
 
 
 def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
-    """GPUs 0 and 5 of a DGX-1V have no NVLink between them."""
     made = topoplan.plan(DGX, "broadcast", gpus=[0, 1, 5])
     stage = Stage(
         "broadcast", 0, (Edge(0, 1, ("gpu0", "gpu1"), "nvlink"), Edge(0, 2, ("gpu0", "gpu5"), "nvlink"))
@@ -94,13 +93,11 @@ def test_a_route_without_a_wire_is_named_with_its_shard() -> None:
 
 
 def test_a_relaying_ring_has_one_flow_for_each_route() -> None:
-    """GPUs 1 and 4 hang on two paths, and the mix of relaying rings uses both."""
     flows = plan_flows(PLANS["relayed"]())
     assert len(flows) > len({(flow.source, flow.destination) for flow in flows})
 
 
 def test_rates_are_bandwidths_times_the_scale(plan: Plan) -> None:
-    """Every direction of a cable that is a link is shaped to it."""
     bandwidth = {(link.src, link.dst, link.channel): link.bandwidth for link in plan.topology.links}
     for cable in network_of(plan).cables:
         for ends, rate in zip((cable.ends, cable.ends[::-1]), cable.rates, strict=True):
@@ -117,7 +114,6 @@ def test_addresses_are_used_once(plan: Plan) -> None:
 
 
 def test_routes_lead_every_wire_along_its_route_and_back(plan: Plan) -> None:
-    """Followed hop by hop through the tables that the commands fill."""
     network = network_of(plan)
     lines = network_commands(network)
     tables = {
@@ -174,7 +170,6 @@ def test_a_link_that_falls_keeps_its_bucket(plan: Plan) -> None:
 
 
 def test_two_schedules_share_the_cables_that_both_cross() -> None:
-    """One network for trees and ring, with wires for each."""
     plans = [topoplan.plan(DGX, gpus=[0, 1, 2]), topoplan.ring_plan(DGX, gpus=[0, 1, 2])]
     flows = [crossed_links(plan) for plan in plans]
     network = lay_out_network({**flows[0], **flows[1]}, plans[0].topology.links, SCALE)
@@ -202,7 +197,6 @@ def test_the_default_scale_bounds_the_traffic_and_not_the_wiring() -> None:
 
 
 def test_data_tells_where_a_chunk_belongs() -> None:
-    """No two chunks of a buffer hold the same."""
     data = make_input(3, 1 << 18).reshape(-1, 1 << 12)
     assert len(np.unique(data, axis=0)) == len(data)
 
@@ -367,7 +361,6 @@ def wait_for(look: Callable[[], list[int]], enough: Callable[[list[int]], bool])
 
 
 def marked(marker: str, word: str) -> list[int]:
-    """Processes with this in their environment and that word on their command line."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

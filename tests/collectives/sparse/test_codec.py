@@ -34,21 +34,18 @@ LOSSLESS = [(wire, dtype) for wire in FORMATS for dtype in VALUE_DTYPES if wire.
 
 
 def caches(wire: WireFormat, **bounds: int) -> tuple[KeyCache | None, KeyCache | None]:
-    """The caches of both ends, where the format has them."""
     return (KeyCache(**bounds), KeyCache(**bounds)) if wire.cache_keys else (None, None)
 
 
 def contribution(
     seed: int, count: int, universe: int, dtype: Any = np.float32
 ) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """A random selection with values of any bits, NaN and infinities included."""
     generator = np.random.default_rng(seed)
     indices = np.sort(generator.choice(universe, count, replace=False, shuffle=False)).astype(np.int32)
     return indices, generator.integers(0, 256, count * np.dtype(dtype).itemsize, np.uint8).view(dtype)
 
 
 def gaussian(seed: int, count: int, universe: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """A random selection with values that every format carries."""
     indices, _ = contribution(seed, count, universe)
     return indices, np.random.default_rng(seed).standard_normal(count).astype(np.float32)
 
@@ -273,7 +270,6 @@ def send(indices: NDArray[np.int32], sender: KeyCache, receiver: KeyCache) -> in
 
 
 def digest_message(indices: NDArray[np.int32]) -> int:
-    """Bytes of a message that names its set."""
     return framed_bytes(16, 4 * len(indices))
 
 

@@ -27,7 +27,6 @@ def infinite(seed: int, place: int) -> Array:
 
 
 def every_16_bits(name: str) -> Array:
-    """Return all finite numbers of 16 bits in a random order."""
     bits = np.random.default_rng(1).permutation(np.arange(1 << 16, dtype=np.uint16))
     dtype: Any = np.float16
     if name == "bfloat16":

@@ -54,8 +54,6 @@ def test_topk_is_exact_and_takes_the_first_of_equals(fake: Fake, kind: str, dtyp
 
 
 def topk_of_a_gpu_with(processors: int, cupy: Any, x: Any, k: int) -> None:
-    """Check the result on a GPU with so many multiprocessors."""
-
     class Device(cupy.cuda.Device):
         def __init__(self, ordinal: int | None = None) -> None:
             super().__init__(ordinal)
@@ -110,7 +108,6 @@ def test_arrays_at_any_address_and_of_any_strides_are_selected_from(fake: Fake) 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.thorough)])
 def test_wide_indices_equal_narrow_ones(dtype: str) -> None:
-    """The kernels that arrays of 2**31 elements take, on a small one."""
     x = normal(dtype, 9000, 3)
     k, blocks = 90, 2
     tiles = -(-x.nbytes // TILE_BYTES)
@@ -166,7 +163,6 @@ def test_results_wait_for_their_stream(fake: Fake, values: str) -> None:
 
 
 def stored(values: Any, dtype: str) -> Any:
-    """Return small whole numbers in a dtype; bfloat16 as its bits."""
     if dtype == "bfloat16":
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(dtype)

@@ -29,7 +29,6 @@ Indices = NDArray[np.int32] | NDArray[np.int64]
 
 
 def random_set(seed: int, count: int, universe: int) -> NDArray[np.int32]:
-    """A set of indices in which every set of that size is equally likely."""
     generator = np.random.default_rng(seed)
     chosen = np.sort(generator.choice(universe, count, replace=False, shuffle=False))
     return chosen.astype(np.int32)

@@ -36,7 +36,6 @@ def all_packed(crossings: list[Crossing]) -> bool:
 @pytest.mark.parametrize("collective", ALL_COLLECTIVES)
 @pytest.mark.parametrize("each", [1, 15, 16, 17, 1003])
 def test_chunks_are_aligned_within_blocks(collective: str, each: int) -> None:
-    """Whether blocks are multiples of the alignment or not."""
     plan = topoplan.plan(topoplan.load("dgx-1v"), collective)
     count, block = plan.blocks * each, each
     for chunk in (1, 100, 1 << 20):
@@ -89,8 +88,6 @@ def test_messages_of_small_dtypes_along_any_tree_are_copied_in_packs(collective:
 
 
 class Recording(Loopback):
-    """Keeps the tables that it runs."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.tables: list[TransferTable] = []

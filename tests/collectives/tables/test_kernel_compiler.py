@@ -51,8 +51,6 @@ def test_source_that_does_not_compile_shows_the_compilers_words() -> None:
 
 
 class Loaded:
-    """As CuPy's module: takes the code and gives a kernel."""
-
     codes: list[bytes]
 
     def load(self, code: bytes) -> None:

@@ -35,7 +35,6 @@ WHOLE_VECTOR = r"(?:v4\.[buf]32|v2\.[buf]64)\b"
 
 @cache
 def every_kernel(release: int, architecture: int) -> Built:
-    """All kernels for an architecture, where the compiler of such a CUDA is installed."""
     if not compilers():
         pytest.skip("no NVRTC: pip install nvidia-cuda-nvrtc-cu12 (or nvidia-cuda-nvrtc for CUDA 13)")
     if release not in compilers():
@@ -89,7 +88,6 @@ def test_a_kernel_that_does_not_exist_is_named() -> None:
 
 
 def placed(values: Array, shift: int) -> Array:
-    """A copy of some values, this many elements behind a multiple of 16 bytes."""
     room = np.zeros((len(values) + shift) * values.itemsize + 32, dtype=np.uint8)
     first = -room.ctypes.data % 16 + shift * values.itemsize
     copy = room[first : first + values.nbytes].view(values.dtype)

@@ -36,7 +36,6 @@ from topoplan.plans.verify import contributions
 
 
 def elements(plan: Plan, count: int) -> int:
-    """Elements of the plan's buffer for ``count`` elements per rank where it is a gathered one, or per block."""
     if plan.collective == "alltoall":
         return count * len(plan.ranks) ** 2
     return count * len(plan.ranks) if plan.collective in ("allgather", "reduce_scatter") else count
@@ -219,7 +218,6 @@ def test_kept_is_the_root_of_a_broadcast() -> None:
 
 @st.composite
 def random_trees(draw: st.DrawFn, *, ranks: list[int]) -> tuple[int, dict[int, int]]:
-    """A root and the parent of every other rank."""
     order = draw(st.permutations(ranks))
     tree = {order[i]: order[draw(st.integers(0, i - 1))] for i in range(1, len(order))}
     return order[0], tree
@@ -296,7 +294,6 @@ def test_execution_counts_contributions_as_the_plan_checker_does(plan: Plan, chu
 
 
 def shuffled(table: TransferTable, generator: np.random.Generator) -> TransferTable:
-    """The same table with its rows in a random order that the prerequisites allow."""
     waiting = np.diff(table.offsets).tolist()
     dependents: dict[int, list[int]] = {}
     for row in range(len(table)):
@@ -346,7 +343,6 @@ def test_any_allowed_order_gives_the_same_bytes_in_place_or_not(plan: Plan, seed
 
 
 def written_ranges(table: TransferTable, count: int) -> list[tuple[int, int, int]]:
-    """What some row writes, as (rank, start, stop): everything but the kept ranges."""
     kept = set(table.kept())
     return [
         (rank, int(start), int(stop))

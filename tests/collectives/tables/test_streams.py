@@ -18,7 +18,6 @@ from topoplan.plans.plan import ALL_COLLECTIVES
 
 @st.composite
 def tables(draw: st.DrawFn) -> TransferTable:
-    """Tables of hand-made forests with chunks of any length."""
     ranks = draw(st.integers(2, 6))
     collective = draw(st.sampled_from(ALL_COLLECTIVES))
     plan = forest_plan(ranks, collective, draw(st.sampled_from(sorted(SHAPES))))
@@ -28,7 +27,6 @@ def tables(draw: st.DrawFn) -> TransferTable:
 
 
 def steps(table: TransferTable) -> NDArray[np.int64]:
-    """The step of every row."""
     moves = moves_of(table)
     assert sorted(moves.row.tolist()) == list(range(len(table)))
     found: NDArray[np.int64] = moves.step[np.argsort(moves.row)]

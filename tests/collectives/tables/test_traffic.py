@@ -44,7 +44,6 @@ def gradients(ranks: int, size: int = SIZE) -> list[Array]:
 
 
 def left_first_server(comm: Communicator) -> int:
-    """Bytes that went from ranks of the first server to others."""
     home = FabricServers(Fabric(comm.plan.topology, comm.plan.channels)).of_rank
     return sum(
         nbytes for (rank, peer), nbytes in comm.bytes_sent().items() if home[rank] == 0 and home[peer] != 0
@@ -90,7 +89,6 @@ def test_bytes_over_nics_are_the_formulas(gpus: tuple[int, ...], wire: WireForma
 
 
 def left(connection: socket.socket) -> int:
-    """Bytes that were sent over a connection, as the system counts them."""
     about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
     # it counts the beginning of a connection too
     acknowledged: int = struct.unpack_from("@Q", about, 120)[0] - 1

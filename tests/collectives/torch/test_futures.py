@@ -16,10 +16,11 @@ pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from collectives.torch.futures import JointWork, future_of  # noqa: E402
+from collectives.torch.group_arguments import copy_lines  # noqa: E402
+
 
 class _Ended(torch.distributed.Work):  # type: ignore[name-defined,misc]
-    """A work that has ended."""
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
@@ -32,32 +33,22 @@ class _Ended(torch.distributed.Work):  # type: ignore[name-defined,misc]
         return ended
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_ends_the_program_while_a_result_is_handed_over_comes_out(error: type[BaseException]) -> None:
-    """Torch's futures do not take it, and would never end."""
-    from collectives.torch.futures import future_of
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_what_is_raised_while_a_result_is_handed_over_comes_out(error: type[BaseException]) -> None:
+    """An error by the future; torch's futures do not take what ends the program, and would never end."""
 
-    def finish() -> None:
-        raise error
+    def hand_over() -> None:
+        finish, cpu = Mock(side_effect=error), torch.device("cpu")
+        future = future_of(Handle.of(None), None, device=cpu, arrays=NumpyArrays(), finish=finish)
+        assert issubclass(error, Exception), "no future of what ends the program"
+        future.wait()
 
     with pytest.raises(error):
-        future_of(Handle.of(None), None, device=torch.device("cpu"), arrays=NumpyArrays(), finish=finish)
-
-
-def test_an_error_while_a_result_is_handed_over_is_that_of_the_future() -> None:
-    from collectives.torch.futures import future_of
-
-    def finish() -> None:
-        raise ZeroDivisionError
-
-    future = future_of(Handle.of(None), None, device=torch.device("cpu"), arrays=NumpyArrays(), finish=finish)
-    with pytest.raises(ZeroDivisionError):
-        future.wait()
+        hand_over()
 
 
 def test_a_joint_work_ends_for_all_threads_once_its_result_is_copied() -> None:
     """The first wait is still in `finish` when another thread waits and a third asks whether it has ended."""
-    from collectives.torch.futures import JointWork
 
     begun, release = threading.Event(), threading.Event()
     target = torch.zeros(1)
@@ -94,8 +85,6 @@ def test_a_joint_work_ends_for_all_threads_once_its_result_is_copied() -> None:
 
 
 def test_a_joint_work_that_is_only_asked_copies_its_result() -> None:
-    from collectives.torch.futures import JointWork
-    from collectives.torch.group_arguments import copy_lines
 
     target = torch.zeros(1)
     work = JointWork([_Ended()], lambda: copy_lines([target], [torch.full((target.numel(),), 7.0)]))
@@ -104,12 +93,8 @@ def test_a_joint_work_that_is_only_asked_copies_its_result() -> None:
 
 
 def test_a_joint_work_that_does_not_copy_raises_in_every_wait() -> None:
-    from collectives.torch.futures import JointWork
 
-    def finish() -> None:
-        raise ZeroDivisionError
-
-    work = JointWork([_Ended()], finish)
+    work = JointWork([_Ended()], Mock(side_effect=ZeroDivisionError))
     assert work.is_completed()
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -118,7 +103,6 @@ def test_a_joint_work_that_does_not_copy_raises_in_every_wait() -> None:
 
 def test_later_waits_order_their_stream_behind_the_copy_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins of streams, since a copy on a GPU is only queued when `finish` returns."""
-    from collectives.torch.futures import JointWork
 
     queued = Mock(**{"query.return_value": False})
     first, second = Mock(**{"record_event.return_value": queued}), Mock()
@@ -134,8 +118,6 @@ def test_later_waits_order_their_stream_behind_the_copy_on_a_gpu(monkeypatch: py
 
 
 def test_a_joint_work_gives_the_tensors_of_its_caller_and_not_the_lines_that_were_exchanged() -> None:
-    from collectives.torch.futures import JointWork
-    from collectives.torch.group_arguments import copy_lines
 
     target = torch.zeros(2, 3)
     work = JointWork(
@@ -148,7 +130,6 @@ def test_a_joint_work_gives_the_tensors_of_its_caller_and_not_the_lines_that_wer
 
 def test_the_future_of_a_joint_work_ends_in_the_thread_that_ends_the_work() -> None:
     """Gloo calls back in its own thread, before a wait for the work returns."""
-    from collectives.torch.futures import JointWork
 
     class Ending(torch.distributed.Work):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:

@@ -50,7 +50,6 @@ def made(ranks: int = RANKS, **options: Any) -> GradientSynchronizer:
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_a_restored_run_continues_with_the_same_bits(name: str) -> None:
-    """Six steps, a checkpoint through pickle, six more in a new synchronizer: as twelve in one."""
     steps = drawn(12)
     with made(**FILTERS[name]) as synchronizer:
         straight = [synchronizer.step(one) for one in steps]
@@ -149,7 +148,6 @@ def parts(*numbers: int) -> tuple[BucketPart, ...]:
 
 
 def stepped(averager: InStepAverager, buckets: Sequence[tuple[int, ...]], seed: int) -> tuple[Any, Any]:
-    """One step with buckets of these parameters: gradients and average of each parameter."""
     draw, given, got = np.random.default_rng(seed), {}, {}
     for numbers in buckets:
         layout = parts(*numbers)
@@ -172,7 +170,6 @@ def stepped(averager: InStepAverager, buckets: Sequence[tuple[int, ...]], seed: 
     ],
 )
 def test_nothing_is_lost_when_buckets_are_rearranged(options: dict[str, Any]) -> None:
-    """At every element: what was sent and what is kept now is what all ranks had."""
     arranged: list[list[tuple[int, ...]]] = [[(0, 1, 2)], [(2, 0), (1,)], [(2, 0), (1,)], [(1, 0), (2,)]]
     with Communicator(forest_plan(RANKS, "allreduce", "chain")) as comm:
         averager = InStepAverager(comm, ExchangeSettings(**options), Recorder("test", ranks=RANKS))

@@ -50,7 +50,6 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def averages(**options: Any) -> list[list[bytes]]:
-    """The bits that rank 1 gets in four steps."""
     draw = np.random.default_rng(3)
     zeros = [[np.zeros((20, 20), np.float32), np.zeros(7, np.float32)] for _ in range(RANKS)]
     with GradientSynchronizer(
@@ -81,7 +80,6 @@ def test_keywords_of_earlier_versions_give_the_same_bits_and_a_warning(name: str
 
 @pytest.fixture
 def gloo(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
     dist = pytest.importorskip("torch.distributed", reason="torch is not installed")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield
@@ -89,7 +87,6 @@ def gloo(tmp_path: Path) -> Iterator[None]:
 
 
 def hooked(**options: Any) -> list[bytes]:
-    """The bits of the gradients of three steps under the DDP hook."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

@@ -23,7 +23,6 @@ PLAN = topoplan.plan("v100x4")
 
 
 def averages(steps: list[list[Array]], plan: Any = PLAN, **options: Any) -> tuple[list[list[Array]], Any]:
-    """Return what every rank gets in each step, by step and rank as the gradients, and the records."""
     zeros = [[np.zeros_like(one)] for one in steps[0]]
     with GradientSynchronizer(zeros, plan, backend="loopback", **options) as synchronizer:
         got = [[one[0] for one in synchronizer.step([[one] for one in step])] for step in steps]
@@ -213,7 +212,6 @@ def test_a_block_without_codes_on_a_rank_is_nan_on_all(wrong: float, bits: int) 
 
 
 def test_a_gradient_of_that_rank_is_averaged_exactly() -> None:
-    """Products of 32 x 2 and 2 x 32 that share their rows' space: two columns hold their sum."""
     step = products(np.random.default_rng(1), 32, 2)
     got, records = averages([step], compression=LowRank(2, begins=0, matrices="bucket"))
     np.testing.assert_allclose(got[0][0], np.mean(step, axis=0), rtol=1e-4, atol=1e-5)
@@ -222,7 +220,6 @@ def test_a_gradient_of_that_rank_is_averaged_exactly() -> None:
 
 @pytest.mark.parametrize("elements", [1000, 1024, 4097])
 def test_error_feedback_of_a_low_rank_keeps_the_sum(elements: int) -> None:
-    """Over many steps of one gradient the averages sum to the gradients but for a residual that does not grow."""
     (step,) = drawn(1, elements)
     mean, steps = np.mean(step, axis=0), 60
     got, _ = averages([step] * steps, compression=LowRank(2, begins=0, matrices="bucket"))
@@ -300,7 +297,6 @@ def test_a_threshold_of_zero_is_dense(dtype: str) -> None:
 
 @pytest.mark.parametrize("admission", [1, 3])
 def test_sums_differ_from_gradients_by_no_more_than_is_kept(admission: int) -> None:
-    """All averages so far and all gradients differ by no more than what may be kept, while not admitted too."""
     steps, threshold = 40, 4.0
     gradients = drawn(steps, 700)
     how = Threshold(threshold, admission=admission)

@@ -61,7 +61,6 @@ def whole_numbers(seed: int, shapes: list[tuple[tuple[int, ...], str]] = SHAPES)
 
 
 def means(gradients: Arrays) -> list[NDArray[Any]]:
-    """What every rank must get, by numpy."""
     return [
         np.mean(np.stack(one).astype(np.float64), axis=0).astype(one[0].dtype)
         for one in zip(*gradients, strict=True)
@@ -69,12 +68,9 @@ def means(gradients: Arrays) -> list[NDArray[Any]]:
 
 
 class Watched(Loopback):
-    """Counts how often it is closed."""
-
     closed = 0
 
     def close(self) -> None:
-        """See `Loopback.close`."""
         self.closed += 1
         super().close()
 
@@ -93,7 +89,6 @@ def assert_averages(found: Arrays, expected: list[NDArray[Any]]) -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, "25MB"])
 def test_averages_are_numpys_mean_exactly(bucket_bytes: int | str) -> None:
-    """In new arrays, in arrays of the caller and in the gradients themselves."""
     gradients = whole_numbers(0)
     expected, before = means(gradients), [[one.copy() for one in rank] for rank in gradients]
     with made(gradients, bucket_bytes=bucket_bytes) as synchronizer:
@@ -186,7 +181,6 @@ def sparse(
 
 @pytest.mark.parametrize("exchange", ["pairs", "auto"])
 def test_sparse_averages_and_residuals_are_the_gradients(exchange: str) -> None:
-    """Over 20 steps: averages times ranks, and what all residuals hold, are all gradients together, exactly."""
     total = [np.zeros(shape) for shape, _ in SPARSE]
     given = [np.zeros(shape) for shape, _ in SPARSE]
     with sparse(whole_numbers(0, SPARSE), {"exchange": exchange}) as synchronizer:
@@ -440,7 +434,6 @@ def test_a_step_that_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(
 
 @pytest.mark.parametrize("how", ["density", "momentum", "low rank", "significance"])
 def test_residuals_are_delivered_whatever_the_loss_scale(how: str) -> None:
-    """Averages over the scale of their step, and what a checkpoint holds, are those of a run without a scale."""
     steps = [whole_numbers(seed, SPARSE) for seed in range(5)]
     found = []
     for scales in ([1.0] * 5, [1024.0, 1024.0, 2.0, 2.0**20, 512.0]):
@@ -650,8 +643,6 @@ def test_an_out_array_that_does_not_fit_loses_no_step() -> None:
 
 
 def test_ranks_are_asked_for_data_again_after_a_lost_step() -> None:
-    """Rank 1 has run out of data when a step is made again that it has refused."""
-
     def body(backend: TcpBackend, rank: int) -> tuple[list[float], int]:
         refuses = [rank == 1]
         own_of: list[GradientSynchronizer] = []
@@ -692,7 +683,6 @@ def test_ranks_are_asked_for_data_again_after_a_lost_step() -> None:
 def test_complex_gradients_are_averaged_as_their_real_and_imaginary_parts(
     options: dict[str, Any], bucket_bytes: int
 ) -> None:
-    """Bit for bit what the same gradients give as real arrays, and the same bits on all ranks."""
     source = np.random.default_rng(7)
 
     def drawn(shape: tuple[int, ...]) -> NDArray[Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +26,20 @@ from collectives.training.exchange_settings import LossScale, TopK
 from collectives.training.mailbox import Mailbox
 from collectives.training.modes import ASP, BSP, SSP, LocalSGD, Mode, Straggler, may_begin, mode_of
 from collectives.training.report import Recorder
-from tests.support.checkout import ROOT
+from tests.support.file_gather import FileGather
+from tests.support.forking import forking
+from tests.support.job_meeting import Meeting, as_threads
 from topoplan.errors import BackendError, UsageError
 
 
-class Meeting:
-    """An allgather of texts among threads."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=20)
-        self._texts: list[str] = [""] * size
-
-    def gather(self, rank: int, text: str) -> list[str]:
-        self._texts[rank] = text
-        self._barrier.wait()
-        found = list(self._texts)
-        self._barrier.wait()
-        return found
-
-
 def in_threads(size: int, work: Callable[[int, Mailbox], Any], *, timeout: float = 10.0) -> list[Any]:
-    """Run a function for every rank with a mailbox of its own; results, or what was raised."""
     meeting = Meeting(size)
-    results: list[Any] = [None] * size
 
-    def run(rank: int) -> None:
-        try:
-            box = Mailbox(lambda text: meeting.gather(rank, text), rank=rank, size=size, timeout=timeout)
-            try:
-                results[rank] = work(rank, box)
-            finally:
-                box.close()
-        except BaseException as error:
-            results[rank] = error
+    def run(rank: int) -> Any:
+        with closing(Mailbox(meeting.gather(rank), rank=rank, size=size, timeout=timeout)) as box:
+            return work(rank, box)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    return as_threads(size, run)
 
 
 def test_connections_without_the_key_keep_no_rank_from_the_rendezvous(
@@ -76,28 +48,20 @@ def test_connections_without_the_key_keep_no_rank_from_the_rendezvous(
     """A scanner of ports: one connection that talks of something else, and one that says nothing."""
     monkeypatch.setattr(mailbox, "STRANGER_SECONDS", 0.2)
     meeting, strangers = Meeting(2), list[socket.socket]()
-    met: list[int] = []
-
-    def gather(rank: int, text: str) -> list[str]:
-        if text.startswith("{"):
-            for words in (b"GET / HTTP/1.0\r\n\r\n", b""):
-                strangers.append(socket.create_connection(("127.0.0.1", json.loads(text)["port"])))
-                strangers[-1].sendall(words)
-        return meeting.gather(rank, text)
 
     def run(rank: int) -> None:
-        box = Mailbox(lambda text: gather(rank, text), rank=rank, size=2, timeout=10)
-        met.append(rank)
-        box.close()
+        def gather(text: str) -> list[str]:
+            if text.startswith("{"):
+                for words in (b"GET / HTTP/1.0\r\n\r\n", b""):
+                    strangers.append(socket.create_connection(("127.0.0.1", json.loads(text)["port"])))
+                    strangers[-1].sendall(words)
+            return meeting.gather(rank)(text)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+        Mailbox(gather, rank=rank, size=2, timeout=10).close()
+
+    assert as_threads(2, run) == [None, None]
     for one in strangers:
         one.close()
-    assert sorted(met) == [0, 1]
 
 
 def stale(box: Mailbox, mode: SSP | ASP, scale: Callable[[], float] | None = None) -> StaleAverager:
@@ -108,7 +72,6 @@ def stale(box: Mailbox, mode: SSP | ASP, scale: Callable[[], float] | None = Non
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("told", [True, False])
 def test_late_gradients_are_used_once_by_all_whatever_the_loss_scale(told: bool, dtype: str) -> None:
-    """What all ranks use is what was given in steps of finite gradients, over the scale of each rank and step."""
     size, steps = 3, 6
     draw = np.random.default_rng(3)
     gradients = draw.integers(-9, 10, (size, steps, 2, 5))
@@ -244,7 +207,6 @@ def test_a_slow_rank_is_sent_sums_instead_of_a_queue() -> None:
 
 
 def test_pulling_stops_no_rank_and_gives_the_newest_parameters() -> None:
-    """Rank 1 asks before rank 0 has anything, and later gets the last of many."""
     last = threading.Event()
 
     def work(rank: int, box: Mailbox) -> Any:
@@ -307,57 +269,38 @@ def test_late_sums_of_float16_are_divided_before_they_are_rounded() -> None:
     np.testing.assert_allclose(in_threads(4, work), 90000, rtol=1e-3)
 
 
+def goes_on(folder: Path, rank: int, met: Any, told: Connection) -> None:
+    box = Mailbox(FileGather(folder, rank, 3), rank=rank, size=3, timeout=20)
+    met.wait()
+    try:
+        while True:
+            box.wait_to_begin(2)
+            box.post("w", np.ones(1000))
+            box.take("w")
+            box.tick()
+            time.sleep(0.005)
+    except BackendError as error:
+        told.send(str(error))
+
+
 @pytest.mark.thorough
 def test_survivors_name_a_killed_rank(tmp_path: Path) -> None:
-    code = f"""
-import os, sys, time
-sys.path.insert(0, {str(ROOT)!r})
-import numpy as np
-from collectives.training.mailbox import Mailbox
-rank, size, folder = int(sys.argv[1]), 3, sys.argv[2]
-calls = 0
-def gather(text):
-    global calls
-    calls += 1
-    with open(f"{{folder}}/{{calls}}.{{rank}}.part", "w") as file:
-        file.write(text)
-    os.replace(f"{{folder}}/{{calls}}.{{rank}}.part", f"{{folder}}/{{calls}}.{{rank}}")
-    names = [f"{{folder}}/{{calls}}.{{peer}}" for peer in range(size)]
-    while not all(os.path.exists(name) for name in names):
-        time.sleep(0.01)
-    return [open(name).read() for name in names]
-box = Mailbox(gather, rank=rank, size=size, timeout=20)
-print("met", flush=True)
-try:
-    while True:
-        box.wait_to_begin(2)
-        box.post("w", np.ones(1000))
-        box.take("w")
-        box.tick()
-        time.sleep(0.005)
-except Exception as error:
-    print(type(error).__name__, error, flush=True)
-    os._exit(3)
-"""
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
+    started = forking()
+    met, pipes = started.Barrier(4), [started.Pipe(duplex=False) for _ in range(3)]
+    ranks = [started.Process(target=goes_on, args=(tmp_path, rank, met, pipes[rank][1])) for rank in range(3)]
     try:
-        for job in jobs:
-            assert job.stdout is not None
-            assert job.stdout.readline() == "met\n"
+        for rank in ranks:
+            rank.start()
+        met.wait(60)
         time.sleep(0.2)
-        os.kill(jobs[1].pid, signal.SIGKILL)
-        told = [jobs[rank].communicate(timeout=20)[0] for rank in (0, 2)]
+        ranks[1].kill()
+        for rank in (0, 2):
+            assert pipes[rank][0].poll(20)
+            assert pipes[rank][0].recv().startswith(f"rank {rank}, peer 1, step ")
     finally:
-        for job in jobs:
-            with job:
-                job.kill()
-    for rank, text in zip((0, 2), told, strict=True):
-        assert text.startswith(f"BackendError rank {rank}, peer 1, step "), text
+        for one in ranks:
+            one.kill()
+            one.join()
 
 
 # ---- local steps with a proximal term, and gossip, in plain loops
@@ -423,7 +366,6 @@ def test_the_proximal_term_is_the_difference_from_the_last_average() -> None:
 
 @pytest.mark.parametrize("saved_at", [3, 5])
 def test_a_checkpoint_holds_the_last_average(saved_at: int) -> None:
-    """In the middle of a round, and at its end."""
     mode = LocalSGD(3, proximal=0.7)
     np.testing.assert_array_equal(trained(mode, 8, saved_at=saved_at), trained(mode, 8))
 

@@ -27,7 +27,6 @@ from topoplan.errors import UsageError
 
 
 def smallest_makespan(costs: list[int], ranks: int) -> int:
-    """All assignments."""
     every = itertools.product(range(ranks), repeat=len(costs))
     return min(
         max(sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(ranks))

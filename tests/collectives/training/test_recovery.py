@@ -39,7 +39,6 @@ def synchronizer(backend: TcpBackend, like: list[Any], **options: Any) -> Gradie
     ids=str,
 )
 def test_the_divisor_is_the_number_of_ranks_that_gave_a_gradient(options: dict[str, Any]) -> None:
-    """So it is divided by as many ranks as have given theirs."""
     # of rank one, in whole numbers, and with a largest entry of which others are multiples
     given = [np.outer(np.arange(1.0, 13.0), np.ones(12)).astype(np.float32), np.full(200, 3, np.float32)]
 
@@ -203,7 +202,6 @@ def test_recovery_needs_a_process_for_each_rank_and_a_known_divisor() -> None:
 
 
 def test_a_joining_rank_has_parameters_and_step_of_the_others() -> None:
-    """Rank 1 of three leaves after a step, and comes again before the third."""
     invitation: list[str] = []
     given = threading.Event()
 

@@ -23,7 +23,6 @@ PLAN = topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 5, 7])
 
 
 def trained(how: ExchangeSettings, *, steps: int = 4) -> Recorder:
-    """A recorder after some steps with two gradients each."""
     recorder = Recorder("test", ranks=3)
     with Communicator(PLAN) as comm:
         exchange = InStepAverager(comm, how, recorder)
@@ -110,7 +109,6 @@ def test_the_default_report_is_of_the_living_recorder_that_moved_most() -> None:
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
-    """Nor its picture: with LocalSGD a short run ends before anything was exchanged."""
     idle = Recorder("idle", ranks=2)
     assert str(report(idle)) == "idle on 2 ranks, 0 steps of 0 us: nothing has been exchanged yet"
     idle.end_step()

@@ -23,7 +23,6 @@ PLAN = forest_plan(RANKS, "allreduce", "chain")
 
 
 def gradient(rank: int, step: int) -> list[NDArray[Any]] | None:
-    """What a rank has in a step: whole numbers, or nothing."""
     if step >= BATCHES[rank]:
         return None
     draw = np.random.default_rng([rank, step])
@@ -84,7 +83,6 @@ def test_gradients_may_be_given_one_by_one() -> None:
 
 
 def test_nothing_is_lost_of_sparse_gradients() -> None:
-    """Divided by all: the averages so far times the ranks, and what is kept, are all that was given."""
     total, given = np.zeros((4, 5)), np.zeros((4, 5))
     with made(compression=TopK(0.1)) as synchronizer:
         with synchronizer.join(use=list, divide_by="all"):
@@ -138,8 +136,6 @@ def test_ranks_are_asked_once_a_step() -> None:
 
 
 def test_an_error_inside_join_reaches_all_ranks() -> None:
-    """Those that have data, and those that have none any more."""
-
     def body(backend: TcpBackend, rank: int) -> str:
         with GradientSynchronizer(
             [np.zeros(3)], forest_plan(3, "allreduce", "chain"), backend=backend
