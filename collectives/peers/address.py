@@ -17,7 +17,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
@@ -41,12 +41,27 @@ class Address:
     """An address to listen at or to connect to.
 
     `host` is a name or number, empty for a Unix socket; port 0 lets the system choose; `path` is that of a Unix
-    socket.
+    socket, which begins with a zero byte if it is Linux's own and no file. `token` is a secret of the ranks that meet
+    there, which is part of their key (text behind ``#``); it is not shown.
     """
 
     host: str
     port: int
     path: str = ""
+    token: str = field(default="", repr=False)
+
+    @property
+    def named(self) -> bool:
+        """Whether it is the path of a file."""
+        return bool(self.path) and not self.path.startswith("\0")
+
+    @property
+    def local(self) -> bool:
+        """Whether only processes of this machine reach it."""
+        if self.path:
+            return True
+        number = resolve_host(self.host)
+        return number.startswith("127.") or number == "::1"
 
     def __str__(self) -> str:
         if self.path:
@@ -55,7 +70,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse ``host:port``, ``[IPv6]:port`` or ``unix:/path``; UsageError for other texts.
+    """Parse ``host:port``, ``[IPv6]:port`` or ``unix:/path``, each with or without ``#token``; else UsageError.
 
     Examples
     --------
@@ -64,14 +79,15 @@ def parse_address(text: str) -> Address:
     >>> str(parse_address("[::1]:80")), parse_address("unix:/run/job").path
     ('[::1]:80', '/run/job')
     """
+    text, _, token = text.partition("#")
     if text.startswith("unix:") and len(text) > 5:
-        return Address("", 0, text[5:])
+        return Address("", 0, text[5:], token)
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UsageError(f"address must be host:port or unix:/path, got {text!r}")
-    return Address(host, int(port))
+    return Address(host, int(port), token=token)
 
 
 def listen(address: Address) -> socket.socket:

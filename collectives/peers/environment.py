@@ -204,6 +204,45 @@ def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobI
     )
 
 
+LEAST_KEY = 16  # characters of a key
+
+
+def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the key that all ranks of the job share, and nobody else has; empty without one.
+
+    ``TOPOPLAN_JOB_KEY`` is the key, else ``TOPOPLAN_JOB_KEY_FILE`` names a file of mode 600 that holds it. Raises
+    `UsageError` for a short key, or a file that others can read.
+
+    Examples
+    --------
+    >>> job_key({"TOPOPLAN_JOB_KEY": "correct horse battery"}), job_key({})
+    (b'correct horse battery', b'')
+    """
+    key, path = environment.get("TOPOPLAN_JOB_KEY", "").encode(), environment.get("TOPOPLAN_JOB_KEY_FILE", "")
+    name = "TOPOPLAN_JOB_KEY"
+    if path and not key:
+        name = f"the key in {path} (TOPOPLAN_JOB_KEY_FILE)"
+        try:
+            with open(path, "rb") as file:
+                about = os.fstat(file.fileno())
+                key = file.read(1 << 12).strip()
+        except OSError as error:
+            raise UsageError(
+                f"TOPOPLAN_JOB_KEY_FILE must name a file that this process can read, got {path}: {error.strerror}"
+            ) from error
+        if about.st_mode & 0o077 or about.st_uid not in (os.geteuid(), 0):
+            raise UsageError(
+                f"{path} (TOPOPLAN_JOB_KEY_FILE) must be a file of this user with mode 600, got mode "
+                f"{about.st_mode & 0o777:o} of user {about.st_uid}; run chmod 600 {path}"
+            )
+    if (key or path) and len(key) < LEAST_KEY:
+        raise UsageError(
+            f"{name} must have at least {LEAST_KEY} characters, got {len(key)}; "
+            "python -c 'import secrets; print(secrets.token_hex(32))' makes one"
+        )
+    return key
+
+
 def _launchers(rank: str) -> tuple[tuple[Process, ...], str, bool]:
     """Return `JobIdentity.launchers`, the name of the last, and whether the launching process has ended; on Linux."""
     found: list[Process] = []
