@@ -179,7 +179,7 @@ class ConnectionLoop:
         self, watched: socket.socket, events: int, ready: Callable[[int], None], *, known: bool = False
     ) -> None:
         """Call a function with the events of a socket; thread-safe. `known` changes the events of a watched one."""
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError, ValueError, OSError):
             (self._selector.modify if known else self._selector.register)(watched, events, ready)
 
     def forget(self, watched: socket.socket) -> None:
@@ -308,8 +308,7 @@ class Listener:
                     os.unlink(self.address.path)
         self._socket.close()
         for stranger in list(self._strangers):
-            stranger.close()
-        self._strangers.clear()
+            stranger.reset("the listener was closed")
 
     @property
     def due(self) -> float | None:
@@ -401,6 +400,7 @@ class Connection:
         self._process = os.getpid()
         self.exact = False  # whether nothing is read behind a message, because what follows is not of frames
         self._connecting = False
+        self._send_error: OSError | None = None
 
     @staticmethod
     def dial(
@@ -576,7 +576,7 @@ class Connection:
                 problem, over = error, True
                 break
             if not data:
-                over = True
+                problem, over = self._send_error, True  # what a send was told, a read is not told again
                 break
             self._in += data
             if len(self._in) < self._needs:
@@ -695,7 +695,8 @@ class Connection:
                 del self._out[: self.socket.send(self._out)]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._send_error = error
             self._out.clear()  # the end of the connection will be read
         wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
         if wants != self._wants and self._loop is not None:

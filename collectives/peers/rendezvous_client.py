@@ -133,6 +133,8 @@ class RendezvousClient:
 
     def _note(self, message: Message) -> None:
         kind = message["type"]
+        if self._again:
+            return  # what follows concerns the others
         if self._welcome is None:
             if kind in ("refused", "failed"):
                 self._refusal = BackendError(
@@ -160,7 +162,7 @@ class RendezvousClient:
     def _end(self, error: Exception | None) -> None:
         """Note the end of the connection: why this rank is not admitted, or that the rendezvous is gone."""
         with self._lock:
-            if self._welcome is None and self._refusal is None:
+            if self._welcome is None and self._refusal is None and not self._again:
                 self._refusal = self._unwelcome(error)
             self.lost = self.lost or not self.alone
             self.alone = True
