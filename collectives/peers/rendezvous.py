@@ -154,6 +154,7 @@ class Rendezvous:
         self._users = 0
         self._openings: list[_Opening] = []
         self._count = 0
+        self._contested = ""  # why the next opening fails: another process has come as the rank that hosts
         self._visitors: set[_RankConnection] = set()
         self._closing = threading.Event()
         self._deaf = threading.Event()
@@ -384,6 +385,8 @@ class Rendezvous:
         if opening not in self._openings and not (refusal and self._count):
             self._count += 1
             self._openings.append(opening)
+            if self._contested and not refusal:
+                refusal, posts = self._contested, opening.hub.fail(self._contested)
         if refusal:
             opening.late.add(rank)
             self._deliver(opening, posts)
@@ -425,6 +428,8 @@ class Rendezvous:
         if not pid:
             return ""
         reason = _two_processes(self.address, rank, pid, int(hello["pid"]))
+        if rank == self._host and not taken:
+            self._contested = reason
         for opening in taken:
             self._deliver(opening, opening.hub.fail(reason))
         return reason

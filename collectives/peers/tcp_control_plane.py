@@ -18,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from errno import EADDRINUSE
 
-from collectives.peers.address import RETRY_SECONDS, parse_address
+from collectives.peers.address import RETRY_SECONDS, listening_process, parse_address
 from collectives.peers.agreement import Gather, gather_or_raise
 from collectives.peers.connections import Message, derived_key
 from collectives.peers.control_plane import (
@@ -262,11 +263,28 @@ class TcpControlPlane(ControlPlane):
         where = parse_address(rendezvous)
         key, job = meeting_key(where), job_identity(self.size + self.helpers)
         made: list[RendezvousClient] = []
+        foreign: UsageError | None = None
         if self.rank == 0:
             try:
                 hosted = Rendezvous.shared(rendezvous, job)
-            except UsageError as error:  # a launcher listens there, or the address is unusable
-                problem = f"rank 0 cannot listen at {where} ({error.__cause__ or error}): "
+            except (
+                UsageError
+            ) as error:  # with a key, the handshake shows whether the job's launcher listens there
+                cause = error.__cause__
+                problem = f"rank 0 cannot listen at {where} ({cause or error}): "
+                if not (isinstance(cause, OSError) and cause.errno == EADDRINUSE):
+                    raise UsageError(
+                        f"{problem}give an address of rank 0's machine (MASTER_ADDR or TOPOPLAN_RENDEZVOUS)"
+                    ) from error
+                holder = listening_process(where)
+                if not key and not holder.launched_this:
+                    # the job of that process must hear of this one; its answer, if it is another, is not believed
+                    foreign = UsageError(
+                        f"{problem}{holder} listens there; give each job an address of its own (MASTER_PORT or "
+                        "TOPOPLAN_RENDEZVOUS), or, if that is the launcher of this job, give it and all ranks one "
+                        "TOPOPLAN_JOB_KEY"
+                    )
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
             else:
                 self._undo.append(lambda: hosted.release(made[-1].opening if made else None))
                 self._hosted = (rendezvous, job) if hosted.kept else None
@@ -294,9 +312,13 @@ class TcpControlPlane(ControlPlane):
                 }
                 welcome = self.control.join(about)
             except BackendError as error:
+                if foreign is not None and not made:
+                    raise foreign from error
                 raise BackendError(
                     f"{problem}{plain_message(error)}", rank=self.rank, peer=error.peer
                 ) from error
+            if foreign is not None:
+                raise foreign
             if welcome is None:
                 self._undo.pop()()
                 time.sleep(RETRY_SECONDS)
