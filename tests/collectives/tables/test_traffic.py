@@ -19,6 +19,7 @@ import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.compiled_exchange import HEADER_BYTES
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.peers.connections import _FRAME, _HELLO, _PROOF, encode_message
 from collectives.sparse.codec import WireFormat
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.machine.fabric import Fabric
