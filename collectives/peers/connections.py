@@ -25,10 +25,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from collectives.peers.address import Address, listen, prioritize
+from collectives.peers.environment import encrypts
 from topoplan.errors import BackendError
+
+if TYPE_CHECKING:
+    from collectives.peers.encryption import Encryption
 
 Message = Mapping[str, Any]  # a JSON object with a type
 
@@ -46,6 +50,7 @@ _REPLY = struct.Struct("8sH32s64s32s")  # magic, version, random number, job, pr
 _PROOF = 32  # length of the dialling end's proof
 _FRAME = struct.Struct(">I16s")  # length, authentication code
 
+TLS_HANDSHAKE = b"\x16"  # the first byte of TLS
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -68,10 +73,10 @@ def decode_message(data: bytes) -> dict[str, Any]:
     """
     try:
         message = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
-    except RecursionError:
-        raise ValueError("a message is nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a message: {str(error)[:80]}") from None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ValueError("a message without a type")
+        raise ValueError("not a message: it has no type")
     return message
 
 
@@ -354,6 +359,8 @@ class Listener:
             connection._register()
 
 
+_SETTLED = threading.Event()  # of accepted connections, for which nobody waits
+_SETTLED.set()
 _SERVING: dict[str, Listener] = {}  # the listeners of this process's ranks, by address of this machine
 _SERVING_LOCK = threading.Lock()
 
@@ -376,7 +383,9 @@ class Connection:
         self.socket = made
         self.socket.setblocking(False)
         self.opened = False
-        self.settled = threading.Event()  # set when the handshake has ended, or the connection
+        self.settled = (
+            _SETTLED if listener else threading.Event()
+        )  # set when the handshake of a dialled one has ended
         self.job = ""
         self._listener = listener
         self._endpoint: Endpoint | None = None
@@ -401,6 +410,10 @@ class Connection:
         self.exact = False  # whether nothing is read behind a message, because what follows is not of frames
         self._connecting = False
         self._send_error: OSError | None = None
+        self._tls: Encryption | None = None
+        self._cipher = bytearray()
+        if encrypts() and listener is None:
+            self._tls = _encryption(dialled=True)
 
     @staticmethod
     def dial(
@@ -491,10 +504,16 @@ class Connection:
         self._leave()
         with self._sending:
             self.socket.setblocking(True)
-            if self._out:
-                self.socket.sendall(self._out)
-                self._out.clear()
-        return self.socket
+            if self._tls is not None:
+                self._tls.write(self._out)
+                self._out = self._cipher + self._tls.pending()
+            self.socket.sendall(self._out)
+            self._out.clear()
+        if self._tls is None:
+            return self.socket
+        from collectives.peers.encryption import Tunnel
+
+        return Tunnel(self.socket, self._tls).end
 
     def close(self) -> None:
         """Close the connection; `ended` is not called. Idempotent and thread-safe."""
@@ -513,6 +532,8 @@ class Connection:
         self.socket.close()
         self._guard(self._ended, error)
         self.settled.set()
+        self._tls, self._step, self._receive, self._failed = None, _ignore, None, _ignore  # free them at once
+        self._in.clear()
 
     def reset(self, why: str) -> None:
         """End the connection so that the other end sees a reset, after which a rank comes again."""
@@ -540,7 +561,7 @@ class Connection:
 
     def _register(self) -> None:
         self._loop = ConnectionLoop.hold()
-        self._wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        self._wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out or self._tls else 0)
         self._loop.watch(self.socket, self._wants, self._ready)
 
     def _guard(self, function: Callable[..., None], *given: Any) -> None:
@@ -569,10 +590,10 @@ class Connection:
         over = False
         for _ in range(READS):
             try:
-                data = self.socket.recv(min(self._needs - len(self._in), 1 << 16))
+                data = self._receive_bytes(min(self._needs - len(self._in), 1 << 16))
             except BlockingIOError:
                 break
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem, over = error, True
                 break
             if not data:
@@ -596,6 +617,23 @@ class Connection:
             self._guard(self._receive, heard)
         if over and self._loop is not None:
             self.end(problem)
+
+    def _receive_bytes(self, nbytes: int) -> bytes:
+        """Return bytes of the other end as `socket.recv` does, decrypted if need be."""
+        if self._tls is None:
+            if self.opened or self._listener is None or not encrypts():
+                return self.socket.recv(nbytes)
+            if self.socket.recv(1, socket.MSG_PEEK) not in (b"", TLS_HANDSHAKE):
+                raise ValueError("the other end does not speak TLS")  # before anything is kept for it
+            self._tls = _encryption(dialled=False)
+        while not (plain := self._tls.read(nbytes)):
+            data = self.socket.recv(1 << 16)
+            if not data:
+                return b""
+            self._tls.feed(data)
+            with self._sending:
+                self._flush()
+        return plain
 
     def _take_hello(self, data: bytes) -> None:
         magic, version, name, _, job = _HELLO.unpack(data)
@@ -647,7 +685,8 @@ class Connection:
 
     def _derive(self, key: bytes, both: bytes) -> None:
         """Make the key of this connection from that of the endpoint and what both ends have said."""
-        self._key = hmac.digest(key or b"\0", both, "sha256")
+        certificate = b"" if self._tls is None else self._tls.fingerprint
+        self._key = hmac.digest(key or b"\0", both + certificate, "sha256")
 
     def _open(self, *, dialled: bool) -> None:
         names = (b"from dialling", b"from listening")
@@ -690,18 +729,35 @@ class Connection:
         """Send what the socket takes, and ask the loop to send the rest."""
         if self._connecting or self._loop is None:
             return
+        waiting = self._out
+        if self._tls is not None:
+            self._tls.write(self._out)
+            self._out.clear()
+            self._cipher += self._tls.pending()
+            waiting = self._cipher
         try:
-            while self._out:
-                del self._out[: self.socket.send(self._out)]
+            while waiting:
+                del waiting[: self.socket.send(waiting)]
         except BlockingIOError:
             pass
         except OSError as error:
             self._send_error = error
-            self._out.clear()  # the end of the connection will be read
-        wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+            waiting.clear()  # the end of the connection will be read
+        wants = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
         if wants != self._wants and self._loop is not None:
             self._wants = wants
             self._loop.watch(self.socket, wants, self._ready, known=True)
+
+
+def _ignore(given: object) -> None:
+    """Do nothing, for a connection that has ended."""
+
+
+def _encryption(*, dialled: bool) -> Encryption:
+    """Return the TLS of a new connection; its module is loaded only for jobs that encrypt."""
+    from collectives.peers.encryption import Encryption
+
+    return Encryption(dialled=dialled)
 
 
 def endpoint_name(text: str = "") -> bytes:

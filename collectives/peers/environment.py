@@ -268,6 +268,20 @@ def _key_in_store(host: str, port: int, run: str) -> bytes:
         return b""
 
 
+def encrypts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the ranks of this job encrypt their connections (``TOPOPLAN_TLS``); UsageError for other values.
+
+    Examples
+    --------
+    >>> encrypts({"TOPOPLAN_TLS": "1"}), encrypts({})
+    (True, False)
+    """
+    value = environment.get("TOPOPLAN_TLS", "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"TOPOPLAN_TLS must be 0 or 1, got {value!r}; set the same on all ranks")
+    return value == "1"
+
+
 def _launchers(rank: str) -> tuple[tuple[Process, ...], str, bool]:
     """Return `JobIdentity.launchers`, the name of the last, and whether the launching process has ended; on Linux."""
     found: list[Process] = []

@@ -36,6 +36,8 @@ class RendezvousClient:
         Whether a rank that has asked for the stalled rank is to keep waiting.
     alone, lost : bool
         The rendezvous has ended, and without a message: its process died.
+    refused : bool
+        The rendezvous has said why this rank is not admitted.
     host : int or None
         The rank that hosts it, if one does.
     """
@@ -63,6 +65,7 @@ class RendezvousClient:
         self.verdict: Message | None = None
         self.alone = False
         self.lost = False
+        self.refused = False
         self.host: int | None = None
         self.waiting: Callable[[], Waiting] = waits_for_no_peer
         self._process = ("", 0)
@@ -137,6 +140,7 @@ class RendezvousClient:
             return  # what follows concerns the others
         if self._welcome is None:
             if kind in ("refused", "failed"):
+                self.refused = True
                 self._refusal = BackendError(
                     str(message["message"]), rank=self.rank, peer=message.get("peer")
                 )

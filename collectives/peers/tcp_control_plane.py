@@ -312,7 +312,7 @@ class TcpControlPlane(ControlPlane):
                 }
                 welcome = self.control.join(about)
             except BackendError as error:
-                if foreign is not None and not made:
+                if foreign is not None and not (made and made[-1].refused):
                     raise foreign from error
                 raise BackendError(
                     f"{problem}{plain_message(error)}", rank=self.rank, peer=error.peer

@@ -285,7 +285,9 @@ def connect(
 
 
 def tune(connection: socket.socket) -> None:
-    """Set the options of either end; options that a system lacks are left out."""
+    """Set the options of either end; options that a system lacks are left out, as are those of an encrypted link."""
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, AttributeError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -321,6 +323,8 @@ def link_use(connection: socket.socket) -> LinkUse | None:
     True
     """
     if sys.platform != "linux":
+        return None
+    if connection.family == socket.AF_UNIX:  # an encrypted link
         return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:
