@@ -256,7 +256,7 @@ def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
 def _key_in_store(host: str, port: int, run: str) -> bytes:
     """Return the key that the ranks of torchrun have in its store, where the first one puts it; empty without a store.
 
-    Whoever reaches the store can read it there.
+    Every process that reaches the store can read it there.
     """
     try:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
