@@ -45,6 +45,7 @@ JOIN_SECONDS = 1.0  # time for a function that the loop has called to return
 PAUSE_SECONDS = 0.1  # pause of a listener while the process has no file descriptors left
 
 MAGIC, VERSION = b"topoplan", 3
+NOBODY = 0  # version in the reply to a connection whose endpoint is closed
 _HELLO = struct.Struct("8sH16s32s64s")  # magic, version, name of the endpoint, random number, job
 _REPLY = struct.Struct("8sH32s64s32s")  # magic, version, random number, job, proof
 _PROOF = 32  # length of the dialling end's proof
@@ -150,6 +151,7 @@ class ConnectionLoop:
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._note)
         self._tickers: list[Ticker] = []
+        self._settling: list[threading.Event] = []
         self._users = 0
         self._thread = threading.Thread(target=self._work, name="topoplan connections", daemon=True)
 
@@ -201,6 +203,13 @@ class ConnectionLoop:
         """Undo `add`; idempotent."""
         self._tickers = [one for one in self._tickers if one is not ticker]
 
+    def settle(self) -> None:
+        """Return once everything that has arrived at this process's sockets has been passed on; not for the loop."""
+        done = threading.Event()
+        self._settling.append(done)
+        self.wake()
+        done.wait()
+
     @property
     def inside(self) -> bool:
         """Whether this is the thread of the loop."""
@@ -219,14 +228,28 @@ class ConnectionLoop:
             pause = max(0.0, min(due) - time.monotonic()) if due else None
             for key, events in self._selector.select(pause):
                 _guarded(key.data, events)
+            self._end_settling()
             now = time.monotonic()
             for ticker in self._tickers:
                 limit = ticker.due
                 if limit is not None and limit <= now:
                     _guarded(ticker.tick, now)
+        self._end_settling()
         self._selector.close()
         self._waker.close()
         self._woken.close()
+
+    def _end_settling(self) -> None:
+        """Look at the sockets until none is ready, for `settle`."""
+        settling, self._settling = self._settling, []
+        for _ in range(READS if settling else 0):
+            ready = self._selector.select(0)
+            for key, events in ready:
+                _guarded(key.data, events)
+            if not ready:
+                break
+        for done in settling:
+            done.set()
 
 
 def _guarded(function: Any, given: float) -> None:
@@ -515,9 +538,16 @@ class Connection:
 
         return Tunnel(self.socket, self._tls).end
 
-    def close(self) -> None:
-        """Close the connection; `ended` is not called. Idempotent and thread-safe."""
-        self._ended = lambda error: None
+    def close(self, linger: float = 0.0) -> None:
+        """Close the connection; `ended` is not called. Idempotent and thread-safe.
+
+        Messages that wait for the network get `linger` seconds.
+        """
+        self._ended = _ignore
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            if linger and self.opened and (self._out or self._cipher) and self._loop is not None:
+                self.socket.settimeout(linger)
+                self.socket.sendall(self._cipher if self._tls else self._out)
         self.end(None)
 
     def end(self, error: Exception | None) -> None:
@@ -605,7 +635,7 @@ class Connection:
             whole, self._in = bytes(self._in), bytearray()
             try:
                 self._step(whole)
-            except (ValueError, HandshakeError) as error:
+            except (ValueError, OSError, HandshakeError) as error:
                 problem, over = error, True
                 break
             if self._loop is None:
@@ -642,6 +672,9 @@ class Connection:
         assert self._listener is not None, "this end was dialled"
         found = self._listener.endpoint(name)
         if found is None:
+            with self._sending:
+                self._out += _REPLY.pack(MAGIC, NOBODY, b"", b"", b"")
+                self._flush()
             raise ValueError("no such endpoint")
         self._endpoint, self._hello, self.job = found, data, _job_text(job)
         head = _REPLY.pack(MAGIC, VERSION, secrets.token_bytes(32), _job_bytes(found.job), b"")[:-32]
@@ -668,6 +701,8 @@ class Connection:
         magic, version, _, job, proof = _REPLY.unpack(data)
         if magic != MAGIC:
             raise HandshakeError("is not a rendezvous of topoplan")
+        if version == NOBODY:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "the endpoint is closed")
         if version != VERSION:
             raise HandshakeError(
                 f"speaks version {version} of the handshake, and this process {VERSION}; install the same version of "
