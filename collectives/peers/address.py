@@ -17,7 +17,8 @@ import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
@@ -41,12 +42,27 @@ class Address:
     """An address to listen at or to connect to.
 
     `host` is a name or number, empty for a Unix socket; port 0 lets the system choose; `path` is that of a Unix
-    socket.
+    socket, which begins with a zero byte if it is Linux's own and no file. `token` is a secret of the ranks that meet
+    there, which is part of their key (text behind ``#``); it is not shown.
     """
 
     host: str
     port: int
     path: str = ""
+    token: str = field(default="", repr=False)
+
+    @property
+    def named(self) -> bool:
+        """Whether it is the path of a file."""
+        return bool(self.path) and not self.path.startswith("\0")
+
+    @property
+    def local(self) -> bool:
+        """Whether only processes of this machine reach it."""
+        if self.path:
+            return True
+        number = resolve_host(self.host)
+        return number.startswith("127.") or number == "::1"
 
     def __str__(self) -> str:
         if self.path:
@@ -55,7 +71,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse ``host:port``, ``[IPv6]:port`` or ``unix:/path``; UsageError for other texts.
+    """Parse ``host:port``, ``[IPv6]:port`` or ``unix:/path``, each with or without ``#token``; else UsageError.
 
     Examples
     --------
@@ -64,14 +80,15 @@ def parse_address(text: str) -> Address:
     >>> str(parse_address("[::1]:80")), parse_address("unix:/run/job").path
     ('[::1]:80', '/run/job')
     """
+    text, _, token = text.partition("#")
     if text.startswith("unix:") and len(text) > 5:
-        return Address("", 0, text[5:])
+        return Address("", 0, text[5:], token)
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UsageError(f"address must be host:port or unix:/path, got {text!r}")
-    return Address(host, int(port))
+    return Address(host, int(port), token=token)
 
 
 def listen(address: Address) -> socket.socket:
@@ -154,6 +171,64 @@ def _has_two_ends(made: socket.socket, address: Address) -> bool:
         if error.errno not in CLOSED_MEANWHILE:
             raise
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class ListeningProcess:
+    """A process that listens at an address, as far as ``/proc`` tells; `pid` 0 if it does not."""
+
+    pid: int = 0
+    command: str = ""
+
+    @property
+    def launched_this(self) -> bool:
+        """Whether this process, or one that launched it, is the listening one."""
+        pid = os.getpid()
+        while pid > 1 and pid != self.pid:
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+            except OSError:
+                return False
+            pid = int(stat.rpartition(")")[2].split()[1])
+        return pid == self.pid and pid > 0
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.command})" if self.pid else "a process that /proc does not show"
+
+
+def listening_process(address: Address) -> ListeningProcess:
+    """Return the process that listens at an address of this machine."""
+    pid = _pid_at_path(address.path) if address.path else _pid_at_port(address.port)
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ListeningProcess()
+    return ListeningProcess(pid, " ".join(command.split())[:80])
+
+
+def _pid_at_path(path: str) -> int:
+    with socket.socket(socket.AF_UNIX) as asking, contextlib.suppress(OSError, AttributeError):
+        asking.settimeout(REACH_SECONDS)
+        asking.connect(path)
+        return int(struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+    return 0
+
+
+def _pid_at_port(port: int) -> int:
+    """Return the process of this network namespace that listens at a TCP port, among those of this user; 0 if none."""
+    held: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+            listening = (row for row in rows if row[3] == "0A")
+            held |= {f"socket:[{row[9]}]" for row in listening if int(row[1].rpartition(":")[2], 16) == port}
+    for directory in Path("/proc").glob("[0-9]*/fd") if held else ():
+        with contextlib.suppress(OSError):
+            for one in directory.iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(one) in held:
+                        return int(directory.parent.name)
+    return 0
 
 
 def prioritize(connection: socket.socket) -> None:

@@ -5,14 +5,18 @@ or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torch
 (``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
 
 The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables of
-launchers and batch systems, else, between ranks of one host, the process that launched them. It is not authentication.
+launchers and batch systems, else, between ranks of one host, the process that launched them. It is not authentication;
+the key of the job (`job_key`) is.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +206,80 @@ def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobI
         orphan,
         os.getsid(0) if launchers else 0,
     )
+
+
+LEAST_KEY = 16  # characters of a key
+STORE_SECONDS = 10.0  # time for torchrun's store to answer
+
+
+def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
+    """Return the key that all ranks of the job share, and nobody else has; empty without one.
+
+    ``TOPOPLAN_JOB_KEY`` is the key, else ``TOPOPLAN_JOB_KEY_FILE`` names a file of mode 600 that holds it, else the
+    ranks of torchrun agree on a random one in its store. Raises `UsageError` for a short key, or a file that others can
+    read.
+
+    Examples
+    --------
+    >>> job_key({"TOPOPLAN_JOB_KEY": "correct horse battery"}), job_key({})
+    (b'correct horse battery', b'')
+    """
+    key, path = environment.get("TOPOPLAN_JOB_KEY", "").encode(), environment.get("TOPOPLAN_JOB_KEY_FILE", "")
+    name = "TOPOPLAN_JOB_KEY"
+    if path and not key:
+        name = f"the key in {path} (TOPOPLAN_JOB_KEY_FILE)"
+        try:
+            with open(path, "rb") as file:
+                about = os.fstat(file.fileno())
+                key = file.read(1 << 12).strip()
+        except OSError as error:
+            raise UsageError(
+                f"TOPOPLAN_JOB_KEY_FILE must name a file that this process can read, got {path}: {error.strerror}"
+            ) from error
+        if about.st_mode & 0o077 or about.st_uid not in (os.geteuid(), 0):
+            raise UsageError(
+                f"{path} (TOPOPLAN_JOB_KEY_FILE) must be a file of this user with mode 600, got mode "
+                f"{about.st_mode & 0o777:o} of user {about.st_uid}; run chmod 600 {path}"
+            )
+    if (key or path) and len(key) < LEAST_KEY:
+        raise UsageError(
+            f"{name} must have at least {LEAST_KEY} characters, got {len(key)}; "
+            "python -c 'import secrets; print(secrets.token_hex(32))' makes one"
+        )
+    if not key and environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        run = environment.get("TORCHELASTIC_RUN_ID", "")
+        return _key_in_store(environment["MASTER_ADDR"], integer_variable(environment, "MASTER_PORT"), run)
+    return key
+
+
+@lru_cache(maxsize=8)
+def _key_in_store(host: str, port: int, run: str) -> bytes:
+    """Return the key that the ranks of torchrun have in its store, where the first one puts it; empty without a store.
+
+    Every process that reaches the store can read it there.
+    """
+    try:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+        wait = timedelta(seconds=STORE_SECONDS)
+        store = PrefixStore("topoplan", TCPStore(host, port, is_master=False, timeout=wait))
+        return bytes(store.compare_set(f"key of {run}", "", secrets.token_hex(32)))
+    except (ImportError, RuntimeError):
+        return b""
+
+
+def encrypts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the ranks of this job encrypt their connections (``TOPOPLAN_TLS``); UsageError for other values.
+
+    Examples
+    --------
+    >>> encrypts({"TOPOPLAN_TLS": "1"}), encrypts({})
+    (True, False)
+    """
+    value = environment.get("TOPOPLAN_TLS", "")
+    if value not in ("", "0", "1"):
+        raise UsageError(f"TOPOPLAN_TLS must be 0 or 1, got {value!r}; set the same on all ranks")
+    return value == "1"
 
 
 def _launchers(rank: str) -> tuple[tuple[Process, ...], str, bool]:

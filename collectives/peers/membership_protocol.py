@@ -35,9 +35,11 @@ from typing import Any, NoReturn
 
 from collectives.peers.address import host_identity, prioritize, process_namespace
 from collectives.peers.agreement import Gather
+from collectives.peers.connections import Message
 from collectives.peers.peer_watchdog import LOOK, is_stopped, process_state
-from collectives.peers.rendezvous import HANDSHAKE_SECONDS
-from collectives.peers.rendezvous_state import Message, Unpacker, pack, send_pending
+from collectives.peers.rendezvous_state import Unpacker, pack, send_pending
+
+HANDSHAKE_SECONDS = 10.0
 from topoplan.errors import BackendError, UsageError
 
 SUSPECTED_SECONDS = 1.0  # deadline for a rank whose failure others have reported

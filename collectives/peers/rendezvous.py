@@ -12,41 +12,42 @@ in the next *opening*, so all ranks must open theirs in one order. Processes of 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import secrets
 import select
-import selectors
 import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 
-from collectives.peers.address import Address, listen, parse_address, prioritize, resolve_host
-from collectives.peers.environment import JobIdentity
-from collectives.peers.peer_watchdog import is_stopped
-from collectives.peers.rendezvous_state import (
-    FORMAT,
+from collectives.peers.address import Address, parse_address, resolve_host
+from collectives.peers.connections import (
+    MEETING,
+    Connection,
+    ConnectionLoop,
+    Endpoint,
+    HandshakeError,
+    Listener,
     Message,
-    Post,
-    RendezvousState,
-    Unpacker,
-    is_hello,
-    pack,
-    send_pending,
+    derived_key,
+    endpoint_name,
 )
+from collectives.peers.environment import JobIdentity, job_identity, job_key
+from collectives.peers.peer_watchdog import is_stopped
+from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState, is_hello
 from topoplan.errors import BackendError, UsageError
 
-HANDSHAKE_SECONDS = 10.0  # time in which a connection must send its handshake
+ANSWER_SECONDS = 10.0  # time in which a process that holds an address answers
 
 CLOSED = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Poll event of a connection that its other end has closed."""
 
 LINGER_SECONDS = 1.0  # time for ranks to read the last message before the connections are closed
+HOLD = endpoint_name("address lock")  # the endpoint of every `AddressLock`
 _LISTENING: dict[str, Rendezvous] = {}  # listeners of this process, by address
 _HOLDS: dict[str, AddressLock] = {}  # address locks of this process, by address
 _LISTENERS_LOCK = threading.Lock()  # guards both
@@ -57,7 +58,7 @@ def _forget() -> None:
     global _LISTENERS_LOCK
     _LISTENING.clear()
     for hold in _HOLDS.values():
-        hold.listener.close()  # the name is free once the parent has closed it too
+        hold.close()  # the name is free once the parent has closed it too
     _HOLDS.clear()
     _LISTENERS_LOCK = threading.Lock()
 
@@ -75,17 +76,19 @@ def process_mark() -> str:
     return _MARK[1]
 
 
+def meeting_key(address: Address) -> bytes:
+    """Return the key of the rendezvous at an address: that of the job, and the token of the ranks that meet there."""
+    key = job_key()
+    return derived_key(key, "meeting", address.token) if address.token else key
+
+
 @dataclass(slots=True, eq=False)
 class _RankConnection:
-    """A connection of a rank in an opening, or of a process before its handshake (rank -1)."""
+    """A connection of a rank in an opening, or of a process before its hello (rank -1)."""
 
-    connection: socket.socket
-    until: float
+    connection: Connection
     rank: int = -1
     opening: _Opening | None = None
-    unpacker: Unpacker = field(default_factory=Unpacker)
-    out: bytearray = field(default_factory=bytearray)
-    ending: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -105,12 +108,12 @@ class _Opening:
 
 
 class Rendezvous:
-    """A server at an address for the ranks of one job, in its own thread.
+    """A server at an address for the ranks of one job.
 
-    `address` is ``host:port`` (port 0: the system chooses) or ``unix:/path``; `UsageError` if it cannot be listened
-    at. `size` and `job` are by default those of the first rank that connects. `host` is the rank that hosts it, None
-    in a launcher. With `job_made` the job itself made the address and gave it to its ranks, so all ranks that
-    connect belong to it.
+    `address` is ``host:port`` (port 0: the system chooses) or ``unix:/path``, with the token of the ranks if they have
+    one; `UsageError` if it cannot be listened at. `size` and `job` are by default those of the first rank that
+    connects. `host` is the rank that hosts it, None in a launcher. With `job_made` the job itself made the address and
+    gave it to its ranks, so all ranks that connect belong to it.
 
     Examples
     --------
@@ -130,14 +133,19 @@ class Rendezvous:
     ) -> None:
         asked = parse_address(address)
         try:
-            self._listener = listen(asked)
+            self._listener = Listener(asked)
         except OSError as error:
-            raise UsageError(
-                f"cannot listen at the rendezvous {address}: {error}; name a free one"
-            ) from error
-        port = asked.port if asked.path else int(self._listener.getsockname()[1])
-        self._where = Address(asked.host, port, asked.path)
-        self._inode = os.lstat(asked.path).st_ino if asked.path else 0
+            raise UsageError(f"cannot listen at the rendezvous {asked}: {error}; name a free one") from error
+        key = meeting_key(asked)
+        if not key and not asked.local:
+            warnings.warn(
+                f"the rendezvous {asked} has no key: anybody who reaches it can join the job, read its gradients and "
+                "change them; set TOPOPLAN_JOB_KEY or TOPOPLAN_JOB_KEY_FILE on all ranks",
+                stacklevel=2,
+            )
+        mine = job or job_identity(size or 0)
+        self._endpoint = Endpoint(MEETING, key, self._welcome_visitor, self.broke, str(mine))
+        self._listener.add(self._endpoint)
         self._size, self._host, self._job_made = size, host, job_made
         self._jobs: dict[tuple[str, str], tuple[JobIdentity, str]] = {}
         if job is not None:
@@ -146,13 +154,13 @@ class Rendezvous:
         self._users = 0
         self._openings: list[_Opening] = []
         self._count = 0
+        self._contested = ""  # why the next opening fails: another process has come as the rank that hosts
         self._visitors: set[_RankConnection] = set()
-        self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         self._deaf = threading.Event()
+        self._over = threading.Event()
         self._left: list[_Opening] = []
-        self._waker, self._woken = socket.socketpair()
-        self._thread: threading.Thread | None = None
+        self._loop: ConnectionLoop | None = None
         _LISTENING[self.address] = self
 
     @staticmethod
@@ -181,7 +189,7 @@ class Rendezvous:
     @property
     def address(self) -> str:
         """The address for the ranks, with the port that the system chose."""
-        return str(self._where)
+        return str(self._listener.address)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -199,8 +207,9 @@ class Rendezvous:
 
     def start(self) -> Rendezvous:
         """Start serving; earlier connections wait."""
-        self._thread = threading.Thread(target=self._serve, name="tcp rendezvous", daemon=True)
-        self._thread.start()
+        self._loop = ConnectionLoop.hold()
+        self._loop.add(self)
+        self._listener.start()
         return self
 
     def release(self, opening: int | None) -> None:
@@ -214,7 +223,7 @@ class Rendezvous:
                 self._closing.set()
         for one in [one for one in self._openings if one.number == opening]:
             self._left.append(one)
-            self._waker.send(b".")
+            self._wake()
             one.ended.wait()
         if last:
             self._close()
@@ -228,14 +237,16 @@ class Rendezvous:
         self._close()
 
     def _close(self) -> None:
-        self._waker.send(b".")
-        if self._thread is not None:
-            self._thread.join()
-        else:
+        if self._loop is None:
             self._stop_listening()
-        self._selector.close()
-        self._waker.close()
-        self._woken.close()
+        elif os.getpid() == self._process:
+            self._wake()
+            self._over.wait()
+            self._loop.release()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.wake()
 
     def __enter__(self) -> Rendezvous:
         return self.start()
@@ -245,51 +256,49 @@ class Rendezvous:
     ) -> None:
         self.close()
 
-    def _serve(self) -> None:
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        while True:
-            now = time.monotonic()
-            while self._left:
-                self._end(self._left.pop(), now)
-            if self._closing.is_set() and not self._deaf.is_set():
-                self._stop_listening()
-                for opening in list(self._openings):
-                    self._end(opening, now)
-            for opening in [one for one in self._openings if one.end is not None]:
-                if now >= (opening.end or 0.0) or not _can_receive(opening):
-                    self._finish(opening)
-            if self._deaf.is_set() and not self._openings:
-                break
-            for key, events in self._selector.select(self._pause(now)):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._woken:
-                    self._woken.recv(1 << 10)
-                elif isinstance(key.data, _RankConnection):
-                    self._attend(key.data, events)
-            now = time.monotonic()
+    @property
+    def due(self) -> float | None:
+        """The next time at which something is to be done."""
+        if self._left or (self._closing.is_set() and not self._deaf.is_set()):
+            return 0.0
+        times = [time for one in self._openings for time in (one.hub.deadline, one.end) if time is not None]
+        return min(times, default=None)
+
+    def tick(self, now: float) -> None:
+        """End openings that ranks have left, or whose time is over, and all of them when it closes."""
+        while self._left:
+            self._end(self._left.pop(), now)
+        if self._closing.is_set() and not self._deaf.is_set():
+            self._stop_listening()
             for opening in list(self._openings):
-                self._deliver(opening, opening.hub.tick(now))
-            for visitor in [one for one in self._visitors if one.rank < 0 and one.until < now]:
-                self._drop(visitor)
+                self._end(opening, now)
+        for opening in [one for one in self._openings if one.end is not None]:
+            if now >= (opening.end or 0.0):
+                self._finish(opening)
+        for opening in list(self._openings):
+            self._deliver(opening, opening.hub.tick(now, refused=self._endpoint.refused))
+        self._end_loop()
+
+    def broke(self, error: BaseException) -> None:
+        """End all openings with an error of this server's own code."""
+        reason = f"the rendezvous failed: {type(error).__name__}: {error}"
+        for opening in list(self._openings):
+            self._deliver(opening, opening.hub.fail(reason))
+
+    def _end_loop(self) -> None:
+        """Leave the loop once this server is deaf and no opening remains."""
+        if self._deaf.is_set() and not self._openings and self._loop is not None and not self._over.is_set():
+            self._loop.remove(self)
+            self._over.set()
 
     def _stop_listening(self) -> None:
-        """Stop listening, and tell clients without a handshake to connect again."""
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self._listener)
+        """Stop listening, and tell clients without a hello to connect again."""
+        for visitor in [one for one in self._visitors if one.opening is None]:
+            self._say(visitor, {"type": "again"})
+            self._drop(visitor)
         self._listener.close()
-        if self._where.path:
-            with contextlib.suppress(OSError):
-                if os.lstat(self._where.path).st_ino == self._inode:
-                    os.unlink(self._where.path)
         if _LISTENING.get(self.address) is self:
             del _LISTENING[self.address]
-        for visitor in [one for one in self._visitors if one.opening is None]:
-            if not visitor.ending:
-                self._say(visitor, {"type": "again"})
-            self._drop(visitor)
         self._deaf.set()
 
     def _end(self, opening: _Opening, now: float) -> None:
@@ -303,6 +312,8 @@ class Rendezvous:
             )
             for visitor in list(opening.visitors.values()):
                 self._say(visitor, {"type": "again" if began else "leaving"})
+        if not _can_receive(opening):
+            self._finish(opening)
 
     def _finish(self, opening: _Opening) -> None:
         for visitor in list(opening.visitors.values()):
@@ -310,41 +321,21 @@ class Rendezvous:
         if opening in self._openings:
             self._openings.remove(opening)
         opening.ended.set()
+        self._wake()
 
-    def _pause(self, now: float) -> float | None:
-        times = [one.until for one in self._visitors if one.rank < 0]
-        times += [time for one in self._openings for time in (one.hub.deadline, one.end) if time is not None]
-        return max(0.0, min(times) - now) if times else None
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        connection.setblocking(False)
-        prioritize(connection)
-        visitor = _RankConnection(connection, time.monotonic() + HANDSHAKE_SECONDS)
+    def _welcome_visitor(self, connection: Connection) -> None:
+        """Take a connection of a process that has the key."""
+        visitor = _RankConnection(connection)
         self._visitors.add(visitor)
-        self._selector.register(connection, selectors.EVENT_READ, visitor)
+        connection.start(
+            lambda messages: self._attend(visitor, messages), lambda error: self._drop(visitor), self.broke
+        )
 
-    def _attend(self, visitor: _RankConnection, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._flush(visitor)
-        if not events & selectors.EVENT_READ or visitor not in self._visitors:
-            return
-        try:
-            data = visitor.connection.recv(1 << 16)
-            messages: Sequence[Message] = visitor.unpacker.feed(data)
-        except BlockingIOError:
-            return
-        except (OSError, ValueError):
-            data, messages = b"", []
+    def _attend(self, visitor: _RankConnection, messages: Sequence[Message]) -> None:
         for message in messages:
             if not self._hear(visitor, message):
-                data = b""
+                self._drop(visitor)
                 break
-        if not data:
-            self._drop(visitor)
 
     def _hear(self, visitor: _RankConnection, message: Message) -> bool:
         """Pass a message on; False if it is malformed."""
@@ -364,7 +355,6 @@ class Rendezvous:
             return False
         if refusal:
             self._say(visitor, {"type": "refused", "message": refusal})
-            visitor.ending = True
         return True
 
     def _join(self, visitor: _RankConnection, hello: Message, now: float) -> str:
@@ -395,12 +385,15 @@ class Rendezvous:
         if opening not in self._openings and not (refusal and self._count):
             self._count += 1
             self._openings.append(opening)
+            if self._contested and not refusal:
+                refusal, posts = self._contested, opening.hub.fail(self._contested)
         if refusal:
             opening.late.add(rank)
             self._deliver(opening, posts)
             return refusal
         self._size = self._size or size
         visitor.rank, visitor.opening = rank, opening
+        visitor.connection.admit()
         opening.visitors[rank] = visitor
         self._say(visitor, {"type": "heard", "opening": opening.number})
         self._deliver(opening, posts)
@@ -435,6 +428,8 @@ class Rendezvous:
         if not pid:
             return ""
         reason = _two_processes(self.address, rank, pid, int(hello["pid"]))
+        if rank == self._host and not taken:
+            self._contested = reason
         for opening in taken:
             self._deliver(opening, opening.hub.fail(reason))
         return reason
@@ -445,26 +440,19 @@ class Rendezvous:
                 self._say(opening.visitors[rank], message)
 
     def _say(self, visitor: _RankConnection, message: Message) -> None:
-        visitor.out += pack(message)
-        self._flush(visitor)
-
-    def _flush(self, visitor: _RankConnection) -> None:
-        send_pending(visitor.connection, visitor.out)
-        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if visitor.out else 0)
-        if visitor in self._visitors:
-            self._selector.modify(visitor.connection, interest, visitor)
+        visitor.connection.send(message)
 
     def _drop(self, visitor: _RankConnection) -> None:
         self._visitors.discard(visitor)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(visitor.connection)
         visitor.connection.close()
         opening = visitor.opening
         if opening is not None and opening.visitors.get(visitor.rank) is visitor:
             del opening.visitors[visitor.rank]
             self._deliver(opening, opening.hub.lost(visitor.rank))
-            if opening.end is None and opening.hub.complete and not opening.visitors:
+            left = opening.end is None and opening.hub.complete and not opening.visitors
+            if left or (opening.end is not None and not _can_receive(opening)):
                 self._finish(opening)
+                self._end_loop()
 
 
 def _other_job(address: str, known: JobIdentity, holder: str, job: JobIdentity, process: str) -> str:
@@ -493,16 +481,10 @@ class AddressLock:
 
     def __init__(self, address: str, job: JobIdentity) -> None:
         self._address, self._job = address, job
-        self.listener = socket.socket(socket.AF_UNIX)
         self.fails: list[Callable[[str], None]] = []
-        try:
-            self.listener.bind(_lock_name(address))
-            self.listener.listen(16)
-        except OSError:
-            self.listener.close()
-            raise
-        self._thread = threading.Thread(target=self._serve, name="rendezvous hold", daemon=True)
-        self._thread.start()
+        self._listener = Listener(_lock_address(address))
+        self._listener.add(Endpoint(HOLD, job_key(), self._answer, self.broke, str(job)))
+        self._listener.start()
 
     @staticmethod
     def take(address: str, job: JobIdentity, fail: Callable[[str], None]) -> Callable[[], None]:
@@ -533,55 +515,67 @@ class AddressLock:
 
     def close(self) -> None:
         """Release the address."""
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        self._thread.join()
+        self._listener.close()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                connection.settimeout(LINGER_SECONDS)
-                asked = json.loads(connection.recv(1 << 16))
-                self._answer(connection, JobIdentity.of_message(asked["job"]), int(asked["pid"]))
-
-    def _answer(self, connection: socket.socket, job: JobIdentity, pid: int) -> None:
-        if self._job.differs(job):
-            holder = f"process {os.getpid()}, rank 0"
-            reason = _other_job(self._address, self._job, holder, job, f"process {pid}, rank 0")
-            connection.sendall(reason.encode())
-            return
-        reason = _two_processes(self._address, 0, os.getpid(), pid)
+    def broke(self, error: BaseException) -> None:
+        """Fail the communicators that hold the address."""
         for fail in list(self.fails):
-            fail(reason)
-        connection.sendall(reason.encode())
+            fail(f"the lock of {self._address} failed: {type(error).__name__}: {error}")
+
+    def _answer(self, connection: Connection) -> None:
+        def asked(messages: Sequence[Message]) -> None:
+            try:
+                job, pid = JobIdentity.of_message(messages[0]["job"]), int(messages[0]["pid"])
+            except (KeyError, TypeError, ValueError):
+                connection.close()
+                return
+            if self._job.differs(job):
+                holder = f"process {os.getpid()}, rank 0"
+                reason = _other_job(self._address, self._job, holder, job, f"process {pid}, rank 0")
+            else:
+                reason = _two_processes(self._address, 0, os.getpid(), pid)
+                for fail in list(self.fails):
+                    fail(reason)
+            connection.send({"type": "held", "message": reason})
+
+        connection.start(asked, lambda error: None, self.broke)
 
 
-def _lock_name(address: str) -> str:
+def _lock_address(address: str) -> Address:
     where = parse_address(address)
     number = resolve_host(where.host) if where.host else ""
-    return f"\0topoplan/{Address(number, where.port, where.path)}"[:100]
+    return Address("", 0, f"\0topoplan/{Address(number, where.port, where.path)}"[:100])
 
 
 def _ask_lock_holder(address: str, job: JobIdentity) -> str:
     """Return why rank 0 cannot have an address that another process holds; empty if none does."""
     if sys.platform != "linux":
         return ""
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(HANDSHAKE_SECONDS)
-        try:
-            asking.connect(_lock_name(address))
-            asking.sendall(json.dumps({"job": asdict(job), "pid": os.getpid()}).encode())
-            parts = []
-            while part := asking.recv(1 << 12):
-                parts.append(part)
-        except OSError:
-            return ""
-        return b"".join(parts).decode(errors="replace")
+    asking, answers, over = socket.socket(socket.AF_UNIX), list[str](), threading.Event()
+
+    def ended(error: Exception | None) -> None:
+        if isinstance(error, HandshakeError):
+            answers.append(
+                f"{address} {error}; give each job another address (MASTER_PORT or TOPOPLAN_RENDEZVOUS)"
+            )
+        over.set()
+
+    def heard(messages: Sequence[Message]) -> None:
+        answers.append(str(messages[0].get("message")))
+        over.set()
+
+    try:
+        asking.connect(_lock_address(address).path)
+    except OSError:
+        asking.close()
+        return ""
+    connection = Connection.dial(
+        asking, HOLD, job_key(), job=str(job), receive=heard, ended=ended, failed=lambda error: over.set()
+    )
+    connection.send({"type": "hold", "job": asdict(job), "pid": os.getpid()})
+    over.wait(ANSWER_SECONDS)
+    connection.close()
+    return answers[0] if answers else ""
 
 
 def _can_receive(opening: _Opening) -> bool:
@@ -593,7 +587,7 @@ def _can_receive(opening: _Opening) -> bool:
 def _ended(opening: _Opening) -> list[_RankConnection]:
     """Return the ranks that have closed their connections, including those with unread messages."""
     ended = select.poll()
-    ranks = {one.connection.fileno(): one for one in opening.visitors.values()}
+    ranks = {one.connection.socket.fileno(): one for one in opening.visitors.values()}
     for descriptor in ranks:
         ended.register(descriptor, CLOSED)
     return [ranks[descriptor] for descriptor, _ in ended.poll(0)]

@@ -17,74 +17,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from collectives.peers.address import process_namespace
+from collectives.peers.connections import Message
 from collectives.peers.control_plane import Waiting, attribute_failure
 
-FORMAT = "topoplan.tcp/2"
+FORMAT = "topoplan.tcp/3"
 
 ANSWER_SECONDS = 1.0  # time in which a rank that is not stopped answers what it waits for
 LOOK_SECONDS = 0.05  # interval of the checks whether silent ranks are stopped
-Message = Mapping[str, Any]  # a JSON object with a type; on the connection behind its length in four bytes
 Post = tuple[int, Message]  # a rank, and a message for it
-LONGEST = 1 << 24  # largest length of a message in bytes; longer ones do not come from a rank
-
-
-def pack(message: Message) -> bytes:
-    """Return a message as bytes.
-
-    Examples
-    --------
-    >>> pack({"type": "bye"})
-    b'\\x00\\x00\\x00\\x0f{"type": "bye"}'
-    """
-    text = json.dumps(message).encode()
-    return len(text).to_bytes(4, "big") + text
-
-
-class Unpacker:
-    """Reassembles messages from pieces of a byte stream.
-
-    Examples
-    --------
-    >>> unpacker, data = Unpacker(), pack({"type": "bye"}) + pack({"type": "ping"})
-    >>> unpacker.feed(data[:7]), unpacker.feed(data[7:])
-    ([], [{'type': 'bye'}, {'type': 'ping'}])
-    """
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that these bytes complete; ValueError for other bytes."""
-        self._data += data
-        messages = []
-        while len(self._data) >= 4:
-            length = int.from_bytes(self._data[:4], "big")
-            if length > LONGEST:
-                raise ValueError(f"a message of {length} bytes")
-            if len(self._data) < 4 + length:
-                break
-            message = json.loads(bytes(self._data[4 : 4 + length]))
-            if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-                raise ValueError("a message without a type")
-            messages.append(message)
-            del self._data[: 4 + length]
-        return messages
-
-
-def send_pending(connection: socket.socket, out: bytearray) -> None:
-    """Send the bytes that a non-blocking connection takes, and remove them; after an error remove all."""
-    try:
-        while out:
-            del out[: connection.send(out)]
-    except BlockingIOError:
-        pass
-    except OSError:
-        out.clear()
 
 
 class RendezvousState:
@@ -148,6 +92,7 @@ class RendezvousState:
     def receive(self, rank: int, message: Message, now: float) -> list[Post]:
         """Handle a message from a rank."""
         kind = message["type"]
+        check_fields(message)
         self._met = max(self._met, int(message.get("met", 0)))
         self._round = {one: said for one, said in self._round.items() if self._waits(said)}
         if kind == "bye":
@@ -166,7 +111,7 @@ class RendezvousState:
         if kind == "stall":
             return self._inquire(rank, message, now)
         if kind == "pong" and self._stalled:
-            self._answers[rank] = Waiting(message["peer"], message["step"], float(message["idle"]))
+            self._answers[rank] = _waiting(message)
             if len(self._answers) == self.size - len(self.gone):
                 return self._attribute()
         return []
@@ -184,8 +129,8 @@ class RendezvousState:
             peer=rank,
         )
 
-    def tick(self, now: float) -> list[Post]:
-        """Handle the passing of time."""
+    def tick(self, now: float, *, refused: Sequence[str] = ()) -> list[Post]:
+        """Handle the passing of time; `refused` names the jobs of processes that came with another key."""
         if self.verdict is not None:
             self.deadline = None
         if self.deadline is None or now < self.deadline:
@@ -201,8 +146,13 @@ class RendezvousState:
         self.deadline = None
         missing = [rank for rank in range(self.size) if rank not in self.hellos]
         return self.fail(
-            f"only {len(self.hellos)} of {self.size} ranks came, not {_listed(missing)}; "
-            "start one process for each rank",
+            f"only {len(self.hellos)} of {self.size} ranks came, not {_listed(missing)}"
+            + "".join(
+                f"; a process with another key was refused ({job or 'a job without a name'})"
+                for job in refused
+            )
+            + "; start one process for each rank"
+            + ", with the same TOPOPLAN_JOB_KEY" * bool(refused),
             peer=missing[0],
         )
 
@@ -212,6 +162,7 @@ class RendezvousState:
             str(rank): {
                 "general": hello["general"],
                 "ports": hello["ports"],
+                "links": hello.get("links"),
                 "meets": hello.get("meets", False),
                 "survivors": hello.get("survivors"),
             }
@@ -313,7 +264,7 @@ class RendezvousState:
 
     def _inquire(self, rank: int, message: Message, now: float) -> list[Post]:
         """Handle a rank that has waited too long: ask the others what they wait for."""
-        answer = Waiting(message["peer"], message["step"], float(message["idle"]))
+        answer = _waiting(message)
         self._stalled.append(rank)
         if len(self._stalled) > 1:
             return []
@@ -341,6 +292,31 @@ class RendezvousState:
         return self.fail(found.message, rank=found.rank, peer=found.peer, step=found.step)
 
 
+_PLACE = {"rank": int | None, "peer": int | None, "step": int | None}
+_WAIT = {"peer": int | None, "step": int | None, "idle": int | float | None}
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "bye": {},
+    "follow": {},
+    "agree": {"signature": str},
+    "largest": {"value": int | float},
+    "gather": {"data": str},
+    "failed": {"message": str, **_PLACE},
+    "stall": {"timeout": int | float, **_WAIT},
+    "pong": _WAIT,
+}
+"""Fields of the messages of a rank."""
+
+
+def check_fields(message: Message) -> None:
+    """Raise ValueError for a message of another type, or with fields of other types, than ranks send."""
+    fields = FIELDS.get(message["type"])
+    if fields is None:
+        raise ValueError(f"a message of type {message['type'][:40]!r}")
+    for name, kind in (*fields.items(), *((one, int) for one in ("met", "meeting") if one in message)):
+        if not isinstance(message.get(name, message), kind):
+            raise ValueError(f"a message of type {message['type']!r} without {name}")
+
+
 def is_hello(message: Message) -> bool:
     """Return whether a message has all fields of a hello."""
     numbers = ("rank", "size", "pid", "flight_bytes")
@@ -354,6 +330,51 @@ def is_hello(message: Message) -> bool:
     )
 
 
+def _waiting(message: Message) -> Waiting:
+    """Return what the sender of a message waits for; its idle time is None before a collective begins."""
+    idle = message["idle"]
+    return Waiting(message["peer"], message["step"], float("inf") if idle is None else float(idle))
+
+
 def _listed(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return f"rank{'s' * (len(ranks) > 1)} {shown}{' and others' * (len(ranks) > 8)}"
+
+
+LONGEST = 1 << 24
+
+
+def pack(message: Message) -> bytes:
+    text = json.dumps(message).encode()
+    return len(text).to_bytes(4, "big") + text
+
+
+class Unpacker:
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        self._data += data
+        messages = []
+        while len(self._data) >= 4:
+            length = int.from_bytes(self._data[:4], "big")
+            if length > LONGEST:
+                raise ValueError(f"a message of {length} bytes")
+            if len(self._data) < 4 + length:
+                break
+            message = json.loads(bytes(self._data[4 : 4 + length]))
+            if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+                raise ValueError("a message without a type")
+            messages.append(message)
+            del self._data[: 4 + length]
+        return messages
+
+
+def send_pending(connection: Any, out: bytearray) -> None:
+    try:
+        while out:
+            del out[: connection.send(out)]
+    except BlockingIOError:
+        pass
+    except OSError:
+        out.clear()

@@ -13,13 +13,16 @@ import base64
 import contextlib
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from errno import EADDRINUSE
 
-from collectives.peers.address import RETRY_SECONDS
+from collectives.peers.address import RETRY_SECONDS, listening_process, parse_address
 from collectives.peers.agreement import Gather, gather_or_raise
+from collectives.peers.connections import Message, derived_key
 from collectives.peers.control_plane import (
     ControlPlane,
     Signature,
@@ -29,9 +32,8 @@ from collectives.peers.control_plane import (
 )
 from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.peer_watchdog import LOOK
-from collectives.peers.rendezvous import AddressLock, Rendezvous, process_mark
-from collectives.peers.rendezvous_client import GRACE_SECONDS, RendezvousClient, SocketWatcher
-from collectives.peers.rendezvous_state import Message
+from collectives.peers.rendezvous import AddressLock, Rendezvous, meeting_key, process_mark
+from collectives.peers.rendezvous_client import GRACE_SECONDS, RendezvousClient, told
 from topoplan.errors import BackendError, RefusedError, UsageError
 
 
@@ -48,8 +50,9 @@ def rendezvous_within(
     def offered() -> str:
         if members[0] != rank:
             return ""
-        places.append(Rendezvous(f"{local}:0", len(members), host=0, job_made=True).start())
-        return places[0].address
+        token = secrets.token_hex(16)
+        places.append(Rendezvous(f"{local}:0#{token}", len(members), host=0, job_made=True).start())
+        return f"{places[0].address}#{token}"
 
     try:
         return gather_or_raise(gather, offered)[members[0]], places[0] if places else None
@@ -69,7 +72,8 @@ class TcpControlPlane(ControlPlane):
     come within `timeout` seconds. `helpers` are processes besides the ranks, numbered behind them, that follow the
     agreements of the ranks. `hello` returns the announcement of this rank, such as its ports, given the address of
     this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
-    the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
+    the state and is notified of every change, on a reentrant lock. `session` is the key of the connections that ranks
+    open to each other. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
     because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
 
@@ -256,13 +260,31 @@ class TcpControlPlane(ControlPlane):
         look: Callable[[], None] | None,
     ) -> None:
         problem, until = "", time.monotonic() + timeout
-        job = job_identity(self.size + self.helpers)
+        where = parse_address(rendezvous)
+        key, job = meeting_key(where), job_identity(self.size + self.helpers)
         made: list[RendezvousClient] = []
+        foreign: UsageError | None = None
         if self.rank == 0:
             try:
                 hosted = Rendezvous.shared(rendezvous, job)
-            except UsageError as error:  # a launcher listens there, or the address is unusable
-                problem = f"rank 0 cannot listen at {rendezvous} ({error.__cause__ or error}): "
+            except (
+                UsageError
+            ) as error:  # with a key, the handshake shows whether the job's launcher listens there
+                cause = error.__cause__
+                problem = f"rank 0 cannot listen at {where} ({cause or error}): "
+                if not (isinstance(cause, OSError) and cause.errno == EADDRINUSE):
+                    raise UsageError(
+                        f"{problem}give an address of rank 0's machine (MASTER_ADDR or TOPOPLAN_RENDEZVOUS)"
+                    ) from error
+                holder = listening_process(where)
+                if not key and not holder.launched_this:
+                    # the job of that process must hear of this one; its answer, if it is another, is not believed
+                    foreign = UsageError(
+                        f"{problem}{holder} listens there; give each job an address of its own (MASTER_PORT or "
+                        "TOPOPLAN_RENDEZVOUS), or, if that is the launcher of this job, give it and all ranks one "
+                        "TOPOPLAN_JOB_KEY"
+                    )
+                    until = min(until, time.monotonic() + GRACE_SECONDS)
             else:
                 self._undo.append(lambda: hosted.release(made[-1].opening if made else None))
                 self._hosted = (rendezvous, job) if hosted.kept else None
@@ -271,7 +293,14 @@ class TcpControlPlane(ControlPlane):
         while welcome is None:
             try:
                 self.control = RendezvousClient(
-                    rendezvous, self.rank, self.size + self.helpers, until=until, look=look
+                    rendezvous,
+                    self.rank,
+                    self.size + self.helpers,
+                    key=key,
+                    job=str(job),
+                    until=until,
+                    lock=self.changed,
+                    look=look,
                 )
                 made.append(self.control)
                 self._undo.append(self.control.close)
@@ -283,16 +312,19 @@ class TcpControlPlane(ControlPlane):
                 }
                 welcome = self.control.join(about)
             except BackendError as error:
+                if foreign is not None and not (made and made[-1].refused):
+                    raise foreign from error
                 raise BackendError(
                     f"{problem}{plain_message(error)}", rank=self.rank, peer=error.peer
                 ) from error
+            if foreign is not None:
+                raise foreign
             if welcome is None:
                 self._undo.pop()()
                 time.sleep(RETRY_SECONDS)
         self.welcome = welcome
-        self.watcher = SocketWatcher(f"rank {self.rank}")
-        self._undo.append(self.watcher.close)
-        self.control.listen(self.changed, lambda: self.waiting(), self.watcher)
+        self.session = derived_key(key, "session", str(welcome["token"]))
+        self.control.waiting = lambda: self.waiting()
 
     def _ask(self, message: Message, timeout: float) -> Message:
         """Send a request of all ranks and return the answer; RefusedError if signatures differ, else as `wait`."""
@@ -354,8 +386,7 @@ class TcpControlPlane(ControlPlane):
             raise BackendError(f"waited {timeout:g} s", rank=self.rank, peer=wait.peer, step=wait.step)
         control = self.control
         before, control.answer, control.keep_waiting = control.answer, None, False
-        where = {"peer": wait.peer, "step": wait.step, "idle": wait.idle}
-        control.say({"type": "stall", "timeout": timeout, "met": self.met, **where})
+        control.say({"type": "stall", "timeout": timeout, "met": self.met, **told(wait)})
         now = time.monotonic()
         self._give_time(
             lambda: (

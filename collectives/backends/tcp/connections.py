@@ -2,8 +2,8 @@
 
 Chunks go one way, each behind a header (collective, stream, chunk, length). Credits go the other way: the number of
 joined chunks of a held stream. The source opens a link when a transfer table first has chunks for it; the
-destination listens all the time, so both need not act together. A connection introduces itself with the job's token
-and its queue; any other is closed.
+destination listens all the time, so both need not act together. A connection proves that it is of the job
+(`collectives.peers.connections`), and names its queue.
 
 There is one connection per directed link, without Nagle delay, with reno instead of a congestion control that
 models the path (bbr takes a shaped link for a slower one), and little unsent data in the system, so that the next
@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
-import json
 import socket
 import struct
 import sys
@@ -40,8 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.backends.backend import LinkShare, LinkUse
-from collectives.peers.rendezvous import HANDSHAKE_SECONDS
-from collectives.peers.rendezvous_client import SocketWatcher
+from collectives.peers.connections import Connection, Endpoint, Listener, Message
 from collectives.tables.transfer_table import EdgeStream, TransferTable
 from topoplan.errors import TopologyError, UsageError
 from topoplan.machine.fabric import CHANNEL_LINKS, Fabric
@@ -287,7 +285,9 @@ def connect(
 
 
 def tune(connection: socket.socket) -> None:
-    """Set the options of either end; options that a system lacks are left out."""
+    """Set the options of either end; options that a system lacks are left out, as are those of an encrypted link."""
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, AttributeError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -324,6 +324,8 @@ def link_use(connection: socket.socket) -> LinkUse | None:
     """
     if sys.platform != "linux":
         return None
+    if connection.family == socket.AF_UNIX:  # an encrypted link
+        return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     if len(info) < _INFO_BYTES:
         return None
@@ -332,9 +334,6 @@ def link_use(connection: socket.socket) -> LinkUse | None:
     return LinkUse(nbytes, (busy - held) / 1e6)
 
 
-INTRODUCTION = 192
-"""Bytes of the handshake of a connection."""
-
 BARRIER = "meeting"
 """The channel of the barrier's connections."""
 
@@ -342,11 +341,12 @@ BARRIER = "meeting"
 class TcpConnections:
     """Listen for links to a rank, and open links from it.
 
-    `general` is the address for links without wires, or None. `changed` is a condition on `lock`, the back end's, that
-    is notified when a connection has come.
+    `general` is the address for links without wires, or None; `key` is that of the job. `changed` is a condition on
+    `lock`, the back end's, that is notified when a connection has come.
 
     `outgoing` and `incoming` hold the open links from and to this rank, `barrier_out` and `barrier_in` the barrier's
-    connections by peer. Raises `UsageError` if an address of the wires is not one of this machine.
+    connections by peer, and `card` lets the other ranks connect. Raises `UsageError` if an address of the wires is not
+    one of this machine.
     """
 
     def __init__(
@@ -355,8 +355,10 @@ class TcpConnections:
         general: str | None,
         wires: Mapping[Queue, LinkAddresses],
         *,
+        key: bytes,
         lock: threading.RLock,
         changed: threading.Condition,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.rank = rank
         self.general = general
@@ -365,14 +367,13 @@ class TcpConnections:
         self.barrier_out: dict[int, socket.socket] = {}
         self.barrier_in: dict[int, socket.socket] = {}
         self._wires = wires
+        self._key = key
         self._lock = lock
         self._changed = changed
-        self._threads: list[threading.Thread] = []
-        self._connections: set[socket.socket] = set()
-        self._listeners: dict[str, socket.socket] = {}
+        self._listeners: dict[str, Listener] = {}
+        self._endpoint = Endpoint.of_rank(key, self._accept, failed)
+        self._failed = failed
         self._peers: Mapping[str, Any] = {}
-        self._token = ""
-        self._watcher: SocketWatcher | None = None
         self._closed = False
         addresses = {wire.reaches for wire in wires.values() if wire.queue[1] == rank}
         for address in sorted(addresses | ({general} if general is not None else set())):
@@ -381,13 +382,16 @@ class TcpConnections:
     @property
     def ports(self) -> dict[str, int]:
         """Return the port at each address at which this rank listens."""
-        return {address: int(one.getsockname()[1]) for address, one in self._listeners.items()}
+        return {address: one.address.port for address, one in self._listeners.items()}
 
-    def start(self, watcher: SocketWatcher, token: str, peers: Mapping[str, Any]) -> None:
-        """Accept links from now on; `peers` holds the addresses at which the other ranks listen."""
-        self._watcher, self._token, self._peers = watcher, token, peers
-        for listener in self._listeners.values():
-            watcher.add(listener, lambda listener=listener: self._accept(listener))  # type: ignore[misc]
+    @property
+    def card(self) -> str:
+        """How the other ranks connect to this one (`Endpoint.card`)."""
+        return self._endpoint.card
+
+    def start(self, peers: Mapping[str, Any]) -> None:
+        """Open links from now on; `peers` holds the addresses and the cards of the other ranks."""
+        self._peers = peers
 
     def open(self, queue: Queue, timeout: float) -> None:
         """Open a link from this rank, if it is not open yet; raise ConnectionError with a message for the caller."""
@@ -445,26 +449,18 @@ class TcpConnections:
         """Close everything and end all threads."""
         with self._lock:
             self._closed = True
-            unidentified = list(self._connections)
         for listener in self._listeners.values():
-            if self._watcher is not None:
-                self._watcher.remove(listener)
-            listener.close()
+            listener.leave(self._endpoint)
         kept = (self.outgoing, self.incoming, self.barrier_out, self.barrier_in)
-        connections = [connection for some in kept for connection in some.values()]
-        for connection in (*unidentified, *connections):
+        for connection in [connection for some in kept for connection in some.values()]:
             # closing alone does not end the connection while a forked process has it too
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for connection in connections:
             connection.close()
 
     def _listen(self, address: str, *, optional: bool) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            listener = socket.create_server((address, 0), family=family, backlog=1024)
+            self._listeners[address] = Listener.serve(address, self._endpoint)
         except OSError as error:
             if optional:
                 self.general = None
@@ -474,8 +470,6 @@ class TcpConnections:
                 f"rank {self.rank} cannot listen at {address}: {error.strerror}; name an address of its machine "
                 "in the wires file"
             ) from error
-        listener.setblocking(False)
-        self._listeners[address] = listener
 
     def _connect(self, queue: Queue, timeout: float) -> socket.socket:
         """Return an introduced connection to a rank."""
@@ -490,74 +484,50 @@ class TcpConnections:
                 f"rank {peer} does not listen {where}; give all ranks the same wires file, with all links of the plan"
             )
         try:
-            connection = connect((address, port), leaves=wire.leaves if wire else None, timeout=timeout)
-            connection.sendall(self._introduction(queue))
+            made = connect((address, port), leaves=wire.leaves if wire else None, timeout=timeout)
+            return Connection.to(
+                made, entry["links"], self._key, {"type": "link", "link": queue}, timeout=timeout
+            )
         except OSError as error:
             leaves = f" from {wire.leaves}" if wire else ""
             raise ConnectionError(
                 f"cannot reach rank {peer} at {address}:{port}{leaves}: {error.strerror or error}"
             ) from error
-        return connection
 
-    def _introduction(self, queue: Queue) -> bytes:
-        text = json.dumps({"token": self._token, "link": queue}).encode()
-        if len(text) > INTRODUCTION:
-            raise ConnectionError(f"channel {queue[2]!r} has too long a name")
-        return text.ljust(INTRODUCTION)
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        thread = threading.Thread(target=self._identify, args=[connection], name="tcp link", daemon=True)
-        with self._lock:
-            if self._closed:
-                connection.close()
-                return
-            self._connections.add(connection)
-            self._threads = [one for one in self._threads if one.is_alive()]
-            self._threads.append(thread)
-            thread.start()
-
-    def _identify(self, connection: socket.socket) -> None:
-        """Keep an accepted connection once it has introduced itself."""
-        kept = False
-        try:
-            queue = self._introduced(_read(connection, INTRODUCTION))
-            if queue is not None:
-                connection.settimeout(None)
-                tune(connection)
-                with self._changed:
-                    known: dict[Any, socket.socket] = (
-                        self.barrier_in if queue[2] == BARRIER else self.incoming
-                    )
-                    name = queue[0] if queue[2] == BARRIER else queue
-                    kept = name not in known and not self._closed
-                    if kept:
-                        known[name] = connection
-                        self._changed.notify_all()
-        except OSError:
-            pass
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            if not kept:
-                connection.close()
-
-    def _introduced(self, data: bytes) -> Queue | None:
-        """Return the queue of a connection; None if it is not of this job."""
-        try:
-            introduction: Any = json.loads(data)
-            source, destination, channel = introduction["link"]
-        except (ValueError, TypeError, KeyError):
-            return None
-        known = (
-            isinstance(introduction.get("token"), str)
-            and introduction["token"] == self._token
-            and bool(self._token)
+    def _accept(self, connection: Connection) -> None:
+        """Take a connection of a rank: it says which link it is, and the bytes of the link follow."""
+        connection.exact = True
+        connection.start(
+            lambda messages: self._identify(connection, messages[0]), lambda error: None, self._failed
         )
-        return (source, destination, channel) if known and destination == self.rank else None
+
+    def _identify(self, connection: Connection, message: Message) -> None:
+        """Keep a connection that has said which link it is."""
+        queue, kept = self._queue_of(message), False
+        if queue is None:
+            connection.close()
+            return
+        made = connection.detach()
+        tune(made)
+        with self._changed:
+            known: dict[Any, socket.socket] = self.barrier_in if queue[2] == BARRIER else self.incoming
+            name = queue[0] if queue[2] == BARRIER else queue
+            kept = name not in known and not self._closed
+            if kept:
+                known[name] = made
+                self._changed.notify_all()
+        if not kept:
+            made.close()
+
+    def _queue_of(self, message: Message) -> Queue | None:
+        """Return the link that a rank has named; None if there is none."""
+        link = message.get("link")
+        if not isinstance(link, list) or len(link) != 3 or link[1] != self.rank:
+            return None
+        source, destination, channel = link
+        if type(source) is not int or not 0 <= source < len(self._peers or (0,) * 2**31):
+            return None
+        return (source, destination, channel) if isinstance(channel, str) else None
 
 
 def _unacknowledged(connection: socket.socket) -> int:
@@ -579,12 +549,3 @@ def _ended(connection: socket.socket) -> bool:
     except OSError:
         pass
     return True
-
-
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    """Return so many bytes, or fewer if the connection ends; raise OSError if it breaks, or is too slow."""
-    connection.settimeout(HANDSHAKE_SECONDS)
-    data = b""
-    while len(data) < nbytes and (more := connection.recv(nbytes - len(data))):
-        data += more
-    return data

@@ -61,13 +61,15 @@ from collectives.backends.tcp.connections import (
     set_pace,
     wires_of,
 )
+from collectives.peers.address import parse_address
 from collectives.peers.agreement import Gather
+from collectives.peers.connections import Message
 from collectives.peers.control_page import ScratchMemory
 from collectives.peers.control_plane import Signature, Waiting
 from collectives.peers.environment import read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol, can_reach_each_other
 from collectives.peers.peer_watchdog import LOOK
-from collectives.peers.rendezvous_state import Message
+from collectives.peers.rendezvous import meeting_key
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.numpy_arrays import ArrayLibrary, PooledArrays
 from collectives.tables.transfer_table import EdgeStream, result_blocks
@@ -569,6 +571,7 @@ class TcpBackend(OneRank):
         """Find the other ranks at the rendezvous."""
         lock, look, until = threading.RLock(), self.survivors, time.monotonic() + timeout
         self._wakeup = WakingCondition(lock)
+        key = meeting_key(parse_address(rendezvous))
         made: list[TcpConnections] = []
         own: list[MembershipProtocol] = []
 
@@ -577,12 +580,19 @@ class TcpBackend(OneRank):
                 self.rank,
                 local,
                 self._wires,
+                key=key,
                 lock=lock,
                 changed=self._wakeup,
+                failed=self._end_with,
             )
             made.append(network)
             meets = network.general is not None and not self._wires and not self.helpers
-            about = {"general": network.general, "ports": network.ports, "meets": meets}
+            about = {
+                "general": network.general,
+                "ports": network.ports,
+                "links": network.card,
+                "meets": meets,
+            }
             if network.general is not None and not self.helpers and self.survivors is None:
                 own.append(MembershipProtocol(local))
                 about["survivors"] = own[0].card
@@ -615,7 +625,12 @@ class TcpBackend(OneRank):
                 self.survivors = one
             else:
                 one.close()
-        self._network.start(self._world.watcher, str(welcome["token"]), welcome["peers"])
+        self._network.start(welcome["peers"])
+
+    def _end_with(self, error: BaseException) -> None:
+        """End the job with an error of a thread of this rank."""
+        reason = f"a connection to rank {self.rank} failed: {type(error).__name__}: {error}"
+        self._world.report(reason, peer=self.rank, step=None)
 
     def _open(self, call: Call[Any], state: TcpCollective) -> Mapping[Queue, float]:
         """Open the outgoing links of a collective; return the paces that the system does not keep by itself."""
@@ -656,7 +671,6 @@ class TcpBackend(OneRank):
     def _end(self) -> None:
         self._closed = True
         atexit.unregister(self.close)
-        self._world.watcher.close()
         self._network.close()
         self._world.end()
         self._wakeup.close()

@@ -6,13 +6,12 @@ import contextlib
 import json
 import os
 import re
-import selectors
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import pytest
 
 from collectives import Communicator
 from collectives.backends.shared.shared_backend import SharedBackend
-from collectives.backends.tcp.connections import INTRODUCTION
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.peers import address
 from collectives.peers.address import (
@@ -35,6 +33,7 @@ from collectives.peers.address import (
     prioritize,
     process_namespace,
 )
+from collectives.peers.connections import MEETING, Connection, Endpoint, Listener, Message
 from collectives.peers.control_plane import Signature, Waiting, attribute_failure, disagreement
 from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.rendezvous import (
@@ -42,11 +41,9 @@ from collectives.peers.rendezvous import (
     Rendezvous,
     _can_receive,
     _Opening,
-    _RankConnection,
     process_mark,
 )
-from collectives.peers.rendezvous_client import RendezvousClient, SocketWatcher
-from collectives.peers.rendezvous_state import FORMAT, Message, Post, RendezvousState, Unpacker, pack
+from collectives.peers.rendezvous_state import FORMAT, Post, RendezvousState
 from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.forking import stopped_process
 from tests.support.hand_plans import forest_plan
@@ -96,12 +93,42 @@ def hello_of(
     return {**told, **links, "job": asdict(job or JobIdentity()), **other}
 
 
+class Process:
+    """A process that speaks with a rendezvous by itself."""
+
+    def __init__(self, address: str, key: bytes = b"", job: str = "") -> None:
+        where = parse_address(address)
+        self.heard: list[Message] = []
+        self.problem: Exception | None = None
+        self.changed = threading.Condition()
+        made = socket.create_connection((where.host, where.port), 5)
+        functions: Any = {"receive": self._hear, "ended": self._end, "failed": self._end}
+        self.connection = Connection.dial(made, MEETING, key, job=job, **functions)
+
+    def _hear(self, messages: Sequence[Message]) -> None:
+        with self.changed:
+            self.heard += messages
+            self.changed.notify_all()
+
+    def _end(self, error: Exception | None) -> None:
+        with self.changed:
+            self.problem = error or EOFError()
+            self.changed.notify_all()
+
+    def wait(self, count: int) -> list[Message]:
+        """So many messages, or those before the end of the connection."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.problem or len(self.heard) >= count, 20)
+        return self.heard
+
+
 def come(address: str, hello: Message) -> Message:
     """The first answer to a hello, when this process says no more."""
-    where = parse_address(address)
-    with socket.create_connection((where.host, where.port), 5) as connection:
-        connection.sendall(pack(hello))
-        return Unpacker().feed(connection.recv(1 << 16))[0]
+    process = Process(address)
+    process.connection.send(hello)
+    answer = process.wait(1)[0]
+    process.connection.close()
+    return answer
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
@@ -165,41 +192,41 @@ def test_word_to_wait_on_that_comes_late_is_no_answer_to_the_next_question() -> 
         world.close()
 
 
-def test_nobody_is_told_that_all_agree_when_one_has_left_that_did() -> None:
+def test_nobody_is_told_that_all_agree_when_one_has_left_that_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the process that serves was stopped, with its own word unsaid, and the others have given it up."""
     agree = {"type": "agree", "signature": "", "met": 0}
-    rendezvous = Rendezvous("127.0.0.1:0", 2)
-    pairs = [socket.socketpair() for _ in range(2)]
-    visitors = [_RankConnection(own, 0.0) for own, _ in pairs]
-    for rank, visitor in enumerate(visitors):
-        rendezvous._visitors.add(visitor)
-        rendezvous._selector.register(visitor.connection, selectors.EVENT_READ, visitor)
-        assert rendezvous._hear(visitor, hello_of(rank, 2))
-    assert rendezvous._hear(visitors[1], agree)
-    pairs[1][1].sendall(pack({"type": "bye"}))
-    pairs[1][1].close()
-    assert rendezvous._hear(visitors[0], agree)
-    told = Unpacker().feed(pairs[0][1].recv(1 << 16))
-    assert [message["type"] for message in told] == ["heard", "welcome", "failed"]
-    rendezvous.close()
-    for pair in pairs:
-        for one in pair:
-            one.close()
+    with Rendezvous("127.0.0.1:0", 2) as meeting:
+        ranks = [Process(meeting.address) for _ in range(2)]
+        for rank, one in enumerate(ranks):
+            one.connection.send(hello_of(rank, 2))
+        assert [message["type"] for message in ranks[0].wait(2)] == ["heard", "welcome"]
+        hear = Rendezvous._hear
+
+        def left_meanwhile(self: Rendezvous, visitor: Any, message: Message) -> bool:
+            if visitor.rank == 0:  # both messages of rank 1 have come, and the end behind them
+                ranks[1].connection.send({"type": "bye"})
+                ranks[1].connection.close()
+            return hear(self, visitor, message)
+
+        ranks[1].connection.send(agree)
+        monkeypatch.setattr(Rendezvous, "_hear", left_meanwhile)
+        ranks[0].connection.send(agree)
+        assert [message["type"] for message in ranks[0].wait(3)] == ["heard", "welcome", "failed"]
+        ranks[0].connection.close()
 
 
 def test_a_rendezvous_that_ends_does_not_wait_for_a_stopped_rank() -> None:
     """Only for ranks that may still hear its last word."""
     with stopped_process() as pid:
         hello = {"processes": process_namespace(), "pid": pid}
-        one, end = socket.socketpair()
-        with one, end:
-            opening = _Opening(0, RendezvousState(2), {1: _RankConnection(one, 0.0, rank=1)})
-            opening.hub.hellos[1] = hello
-            assert not _can_receive(opening)
-            opening.hub.hellos[1] = {**hello, "pid": os.getpid()}
-            assert _can_receive(opening)
-            opening.hub.hellos[1] = {**hello, "processes": "of another machine"}
-            assert _can_receive(opening)
+        visitor: Any = None
+        opening = _Opening(0, RendezvousState(2), {1: visitor})
+        opening.hub.hellos[1] = hello
+        assert not _can_receive(opening)
+        opening.hub.hellos[1] = {**hello, "pid": os.getpid()}
+        assert _can_receive(opening)
+        opening.hub.hellos[1] = {**hello, "processes": "of another machine"}
+        assert _can_receive(opening)
 
 
 def test_nobody_at_the_rendezvous_is_an_error_after_the_timeout() -> None:
@@ -260,11 +287,10 @@ def test_strangers_and_garbage_at_the_ports_do_not_disturb_a_job() -> None:
     garbage = [
         b"GET / HTTP/1.0\r\n\r\n" * 20,
         bytes(300),
-        pack({"type": "agree"}),
-        b'{"token": "", "link": [0, 1]}',
-        b'{"token": "ab", "link": [0, 1, "nvlink"]}'.ljust(INTRODUCTION),
+        b"topoplan" + bytes(112),
+        b'\0\0\0\x1f{"token": "", "link": [0, 1]}',
+        b'\0\0\0\x43{"type": "hello", "format": "topoplan.tcp/1", "rank": "one"}',
     ]
-    garbage += [pack({"type": "hello", "format": "topoplan.tcp/1", "rank": "one"})]
     with Rendezvous("127.0.0.1:0", 2) as meeting:
         where = parse_address(meeting.address)
         visitors = [socket.create_connection((where.host, where.port)) for _ in garbage]
@@ -643,49 +669,59 @@ def test_calls_of_a_closed_back_end_are_errors() -> None:
             call(1.0)
 
 
+class FakeRendezvous:
+    """A listener that answers every hello with the same messages."""
+
+    def __init__(self, *answers: Message) -> None:
+        self._listener = Listener(Address("127.0.0.1", 0))
+        self._answers, self.connections = answers, list[Connection]()
+        self._listener.add(Endpoint(MEETING, b"", self._accept, lambda error: None))
+        self.address = str(self._listener.address)
+
+    def _accept(self, connection: Connection) -> None:
+        def answer(messages: Sequence[Message]) -> None:
+            for one in self._answers if messages[0]["type"] == "hello" else ():
+                connection.send(one)
+
+        connection.admit()
+        self.connections.append(connection)
+        connection.start(answer, lambda error: None, lambda error: None)
+
+    def __enter__(self) -> FakeRendezvous:
+        self._listener.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.close()
+        for connection in self.connections:
+            connection.close()
+
+
 def test_a_failure_that_comes_together_with_the_welcome_is_heard() -> None:
     """A rank that is quicker than this one may have failed before this one has read that all are there."""
     welcome = {"type": "welcome", "token": "", "host": None, "peers": {}}
     failure = {"type": "failed", "message": "rank 1 gave up", "rank": None, "peer": 1, "step": None}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        until = time.monotonic() + 5
-        control = RendezvousClient(f"127.0.0.1:{server.getsockname()[1]}", 0, 2, until=until)
-        rendezvous, _ = server.accept()
-        with rendezvous:
-            rendezvous.sendall(pack(welcome) + pack(failure))
-            assert (control.join({}) or {})["type"] == "welcome"
-            watcher = SocketWatcher("one")
-            control.listen(threading.Condition(), lambda: Waiting(None, None, 0.0), watcher)
-            assert control.verdict == failure
-            watcher.close()
-            control.close()
+    with FakeRendezvous(welcome, failure) as server:
+        world = TcpControlPlane(server.address, 1, 2, timeout=20)
+        with pytest.raises(BackendError, match="rank 1 gave up"):
+            world.wait(lambda: False, timeout=20)
+        world.close()
 
 
 def test_a_stopped_rendezvous_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank has met is told there, and then it waits no longer than it has waited for another one anyway."""
     monkeypatch.setattr("collectives.peers.tcp_control_plane.GRACE_SECONDS", 9999)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        stopped_process() as pid,
-    ):
+    with stopped_process() as pid:
         seen = {"processes": process_namespace(), "pid": pid}
-        welcome = pack({"type": "welcome", "token": "", "host": 0, "peers": {}, **seen})
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        answers = threading.Thread(
-            target=lambda: taken.append(server.accept()[0]) or taken[0].sendall(welcome)
-        )
-        taken: list[socket.socket] = []
-        answers.start()
-        world = TcpControlPlane(address, 1, 3)
-        world.report("rank 2 closed its connection", peer=2, step=4)
-        with pytest.raises(
-            BackendError, match=r"rank 2 closed its connection, and the rendezvous of rank 0"
-        ) as told:
-            world.wait(lambda: False, timeout=0.2)
-        assert told.value.peer == 0
-        world.close()
-        answers.join()
-        taken[0].close()
+        with FakeRendezvous({"type": "welcome", "token": "", "host": 0, "peers": {}, **seen}) as server:
+            world = TcpControlPlane(server.address, 1, 3)
+            world.report("rank 2 closed its connection", peer=2, step=4)
+            with pytest.raises(
+                BackendError, match=r"rank 2 closed its connection, and the rendezvous of rank 0"
+            ) as told:
+                world.wait(lambda: False, timeout=0.2)
+            assert told.value.peer == 0
+            world.close()
 
 
 def test_a_rank_whose_rendezvous_has_ended_sleeps(tmp_path: Path) -> None:

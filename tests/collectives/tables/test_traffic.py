@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 import topoplan
 from collectives import Communicator
 from collectives.backends.tcp.compiled_exchange import HEADER_BYTES
-from collectives.backends.tcp.connections import INTRODUCTION
 from collectives.backends.tcp.tcp_backend import TcpBackend
+from collectives.peers.connections import _FRAME, _HELLO, _PROOF, encode_message
 from collectives.sparse.codec import WireFormat
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.machine.fabric import Fabric
@@ -106,8 +106,9 @@ def test_sockets_carry_what_is_counted() -> None:
             comm.sparse_all_reduce(gradients(4)[rank], density=0.01, exchange="servers")
             comm.all_reduce(gradients(4)[rank])
             carried: Counter[tuple[int, int]] = Counter()
-            for (source, destination, _), link in backend._network.outgoing.items():
-                carried[source, destination] += left(link) - INTRODUCTION
+            for queue, link in backend._network.outgoing.items():
+                first = encode_message({"type": "link", "link": queue})
+                carried[queue[:2]] += left(link) - _HELLO.size - _PROOF - _FRAME.size - len(first)
             return comm.bytes_sent(), dict(sorted(carried.items()))
 
     counted = backends_in_threads(
