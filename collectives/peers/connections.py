@@ -22,6 +22,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -151,7 +152,7 @@ class ConnectionLoop:
             end.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._note)
         self._tickers: list[Ticker] = []
-        self._settling: list[threading.Event] = []
+        self._settling: deque[threading.Event] = deque()
         self._users = 0
         self._thread = threading.Thread(target=self._work, name="topoplan connections", daemon=True)
 
@@ -241,15 +242,16 @@ class ConnectionLoop:
 
     def _end_settling(self) -> None:
         """Look at the sockets until none is ready, for `settle`."""
-        settling, self._settling = self._settling, []
-        for _ in range(READS if settling else 0):
-            ready = self._selector.select(0)
-            for key, events in ready:
-                _guarded(key.data, events)
-            if not ready:
-                break
-        for done in settling:
-            done.set()
+        while self._settling:  # one that comes meanwhile wakes these looks, not the next one
+            settling = [self._settling.popleft() for _ in range(len(self._settling))]
+            for _ in range(READS):
+                ready = self._selector.select(0)
+                for key, events in ready:
+                    _guarded(key.data, events)
+                if not ready:
+                    break
+            for done in settling:
+                done.set()
 
 
 def _guarded(function: Any, given: float) -> None:
