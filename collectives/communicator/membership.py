@@ -29,7 +29,6 @@ from collectives.communicator.recovery import (
     JoinSettings,
     Membership,
     PlanChange,
-    RecoveryProgress,
     RecoveryResult,
     RecoveryState,
     checked_ranks,
@@ -39,6 +38,7 @@ from collectives.communicator.recovery import (
 )
 from collectives.peers.control_plane import Signature
 from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.peers.membership_state import NO_PROGRESS, RecoveryProgress
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
 from collectives.tables.lowering import lower
@@ -242,9 +242,9 @@ class CommunicatorMembers:
             except BackendError as error:
                 if not self.repeats or isinstance(error, RefusedError):
                     raise
-                progress = self._without_failed(error, RecoveryProgress(self._handed_over))
+                counts = self._without_failed(error, RecoveryProgress(self._handed_over))
                 survivors = self.survivors("grow")
-                if max(one.handed_over for one in progress) == self._handed_over:
+                if not counts:
                     before = self.membership.seats
                     continue
                 texts = []  # the others had the texts of all, and have admitted the ranks named there
@@ -302,8 +302,7 @@ class CommunicatorMembers:
         except BackendError as error:
             if execution.aborted:
                 raise
-            progress = self._without_failed(error, RecoveryProgress(self._handed_over, complete))
-            if max(one.handed_over for one in progress) == self._handed_over:
+            if not self._without_failed(error, RecoveryProgress(self._handed_over, complete)):
                 outcome.repeated = True
                 return None, error
             assert complete, "some rank knows that all are"
@@ -315,7 +314,7 @@ class CommunicatorMembers:
         """Count a collective that all ranks have completed, for the shutdown notice of this rank."""
         self._handed_over += 1
         if self._survivors is not None:
-            self._survivors.handed_over = self._handed_over
+            self._survivors.state.handed_over = self._handed_over
 
     def _handed_to_caller(self, result: Any, wanted: Any) -> Any:
         """Copy a result into the caller's ``out``, if there is one."""
@@ -338,15 +337,13 @@ class CommunicatorMembers:
             asked = replace(asked, exchange="auto")
             return asked, sparse.choose(asked)
 
-    def _without_failed(
-        self, error: BackendError, progress: RecoveryProgress
-    ) -> tuple[RecoveryProgress, ...]:
-        """Recover from a failed collective and return the progress of all; raise the error if no rank failed."""
+    def _without_failed(self, error: BackendError, progress: RecoveryProgress) -> bool:
+        """Recover from a failed collective; return whether its results count, and raise the error if no rank failed."""
         recovered = recover(self._state(progress), doubted=self._suspected(error), only_changed=True)
         if recovered is None:
             raise error
         self._take(recovered)
-        return recovered.progress
+        return progress.is_behind(recovered.progress)
 
     def _suspected(self, error: BackendError | None) -> list[int]:
         """Return the rank whose failure an error reports, unless it is of this process."""
@@ -357,7 +354,7 @@ class CommunicatorMembers:
         backend = self.execution.backend
         settings = replace(self._settings, backend=backend.name, about=backend.about)
         return RecoveryState(
-            backend, self.membership, self.plans, settings, self.epoch, progress or RecoveryProgress()
+            backend, self.membership, self.plans, settings, self.epoch, progress or NO_PROGRESS
         )
 
     def _take(self, recovered: RecoveryResult) -> None:

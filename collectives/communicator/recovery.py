@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import index
 from typing import Any
 
@@ -23,7 +23,8 @@ from collectives.backends.backend import Backend
 from collectives.backends.open_backend import open_joining_backend
 from collectives.backends.plan_and_chunk_store import plan_locally
 from collectives.peers.agreement import compressed_plan, decompressed_plan, plan_on_one_rank
-from collectives.peers.membership_protocol import JoinRequest, MembershipProtocol
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.peers.membership_state import NO_PROGRESS, JoinRequest, RecoveryProgress
 from topoplan.errors import BackendError, InfeasibleError, TopoplanError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import find_links, slow_links, without_gpus, without_links
@@ -219,18 +220,6 @@ RECOVERY_UNSUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class RecoveryProgress:
-    """A rank's progress, as it reports it in a recovery.
-
-    `handed_over` counts the collectives whose results it has handed over. `complete` says that it has its whole result
-    of the next one, and waits until all ranks have theirs.
-    """
-
-    handed_over: int = 0
-    complete: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class JoinSettings:
     """The settings of a communicator, for a joining rank.
 
@@ -269,7 +258,7 @@ class RecoveryState:
     plans: Plans
     terms: JoinSettings
     epoch: int = 0
-    progress: RecoveryProgress = RecoveryProgress()
+    progress: RecoveryProgress = NO_PROGRESS
 
 
 def can_recover(backend: Backend[Any]) -> bool:
@@ -433,6 +422,7 @@ def _rebuild(
     membership = known.membership.at(survivors.seats)
     if state is not None and set(has) == {f"{membership.change.digest} {state.plans.digest}"}:
         if all(unchanged for _, unchanged in reports):
+            survivors.state.unchanged()
             return None
         plans = state.plans
     else:
@@ -447,16 +437,12 @@ def _rebuild(
             survivors.beside(gather, rank, size, survivors.local)
         made = state.backend.go_on(gather, rank=rank, size=size)
     try:
-        progress, ended = RecoveryProgress(), list[int]()
-        if state is not None:
-            progress, ended = state.progress, survivors.shutdown_notices(state.epoch)
-        said = [json.loads(text) for text in gather(json.dumps([astuple(progress), ended]))]
-        progresses = [RecoveryProgress(*own) for own, _ in said]
-        progresses += [RecoveryProgress(count) for _, counts in said for count in counts]
+        own_progress, epoch = (NO_PROGRESS, -1) if state is None else (state.progress, state.epoch)
+        progresses = survivors.state.recovered(own_progress, gather(survivors.report(own_progress, epoch)))
     except BaseException:
         made.survivors = None
         made.close()
         raise
     if state is not None:
         state.backend.survivors = None
-    return RecoveryResult(made, membership, plans, survivors.epoch, tuple(progresses))
+    return RecoveryResult(made, membership, plans, survivors.epoch, progresses)

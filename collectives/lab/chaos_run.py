@@ -38,7 +38,7 @@ from collectives.lab.chaos_draws import (
     draw_fault,
 )
 from collectives.lab.chaos_rank import START_SECONDS, RankSettings, run_rank, warm_up
-from collectives.peers.membership_protocol import EXCLUDED
+from collectives.peers.membership_state import EXCLUDED
 from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import UsageError
 from topoplan.plans.plan import Plans

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 from collectives.peers.membership_protocol import MembershipProtocol, can_reach_each_other
-from collectives.peers.rendezvous_state import pack
+from collectives.peers.membership_state import (
+    FailureReport,
+    MembershipState,
+    RankCard,
+    RecoveryProgress,
+    Reply,
+)
 from collectives.peers.tcp_control_plane import TcpControlPlane
 from tests.support.forking import stopped_process
 from tests.support.job_meeting import as_threads
@@ -118,7 +124,7 @@ def test_nobody_waits_for_a_host_that_is_stopped_longer_than_for_any_rank() -> N
     with job(2) as ranks, stopped_process() as pid:
         agreed(ranks, {0: [], 1: []})
         one = ranks[1]
-        one._cards[0] = replace(one._cards[0], pid=pid)
+        one.state.cards[0] = replace(one.state.cards[0], pid=pid)
         one.check(time.monotonic() + 9999)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -130,12 +136,12 @@ def test_nobody_waits_for_a_host_that_is_stopped_longer_than_for_any_rank() -> N
 def test_who_leaves_in_order_has_told_how_far_it_has_come() -> None:
     """Also a rank that is alone behind it, and attends to nobody before it asks; who dies has told nothing."""
     with job(3) as ranks:
-        ranks[0].handed_over, ranks[2].handed_over = 7, 0
+        ranks[0].state.handed_over, ranks[2].state.handed_over = 7, 0
         ranks[0].close()
         ranks[2].close()
         assert agreed(ranks, {1: []}) == {1: (1,)}
-        assert ranks[1].shutdown_notices(0) == [7]
-        assert ranks[1].shutdown_notices(1) == []
+        assert ranks[1].report(RecoveryProgress(6, True), 0) == "[[6, true], [7]]"
+        assert ranks[1].report(RecoveryProgress(6, True), 1) == "[[6, true], []]"
 
 
 def test_fewer_than_half_do_not_go_on_while_the_others_are_only_silent() -> None:
@@ -165,13 +171,13 @@ def test_a_decision_that_some_have_heard_binds_the_others_when_its_voice_dies() 
 
 def _late(one: MembershipProtocol, peer: int) -> Any:
     """Agree, having lost what a peer says after the others heard that this rank is there."""
-    hear = one._hear
+    receive = one.state.receive
 
-    def without(line: Any, message: Any) -> None:
-        if line not in one._visitors or message["from"] != peer:
-            hear(line, message)
+    def without(source: Any, sender: int, message: Any) -> None:
+        if sender != peer:
+            receive(source, sender, message)
 
-    one._hear = without  # type: ignore[method-assign]
+    one.state.receive = without  # type: ignore[method-assign]
     return one.agree(timeout=SECONDS)
 
 
@@ -219,9 +225,8 @@ def test_strangers_change_nothing() -> None:
             socket.create_connection((host, port)) as stranger,
             socket.create_connection((host, port)) as other,
         ):
-            stranger.sendall(
-                pack({"type": "gone", "from": 1, "epoch": 1, "gone": [0], "silent": [], "token": "x"})
-            )
+            said = {"type": "gone", "from": 1, "epoch": 1, "gone": [0], "silent": [], "token": "x"}
+            stranger.sendall(b"\0\0\0\x52" + json.dumps(said).encode())
             other.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert agreed(ranks, {0: [], 1: []}) == {0: (0, 1), 1: (0, 1)}
 
@@ -283,12 +288,14 @@ def test_who_was_let_in_by_ranks_that_others_have_lost_is_let_in_by_these_too() 
         thread, come = knocking(ranks[:1])
         (knock,) = ranks[0].invited([ranks[0].join_requests], seats=3)
         with ranks[0]._changed:
-            ranks[0]._let_in(2, {knock.number: knock.card})
-            ranks[0]._welcome([knock], SECONDS)
+            ranks[0].state.begin(time.monotonic(), timeout=SECONDS, invited=[knock])
+            welcome = [one for one in ranks[0].state.take_outputs() if isinstance(one, Reply)]
+            ranks[0].state._outputs = [*welcome]
+            ranks[0]._carry_out()
         thread.join()
 
         def dies_when_the_newcomer_has_spoken() -> None:
-            while (2, knock.number) not in ranks[1]._said:
+            while (2, knock.number) not in ranks[1].state._reports:
                 time.sleep(0.005)
             ranks[0].close()
 
@@ -308,8 +315,8 @@ def test_who_was_let_in_does_not_go_on_when_all_that_did_are_gone() -> None:
         agreed(ranks, {0: [1]})
         thread, come = knocking(ranks[:1])
         (knock,) = ranks[0].invited([ranks[0].join_requests], seats=2)
-        ranks[0]._let_in(2, {knock.number: knock.card})
-        ranks[0]._welcome([knock], SECONDS)
+        ranks[0].state.begin(time.monotonic(), timeout=SECONDS, invited=[knock])
+        ranks[0]._carry_out()
         thread.join()
         ranks[0].close()
         with pytest.raises(BackendError, match="admitted this process have failed"):
@@ -322,9 +329,9 @@ def test_seats_go_to_those_that_want_them_and_nobody_gets_one_that_is_taken() ->
         agreed(ranks, {0: [1, 3], 2: []})
         text = json.dumps(
             [
-                [9, ["h", 1, "t", "n", "p", 7, -1]],
-                [5, ["h", 2, "t", "n", "p", 8, 3]],
-                [7, ["h", 3, "t", "n", "p", 9, 0]],
+                [9, ["::1", 1, "t", "n", "p", 7, -1]],
+                [5, ["::1", 2, "t", "n", "p", 8, 3]],
+                [7, ["::1", 3, "t", "n", "p", 9, 0]],
             ]
         )
         invited = ranks[0].invited([text, text], seats=4)
@@ -349,21 +356,42 @@ def test_a_rank_that_the_network_does_not_reach_is_not_taken_for_dead() -> None:
         for rank in (2, 3):
             for number in (0, 1):
                 # nobody has a route to this address
-                ranks[rank]._cards[number] = replace(ranks[rank]._cards[number], host="255.255.255.255")
+                ranks[rank].state.cards[number] = replace(
+                    ranks[rank].state.cards[number], host="255.255.255.255"
+                )
         found = agreed(ranks, {2: [], 3: []}, timeout=0.2)
         assert all("0, 1 are silent" in str(error) for error in found.values()), found
 
 
-def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_again() -> None:
+@pytest.mark.parametrize(
+    ("doubted", "stopped", "deadline"),
+    [([1], [], 1.0), ([1], [1], 0.0), ([], [], 30.0), ([], [1], 10.0)],
+)
+def test_a_rank_that_is_seen_to_be_stopped_is_not_waited_for_again(
+    doubted: list[int], stopped: list[int], deadline: float
+) -> None:
     """Where it was reported, it has had its time; one that nobody has reported may have been stopped just now."""
+    state = MembershipState(0, [RankCard("127.0.0.1", 1, "", "home", "processes", 1)] * 3)
+    state.begin(100.0, timeout=10.0, doubted=doubted)
+    state.receive("from 2", 2, FailureReport(1, frozenset()))
+    for time_before in (100.0, math.nextafter(100.0 + deadline, 0)):
+        if deadline:
+            assert state.advance(time_before, stopped=stopped) is None
+            assert state.deadline == 100.0 + deadline
+    state.receive("from 2", 2, FailureReport(1, frozenset([1])))
+    state.advance(100.0 + deadline, stopped=stopped)
+    assert state.members == (0, 2)
+
+
+def test_a_process_of_another_machine_is_not_seen_to_be_stopped() -> None:
     with job(2) as ranks, stopped_process() as pid:
-        one, card = ranks[0], ranks[0]._cards[1]
-        assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
-        one._cards[1] = replace(card, pid=pid)
-        assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [0.0, 10.0]
-        one._cards[1] = replace(card, pid=pid, processes="of another machine")
-        assert [one._deadline_of(1, 10.0, doubted=doubted) for doubted in (True, False)] == [1.0, 30.0]
-        one._cards[1] = card
+        one, card = ranks[0], ranks[0].state.cards[1]
+        one.state.candidates = (0, 1)
+        one.state.cards[1] = replace(card, pid=pid)
+        assert one._process_states() == {1: "T"}
+        one.state.cards[1] = replace(card, pid=pid, processes="of another machine")
+        assert one._process_states() == {}
+        one.state.cards[1] = card
 
 
 def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> None:
