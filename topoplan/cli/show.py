@@ -444,11 +444,6 @@ def _link_text(topology: Topology) -> str:
     return table(("from", "", "to", "channel", "count", "GB/s"), rows) if rows else ""
 
 
-MAX_MATRIX_COLUMNS = 120
-"""Most characters of a line of the matrix; a wider matrix is printed in several blocks of columns."""
-
-_WIDE_COLUMNS = 120
-
 _CODES = (
     "NV#: NVLinks between the two, or into the switch they share.  PIX: one PCIe switch.  PXB: several.",
     "PHB: through a CPU.  NODE: likewise, by two host bridges.  SYS: between NUMA nodes.  NET: over a network.  "
@@ -486,7 +481,7 @@ def _column_blocks(names: Sequence[str], columns: Sequence[Sequence[str]]) -> li
     """Return the columns in blocks that fit a line."""
     parts: list[list[Sequence[str]]] = [[]]
     for column in columns:
-        if parts[-1] and _block_width(names, [*parts[-1], column], gap=1) > MAX_MATRIX_COLUMNS:
+        if parts[-1] and _block_width(names, [*parts[-1], column], gap=1) > MAX_COLUMNS:
             parts.append([])
         parts[-1].append(column)
     return parts
@@ -497,7 +492,7 @@ def _block_width(names: Sequence[str], columns: Sequence[Sequence[str]], *, gap:
 
 
 def _block_text(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    gap = 2 if _block_width(names, columns, gap=2) <= _WIDE_COLUMNS else 1
+    gap = 2 if _block_width(names, columns, gap=2) <= MAX_COLUMNS else 1
     header, *rows = zip(("", *names), *columns, strict=True)
     return table(header, rows, gap=gap)
 

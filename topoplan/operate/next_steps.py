@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from topoplan.machine.hardware import compute_capability
 from topoplan.machine.topology import Topology
@@ -34,19 +34,10 @@ MOST_STEPS = 5
 """Most steps for findings alone."""
 
 VerdictKind = Literal[
-    "wrong results", "another machine", "slow", "small sizes only", "as expected", "not judged"
+    "wrong results", "another machine", "slow", "small sizes only", "not judged", "as expected"
 ]
+KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
 """Kinds of a verdict, most serious first."""
-
-KINDS: tuple[VerdictKind, ...] = (
-    "wrong results",
-    "another machine",
-    "slow",
-    "small sizes only",
-    "not judged",
-    "as expected",
-)
-
 
 OF_RING = 0.6
 """Least part of a ring's or tree's rate that a run without NVLS reaches, if nothing else is wrong."""

@@ -255,19 +255,13 @@ def _link_notes(topology: Topology, speeds: LinkSpeeds) -> list[str]:
         f"{len(speeds.measured)} of {len(topology.links)} links measured: each as fast as the fastest copy that "
         "crosses it"
     ]
-    if changed:
-        notes.append(f"changed by more than {CHANGED:.0%}, GB/s: {abbreviated(changed)}")
-    if raised:
-        notes.append(
-            f"faster than stated, as copies show that were held back elsewhere: {abbreviated(raised)}"
-        )
-    if bounded:
-        notes.append(
-            f"as stated, since narrower links held back all copies that cross them: {abbreviated(bounded)}"
-        )
-    if stated:
-        notes.append(f"as stated, since no copy crossed them: {abbreviated(stated)}")
-    return notes
+    lists = (
+        (f"changed by more than {CHANGED:.0%}, GB/s", changed),
+        ("faster than stated, as copies show that were held back elsewhere", raised),
+        ("as stated, since narrower links held back all copies that cross them", bounded),
+        ("as stated, since no copy crossed them", stated),
+    )
+    return notes + [f"{what}: {abbreviated(names)}" for what, names in lists if names]
 
 
 def _host_notes(topology: Topology, fits: Sequence[PairFit]) -> list[str]:

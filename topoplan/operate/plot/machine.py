@@ -18,7 +18,16 @@ from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.machine.topology import Device, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import representative_servers
 from topoplan.operate.diagnosis import machine_warnings
-from topoplan.operate.plot.canvas import HEAD, SMALL, STROKES, VERMILLION, fitted, new_figure, points
+from topoplan.operate.plot.canvas import (
+    HEAD,
+    SMALL,
+    STROKES,
+    VERMILLION,
+    draw_line_legend,
+    fitted,
+    new_figure,
+    points,
+)
 from topoplan.operate.plot.nvlink_panel import nvlink_panel
 from topoplan.operate.plot.panels import (
     DrawnLink,
@@ -263,7 +272,15 @@ def draw_topology(topology: TopologyLike) -> Figure:
         axes.set_xlim(west - spare, east + spare)
         axes.set_ylim(low, up)
         top -= up - low + _GAP / 2
-    _draw_legend(figure, kinds, strokes, columns)
+    draw_line_legend(
+        figure,
+        [(kind_text(k), STROKES[k[0]].colour, STROKES[k[0]].style, strokes[k]) for k in kinds],
+        _MARGIN,
+        ncols=columns,
+        title="bandwidth in each direction; a line without a number is one link",
+        title_fontsize=points(SMALL),
+        alignment="left",
+    )
     return figure
 
 
@@ -342,41 +359,6 @@ def _headline(topology: Topology) -> str:
     model = f" ({models[0]})" if len(models) == 1 else ""
     count = len(topology.select(None)) if topology.gpus else 0
     return f"{topology.name}: {count} GPU{'' if count == 1 else 's'}{model}"
-
-
-def _draw_legend(
-    figure: Figure,
-    kinds: Sequence[tuple[str, float, float, int]],
-    strokes: Mapping[tuple[str, float, float, int], float],
-    columns: int,
-) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=STROKES[k[0]].colour,
-            linestyle=STROKES[k[0]].style,
-            linewidth=points(strokes[k]),
-            label=kind_text(k),
-        )
-        for k in kinds
-    ]
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(_MARGIN / figure.get_figwidth(), _MARGIN / 2 / figure.get_figheight()),
-        borderaxespad=0,
-        borderpad=0,
-        ncols=columns,
-        fontsize=points(SMALL),
-        frameon=False,
-        title="bandwidth in each direction; a line without a number is one link",
-        title_fontsize=points(SMALL),
-        alignment="left",
-        handlelength=3,
-    )
 
 
 _NETWORK_RANK = {"switch": 1, "nic": 2, "gpu": 3}

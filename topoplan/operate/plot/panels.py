@@ -5,7 +5,7 @@ Both directions of a link are one line; its legend names channel, count and rate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import hypot
@@ -154,20 +154,18 @@ class Panel:
 
     def moved(self, right: float, up: float) -> Panel:
         """Return the panel moved by inches to the right and up."""
-        return replace(
-            self,
-            places={name: (x + right, y + up) for name, (x, y) in self.places.items()},
-            routes=[(wire, [(x + right, y + up) for x, y in points]) for wire, points in self.routes],
-            counts=[((x + right, y + up), text) for (x, y), text in self.counts],
-        )
+        return self._mapped(lambda x, y: (x + right, y + up))
 
     def scaled(self, factor: float) -> Panel:
         """Return the panel with its distances scaled, but not its boxes and letters."""
+        return self._mapped(lambda x, y: (factor * x, factor * y))
+
+    def _mapped(self, move: Callable[[float, float], Point]) -> Panel:
         return replace(
             self,
-            places={name: (factor * x, factor * y) for name, (x, y) in self.places.items()},
-            routes=[(wire, [(factor * x, factor * y) for x, y in points]) for wire, points in self.routes],
-            counts=[((factor * x, factor * y), text) for (x, y), text in self.counts],
+            places={name: move(*place) for name, place in self.places.items()},
+            routes=[(wire, [move(*corner) for corner in corners]) for wire, corners in self.routes],
+            counts=[(move(*place), text) for place, text in self.counts],
         )
 
 

@@ -14,7 +14,19 @@ from itertools import groupby
 
 from topoplan.model.dataflow import Hop, dataflow
 from topoplan.operate.plot.canvas import STROKES
-from topoplan.operate.plot.markup import Markup, Point, element, folded, items, joined, line, svg, text
+from topoplan.operate.plot.markup import (
+    SAMPLE,
+    Markup,
+    Point,
+    element,
+    folded,
+    items,
+    joined,
+    legend_entry,
+    line,
+    svg,
+    text,
+)
 from topoplan.operate.plot.tree_layout import forest_positions
 from topoplan.operate.plot.trees import DRAWN_APART, MAX_TREES, roots_text, tree_children, vertex_labels
 from topoplan.plans.plan import Plan
@@ -118,18 +130,7 @@ def _key(plan: Plan) -> Markup:
         edge.channel for shard, _ in plan.shard_counts for stage in shard.stages for edge in stage.edges
     }
     channels = [
-        element(
-            "li",
-            element(
-                "svg",
-                line((0, 6), (34, 6), class_=f"wire {channel}", stroke_width=2),
-                width=34,
-                height=12,
-                aria_hidden="true",
-            ),
-            " ",
-            STROKES[channel].name,
-        )
+        legend_entry(STROKES[channel].name, line(*SAMPLE, class_=f"wire {channel}", stroke_width=2))
         for channel in STROKES
         if channel in crossed
     ]

@@ -205,13 +205,9 @@ def cross_routes(wires: Sequence[DrawnLink], places: Mapping[str, Point]) -> lis
 
 def _joined(wires: Sequence[DrawnLink]) -> list[list[DrawnLink]]:
     """Return groups of wires without common devices."""
-    groups: list[tuple[set[str], list[DrawnLink]]] = []
-    for wire in wires:
-        disjoint = [group for group in groups if not group[0] & set(wire.ends)]
-        near = [group for group in groups if group[0] & set(wire.ends)]
-        ends = {*wire.ends}.union(*(group[0] for group in near))
-        groups = [*disjoint, (ends, [*(old for group in near for old in group[1]), wire])]
-    return [members for _, members in groups]
+    ends = [wire.ends for wire in wires]
+    groups = connected([end for pair in ends for end in pair], ends)
+    return [[wire for wire in wires if wire.ends[0] in group] for group in groups]
 
 
 def _each_with_each(group: Sequence[DrawnLink], names: Sequence[str], places: Mapping[str, Point]) -> bool:
