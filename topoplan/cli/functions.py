@@ -626,7 +626,6 @@ def _renamed(found: re.Match[str]) -> str:
 
 
 def _listed(answer: Answer, key: str) -> list[Row]:
-    """Return the rows under a key of the JSON object."""
     return [] if answer.value is None else cast("list[Row]", answer.value()[key])
 
 

@@ -181,7 +181,6 @@ def log_steps(
     """Return the next steps after the verdicts on a log, most likely cause first.
 
     command: the machine as the commands take it, such as ``dgx-h100``.
-    servers: servers of the allocation.
     healthy: the description of the machine that ran shows all its NVLinks.
     ranks: the ranks that ran, which tell the machine.
     """
@@ -299,7 +298,6 @@ def _fitting(model: str, gpus: int) -> Iterator[Topology]:
 
 
 def _nic_option(machine: Topology) -> str:
-    """Return the option for the speed of a machine's NICs, if it states one."""
     names = {device.model for device in machine.devices if device.kind == "nic"}
     speeds = {match[1] for name in names if (match := re.search(r"(\d+) Gb/s", name))}
     return f" --nic-bandwidth {speeds.pop()}Gb/s" if len(speeds) == 1 else " --nic-bandwidth RATE"

@@ -27,7 +27,7 @@ from topoplan.machine.fabric_structure import components
 from topoplan.machine.topology import Topology
 from topoplan.operate.link_loads import DIGITS, HopLoads, HopTable, OrderRates, least
 from topoplan.schedules.hamiltonian_cycles import all_cycles
-from topoplan.schedules.nccl_server_channels import summed
+from topoplan.schedules.nccl_server_channels import Loads, summed
 from topoplan.solve.cuts_and_partitions import FlowNetwork
 
 MOST_RANKS, MOST_SERVERS = 128, 32
@@ -42,10 +42,10 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     several = len(hops.servers) > 1
     limits: list[Fraction] = []
     if hops.size <= MOST_RANKS:
-        limits += _by_hops(hops)
+        limits += _by_hops(hops, hops.size, hops.hop)
     if several:
         if hops.size > MOST_RANKS and len(hops.servers) <= MOST_SERVERS:
-            limits += _by_server_hops(hops)
+            limits += _by_hops(hops, len(hops.servers), hops.ways.between)
         limits += _by_ports(hops)
         cuts = dict.fromkeys(frozenset(group) for group in groups)
         limits += _by_flows(hops, [cut for cut in cuts if 1 < len(cut) < len(hops.servers)])
@@ -54,22 +54,13 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     return min(limits, default=Fraction(0))
 
 
-def _by_hops(hops: HopLoads) -> list[Fraction]:
-    """Return the largest rate at which hops join all ranks in both directions."""
+def _by_hops(hops: HopLoads, count: int, hop: Callable[[int, int], Loads | None]) -> list[Fraction]:
+    """Return the largest rate at which hops between so many ranks or servers join all in both directions."""
     rates = [
-        [hops.rate(hops.hop(tail, head)) if tail != head else Fraction(0) for head in range(hops.size)]
-        for tail in range(hops.size)
-    ]
-    return [_joining(rates)] if hops.size > 1 else []
-
-
-def _by_server_hops(hops: HopLoads) -> list[Fraction]:
-    count = len(hops.servers)
-    rates = [
-        [hops.rate(hops.ways.between(tail, head)) if tail != head else Fraction(0) for head in range(count)]
+        [hops.rate(hop(tail, head)) if tail != head else Fraction(0) for head in range(count)]
         for tail in range(count)
     ]
-    return [_joining(rates)]
+    return [_joining(rates)] if count > 1 else []
 
 
 def _joining(rates: Sequence[Sequence[Fraction]]) -> Fraction:

@@ -146,7 +146,6 @@ def _limiting_links(
 
 
 def _shares(stage: tuple[Link, ...], rate: float) -> list[tuple[Link, float]]:
-    """Return the GB/s of a copy on each link of a stage."""
     whole = stage_bandwidth(stage)
     return [
         (link, significant(rate * link.bandwidth / whole if len(stage) > 1 else rate, DIGITS))

@@ -106,7 +106,6 @@ def divide(
 
     sizes: GPUs of each job, one or more.
     collective: allreduce, broadcast or reduce (from the first GPU of each job), allgather or reduce_scatter.
-    free: GPUs to choose from; all for None.
 
     Two halves of a DGX-1V are as good as each alone; pairs then take the doubled NVLinks:
 
@@ -335,7 +334,6 @@ class _Divider:
         return [np.flatnonzero(label == part).tolist() for part in np.unique(label)]
 
     def _links(self, gpus: tuple[int, ...]) -> set[tuple[str, str]]:
-        """Return the links that a tree of a job may cross."""
         fabric = self._fabric(gpus)
         every = fabric.links if not fabric.lists_every_route else ()
         crossed = {number for arc in fabric.arcs for number in arc.links}

@@ -299,7 +299,6 @@ _LEAST = {
 
 
 def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
-    """Return heads and rows of some columns with given widths."""
     padded = [
         [f"{cell:<{wide}}" if head in _WORDS else f"{cell:>{wide}}" for cell in (head, *columns[head])]
         for head, wide in widths.items()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -244,6 +245,11 @@ FILLS: Mapping[str, tuple[str, str]] = {
     "helper": (GREEN, "#FFFFFF"),
 }
 """Fill and text colour of each kind of device."""
+
+
+def write_text(axes: Axes, place: tuple[float, float], text: str, **options: Any) -> None:
+    """Write a small text with its middle at a place."""
+    axes.text(*place, text, va="center", fontsize=points(SMALL), **{"ha": "center", **options})
 
 
 def draw_line_legend(

@@ -101,16 +101,8 @@ def _host(
     beside = {name: _beside(topology.device(name)) for name in names}
     beside |= dict.fromkeys((end for wire in serving for end in wire.ends), "")
     _mark_bundles(beside, inside, children)
-    layout = column_layout(
-        Forest(
-            [root for root in roots if not served.get(root)],
-            children,
-            kinds,
-            {name: box_width(name) for name in names},
-            {name: full_width(name, text) for name, text in beside.items()},
-            units,
-        )
-    )
+    own = [root for root in roots if not served.get(root)]
+    layout = column_layout(Forest(own, children, kinds, beside, units))
     routes, elsewhere = tree_routes(layout, inside, children)
     routes += cross_routes(elsewhere, layout.places)
     routes += [
@@ -291,7 +283,6 @@ Kind = tuple[str, float, float, int]
 class MachineLayout:
     """A machine laid out in panels, for any renderer.
 
-    headline: its name and GPUs.
     shown: the drawn machine: NICs of two devices as one, and of a large cluster one server of each equivalence class.
     notes: warnings and notes, with omissions.
     panels: NVLink, host and network, if present.
@@ -396,27 +387,14 @@ def _part(topology: Topology, names: Sequence[str], shown: Sequence[DrawnLink]) 
         for above, below in (wire.ends, wire.ends[::-1])
         if wire.count > 1 and below in children.get(above, ())
     }
-    layout = column_layout(
-        Forest(
-            roots,
-            children,
-            kinds,
-            {name: box_width(name) for name in names},
-            {name: full_width(name, beside.get(name, "")) for name in names},
-            {
-                name: unit
-                for below in children.values()
-                for unit in _by_server(topology, below)
-                for name in unit
-            },
-        )
-    )
+    units = [unit for below in children.values() for unit in _by_server(topology, below)]
+    columns = {name: unit for unit in units for name in unit}
+    layout = column_layout(Forest(roots, children, kinds, beside, columns))
     routes, other = tree_routes(layout, shown, children)
     return Panel("", layout.places, routes + cross_routes(other, layout.places), beside=beside)
 
 
 def _by_server(topology: Topology, below: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return devices below one switch, grouped by server."""
     groups: dict[str, list[str]] = {}
     for name in below:
         groups.setdefault(topology.device(name).server or name, []).append(name)

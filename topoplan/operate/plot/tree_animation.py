@@ -125,7 +125,6 @@ def draw_steps(plan: Plan) -> Markup:
 
 
 def _key(plan: Plan) -> Markup:
-    """Return the legend of colours and signs."""
     crossed = {
         edge.channel for shard, _ in plan.shard_counts for stage in shard.stages for edge in stage.edges
     }
@@ -234,7 +233,6 @@ def _slot(labels: Sequence[str]) -> float:
 
 
 def _label(place: Point, label: str) -> list[Markup]:
-    """Return the lines of a label in the middle of a node."""
     lines = label.split("\n")
     return [
         text((place[0], place[1] + _LINE * (number - (len(lines) - 1) / 2)), line)

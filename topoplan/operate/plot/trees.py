@@ -29,6 +29,7 @@ from topoplan.operate.plot.canvas import (
     new_figure,
     points,
     text_width,
+    write_text,
 )
 from topoplan.operate.plot.machine import Kind, lay_out
 from topoplan.operate.plot.panels import DrawnLink, Panel, draw_panel, wires, wires_of_trees
@@ -354,22 +355,12 @@ def _draw_tree(axes: Axes, tree: _Tree, labels: Sequence[str], distances: tuple[
         (x, y), (u, v) = places[edge.parent], places[edge.child]
         axes.plot([x, u], [y, v], **tree.stroke(edge.channel), linewidth=points(1.6), zorder=1)
     fill, ink = FILLS["gpu"]
-    for rank, (x, y) in places.items():
+    for rank, place in places.items():
         root = rank == tree.stage.root
-        axes.text(
-            x,
-            y,
-            labels[rank],
-            ha="center",
-            va="center",
-            fontsize=points(SMALL),
-            linespacing=1.0,
-            color=ink,
-            zorder=2,
-            bbox={
-                "boxstyle": "circle,pad=0.2" if len(labels[rank]) < 3 else "round,pad=0.2",
-                "facecolor": "white" if root else fill,
-                "edgecolor": "black",
-                "linewidth": points(1.4 if root else 0.6),
-            },
-        )
+        box = {
+            "boxstyle": "circle,pad=0.2" if len(labels[rank]) < 3 else "round,pad=0.2",
+            "facecolor": "white" if root else fill,
+            "edgecolor": "black",
+            "linewidth": points(1.4 if root else 0.6),
+        }
+        write_text(axes, place, labels[rank], linespacing=1.0, color=ink, zorder=2, bbox=box)
