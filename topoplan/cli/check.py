@@ -68,7 +68,6 @@ REMARKS = ("NIC far", "NUMA", "row missing", "PCIe one-way")
 
 
 def _costs(place: int, costs: dict[str, tuple[Cost, ...]]) -> bool:
-    """Return whether a fault costs bandwidth."""
     rated = [each[place] for each in costs.values() if each]
     return any(cost.alone < cost.healthy * (1 - TOLERANCE) for cost in rated)
 

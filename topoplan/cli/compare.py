@@ -94,13 +94,11 @@ OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")
 
 
 def _renumber_row(row: Comparison, inside: Sequence[int]) -> Comparison:
-    """Return a row of a part of a machine with the GPU numbers of the whole."""
     named = tuple(tuple(inside[gpu] for gpu in gpus) for gpus in (row.gpus, *row.allocations))
     return replace(row, gpus=named[0], allocations=named[1:])
 
 
 def _rows(rows: Sequence[Comparison]) -> list[dict[str, object]]:
-    """Return the rows for CSV, lists of GPUs as ranges."""
     made = cast("list[dict[str, object]]", to_object(rows)["rows"])
     heads = [name for name in made[0] if name not in OMITTED_COLUMNS] if made else ["gpus"]
     return [

@@ -119,7 +119,6 @@ def export_file(options: argparse.Namespace) -> tuple[Exported, tuple[str, ...]]
 
 
 def _with_bus_ids(machine: Topology, options: argparse.Namespace) -> Topology:
-    """Return the exported server, with the bus ids of a file."""
     path: str = options.bus_ids
     try:
         known = parse_bus_ids(read_text(path, f"save the output of {BUS_ID_QUERY}"))

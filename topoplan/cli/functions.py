@@ -90,20 +90,10 @@ def compare(
     >>> [(row["gpus"], row["trees"], row["nccl"]) for row in rows if len(row["gpus"]) == 2]
     [([2, 3], 50.0, 50.0), ([1, 3], 25.0, 25.0)]
     """
-    answer = _answer(
-        "compare",
-        ["-"],
-        {"topo": as_topology(topology)},
-        collective=collective,
-        gpus=gpus,
-        root=root,
-        channels=channels,
-        size=nbytes,
-        all_allocations=all_allocations,
-        gpu_counts=gpu_counts,
-        without_each_server=without_each_server,
-        in_network=in_network,
-    )
+    request = {"collective": collective, "gpus": gpus, "root": root, "channels": channels, "size": nbytes}
+    which = {"all_allocations": all_allocations, "gpu_counts": gpu_counts, "in_network": in_network}
+    which["without_each_server"] = without_each_server
+    answer = _answer("compare", ["-"], {"topo": as_topology(topology)}, **request, **which)
     if without_each_server:
         return Result("compare", answer, lambda: _dicts(answer.rows))
     return Result("compare", answer, lambda: [_flat(row, "others") for row in _listed(answer, "rows")])
@@ -155,16 +145,8 @@ def recommend(
     >>> [row["gpus"] for row in topoplan.recommend("dgx-1v", jobs=[4, 4]).rows]
     [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
-    answer = _answer(
-        "recommend",
-        ["-"],
-        {"topo": as_topology(topology)},
-        count=count,
-        collective=collective,
-        jobs=jobs,
-        free=free,
-        in_network=in_network,
-    )
+    request = {"count": count, "collective": collective, "jobs": jobs, "free": free, "in_network": in_network}
+    answer = _answer("recommend", ["-"], {"topo": as_topology(topology)}, **request)
     return Result("recommend", answer, lambda: _dicts(answer.rows))
 
 
@@ -265,14 +247,8 @@ def explain(
         )
     # a text is read with the rates of the GPUs that the log names
     described = fspath(machine) if isinstance(machine, str | PathLike) else machine and as_topology(machine)
-    answer = _answer(
-        "explain",
-        ["-"],
-        {"log": text, "topo": described},
-        gpus=gpus,
-        collective=collective,
-        in_network=in_network,
-    )
+    request = {"gpus": gpus, "collective": collective, "in_network": in_network}
+    answer = _answer("explain", ["-"], {"log": text, "topo": described}, **request)
     return Result("explain", answer, lambda: _dicts(answer.rows))
 
 
@@ -399,19 +375,10 @@ def export(
         raise UsageError("gpus and server are for a machine, and a plan has settled them; leave them out")
     from topoplan.cli.export import export_file
 
-    options = _options(
-        "export",
-        ["-", "--to", to],
-        {"topo": source if isinstance(source, Plans) else as_topology(source)},
-        gpus=gpus,
-        server=server,
-        size=nbytes,
-        max_blocks=max_blocks,
-        chunks=chunks,
-        chunk=chunk_bytes,
-        protocol=protocol,
-        runtime=runtime,
-    )
+    exported_from = {"topo": source if isinstance(source, Plans) else as_topology(source)}
+    part = {"gpus": gpus, "server": server, "size": nbytes, "max_blocks": max_blocks}
+    engine = {"chunks": chunks, "chunk": chunk_bytes, "protocol": protocol, "runtime": runtime}
+    options = _options("export", ["-", "--to", to], exported_from, **part, **engine)
     with _in_python():
         exported, notes = export_file(options)
     made = ExportedFiles(
@@ -474,18 +441,9 @@ def order(
     >>> [row["gpu"] for row in found.rows]
     [0, 3, 2, 1, 4, 7, 6, 5]
     """
-    answer = _answer(
-        "order",
-        ["-"],
-        {"topo": as_topology(topology)},
-        collective=collective,
-        gpus=gpus,
-        hosts=hosts,
-        mesh=mesh,
-        axes=axes,
-        preset=preset,
-        format=file_format,
-    )
+    ranks = {"collective": collective, "gpus": gpus, "hosts": hosts, "format": file_format}
+    shape = {"mesh": mesh, "axes": axes, "preset": preset}
+    answer = _answer("order", ["-"], {"topo": as_topology(topology)}, **ranks, **shape)
 
     def rows() -> list[Row]:
         if answer.value is None:
@@ -559,17 +517,9 @@ def report(
     >>> str(topoplan.report("v100x4"))[:15]
     '<!DOCTYPE html>'
     """
-    answer = _answer(
-        "report",
-        ["-", "-o", "-"],
-        {"topo": as_topology(topology)},
-        collective=collective,
-        gpus=gpus,
-        root=root,
-        channels=channels,
-        sizes=sizes,
-        in_network=in_network,
-    )
+    request = {"collective": collective, "gpus": gpus, "root": root, "in_network": in_network}
+    found = {"topo": as_topology(topology)}
+    answer = _answer("report", ["-", "-o", "-"], found, channels=channels, sizes=sizes, **request)
     return Result("report", answer, lambda: [])
 
 
@@ -676,7 +626,6 @@ def _renamed(found: re.Match[str]) -> str:
 
 
 def _listed(answer: Answer, key: str) -> list[Row]:
-    """Return the rows under a key of the JSON object."""
     return [] if answer.value is None else cast("list[Row]", answer.value()[key])
 
 

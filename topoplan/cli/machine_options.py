@@ -136,20 +136,10 @@ def apply_cluster_options(
         raise UsageError(
             f"{needs} needs the rate of a NIC; add --nic-bandwidth, for example --nic-bandwidth 100Gb/s"
         )
-    return cluster(
-        _servers(machine, servers, gpus or ()),
-        nic_gbps=options.nic_gbps,
-        nics=options.nics,
-        network=options.network or NETWORKS[0],
-        rails=options.rails,
-        oversubscription=options.oversubscription,
-        leaf_size=options.leaf_size,
-        nic_access=options.nic_access or NIC_ACCESS[0],
-        helpers=options.helpers,
-        transport=options.transport,
-        flow_gbps=options.flow_gbps,
-        name=f"{servers} x {machine.name}",
-    )
+    given = {name: getattr(options, name) for name in NETWORK_OPTIONS}
+    given["network"] = options.network or NETWORKS[0]
+    given["nic_access"] = options.nic_access or NIC_ACCESS[0]
+    return cluster(_servers(machine, servers, gpus or ()), name=f"{servers} x {machine.name}", **given)
 
 
 def _servers(machine: Topology, count: int, gpus: Sequence[int]) -> list[Server]:

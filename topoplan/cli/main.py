@@ -350,7 +350,6 @@ def command_parsers() -> dict[str, OneLineParser]:
 
 
 def _installed_commands() -> dict[str, Callable[[], CommandModule]]:
-    """Return loaders of the commands that installed packages add."""
     return {name: load for name, load in plugin_loaders(COMMAND_GROUP).items() if name not in COMMANDS}
 
 
@@ -376,7 +375,6 @@ def load_command(name: str, others: Mapping[str, Callable[[], CommandModule]]) -
 
 
 def _help_line(load: Callable[[], CommandModule]) -> str:
-    """Return the line of help of a command, or why it cannot be loaded."""
     try:
         return load().LINE
     except UsageError as error:

@@ -120,7 +120,6 @@ RatePairs = tuple[str, RatePair, RatePair]
 
 
 def _rate_pairs(answer: OrderAnswer, ranked: RankOrder) -> list[RatePairs]:
-    """Return the rates of ring and tree as given and in the best order."""
     factor = bus_factor(answer.collective, len(answer.order))
     buses = [float(rates.ring) for rates in (ranked.before, ranked.after)]
     rings: list[RatePair] = [(bus / factor if factor else 0.0, bus) for bus in buses]
@@ -151,7 +150,6 @@ def _placement_lines(answer: OrderAnswer) -> Iterator[str]:
 
 
 def _shorten_list(text: str, most: int) -> str:
-    """Return a list cut to so many characters; --json has all."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 

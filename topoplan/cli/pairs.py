@@ -21,9 +21,9 @@ from topoplan.cli.output import (
     table,
     write_whole,
 )
-from topoplan.cli.sources import host_names, read_machine
+from topoplan.cli.sources import host_names, read_machine, read_words
 from topoplan.engines.nccl.pair_script import HOST_PATTERN, STARTERS, pair_script, server_hosts
-from topoplan.errors import TopologyError, UsageError
+from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.calibration.calibrated_topology import TOLERANCE, LinkKey
 from topoplan.operate.calibration.pair_results import (
@@ -37,7 +37,6 @@ from topoplan.operate.calibration.pair_results import (
 from topoplan.operate.calibration.pair_rounds import TIMES, Rounds, plan_rounds
 from topoplan.operate.calibration.pair_tests import FILLED, PairTest, PairTests, possible_tests, wire_names
 from topoplan.operate.calibration.slow_links import SlowClass, SlowLinkReport, attribute_slow_pairs
-from topoplan.reading.load import read_text
 from topoplan.reading.slurm import by_number
 from topoplan.units import counted, labelled
 
@@ -118,7 +117,7 @@ def run(options: argparse.Namespace) -> Answer | int:
     results = None
     host_notes: tuple[str, ...] = ()
     if options.results is not None:
-        text = _text(options.results)
+        text = read_words(options.results, "name the file with the results of pairs")
         try:
             results = parse_results(text)
         except UsageError as error:
@@ -267,17 +266,8 @@ def _in_fours(names: Sequence[str]) -> Iterator[str]:
 
 
 def _filled_links(tests: Sequence[PairTest]) -> list[str]:
-    """Return the names of the links that tests fill together."""
     names = wire_names(key for test in tests for key in test.links if key[2].endswith(FILLED))
     return [name.removesuffix(FILLED) for name in names]
-
-
-def _text(path: str) -> str:
-    name = "name the file with the results of pairs"
-    try:
-        return read_text(path, name)
-    except TopologyError:
-        raise UsageError(f"{path} is binary, not text; {name}") from None
 
 
 def _summary(possible: PairTests, rounds: Rounds) -> str:

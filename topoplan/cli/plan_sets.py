@@ -53,7 +53,6 @@ def add_mesh_options(parser: arguments.OneLineParser, *, topic: str = "") -> Non
 
 
 def _axis_extents(text: str) -> dict[str, int]:
-    """Parse names and extents."""
     wanted = "axes with whole numbers of ranks, such as dp=2,tp=4"
     found = _named_fractions(text, text, wanted)
     if any(number.denominator != 1 for number in found.values()):
@@ -233,7 +232,6 @@ RATES: tuple[Column[Plan], ...] = (
 
 
 def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
-    """Return a row for each failure."""
     plans, place = _plans(book), {id(plan): number for number, plan in enumerate(book.own)}
     rows: list[dict[str, object]] = []
     for number, outcome in enumerate(book.outcomes):
@@ -249,7 +247,6 @@ def _rows(book: SurvivalPlans) -> list[dict[str, object]]:
 
 
 def _worst(book: SurvivalPlans) -> tuple[MachineFailure, Plan] | None:
-    """Return the failure with the lowest rate, and its plan."""
     plans = _plans(book)
     if not plans:
         return None

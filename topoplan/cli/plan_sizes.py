@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -133,14 +133,7 @@ def run(options: argparse.Namespace) -> Answer:
         yield f"planned in {format_seconds(seconds)}"
         yield from warnings
 
-    return Answer(
-        text=text,
-        value=lambda: _object(choice, lines, notes, seconds),
-        rows=lambda: records_of(POINTS, _points(choice)),
-        file=choice.plans.to_json,
-        figure=lambda: _figure(choice),
-        notes=notes,
-    )
+    return replace(_answer(choice, lines, notes, seconds), text=text, file=choice.plans.to_json)
 
 
 def result_of(plans: SizePlans) -> Result:
@@ -149,15 +142,20 @@ def result_of(plans: SizePlans) -> Result:
     from topoplan.model.schedule_selection import choice_of
 
     choice = choice_of(plans)
-    lines, notes = range_times(choice), [*plan_notes(plans), *choice.notes]
-    answer = Answer(
+    answer = _answer(choice, range_times(choice), [*plan_notes(plans), *choice.notes], 0.0)
+    return Result("plan --sizes", answer, lambda: records_of(POINTS, _points(choice)))
+
+
+def _answer(
+    choice: ScheduleChoice, lines: Sequence[RangeTimes], notes: Sequence[str], seconds: float
+) -> Answer:
+    return Answer(
         text=lambda: _lines(choice, lines, 1, every=False),
-        value=lambda: _object(choice, lines, notes, 0.0),
+        value=lambda: _object(choice, lines, notes, seconds),
         rows=lambda: records_of(POINTS, _points(choice)),
         figure=lambda: _figure(choice),
         notes=notes,
     )
-    return Result("plan --sizes", answer, lambda: records_of(POINTS, _points(choice)))
 
 
 def range_times(choice: ScheduleChoice) -> list[RangeTimes]:

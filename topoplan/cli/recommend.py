@@ -108,7 +108,6 @@ def run(options: argparse.Namespace) -> Answer:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Parse the numbers of GPUs of several jobs."""
     one = arguments.whole_number(1, 999_999, "list of numbers of GPUs such as 4,2,2")
     try:
         return tuple(one(part) for part in text.split(","))
@@ -268,7 +267,6 @@ def _set_lines(
 
 
 def _numa_nodes(topology: Topology, one: GpuSet) -> set[int | None]:
-    """Return the NUMA nodes of a set of GPUs; None is one that is not known."""
     return {topology.device(topology.gpus[gpu]).numa for gpu in one.gpus}
 
 
@@ -277,7 +275,6 @@ MAX_SETS_LENGTH = 24
 
 
 def _first_sets(group: Sequence[GpuSet]) -> str:
-    """Return the first sets of a class."""
     text = "  ".join(number_ranges(one.gpus) for one in group[:2])
     first = number_ranges(group[0].gpus)
     text = text if len(text) <= MAX_SETS_LENGTH else first
@@ -285,7 +282,6 @@ def _first_sets(group: Sequence[GpuSet]) -> str:
 
 
 def _rate_range(rates: Sequence[float]) -> str:
-    """Return a rate, or the least and the largest."""
     least, most = f"{min(rates):.6g}", f"{max(rates):.6g}"
     return least if least == most else f"{least}-{most}"
 

@@ -353,13 +353,8 @@ def _device_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     found: dict[tuple[str, str, str, str], list[str]] = {}
     for device in topology.devices:
         speed = _uplink_speed(links, device.name, above.get(device.name, ""))
-        key = (
-            device.kind,
-            speed,
-            _nvlink_words(topology, links[device.name]),
-            _model_and_facts(device, homes),
-        )
-        key = (*key[:3], key[3] or _KIND_WORDS.get(device.kind, ""))
+        what = _model_and_facts(device, homes) or _KIND_WORDS.get(device.kind, "")
+        key = (device.kind, speed, _nvlink_words(topology, links[device.name]), what)
         found.setdefault(key, []).append(device.name)
     ordered = sorted(found.items(), key=lambda one: order.get(one[0][0], 5))
     return [(_few_ranges(names), *key[1:]) for key, names in ordered]
@@ -444,11 +439,6 @@ def _link_text(topology: Topology) -> str:
     return table(("from", "", "to", "channel", "count", "GB/s"), rows) if rows else ""
 
 
-MAX_MATRIX_COLUMNS = 120
-"""Most characters of a line of the matrix; a wider matrix is printed in several blocks of columns."""
-
-_WIDE_COLUMNS = 120
-
 _CODES = (
     "NV#: NVLinks between the two, or into the switch they share.  PIX: one PCIe switch.  PXB: several.",
     "PHB: through a CPU.  NODE: likewise, by two host bridges.  SYS: between NUMA nodes.  NET: over a network.  "
@@ -483,10 +473,9 @@ def matrix_text(topology: Topology, kinds: Sequence[str]) -> str:
 
 
 def _column_blocks(names: Sequence[str], columns: Sequence[Sequence[str]]) -> list[list[Sequence[str]]]:
-    """Return the columns in blocks that fit a line."""
     parts: list[list[Sequence[str]]] = [[]]
     for column in columns:
-        if parts[-1] and _block_width(names, [*parts[-1], column], gap=1) > MAX_MATRIX_COLUMNS:
+        if parts[-1] and _block_width(names, [*parts[-1], column], gap=1) > MAX_COLUMNS:
             parts.append([])
         parts[-1].append(column)
     return parts
@@ -497,13 +486,12 @@ def _block_width(names: Sequence[str], columns: Sequence[Sequence[str]], *, gap:
 
 
 def _block_text(names: Sequence[str], columns: Sequence[Sequence[str]]) -> str:
-    gap = 2 if _block_width(names, columns, gap=2) <= _WIDE_COLUMNS else 1
+    gap = 2 if _block_width(names, columns, gap=2) <= MAX_COLUMNS else 1
     header, *rows = zip(("", *names), *columns, strict=True)
     return table(header, rows, gap=gap)
 
 
 def _nic_lines(topology: Topology, names: Sequence[str]) -> list[str]:
-    """Return the model of each NIC, NICs of one model together."""
     meaning: dict[str, list[str]] = {}
     for device in map(topology.device, names):
         text = device.fact("adapter") or device.model

@@ -322,7 +322,6 @@ class _SwitchQueues:
 
 
 def _queue_text(run: SimulatedRun) -> str:
-    """Return the longest queue as text."""
     under_way = f"at most {counted(run.in_flight, 'chunk')} in flight"
     largest = run.largest_queue
     if largest is None:
@@ -450,7 +449,6 @@ def _plan_object(plan: Plan) -> dict[str, object]:
 
 
 def _described(label: str, plan: Plans, more: str = "") -> list[str]:
-    """Return a line for a plan, or for each of the plans by size."""
     parts = [("", plan)] if isinstance(plan, Plan) else [(f"{one}: ", one.plan) for one in plan.ranges]
     shown, left = folded(parts, MAX_DESCRIBED)
     lines = []

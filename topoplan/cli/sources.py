@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -198,14 +199,20 @@ def _place_words(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
+def read_words(
+    path: str, remedy: str, *, other: str = "", decode: Callable[[bytes], str] | None = None
+) -> str:
+    """Return the text of a file, or of stdin for ``-``; UsageError with a remedy, for a binary file ``other``."""
+    try:
+        return read_text(path, remedy, decode=decode)
+    except TopologyError:
+        raise UsageError(f"{_place_words(path)} is binary, not text; {other or remedy}") from None
+
+
 def read_plan_text(path: str, remedy: str = _REMEDY) -> str:
     """Return the text of a file, or of stdin for ``-``, in UTF-8, or in UTF-16 with a byte order mark."""
-    try:
-        return read_text(
-            path, f"topoplan plan {path} -o F.json makes a plan" if path in library() else remedy
-        )
-    except TopologyError:
-        raise UsageError(f"{_place_words(path)} is binary, not text; give another file") from None
+    made = f"topoplan plan {path} -o F.json makes a plan"
+    return read_words(path, made if path in library() else remedy, other="give another file")
 
 
 def read_log(path: str) -> str:
@@ -215,10 +222,7 @@ def read_log(path: str) -> str:
     """
     if "\n" in path:
         return path
-    try:
-        text = read_text(path, "give the output of the test", decode=decode_log)
-    except TopologyError:
-        raise UsageError(f"{_place_words(path)} is binary, not text; give the output of the test") from None
+    text = read_words(path, "give the output of the test", decode=decode_log)
     if not text.strip():
         raise UsageError(f"{_place_words(path)} is empty; give the output of the test")
     return text

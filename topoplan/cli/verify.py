@@ -49,10 +49,10 @@ from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, check_times
 from topoplan.plans.certificates.certificate import explain_certificate
 from topoplan.plans.file_values import finite, parse_object, read_list, read_object
-from topoplan.plans.mesh_plans import MeshPlans, is_mesh, verify_mesh
+from topoplan.plans.mesh_plans import MeshGroup, MeshPlans, is_mesh, verify_mesh
 from topoplan.plans.plan import Plan, Plans, SizeRange, check_shape, collective_name
 from topoplan.plans.size_plans import SizePlans
-from topoplan.plans.survival import MachineFailure, SurvivalPlans, verify_survival
+from topoplan.plans.survival import FailureOutcome, MachineFailure, SurvivalPlans, verify_survival
 from topoplan.plans.verify import Verification, verify_all
 from topoplan.reading.load import load
 from topoplan.solve.upper_bound import in_network_bound
@@ -155,25 +155,19 @@ def _plans_answer(options: argparse.Namespace, plans: Plans | SurvivalPlans, tex
 def _check_shapes(text: str, read: Plans | SurvivalPlans | MeshPlans) -> None:
     """Compare the numbers of trees and heights that a file states with its shards; PlanError as `check_shape`."""
     value = parse_object(text)
-    stated: list[tuple[object, Plan]] = []
+    if isinstance(read, Plan | SurvivalPlans):
+        check_shape(value, read if isinstance(read, Plan) else read.whole)
+    parts: dict[str, Sequence[MeshGroup | SizeRange | FailureOutcome]] = {}
     if isinstance(read, MeshPlans):
-        groups = read_list(value.get("groups"), "groups")
-        stated = [(item, group.plan) for item, group in zip(groups, read.groups, strict=True)]
+        parts["groups"] = read.groups
     elif isinstance(read, SizePlans):
-        ranges = read_list(value.get("ranges"), "ranges")
-        stated = [(item, one.plan) for item, one in zip(ranges, read.ranges, strict=True)]
+        parts["ranges"] = read.ranges
     elif isinstance(read, SurvivalPlans):
-        failures = read_list(value.get("failures"), "failures")
-        stated = [
-            (item, one.plan)
-            for item, one in zip(failures, read.outcomes, strict=True)
-            if one.plan is not None
-        ]
-        check_shape(value, read.whole)
-    elif isinstance(read, Plan):
-        check_shape(value, read)
-    for item, plan in stated:
-        check_shape(read_object(read_object(item, "plan").get("plan"), "plan"), plan)
+        parts["failures"] = read.outcomes
+    for key, stated in parts.items():
+        for item, one in zip(read_list(value.get(key), key), stated, strict=True):
+            if one.plan is not None:
+                check_shape(read_object(read_object(item, "plan").get("plan"), "plan"), one.plan)
 
 
 def _mesh_answer(mesh: MeshPlans, text: str) -> Answer:
@@ -387,7 +381,6 @@ RANGES: tuple[Column[RangeReport], ...] = (
 
 
 def _verdict(report: Verification) -> str:
-    """Return what is proved of a recomputed rate."""
     if report.exact_rate is None:
         return "one GPU, nothing moves"
     return rate_verdict(0.0 if report.optimal else 1 - report.rate / report.bound)

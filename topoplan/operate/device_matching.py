@@ -40,7 +40,6 @@ def match_gpus(
     """Return the GPUs to measure, in the topology's order, and notes on their identification.
 
     topology: one server.
-    gpus: GPU numbers in the topology; None for all visible ones.
     bus_ids: PCI bus ids of the GPUs that CUDA shows, in its order.
 
     >>> import topoplan

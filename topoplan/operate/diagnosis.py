@@ -181,7 +181,6 @@ def _fewer_nics(server: Topology, _found: Resemblance) -> list[Fault]:
 
 
 def _counted(nics: int) -> str:
-    """Return a number of NICs in words."""
     return {0: "no NIC", 1: "1 NIC"}.get(nics, f"{nics} NICs")
 
 
@@ -322,7 +321,6 @@ def _whole_bundle(first: str, second: str, count: int, rate: float, there: Link 
 
 
 def _better(first: Link | None, second: Link | None) -> Link | None:
-    """Return the faster direction that is present, or None."""
     return max((one for one in (first, second) if one), key=lambda one: one.bandwidth, default=None)
 
 
@@ -424,7 +422,6 @@ def machine_warnings(topology: Topology, *, gpus: Iterable[str] | None = None) -
 
 
 def _places(topology: Topology, fault: Fault) -> list[tuple[str, ...]]:
-    """Return the devices of a fault, and their counterparts in the other servers that have it too."""
     servers = {device.name: device.server for device in topology.devices}
     copies = [tuple(_moved(name, servers[name], other) for name in fault.devices) for other in fault.servers]
     return [fault.devices, *copies]
@@ -472,12 +469,10 @@ def _in_all(fault: Fault, server: str, others: Sequence[str]) -> Fault:
 
 
 def _moved(name: str, server: str, other: str) -> str:
-    """Return the name of a device's counterpart in an isomorphic server."""
     return f"{other}.{name.removeprefix(f'{server}.')}"
 
 
 def _rows(topology: Topology) -> list[Fault]:
-    """Return rows that a reader had to fill in."""
     return [
         Fault("row missing", note.devices, "no row, filled in from the others", "a whole listing")
         for note in topology.notes

@@ -310,7 +310,6 @@ class HopTable:
 
 
 def _rounded(values: Floats) -> Floats:
-    """Round to `DIGITS` significant digits."""
     scale = 10.0 ** np.floor(np.log10(np.where(values > 0, values, 1.0)))
     return np.asarray(np.round(values / scale, DIGITS) * scale, dtype=np.float64)
 

@@ -148,7 +148,6 @@ def best_mesh(
     """Return the placements of a mesh, the one whose axes run fastest at once first.
 
     topology: all its GPUs are ranks.
-    mesh, axes: as for `topoplan.plan_mesh`.
     given: index of every rank's GPU now.
 
     If both axes need the same rate, dp goes into the servers, and tp half across:

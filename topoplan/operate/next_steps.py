@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from topoplan.machine.hardware import compute_capability
 from topoplan.machine.topology import Topology
@@ -34,19 +34,10 @@ MOST_STEPS = 5
 """Most steps for findings alone."""
 
 VerdictKind = Literal[
-    "wrong results", "another machine", "slow", "small sizes only", "as expected", "not judged"
+    "wrong results", "another machine", "slow", "small sizes only", "not judged", "as expected"
 ]
+KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
 """Kinds of a verdict, most serious first."""
-
-KINDS: tuple[VerdictKind, ...] = (
-    "wrong results",
-    "another machine",
-    "slow",
-    "small sizes only",
-    "not judged",
-    "as expected",
-)
-
 
 OF_RING = 0.6
 """Least part of a ring's or tree's rate that a run without NVLS reaches, if nothing else is wrong."""
@@ -190,7 +181,6 @@ def log_steps(
     """Return the next steps after the verdicts on a log, most likely cause first.
 
     command: the machine as the commands take it, such as ``dgx-h100``.
-    servers: servers of the allocation.
     healthy: the description of the machine that ran shows all its NVLinks.
     ranks: the ranks that ran, which tell the machine.
     """
@@ -308,7 +298,6 @@ def _fitting(model: str, gpus: int) -> Iterator[Topology]:
 
 
 def _nic_option(machine: Topology) -> str:
-    """Return the option for the speed of a machine's NICs, if it states one."""
     names = {device.model for device in machine.devices if device.kind == "nic"}
     speeds = {match[1] for name in names if (match := re.search(r"(\d+) Gb/s", name))}
     return f" --nic-bandwidth {speeds.pop()}Gb/s" if len(speeds) == 1 else " --nic-bandwidth RATE"

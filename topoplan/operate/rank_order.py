@@ -13,6 +13,7 @@ hop inside it; and the width at which hops as wide still join all ranks in both 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,10 +23,11 @@ from math import lcm
 import numpy as np
 
 from topoplan.errors import InfeasibleError, UsageError
+from topoplan.machine.fabric_structure import components
 from topoplan.machine.topology import Topology
 from topoplan.operate.link_loads import DIGITS, HopLoads, HopTable, OrderRates, least
 from topoplan.schedules.hamiltonian_cycles import all_cycles
-from topoplan.schedules.nccl_server_channels import summed
+from topoplan.schedules.nccl_server_channels import Loads, summed
 from topoplan.solve.cuts_and_partitions import FlowNetwork
 
 MOST_RANKS, MOST_SERVERS = 128, 32
@@ -40,10 +42,10 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     several = len(hops.servers) > 1
     limits: list[Fraction] = []
     if hops.size <= MOST_RANKS:
-        limits += _by_hops(hops)
+        limits += _by_hops(hops, hops.size, hops.hop)
     if several:
         if hops.size > MOST_RANKS and len(hops.servers) <= MOST_SERVERS:
-            limits += _by_server_hops(hops)
+            limits += _by_hops(hops, len(hops.servers), hops.ways.between)
         limits += _by_ports(hops)
         cuts = dict.fromkeys(frozenset(group) for group in groups)
         limits += _by_flows(hops, [cut for cut in cuts if 1 < len(cut) < len(hops.servers)])
@@ -52,35 +54,20 @@ def ring_bound(hops: HopLoads, groups: Sequence[Sequence[int]] = ()) -> Fraction
     return min(limits, default=Fraction(0))
 
 
-def _by_hops(hops: HopLoads) -> list[Fraction]:
-    """Return the largest rate at which hops join all ranks in both directions."""
+def _by_hops(hops: HopLoads, count: int, hop: Callable[[int, int], Loads | None]) -> list[Fraction]:
+    """Return the largest rate at which hops between so many ranks or servers join all in both directions."""
     rates = [
-        [hops.rate(hops.hop(tail, head)) if tail != head else Fraction(0) for head in range(hops.size)]
-        for tail in range(hops.size)
-    ]
-    return [_joining(rates)] if hops.size > 1 else []
-
-
-def _by_server_hops(hops: HopLoads) -> list[Fraction]:
-    count = len(hops.servers)
-    rates = [
-        [hops.rate(hops.ways.between(tail, head)) if tail != head else Fraction(0) for head in range(count)]
+        [hops.rate(hop(tail, head)) if tail != head else Fraction(0) for head in range(count)]
         for tail in range(count)
     ]
-    return [_joining(rates)]
+    return [_joining(rates)] if count > 1 else []
 
 
 def _joining(rates: Sequence[Sequence[Fraction]]) -> Fraction:
     """Return the largest rate at which the graph of hops is strongly connected."""
     known = sorted({rate for row in rates for rate in row if rate})
-    low, high = 0, len(known)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _strong(rates, known[middle - 1]):
-            low = middle
-        else:
-            high = middle - 1
-    return known[low - 1] if low else Fraction(0)
+    joining = bisect_left(known, True, key=lambda rate: not _strong(rates, rate))
+    return known[joining - 1] if joining else Fraction(0)
 
 
 def _strong(rates: Sequence[Sequence[Fraction]], least: Fraction) -> bool:
@@ -287,27 +274,18 @@ def near_servers(hops: HopLoads) -> Levels:
     ]
     members = list(kinds.values())
     for reach in sorted({*apart.values(), *inside} - {Fraction(0)}):
-        root = list(range(len(members)))
-        for (a, b), length in apart.items():
-            if length <= reach:
-                first, second = sorted((_root(root, a), _root(root, b)))
-                root[second] = first
+        near = np.array([pair for pair, length in apart.items() if length <= reach], dtype=np.int64)
+        part = components(len(members), *near.reshape(-1, 2).T).tolist()
         groups: dict[object, list[int]] = {}
         for kind, servers in enumerate(members):
             joined = inside[kind] <= reach
             for server in servers:
                 # servers on one switch farther away than this reach are alone
-                groups.setdefault(_root(root, kind) if joined else (kind, server), []).append(server)
+                groups.setdefault(part[kind] if joined else (kind, server), []).append(server)
         level = tuple(sorted(tuple(sorted(group)) for group in groups.values()))
         if level != levels[-1]:
             levels.append(level)
     return tuple(levels)
-
-
-def _root(root: list[int], kind: int) -> int:
-    while root[kind] != kind:
-        kind = root[kind]
-    return kind
 
 
 def _listed(table: HopTable, size: int, *, tree: bool, closed: bool = True) -> Order:

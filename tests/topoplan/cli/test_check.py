@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import topoplan
+from tests.support.checkout import Done, Run
 from tests.support.damaged_machines import as_text, read_library
 from tests.support.fake_machine.fixtures import Installer
-from topoplan.cli.main import main
+from tests.topoplan.cli.conftest import Told
 from topoplan.errors import UsageError
 from topoplan.operate.diagnosis import diagnose
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = main(arguments)
-    told = capsys.readouterr()
-    return status, told.out, told.err
 
 
 @pytest.fixture
@@ -34,28 +30,27 @@ def broken(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_faults_are_named_with_their_cost(broken: str, capsys: pytest.CaptureFixture[str]) -> None:
+def faults_of(found: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    return [(fault["kind"], fault["devices"]) for fault in found["faults"]]
+
+
+def test_faults_are_named_with_their_cost(broken: str, told: Told) -> None:
     """75 GB/s where a whole DGX-1V does 85.71; a dead doubled link alone leaves 78.57, a halved one 82.14."""
-    status, out, _ = run(capsys, "check", broken, "--json")
-    told = json.loads(out)
-    assert (status, told["healthy"], told["resembles"]) == (1, False, "dgx-1v")
-    assert [(fault["kind"], fault["devices"]) for fault in told["faults"]] == [
-        ("link missing", ["gpu0", "gpu3"]),
-        ("link missing", ["gpu1", "gpu5"]),
-    ]
-    assert told["faults"][1]["is"] == "1 NVLink of 25 GB/s"
-    assert told["faults"][1]["should_be"] == "2 NVLinks of 25 GB/s"
-    costs = [fault["cost"]["allreduce"] for fault in told["faults"]]
+    found = told(f"check {broken}", status=1)
+    assert (found["healthy"], found["resembles"]) == (False, "dgx-1v")
+    assert faults_of(found) == [("link missing", ["gpu0", "gpu3"]), ("link missing", ["gpu1", "gpu5"])]
+    assert found["faults"][1]["is"] == "1 NVLink of 25 GB/s"
+    assert found["faults"][1]["should_be"] == "2 NVLinks of 25 GB/s"
+    costs = [fault["cost"]["allreduce"] for fault in found["faults"]]
     assert [cost["now"] for cost in costs] == pytest.approx([75, 75])
     assert [cost["healthy"] for cost in costs] == pytest.approx([600 / 7] * 2)
     assert [cost["alone"] for cost in costs] == pytest.approx([550 / 7, 575 / 7])
 
 
-def test_the_text_says_it_in_lines_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_says_it_in_lines_that_fit(run: Run) -> None:
     """Four A100 with half the wires between two of them."""
-    path = tmp_path / "four.json"
-    path.write_text(topoplan.slow_links("nvlink-x4", {"gpu0-gpu1": 50}).to_json())
-    status, out, _ = run(capsys, "check", str(path), "--collective", "allgather")
+    slow = topoplan.slow_links("nvlink-x4", {"gpu0-gpu1": 50}).to_json()
+    status, out, _ = run("check - --collective allgather", stdin=slow)
     lines = out.splitlines()
     assert status == 1
     assert lines == [
@@ -75,45 +70,38 @@ def test_the_text_says_it_in_lines_that_fit(tmp_path: Path, capsys: pytest.Captu
     assert max(map(len, lines)) <= 120
 
 
-def test_a_healthy_machine_and_an_allocation_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_healthy_machine_and_an_allocation_of_it(done: Done) -> None:
     healthy = "dgx-1v, 8 GPUs: healthy\ncompared     with dgx-1v\n\nnext step    nothing to do\n"
-    assert run(capsys, "check", "dgx-1v")[:2] == (0, healthy)
-    path = tmp_path / "part.json"
-    path.write_text(topoplan.load("dgx-1v").subset([1, 4, 5, 7]).to_json())
-    status, out, _ = run(capsys, "check", str(path))
-    assert (status, out.splitlines()[1]) == (0, "compared     with dgx-1v, of which 4 of 8 GPUs are here")
+    assert done("check dgx-1v") == healthy
+    part = done("check -", stdin=topoplan.load("dgx-1v").subset([1, 4, 5, 7]).to_json())
+    assert part.splitlines()[1] == "compared     with dgx-1v, of which 4 of 8 GPUs are here"
+    with pytest.raises(UsageError, match="collective 'foo' is unknown"):
+        topoplan.check("dgx-1v", "foo")
 
 
-def test_a_fault_that_costs_nothing_is_named_and_not_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_that_costs_nothing_is_named_and_not_wrong(done: Done, told: Told) -> None:
     """A GPU that states another NUMA node than the CPU above it is a remark: exit status 0."""
     machine = read_library("dgx-1v")
     nodes = {"cpu0": 0, "cpu1": 1, "gpu0": 1}
     for device in machine["devices"]:
         device.update({"numa": nodes[device["name"]]} if device["name"] in nodes else {})
-    path = tmp_path / "numa.json"
-    path.write_text(json.dumps(machine))
-    status, out, _ = run(capsys, "check", str(path))
-    assert (status, out.splitlines()[0]) == (0, "dgx-1v, 8 GPUs: 1 fault that costs no bandwidth")
-    told = json.loads(run(capsys, "check", str(path), "--json")[1])
-    assert (told["healthy"], told["faults"][0]["wrong"], told["faults"][0]["rated"]) == (False, False, True)
+    text = json.dumps(machine)
+    head = "dgx-1v, 8 GPUs: 1 fault that costs no bandwidth"
+    assert done("check -", stdin=text).splitlines()[0] == head
+    found = told("check -", stdin=text)
+    (fault,) = found["faults"]
+    assert (found["healthy"], fault["wrong"], fault["rated"]) == (False, False, True)
 
 
 @pytest.mark.parametrize(("name", "link"), [("dgx-1v", "pcie0-gpu0"), ("dgx-h100", "gpu3-pcie3")])
-def test_a_slow_pcie_link_that_no_rated_plan_crosses_is_wrong(
-    name: str, link: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_pcie_link_that_no_rated_plan_crosses_is_wrong(run: Run, name: str, link: str) -> None:
     """An all_reduce over NVLink says nothing about a card at 3 GB/s: not rated, exit status 1."""
-    path = tmp_path / "slot.json"
-    path.write_text(topoplan.slow_links(name, {link: 3}).to_json())
-    status, out, _ = run(capsys, "check", str(path))
+    slow = topoplan.slow_links(name, {link: 3})
+    status, out, _ = run("check -", stdin=slow.to_json())
     assert (status, out.splitlines()[0]) == (1, f"{name}, 8 GPUs: 1 fault")
     assert "LnkSta" in out
     assert "not rated" in out
-    found = topoplan.check(path)
+    found = topoplan.check(slow)
     assert (found.ok, found.to_dict()["healthy"]) == (False, False)
     assert (found.rows[0]["wrong"], found.rows[0]["rated"]) == (True, False)
 
@@ -123,87 +111,63 @@ def test_a_slow_pcie_link_is_rated_if_plans_cross_it() -> None:
     assert (row["kind"], row["rated"], row["wrong"]) == ("PCIe slow", True, True)
 
 
-def test_an_unknown_collective_is_refused_of_a_healthy_machine_too() -> None:
-    with pytest.raises(UsageError, match="collective 'foo' is unknown"):
-        topoplan.check("dgx-1v", "foo")
-
-
 def test_plan_warns_of_what_hurts_the_allocation_and_json_has_it_in_its_notes(
-    broken: str, capsys: pytest.CaptureFixture[str]
+    broken: str, done: Done, told: Told
 ) -> None:
     """Below the verdict; not of what was taken out on request."""
-
-    def warned(*words: str) -> list[str]:
-        _, out, _ = run(capsys, "plan", *words)
-        assert out.startswith("all_reduce on ")
-        return [line.removeprefix("warning: ") for line in out.splitlines() if line.startswith("warning: ")]
-
     dead = "gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s"
     halved = "gpu1-gpu5: 1 NVLink of 25 GB/s, should be 2 NVLinks of 25 GB/s"
-    assert warned(broken) == [dead, halved]
-    assert warned(broken, "--gpus", "0-3") == [dead]
-    assert warned(broken, "--gpus", "4-7") == []
-    assert warned(broken, "--bound-only") == [dead, halved]
-    assert warned("dgx-1v", "--without-link", "gpu0-gpu3") == []
-    _, out, _ = run(capsys, "plan", broken, "--json")
-    assert json.loads(out)["notes"][0] == f"warning: {dead}"
+    for asked, warned in (
+        (broken, [dead, halved]),
+        (f"{broken} --gpus 0-3", [dead]),
+        (f"{broken} --gpus 4-7", []),
+        (f"{broken} --bound-only", [dead, halved]),
+        ("dgx-1v --without-link gpu0-gpu3", []),
+    ):
+        lines = done(f"plan {asked}").splitlines()
+        assert lines[0].startswith("all_reduce on ")
+        assert [line for line in lines if line.startswith("warning: ")] == [
+            f"warning: {one}" for one in warned
+        ]
+    assert told(f"plan {broken}")["notes"][0] == f"warning: {dead}"
 
 
-def test_gpus_in_mig_mode_are_planned_through_the_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_in_mig_mode_are_planned_through_the_host(told: Told) -> None:
     """Eight GPUs on two PCIe switches: 10 GB/s with peer access; every byte of seven copies up an uplink else."""
     machine = read_library("pcie-x8")
     for device in machine["devices"]:
         if device["kind"] == "gpu":
             device["facts"] = {"mig": "MIG-a,MIG-b"}
-    path = tmp_path / "mig.json"
-    path.write_text(json.dumps(machine))
-    whole = topoplan.load(path)
+    text = json.dumps(machine)
+    whole = topoplan.load(text)
     assert topoplan.load(whole.to_json()) == whole
     assert topoplan.plan(whole).rate == pytest.approx(48 / 14)
-    told = json.loads(run(capsys, "check", str(path), "--json")[1])
-    assert [(fault["kind"], len(fault["devices"])) for fault in told["faults"]] == [("MIG", 8)]
-    assert told["faults"][0]["cost"]["allreduce"]["healthy"] == pytest.approx(10)
+    (fault,) = told("check -", status=1, stdin=text)["faults"]
+    assert (fault["kind"], len(fault["devices"])) == ("MIG", 8)
+    assert fault["cost"]["allreduce"]["healthy"] == pytest.approx(10)
 
 
 def test_this_machine_is_checked_without_a_name(
-    fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: Told
 ) -> None:
     """A probed DGX-1V with a dead and a slow NVLink, of which the driver's own words are notes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake_here("dead_nvlinks")
-    status, out, _ = run(capsys, "check", "--json")
-    told = json.loads(out)
-    assert status == 1
-    assert [(fault["kind"], fault["devices"]) for fault in told["faults"]] == [
-        ("link missing", ["gpu0", "gpu3"]),
-        ("link slow", ["gpu5", "gpu6"]),
-    ]
-    assert "warning: gpu0: NVLink 2 of 6 is down" in told["notes"]
+    found = told("check", status=1)
+    assert faults_of(found) == [("link missing", ["gpu0", "gpu3"]), ("link slow", ["gpu5", "gpu6"])]
+    assert "warning: gpu0: NVLink 2 of 6 is down" in found["notes"]
+
+
+SOUND = ("dgx1p", "dgx1v", "dgx2", "dgx_a100", "dgx_h100", "pcie_box", "hidden_switch")
+AMISS = {"one_mig": ["MIG"], "lost_gpu": ["told", "told"], "refused_p2p": ["link missing"]}
+"""MIG mode, a GPU that does not answer, and a link that may not be used."""
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("machine", "wanted"),
-    [
-        *(
-            (name, [])
-            for name in ("dgx1p", "dgx1v", "dgx2", "dgx_a100", "dgx_h100", "pcie_box", "hidden_switch")
-        ),
-        ("one_mig", ["MIG"]),
-        ("lost_gpu", ["told", "told"]),
-        ("refused_p2p", ["link missing"]),
-    ],
-)
+@pytest.mark.parametrize("machine", [*SOUND, *AMISS])
 def test_probed_machines(
-    machine: str,
-    wanted: list[str],
-    fake_here: Installer,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    machine: str, fake_here: Installer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Sound ones give no alarm; MIG mode, a GPU that does not answer and a link that may not be used are named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fake_here(machine)
-    assert [fault.kind for fault in diagnose(topoplan.probe()).faults] == wanted
+    assert [fault.kind for fault in diagnose(topoplan.probe()).faults] == AMISS.get(machine, [])

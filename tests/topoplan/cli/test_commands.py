@@ -12,9 +12,7 @@ import pytest
 import topoplan
 from tests.support.checkout import Done
 from tests.support.perf_logs import PerfLog
-
-PAIR = "     GPU0 GPU1 CPU Affinity\nGPU0  X   NV2  0-15\nGPU1 NV2   X   0-15\n"
-"""The text of nvidia-smi topo -m for two GPUs, on stdin."""
+from tests.topoplan.cli.conftest import PAIR
 
 FILES: dict[str, Callable[[], str]] = {
     "plan.json": lambda: topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7]).to_json(),
@@ -56,12 +54,7 @@ plan dgx-1v --gpus 5-2  |  5-2  |  write 2-5
 plan dgx-1v --gpus 1e9  |  '1e9'  |  such as 1,4,5,7
 compare dgx-1v --gpu-counts 3-8  |  --gpu-counts  |  --all-allocations
 compare dgx-1v --all-allocations --gpu-counts 9  |  got 9  |  2 to 8
-plan dgx-1v --gpus 99999999999999999999  |  99999999999999999999  |  such as 1,4,5,7
-plan dgx-1v --gpus 0-999999  |  GPU 8  |  0 to 7
-compare dgx-1v --gpus 0,9  |  GPU 9  |  0 to 7
-simulate dgx-1v --gpus 0,9  |  GPU 9  |  0 to 7
 plan dgx-1v --collective brodcast  |  'brodcast'  |  did you mean broadcast?
-compare dgx-1v --collective brodcast  |  'brodcast'  |  did you mean broadcast?
 simulate dgx-1v --collective xyz  |  'xyz'  |  use one of allreduce
 plan dgx-1v --root 0  |  allreduce has no root  |  leave out
 plan dgx-1v --collective broadcast --gpus 1,2 --root 3  |  root 3  |  1, 2
@@ -105,7 +98,6 @@ bench plan.json --backend smoke  |  'smoke'  |  loopback  |  tcp
 bench plan.json --dtype float8  |  'float8'  |  float32
 bench plan.json --dtype 99999999999i4  |  '99999999999i4'  |  float32
 bench plan.json --sizes 1024TB  |  memory  |  choose smaller --sizes
-bench plan.json --sizes 8KB:1KB  |  '8KB:1KB'  |  for example
 bench plan.json --backend tcp --np 5  |  4 ranks  |  not for 5  |  --np 4
 bench plan.json --scale 0.1  |  --scale belongs to --paced
 bench plan.json --seed 1  |  --seed belongs to --chaos
@@ -120,10 +112,7 @@ plan v100x4 --plot f.png --font 'Nosuch Sans'  |  the font 'Nosuch Sans' is not 
 plan v100x4 --plot f.png --plot-format docx  |  'docx' is not a figure format; use png, svg or pdf
 # files in the wrong place
 show plan.json  |  plan.json: this is a plan, not a machine; topoplan verify, simulate, export and bench take it
-plan plan.json  |  this is a plan, not a machine
-compare plan.json  |  this is a plan, not a machine
 verify dgx-1v  |  topoplan plan dgx-1v -o F.json makes a plan
-bench dgx-1v  |  topoplan plan dgx-1v -o F.json makes a plan
 bench nowhere.json  |  made by topoplan plan
 check dgx-1x  |  did you mean
 check run.log  |  run.log
@@ -136,17 +125,11 @@ simulate plan.json TWO  |  --servers does not go with a plan file
 simulate plan.json --without-gpu 1  |  --without-gpu does not go with a plan file
 export plan.json --to nccl-graph --server s0  |  --server does not go with a plan file
 compare v100x4 --dpi 300  |  --dpi belongs to a figure; add --plot F.png
-compare v100x4 --plot-size 6x4  |  --plot-size belongs to a figure
 compare dgx-1v --gpus 3 --plot f.png  |  leave out --plot
 simulate dgx-2 --headroom 1.2  |  must be a part of a link from 0.01 to 1, such as 0.95, got '1.2'
 # clusters and degraded machines
-show dgx-1v --servers 2  |  --servers needs the rate of a NIC
-compare dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist
-simulate dgx-1v --without-link gpu0-gpu5  |  link gpu0-gpu5 does not exist
 plan dgx-1v --helpers 2  |  --helpers belongs to --servers
 plan dgx-1v --servers 2  |  --servers needs the rate of a NIC; add --nic-bandwidth
-plan dgx-1v --nics 2  |  --nics belongs to --servers
-plan dgx-1v --leaf-size 2  |  --leaf-size belongs to --servers
 plan dgx-1v --servers 0 --nic-bandwidth 1Gb/s  |  must be a whole number of 1 or more, got '0'
 plan dgx-1v --servers 2 --nic-bandwidth 0Gb/s  |  must be a rate above zero with its unit  |  got '0Gb/s'
 plan dgx-1v --servers 2 --nic-bandwidth 9e9Gb/s  |  must be a bandwidth below 1e6 Gb/s, got '9e9Gb/s'
@@ -190,8 +173,6 @@ plan dgx-1v --slow-link nic0-pcie0=5 --without-device nic0  |  that --without-de
 plan dgx-1v --without-gpu 1 --gpus 0-3  |  GPU 1 is named by --gpus and by --without-gpu
 plan dgx-1v --without-gpu 5 --root 5 --collective broadcast  |  root 5 is not in the allocation 0, 1
 plan dgx-1v --without-gpu 0-7  |  all 8 GPUs of dgx-1v are taken out
-plan dgx-1v --without-gpu 8  |  GPU 8 is out of range
-plan dgx-1v --without-gpu 5-3  |  the range 5-3 runs backwards; write 3-5
 plan dgx-1v --gpus RANGES  |  names more than 1,048,576 GPUs
 plan dgx-1v --gpus DIGITS  |  is not a list of GPU numbers
 plan dgx-1v --sizes SIZES  |  more than 1,024 sizes are listed
@@ -208,12 +189,9 @@ plan v100x4 --sizes --engine windows --channels pcie  |  needs GPUs in one NVLin
 plan dgx-h100 --sizes 1KB --engine windows --in-network nvswitch  |  does not cover switches that copy or add
 # plan --sizes
 plan v100x4 --sizes 1KB:1MB --method mwu  |  --method does not go with --sizes; leave one of them out
-plan v100x4 --sizes 1KB:1MB --order trees  |  --order does not go with --sizes; leave one of them out
 plan v100x4 --sizes 1KB:1MB --method mwu --epsilon 0.1  |  --epsilon does not go with --sizes
 plan v100x4 --sizes 1KB:1MB --threshold 0.1  |  --threshold belongs to --method mwu
 plan v100x4 --sizes 1KB:1MB -o - --json  |  -o - and --json both print to stdout
-plan v100x4 --sizes 1KB:1MB --gpus 0,9  |  GPU 9
-plan v100x4 --sizes 1KB:1MB --collective gather  |  collective 'gather' is unknown
 # plan --mesh
 plan dgx-a100 --mesh dp=2,tp=4 --sizes  |  --mesh does not go with --sizes
 plan dgx-a100 --mesh dp=2,tp=4 --root 1  |  --root does not go with --mesh
@@ -229,7 +207,6 @@ plan v100x4 --survive 1 --mesh dp=2,tp=2  |  --mesh
 plan v100x4 --survive 1 --schedule ring  |  --schedule
 plan v100x4 --survive 1 --method mwu  |  --method
 plan v100x4 --survive 1 --channels nvlink+pcie  |  take one forest, not channels nvlink+pcie
-plan v100x4 --survive 1 --json --csv  |  both print to stdout
 # all-to-all
 plan dgx-1v --collective alltoall --sizes  |  all_to_all is planned by paths
 plan dgx-1v --collective alltoall --method three-phase  |  method 'three-phase' does not apply
@@ -244,16 +221,28 @@ export dgx-1v --to nccl-topo --without-link 'gpu0->gpu3'  |  gpu3->gpu0 (nvlink)
 export dgx-1v --to nccl-topo --server s9  |  dgx-1v has no server 's9'; it has s0
 export dgx-1v --to nccl-graph --gpus 3  |  dgx-1v has 1 GPU here
 export dgx-1v --to nccl-topo -o /no/such/folder/f.xml  |  folder /no/such/folder does not exist
-export dgx-1v --to nccl-topo --gpus 9  |  GPU 9 is out of range
 export none --to svg  |  format 'svg' is unknown; known ones are nccl-graph, nccl-topo
 export dgx-1v --to nccl_topo  |  did you mean nccl-topo?
 export dgx-1v  |  --to
 export plan.json --to nccl-topo --max-blocks 4  |  --max-blocks does not go with nccl-topo
 export dgx-1v --to mscclpp  |  mscclpp takes a plan
 export plan.json --to mscclpp --size 1000  |  1000 bytes are not a multiple
+# recommend
+recommend dgx-1v  |  say how many GPUs the job has with --count
+recommend dgx-1v --count 0  |  must be a number of GPUs
+recommend dgx-1v --jobs 4,x  |  must be a list of numbers of GPUs such as 4,2,2, got '4,x'
+recommend dgx-1v --jobs 4 --count 2  |  say how many GPUs the job has with --count 4, or of several
+recommend dgx-1v --jobs 4,6  |  jobs of 4 and 6 GPUs do not fit on 8
+recommend dgx-1v --count 2 --free 0-3 --without-gpu 1  |  GPU 1 is named by --free and
+compare FOUR --without-each-server --all-allocations  |  --all-allocations does not go with --without-each-server
+# report
+report v100x4  |  report needs an output file; give one with -o
+report v100x4 -o no/x.html  |  does not exist; make it
+report v100x4 -o x.html --sizes 0  |  needs a size above zero bytes
+report v100x4 -o x.html --gpus 9  |  GPU 9
+report nosuch -o x.html  |  nosuch
 # explain
 explain run.log  |  add --machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)
-explain run.log --machine dgx-h100 --json --csv  |  --json and --csv
 explain run.log --machine dgx-h100 --gpus 0-3  |  of 8 ranks, but --gpus names 4; name the GPUs that ran
 explain run.log --machine v100x4  |  rank 4 of the log ran on device 4 of node1, and v100x4 has 4 GPUs
 explain run.log --machine dgx-h100 --collective gather  |  gather
@@ -286,8 +275,6 @@ order dgx-1v --hosts a,b  |  names must be one for each of 1 hosts, got 2 differ
 order dgx-1v --gpus 1  |  an order needs two ranks or more, got 1
 order dgx-1v --gpus 1,1  |  GPU 1 is named twice
 order dgx-1v --mesh dp=3  |  the mesh must have as many ranks as GPUs, 8, got dp 3
-order dgx-1v --mesh dp=x  |  'dp=x' must be axes with whole numbers of ranks
-order dgx-1v --axes dp  |  --axes belongs to --mesh
 order dgx-1v --preset megatron  |  --preset belongs to --mesh
 order dgx-1v --mesh dp=2,tp=4
     |  --mesh needs the weights of its 2 axes  |  such as dp=1,tp=8, or --preset megatron (tp inside
@@ -312,7 +299,6 @@ pairs FOUR --format ssh --hosts pairs.csv  |  is not a host name
 pairs FOUR --format ssh --hosts n[1-3]  |  3 names for 4 servers
 pairs FOUR --hosts n[1-4]  |  --hosts is for scripts
 pairs FOUR --format ssh --size 0  |  a test of 0 bytes measures nothing
-pairs FOUR --json --csv  |  both print to stdout
 pairs FOUR --results pairs.csv --csv  |  do not go together
 pairs dgx-1v --gpus 2  |  pair tests need two GPUs or more, got 1
 pairs - --results -  |  stdin is read once
@@ -366,11 +352,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("command", "fragments"), rows(REFUSED))
 def test_is_one_line_with_value_and_remedy(
-    refused: Done,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    fragments: tuple[str, ...],
+    refused: Done, folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, fragments: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(folder)
     line = refused(*words_of(command), stdin=PAIR)

@@ -71,7 +71,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def has(page: str, action: argparse.Action) -> bool:
-    """Whether a page has the entry of an option or argument."""
     written = action.option_strings[0] if action.option_strings else str(action.metavar)
     return re.search(rf"^  {re.escape(written)}([ ,]|$)", page, re.MULTILINE) is not None
 

@@ -23,13 +23,13 @@ from topoplan.reading.load import library
 from topoplan.units import name_ranges, parse_bandwidth, parse_gpu_list
 
 
-def on_a_terminal(*arguments: str, columns: int) -> list[str]:
-    """What a command prints where stdout is a terminal of so many columns."""
+def on_a_terminal(*arguments: str, stream: str = "stdout", columns: int = 80) -> str:
+    """What a process of Python writes to a stream that is a terminal of so many columns."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        [sys.executable, "-m", "topoplan", *arguments], stdout=theirs, env=environment, cwd=ROOT
-    ) as process:
+        [sys.executable, *arguments], env=environment, cwd=ROOT, **{stream: theirs}
+    ) as process:  # type: ignore[call-overload]
         os.close(theirs)
         read = b""
         while True:
@@ -41,25 +41,20 @@ def on_a_terminal(*arguments: str, columns: int) -> list[str]:
                 break
             read += part
     os.close(ours)
-    assert process.returncode == 0
-    return read.decode().replace("\r\n", "\n").splitlines()
+    assert process.returncode == 0, read
+    return read.decode().replace("\r\n", "\n")
 
 
-def untimed(text: str) -> list[str]:
-    """The words, but for the time that it took."""
-    return re.sub(r"proved in \S+ \S+", "", text).split()
-
-
-def test_no_line_on_a_terminal_is_wider_than_it_and_no_word_is_lost(
-    done: Done,
-) -> None:
+def test_no_line_on_a_terminal_is_wider_than_it_and_no_word_is_lost(done: Done) -> None:
     """A wide terminal gets 120 columns; where nobody looks, and as JSON, lines stay whole."""
-    whole = done("plan", "mi250", "--bound-only")
+    command = ("-m", "topoplan", "plan", "mi250", "--bound-only")
+    whole = done("plan mi250 --bound-only")
     assert max(map(len, whole.splitlines())) > 120
-    lines = on_a_terminal("plan", "mi250", "--bound-only", columns=300)
-    assert 100 < max(map(len, lines)) <= 120
-    assert untimed(" ".join(lines)) == untimed(whole)
-    assert len(on_a_terminal("plan", "mi250", "--bound-only", "--json", columns=60)) > 60
+    printed = on_a_terminal(*command, columns=300)
+    assert 100 < max(map(len, printed.splitlines())) <= 120
+    first, second = (re.sub(r"proved in \S+ \S+", "", text).split() for text in (printed, whole))
+    assert first == second
+    assert len(on_a_terminal(*command, "--json", columns=60).splitlines()) > 60
 
 
 def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half() -> None:
@@ -69,24 +64,19 @@ def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "head", "rows"),
+    ("line", "head", "rows"),
     [
-        (("list",), "name,GPUs,links", len(library())),
-        (("plan", "v100x4"), "count,channel,share,GB/s,root,height,tree", 2),
-        (("simulate", "v100x4", "--sizes", "1MB:2MB"), "schedule,size,count,type,redop,time,algbw,busbw", 6),
-        (("plan", "v100x4", "--sizes", "1MB:2MB"), "size,schedule,seconds,bound_seconds,ratio", 2),
+        ("list", "name,GPUs,links", len(library())),
+        ("plan v100x4", "count,channel,share,GB/s,root,height,tree", 2),
+        ("simulate v100x4 --sizes 1MB:2MB", "schedule,size,count,type,redop,time,algbw,busbw", 6),
+        ("plan v100x4 --sizes 1MB:2MB", "size,schedule,seconds,bound_seconds,ratio", 2),
     ],
-    ids=["list", "plan", "simulate", "sizes"],
 )
-def test_tables_are_comma_separated_values_too(
-    done: Done, arguments: tuple[str, ...], head: str, rows: int
-) -> None:
-    """One row under the names of the columns for each line of the table, and nothing else."""
-    out = done(*arguments, "--csv")
-    found = list(csv.reader(io.StringIO(out)))
-    assert ",".join(found[0]) == head
-    assert len(found) - 1 == rows
-    assert {len(row) for row in found} == {len(found[0])}
+def test_tables_are_comma_separated_values_too(done: Done, line: str, head: str, rows: int) -> None:
+    heads, *found = csv.reader(io.StringIO(done(f"{line} --csv")))
+    assert ",".join(heads) == head
+    assert len(found) == rows
+    assert {len(row) for row in found} == {len(heads)}
 
 
 @pytest.mark.parametrize(
@@ -112,15 +102,20 @@ def test_what_is_no_bandwidth_is_refused(text: str) -> None:
         parse_bandwidth(text)
 
 
-def test_options_take_bandwidths_in_bits_and_bytes(done: Done) -> None:
-    """A cluster with NICs of 12.5 GB/s is one with NICs of 100 Gb/s, and an NVLink of 200 Gb/s is one of 25 GB/s."""
-    four = ("plan", "v100x4", "--servers", "2", "--nics", "1", "--bound-only", "--nic-bandwidth")
-    equal = ("100Gb/s", "100Gbps", "100Gbit/s", "12.5GB/s", "0.1Tb/s")
-    assert len({done(*four, text).splitlines()[1] for text in equal}) == 1
-    old = done(*four[:-1], "--nic-gbps", "100")
-    assert old.splitlines()[1] == done(*four, "100Gb/s").splitlines()[1]
-    slow = ("plan", "v100x4", "--bound-only", "--slow-link")
-    assert len({done(*slow, f"gpu0-gpu1={text}").splitlines()[1] for text in ("5", "40Gb/s")}) == 1
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [
+            f"--servers 2 --nics 1 --nic-bandwidth {text}"
+            for text in ("100Gb/s", "100Gbps", "100Gbit/s", "12.5GB/s", "0.1Tb/s")
+        ]
+        + ["--servers 2 --nics 1 --nic-gbps 100"],
+        ["--slow-link gpu0-gpu1=5", "--slow-link gpu0-gpu1=40Gb/s"],
+    ],
+    ids=["NICs", "NVLinks"],
+)
+def test_options_take_bandwidths_in_bits_and_bytes(done: Done, lines: list[str]) -> None:
+    assert len({done(f"plan v100x4 --bound-only {line}").splitlines()[1] for line in lines}) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,6 @@ def test_ranges_of_gpus_are_what_options_read() -> None:
 
 
 def test_a_tree_in_brackets_is_the_tree() -> None:
-    """Every edge is there once, in the way that data takes."""
     edges = [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]
     names = [f"gpu{rank}" for rank in range(6)]
     for operation, arrow in (("broadcast", ">"), ("reduce", "<")):
@@ -159,12 +153,11 @@ def test_a_tree_in_brackets_is_the_tree() -> None:
 
 @pytest.mark.thorough
 def test_a_shell_completes_commands_options_and_machines(done: Done, tmp_path: Path) -> None:
-    """The script is run in bash itself."""
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash here")
     script = tmp_path / "complete.sh"
-    script.write_text(done("completion", "bash"))
+    script.write_text(done("completion bash"))
     (tmp_path / "mine.json").touch()
 
     def completed(*words: str) -> list[str]:
@@ -173,75 +166,48 @@ def test_a_shell_completes_commands_options_and_machines(done: Done, tmp_path: P
             f"source '{script}'; COMP_WORDS=({given}); COMP_CWORD={len(words)}; _shtab_topoplan; "
             'printf "%s\\n" "${COMPREPLY[@]}"'
         )
-        return subprocess.run(
-            [bash, "-c", ask], capture_output=True, text=True, check=True, cwd=tmp_path
-        ).stdout.split()
+        run = [bash, "-c", ask]
+        return subprocess.run(run, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split()
 
     assert completed("veri") == ["verify"]
     assert completed("plan", "dgx-1") == ["dgx-1p", "dgx-1v"]
     assert completed("plan", "mi") == ["mi250", "mi250x", "mi300x", "mine.json"]
     assert completed("bench", "x.json", "--back") == ["--backend"]
     assert set(COMMANDS) <= set(completed(""))
-    assert "_topoplan_machines" in done("completion", "zsh")
+    assert "_topoplan_machines" in done("completion zsh")
     assert main(["completion", "fish"]) == 2
 
 
 WIPED = "\r\x1b[K"
 
 
-def written_to_stderr(body: str) -> str:
-    """Return the output of a process on a terminal as stderr, while it runs some lines inside a progress line."""
-    main, terminal = pty.openpty()
-    lines = [
-        "import time",
-        "from topoplan.cli.output import progress_line",
-        "with progress_line('planning') as tell:",
-    ]
-    code = "\n".join([*lines, *(f"    {line}" for line in body.splitlines())])
-    with subprocess.Popen([sys.executable, "-c", code], stderr=terminal) as process:
-        os.close(terminal)
-        seen = b""
-        while True:
-            try:
-                part = os.read(main, 4096)
-            except OSError:
-                break
-            if not part:
-                break
-            seen += part
-    os.close(main)
-    assert process.returncode == 0, seen
-    return seen.decode()
+def during_progress(body: str) -> str:
+    """What is written to a terminal as stderr while lines run inside a progress line."""
+    head = "import time\nfrom topoplan.cli.output import progress_line\nwith progress_line('planning') as tell:\n"
+    return on_a_terminal("-c", head + "".join(f"    {line}\n" for line in body.splitlines()), stream="stderr")
 
 
 def test_after_a_second_the_line_shows_what_is_done_and_is_wiped() -> None:
-    """First the name of the work, then what the callback was told last; nothing is left."""
-    seen = written_to_stderr("time.sleep(1.3)\ntell('class 3 of 12')\ntime.sleep(0.4)")
+    """First the name of the work, then what the callback was told last; short work writes nothing."""
+    seen = during_progress("time.sleep(1.3)\ntell('class 3 of 12')\ntime.sleep(0.4)")
     assert seen.index("planning") < seen.index("[######                  ]  1 s  class 3 of 12")
     assert seen.endswith(WIPED)
-
-
-def test_what_is_done_at_once_writes_nothing() -> None:
-    """No flicker for short work, even if it reports."""
-    assert written_to_stderr("tell('class 3 of 12')") == ""
+    assert during_progress("tell('class 3 of 12')") == ""
 
 
 @pytest.mark.thorough
 def test_the_line_is_wiped_before_an_error_leaves() -> None:
-    """An error inside passes through, and its message starts on an empty line."""
-    seen = written_to_stderr("time.sleep(1.2)\nraise SystemExit(0)")
+    seen = during_progress("time.sleep(1.2)\nraise SystemExit(0)")
     assert "planning" in seen
     assert seen.endswith(WIPED)
 
 
 def test_without_a_terminal_there_is_no_callback() -> None:
-    """Under pytest stderr is not a terminal."""
     with progress_line("planning") as tell:
         assert tell is None
 
 
 def test_a_bar_is_full_when_all_is_counted_and_never_longer_than_its_frame() -> None:
-    """Every text and time gives a bar of the same width."""
     assert progress_bar("size 4 of 4", 1).startswith("[########################]")
     for text in ("size 0 of 4", "size 5 of 4", "packing"):
         for tenths in range(100):

@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 import topoplan
 from tests.support.checkout import Done
-from topoplan.cli.main import main
+from tests.topoplan.cli.conftest import Told
 from topoplan.cli.plan import tree_lines
 from topoplan.plans.shards import ImageShards
 
 
-def demand_file(folder: Path, text: str) -> str:
-    path = folder / "demand.json"
-    path.write_text(text)
-    return str(path)
-
-
-def test_a_plan_goes_through_its_file_and_all_commands(done: Done, tmp_path: Path) -> None:
+def test_a_plan_goes_through_its_file_and_all_commands(done: Done, told: Told, tmp_path: Path) -> None:
+    """Engines without paths are told of."""
     place = str(tmp_path / "plan.json")
-    said = done("plan", "v100x4", "--collective", "all-to-all", "-o", place)
+    said = done(f"plan v100x4 --collective all-to-all -o {place}")
     assert said.startswith("all_to_all on v100x4, 4 GPUs (gpu0-3), over NVLink: provably optimal\n")
     assert "algbw        125 GB/s, busbw 93.75 GB/s\n" in said
     assert "only 125 GB/s leave {gpu0,3}, and 2 x 2 blocks of 1/4 of a buffer must" in said
     assert "paths        18 of height 2 (exact)\n" in said
-    said = done("verify", place)
+    said = done(f"verify {place}")
     assert said.startswith("valid: all_to_all on v100x4, 4 GPUs (gpu0-3), over NVLink: provably optimal\n")
     assert "18 paths of height 2\n" in said
-    timed = json.loads(done("simulate", place, "--sizes", "64MB", "--json"))
-    assert timed["ring"] is None
-    assert timed["direct"]["rate"] == 100
+    timed = told(f"simulate {place} --sizes 64MB")
+    assert (timed["ring"], timed["direct"]["rate"]) == (None, 100)
     assert timed["plan"]["rows"][0]["busbw"] == pytest.approx(0.75 * timed["plan"]["rows"][0]["algbw"])
-    benched = done("bench", place, "--sizes", "64KB").splitlines()[-1].split()
+    benched = done(f"bench {place} --sizes 64KB").splitlines()[-1].split()
     assert (benched[1], benched[-1]) == ("4096", "0")
+    assert "so alltoall is left out" in done(f"export {place} --to msccl-xml", status=2)
+    assert "take paths; use simple" in done(f"export {place} --to mscclpp --protocol ll", status=2)
+    said = done(f"export {place} --to mscclpp -o {tmp_path}/engine.json")
+    assert "keeps 125 GB/s, all of the rate; 20 chunks" in said
+    assert "postcondition of all_to_all holds" in done(f"verify {tmp_path}/engine.json")
 
 
 @pytest.mark.parametrize(("machine", "direct"), [("v100x4", 100.0), ("dgx-1v", 4.0), ("dgx-2", 160.0)])
-def test_paths_stand_beside_direct_sends(done: Done, machine: str, direct: float) -> None:
-    (row,) = json.loads(done("compare", machine, "--collective", "alltoall", "--json"))["rows"]
+def test_paths_stand_beside_direct_sends(told: Told, machine: str, direct: float) -> None:
+    (row,) = told(f"compare {machine} --collective alltoall")["rows"]
     assert (row["nccl"], row["nccl_kind"]) == (direct, "direct sends")
     assert row["trees"] == row["bound"] >= direct
     assert row["nccl_ratio"] == pytest.approx(row["trees"] / direct)
 
 
-def test_a_demand_is_planned_in_the_time_of_its_cut(done: Done, tmp_path: Path) -> None:
-    path = demand_file(tmp_path, '{"bytes": [[0, 2000000], [500000, 0]]}')
-    asked = ("plan", "dgx-a100", "--gpus", "0,1", "--collective", "alltoall", "--demand", path)
-    said = done(*asked, "-o", str(tmp_path / "plan.json"))
+def test_a_demand_is_planned_in_the_time_of_its_cut(done: Done, told: Told, tmp_path: Path) -> None:
+    demand = '{"bytes": [[0, 2000000], [500000, 0]]}'
+    asked = "plan dgx-a100 --gpus 0,1 --collective alltoall --demand -"
+    said = done(f"{asked} -o {tmp_path}/plan.json", stdin=demand)
     assert "time         6.67 us for the demand" in said
     assert "only 300 GB/s leave {gpu0}, and 2e+06 bytes must: 6.67 us at least" in said
-    assert ": provably optimal\n" in done("verify", str(tmp_path / "plan.json"))
-    assert json.loads(done(*asked, "--json"))["certificate"]["kind"] == "demand"
+    assert ": provably optimal\n" in done(f"verify {tmp_path}/plan.json")
+    assert told(asked, stdin=demand)["certificate"]["kind"] == "demand"
 
 
 @pytest.mark.parametrize(
@@ -69,23 +67,8 @@ def test_a_demand_is_planned_in_the_time_of_its_cut(done: Done, tmp_path: Path) 
         ("bytes", "is not JSON"),
     ],
 )
-def test_a_file_that_is_no_demand_is_refused_in_one_line(
-    done: Done, tmp_path: Path, text: str, message: str
-) -> None:
-    path = demand_file(tmp_path, text)
-    asked = ("plan", "dgx-1v", "--gpus", "0,1", "--collective", "alltoall", "--demand", path)
-    assert message in done(*asked, status=2)
-
-
-def test_an_engine_without_paths_is_told_of_and_another_runs_them(done: Done, tmp_path: Path) -> None:
-    place, file = str(tmp_path / "plan.json"), str(tmp_path / "engine.json")
-    done("plan", "v100x4", "--collective", "alltoall", "-o", place)
-    assert "so alltoall is left out" in done("export", place, "--to", "msccl-xml", status=2)
-    assert "take paths; use simple" in done("export", place, "--to", "mscclpp", "--protocol", "ll", status=2)
-    assert "keeps 125 GB/s, all of the rate; 20 chunks" in done(
-        "export", place, "--to", "mscclpp", "-o", file
-    )
-    assert "postcondition of all_to_all holds" in done("verify", file)
+def test_a_file_that_is_no_demand_is_refused_in_one_line(refused: Done, text: str, message: str) -> None:
+    assert message in refused("plan dgx-1v --gpus 0,1 --collective alltoall --demand -", stdin=text)
 
 
 @pytest.fixture(scope="module")
@@ -98,40 +81,33 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_plan_of_512_gpus_prints_one_row(done: Done, cluster_file: str, tmp_path: Path) -> None:
     """One tree stands for 512; GPUs and edges are named at the beginning, with how many are left out."""
-    target = tmp_path / "plan.json"
-    out = done("plan", cluster_file, "--collective", "allgather", "-o", str(target))
+    out = done(f"plan {cluster_file} --collective allgather -o {tmp_path}/plan.json")
     assert len(out) < 3000
     assert "512 GPUs (s0-63.gpu0-7)" in out
     rows = [line for line in out.splitlines() if " … (511 edges)" in line]
     assert [row.split()[:4] for row in rows] == [["512", "1/512", "0.3968", "s0-63.gpu0-7"]]
-    checked = done("verify", str(target))
+    checked = done(f"verify {tmp_path}/plan.json")
     assert "512 trees of height 2\n" in checked
     assert checked.splitlines()[0].endswith(": provably optimal")
 
 
 @pytest.mark.thorough
-def test_simulate_of_512_gpus_beside_rings_across_servers(done: Done, cluster_file: str) -> None:
-    """Both are timed from their templates; at a large size the plan has its rate, and the rings theirs."""
-    out = done("simulate", cluster_file, "--collective", "allgather", "--sizes", "64GB", "--json")
-    value = json.loads(out)
+def test_simulate_of_512_gpus_beside_rings_across_servers(
+    told: Told, refused: Done, cluster_file: str, tmp_path: Path
+) -> None:
+    """Both are timed from their templates; at a large size the plan has its rate, and the rings theirs.
+
+    A trace of too many transfers is refused, and there is no file.
+    """
+    value = told(f"simulate {cluster_file} --collective allgather --sizes 64GB")
     assert value["plan"]["trees"] == 512
     assert value["plan"]["rows"][0]["algbw"] == pytest.approx(value["plan"]["rate"], rel=0.01)
     assert value["ring"]["schedule"] == "network ring"
     assert value["ring"]["trees"] == 8 * 512
     assert value["ring"]["rate"] == pytest.approx(200 * 512 / 511)
-
-
-@pytest.mark.thorough
-def test_a_trace_of_too_many_transfers_is_refused(
-    capsys: pytest.CaptureFixture[str], cluster_file: str, tmp_path: Path
-) -> None:
-    """One line with the number, exit 2, and no file."""
     trace = tmp_path / "trace.json"
-    sizes = ("--sizes", "1GB")
-    assert main(("simulate", cluster_file, "--collective", "allgather", *sizes, "--trace", str(trace))) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "chunk transfers must be at most 2000000" in err
+    line = refused(f"simulate {cluster_file} --collective allgather --sizes 1GB --trace {trace}")
+    assert "chunk transfers must be at most 2000000" in line
     assert not trace.exists()
 
 
@@ -156,7 +132,6 @@ def test_rotations_of_a_ring_share_a_row() -> None:
 
 
 def test_channels_are_named_where_shards_keep_to_different_ones() -> None:
-    """A tree across servers uses NVLink and the network, as all others do: no column; a split plan has one."""
     assert "channel" not in tree_lines(topoplan.plan(topoplan.nvswitch_cluster(2), "allgather"), 20)[0]
     both = tree_lines(topoplan.plan(topoplan.load("v100x4"), channels="nvlink+pcie"), 20)
     assert {line.split()[1] for line in both[1:]} == {"nvlink", "pcie"}

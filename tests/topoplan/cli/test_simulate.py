@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkout import Run
+from tests.support.checkout import Done
+from tests.topoplan.cli.conftest import Told
 from topoplan.cli.output import DEFAULT_LINES
 
 STAGE: dict[str, Any] = {"iterations": 10, "compute": 2.0, "bytes": {"leaf0": 1e9}}
@@ -22,16 +23,8 @@ JOBS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    place = tmp_path / "jobs.json"
-    place.write_text(json.dumps(JOBS))
-    return str(place)
-
-
-def test_a_table_of_policies_and_one_of_jobs(run: Run, path: str, tmp_path: Path) -> None:
-    status, out, err = run("simulate", path, "--policy", "fifo,fair", "--plot", str(tmp_path / "f.svg"))
-    assert (status, err) == (0, "")
+def test_a_table_of_policies_and_one_of_jobs(done: Done, tmp_path: Path) -> None:
+    out = done(f"simulate - --policy fifo,fair --plot {tmp_path}/f.svg", stdin=json.dumps(JOBS))
     assert out.startswith("2 jobs on 1 link: lowest cost 92, by fair\n\npolicy  first stage s")
     rows = {tuple(line.split()[:2]): line.split() for line in out.splitlines()}
     assert rows["fifo", "a"][2:5] == ["30", "10", "3"]
@@ -40,26 +33,25 @@ def test_a_table_of_policies_and_one_of_jobs(run: Run, path: str, tmp_path: Path
     assert "fair: " in (tmp_path / "f.svg").read_text()
 
 
-def test_json_has_the_keys_of_the_format(run: Run, path: str) -> None:
+def test_json_has_the_keys_of_the_format(told: Told) -> None:
     """All policies where all are asked for; stages, iterations and idle of every job."""
-    value = json.loads(run("simulate", path, "--policy", "all", "--json")[1])
-    assert list(value["policies"]) == ["fifo", "fair", "grouper", "jpas", "crux", "mltcp", "cassini"]
-    fifo = value["policies"]["fifo"]
-    assert fifo["order"] == ["a", "b"]
-    assert fifo["cost"] == fifo["jobs"][0]["stages"][0] + 2 * fifo["jobs"][1]["stages"][0]
-    assert fifo["makespan"] == fifo["jobs"][1]["stages"][1]
+    policies = told("simulate - --policy all", stdin=json.dumps(JOBS))["policies"]
+    assert list(policies) == ["fifo", "fair", "grouper", "jpas", "crux", "mltcp", "cassini"]
+    fifo = policies["fifo"]
+    first, second = (job["stages"] for job in fifo["jobs"])
+    assert (fifo["order"], policies["fair"]["order"]) == (["a", "b"], None)
+    assert (fifo["cost"], fifo["makespan"]) == (first[0] + 2 * second[0], second[1])
     assert 0 < fifo["utilisation"] < 1
     assert [len(job["iterations"]) for job in fifo["jobs"]] == [10, 20]
-    assert value["policies"]["fair"]["order"] is None
 
 
-def test_bytes_of_a_plan(run: Run, tmp_path: Path) -> None:
+def test_bytes_of_a_plan(done: Done, told: Told, tmp_path: Path) -> None:
     """What an allreduce of 1 GB puts on a DGX-2's ports; two jobs on the machine share them."""
-    assert run("plan", "dgx-2", "--gpus", "0-7", "-o", str(tmp_path / "plan.json"))[0] == 0
+    done(f"plan dgx-2 --gpus 0-7 -o {tmp_path}/plan.json")
     stage = {"iterations": 3, "compute": 0.01, "plan": "plan.json", "size": 10**9}
     jobs = [{"name": name, "stages": [stage]} for name in ("a", "b")]
     (tmp_path / "jobs.json").write_text(json.dumps({"format": "topoplan.jobs/1", "jobs": jobs}))
-    value = json.loads(run("simulate", str(tmp_path / "jobs.json"), "--policy", "fair", "--json")[1])
+    value = told(f"simulate {tmp_path}/jobs.json --policy fair")
     alone = 2 * 7 / 8 * 1e9 / 150e9
     first = value["policies"]["fair"]["jobs"][0]["iterations"]
     assert first == pytest.approx([0.01 + 2 * alone] * 3, rel=1e-6)
@@ -97,21 +89,15 @@ def changed(place: str, value: object) -> str:
         ("links", [1], "links must be an object, not list"),
     ],
 )
-def test_wrong_files_are_one_line(run: Run, tmp_path: Path, place: str, value: object, words: str) -> None:
-    path = tmp_path / "jobs.json"
-    path.write_text(changed(place, value))
-    status, out, err = run("simulate", str(path), "--policy", "fair")
-    assert (status, out) == (2, "")
-    assert words in err
-    assert err.count("\n") == 1
+def test_wrong_files_are_one_line(refused: Done, place: str, value: object, words: str) -> None:
+    assert words in refused("simulate - --policy fair", stdin=changed(place, value))
 
 
-def test_many_jobs_are_folded(run: Run, tmp_path: Path) -> None:
-    """Thirty jobs under seven policies, and all rows with --all."""
-    path = tmp_path / "jobs.json"
-    path.write_text(json.dumps({**JOBS, "jobs": [{**JOBS["jobs"][0], "name": f"j{i}"} for i in range(30)]}))
-    lines = run("simulate", str(path), "--policy", "fifo,fair")[1].splitlines()
+def test_many_jobs_are_folded(done: Done) -> None:
+    """Thirty jobs under two policies, and all rows with --all."""
+    jobs = json.dumps({**JOBS, "jobs": [{**JOBS["jobs"][0], "name": f"j{i}"} for i in range(30)]})
+    lines = done("simulate - --policy fifo,fair", stdin=jobs).splitlines()
     assert len(lines) <= DEFAULT_LINES
     assert lines[-3].startswith("… and ")
-    whole = run("simulate", str(path), "--policy", "fifo,fair", "--all")[1]
+    whole = done("simulate - --policy fifo,fair --all", stdin=jobs)
     assert whole.count("\nfifo ") == whole.count("\nfair ") == 31

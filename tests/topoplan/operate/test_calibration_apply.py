@@ -98,10 +98,8 @@ def by_slow(machine: Topology, slow: Mapping[str, float]) -> Measurement:
 
 def between_sockets() -> Measurement:
     """Copies between the sockets of a box whose slot of gpu1 is slow."""
-    found = by_slow(BOX, {"gpu1-cpu0": 3})
-    return replace(
-        found, pairs=tuple(p for p in found.pairs if (p.src in BOX.gpus[:2]) != (p.dst in BOX.gpus[:2]))
-    )
+    found, near = by_slow(BOX, {"gpu1-cpu0": 3}), BOX.gpus[:2]
+    return replace(found, pairs=tuple(p for p in found.pairs if (p.src in near) != (p.dst in near)))
 
 
 def copied_through_the_host() -> Measurement:
@@ -119,6 +117,7 @@ PLANES = machine(
 """Two switches of 100 and 50 GB/s for each GPU."""
 
 
+HELD_BACK = "narrower links held back all copies that cross them"
 SLOT = {("gpu1", "cpu0"): 3.0, ("cpu0", "gpu1"): 3.0}
 KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], list[str]]] = {
     "one slow direction": (
@@ -142,10 +141,7 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
         BOX,
         partial(copied, BOX, {("gpu0", "gpu2"): 7.0, ("gpu2", "gpu0"): 7.0}),
         {("cpu0", "cpu1"): 7.0, ("cpu1", "cpu0"): 7.0},
-        [
-            "as stated, since narrower links held back all copies that cross them: gpu0>cpu0, cpu0>gpu0, "
-            "gpu2>cpu1, cpu1>gpu2"
-        ],
+        [f"as stated, since {HELD_BACK}: gpu0>cpu0, cpu0>gpu0, gpu2>cpu1, cpu1>gpu2"],
     ),
     "a copy faster than the stated links": (
         BOX,
@@ -186,10 +182,7 @@ KNOWN: dict[str, tuple[Topology, Callable[[], Measurement], dict[Ends, float], l
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", library_cases())
 def test_links_as_fast_as_stated_change_nothing(name: str) -> None:
-    """Bandwidths and plans stay, whichever link of a route is the narrowest; latencies add up along a route.
-
-    Copies go over NVLink where the matrix of the machine has NV#; as short as networkx finds, through no GPU.
-    """
+    """Plans stay, and latencies add up; copies take NVLink where the matrix has NV#, as short as networkx finds."""
     machine = topoplan.load(name)
     made = calibrated(machine, copied(machine, on_wires(machine)), date=DATE).topology
     assert changes(machine, made) == {}
@@ -208,16 +201,6 @@ def test_links_as_fast_as_stated_change_nothing(name: str) -> None:
                 graph = nx.DiGraph((link.src, link.dst) for link in machine.links if link.channel in used)
                 graph.remove_nodes_from(set(machine.gpus) - {src, dst})
                 assert len(route.stages) == nx.shortest_path_length(graph, src, dst)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("wire", "speed"), [("gpu1-gpu2", 25.0), ("gpu0-gpu1", 12.5)])
-def test_a_link_at_half_speed_is_as_with_slow_link(wire: str, speed: float) -> None:
-    slow = topoplan.slow_links(V100S, {wire: speed})
-    made = calibrated(V100S, copied(V100S, on_wires(slow)), date=DATE).topology
-    assert speeds(made) == speeds(slow)
-    for collective in ("allreduce", "broadcast", "allgather"):
-        assert topoplan.plan(made, collective).rate == topoplan.plan(slow, collective).rate
 
 
 @pytest.mark.thorough
@@ -272,10 +255,7 @@ def test_the_order_of_the_pairs_does_not_matter(order: list[int], rates: list[fl
 
 
 def test_a_calibrated_machine_reads_back_equal_and_is_calibrated_again() -> None:
-    """Topology JSON keeps date, method, notes, latencies and times of switching.
-
-    Notes of the machine stay, those of the first calibration go; its unmeasured links keep their source.
-    """
+    """Notes of the machine stay, those of the first calibration go; its unmeasured links keep their source."""
     found = replace(copied(V100S, on_wires(V100S)), peer_access=((2, 0.00123456), (8, 0.02)))
     made = calibrated(V100S, found, date=DATE).topology
     assert topoplan.load(made.to_json()) == made
@@ -294,6 +274,8 @@ def test_a_calibrated_machine_reads_back_equal_and_is_calibrated_again() -> None
         calibrated(BOX, copied(V100S, on_wires(V100S)), date=DATE)
 
 
+UNSEEN = "not measured, since CUDA does not show them: gpu1, gpu3"
+ODD = "not measured, since box does not have them: GPUs at 0000:0a:00.0"
 BUSES = {f"gpu{i}": f"00000000:0{i + 6}:00.0" for i in range(4)}
 NAMED = replace(BOX, devices=tuple(replace(one, busid=BUSES.get(one.name, "")) for one in BOX.devices))
 
@@ -303,16 +285,7 @@ NAMED = replace(BOX, devices=tuple(replace(one, busid=BUSES.get(one.name, "")) f
     [
         # bus ids decide, whatever the order and however they are written
         (NAMED, None, "09 06 08 07", {"gpu0": 1, "gpu1": 3, "gpu2": 2, "gpu3": 0}, ()),
-        (
-            NAMED,
-            None,
-            "0a 08 06",
-            {"gpu0": 2, "gpu2": 1},
-            (
-                "not measured, since CUDA does not show them: gpu1, gpu3",
-                "not measured, since box does not have them: GPUs at 0000:0a:00.0",
-            ),
-        ),
+        (NAMED, None, "0a 08 06", {"gpu0": 2, "gpu2": 1}, (UNSEEN, ODD)),
         # without bus ids as many as asked for are taken in the order of their numbers, as nvidia-smi counts
         (
             BOX,
@@ -328,45 +301,28 @@ def test_matches_gpus(
 ) -> None:
     matched, told = match_gpus(machine, gpus, [f"0000:{bus}:00.0" for bus in buses.split()])
     assert ({one.name: one.ordinal for one in matched}, told) == (found, notes)
-    if machine is BOX:
-        far, _ = match_gpus(BOX, [1, 3], ["10000:01:00.0", "2000:01:00.0"])
-        assert [(one.name, one.ordinal) for one in far] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
+    far, _ = match_gpus(BOX, [1, 3], ["10000:01:00.0", "2000:01:00.0"])
+    assert [(one.name, one.ordinal) for one in far] == [("gpu1", 1), ("gpu3", 0)], "domains are numbers"
 
 
 @pytest.mark.parametrize(
     ("machine", "gpus", "buses", "message"),
     [
-        (
-            NAMED,
-            [1, 2],
-            "06 08",
-            "CUDA does not show gpu1; set CUDA_VISIBLE_DEVICES, or leave them out of --gpus",
-        ),
-        (
-            NAMED,
-            None,
-            "0a 0b",
-            "box is another machine: its GPUs are at 0000:06:00.0, 0000:07:00.0, 0000:08:00.0, 0000:09:00.0, but "
-            "CUDA shows 0000:0a:00.0, 0000:0b:00.0; give the topology of this machine",
-        ),
+        (NAMED, [1, 2], "06 08", "CUDA does not show gpu1; set CUDA_VISIBLE_DEVICES, or leave them out"),
+        (NAMED, None, "0a 0b", "box is another machine: .*:09:00.0, but CUDA shows 0000:0a:00.0, 0000:0b"),
+        (NAMED, None, "0a 0b", "; give the topology of this machine$"),
         (
             BOX,
             None,
             "06 07",
-            "CUDA shows 2 GPUs and box has 4 without bus ids, so they cannot be matched; give the topology of "
-            "topoplan probe, or --gpus with the visible ones",
+            "shows 2 GPUs and box has 4 without bus ids, .* or --gpus with the visible ones",
         ),
-        (
-            BOX,
-            None,
-            "06 06 07 08",
-            "CUDA shows several GPUs at 0000:06:00.0, which are parts of one (MIG); measure whole GPUs",
-        ),
+        (BOX, None, "06 06 07 08", r"several GPUs at 0000:06:00.0, which are parts of one \(MIG\); measure"),
         (
             cluster([Server(V100S, count=2)], nic_gbps=100),
             None,
             "06",
-            "2 x dgx-1v must be one server, got 2 servers; give the topology of this server",
+            "must be one server, got 2 servers; give",
         ),
         (BOX, [4], "06", "GPU 4 is out of range: box has GPUs 0 to 3"),
     ],
@@ -374,6 +330,5 @@ def test_matches_gpus(
 def test_refuses_gpus_that_it_cannot_match(
     machine: Topology, gpus: list[int] | None, buses: str, message: str
 ) -> None:
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError, match=message):
         match_gpus(machine, gpus, [f"0000:{bus}:00.0" for bus in buses.split()])
-    assert str(error.value) == message

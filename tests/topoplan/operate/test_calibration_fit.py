@@ -127,6 +127,8 @@ def test_what_stands_out_is_beyond_the_deviation_and_beyond_a_tenth() -> None:
     assert outlying([1.0, 5.0]) == ()
 
 
+ZERO_TOLD = "bytes must be above zero; choose larger sizes"
+FLAT_TOLD = "whatever their size, which leaves their bandwidth open; choose larger sizes"
 SIZES_TOLD = "must be two or more, ascending, from 1 byte: one size cannot tell latency from bandwidth"
 
 
@@ -135,15 +137,8 @@ SIZES_TOLD = "must be two or more, ascending, from 1 byte: one size cannot tell 
     [
         ([(1024, [1e-5])], f"copies gpu0>gpu1: sizes [1024] {SIZES_TOLD}"),
         ([(2048, [1e-5]), (1024, [1e-5])], f"copies gpu0>gpu1: sizes [2048, 1024] {SIZES_TOLD}"),
-        (
-            [(1024, [1e-5]), (2048, [1e-5, 0.0])],
-            "copies gpu0>gpu1: times [1e-05, 0.0] of 2048 bytes must be above zero; choose larger sizes",
-        ),
-        (
-            [(1024, [1e-5]), (2048, [1.0001e-5])],
-            "gpu0>gpu1: copies of up to 2KB take 10 us whatever their size, which leaves their bandwidth open; "
-            "choose larger sizes",
-        ),
+        ([(1024, [1e-5]), (2048, [1e-5, 0.0])], f"copies gpu0>gpu1: times [1e-05, 0.0] of 2048 {ZERO_TOLD}"),
+        ([(1024, [1e-5]), (2048, [1.0001e-5])], f"gpu0>gpu1: copies of up to 2KB take 10 us {FLAT_TOLD}"),
     ],
 )
 def test_refuses_times_that_tell_no_bandwidth(times: list[tuple[int, list[float]]], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from tests.support.checkout import Run
+from tests.support.checkout import Done
 from tests.support.listings import MACHINES, MATRICES, each
+from tests.topoplan.cli.conftest import Told
 from topoplan.engines.registry import export_machine
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.operate.compare.differences import COLLECTIVES, differences
@@ -133,13 +133,11 @@ def test_a_slot_of_another_width_is_told_beside_the_switch_that_is_missing() -> 
 
 
 def test_what_no_plan_depends_on_has_no_bound_of_its_own() -> None:
-    """NUMA node, bus id and model."""
+    ours = {"numa": 0, "busid": "0000:00:00.0"}
+    theirs = {"numa": 1, "busid": "0000:99:00.0", "model": "H100"}
     stated, other = (
         replace(BOX, devices=tuple(replace(one, **new) if one.name == "gpu0" else one for one in BOX.devices))
-        for new in (
-            {"numa": 0, "busid": "0000:00:00.0"},
-            {"numa": 1, "busid": "0000:99:00.0", "model": "H100"},
-        )
+        for new in (ours, theirs)
     )
     assert [(row.what, row.a, row.b, row.bounds) for row in differences(stated, other).rows] == [
         ("numa of gpu", "0", "1", None),
@@ -148,12 +146,10 @@ def test_what_no_plan_depends_on_has_no_bound_of_its_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "path",
-    each(
-        [*sorted(MACHINES.glob("nccl-xml/n*-topo.xml")), *sorted(MACHINES.glob("rccl-xml/*.xml")), *MATRICES]
-    ),
-)
+FILES = [path for glob in ("nccl-xml/n*-topo.xml", "rccl-xml/*.xml") for path in sorted(MACHINES.glob(glob))]
+
+
+@pytest.mark.parametrize("path", each([*FILES, *MATRICES]))
 def test_every_description_of_a_real_machine_equals_itself(path: Path | None) -> None:
     assert path is not None
     machine = topoplan.load(path)
@@ -161,34 +157,22 @@ def test_every_description_of_a_real_machine_equals_itself(path: Path | None) ->
     assert differences(bare, renamed(bare, lambda one: f"x-{one}")).rows == ()
 
 
-def test_exit_status_and_json(run: Run, tmp_path: Path) -> None:
-    """0 equal, 1 differs, 2 unreadable."""
-    slow = tmp_path / "slow.json"
-    slow.write_text(topoplan.slow_links(BOX, {"gpu0-gpu3": 10}).to_json())
-    status, out, _ = run("diff", "dgx-1v", "dgx-1v")
-    assert (status, out.splitlines()[0]) == (0, "dgx-1v and dgx-1v: no difference")
-    status, out, _ = run("diff", "dgx-1v", str(slow))
-    assert status == 1
-    assert out.splitlines()[0].endswith("slow.json: 1 difference, 1 of which changes the upper bound alone")
-    assert max(map(len, out.splitlines())) <= 120
-    status, out, _ = run("diff", "dgx-1v", str(slow), "--json")
-    made = json.loads(out)
-    assert status == 1
+def test_exit_status_and_json(done: Done, told: Told) -> None:
+    slow = topoplan.slow_links(BOX, {"gpu0-gpu3": 10}).to_json()
+    assert done("diff dgx-1v dgx-1v").splitlines()[0] == "dgx-1v and dgx-1v: no difference"
+    lines = done("diff dgx-1v -", status=1, stdin=slow).splitlines()
+    assert lines[0] == "dgx-1v and stdin: 1 difference, 1 of which changes the upper bound alone"
+    assert max(map(len, lines)) <= 120
+    made = told("diff dgx-1v -", status=1, stdin=slow)
     assert made["differences"][0]["changes_bound"] is True
     assert made["differences"][0]["bound"] == made["b"]["bound"]
-    (tmp_path / "cut.xml").write_text("<system version=")
-    status, _, err = run("diff", "dgx-1v", str(tmp_path / "cut.xml"))
-    assert status == 2
-    assert err.count("\n") == 1
+    done("diff dgx-1v -", status=2, stdin="<system version=")
 
 
-def test_with_servers_the_bounds_are_of_a_cluster(run: Run, tmp_path: Path) -> None:
+def test_with_servers_the_bounds_are_of_a_cluster(told: Told) -> None:
     """A PCIe slot of half the speed changes nothing within the server, and the rate between two of them."""
-    slow = tmp_path / "slow.json"
-    slow.write_text(topoplan.slow_links(BOX, {"pcie1-nic1": 3}).to_json())
-    _, out, _ = run("diff", "dgx-1v", str(slow), "--json")
-    assert json.loads(out)["differences"][0]["changes_bound"] is False
-    _, out, _ = run("diff", "dgx-1v", str(slow), "--servers", "2", "--nic-bandwidth", "100Gb/s", "--json")
-    made = json.loads(out)
-    assert made["a"]["gpus"] == 16
-    assert made["differences"][0]["changes_bound"] is True
+    slow = topoplan.slow_links(BOX, {"pcie1-nic1": 3}).to_json()
+    made = told("diff dgx-1v -", status=1, stdin=slow)
+    assert made["differences"][0]["changes_bound"] is False
+    made = told("diff dgx-1v - --servers 2 --nic-bandwidth 100Gb/s", status=1, stdin=slow)
+    assert (made["a"]["gpus"], made["differences"][0]["changes_bound"]) == (16, True)

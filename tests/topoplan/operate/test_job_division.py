@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
-from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -14,8 +12,9 @@ from hypothesis import given, settings
 from scipy.optimize import linprog
 
 import topoplan
-from tests.support.checkout import Run
+from tests.support.checkout import Done
 from tests.support.small_fabrics import both_ways, direct_machines, machine, parents_of_trees
+from tests.topoplan.cli.conftest import Told
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Device, Topology
 from topoplan.operate.compare import job_division as jobs_module
@@ -54,9 +53,8 @@ def check_alone(machine: Topology, sizes: Sequence[int], free: Sequence[int] | N
     assert (found.least, sum(job.part for job in found.jobs)) == pytest.approx(wanted)
     assert (found.proved, found.complete) == (True, True)
     for job in found.jobs:
-        assert (
-            job.alone == job.rate == (float("inf") if len(job.gpus) == 1 else pytest.approx(rate[job.gpus]))
-        )
+        wanted_rate = float("inf") if len(job.gpus) == 1 else pytest.approx(rate[job.gpus])
+        assert job.alone == job.rate == wanted_rate
     return found
 
 
@@ -146,10 +144,8 @@ def test_no_way_over_shared_uplinks_is_better(uplink: float, sizes: tuple[int, i
     found = divide(machine, sizes)
     assert found.proved
     assert found.least == pytest.approx(min(wanted, 1.0))
-    assert (
-        rate_at_once(machine, tuple(job.gpus for job in found.jobs), [job.rate for job in found.jobs])
-        >= 1 - 1e-6
-    )
+    gpus, rates = tuple(job.gpus for job in found.jobs), [job.rate for job in found.jobs]
+    assert rate_at_once(machine, gpus, rates) >= 1 - 1e-6
     if sizes == (3, 3):
         assert all(job.shares_links for job in found.jobs)
         assert found.least < 1
@@ -166,7 +162,6 @@ def test_jobs_over_pcie_stay_behind_their_switches() -> None:
 
 @pytest.mark.thorough
 def test_millions_of_ways_are_not_all_looked_at() -> None:
-    """Four jobs on the two halves of two servers: proved, since no job could have more."""
     servers = topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
     found = divide(servers, [4, 4])
     assert [job.gpus for job in found.jobs] == [(0, 1, 2, 3), (4, 5, 6, 7)]
@@ -201,23 +196,21 @@ def test_refuses_a_division(
 
 
 @pytest.mark.thorough
-def test_the_command_prints_the_jobs_in_their_order(run: Run) -> None:
-    found = json.loads(run("recommend", "dgx-1v", "--jobs", "2,4,1", "--json")[1])
+def test_the_command_prints_the_jobs_in_their_order(done: Done, told: Told) -> None:
+    found = told("recommend dgx-1v --jobs 2,4,1")
     assert [len(job["gpus"]) for job in found["jobs"]] == [2, 4, 1]
     assert found["jobs"][2]["rate"] is None
     assert (found["least"], found["proved"]) == (1.0, True)
-    status, out, err = run("recommend", "pcie-x8", "--jobs", "3,3,2")
-    assert (status, err) == (0, "")
+    out = done("recommend pcie-x8 --jobs 3,3,2")
     assert "  1  3-5      10  13.3333     10        18   0.5556  no\n" in out
     assert max(len(line) for line in out.splitlines()) <= 120
-    csv = run("recommend", "dgx-1v", "--jobs", "4,4", "--csv")[1]
-    assert csv.splitlines()[1].startswith("0-3,75.0,112.5,")
+    rows = done("recommend dgx-1v --jobs 4,4 --csv").splitlines()
+    assert rows[1].startswith("0-3,75.0,112.5,")
 
 
-def test_the_command_tells_of_a_job_that_no_path_joins(run: Run, tmp_path: Path) -> None:
+def test_the_command_tells_of_a_job_that_no_path_joins(done: Done) -> None:
     """Four GPUs of which NVLink joins two, and nothing else is described: the other two do 0 GB/s, and why."""
-    file = tmp_path / "machine.json"
-    file.write_text(machine(4, both_ways({("gpu0", "gpu1"): 50.0})).to_json(), encoding="utf-8")
+    half = machine(4, both_ways({("gpu0", "gpu1"): 50.0})).to_json()
     told = "no NVLink, PCIe or network path of this description joins GPUs 2,3: 0 GB/s"
-    assert told in run("recommend", str(file), "--jobs", "2,2")[1]
-    assert "no NVLink" not in run("recommend", "v100x4", "--jobs", "2,2")[1]
+    assert told in done("recommend - --jobs 2,2", stdin=half)
+    assert "no NVLink" not in done("recommend v100x4 --jobs 2,2")

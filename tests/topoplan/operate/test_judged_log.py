@@ -1,11 +1,11 @@
-"""Measurements beside what the wires allow: known rates, the ranks of a log on a machine, and what cannot be."""
+"""Logs beside what the wires allow: known rates, the ranks of a log, what cannot be, verdicts and next steps."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,7 +17,17 @@ from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.comparison import Attainable, attainable
 from topoplan.operate.compare.judged_log import JudgedRun, judge, nic_words
 from topoplan.operate.device_matching import gpus_of
+from topoplan.operate.faults import Fault, Kind
+from topoplan.operate.next_steps import (
+    _OF_FAULT,
+    RunVerdict,
+    VerdictKind,
+    fault_steps,
+    judge_run,
+    log_steps,
+)
 from topoplan.reading.nccl.perf_json import parse_perf_runs
+from topoplan.reading.nccl.perf_text import PerfRun
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 
@@ -36,14 +46,7 @@ def judged(log: PerfLog | str, machine: Topology = A100S, **more: Any) -> Judged
 
 
 def bare(log: PerfLog) -> str:
-    """The log without its list of ranks."""
     return "\n".join(line for line in log.text().splitlines() if "Rank" not in line)
-
-
-def pair(nic: float = 400) -> Topology:
-    return topoplan.cluster(
-        [topoplan.Server(topoplan.load("dgx-a100"), count=2)], nic_gbps=nic, nics=8, nic_access="direct"
-    )
 
 
 @pytest.mark.sampled
@@ -96,7 +99,8 @@ def test_ranks_are_found_by_device_and_by_bus_id() -> None:
     devices = tuple(replace(one, busid=at.get(one.name, one.busid)) for one in A100S.devices)
     assert judged(log, replace(A100S, devices=devices)).gpus == (4, 5, 6, 7)
     # hosts are servers in the order of their ranks: GPUs 2 and 3 of the first, 0 of the second
-    assert judged(PerfLog(hosts=(("b", (2, 3)), ("a", (0,))), rate=20), pair()).gpus == (2, 3, 8)
+    pair = topoplan.cluster([topoplan.Server(A100S, count=2)], nic_gbps=400, nics=8, nic_access="direct")
+    assert judged(PerfLog(hosts=(("b", (2, 3)), ("a", (0,))), rate=20), pair).gpus == (2, 3, 8)
 
 
 def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
@@ -110,6 +114,7 @@ def test_hosts_of_an_nvlink_domain_are_its_trays() -> None:
         gpus_of(parse_perf_runs(PerfLog(hosts=[*hosts, ("more", [0])]).text())[0].ranks, machine)
 
 
+ROOTED = PerfLog("gather", (("n1", range(4)),), [1 << 30], names_test=False, rate=100)
 GAP = "\n".join(line for line in PerfLog(rate=100, gpu="A100").text().splitlines() if "Rank  3" not in line)
 
 
@@ -120,7 +125,7 @@ GAP = "\n".join(line for line in PerfLog(rate=100, gpu="A100").text().splitlines
         (
             PerfLog(hosts=(("node1", range(9)),)),
             {},
-            "rank 8 of the log ran on device 8 of node1, and dgx-a100 has 8",
+            "rank 8 of the log ran on device 8 of node1, and dgx-a100 has",
         ),
         (PerfLog(), {"gpus": [0, 1]}, "of 8 ranks, but --gpus names 2"),
         (PerfLog(hosts=(("node1", (0, 0, 1)),)), {}, "ranks 0,1 of the log share GPU 0"),
@@ -133,11 +138,7 @@ GAP = "\n".join(line for line in PerfLog(rate=100, gpu="A100").text().splitlines
             "may be allgather or alltoall; name it with --collective",
         ),
         # both have a root and no reduction
-        (
-            PerfLog("gather", (("n1", range(4)),), [1 << 30], names_test=False, rate=100),
-            {},
-            "it may be gather or scatter; no plan does that",
-        ),
+        (ROOTED, {}, "it may be gather or scatter; no plan does that"),
     ],
 )
 def test_refuses_logs_in_one_line(log: PerfLog | str, more: dict[str, Any], told: str) -> None:
@@ -193,16 +194,13 @@ def test_more_than_nccl_or_any_schedule_can_always_says_which_assumption_falls()
     hosts = [(f"n{number}", range(8)) for number in range(4)]
     log = PerfLog(hosts=hosts, sizes=[1 << 30, 1 << 33], rate=202, start=1e-5)
     (told,) = judged(log, slots).warnings
-    assert (
-        "8GB: 206.1 GB/s is 104.0% of the link limit (network ring): it takes 49.91 GB/s of each NIC" in told
-    )
+    assert "8GB: 206.1 GB/s is 104.0% of the link limit (network ring): it takes 49.91 GB/s of each" in told
     one = PerfLog(sizes=[1 << 30], rate=172.5, start=0, gpu="A100")
     assert "it takes 2.7% more of the links than the machine states" in judged(one).warnings[0]
     assert "the machine has more than was stated" in judged(replace(one, rate=200)).warnings[0]
 
 
 def test_gpus_of_another_model_than_the_machines_are_told() -> None:
-    """Another generation, or cards in PCIe slots where the machine has NVSwitches."""
     for gpu, machine, told in (
         ("NVIDIA H100 PCIe", "dgx-h100", True),
         ("NVIDIA H100 80GB HBM3", "dgx-h100", False),
@@ -235,7 +233,6 @@ def test_what_is_no_collective_is_listed_and_not_compared(test: str) -> None:
 
 
 def test_figures_that_cannot_be_are_told() -> None:
-    """More than the wires carry; the factor of other ranks; a rate that is not size over time."""
     fast = judged(PerfLog(rate=900))
     assert "above the upper bound of these links (171.4)" in fast.warnings[0]
     assert "(and 7 more)" in fast.warnings[0]
@@ -278,9 +275,7 @@ def test_what_nics_allow_is_the_bound_where_nics_bind(test: str, leaving: float,
 
 def test_bus_bandwidth_above_the_nics_is_explained() -> None:
     """Above all NICs by what stays inside servers, above one NIC since there are eight, and below one not at all."""
-    wide = topoplan.cluster(
-        [topoplan.Server(topoplan.load("dgx-h100"), count=2)], nic_gbps=400, nics=8, nic_access="direct"
-    )
+    wide = topoplan.cluster([topoplan.Server("dgx-h100", count=2)], nic_gbps=400, nics=8, nic_access="direct")
     sizes = [1 << 10, 32 << 20, 8 << 30]
     rows = judged(PerfLog(hosts=TWO, rate=240, start=60e-6, sizes=sizes), wide).rows
     small, middle, large = (nic_words(row) for row in rows)
@@ -299,3 +294,71 @@ def test_communicators_side_by_side_are_told_apart() -> None:
     found = judged(text)
     assert found.gpus == (0, 1, 2, 3)
     assert "2 communicators ran at once" in found.warnings[0]
+
+
+H100S = topoplan.load("dgx-h100")
+
+
+def verdict_on(run: PerfRun) -> RunVerdict:
+    return judge_run(judge(run, H100S, partial(known, H100S)))
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "step"),
+    [
+        (PerfLog(rate=275), "as expected", "nothing to do"),
+        (PerfLog(rate=100), "slow", "run again with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING"),
+        (PerfLog(rate=900), "another machine", "nvidia-smi topo -m > topo.txt"),
+        (PerfLog(gpu="NVIDIA A100-SXM4-80GB", rate=200), "another machine", "nvidia-smi topo -m > topo.txt"),
+        (PerfLog(sizes=[1 << 10, 1 << 12]), "small sizes only", "-b 1K -e 8G -f 2"),
+        (PerfLog(sizes=[1 << 20, 1 << 30], wrong={1 << 20: 5}), "wrong results", "dcgmi diag"),
+        (PerfLog("sendrecv", rate=40), "not judged", "run all_reduce_perf"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_each_kind_of_verdict_has_its_step(log: PerfLog, kind: VerdictKind, step: str) -> None:
+    (run,) = parse_perf_runs(log.text())
+    verdict = verdict_on(run)
+    assert verdict.kind == kind
+    assert step in log_steps([verdict], None, command="dgx-h100", servers=1)[0]
+
+
+def test_a_run_that_collapses_at_large_sizes_is_slow_by_those_sizes() -> None:
+    (fast,) = parse_perf_runs(PerfLog(rate=275, sizes=[1 << 30]).text())
+    (late,) = parse_perf_runs(PerfLog(rate=5, sizes=[1 << 32]).text())
+    for rows in ((*fast.rows, *late.rows), (*late.rows, *fast.rows)):
+        verdict = verdict_on(replace(fast, rows=rows))
+        assert verdict.kind == "slow"
+        assert "at 4GB" in verdict.text
+
+
+def test_wrong_results_in_place_or_in_the_summary_decide() -> None:
+    (run,) = parse_perf_runs(PerfLog(rate=275, sizes=[1 << 30]).text())
+    (row,) = run.rows
+    assert row.in_place is not None
+    spoiled = replace(run, rows=(replace(row, in_place=replace(row.in_place, wrong=77)),))
+    text = PerfLog(rate=275, sizes=[1 << 30]).text()
+    (failed,) = parse_perf_runs(text.replace("bounds values : 0 OK", "bounds values : 4 FAILED"))
+    assert failed.failed
+    for one in (spoiled, failed):
+        assert verdict_on(one).kind == "wrong results"
+
+
+def test_the_most_serious_run_decides() -> None:
+    runs = parse_perf_runs(PerfLog(rate=275).text() + PerfLog(rate=100).text())
+    verdicts = [verdict_on(run) for run in runs]
+    assert "run again" in log_steps(verdicts, None, command="dgx-h100", servers=1)[0]
+
+
+def test_a_slow_cluster_is_asked_for_nics_and_order() -> None:
+    (run,) = parse_perf_runs(PerfLog(rate=100).text())
+    steps = log_steps([verdict_on(run)], None, command="dgx-h100", servers=2)
+    assert any("NCCL_IB_HCA" in step for step in steps)
+    assert any("topoplan order dgx-h100" in step for step in steps)
+
+
+def test_every_kind_of_fault_has_a_step_and_equal_ones_share_it() -> None:
+    assert set(_OF_FAULT) == set(get_args(Kind))
+    two = [Fault("link slow", ("gpu0", f"gpu{n}"), "slow", "fast") for n in (1, 2)]
+    (step,) = fault_steps(two)
+    assert step.startswith("gpu0-gpu1 and 1 more: ")

@@ -37,12 +37,11 @@ def test_the_rings_of_a_healthy_dgx1_fill_its_nvlinks() -> None:
 
 
 def test_host_memory_beside_nvlink_is_found_with_its_cause() -> None:
-    """The setting, the pairs with their number, the ring without links and the missing channels."""
     run = judged(without_peers(), topoplan.load("dgx-1v"))
     assert kinds(run) == ["setting", "shm", "ring without link", "ring without link", "few channels"]
     shm = next(finding for finding in run.findings if finding.kind == "shm")
-    assert (
-        shm.text == "GPU 0 sends to GPU 1 through host memory (SHM), where NVLink joins them (6 pairs such)"
+    assert shm.text.startswith(
+        "GPU 0 sends to GPU 1 through host memory (SHM), where NVLink joins them (6 pairs"
     )
     assert run.rings == pytest.approx(25)
 
@@ -50,9 +49,8 @@ def test_host_memory_beside_nvlink_is_found_with_its_cause() -> None:
 def test_sockets_between_servers_with_nics_are_found() -> None:
     run = judged(over_sockets(), h100_pair())
     assert kinds(run) == ["setting", "socket", "no nvls", "socket", "few channels"]
-    assert "GPU 7 sends to GPU 8 over sockets (NET/Socket), where the machine has NICs (2 pairs such)" in [
-        finding.text for finding in run.findings
-    ]
+    text = "GPU 7 sends to GPU 8 over sockets (NET/Socket), where the machine has NICs (2 pairs such)"
+    assert text in [finding.text for finding in run.findings]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +79,13 @@ def test_ways_between_gpus(machine: str, pair: tuple[int, int], via: str, kind: 
 
 
 def test_settings_that_cost_nothing_are_no_finding() -> None:
-    """NCCL_P2P_DISABLE=0 is the default; NCCL_DEBUG costs nothing."""
     lines = "\n".join(
         f"n:1:2 [0] NCCL INFO {name} set by environment to {value}."
         for name, value in (("NCCL_P2P_DISABLE", "0"), ("NCCL_DEBUG", "INFO"), ("NCCL_ALGO", "Ring"))
     )
-    run = judged(
-        lines + "\nn:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC", topoplan.load("v100x4")
-    )
-    assert [finding.text for finding in run.findings] == [
-        "NCCL_ALGO=Ring takes the choice of an algorithm away from NCCL"
-    ]
+    way = "\nn:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/IPC"
+    (finding,) = judged(lines + way, topoplan.load("v100x4")).findings
+    assert finding.text == "NCCL_ALGO=Ring takes the choice of an algorithm away from NCCL"
 
 
 def test_ranks_of_a_log_of_one_host_of_two_are_judged() -> None:
@@ -103,10 +97,7 @@ def test_ranks_of_a_log_of_one_host_of_two_are_judged() -> None:
 
 
 def test_a_cut_log_is_judged_as_far_as_it_goes() -> None:
-    """A ring of ranks that no other line names, one that names ranks which are not there, and no number of ranks.
-
-    NCCL_DEBUG_FILE writes a file for each process, so that of one rank.
-    """
+    """Ranks that no other line names, or that are not there, no number of ranks, and the file of one process."""
     ring = "h:1:2 [0] NCCL INFO Channel 00/02 :    0   1   2   3\n"
     way = "h:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct\n"
     machine = topoplan.load("dgx-h100")
@@ -142,13 +133,8 @@ def test_processes_that_see_one_gpu_each_are_numbered_by_bus_id() -> None:
         assert any("every process sees one GPU" in note for note in run.notes)
 
 
-@pytest.mark.parametrize(
-    ("machine", "more", "told"),
-    [
-        ("v100x4", {}, "ran on device 4 of node1, and v100x4 has 4 GPUs"),
-        ("dgx-1v", {"gpus": [0, 1]}, "NCCL's log is of 8 ranks, but --gpus names 2"),
-    ],
-)
-def test_ranks_that_do_not_fit_are_refused(machine: str, more: dict[str, object], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        judged(healthy(), topoplan.load(machine), **more)
+def test_ranks_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="ran on device 4 of node1, and v100x4 has 4 GPUs"):
+        judged(healthy(), topoplan.load("v100x4"))
+    with pytest.raises(UsageError, match="NCCL's log is of 8 ranks, but --gpus names 2"):
+        judged(healthy(), topoplan.load("dgx-1v"), gpus=[0, 1])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import numpy
 import pytest
@@ -25,10 +26,9 @@ from topoplan.operate.calibration.pair_tests import PairTest, PairTests, possibl
 from topoplan.operate.calibration.slow_links import MeasuredPair, SlowLinkReport, attribute_slow_pairs
 
 
-def one_switch(servers: int) -> Topology:
-    return topoplan.cluster(
-        [topoplan.Server("dgx-1v", [0], count=servers)], nic_gbps=100, nics=1, nic_access="direct"
-    )
+def one_switch(servers: int, **network: Any) -> Topology:
+    boxes = [topoplan.Server("dgx-1v", [0], count=servers)]
+    return topoplan.cluster(boxes, nic_gbps=100, nics=1, nic_access="direct", **network)
 
 
 def planned(machine: Topology, **asked: object) -> tuple[PairTests, Rounds]:
@@ -57,8 +57,7 @@ POSSIBLE = possible_tests(one_switch(4))
 @pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
 @pytest.mark.parametrize("name", MACHINES)
 def test_rounds_leave_each_other_alone_and_cross_every_link(name: str, *, one_way: bool) -> None:
-    """No end twice in a round, no wire between switches twice, no link beyond its bandwidth; each link three times or
-    as often as there are tests; never fewer rounds than the bound."""
+    """No end or wire between switches twice in a round; each link three times or as often as there are tests."""
     machine = MACHINES[name]()
     possible, made = planned(machine, every_gpu=True, one_way=one_way)
     switches = {device.name for device in machine.devices if device.kind == "switch"}
@@ -91,24 +90,14 @@ def test_one_switch_takes_as_many_rounds_as_are_needed(servers: int, rounds: int
 @settings(max_examples=12)
 def test_no_plan_is_below_the_bound(hosts: int, leaf: int, times: int, ratio: float) -> None:
     """Where the bound is met it is the optimum; otherwise it is at most two rounds away on small trees."""
-    machine = topoplan.cluster(
-        [topoplan.Server("dgx-1v", [0], count=hosts)],
-        nic_gbps=100,
-        nics=1,
-        network="fat-tree",
-        leaf_size=leaf,
-        oversubscription=ratio,
-    )
-    made = plan_rounds(possible_tests(machine), times=times)
+    tree = one_switch(hosts, network="fat-tree", leaf_size=leaf, oversubscription=ratio)
+    made = plan_rounds(possible_tests(tree), times=times)
     assert made.fewest <= len(made.rounds) <= made.fewest + 2
 
 
 def test_the_bound_is_the_optimum_of_all_plans_of_a_small_tree() -> None:
     """Two leaves of two hosts, each link once: every set of two rounds is tried, and the bound says two."""
-    machine = topoplan.cluster(
-        [topoplan.Server("dgx-1v", [0], count=4)], nic_gbps=100, nics=1, network="fat-tree", leaf_size=2
-    )
-    possible = possible_tests(machine)
+    possible = possible_tests(one_switch(4, network="fat-tree", leaf_size=2))
     made = plan_rounds(possible, times=1)
     every = {key for test in possible.tests for key in test.links}
     single = [
@@ -155,7 +144,6 @@ def test_each_single_slow_link_is_in_the_class_that_is_named(name: str) -> None:
 
 
 def test_a_slow_pair_whose_links_others_clear_is_blamed_on_no_link() -> None:
-    """Its links are crossed by other pairs at full speed."""
     found = blamed(POSSIBLE, lambda test: 5.0 if test.name == "s0.gpu0-s1.gpu0" else 11.0)
     assert not found.named
     assert [one.test.name for one in found.unexplained] == ["s0.gpu0-s1.gpu0"]
@@ -184,14 +172,12 @@ def test_the_two_ends_of_a_single_slow_pair_are_one_class() -> None:
 
 
 def test_a_dead_link_counts_as_no_rate_at_all() -> None:
-    """What every test of a server fails at is its own way to the switch."""
     found = blamed(POSSIBLE, lambda test: 0.0 if "s3" in test.name else 11.0, told=True)
     (one,) = found.named
     assert (one.rate, wire_names(one.links)) == (0.0, ("s3.gpu0-s3.nic0", "s3.nic0-switch0"))
 
 
 def test_links_that_no_result_crosses_are_told() -> None:
-    """Of four servers two were measured."""
     found = blamed(POSSIBLE, lambda test: 11.0 if test is POSSIBLE.tests[0] else None, told=True)
     told = {name for links in found.unmeasured for name in wire_names(links)}
     assert told == {wire for n in (2, 3) for wire in (f"s{n}.gpu0-s{n}.nic0", f"s{n}.nic0-switch0")}
@@ -235,9 +221,8 @@ def test_results_of_rounds_that_fill_links_say_so() -> None:
     fill = [test for tests in rounds.fill for test in tests]
     measured = match_results(parse_results(text), possible, rounds.tests, fill=fill)
     assert [(one.test.together, one.rate) for one in measured] == [("", 11.0), ("fill1", 6.0)]
-    with pytest.raises(
-        UsageError, match="line 3 of the results: s0 and s4 have no test of a round 'fill1'; give --fill"
-    ):
+    told = "line 3 of the results: s0 and s4 have no test of a round 'fill1'; give --fill"
+    with pytest.raises(UsageError, match=told):
         match_results(parse_results(text), possible, possible.tests)
 
 

@@ -23,7 +23,7 @@ from tests.support.listings import MATRICES, each
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.machine.variants import without_links
-from topoplan.model.times_by_size import sweep
+from topoplan.model.times_by_size import SizeRow, sweep
 from topoplan.operate.compare.comparison import compare
 from topoplan.operate.plot.canvas import BLACK, GREY, Look, save_figure, write_figure
 from topoplan.operate.plot.charts import MOST_BARS, draw_bands, draw_comparison, draw_sweep
@@ -131,7 +131,6 @@ def panel_texts(axes: Axes) -> list[str]:
 
 
 def servers(name: str, count: int, **network: Any) -> Topology:
-    """A cluster of equal machines."""
     return topoplan.cluster([topoplan.Server(topoplan.load(name), count=count)], **network)
 
 
@@ -146,9 +145,7 @@ def with_bus_ids(machine: Topology) -> Topology:
 
 def four_nodes() -> Topology:
     """Four NUMA nodes, each joined to the others but for one pair, a GPU with chip-to-chip links, NICs apart."""
-    ends = [
-        (f"cpu{i}", f"cpu{j}", "sys", 20.0) for i in range(4) for j in range(i + 1, 4) if (i, j) != (1, 2)
-    ]
+    ends = [(f"cpu{i}", f"cpu{j}", "sys", 20.0) for i, j in combinations(range(4), 2) if (i, j) != (1, 2)]
     ends += [(f"gpu{i}", f"cpu{i}", channel, 50.0) for i in range(4) for channel in ("pcie", "c2c")]
     ends += [(f"gpu{i}", f"gpu{i + 1}", "nvlink", 100.0) for i in (0, 2)]
     ends += [(f"gpu{i}", f"cpu{i}", "nvlink", 100.0) for i in (0, 1)]
@@ -208,18 +205,14 @@ def check_panels(topology: Topology, panels: Mapping[str, Axes]) -> None:
             assert len(panels[title].lines) == len(shown)
 
 
-def test_bus_ids_and_adapters_stand_beside_their_devices() -> None:
-    """Short: without the domain 0000; adapters go before bus ids."""
+def test_texts_beside_devices_and_nics_of_two_devices() -> None:
+    """Adapters go before bus ids, without the domain 0000; the NIC of two GPUs is one box, wired to both."""
     machine = with_bus_ids(topoplan.load("dgx-1v"))
     known = {"nic0": facts(adapter="mlx5_0")}
     named = tuple(replace(device, facts=known.get(device.name, ())) for device in machine.devices)
     texts = panel_texts(draw_topology(replace(machine, devices=named)).axes[1])
     assert {"00:00.0", "07:00.0", "mlx5_0"} <= set(texts)
     assert not any("0000:" in text for text in texts)
-
-
-def test_a_nic_of_two_devices_is_drawn_as_one() -> None:
-    """The NIC of two GPUs is one box below them, and wired to both."""
     figure = draw_topology(servers("dgx-1v", 2, nic_gbps=100))
     panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
     assert list(panels) == ["NVLink", "PCIe and NICs", "network"]
@@ -230,7 +223,6 @@ def test_a_nic_of_two_devices_is_drawn_as_one() -> None:
 
 
 def test_warnings_stand_first_and_notes_are_few() -> None:
-    """What is amiss is on the figure whatever else is to be said, and the rest is counted."""
     machine = without_links(topoplan.load("dgx-1v"), ["gpu0-gpu3"])
     many = replace(machine, notes=tuple(f"note number {i}" for i in range(9)))
     texts = [text.get_text() for text in draw_topology(many).texts]
@@ -241,7 +233,6 @@ def test_warnings_stand_first_and_notes_are_few() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 6)), max_size=14))
 @settings(max_examples=60, deadline=None)
 def test_order_on_the_circle_is_never_worse_than_as_listed(wires: list[tuple[int, int, int]]) -> None:
-    """All GPUs stay, and the wires cross and cover no more than in the order of their numbers."""
     names = [f"gpu{i}" for i in range(10)]
     counts = {(names[a], names[b]): count for a, b, count in wires if a < b}
     order = circle_order(names, counts, radius=1.7)
@@ -287,7 +278,6 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
     ],
 )
 def test_draws_each_rank_once_in_each_panel(plan: Callable[[], Plan]) -> None:
-    """Trees show numbers of GPUs, the map their names."""
     figure = draw_trees(plan())
     ranks = sorted(map(str, range(len(plan().ranks))))
     assert all(sorted(panel_texts(axes)) == ranks for axes in tree_panels(figure))
@@ -333,13 +323,8 @@ def test_a_machine_larger_than_a_page_and_many_trees_have_no_map() -> None:
 def test_lines_between_cpus_follow_their_rail() -> None:
     """One line with branches stands for all wires of four CPUs; a route over two of them passes no third."""
     machine = four_nodes()
-    every = replace(
-        machine,
-        links=(
-            *machine.links,
-            *(Link(a, b, "sys", 20.0, 2) for a, b in (("cpu1", "cpu2"), ("cpu2", "cpu1"))),
-        ),
-    )
+    missing = (Link(a, b, "sys", 20.0, 2) for a, b in (("cpu1", "cpu2"), ("cpu2", "cpu1")))
+    every = replace(machine, links=(*machine.links, *missing))
     plan = topoplan.plan(every, gpus=[1, 3], channels="pcie")
     figure = draw_trees(plan)
     (chart,) = (axes for axes in figure.axes if axes not in tree_panels(figure))
@@ -353,9 +338,8 @@ def test_weights_of_all_panels_add_up_to_the_rate() -> None:
         shares, rates = Fraction(0), 0.0
         for axes in tree_panels(draw_trees(plan)):
             title = " ".join(axes.get_title(loc="left").split("\n"))
-            told = re.match(
-                r"(?:(\d+) trees of this shape|tree \d+): fraction ([\d/]+)(?: and)? (\S+) GB/s", title
-            )
+            shown = r"(?:(\d+) trees of this shape|tree \d+): fraction ([\d/]+)(?: and)? (\S+) GB/s"
+            told = re.match(shown, title)
             assert told is not None
             many, share, rate = int(told[1] or 1), told[2], told[3]
             shares, rates = shares + many * Fraction(share), rates + many * float(rate)
@@ -363,19 +347,14 @@ def test_weights_of_all_panels_add_up_to_the_rate() -> None:
         assert math.isclose(rates, plan.rate, rel_tol=1e-3)
 
 
+ALIKE = "16 trees of this shape: fraction 1/16 and"
+
+
 @pytest.mark.parametrize(
     ("name", "options", "titles"),
     [
-        (
-            "dgx-2",
-            {},
-            ["16 trees of this shape: fraction 1/16 and 5 GB/s each\nreduce, broadcast; roots gpu0-15"],
-        ),
-        (
-            "dgx-2",
-            {"collective": "allgather"},
-            ["16 trees of this shape: fraction 1/16 and 10 GB/s each\nbroadcast; roots gpu0-15"],
-        ),
+        ("dgx-2", {}, [f"{ALIKE} 5 GB/s each\nreduce, broadcast; roots gpu0-15"]),
+        ("dgx-2", {"collective": "allgather"}, [f"{ALIKE} 10 GB/s each\nbroadcast; roots gpu0-15"]),
         (
             "dgx-1v",
             {"gpus": [1, 4, 5, 7]},
@@ -390,13 +369,10 @@ def test_trees_of_one_shape_are_drawn_once(name: str, options: dict[str, Any], t
     assert "not shown" not in figure.get_suptitle()
 
 
-def test_places_a_rank_by_its_depth() -> None:
-    """Without a nested call for each rank of a ring."""
+def test_draws_a_cluster_as_one_tree_and_names_servers_and_gpus() -> None:
+    """A rank's place is found without a nested call for each rank of a ring."""
     children = {rank: [rank + 1] for rank in range(4999)}
     assert forest_positions([0], children) == {rank: (0.0, rank) for rank in range(5000)}
-
-
-def test_draws_a_cluster_as_one_tree_and_names_servers_and_gpus() -> None:
     figure = draw_trees(topoplan.plan(servers("dgx-a100", 4, nic_gbps=200, nics=8)))
     assert [axes.get_title(loc="left").split(":")[0] for axes in figure.axes] == ["32 trees of this shape"]
     assert "roots s0-3.gpu0-7" in figure.axes[0].get_title(loc="left")
@@ -404,18 +380,22 @@ def test_draws_a_cluster_as_one_tree_and_names_servers_and_gpus() -> None:
     check_readable(figure)
 
 
-def test_a_long_headline_is_broken() -> None:
-    """The name of a machine is anybody's: of a long one the title of every figure goes on in the next line."""
-    machine = replace(topoplan.load("v100x4"), name="the machine in the cellar " * 8 + "x" * 200)
+@pytest.mark.parametrize(
+    "name", ["v100x4", "the machine in the cellar " * 8 + "x" * 200], ids=["short", "long"]
+)
+def test_letters_have_nine_points_and_a_long_headline_is_broken(name: str) -> None:
+    """At the natural size, on every figure: a talk shows them as they are; the name of a machine is anybody's."""
+    machine = replace(with_bus_ids(topoplan.load("v100x4")), name=name)
     plan = topoplan.plan(machine)
-    rows = [Rates((0, 1), 1, 40.0, 40.0, 10.0, (10.0, "pcie ring"))]
     for figure in (
         draw_trees(plan),
-        draw_comparison(rows, title=machine.name),
-        draw_sweep({"trees": sweep(plan, [1024])}, title=machine.name),
+        draw_comparison(class_rows(14), title=name),
+        draw_sweep({"trees": sweep(plan, [1024, 1 << 20])}, title=name),
         draw_topology(machine),
+        draw_bands({"all": {"trees": [(1, 2), (3, 4)]}}, (1024, 2048), label="ratio"),
     ):
         check_readable(figure)
+        assert min(text.get_fontsize() for text in visible_texts(figure)) >= 9
 
 
 def kept(draw: Callable[[], Figure], drawn: list[Figure]) -> Figure:
@@ -436,21 +416,18 @@ def test_a_figure_of_a_given_size_keeps_its_labels_apart(size: tuple[float, floa
         assert struct.unpack(">II", header) == tuple(round(100 * side) for side in size)
 
 
-@pytest.mark.parametrize(
-    ("name", "look", "message"),
-    [
+def test_refuses_a_figure_file_in_one_line(tmp_path: Path) -> None:
+    for name, look, message in (
         ("f.png", Look(font="Nosuch"), "font 'Nosuch' is not installed"),
         ("f.png", Look(file_format="docx"), "'docx' is not a figure format"),
         ("f.png", Look(size=(90, 90), dpi=2400), "pixels is too large"),
         ("figure.docx", Look(), "figure.docx"),
         ("figure", Look(), "figure"),
         ("no-such-folder/figure.png", Look(), "no-such-folder/figure.png"),
-    ],
-)
-def test_refuses_a_figure_file_in_one_line(name: str, look: Look, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        write_figure(partial(draw_trees, topoplan.plan("v100x4")), tmp_path / name, look)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            write_figure(partial(draw_trees, topoplan.plan("v100x4")), tmp_path / name, look)
+        assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -488,9 +465,7 @@ def test_counts_the_trees_that_it_leaves_out() -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [2, 3, 14, 46])
 def test_bars_have_a_group_for_each_class(count: int) -> None:
-    """One bar of trees and one of a baseline for each class, in the order of the table; of many the twelve that differ
-    most, and a dot for each of all.
-    """
+    """Two bars for each class, in the order of the table; of many those that differ most, and a dot for each of all."""
     rows = class_rows(count)
     figure = draw_comparison(rows, title="broadcast on dgx-1v")
     lower = figure.axes[-1]
@@ -527,7 +502,6 @@ def test_every_schedule_of_the_table_is_in_the_figure() -> None:
 
 
 def test_equal_classes_have_dots_and_no_bars() -> None:
-    """Numbers of GPUs with a single class have room for their label beside numbers with hundreds."""
     counts = [8] * 300 + [14, 15, 16]
     rows = [Rates(tuple(range(count)), 1, 50.0, 50.0, 25.0, (50.0, "nccl tree")) for count in counts]
     figure = draw_comparison(rows)
@@ -546,16 +520,11 @@ def test_names_the_baseline_of_each_class_beside_its_bar() -> None:
 
 def test_comparison_is_with_the_best_baseline() -> None:
     """The line under the title counts members and gives the ratios over the best baseline; old rings are marks."""
-    rows = [
-        Rates((0, 1), 3, 40.0, 40.0, 5.0, (10.0, "relay ring")),
-        Rates((0, 2), 1, 9.0, 9.0, 9.0, (9.0, "nvlink ring")),
-    ]
-    figure = draw_comparison(rows)
+    far = Rates((0, 1), 3, 40.0, 40.0, 5.0, (10.0, "relay ring"))
+    figure = draw_comparison([far, Rates((0, 2), 1, 9.0, 9.0, 9.0, (9.0, "nvlink ring"))])
     texts = " ".join(text.get_text().replace("\n", " ") for text in figure.texts)
-    assert (
-        "4 allocations in 2 classes; trees / best baseline: 1 to 4, geometric mean 2, equal or below in 1"
-        in texts
-    )
+    ratios = "trees / best baseline: 1 to 4, geometric mean 2, equal or below in 1"
+    assert f"4 allocations in 2 classes; {ratios}" in texts
     marks = {marks.get_label(): marks.get_offsets() for marks in figure.axes[0].collections}
     assert [place[0] for place in marks["ring of NCCL before 2.8"]] == [5.0]
     assert [place[0] for place in marks["upper bound"]] == [40.0, 9.0]
@@ -564,13 +533,10 @@ def test_comparison_is_with_the_best_baseline() -> None:
 
 
 def test_sweep_draws_the_points_it_is_given() -> None:
-    """One curve for each plan through its points, sizes as tick labels that do not overlap."""
     machine = topoplan.load("dgx-1v")
     sizes = [1 << power for power in range(10, 31)]
-    curves = {
-        "ring": sweep(ring_plan(machine), sizes),
-        "double binary tree": sweep(double_binary_tree(machine), sizes),
-    }
+    plans = {"ring": ring_plan(machine), "double binary tree": double_binary_tree(machine)}
+    curves = {name: sweep(plan, sizes) for name, plan in plans.items()}
     figure = draw_sweep(curves, title="allreduce on dgx-1v")
     axes = figure.axes[0]
     assert [line.get_label() for line in axes.lines] == list(curves)
@@ -587,13 +553,11 @@ def test_sweep_draws_the_points_it_is_given() -> None:
 def test_names_the_plans_that_are_fastest_somewhere_and_greys_the_others() -> None:
     """Of nine curves at most seven entries stand in the legend: the fastest of most sizes, and one for the rest."""
     rows = sweep(topoplan.plan("v100x4"), [1 << 10, 1 << 20, 1 << 30])
-    curves = {
-        f"plan {number}": [
-            replace(row, busbw=row.busbw / (1 + abs(place - number))) for place, row in enumerate(rows)
-        ]
-        for number in range(9)
-    }
-    figure = draw_sweep(curves)
+
+    def slower(number: int) -> list[SizeRow]:
+        return [replace(row, busbw=row.busbw / (1 + abs(place - number))) for place, row in enumerate(rows)]
+
+    figure = draw_sweep({f"plan {number}": slower(number) for number in range(9)})
     legend = figure.axes[0].get_legend()
     assert legend is not None
     names = [text.get_text() for text in legend.get_texts()]
@@ -602,27 +566,10 @@ def test_names_the_plans_that_are_fastest_somewhere_and_greys_the_others() -> No
     check_readable(figure)
 
 
-def test_letters_have_nine_points() -> None:
-    """At the natural size, on every figure: a talk shows them as they are."""
-    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
-    for figure in (
-        draw_trees(plan),
-        draw_comparison(class_rows(14)),
-        draw_sweep({"trees": sweep(plan, [1024, 1 << 20])}),
-        draw_topology(with_bus_ids(topoplan.load("dgx-1v"))),
-        draw_bands({"all": {"trees": [(1, 2), (3, 4)]}}, (1024, 2048), label="ratio"),
-    ):
-        assert min(text.get_fontsize() for text in visible_texts(figure)) >= 9
-
-
 def test_bands_have_medians_tenths_and_extremes() -> None:
-    """Of eleven curves, and of one curve alone."""
     curves = [(float(i), 10.0 * i) for i in range(11)]
-    figure = draw_bands(
-        {"left": {"many": curves, "one": curves[:1]}, "right": {"one": curves[3:4]}},
-        (1024, 4096),
-        label="ratio",
-    )
+    panels = {"left": {"many": curves, "one": curves[:1]}, "right": {"one": curves[3:4]}}
+    figure = draw_bands(panels, (1024, 4096), label="ratio")
     left, right = figure.axes
     assert [list(line.get_ydata()) for line in left.lines] == [[5.0, 50.0], [0.0, 0.0]]
     edges = [sorted({y for _, y in band.get_paths()[0].vertices}) for band in left.collections[:2]]

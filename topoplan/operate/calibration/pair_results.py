@@ -192,8 +192,6 @@ def match_results(
     """Return the tests of results.
 
     possible: tests of the machine, one way or both ways as the results are.
-    asked: requested tests; None for any.
-    fill: tests of rounds that fill wide links.
     """
     tests = possible.named(fill)
     wanted = None if asked is None else {test.name for test in asked}

@@ -38,7 +38,6 @@ class Rounds:
     classes, finest: sets of links that the tests of these rounds cannot distinguish, and that all tests together could
     not.
     wide: links that no test fills: name, GB/s, and the GB/s below which a test shows them slow.
-    fill: rounds of `fill_rounds`, if requested.
     """
 
     rounds: tuple[tuple[PairTest, ...], ...]

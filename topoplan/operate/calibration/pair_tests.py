@@ -67,7 +67,6 @@ class PairTest:
 class PairTests:
     """All tests that a machine allows.
 
-    ends: participating GPUs.
     one_way: each test is one way; every two ends then have two.
     alone: GPUs that no other end reaches.
     """
@@ -92,9 +91,7 @@ def possible_tests(
 ) -> PairTests:
     """Return the tests of two GPUs of an allocation.
 
-    gpus: the allocation; None for all.
     every_gpu: on a cluster, each GPU rather than one for each NIC.
-    one_way: from the first to the second only.
 
     >>> import topoplan
     >>> four = topoplan.cluster([topoplan.Server("dgx-1v", count=4)], nic_gbps=100, nics=1)

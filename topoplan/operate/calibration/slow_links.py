@@ -185,7 +185,6 @@ def attribute_slow_pairs(
 
 
 def _healthy(results: Sequence[MeasuredPair]) -> dict[str, float]:
-    """Return the healthy ratio of measured to stated for each kind of link."""
     kinds = dict.fromkeys(one.test.channel for one in results)
     whole = _upper_median([one.rate / one.test.rate for one in results])
     found = {}
@@ -196,7 +195,6 @@ def _healthy(results: Sequence[MeasuredPair]) -> dict[str, float]:
 
 
 def _upper_median(ratios: Sequence[float]) -> float:
-    """Return the median of the larger half."""
     return median(sorted(ratios)[len(ratios) // 2 :])
 
 

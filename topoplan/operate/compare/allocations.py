@@ -69,7 +69,6 @@ def allocation_classes(
     """Return every allocation of 2 to N GPUs, in classes of isomorphic fabrics.
 
     sizes: numbers of GPUs; 2 to N for None.
-    channels: auto, nvlink or pcie, as for `topoplan.plan`.
     most_listed: most members of a class that are listed.
 
     Classes are sorted by number of GPUs, then by representative; a machine of one GPU has none. Allocations without a
@@ -289,14 +288,10 @@ def vectors_by_size(groups: Groups) -> list[int]:
     >>> vectors_by_size(((0, 1), (2, 3)))
     [1, 2, 3, 2, 1]
     """
-    number = [1]
+    number = np.ones(1, dtype=object)
     for group in groups:
-        longer = [0] * (len(number) + len(group))
-        for size, known in enumerate(number):
-            for taken in range(len(group) + 1):
-                longer[size + taken] += known
-        number = longer
-    return number
+        number = np.convolve(number, np.ones(len(group) + 1, dtype=object))
+    return [int(count) for count in number]
 
 
 def count_vectors(groups: Groups, sizes: Collection[int]) -> Iterator[tuple[int, ...]]:

@@ -71,8 +71,6 @@ def compare(
     """Compare trees with rings on one allocation.
 
     collective: allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
-    gpus: the allocation; all GPUs for None.
-    root: GPU number of the root of a broadcast or reduce; the allocation's first GPU for None.
     channels, nbytes: of the trees, as in `topoplan.plan`.
 
     NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
@@ -169,7 +167,6 @@ def nccl_rivals(
 ) -> tuple[dict[str, Plan], list[str]]:
     """Return NCCL's plans for a collective by name, in the order of `NCCL_COLUMNS`, and why it has no ring.
 
-    topology, collective, gpus, root: as for `compare`.
     proved: a plan or bound of the same request; schedules that do not suit its channels are left out.
     """
     rivals: dict[str, Plan] = {}
@@ -215,8 +212,6 @@ def compare_all(
     """Compare trees with rings on one allocation of each class, by number of GPUs, then by representative.
 
     sizes: numbers of GPUs; 2 to N for None.
-    most_listed: most allocations of a class that are listed.
-    progress: receives a line of text before each class.
 
     The representative's first GPU is the root. The rates of trees, bound, NVLink rings and relaying rings depend on the
     class alone (those of a rooted collective also on the root, if links are unequal in their two directions). Number
@@ -246,17 +241,6 @@ def compare_class(topology: Topology, collective: str, one: AllocationClass) -> 
             collective=collective,
             gpus=one.gpus,
             members=one.members,
-            channel=None,
-            trees=0.0,
-            bound=0.0,
-            tree_count=0,
-            height=0,
-            ring=0.0,
-            ring_kind=NO_RING,
-            relay=None,
-            double_tree=None,
-            ratio=math.nan,
-            relay_ratio=None,
             notes=(str(error),),
             allocations=one.allocations,
         )
@@ -294,7 +278,6 @@ class Nics:
 class Attainable:
     """Attainable rates of a collective on an allocation, in GB/s of algorithm bandwidth.
 
-    channels: channels of the bound.
     nccl: rates of NCCL's schedules, best first; ties in the order of `NCCL_COLUMNS`.
     best: upper bound of any schedule.
     links: the binding links, in the words of the certificate.
@@ -343,7 +326,6 @@ def attainable(
     """Return the attainable rates of NCCL and of any schedule.
 
     topology: switches use their stated capabilities (`topoplan.machine.variants.with_all_capabilities`).
-    collective, gpus, root: as for `topoplan.plan`.
 
     >>> import topoplan
     >>> found = attainable(topoplan.load("dgx-a100"))

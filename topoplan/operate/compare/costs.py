@@ -75,7 +75,6 @@ def without_each_server(
 
     topology, collective, gpus, channels: as for `topoplan.plan`; the root of a broadcast or reduce is the first
     remaining GPU.
-    progress: receives a line of text before each plan.
 
     One GPU of each of three DGX-1V with NICs of 100 Gb/s, and of one with 25:
 

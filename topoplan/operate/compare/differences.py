@@ -69,8 +69,6 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One difference before equal ones are grouped."""
-
     what: str
     name: str
     a: str

@@ -14,6 +14,7 @@ Divisions that only exchange interchangeable GPUs are one (`topoplan.operate.com
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -105,7 +106,6 @@ def divide(
 
     sizes: GPUs of each job, one or more.
     collective: allreduce, broadcast or reduce (from the first GPU of each job), allgather or reduce_scatter.
-    free: GPUs to choose from; all for None.
 
     Two halves of a DGX-1V are as good as each alone; pairs then take the doubled NVLinks:
 
@@ -215,11 +215,7 @@ class _Divider:
         levels: list[float] = sorted(
             {part for size in self._best for part in self._parts[size].tolist()} or {1.0}
         )
-        low, high = 0, len(levels) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits_above(levels[middle]) else (low, middle - 1)
-        return levels[low]
+        return levels[bisect_left(levels, True, lo=1, key=lambda least: not self._fits_above(least)) - 1]
 
     def _fits_above(self, least: float) -> bool:
         """Return whether a division exists in which every job has this part alone."""
@@ -338,7 +334,6 @@ class _Divider:
         return [np.flatnonzero(label == part).tolist() for part in np.unique(label)]
 
     def _links(self, gpus: tuple[int, ...]) -> set[tuple[str, str]]:
-        """Return the links that a tree of a job may cross."""
         fabric = self._fabric(gpus)
         every = fabric.links if not fabric.lists_every_route else ()
         crossed = {number for arc in fabric.arcs for number in arc.links}

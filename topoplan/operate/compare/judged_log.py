@@ -153,7 +153,6 @@ def judge(
 
     reach: returns `topoplan.operate.compare.comparison.attainable` of a collective, GPUs and the GPU number of a root.
     gpus: the GPUs of the ranks, as the caller states them; None reads them from the log.
-    collective: collective of the test if the log does not state it.
     """
     notes: list[str] = []
     warnings = list(run.warnings)

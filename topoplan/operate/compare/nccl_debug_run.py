@@ -382,7 +382,6 @@ def _rate(rate: Callable[[dict[Order, int]], Fraction], orders: dict[Order, int]
 
 
 def _best_rings(part: Topology) -> float | None:
-    """Return the GB/s of bus bandwidth of the best rings that NCCL could have found."""
     try:
         return nccl_ring(part).rate * bus_factor("allreduce", len(part.gpus))
     except InfeasibleError:

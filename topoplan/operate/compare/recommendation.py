@@ -148,8 +148,6 @@ def recommend(
     """Return all sets of ``count`` GPUs, best first.
 
     collective: the root of a broadcast or reduce is the first GPU of each set.
-    free: GPUs to choose from; all for None.
-    progress: receives a line of text before each class.
 
     Sets are sorted by rate; the fastest by the rates of the remaining GPUs, the others by their ring; then by class and
     GPUs. Blink's GPUs 1, 4, 5, 7 of a DGX-1V are among the slower ones; the two halves of the cube are the best.
@@ -209,7 +207,6 @@ def _order(one: GpuSet) -> tuple[float, float, float, float]:
 
 
 def _left_by(ranked: RankedSets, gpus: tuple[int, ...]) -> dict[str, float]:
-    """Return the rates of the GPUs that a set leaves: of the best set of its size, and of all."""
     rest = tuple(gpu for gpu in ranked.free if gpu not in gpus)
     found = {}
     if len(rest) >= len(gpus):

@@ -53,17 +53,17 @@ class Comparison:
     collective: str
     gpus: tuple[int, ...]
     members: int
-    channel: str | None
-    trees: float
-    bound: float
-    tree_count: int
-    height: int
-    ring: float
-    ring_kind: str
-    relay: float | None
-    double_tree: float | None
-    ratio: float
-    relay_ratio: float | None
+    channel: str | None = None
+    trees: float = 0.0
+    bound: float = 0.0
+    tree_count: int = 0
+    height: int = 0
+    ring: float = 0.0
+    ring_kind: str = NO_RING
+    relay: float | None = None
+    double_tree: float | None = None
+    ratio: float = math.nan
+    relay_ratio: float | None = None
     notes: tuple[str, ...] = ()
     others: tuple[tuple[str, float | None], ...] = ()
     nccl: float = 0.0
@@ -299,7 +299,6 @@ _LEAST = {
 
 
 def _lines(columns: dict[str, list[str]], widths: dict[str, int]) -> str:
-    """Return heads and rows of some columns with given widths."""
     padded = [
         [f"{cell:<{wide}}" if head in _WORDS else f"{cell:>{wide}}" for cell in (head, *columns[head])]
         for head, wide in widths.items()

@@ -10,7 +10,7 @@ also differ in line style, bundles in width and label, bars in hatch.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from topoplan.errors import UsageError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -214,13 +215,16 @@ SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 """Colours of curves, in order."""
 
 
+LineStyle = Literal["-", "--", ":", "-."]
+
+
 @dataclass(frozen=True, slots=True)
 class Stroke:
     """Line style and name of the links of a channel."""
 
     name: str
     colour: str
-    style: Literal["-", "--", ":", "-."]
+    style: LineStyle
 
 
 STROKES: Mapping[str, Stroke] = {
@@ -241,6 +245,38 @@ FILLS: Mapping[str, tuple[str, str]] = {
     "helper": (GREEN, "#FFFFFF"),
 }
 """Fill and text colour of each kind of device."""
+
+
+def write_text(axes: Axes, place: tuple[float, float], text: str, **options: Any) -> None:
+    """Write a small text with its middle at a place."""
+    axes.text(*place, text, va="center", fontsize=points(SMALL), **{"ha": "center", **options})
+
+
+def draw_line_legend(
+    figure: Figure, lines: Sequence[tuple[str, str, LineStyle, float]], margin: float, **options: Any
+) -> None:
+    """Draw a legend of lines in the lower left corner.
+
+    lines: label, colour, style and width in points of each.
+    margin: inches from the left.
+    """
+    from matplotlib.lines import Line2D
+
+    width, height = figure.get_size_inches()
+    figure.legend(
+        handles=[
+            Line2D([], [], color=colour, linestyle=style, linewidth=points(thick), label=label)
+            for label, colour, style, thick in lines
+        ],
+        loc="lower left",
+        borderaxespad=0,
+        borderpad=0,
+        fontsize=points(SMALL),
+        frameon=False,
+        handlelength=3,
+        bbox_to_anchor=(margin / width, margin / 2 / height),
+        **options,
+    )
 
 
 def use_house_style() -> None:

@@ -149,7 +149,6 @@ def _draw_schedules(row: Comparison, title: str) -> Figure:
 
 
 def _mark_others(axes: Axes, rows: Sequence[Comparison], places: Sequence[float], *, upright: bool) -> None:
-    """Mark the rates of the schedules that have a column of their own."""
     heads = dict.fromkeys(head for row in rows for head, _ in row.others)
     for number, head in enumerate(heads):
         found = [(dict(row.others).get(head), place) for row, place in zip(rows, places, strict=True)]
@@ -164,7 +163,6 @@ def _difference(row: Comparison) -> float:
 
 
 def _panel(figure: Figure, top: float, high: float, left: float) -> Axes:
-    """Return axes with their top and height in inches."""
     height = figure.get_figheight()
     axes = figure.add_axes(
         (left / _PAGE, 1 - (top + high) / height, 1 - (left + 0.15) / _PAGE, high / height)
@@ -228,7 +226,6 @@ def _draw_bars(axes: Axes, rows: Sequence[Comparison], names: Sequence[str]) -> 
 
 
 def _write(axes: Axes, text: str, end: tuple[float, float]) -> None:
-    """Write a text behind the end of a bar."""
     axes.annotate(
         text,
         end,
@@ -241,7 +238,6 @@ def _write(axes: Axes, text: str, end: tuple[float, float]) -> None:
 
 
 def _bar_axes(axes: Axes, names: Sequence[str], largest: float) -> None:
-    """Set the axes of bars with names, the first on top."""
     axes.set_xlim(0, _HEADROOM * largest)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names, fontsize=points(SMALL))

@@ -18,7 +18,16 @@ from topoplan.errors import UsageError, kind_of, warnings_first
 from topoplan.machine.topology import Device, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import representative_servers
 from topoplan.operate.diagnosis import machine_warnings
-from topoplan.operate.plot.canvas import HEAD, SMALL, STROKES, VERMILLION, fitted, new_figure, points
+from topoplan.operate.plot.canvas import (
+    HEAD,
+    SMALL,
+    STROKES,
+    VERMILLION,
+    draw_line_legend,
+    fitted,
+    new_figure,
+    points,
+)
 from topoplan.operate.plot.nvlink_panel import nvlink_panel
 from topoplan.operate.plot.panels import (
     DrawnLink,
@@ -92,16 +101,8 @@ def _host(
     beside = {name: _beside(topology.device(name)) for name in names}
     beside |= dict.fromkeys((end for wire in serving for end in wire.ends), "")
     _mark_bundles(beside, inside, children)
-    layout = column_layout(
-        Forest(
-            [root for root in roots if not served.get(root)],
-            children,
-            kinds,
-            {name: box_width(name) for name in names},
-            {name: full_width(name, text) for name, text in beside.items()},
-            units,
-        )
-    )
+    own = [root for root in roots if not served.get(root)]
+    layout = column_layout(Forest(own, children, kinds, beside, units))
     routes, elsewhere = tree_routes(layout, inside, children)
     routes += cross_routes(elsewhere, layout.places)
     routes += [
@@ -263,7 +264,15 @@ def draw_topology(topology: TopologyLike) -> Figure:
         axes.set_xlim(west - spare, east + spare)
         axes.set_ylim(low, up)
         top -= up - low + _GAP / 2
-    _draw_legend(figure, kinds, strokes, columns)
+    draw_line_legend(
+        figure,
+        [(kind_text(k), STROKES[k[0]].colour, STROKES[k[0]].style, strokes[k]) for k in kinds],
+        _MARGIN,
+        ncols=columns,
+        title="bandwidth in each direction; a line without a number is one link",
+        title_fontsize=points(SMALL),
+        alignment="left",
+    )
     return figure
 
 
@@ -274,7 +283,6 @@ Kind = tuple[str, float, float, int]
 class MachineLayout:
     """A machine laid out in panels, for any renderer.
 
-    headline: its name and GPUs.
     shown: the drawn machine: NICs of two devices as one, and of a large cluster one server of each equivalence class.
     notes: warnings and notes, with omissions.
     panels: NVLink, host and network, if present.
@@ -344,41 +352,6 @@ def _headline(topology: Topology) -> str:
     return f"{topology.name}: {count} GPU{'' if count == 1 else 's'}{model}"
 
 
-def _draw_legend(
-    figure: Figure,
-    kinds: Sequence[tuple[str, float, float, int]],
-    strokes: Mapping[tuple[str, float, float, int], float],
-    columns: int,
-) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=STROKES[k[0]].colour,
-            linestyle=STROKES[k[0]].style,
-            linewidth=points(strokes[k]),
-            label=kind_text(k),
-        )
-        for k in kinds
-    ]
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(_MARGIN / figure.get_figwidth(), _MARGIN / 2 / figure.get_figheight()),
-        borderaxespad=0,
-        borderpad=0,
-        ncols=columns,
-        fontsize=points(SMALL),
-        frameon=False,
-        title="bandwidth in each direction; a line without a number is one link",
-        title_fontsize=points(SMALL),
-        alignment="left",
-        handlelength=3,
-    )
-
-
 _NETWORK_RANK = {"switch": 1, "nic": 2, "gpu": 3}
 
 
@@ -414,27 +387,14 @@ def _part(topology: Topology, names: Sequence[str], shown: Sequence[DrawnLink]) 
         for above, below in (wire.ends, wire.ends[::-1])
         if wire.count > 1 and below in children.get(above, ())
     }
-    layout = column_layout(
-        Forest(
-            roots,
-            children,
-            kinds,
-            {name: box_width(name) for name in names},
-            {name: full_width(name, beside.get(name, "")) for name in names},
-            {
-                name: unit
-                for below in children.values()
-                for unit in _by_server(topology, below)
-                for name in unit
-            },
-        )
-    )
+    units = [unit for below in children.values() for unit in _by_server(topology, below)]
+    columns = {name: unit for unit in units for name in unit}
+    layout = column_layout(Forest(roots, children, kinds, beside, columns))
     routes, other = tree_routes(layout, shown, children)
     return Panel("", layout.places, routes + cross_routes(other, layout.places), beside=beside)
 
 
 def _by_server(topology: Topology, below: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return devices below one switch, grouped by server."""
     groups: dict[str, list[str]] = {}
     for name in below:
         groups.setdefault(topology.device(name).server or name, []).append(name)

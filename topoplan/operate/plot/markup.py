@@ -143,6 +143,16 @@ def text(place: Point, words: str, *, anchor: str = "middle", **attributes: str 
     )
 
 
+SAMPLE = (0.0, 6.0), (34.0, 6.0)
+"""Ends of the line in an entry of a legend."""
+
+
+def legend_entry(words: str, *drawn: Markup) -> Markup:
+    """Return an entry of a legend: a picture of 34 by 12 pixels before its words."""
+    sample = element("svg", *drawn, width=34, height=12, aria_hidden="true")
+    return element("li", sample, " ", words)
+
+
 def draw_machine(layout: MachineLayout) -> Markup:
     """Return the panels of a machine, each under its title, and the legend of its wires."""
     parts = [
@@ -189,16 +199,10 @@ def _draw_panel(layout: MachineLayout, panel: Panel) -> Markup:
 
 
 def _legend(kinds: Sequence[Kind], widths: Mapping[Kind, float]) -> Markup:
-    entries = []
-    for kind in kinds:
-        sample = element(
-            "svg",
-            line((0, 6), (34, 6), class_=f"wire {kind[0]}", stroke_width=widths[kind]),
-            width=34,
-            height=12,
-            aria_hidden="true",
-        )
-        entries.append(element("li", sample, " ", kind_text(kind)))
+    entries = [
+        legend_entry(kind_text(kind), line(*SAMPLE, class_=f"wire {kind[0]}", stroke_width=widths[kind]))
+        for kind in kinds
+    ]
     note = element("p", "Bandwidth in each direction; a line without a number is one link.", class_="small")
     return element("div", element("ul", *entries, class_="legend"), note)
 

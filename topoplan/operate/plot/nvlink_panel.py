@@ -275,7 +275,6 @@ def label_places(
     wins, then the one nearest to the middle. A third of an inch counts as clear, two thirds from a node.
 
     labelled, others: lines with a label, and all other lines.
-    nodes: centres of the devices.
 
     >>> label_places([((0, 0), (2, 0))], [], [(0, 0), (2, 0)])
     [(1.0, 0.0)]

@@ -119,7 +119,6 @@ def sizes_section(
 
 
 def _cells(seconds: Sequence[float], sizes: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Return columns of microseconds and GB/s."""
     times = [f"{one * 1e6:.1f}" for one in seconds]
     return times, [f"{size / one / 1e9:.4g}" for size, one in zip(sizes, seconds, strict=True)]
 
@@ -159,10 +158,7 @@ def report_page(
 ) -> str:
     """Return the page on a machine and on a collective among some of its GPUs.
 
-    topology, collective, gpus, root, channels: as for `topoplan.plan`.
-    free: the available GPUs; all for None.
     sizes: bytes of the buffers for the times; sizes of zero are dropped.
-    progress: receives a line of text before each part.
 
     >>> import topoplan
     >>> page = report_page(topoplan.load("v100x4"), sizes=[1 << 10, 1 << 30])

@@ -5,7 +5,7 @@ Both directions of a link are one line; its legend names channel, count and rate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import hypot
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from topoplan.machine.fabric import CHANNEL_LINKS
 from topoplan.machine.topology import LINK_CHANNELS, Link, Topology
 from topoplan.machine.variants import nic_name
-from topoplan.operate.plot.canvas import BLACK, FILLS, GREY, SMALL, STROKES, points
+from topoplan.operate.plot.canvas import BLACK, FILLS, GREY, STROKES, points, write_text
 from topoplan.plans.shards import Edge
 
 if TYPE_CHECKING:
@@ -154,20 +154,18 @@ class Panel:
 
     def moved(self, right: float, up: float) -> Panel:
         """Return the panel moved by inches to the right and up."""
-        return replace(
-            self,
-            places={name: (x + right, y + up) for name, (x, y) in self.places.items()},
-            routes=[(wire, [(x + right, y + up) for x, y in points]) for wire, points in self.routes],
-            counts=[((x + right, y + up), text) for (x, y), text in self.counts],
-        )
+        return self._mapped(lambda x, y: (x + right, y + up))
 
     def scaled(self, factor: float) -> Panel:
         """Return the panel with its distances scaled, but not its boxes and letters."""
+        return self._mapped(lambda x, y: (factor * x, factor * y))
+
+    def _mapped(self, move: Callable[[float, float], Point]) -> Panel:
         return replace(
             self,
-            places={name: (factor * x, factor * y) for name, (x, y) in self.places.items()},
-            routes=[(wire, [(factor * x, factor * y) for x, y in points]) for wire, points in self.routes],
-            counts=[((factor * x, factor * y), text) for (x, y), text in self.counts],
+            places={name: move(*place) for name, place in self.places.items()},
+            routes=[(wire, [move(*corner) for corner in corners]) for wire, corners in self.routes],
+            counts=[(move(*place), text) for place, text in self.counts],
         )
 
 
@@ -198,7 +196,6 @@ def tiled(title: str, tiles: Sequence[Panel]) -> Panel:
 
 
 def _rows(tiles: Sequence[Panel]) -> list[list[Panel]]:
-    """Return the fewest rows, as even as possible."""
     widths = [east - west + _GAP for west, _, east, _ in (tile.extent() for tile in tiles)]
     rows: list[list[Panel]] = []
     free = 0.0
@@ -252,8 +249,8 @@ def draw_panel(
         )
     for colour, inches, corners in _marked_lines(panel, marked or {}):
         axes.plot(*zip(*corners, strict=True), color=colour, linewidth=points(72 * inches), zorder=1.5)
-    for (x, y), text in panel.counts if marked is None else ():
-        axes.text(x, y, text, ha="center", va="center", fontsize=points(SMALL), zorder=2, bbox=_BLANK)
+    for place, text in panel.counts if marked is None else ():
+        write_text(axes, place, text, zorder=2, bbox=_BLANK)
     used = {end for wire in marked or () for end in wire.ends}
     for name, (x, y) in panel.places.items():
         fill, ink = FILLS[topology.device(name).kind]
@@ -266,22 +263,10 @@ def draw_panel(
             "edgecolor": line,
             "linewidth": points(0.6),
         }
-        axes.text(
-            x, y, name, ha="center", va="center", fontsize=points(SMALL), color=ink, zorder=3, bbox=edge
-        )
+        write_text(axes, (x, y), name, color=ink, zorder=3, bbox=edge)
         if (text := panel.beside.get(name, "")) and marked is None:
             right = x + box_width(name) / 2 + _BESIDE
-            axes.text(
-                right,
-                y,
-                text,
-                ha="left",
-                va="center",
-                fontsize=points(SMALL),
-                color="#404040",
-                zorder=3,
-                bbox=_BLANK,
-            )
+            write_text(axes, (right, y), text, ha="left", color="#404040", zorder=3, bbox=_BLANK)
 
 
 _IDLE = "#8C8C8C"

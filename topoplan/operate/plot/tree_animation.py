@@ -14,7 +14,19 @@ from itertools import groupby
 
 from topoplan.model.dataflow import Hop, dataflow
 from topoplan.operate.plot.canvas import STROKES
-from topoplan.operate.plot.markup import Markup, Point, element, folded, items, joined, line, svg, text
+from topoplan.operate.plot.markup import (
+    SAMPLE,
+    Markup,
+    Point,
+    element,
+    folded,
+    items,
+    joined,
+    legend_entry,
+    line,
+    svg,
+    text,
+)
 from topoplan.operate.plot.tree_layout import forest_positions
 from topoplan.operate.plot.trees import DRAWN_APART, MAX_TREES, roots_text, tree_children, vertex_labels
 from topoplan.plans.plan import Plan
@@ -113,23 +125,11 @@ def draw_steps(plan: Plan) -> Markup:
 
 
 def _key(plan: Plan) -> Markup:
-    """Return the legend of colours and signs."""
     crossed = {
         edge.channel for shard, _ in plan.shard_counts for stage in shard.stages for edge in stage.edges
     }
     channels = [
-        element(
-            "li",
-            element(
-                "svg",
-                line((0, 6), (34, 6), class_=f"wire {channel}", stroke_width=2),
-                width=34,
-                height=12,
-                aria_hidden="true",
-            ),
-            " ",
-            STROKES[channel].name,
-        )
+        legend_entry(STROKES[channel].name, line(*SAMPLE, class_=f"wire {channel}", stroke_width=2))
         for channel in STROKES
         if channel in crossed
     ]
@@ -233,7 +233,6 @@ def _slot(labels: Sequence[str]) -> float:
 
 
 def _label(place: Point, label: str) -> list[Markup]:
-    """Return the lines of a label in the middle of a node."""
     lines = label.split("\n")
     return [
         text((place[0], place[1] + _LINE * (number - (len(lines) - 1) / 2)), line)

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from topoplan.operate.plot.panels import DrawnLink, Places, Point
+from topoplan.operate.plot.panels import DrawnLink, Places, Point, box_width, full_width
 
 LAYER = 0.72
 """Distance of layers."""
@@ -37,16 +37,19 @@ class Forest:
 
     roots: from left to right.
     kinds: siblings of one kind all stand in a layer if one of them has children.
-    box, full: width of a device's box, and of the box with the text beside it.
+    beside: text beside a device's box.
     units: for devices that must share a column with some siblings, all of these.
     """
 
     roots: Sequence[str]
     children: Mapping[str, Sequence[str]]
     kinds: Mapping[str, str]
-    box: Mapping[str, float]
-    full: Mapping[str, float]
+    beside: Mapping[str, str] = field(default_factory=dict)
     units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def width(self, name: str) -> float:
+        """Return the width of a box with the text beside it."""
+        return full_width(name, self.beside.get(name, ""))
 
 
 @dataclass(slots=True)
@@ -77,10 +80,9 @@ def column_layout(forest: Forest) -> ColumnLayout:
     """Return the places of a forest.
 
     >>> kinds = {"a": "cpu", "b": "pcie", "c": "gpu", "d": "gpu"}
-    >>> wide = dict.fromkeys(kinds, 0.5)
-    >>> made = column_layout(Forest(["a"], {"a": ["b", "c"], "b": ["d"]}, kinds, wide, wide))
+    >>> made = column_layout(Forest(["a"], {"a": ["b", "c"], "b": ["d"]}, kinds))
     >>> {name: (round(x, 2), round(y, 2)) for name, (x, y) in made.places.items()}
-    {'c': (0.45, -0.5), 'd': (1.7, -1.22), 'b': (1.25, -0.72), 'a': (0.62, 0.0)}
+    {'c': (0.32, -0.5), 'd': (1.18, -1.22), 'b': (0.86, -0.72), 'a': (0.43, 0.0)}
     """
     layout = ColumnLayout()
     edge = 0.0
@@ -97,8 +99,8 @@ def _place(layout: ColumnLayout, forest: Forest, node: str, corner: Point) -> fl
     standing = {forest.kinds[child] for child in below if forest.children.get(child)}
     columns = _columns([child for child in below if forest.kinds[child] not in standing], forest.units)
     inner = [child for child in below if forest.kinds[child] in standing]
-    x = left + forest.box[node] / 2
-    right = left + forest.full[node]
+    x = left + box_width(node) / 2
+    right = left + forest.width(node)
     if len(columns) == 1 and not inner:
         right = max(right, _place_column(layout, forest, columns[0], (x, y)))
     elif below:
@@ -110,16 +112,16 @@ def _place(layout: ColumnLayout, forest: Forest, node: str, corner: Point) -> fl
             edge = _place(layout, forest, child, (edge, y - LAYER)) + _GAP
             anchors.append(layout.places[child][0])
         x = max(x, (anchors[0] + anchors[-1]) / 2)
-        right = max(edge - _GAP, x - forest.box[node] / 2 + forest.full[node])
+        right = max(edge - _GAP, x - box_width(node) / 2 + forest.width(node))
     layout.places[node] = (x, y)
     return right
 
 
 def _place_column(layout: ColumnLayout, forest: Forest, column: Sequence[str], top: Point) -> float:
     trunk, y = top
-    side = max(trunk + _INDENT + forest.full[name] for name in column)
+    side = max(trunk + _INDENT + forest.width(name) for name in column)
     for number, name in enumerate(column):
-        layout.places[name] = (trunk + _INDENT + forest.box[name] / 2, y - _BUS - _INDENT - number * ROW)
+        layout.places[name] = (trunk + _INDENT + box_width(name) / 2, y - _BUS - _INDENT - number * ROW)
         layout.trunks[name] = trunk
         layout.sides[name] = side
     return side
@@ -204,14 +206,9 @@ def cross_routes(wires: Sequence[DrawnLink], places: Mapping[str, Point]) -> lis
 
 
 def _joined(wires: Sequence[DrawnLink]) -> list[list[DrawnLink]]:
-    """Return groups of wires without common devices."""
-    groups: list[tuple[set[str], list[DrawnLink]]] = []
-    for wire in wires:
-        disjoint = [group for group in groups if not group[0] & set(wire.ends)]
-        near = [group for group in groups if group[0] & set(wire.ends)]
-        ends = {*wire.ends}.union(*(group[0] for group in near))
-        groups = [*disjoint, (ends, [*(old for group in near for old in group[1]), wire])]
-    return [members for _, members in groups]
+    ends = [wire.ends for wire in wires]
+    groups = connected([end for pair in ends for end in pair], ends)
+    return [[wire for wire in wires if wire.ends[0] in group] for group in groups]
 
 
 def _each_with_each(group: Sequence[DrawnLink], names: Sequence[str], places: Mapping[str, Point]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, starmap
 from math import dist
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from topoplan.errors import UsageError
 from topoplan.machine.fabric import Fabric
@@ -23,10 +23,13 @@ from topoplan.operate.plot.canvas import (
     SERIES,
     SMALL,
     STROKES,
+    LineStyle,
+    draw_line_legend,
     fitted,
     new_figure,
     points,
     text_width,
+    write_text,
 )
 from topoplan.operate.plot.machine import Kind, lay_out
 from topoplan.operate.plot.panels import DrawnLink, Panel, draw_panel, wires, wires_of_trees
@@ -58,7 +61,7 @@ _LEAST_PAGE = 6.4
 _HEAD_ROW = 0.2
 _KEY = 0.3
 _CLOSEST, _LEAST_SCALE = 0.85, 0.6
-_CHANNEL_STYLES: Mapping[str, Literal["-", "--", ":"]] = {"nvlink": "-", "pcie": "--", "network": ":"}
+_CHANNEL_STYLES: Mapping[str, LineStyle] = {"nvlink": "-", "pcie": "--", "network": ":"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,29 +259,12 @@ def _shrunk(panel: Panel) -> Panel:
 
 
 def _draw_key(figure: Figure, channels: Sequence[str], *, coloured: bool) -> None:
-    from matplotlib.lines import Line2D
-
-    figure.legend(
-        handles=[
-            Line2D(
-                [],
-                [],
-                color=STROKES[channel].colour if coloured else BLACK,
-                linestyle=STROKES[channel].style if coloured else _CHANNEL_STYLES[channel],
-                linewidth=points(1.4),
-                label=STROKES[channel].name,
-            )
-            for channel in channels
-        ],
-        loc="lower left",
-        bbox_to_anchor=(_MARGIN / 2 / figure.get_figwidth(), 0.08 / figure.get_figheight()),
-        borderaxespad=0,
-        borderpad=0,
-        ncols=len(channels),
-        fontsize=points(SMALL),
-        frameon=False,
-        handlelength=3,
-    )
+    lines = []
+    for channel in channels:
+        stroke = STROKES[channel]
+        look = (stroke.colour, stroke.style) if coloured else (BLACK, _CHANNEL_STYLES[channel])
+        lines.append((stroke.name, *look, 1.4))
+    draw_line_legend(figure, lines, _MARGIN / 2, ncols=len(channels))
 
 
 def _trees(plan: Plan) -> list[_Tree]:
@@ -369,22 +355,12 @@ def _draw_tree(axes: Axes, tree: _Tree, labels: Sequence[str], distances: tuple[
         (x, y), (u, v) = places[edge.parent], places[edge.child]
         axes.plot([x, u], [y, v], **tree.stroke(edge.channel), linewidth=points(1.6), zorder=1)
     fill, ink = FILLS["gpu"]
-    for rank, (x, y) in places.items():
+    for rank, place in places.items():
         root = rank == tree.stage.root
-        axes.text(
-            x,
-            y,
-            labels[rank],
-            ha="center",
-            va="center",
-            fontsize=points(SMALL),
-            linespacing=1.0,
-            color=ink,
-            zorder=2,
-            bbox={
-                "boxstyle": "circle,pad=0.2" if len(labels[rank]) < 3 else "round,pad=0.2",
-                "facecolor": "white" if root else fill,
-                "edgecolor": "black",
-                "linewidth": points(1.4 if root else 0.6),
-            },
-        )
+        box = {
+            "boxstyle": "circle,pad=0.2" if len(labels[rank]) < 3 else "round,pad=0.2",
+            "facecolor": "white" if root else fill,
+            "edgecolor": "black",
+            "linewidth": points(1.4 if root else 0.6),
+        }
+        write_text(axes, place, labels[rank], linespacing=1.0, color=ink, zorder=2, bbox=box)
