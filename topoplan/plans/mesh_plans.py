@@ -38,7 +38,7 @@ from topoplan.plans.file_values import (
     read_whole,
 )
 from topoplan.plans.loads import link_loads
-from topoplan.plans.plan import Plan, embedded_topology, plan_text
+from topoplan.plans.plan import Plan, embedded_topology, row_texts
 from topoplan.plans.size_plans import read_plan_file
 from topoplan.plans.verify import Verification, verify
 from topoplan.units import nearest_float
@@ -109,14 +109,9 @@ class MeshPlans:
 
     def to_json(self) -> str:
         """Return the file; the same bytes for the same plans, always."""
-        rows = ",\n ".join(
-            f'{{"axis": {compact(group.axis)}, "members": {compact(list(group.members))}, '
-            f'"plan": {plan_text(group.plan.to_object())}}}'
-            for group in self.groups
-        )
-        head = {key: value for key, value in self.to_object().items() if key not in ("groups", "topology")}
-        fields = ",\n ".join(f'"{key}": {compact(value)}' for key, value in head.items())
-        machine = compact(self.topology.to_object())
+        value = self.to_object()
+        rows, machine = ",\n ".join(row_texts(value.pop("groups"))), compact(value.pop("topology"))
+        fields = ",\n ".join(f'"{key}": {compact(field)}' for key, field in value.items())
         return f'{{{fields},\n "groups": [\n {rows}\n ],\n "topology": {machine}}}\n'
 
     def to_object(self) -> dict[str, object]:

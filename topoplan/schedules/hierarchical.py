@@ -60,8 +60,6 @@ def hierarchical(
 
     UsageError if levels do not fit the dimensions; InfeasibleError if the ranks are not such a grid.
 
-    Examples
-    --------
     On a BCube of 16 hosts with two ports of 10 GB/s, twice a ring's rate:
 
     >>> bml("bcube:4,2@10").rate, round(hips_ring("torus:4,4@10").rate, 3)
@@ -216,8 +214,6 @@ def _rails(
 ) -> Plan:
     """Return the broadcast or reduce along rails, as many as the smallest server has GPUs.
 
-    Examples
-    --------
     Four DGX-A100 with a NIC of 25 GB/s for each GPU: three of four eighths leave each, at 25 / (3 / 8) GB/s.
 
     >>> import topoplan

@@ -210,8 +210,6 @@ def mesh(
 ) -> Plan:
     """Return one hop as HiPS's mesh, with the connections of workers that are the servers of gradients themselves.
 
-    Examples
-    --------
     >>> mesh("v100x4", "allreduce").notes[-1]
     '12 connections: each rank that owns a part with all others'
     """
@@ -229,8 +227,6 @@ def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -
     It runs over NVLink, or over PCIe if NVLink does not join all pairs, since a plan runs over one of them; None if
     neither does.
 
-    Examples
-    --------
     Half of the pairs of a DGX-1V have no NVLink, so blocks go over PCIe:
 
     >>> made = direct_sends("dgx-1v")
@@ -343,8 +339,6 @@ def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
 
     Each owner divides its block between trees in its own way; a shard here is a part that none of them divides.
 
-    Examples
-    --------
     >>> import topoplan
     >>> gathered = topoplan.plan(topoplan.load("dgx-1v"), "allgather", gpus=[0, 1, 2])
     >>> [(str(shard.share), len(shard.stages)) for shard in exchange_of(gathered)]

@@ -32,7 +32,7 @@ from topoplan.plans.plan import ROOTED, Plan, Tree
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
 from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_route
-from topoplan.schedules.routes import LeastLoaded
+from topoplan.schedules.routes import LeastLoaded, edge_along
 from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
@@ -514,7 +514,7 @@ def _wired(
         forward = (fabric.ranks[ends[0]], *(fabric.links[link].dst for link in links))
         between = ", ".join(forward[1:-1])
         relayed[f"no wire leads from {forward[0]} to {forward[-1]}: data passes {between}"] = None
-    return Edge(parent, child, forward if op == "broadcast" else forward[::-1], fabric.channel_of(links))
+    return edge_along(fabric, op, parent, child, links)
 
 
 def _parts(routed: Sequence[_Routed], collective: str, size: int) -> list[dict[int, Fraction]]:
