@@ -9,11 +9,10 @@ import pytest
 
 import topoplan
 from collectives.tables.lowering import lower
+from topoplan import Plan, UsageError
 from topoplan.engines.exported import Choices
 from topoplan.engines.registry import export_plan
-from topoplan.errors import UsageError
 from topoplan.model.event_simulation import run_events
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 
 Fields = dict[int, list[int | bytes]]
@@ -31,7 +30,6 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes) -> Fields:
-    """The fields of a message, by their numbers."""
     found: Fields = {}
     at = 0
     while at < len(data):
@@ -87,7 +85,6 @@ class Node:
 
 
 def traces(plan: Plan, size: int, chunk: int | None) -> list[list[Node]]:
-    """The nodes of each rank's file."""
     made = export_plan(plan, "chakra", Choices(size=size, chunk=chunk))
     found = []
     for rank, (end, content) in enumerate(made.files):

@@ -7,8 +7,8 @@ import re
 import pytest
 
 import topoplan
+from topoplan import UsageError
 from topoplan.engines.registry import export_plan
-from topoplan.errors import UsageError
 
 
 def test_every_tree_is_a_cluster_and_every_edge_an_arrow() -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import Topology
+from topoplan import InfeasibleError, Topology, UsageError
 from topoplan.model.candidates import candidates, doubled
 from topoplan.model.closed_form import clock
 from topoplan.model.dataflow import LAUNCH, START_UP
@@ -37,7 +36,6 @@ QUICK = [("v100x4", "allgather"), ("pcie-x8", "reduce"), ("dgx-2", "reduce")]
 
 @cache
 def chosen(name: str, collective: str) -> ScheduleChoice:
-    """The choice on a machine of the library, from 1 KB to 1 GB."""
     return choose_by_size(topoplan.load(name), collective)
 
 
@@ -191,7 +189,6 @@ def test_what_has_no_path_says_so() -> None:
 
 
 def test_notes_name_the_schedules_that_do_not_exist() -> None:
-    """Without remedies; servers of one GPU have nothing to sum inside, so no one-shot between servers."""
     _, notes = candidates(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
     assert [note.split(":")[0] for note in notes] == ["no one-hop", "no ring"]
     assert "no NVLink ring exists" in notes[1]

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.checkout import Run
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
-from topoplan.errors import PlanError
+from topoplan import PlanError, SizePlans, Topology
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
 from topoplan.model.candidates import chain_limits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
 from topoplan.model.times_by_size import TimeBound, check_times, least_start_ups, time_bound
 from topoplan.plans.chain_limits import GroupLimit, HeightLimit, crossings_of, limit_from_object
-from topoplan.plans.size_plans import SizePlans
 from topoplan.units import TOLERANCE
 
 HOP, ACROSS = START_UP["nvlink"], START_UP["network"]
@@ -38,7 +36,6 @@ def bound_of(machine: Topology, collective: str) -> TimeBound:
 
 
 def check_candidates(choice: ScheduleChoice) -> None:
-    """No candidate is faster than the bound at any size."""
     if choice.bound is None or len(choice.plans.ranks) == 1:
         return
     for clock in choice.clocks():

@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.errors import UsageError
-from topoplan.machine.topology import Device, Topology
-from topoplan.machine.variants import slow_links
+from topoplan import Device, Plan, Topology, UsageError, slow_links
 from topoplan.model.dataflow import dataflow
 from topoplan.model.window_engine import (
     BLACKWELL,
@@ -31,7 +29,6 @@ from topoplan.model.window_engine import (
     kernel_steps,
     load_costs,
 )
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ImageShards
 from topoplan.units import TOLERANCE
 
@@ -72,15 +69,7 @@ ONE_HOP = ("allreduce", "one-hop")
         (("dgx-h100", *ONE_HOP), HOPPER, 16 * MIB, 600, 94e-6 - HOPPER.hop, 0.03),
         (("dgx-b200", *ONE_HOP), BLACKWELL, 16 * MIB, 600, 65e-6 - BLACKWELL.hop, 0.03),
     ],
-    ids=[
-        "one block",
-        "four blocks",
-        "least chunks",
-        "full port",
-        "links",
-        "NCCL on Hopper",
-        "NCCL on Blackwell",
-    ],
+    ids=["one block", "four blocks", "least chunks", "full port", "links", "NCCL, Hopper", "NCCL, Blackwell"],
 )
 def test_known_times(
     plan: tuple[Any, ...], costs: EngineCosts, nbytes: int, blocks: int, seconds: float, tolerance: float
@@ -161,9 +150,6 @@ def test_a_compact_plan_takes_as_long_as_all_its_trees() -> None:
         assert along(plan, HOPPER, nbytes, 24) == pytest.approx(along(whole, HOPPER, nbytes, 24), rel=1e-6)
 
 
-MIB = 1 << 20
-
-
 @pytest.mark.parametrize(
     ("costs", "blocks", "microseconds", "bases"),
     [(HOPPER, 7, 94, (4.5e-6, 7.8e-6)), (BLACKWELL, 12, 65, (11e-6, 19.5e-6))],
@@ -209,7 +195,6 @@ def test_the_oldest_gpu_decides(gpus: list[tuple[str, str]], name: str, blocks: 
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Two figures may be left out."""
     path = tmp_path / "costs.json"
     made = replace(HOPPER, name="mine", source="a sweep", hop=2e-6, fewest_blocks=4)
     path.write_text(made.to_json())

@@ -8,7 +8,8 @@ import networkx as nx
 import pytest
 
 import topoplan
-from topoplan.plans.plan import ALL_TO_ALL, COLLECTIVES, Plan
+from topoplan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, COLLECTIVES
 from topoplan.schedules.registry import SCHEDULES
 
 PLANS = {

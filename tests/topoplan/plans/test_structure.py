@@ -15,15 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.cli.main import main
-from topoplan.machine.cluster import cluster, nvswitch_cluster
-from topoplan.machine.cluster_network import Server
+from tests.support.checkout import Run
+from topoplan import Device, Link, Plan, Server, Topology, cluster, nvswitch_cluster, ring_plan
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Device, Link, Topology
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.plans.structure import phases, tree_shapes
-from topoplan.schedules.ring import ring_plan
 
 V100S = topoplan.load("dgx-1v")
 
@@ -103,7 +99,6 @@ def test_symmetries_that_mix_servers_do_not_mix_phases() -> None:
 
 
 def test_phases_that_move_nothing_are_infinite_and_one_server_has_none() -> None:
-    """A broadcast reduces nothing; servers of one GPU do nothing inside."""
     assert phases(topoplan.plan(V100S)) is None
     found = phases(topoplan.three_phase(nvswitch_cluster(3, gpus=1, rails=1), "broadcast"))
     assert found is not None
@@ -116,44 +111,22 @@ def test_phases_that_move_nothing_are_infinite_and_one_server_has_none() -> None
 TWO = ("plan", "dgx-1v", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--method", "three-phase")
 
 
-def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_phases_and_bottleneck(run: Run) -> None:
     """Of any plan over several servers, and not of others; with --all a table below the trees."""
-    assert main(TWO) == 0
-    out = capsys.readouterr().out
+    out = run(*TWO)[1]
     assert "(three-phase)" in out
     assert (
         "phases       between servers 20 GB/s alone, inside servers 50 GB/s alone; bottleneck: between servers\n"
         in out
     )
-    assert main([*TWO, "--all"]) == 0
-    out = capsys.readouterr().out
+    out = run(*TWO, "--all")[1]
     assert "phase                     GB/s alone  full links" in out
     assert "between servers                   20  s0.nic0.tx>switch0 " in out
     assert "bottleneck: between servers\n" in out
-    assert main([*TWO, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = json.loads(run(*TWO, "--json")[1])
     assert made["phases"]["alone"]["between servers"] == made["rate"] == 20.0
     assert made["phases"]["bottleneck"] == "between servers"
-    assert main(["plan", "dgx-1v", "--gpus", "0,1"]) == 0
-    assert "bottleneck:" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dgx-1v"], "three phases need GPUs on two servers or more, and all 8 are on"),
-        (["dgx-1v", "--order", "trees"], "--order belongs to --method exact"),
-        (["dgx-1v", "--sizes", "1KB:1GB"], "--method does not go with --sizes"),
-    ],
-)
-def test_what_does_not_go_with_three_phases_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line on stderr, exit 2."""
-    assert main(["plan", *arguments, "--method", "three-phase"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err
+    assert "bottleneck:" not in run("plan", "dgx-1v", "--gpus", "0,1")[1]
 
 
 def tree(parents: list[int], *, names: list[int], channel: str = "nvlink", op: str = "broadcast") -> Stage:
@@ -171,7 +144,6 @@ def broadcast() -> Plan:
 
 
 def shapes(*shards: Shard) -> list[tuple[int, tuple[int, ...]]]:
-    """Counts and roots of the shapes of some shards."""
     return [(one.count, one.roots) for one in tree_shapes(replace(broadcast(), shards=shards))]
 
 
@@ -186,7 +158,6 @@ def shapes(*shards: Shard) -> list[tuple[int, tuple[int, ...]]]:
     ids=["dgx-2", "images under symmetries", "paths", "one rank"],
 )
 def test_known_shapes(plan: Callable[[], Plan], wanted: list[tuple[int, tuple[int, ...]]]) -> None:
-    """Stars of an NVSwitch, all images of one tree, and the paths of a ring are one shape each."""
     assert [(one.count, one.roots) for one in tree_shapes(plan())] == wanted
 
 

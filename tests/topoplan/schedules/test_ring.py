@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.known_answers import Allocation, allocations
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan import Device, InfeasibleError, Link, Plan, Topology, UsageError, ring_plan, verify
 from topoplan.machine.fabric import Fabric, usable_fabric
-from topoplan.machine.topology import Device, Link, Topology
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import ImageShards
-from topoplan.plans.verify import verify
 from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
-from topoplan.schedules.ring import ring_plan, server_rings, switched_rings
+from topoplan.schedules.ring import server_rings, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
 
@@ -92,23 +90,6 @@ def test_every_known_allocation_has_the_known_number_of_rings_and_their_rates() 
         broadcast = nvlink_ring(row, "broadcast")
         assert broadcast is not None
         assert exact_rate(broadcast) == rings, row.gpus
-
-
-def test_the_rings_of_a_plan_share_no_wire() -> None:
-    for row in allocations()[::4]:
-        plan = nvlink_ring(row, "allreduce")
-        if plan is None:
-            continue
-        size = len(row.gpus)
-        used: Counter[tuple[str, ...]] = Counter()
-        for first in range(0, len(plan.shards), size):
-            chains = [shard.stages[1] for shard in plan.shards[first : first + size]]
-            ring_hops = {edge.route for chain in chains for edge in chain.edges}
-            assert len(ring_hops) == size
-            used.update(ring_hops)
-        wires = {(link.src, link.dst): link.count for link in plan.topology.links}
-        assert all(used[pair] <= count for pair, count in wires.items()), row.gpus
-        assert set(used) <= set(wires)
 
 
 @pytest.mark.thorough
@@ -313,27 +294,14 @@ def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
     ):
         ring_plan(path, kind="nvlink")
     with pytest.raises(
-        InfeasibleError, match=r"no PCIe path leaves the cut \{gpu0\}; .*try kind relay"
+        InfeasibleError, match=r"no PCIe path leaves the cut \{gpu0\}; .*kind relay"
     ) as caught:
         ring_plan(path)
     assert caught.value.cut == ("gpu0",)
+    with pytest.raises(UsageError, match="ring kind 'nvl' is unknown; use one of auto, nvlink, pcie, relay"):
+        ring_plan(path, kind="nvl")
     with pytest.raises(InfeasibleError, match=r"no NVLink path leaves the cut \{gpu0\}; try kind pcie"):
         ring_plan(box([0, 0]), kind="relay")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "nvl"}, "ring kind 'nvl' is unknown; use one of auto, nvlink, pcie, relay"),
-        ({"collective": "alltoall"}, "collective 'alltoall' is unknown"),
-        ({"collective": "broadcast", "gpus": [0, 1], "root": 2}, "root 2 is not in the allocation 0, 1"),
-        ({"root": 0}, "allreduce has no root"),
-        ({"gpus": [0, 8]}, "GPU 8 is out of range"),
-    ],
-)
-def test_a_request_that_does_not_fit_is_a_usage_error(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ring_plan(dgx1("dgx-1v"), **options)
 
 
 @st.composite
@@ -342,13 +310,8 @@ def direct_machines(draw: st.DrawFn) -> Topology:
     size = draw(st.integers(2, 6))
     tree = {(draw(st.integers(0, i - 1)), i) for i in range(1, size)}
     more = draw(st.sets(st.sampled_from(list(combinations(range(size), 2)))))
-    return wired(
-        size,
-        [
-            (a, b, draw(st.sampled_from([1.0, 1.0, 2.5])), draw(st.integers(1, 2)))
-            for a, b in sorted(tree | more)
-        ],
-    )
+    speed, wires = st.sampled_from([1.0, 1.0, 2.5]), st.integers(1, 2)
+    return wired(size, [(a, b, draw(speed), draw(wires)) for a, b in sorted(tree | more)])
 
 
 @pytest.mark.thorough
@@ -421,10 +384,9 @@ def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
     assert topoplan.verify(topoplan.ring_plan(made)).exact_rate == Fraction(8 * nic * 24, 46)
 
 
-@pytest.mark.parametrize("servers", [3])
-def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int) -> None:
+def test_each_ring_enters_every_server_once_and_no_nic_carries_two() -> None:
     """Ranks of a server stand together in every order; the hops between servers part over all NICs."""
-    fabric = usable_fabric(topoplan.nvswitch_cluster(servers))
+    fabric = usable_fabric(topoplan.nvswitch_cluster(3))
     rings = server_rings(fabric, DirectRoutes(fabric))
     assert len(rings) == 8
     crossed = Counter(link for ring in rings for hop in ring.hops for link in hop)
@@ -433,7 +395,7 @@ def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int)
     for one in rings:
         home = [rank // 8 for rank in one.order]
         changes = sum(here != there for here, there in zip(home, home[1:] + home[:1], strict=True))
-        assert changes == servers
+        assert changes == 3
         assert sorted(one.order) == list(range(fabric.size))
 
 
