@@ -226,13 +226,13 @@ def _references(item: object, where: str) -> tuple[ChunkReference, ...]:
             raise PlanError(
                 f"{where}: a reference has one of type, buffer_id and switch_channel_id, not {kinds}"
             )
+        (kind,) = kinds
+        number = None if kind == "type" else _count(value[kind], f"{where}: {kind}")
         found.append(
             ChunkReference(
-                buffer=_one_of(value["type"], BUFFERS, f"{where}: type") if kinds == ["type"] else None,
-                remote=_count(value["buffer_id"], f"{where}: buffer_id") if kinds == ["buffer_id"] else None,
-                switch=_count(value["switch_channel_id"], f"{where}: switch_channel_id")
-                if kinds == ["switch_channel_id"]
-                else None,
+                buffer=_one_of(value[kind], BUFFERS, f"{where}: type") if kind == "type" else None,
+                remote=number if kind == "buffer_id" else None,
+                switch=number if kind == "switch_channel_id" else None,
                 index=_count(value.get("index"), f"{where}: index"),
                 size=_count(value.get("size"), f"{where}: size", least=1),
             )
@@ -314,17 +314,13 @@ def check_limits(plan: ExecutionPlanFile) -> None:
     _check_sizes(plan)
     for rank, gpu in enumerate(plan.gpus):
         where = f"gpu {rank}"
-        for kind, peers in gpu.peers.items():
-            for peer in peers:
-                if peer >= len(plan.gpus) or peer == rank:
-                    raise PlanError(
-                        f"{where}: a {kind} channel is connected to gpu {peer}, which is not another GPU"
-                    )
-        for peer, buffer, _ in gpu.remote:
+        named = [
+            (f"a {kind} channel is connected to", peer) for kind, peers in gpu.peers.items() for peer in peers
+        ]
+        named += [(f"a remote buffer {buffer!r} is of", peer) for peer, buffer, _ in gpu.remote]
+        for what, peer in named:
             if peer >= len(plan.gpus) or peer == rank:
-                raise PlanError(
-                    f"{where}: a remote buffer {buffer!r} is of gpu {peer}, which is not another GPU"
-                )
+                raise PlanError(f"{where}: {what} gpu {peer}, which is not another GPU")
         if len(gpu.semaphores) > MAX_SEMAPHORES:
             raise PlanError(f"{where}: {len(gpu.semaphores)} semaphores; the engine has {MAX_SEMAPHORES}")
     _check_pairs(plan)
@@ -373,19 +369,14 @@ def _check_sizes(plan: ExecutionPlanFile) -> None:
 
 def _check_block(plan: ExecutionPlanFile, gpu: MscclppGpu, block: MscclppThreadBlock, where: str) -> None:
     operations = list(located_operations(block, where))
-    if len(operations) > MAX_OPERATIONS:
-        raise PlanError(f"{where}: {len(operations)} operations; the engine has room for {MAX_OPERATIONS}")
+    _check_room(where, "operations", len(operations), MAX_OPERATIONS)
     for kind in CHANNELS:
         ids = block.channels[kind]
         known = len(gpu.groups) if kind == "switch" else len(gpu.peers[kind])
-        if len(ids) > MAX_CHANNELS:
-            raise PlanError(f"{where}: {len(ids)} {kind} channels; the engine has room for {MAX_CHANNELS}")
+        _check_room(where, f"{kind} channels", len(ids), MAX_CHANNELS)
         _check_ids(ids, known, f"{where}: channel_ids of {kind} channels")
     for kind, ids in block.buffers.items():
-        if len(ids) > MAX_CHANNELS:
-            raise PlanError(
-                f"{where}: {len(ids)} remote buffers over {kind}; the engine has room for {MAX_CHANNELS}"
-            )
+        _check_room(where, f"remote buffers over {kind}", len(ids), MAX_CHANNELS)
         _check_ids(ids, len(gpu.remote), f"{where}: remote_buffer_ids over {kind}")
         for number in ids:
             if kind not in gpu.remote[number][2]:
@@ -405,10 +396,7 @@ def _check_operation(
     name, kind = operation.name, operation.channel_type
     if name not in (*SHAPES, *SYNCHRONISING, *OTHER_OPERATIONS):
         raise PlanError(f"{where}: the engine knows no such operation")
-    if len(operation.channels) > MAX_CHANNELS_PER_OPERATION:
-        raise PlanError(
-            f"{where}: {len(operation.channels)} channels; the engine has room for {MAX_CHANNELS_PER_OPERATION}"
-        )
+    _check_room(where, "channels", len(operation.channels), MAX_CHANNELS_PER_OPERATION)
     if kind is not None:
         _check_ids(operation.channels, len(block.channels[kind]), f"{where}: channel_ids")
     part, parts = operation.group
@@ -460,10 +448,7 @@ def _check_references(
     for side, references, shape in zip(
         ("src_buff", "dst_buff"), (operation.reads, operation.writes), SHAPES[name], strict=True
     ):
-        if len(references) > MAX_REFERENCES:
-            raise PlanError(
-                f"{where}: {len(references)} references in {side}; the engine has room for {MAX_REFERENCES}"
-            )
+        _check_room(where, f"references in {side}", len(references), MAX_REFERENCES)
         kinds = "".join("L" if one.buffer else "R" if one.remote is not None else "S" for one in references)
         fixed = shape.removesuffix("*")
         more = kinds.removeprefix(fixed)
@@ -472,10 +457,7 @@ def _check_references(
             raise PlanError(
                 f"{where}: {side} is {_describe_operation(kinds)}, and has to be {_describe_operation(shape)}"
             )
-        if kinds.count("R") > MAX_CHANNELS_PER_OPERATION:
-            raise PlanError(
-                f"{where}: {kinds.count('R')} remote references; the engine has room for {MAX_CHANNELS_PER_OPERATION}"
-            )
+        _check_room(where, "remote references", kinds.count("R"), MAX_CHANNELS_PER_OPERATION)
         for reference in references:
             _check_reference(plan, gpu, block, operation, reference, where)
     sizes = {one.size for one in (*operation.reads, *operation.writes)}
@@ -485,12 +467,10 @@ def _check_references(
                 f"{where}: {len(operation.reads)} references in src_buff and {len(operation.writes)} in dst_buff; the "
                 "engine takes them in pairs"
             )
-        pairs = zip(operation.reads, operation.writes, strict=True)
+        pairs = list(zip(operation.reads, operation.writes, strict=True))
         if any(one.size != other.size for one, other in pairs):
             raise PlanError(f"{where}: src_buff and dst_buff differ in size")
-        if name == "get" and any(
-            one.index != other.index for one, other in zip(operation.reads, operation.writes, strict=True)
-        ):
+        if name == "get" and any(one.index != other.index for one, other in pairs):
             raise PlanError(f"{where}: the engine swaps the offsets of get, so they have to be equal")
     elif len(sizes) > 1:
         raise PlanError(f"{where}: its references differ in size: {sorted(sizes)}")
@@ -563,6 +543,11 @@ def _check_groups(plan: ExecutionPlanFile) -> None:
             for peer in ranks:
                 if counts[peer][buffer, ranks] != count:
                     raise PlanError(f"gpu {rank}: gpu {peer} lacks the switch group {list(ranks)} as often")
+
+
+def _check_room(where: str, what: str, number: int, most: int) -> None:
+    if number > most:
+        raise PlanError(f"{where}: {number} {what}; the engine has room for {most}")
 
 
 def _check_ids(ids: Sequence[int], known: int, where: str) -> None:

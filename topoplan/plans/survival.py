@@ -353,11 +353,10 @@ def _read_outcome(item: object, whole: Topology, earlier: Sequence[FailureOutcom
     unknown = [key for key in row if key not in (*FAILURE_KINDS, "plan", "as", "rename", "none")]
     kinds, ends = ([key for key in keys if key in row] for keys in (FAILURE_KINDS, ("plan", "as", "none")))
     if unknown or len(kinds) != 1 or len(ends) != 1 or ("rename" in row and ends != ["as"]):
-        raise PlanError(
-            f"a failure has one of gpu, link and device, and one of plan, as and none, not {', '.join(row)}"[
-                :200
-            ]
+        told = (
+            f"a failure has one of gpu, link and device, and one of plan, as and none, not {', '.join(row)}"
         )
+        raise PlanError(told[:200])
     failure = MachineFailure(kinds[0], read_text(row[kinds[0]], kinds[0]))
     if "none" in row:
         return FailureOutcome(failure, reason=read_text(row["none"], "none"))

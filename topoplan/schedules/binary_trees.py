@@ -50,21 +50,12 @@ def double_binary_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """Return the double binary tree schedule of a collective.
+    """Return the double binary tree schedule of a collective; parameters and errors as of `topoplan.plan`.
 
     Parameters
     ----------
-    topology, gpus, root
-        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast or reduce.
-    channels : str
-        auto, nvlink or pcie, as for `topoplan.plan`.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; another collective.
 
     See Also
     --------

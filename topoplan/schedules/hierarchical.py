@@ -22,6 +22,8 @@ from fractions import Fraction
 from functools import partial
 from itertools import product
 
+import numpy as np
+
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
@@ -121,17 +123,10 @@ class _Grid:
         self.kinds = tuple(levels) * (len(sides) if len(levels) == 1 else 1)
 
     def digits(self, number: int) -> Digits:
-        found = []
-        for side in reversed(self.sides):
-            number, digit = divmod(number, side)
-            found.append(digit)
-        return tuple(reversed(found))
+        return tuple(map(int, np.unravel_index(number, self.sides)))
 
     def number(self, digits: Digits) -> int:
-        number = 0
-        for side, digit in zip(self.sides, digits, strict=True):
-            number = number * side + digit
-        return number
+        return int(np.ravel_multi_index(digits, self.sides))
 
     def points(self) -> Iterator[Digits]:
         return product(*map(range, self.sides))

@@ -41,17 +41,7 @@ def lowest_tree(
 ) -> Plan:
     """Return the schedule of a collective with the fewest sequential edges, in one piece for each owner.
 
-    Parameters
-    ----------
-    topology, gpus, root, channels
-        As for `topoplan.plan`.
-    collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`.
+    Parameters and errors are those of `topoplan.plan`; an alltoall has none.
 
     See Also
     --------
@@ -145,19 +135,10 @@ def one_hop_plan(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """Return the one-hop schedule of a collective.
-
-    Parameters
-    ----------
-    topology, gpus, root, channels
-        As for `topoplan.plan`.
-    collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter; or alltoall, whose blocks are sent directly.
+    """Return the one-hop schedule of a collective, also of an alltoall; parameters and errors as of `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        As `topoplan.plan`.
     InfeasibleError
         The channels do not connect the allocation, or some rank reaches another only through a third.
 
@@ -276,19 +257,7 @@ def one_shot_plan(
 ) -> Plan:
     """Return the allreduce in which every rank sends its buffer to all others, over the lowest tree of each.
 
-    Parameters
-    ----------
-    topology, gpus, channels
-        As for `topoplan.plan`.
-    collective : str
-        allreduce.
-    root : None
-        An allreduce has none.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; another collective.
+    Parameters and errors are those of `topoplan.plan`; another collective is a UsageError.
 
     See Also
     --------

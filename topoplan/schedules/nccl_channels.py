@@ -208,7 +208,6 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Number of channels of each graph."""
         return sum(self.rings.values())
 
 

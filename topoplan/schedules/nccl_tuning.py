@@ -147,7 +147,6 @@ class NcclExpectation:
     collective: str
 
     def seconds(self, nbytes: int) -> float:
-        """Return the expected seconds for a buffer."""
         bandwidth, latency, here = self.bandwidth, self.latency, self.setting
         step = (max(nbytes, 1) >> 6).bit_length() - 1
         if self.algorithm == TREE and 0 <= step < len(_TREE_PARTS[self.protocol]) - 1:
@@ -247,7 +246,6 @@ def expectations(here: NcclSetting, collective: str) -> tuple[NcclExpectation, .
 
 
 def has(algorithm: str, collective: str) -> bool:
-    """Return whether NCCL has an algorithm for a collective."""
     return collective in _DOES[algorithm]
 
 
@@ -287,7 +285,6 @@ def _bandwidth(here: NcclSetting, collective: str, algorithm: str, protocol: str
 
 
 def _latency(here: NcclSetting, collective: str, algorithm: str, protocol: str) -> float:
-    """Return the latency in microseconds."""
     place = PROTOCOLS.index(protocol)
     base, inside = _BASE[algorithm][place], _HOP[algorithm][here.wire][place]
     each = here.ranks // here.servers

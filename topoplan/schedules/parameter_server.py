@@ -60,11 +60,8 @@ class HashRing:
 
     def __post_init__(self) -> None:
         if not self.servers or len(set(self.servers)) < len(self.servers):
-            raise UsageError(
-                f"servers must have different names on a ring of keys, got {list(self.servers)!r}; name each once"[
-                    :200
-                ]
-            )
+            told = f"servers must have different names on a ring of keys, got {list(self.servers)!r}; name each once"
+            raise UsageError(told[:200])
         whole = isinstance(self.points, int) and not isinstance(self.points, bool)
         if not whole or not 1 <= self.points <= MOST_POINTS:
             raise UsageError(

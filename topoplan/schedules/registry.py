@@ -249,7 +249,6 @@ COMPARED = frozenset(
 
 
 def is_registered(name: str) -> bool:
-    """Return whether `register_schedule` made the schedule of this name."""
     return name in _REGISTERED
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Link, Topology
 from topoplan.reading.nccl.topology_elements import XmlElement
-from topoplan.units import exact, listed, nearest_float
+from topoplan.units import listed, summed
 
 _CLIMBING = {"gpu", "nic", "pcie"}
 
@@ -150,11 +150,8 @@ def _sockets(topology: Topology, cpus: list[str]) -> dict[str, float]:
 def _omitted_devices(topology: Topology, kept: set[str]) -> tuple[str, ...]:
     out = [device for device in topology.devices if device.name not in kept and device.kind != "nvswitch"]
     network = sum(link.channel == "network" for link in topology.links)
-    several = [
-        f"{link.src}->{link.dst}"
-        for link in topology.links
-        if link.channel in ("pcie", "sys") and link.count > 1
-    ]
+    wires = (link for link in topology.links if link.channel in ("pcie", "sys"))
+    several = [f"{link.src}->{link.dst}" for link in wires if link.count > 1]
     notes = []
     if network:
         notes.append(
@@ -200,7 +197,7 @@ def gpu_links(topology: Topology, tree: NcclHostTree) -> tuple[dict[str, GpuLink
         listed_ends = [(dst, link.count, link.bandwidth) for dst, link in direct]
         if switched:
             switches[gpu] = sorted(link.dst for link in switched)
-            bandwidth = nearest_float(sum(exact(link.bandwidth) for link in switched))  # type: ignore[arg-type]
+            bandwidth = summed(link.bandwidth for link in switched)
             listed_ends.append(("", sum(link.count for link in switched), bandwidth))
         up = [link for (src, _), link in c2c.items() if src == gpu]
         found[gpu] = GpuLinks(tuple(listed_ends), up[0] if up else None)
