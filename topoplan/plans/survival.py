@@ -13,7 +13,7 @@ renaming and checks it on the damaged machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -79,20 +79,14 @@ def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Pl
             shards = _in_plan_order(plan.collective, [move(shard) for shard in plan.shards])
     except KeyError as error:
         raise PlanError(f"the renaming has no device for {error}") from None
-    return Plan(
-        collective=plan.collective,
+    return replace(
+        plan,
         ranks=fabric.ranks,
         root=None if plan.root is None else image[plan.root],
         topology=topology,
-        channels=plan.channels,
-        schedule=plan.schedule,
-        method=plan.method,
         shards=shards,
-        rate=plan.rate,
-        bound=plan.bound,
         certificate=certificate,
-        notes=plan.notes,
-        order=plan.order,
+        planning_seconds=None,
     )
 
 

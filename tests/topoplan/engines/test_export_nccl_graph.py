@@ -320,7 +320,7 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
 
 def test_rings_of_plans_are_recognised_by_shape() -> None:
     """Shards of any plan are regrouped by ring, from its lowest GPU on."""
-    found = plan_orders(topoplan.ring_plan(topoplan.load("dgx-2"), "reduce_scatter", gpus=[2, 5, 8]))
+    found = plan_orders(topoplan.ring_plan("dgx-2", "reduce_scatter", gpus=[2, 5, 8]))
     assert found is not None
     assert (found.closed, found.shares) == (True, {("gpu2", "gpu5", "gpu8"): 1})
-    assert plan_orders(topoplan.plan(topoplan.load("dgx-1v"))) is None
+    assert plan_orders(topoplan.plan("dgx-1v")) is None

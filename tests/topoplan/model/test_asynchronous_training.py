@@ -26,7 +26,7 @@ def test_a_neighbour_is_chosen_in_proportion_to_its_speed() -> None:
     """Three of 8 GB/s and four of 1 GB/s: 8/28 and 1/28; the direction of a pull counts, and measured links."""
     found = topoplan.neighbour_probabilities(two_servers())
     assert found[5] == pytest.approx(np.array([1, 1, 1, 1, 8, 0, 8, 8]) / 28, rel=1e-12)
-    one_way = topoplan.slow_links(topoplan.load("v100x4"), {"gpu0-gpu1": 5})
+    one_way = topoplan.slow_links("v100x4", {"gpu0-gpu1": 5})
     links = tuple(
         dataclasses.replace(link, bandwidth=5.0) if (link.src, link.dst) == ("gpu2", "gpu3") else link
         for link in one_way.links

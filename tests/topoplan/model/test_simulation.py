@@ -214,7 +214,7 @@ def test_blink_figure_27() -> None:
         assert seconds * 1e6 == pytest.approx(measured["one-hop"], rel=0.15), size
     for nbytes in (1 << 10, 1 << 13, 1 << 16):
         assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(26e-6, rel=0.05)
-    plan = double_binary_tree(topoplan.load("dgx-2"))
+    plan = double_binary_tree("dgx-2")
     assert plan.depth == 8
     assert simulate(plan, nbytes=1 << 14).seconds * 1e6 == pytest.approx(figure["16KB"]["nccl"], rel=0.1)
 
@@ -281,7 +281,7 @@ def test_shares_keep_their_weight_when_cut_unevenly() -> None:
 
 
 def test_timeline_accounts_for_every_byte() -> None:
-    plan = ring_plan(topoplan.load("dgx-1v"))
+    plan = ring_plan("dgx-1v")
     timeline = simulate(plan, nbytes=48 * MIB)
     bandwidth = {
         (link.src, link.dst): link.bandwidth for link in plan.topology.links if link.channel == "nvlink"

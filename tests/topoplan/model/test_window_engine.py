@@ -81,7 +81,7 @@ def test_no_bytes_take_a_launch_and_the_hops_in_a_row() -> None:
     for schedule, hops in (("one-hop", 2), ("ring", 14)):
         clock = WindowsClock(planned("dgx-h100", "allreduce", schedule), HOPPER)
         assert clock.along_trees(0).seconds == pytest.approx(HOPPER.launch + hops * HOPPER.hop)
-    alone = topoplan.plan(topoplan.load("v100x4"), "allreduce", gpus=[2])
+    alone = topoplan.plan("v100x4", "allreduce", gpus=[2])
     assert WindowsClock(alone, HOPPER).seconds(MIB) == HOPPER.launch
 
 
@@ -103,7 +103,7 @@ def test_packets_cost_a_launch_a_hop_and_nine_bytes_for_one() -> None:
     assert clock.seconds(SMALL_BYTES) == pytest.approx(4.5e-6 + 7 * 9 * 16384 / 343.6e9, rel=0.02)
     assert clock.setting(SMALL_BYTES).packets
     assert not clock.setting(SMALL_BYTES + 1).packets
-    plan = topoplan.plan(topoplan.load("dgx-1p"), "allreduce", gpus=[0, 1])
+    plan = topoplan.plan("dgx-1p", "allreduce", gpus=[0, 1])
     assert WindowsClock(plan, HOPPER).seconds(16384) == pytest.approx(4.5e-6 + 2 * 16384 / 20e9)
     assert WindowsClock(planned("dgx-h100", "allreduce", "ring"), HOPPER).packets_to == 0
     for collective in ("broadcast", "reduce", "allgather", "reduce_scatter"):

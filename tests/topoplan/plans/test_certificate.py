@@ -342,7 +342,7 @@ def test_the_sentence_gives_the_bound(name: str, collective: str) -> None:
 @settings(max_examples=25, deadline=None)
 def test_the_shorter_side_of_a_cut_is_named(data: st.DataObject, collective: str) -> None:
     """The smaller side of any cut is named, and the stated capacity leaves or enters that side."""
-    plan = topoplan.plan(topoplan.load("v100x4"), collective, channels="pcie")
+    plan = topoplan.plan("v100x4", collective, channels="pcie")
     others = data.draw(st.sets(st.sampled_from(["gpu1", "gpu2", "pcie0", "pcie1", "cpu0"])))
     explained, bound = proved(plan, Cut(("gpu0", *sorted(others))))
     sentence = explain_certificate(explained)
@@ -395,7 +395,7 @@ def test_equal_lengths_are_a_count() -> None:
 @settings(max_examples=40, deadline=None)
 def test_unequal_lengths_are_weights(values: list[int]) -> None:
     """Any lengths on the six links of three GPUs give their bound, in whatever unit they are stated."""
-    plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2])
+    plan = topoplan.plan("dgx-1v", "allreduce", gpus=[0, 1, 2])
     ends = [(link.src, link.dst) for link in plan.topology.links if link.channel == "nvlink"]
     certificate = Lengths(tuple((*pair, Fraction(y, 7)) for pair, y in zip(ends, values, strict=True)))
     try:

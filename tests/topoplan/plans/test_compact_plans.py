@@ -322,7 +322,7 @@ def test_ranks_that_there_are_not_are_found_in_templates(rank: int) -> None:
 
 def test_a_route_over_what_is_no_device_is_found_in_templates() -> None:
     """In a plan whose symmetries keep the root, where images are told apart by their routes."""
-    value: JsonPlan = json.loads(topoplan.plan(topoplan.load("dgx-2"), "broadcast").to_json())
+    value: JsonPlan = json.loads(topoplan.plan("dgx-2", "broadcast").to_json())
     names = [f"gpu{i}" for i in range(1, 16)]
     value["symmetry"] = [dict(zip(names, names[1:] + names[:1], strict=True))]
     value["shards"] = value["shards"][:1]
@@ -332,7 +332,7 @@ def test_a_route_over_what_is_no_device_is_found_in_templates() -> None:
 
 def test_all_permutations_of_a_switch_are_too_many() -> None:
     """16! of them: refused after a look at some, in words."""
-    value: JsonPlan = json.loads(topoplan.plan(topoplan.load("dgx-2"), "allgather").to_json())
+    value: JsonPlan = json.loads(topoplan.plan("dgx-2", "allgather").to_json())
     names = [f"gpu{i}" for i in range(16)]
     turn = dict(zip(names, names[1:] + names[:1], strict=True))
     value["shards"] = value["shards"][:1]

@@ -30,14 +30,14 @@ from topoplan.plans.survival import MachineFailure, renamed_plan
 from topoplan.plans.verify import verify_all
 
 CALLS = {
-    "trees": lambda: topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2, 3, 4, 7]),
-    "few": lambda: topoplan.plan(topoplan.load("dgx-1v"), "broadcast", root=5, order="trees"),
-    "mwu": lambda: topoplan.plan(topoplan.load("dgx-1p"), "allgather", method="mwu"),
-    "one-hop": lambda: topoplan.plan(topoplan.load("dgx-2"), "reduce_scatter"),
-    "pcie": lambda: topoplan.plan(topoplan.load("pcie-x8"), "reduce", gpus=[7, 2, 3]),
-    "trivial": lambda: topoplan.plan(topoplan.load("dgx-a100"), "allgather", gpus=[6]),
-    "ring": lambda: topoplan.ring_plan(topoplan.load("dgx-1v"), "allreduce"),
-    "binary": lambda: topoplan.double_binary_tree(topoplan.load("dgx-2"), "allreduce"),
+    "trees": lambda: topoplan.plan("dgx-1v", "allreduce", gpus=[0, 1, 2, 3, 4, 7]),
+    "few": lambda: topoplan.plan("dgx-1v", "broadcast", root=5, order="trees"),
+    "mwu": lambda: topoplan.plan("dgx-1p", "allgather", method="mwu"),
+    "one-hop": lambda: topoplan.plan("dgx-2", "reduce_scatter"),
+    "pcie": lambda: topoplan.plan("pcie-x8", "reduce", gpus=[7, 2, 3]),
+    "trivial": lambda: topoplan.plan("dgx-a100", "allgather", gpus=[6]),
+    "ring": lambda: topoplan.ring_plan("dgx-1v", "allreduce"),
+    "binary": lambda: topoplan.double_binary_tree("dgx-2", "allreduce"),
     "parts of the ranks": lambda: three_phase_plan([[0, 1, 2], [3], [4, 5]]),
     "sparse trees": lambda: topoplan.sparse_plan("dgx-2", density=0.01),
     "sparse servers": lambda: topoplan.sparse_plan(two_servers(100), density=0.01),
@@ -145,7 +145,7 @@ def test_a_plan_is_the_same_file_in_every_process() -> None:
             [sys.executable, "-c", DIGESTS], env=environment, capture_output=True, text=True, check=True
         )
         printed.append(run.stdout.splitlines())
-    made = topoplan.plan(topoplan.load("dgx-1v"), "allreduce")
+    made = topoplan.plan("dgx-1v", "allreduce")
     here = hashlib.sha256(made.to_json().encode()).hexdigest()
     assert printed[0] == printed[1]
     assert len(set(printed[0])) == 8
@@ -227,7 +227,7 @@ def by_hand(collective: str = "allreduce", starts: tuple[int, ...] = (0, 100, 50
 
 @pytest.fixture(scope="module")
 def planned() -> SizePlans:
-    return topoplan.plan_by_size(topoplan.load("v100x4"))
+    return topoplan.plan_by_size("v100x4")
 
 
 def test_plans_by_size_survive_their_file(planned: SizePlans) -> None:

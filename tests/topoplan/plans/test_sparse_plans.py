@@ -42,7 +42,7 @@ def with_stage(plan: Plan, shard: int, position: int, stage: Stage) -> Plan:
 
 
 PAIR = sparse_servers(servers_of(8, 8, gbps=96), entries=entry_share(0.01))
-TREES = sparse_trees(topoplan.plan(topoplan.load("dgx-2")), entries=entry_share(0.01))
+TREES = sparse_trees(topoplan.plan("dgx-2"), entries=entry_share(0.01))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_three_phases_are_as_fast_as_nics_take_entries_or_servers_sum(
 
 def test_entries_on_trees_move_as_much_less_as_they_are() -> None:
     assert (TREES.rate, TREES.bound, TREES.schedule) == (4000.0, 4000.0, "sparse one-hop")
-    packed = sparse_trees(topoplan.plan(topoplan.load("dgx-2")), entries=entry_share(0.01, entry_bits=40))
+    packed = sparse_trees(topoplan.plan("dgx-2"), entries=entry_share(0.01, entry_bits=40))
     assert packed.rate == 80 / 0.0125
 
 
@@ -117,7 +117,7 @@ def on_tree(**fields: Any) -> Callable[[], Plan]:
 
 
 BETWEEN = sparse_servers(servers_of(2, 2, gbps=1), entries=entry_share(0.5))
-DENSE = topoplan.plan(topoplan.load("dgx-2"))
+DENSE = topoplan.plan("dgx-2")
 AT = next(i for i, stage in enumerate(PAIR.shards[0].stages) if stage.op == "gather")
 GATHER = PAIR.shards[0].stages[AT]
 TREE = TREES.shards[0].stages[0]

@@ -91,7 +91,7 @@ def test_the_tree_numbers_its_positions_in_order() -> None:
 def test_the_plan_verifies_on_library_machines_with_half_the_buffer_on_each_tree(
     name: str, collective: str
 ) -> None:
-    plan = double_binary_tree(topoplan.load(name), collective)
+    plan = double_binary_tree(name, collective)
     report = verify(plan)
     assert plan.schedule == "double binary tree"
     assert [shard.share for shard in plan.shards] == [Fraction(1, 2)] * 2
@@ -101,9 +101,9 @@ def test_the_plan_verifies_on_library_machines_with_half_the_buffer_on_each_tree
 
 def test_behind_a_switch_every_gpu_sends_at_most_twice_the_buffer() -> None:
     """An inner rank forwards two halves down and one up, a leaf one half up: half of the port rate on 16 GPUs."""
-    assert verify(double_binary_tree(topoplan.load("dgx-2"), gpus=[2])).exact_rate is None
-    assert verify(double_binary_tree(topoplan.load("dgx-2"))).exact_rate == 75
-    assert verify(double_binary_tree(topoplan.load("dgx-2"), "broadcast", root=3)).exact_rate == 150
+    assert verify(double_binary_tree("dgx-2", gpus=[2])).exact_rate is None
+    assert verify(double_binary_tree("dgx-2")).exact_rate == 75
+    assert verify(double_binary_tree("dgx-2", "broadcast", root=3)).exact_rate == 150
 
 
 @pytest.mark.thorough
@@ -120,7 +120,7 @@ def test_all_allocations_of_a_dgx1v_and_all_roots_verify() -> None:
 
 def test_a_hop_without_a_direct_link_is_relayed_over_the_fewest_links() -> None:
     """GPUs 3, 5 and 7 are a path with 7 in the middle: 3 to 5 passes 7, up and down."""
-    plan = double_binary_tree(topoplan.load("dgx-1v"), gpus=[3, 5, 7])
+    plan = double_binary_tree("dgx-1v", gpus=[3, 5, 7])
     routes = {edge.route for shard in plan.shards for stage in shard.stages for edge in stage.edges}
     assert ("gpu3", "gpu5") not in routes
     assert any(len(route) == 3 and route[1] == "gpu7" for route in routes)
@@ -130,7 +130,7 @@ def test_a_hop_without_a_direct_link_is_relayed_over_the_fewest_links() -> None:
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
 def test_other_collectives_are_refused_with_a_remedy(collective: str) -> None:
     with pytest.raises(UsageError, match=f"do not do {collective}; use allreduce, broadcast or reduce"):
-        double_binary_tree(topoplan.load("dgx-1v"), collective)
+        double_binary_tree("dgx-1v", collective)
 
 
 def servers_of(

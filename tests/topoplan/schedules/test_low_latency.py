@@ -163,7 +163,7 @@ ALPHA = START_UP["nvlink"]
 
 
 def servers(count: int, gpus: list[int] | None = None, access: str = "direct") -> Topology:
-    one = topoplan.Server(topoplan.load("dgx-a100"), gpus, count=count)
+    one = topoplan.Server("dgx-a100", gpus, count=count)
     return topoplan.cluster([one], nic_gbps=200, nics=8, nic_access=access)
 
 
@@ -172,7 +172,7 @@ def servers(count: int, gpus: list[int] | None = None, access: str = "direct") -
 )
 def test_every_rank_takes_in_what_all_others_have(name: str, rate: float, depth: int) -> None:
     """A rank receives N - 1 buffers; start-ups are those of the longest way, and no more."""
-    plan = one_shot_plan(topoplan.load(name))
+    plan = one_shot_plan(name)
     report = topoplan.verify(plan)
     assert (report.rate, plan.depth) == (rate, depth)
     for road in (topoplan.simulate, run_events):
@@ -181,7 +181,7 @@ def test_every_rank_takes_in_what_all_others_have(name: str, rate: float, depth:
 
 def test_along_an_optimal_allgather() -> None:
     """N blocks of an allgather at 1200/7 GB/s are one buffer at an eighth of that."""
-    plan = one_shot_along(topoplan.plan(topoplan.load("dgx-1v"), "allgather"))
+    plan = one_shot_along(topoplan.plan("dgx-1v", "allgather"))
     assert topoplan.verify(plan).exact_rate == Fraction(1200, 7) / 8
 
 
@@ -196,7 +196,7 @@ def test_between_servers_each_owner_sends_its_sum_to_the_others(access: str) -> 
 
 
 def test_a_rank_that_adds_up_less_is_refused() -> None:
-    plan = one_shot_plan(topoplan.load("v100x4"))
+    plan = one_shot_plan("v100x4")
     (shard,) = plan.shards
     fewer = replace(plan, shards=(replace(shard, stages=shard.stages[:3]),))
     with pytest.raises(PlanError, match="contribution of rank 3 0 times"):
@@ -215,7 +215,7 @@ def test_a_rank_that_adds_up_less_is_refused() -> None:
 
 def test_what_it_is_not_for_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="one-shot is an allreduce, not broadcast; choose another schedule"):
-        one_shot_plan(topoplan.load("dgx-2"), "broadcast")
+        one_shot_plan("dgx-2", "broadcast")
     with pytest.raises(UsageError, match="all 8 are on s0"):
         one_shot_servers(topoplan.load("dgx-a100"))
     with pytest.raises(InfeasibleError, match=r"each of 2 servers has one GPU, .* use the schedule one-shot"):

@@ -21,9 +21,7 @@ def known(machine: Topology, collective: str) -> dict[tuple[str, str], NcclExpec
 
 
 def pair(name: str = "dgx-h100") -> Topology:
-    return topoplan.cluster(
-        [topoplan.Server(topoplan.load(name), count=2)], nic_gbps=400, nics=8, nic_access="direct"
-    )
+    return topoplan.cluster([topoplan.Server(name, count=2)], nic_gbps=400, nics=8, nic_access="direct")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("kind", ["nvlink", "pcie", "relay"])
 def test_every_collective_over_every_kind_of_ring_verifies(collective: str, kind: str) -> None:
-    plan = ring_plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 3, 4, 5], kind=kind)
+    plan = ring_plan("dgx-1v", collective, gpus=[0, 1, 3, 4, 5], kind=kind)
     assert plan.schedule == f"{kind} ring"
     assert plan.method == "ring"
     report = verify(plan)
@@ -256,7 +256,7 @@ def test_a_pcie_ring_takes_the_best_of_all_orders() -> None:
 @pytest.mark.parametrize("kind", ["nvlink", "relay", "auto"])
 def test_behind_an_nvswitch_one_logical_ring_runs_at_the_port_rate(kind: str) -> None:
     """DGX-2: 150 x 16 / 30 = 80 GB/s, which is the optimum."""
-    plan = ring_plan(topoplan.load("dgx-2"), kind=kind)
+    plan = ring_plan("dgx-2", kind=kind)
     assert exact_rate(plan) == verify(plan).exact_bound == 80
     assert plan.num_trees == 16
     if kind != "relay":
@@ -329,7 +329,7 @@ def test_on_any_direct_machine_relaying_rings_verify_and_beat_the_nvlink_rings_a
 
 
 def dgx_1v_servers(count: int) -> Topology:
-    return topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=count)], nic_gbps=100)
+    return topoplan.cluster([topoplan.Server("dgx-1v", count=count)], nic_gbps=100)
 
 
 @pytest.mark.sampled
@@ -353,9 +353,7 @@ def test_rings_fill_every_nic(servers: int) -> None:
 @pytest.mark.parametrize(("servers", "nics"), [(2, 1), (3, 2), (4, 3)])
 def test_rings_fill_fewer_nics_than_gpus(servers: int, nics: int) -> None:
     """GPUs without a NIC are no doors: all NICs at their rate, both ways."""
-    machine = topoplan.cluster(
-        [topoplan.Server(topoplan.load("dgx-a100"), count=servers)], nic_gbps=200, nics=nics
-    )
+    machine = topoplan.cluster([topoplan.Server("dgx-a100", count=servers)], nic_gbps=200, nics=nics)
     size = 8 * servers
     assert topoplan.verify(topoplan.ring_plan(machine)).exact_rate == Fraction(
         24 * nics * size, 2 * (size - 1)
