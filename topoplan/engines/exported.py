@@ -100,7 +100,6 @@ def chunk_shares(
 
 
 def kept_rate(plan: Plan, part: Fraction) -> str:
-    """Describe the rate that remains of a plan's."""
     kept = "all of the rate" if part == 1 else f"{float(part):.2%} of the plan's"
     return f"keeps {float(part) * plan.rate:.6g} GB/s, {kept}"
 

@@ -13,7 +13,7 @@ its kernel begins and after it ends.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -173,6 +173,15 @@ class EngineProgram:
     fifos: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
+def in_place_alias(
+    collective: str, rank: int, sizes: Mapping[Address, int]
+) -> dict[Address, tuple[str, int]]:
+    """Return the buffer of a rank that is part of another one in a call in place, with its offset there."""
+    if collective == "allgather":
+        return {(rank, "i"): ("o", rank * sizes[rank, "i"])}
+    return {(rank, "o"): ("i", rank * sizes[rank, "o"] if collective == "reduce_scatter" else 0)}
+
+
 CellNumbers = NDArray[np.uint64]
 _Steps = Generator[tuple[Hashable, str] | None, None, None]
 """A coroutine: yields the event that it waits for and its place, or None if it only lets others run first."""
@@ -204,7 +213,6 @@ class CellMemory:
             states[:] = _PLAIN
 
     def view(self, region: CellRegion) -> tuple[CellNumbers, NDArray[np.uint8]]:
-        """Return numbers and states of a region."""
         address = (region.rank, region.buffer)
         buffer, offset = self._program.aliases.get(address, (region.buffer, 0))
         start = region.start + offset
@@ -337,7 +345,6 @@ class ProgramRun:
         owed.clear()
 
     def _settle_thread(self, owed: list[tuple[int, int, str]], thread: int) -> _Steps:
-        """Finish the waits of one thread."""
         for item in [item for item in owed if item[0] == thread]:
             yield from self._take(item[1], item[2])
             owed.remove(item)

@@ -27,6 +27,7 @@ from topoplan.engines.interpreter import (
     Signal,
     Sync,
     Wait,
+    in_place_alias,
 )
 from topoplan.engines.verdict import CHECK_RUNS, EngineVerdict, check_runs, program_traffic
 from topoplan.errors import PlanError, TopologyError
@@ -125,8 +126,8 @@ def read_algorithm_file(text: str) -> AlgorithmFile:
         raise PlanError(f"ngpus is {ranks}, and the elements <gpu> are not those of GPUs 0 to {ranks - 1}")
     in_place = bool(_number(root, "inplace", 0, 1))
     spelt = _one_of(root, "coll", (*COLLECTIVES, REDUCE_SCATTER_NAMES["RCCL"]))
-    least = _number(root, "minBytes", 0, 1 << 62) if "minBytes" in root.attributes else 0
-    largest = _number(root, "maxBytes", 0, 1 << 62) if "maxBytes" in root.attributes else DEFAULT_MAX_BYTES
+    least = _number(root, "minBytes", 0, 1 << 62, absent=0)
+    largest = _number(root, "maxBytes", 0, 1 << 62, absent=DEFAULT_MAX_BYTES)
     if least > largest:
         raise PlanError(f"line {root.line}: minBytes {least} must not be above maxBytes {largest}")
     return AlgorithmFile(
@@ -136,12 +137,7 @@ def read_algorithm_file(text: str) -> AlgorithmFile:
         chunks=_number(root, "nchunksperloop", 1, 1 << 20),
         channels=_number(root, "nchannels", 1, 1 << 10),
         # MSCCL knows inplace only; RCCL reads outofplace beside it
-        modes={
-            True: in_place,
-            False: bool(_number(root, "outofplace", 0, 1))
-            if "outofplace" in root.attributes
-            else not in_place,
-        },
+        modes={True: in_place, False: bool(_number(root, "outofplace", 0, 1, absent=int(not in_place)))},
         gpus=tuple(_gpu(gpu, ranks) for gpu in gpus),
         refusals=_runtime_refusals(root, spelt),
     )
@@ -197,8 +193,8 @@ def _step(element: XmlElement, place: int) -> MscclStep:
     )
 
 
-def _number(element: XmlElement, name: str, least: int, most: int) -> int:
-    text = element.attributes.get(name, "")
+def _number(element: XmlElement, name: str, least: int, most: int, *, absent: int | None = None) -> int:
+    text = element.attributes.get(name, "" if absent is None else str(absent))
     if not re.fullmatch(r"-?[0-9]{1,18}", text) or not least <= int(text) <= most:
         raise PlanError(
             f"line {element.line}: {name} of <{element.name[:20]}> is {text[:40]!r}, and must be {least} to {most}"
@@ -334,10 +330,8 @@ def _program(file: AlgorithmFile, in_place: bool, chunks: int, cells: int) -> En
             (rank, "o"): outputs * cells,
             (rank, "s"): gpu.chunks["s"] * cells,
         }
-        if in_place and file.collective == "allgather":
-            aliases[rank, "i"] = ("o", rank * part * cells)
-        elif in_place:
-            aliases[rank, "o"] = ("i", rank * part * cells if file.collective == "reduce_scatter" else 0)
+        if in_place:
+            aliases |= in_place_alias(file.collective, rank, sizes)
     fifos = _connections(file)
     counters: dict[int, tuple[int, str]] = {}
     signals: dict[tuple[int, int, int], list[int]] = {}

@@ -90,172 +90,161 @@ class ExecutionPlanFile:
 
 def read_plan_file(text: str) -> ExecutionPlanFile:
     """Parse the text of an execution plan; a PlanError names GPU, block and operation of a wrong key."""
-    value = parse_object(text)
-    gpus = read_list(value.get("gpus"), "gpus")
+    top = _FileObject(parse_object(text), "")
+    gpus = top.objects("gpus")
     if not 0 < len(gpus) <= MAX_RANKS:
         raise PlanError(f"gpus: the number of GPUs must be 1 to {MAX_RANKS}, got {len(gpus)}")
+    in_place = top.get("inplace")
+    if not isinstance(in_place, bool):
+        raise PlanError(f"inplace must be true or false, not {in_place!r}"[:200])
     return ExecutionPlanFile(
-        name=read_text(value.get("name"), "name"),
-        collective=_one_of(value.get("collective"), COLLECTIVES, "collective"),
-        protocol=_one_of(value.get("protocol"), ("Simple", "LL"), "protocol"),
-        in_place=_flag(value.get("inplace"), "inplace"),
-        alignment=_count(value.get("buffer_alignment", 16), "buffer_alignment", least=1),
-        least=_count(value.get("min_message_size", 0), "min_message_size"),
-        most=_count(value.get("max_message_size", (1 << 64) - 1), "max_message_size"),
-        gpus=tuple(_gpu(gpu, number) for number, gpu in enumerate(gpus)),
+        name=read_text(top.get("name"), "name"),
+        collective=top.choice("collective", COLLECTIVES),
+        protocol=top.choice("protocol", ("Simple", "LL")),
+        in_place=in_place,
+        alignment=top.count("buffer_alignment", 16, least=1),
+        least=top.count("min_message_size", 0),
+        most=top.count("max_message_size", (1 << 64) - 1),
+        gpus=tuple(_gpu(gpu.at(f"gpu {number}"), number) for number, gpu in enumerate(gpus)),
     )
 
 
-def _gpu(item: object, number: int) -> MscclppGpu:
-    where = f"gpu {number}"
-    value = read_object(item, where)
-    if _count(value.get("id"), f"{where}: id") != number:
-        raise PlanError(f"{where}: its id is {value.get('id')}, and the engine takes it by its place")
-    peers: dict[str, list[int]] = {"memory": [], "port": []}
+@dataclass(frozen=True, slots=True)
+class _FileObject:
+    """An object of a file, and its place in words."""
+
+    value: dict[str, object]
+    where: str
+
+    def at(self, where: str) -> _FileObject:
+        return _FileObject(self.value, where)
+
+    def get(self, key: str, absent: object = None) -> object:
+        return self.value.get(key, absent)
+
+    def place(self, key: str) -> str:
+        return f"{self.where}: {key}" if self.where else key
+
+    def items(self, key: str, absent: object = None) -> list[object]:
+        return read_list(self.get(key, absent), self.place(key))
+
+    def inside(self, key: str, absent: object = None) -> _FileObject:
+        return _FileObject(read_object(self.get(key, absent), self.place(key)), self.place(key))
+
+    def objects(self, key: str, absent: object = None) -> list[_FileObject]:
+        place = self.place(key)
+        return [_FileObject(read_object(item, place), place) for item in self.items(key, absent)]
+
+    def count(self, key: str, absent: object = None, *, least: int = 0) -> int:
+        """Return a whole number of ``least`` or more."""
+        return _count(self.get(key, absent), self.place(key), least=least)
+
+    def counts(self, key: str, absent: object = None) -> tuple[int, ...]:
+        return tuple(_count(item, self.place(key)) for item in self.items(key, absent))
+
+    def choice(self, key: str, known: tuple[str, ...]) -> str:
+        return _one_of(self.get(key), known, self.place(key))
+
+
+def _gpu(gpu: _FileObject, number: int) -> MscclppGpu:
+    if gpu.count("id") != number:
+        raise PlanError(f"{gpu.where}: its id is {gpu.get('id')}, and the engine takes it by its place")
+    peers: dict[str, tuple[int, ...]] = {"memory": (), "port": ()}
     groups: list[tuple[str, tuple[int, ...]]] = []
-    for entry in read_list(value.get("channels"), f"{where}: channels"):
-        channel = read_object(entry, f"{where}: channels")
-        kind = _one_of(channel.get("channel_type"), CHANNELS, f"{where}: channel_type")
+    for channel in gpu.objects("channels"):
+        kind = channel.choice("channel_type", CHANNELS)
         if kind == "switch":
-            buffer = _one_of(channel.get("buffer_type"), BUFFERS, f"{where}: buffer_type of a switch channel")
-            for part in read_list(channel.get("rank_groups"), f"{where}: rank_groups"):
-                group = read_object(part, f"{where}: rank_groups")
-                groups.append((buffer, _counts(group.get("ranks"), f"{where}: ranks of a switch channel")))
+            buffer = channel.choice("buffer_type", BUFFERS)
+            groups += [(buffer, group.counts("ranks")) for group in channel.objects("rank_groups")]
         else:
-            peers[kind] += _counts(channel.get("connected_to"), f"{where}: connected_to")
+            peers[kind] += channel.counts("connected_to")
     remote = []
-    for entry in read_list(value.get("remote_buffers"), f"{where}: remote_buffers"):
-        place = f"{where}: remote_buffers"
-        opened = read_object(entry, place)
-        kinds = read_list(opened.get("access_channel_types"), f"{place}: access_channel_types")
-        remote.append(
-            (
-                _count(opened.get("rank"), f"{place}: rank"),
-                _one_of(opened.get("type"), BUFFERS, f"{place}: type"),
-                tuple(_one_of(kind, CHANNELS[:2], f"{place}: access_channel_types") for kind in kinds),
-            )
-        )
-    semaphores = tuple(
-        _count(read_object(entry, f"{where}: semaphores").get("init_value"), f"{where}: init_value")
-        for entry in read_list(value.get("semaphores", []), f"{where}: semaphores")
-    )
+    for opened in gpu.objects("remote_buffers"):
+        key = "access_channel_types"
+        kinds = tuple(_one_of(kind, CHANNELS[:2], opened.place(key)) for kind in opened.items(key))
+        remote.append((opened.count("rank"), opened.choice("type", BUFFERS), kinds))
     names = {"i": "input_chunks", "o": "output_chunks", "s": "scratch_chunks"}
-    chunks = {buffer: _count(value.get(key), f"{where}: {key}") for buffer, key in names.items()}
-    blocks = read_list(value.get("threadblocks"), f"{where}: threadblocks")
+    blocks = gpu.objects("threadblocks")
     return MscclppGpu(
-        chunks=chunks,
-        blocks=tuple(_block(block, f"{where}, block {place}", place) for place, block in enumerate(blocks)),
-        peers={kind: tuple(found) for kind, found in peers.items()},
+        chunks={buffer: gpu.count(key) for buffer, key in names.items()},
+        blocks=tuple(
+            _block(block.at(f"{gpu.where}, block {place}"), place) for place, block in enumerate(blocks)
+        ),
+        peers=peers,
         groups=tuple(groups),
         remote=tuple(remote),
-        semaphores=semaphores,
+        semaphores=tuple(entry.count("init_value") for entry in gpu.objects("semaphores", [])),
     )
 
 
-def _block(item: object, where: str, place: int) -> MscclppThreadBlock:
-    value = read_object(item, where)
-    channels: dict[str, list[int]] = {kind: [] for kind in CHANNELS}
-    buffers: dict[str, list[int]] = {kind: [] for kind in CHANNELS[:2]}
-    for entry in read_list(value.get("channels"), f"{where}: channels"):
-        channel = read_object(entry, f"{where}: channels")
-        kind = _one_of(channel.get("channel_type"), CHANNELS, f"{where}: channel_type")
-        channels[kind] += _counts(channel.get("channel_ids"), f"{where}: channel_ids")
-    for entry in read_list(value.get("remote_buffer_refs", []), f"{where}: remote_buffer_refs"):
-        refs = read_object(entry, f"{where}: remote_buffer_refs")
-        kind = _one_of(refs.get("access_channel_type"), CHANNELS[:2], f"{where}: access_channel_type")
-        buffers[kind] += _counts(refs.get("remote_buffer_ids"), f"{where}: remote_buffer_ids")
-    operations = read_list(value.get("ops"), f"{where}: ops")
-    number = _count(value.get("id"), f"{where}: id")
+def _block(block: _FileObject, place: int) -> MscclppThreadBlock:
+    channels: dict[str, tuple[int, ...]] = dict.fromkeys(CHANNELS, ())
+    buffers: dict[str, tuple[int, ...]] = dict.fromkeys(CHANNELS[:2], ())
+    for channel in block.objects("channels"):
+        channels[channel.choice("channel_type", CHANNELS)] += channel.counts("channel_ids")
+    for refs in block.objects("remote_buffer_refs", []):
+        buffers[refs.choice("access_channel_type", CHANNELS[:2])] += refs.counts("remote_buffer_ids")
+    number = block.count("id")
     if number != place:
-        raise PlanError(f"{where}: its id is {number}, and the engine numbers blocks by their place")
-    return MscclppThreadBlock(
-        number=number,
-        operations=tuple(
-            _operation(operation, f"{where}, operation {at}") for at, operation in enumerate(operations)
-        ),
-        channels={kind: tuple(found) for kind, found in channels.items()},
-        buffers={kind: tuple(found) for kind, found in buffers.items()},
+        raise PlanError(f"{block.where}: its id is {number}, and the engine numbers blocks by their place")
+    operations = _operations(block, "operation")
+    return MscclppThreadBlock(number=number, operations=operations, channels=channels, buffers=buffers)
+
+
+def _operations(holder: _FileObject, what: str) -> tuple[MscclppOperation, ...]:
+    """Return the operations of a block or of a pipeline."""
+    return tuple(
+        _operation(one.at(f"{holder.where}, {what} {number}"), inner=what != "operation")
+        for number, one in enumerate(holder.objects("ops"))
     )
 
 
-def _operation(item: object, where: str, *, inner: bool = False) -> MscclppOperation:
-    value = read_object(item, where)
-    name = read_text(value.get("name"), f"{where}: name")
-    where = f"{where} ({name[:20]})"
-    kind = value.get("channel_type")
-    group = read_object(value.get("tbg_info", {"tb_id": 0, "tbg_size": 1}), f"{where}: tbg_info")
-    loop = read_object(value.get("iter_context", {"unit_size": 0, "num_chunks": 0}), f"{where}: iter_context")
-    body: tuple[MscclppOperation, ...] = ()
-    if name == "pipeline":
-        if inner:
-            raise PlanError(f"{where}: a pipeline cannot stand in a pipeline")
-        inside = read_list(value.get("ops"), f"{where}: ops")
-        body = tuple(
-            _operation(one, f"{where}, inner operation {at}", inner=True) for at, one in enumerate(inside)
-        )
-        if "iter_context" not in value:
-            raise PlanError(f"{where}: iter_context is missing")
+def _operation(found: _FileObject, *, inner: bool) -> MscclppOperation:
+    name = read_text(found.get("name"), found.place("name"))
+    found = found.at(f"{found.where} ({name[:20]})")
+    group = found.inside("tbg_info", {"tb_id": 0, "tbg_size": 1})
+    loop = found.inside("iter_context", {"unit_size": 0, "num_chunks": 0})
+    if name == "pipeline" and inner:
+        raise PlanError(f"{found.where}: a pipeline cannot stand in a pipeline")
+    if name == "pipeline" and "iter_context" not in found.value:
+        raise PlanError(f"{found.where}: iter_context is missing")
+    untyped = found.get("channel_type") in (None, "none")
     return MscclppOperation(
         name=name,
-        channel_type=None if kind in (None, "none") else _one_of(kind, CHANNELS, f"{where}: channel_type"),
-        channels=_counts(value.get("channel_ids", []), f"{where}: channel_ids"),
-        reads=_references(value.get("src_buff", []), f"{where}: src_buff"),
-        writes=_references(value.get("dst_buff", []), f"{where}: dst_buff"),
-        group=(
-            _count(group.get("tb_id"), f"{where}: tb_id"),
-            _count(group.get("tbg_size"), f"{where}: tbg_size", least=1),
-        ),
-        barrier=(
-            _count(value.get("barrier_id", 0), f"{where}: barrier_id"),
-            _count(value.get("num_threadblocks", 0), f"{where}: num_threadblocks"),
-        ),
-        semaphores=_counts(value.get("semaphore_ids", []), f"{where}: semaphore_ids"),
-        sums=value.get("reduce_op", "sum") == "sum",
-        unit=_count(loop.get("unit_size"), f"{where}: unit_size"),
-        chunks=_count(loop.get("num_chunks"), f"{where}: num_chunks"),
-        body=body,
+        channel_type=None if untyped else found.choice("channel_type", CHANNELS),
+        channels=found.counts("channel_ids", []),
+        reads=tuple(map(_reference, found.objects("src_buff", []))),
+        writes=tuple(map(_reference, found.objects("dst_buff", []))),
+        group=(group.count("tb_id"), group.count("tbg_size", least=1)),
+        barrier=(found.count("barrier_id", 0), found.count("num_threadblocks", 0)),
+        semaphores=found.counts("semaphore_ids", []),
+        sums=found.get("reduce_op", "sum") == "sum",
+        unit=loop.count("unit_size"),
+        chunks=loop.count("num_chunks"),
+        body=_operations(found, "inner operation") if name == "pipeline" else (),
     )
 
 
-def _references(item: object, where: str) -> tuple[ChunkReference, ...]:
-    found = []
-    for entry in read_list(item, where):
-        value = read_object(entry, where)
-        kinds = [key for key in ("type", "buffer_id", "switch_channel_id") if key in value]
-        if len(kinds) != 1:
-            raise PlanError(
-                f"{where}: a reference has one of type, buffer_id and switch_channel_id, not {kinds}"
-            )
-        found.append(
-            ChunkReference(
-                buffer=_one_of(value["type"], BUFFERS, f"{where}: type") if kinds == ["type"] else None,
-                remote=_count(value["buffer_id"], f"{where}: buffer_id") if kinds == ["buffer_id"] else None,
-                switch=_count(value["switch_channel_id"], f"{where}: switch_channel_id")
-                if kinds == ["switch_channel_id"]
-                else None,
-                index=_count(value.get("index"), f"{where}: index"),
-                size=_count(value.get("size"), f"{where}: size", least=1),
-            )
+def _reference(found: _FileObject) -> ChunkReference:
+    kinds = [key for key in ("type", "buffer_id", "switch_channel_id") if key in found.value]
+    if len(kinds) != 1:
+        raise PlanError(
+            f"{found.where}: a reference has one of type, buffer_id and switch_channel_id, not {kinds}"
         )
-    return tuple(found)
+    return ChunkReference(
+        buffer=found.choice("type", BUFFERS) if kinds == ["type"] else None,
+        remote=found.count("buffer_id") if kinds == ["buffer_id"] else None,
+        switch=found.count("switch_channel_id") if kinds == ["switch_channel_id"] else None,
+        index=found.count("index"),
+        size=found.count("size", least=1),
+    )
 
 
 def _count(item: object, where: str, *, least: int = 0) -> int:
-    """Return a whole number of ``least`` or more."""
     number = read_whole(item, where)
     if number < least:
         raise PlanError(f"{where} is {number}, and must be {least} or more")
     return number
-
-
-def _counts(item: object, where: str) -> tuple[int, ...]:
-    return tuple(_count(one, where) for one in read_list(item, where))
-
-
-def _flag(item: object, where: str) -> bool:
-    if not isinstance(item, bool):
-        raise PlanError(f"{where} must be true or false, not {item!r}"[:200])
-    return item
 
 
 def _one_of(item: object, known: tuple[str, ...], where: str) -> str:
@@ -314,17 +303,13 @@ def check_limits(plan: ExecutionPlanFile) -> None:
     _check_sizes(plan)
     for rank, gpu in enumerate(plan.gpus):
         where = f"gpu {rank}"
-        for kind, peers in gpu.peers.items():
-            for peer in peers:
-                if peer >= len(plan.gpus) or peer == rank:
-                    raise PlanError(
-                        f"{where}: a {kind} channel is connected to gpu {peer}, which is not another GPU"
-                    )
-        for peer, buffer, _ in gpu.remote:
+        named = [
+            (f"a {kind} channel is connected to", peer) for kind, peers in gpu.peers.items() for peer in peers
+        ]
+        named += [(f"a remote buffer {buffer!r} is of", peer) for peer, buffer, _ in gpu.remote]
+        for what, peer in named:
             if peer >= len(plan.gpus) or peer == rank:
-                raise PlanError(
-                    f"{where}: a remote buffer {buffer!r} is of gpu {peer}, which is not another GPU"
-                )
+                raise PlanError(f"{where}: {what} gpu {peer}, which is not another GPU")
         if len(gpu.semaphores) > MAX_SEMAPHORES:
             raise PlanError(f"{where}: {len(gpu.semaphores)} semaphores; the engine has {MAX_SEMAPHORES}")
     _check_pairs(plan)
@@ -373,19 +358,14 @@ def _check_sizes(plan: ExecutionPlanFile) -> None:
 
 def _check_block(plan: ExecutionPlanFile, gpu: MscclppGpu, block: MscclppThreadBlock, where: str) -> None:
     operations = list(located_operations(block, where))
-    if len(operations) > MAX_OPERATIONS:
-        raise PlanError(f"{where}: {len(operations)} operations; the engine has room for {MAX_OPERATIONS}")
+    _check_room(where, "operations", len(operations), MAX_OPERATIONS)
     for kind in CHANNELS:
         ids = block.channels[kind]
         known = len(gpu.groups) if kind == "switch" else len(gpu.peers[kind])
-        if len(ids) > MAX_CHANNELS:
-            raise PlanError(f"{where}: {len(ids)} {kind} channels; the engine has room for {MAX_CHANNELS}")
+        _check_room(where, f"{kind} channels", len(ids), MAX_CHANNELS)
         _check_ids(ids, known, f"{where}: channel_ids of {kind} channels")
     for kind, ids in block.buffers.items():
-        if len(ids) > MAX_CHANNELS:
-            raise PlanError(
-                f"{where}: {len(ids)} remote buffers over {kind}; the engine has room for {MAX_CHANNELS}"
-            )
+        _check_room(where, f"remote buffers over {kind}", len(ids), MAX_CHANNELS)
         _check_ids(ids, len(gpu.remote), f"{where}: remote_buffer_ids over {kind}")
         for number in ids:
             if kind not in gpu.remote[number][2]:
@@ -405,10 +385,7 @@ def _check_operation(
     name, kind = operation.name, operation.channel_type
     if name not in (*SHAPES, *SYNCHRONISING, *OTHER_OPERATIONS):
         raise PlanError(f"{where}: the engine knows no such operation")
-    if len(operation.channels) > MAX_CHANNELS_PER_OPERATION:
-        raise PlanError(
-            f"{where}: {len(operation.channels)} channels; the engine has room for {MAX_CHANNELS_PER_OPERATION}"
-        )
+    _check_room(where, "channels", len(operation.channels), MAX_CHANNELS_PER_OPERATION)
     if kind is not None:
         _check_ids(operation.channels, len(block.channels[kind]), f"{where}: channel_ids")
     part, parts = operation.group
@@ -460,10 +437,7 @@ def _check_references(
     for side, references, shape in zip(
         ("src_buff", "dst_buff"), (operation.reads, operation.writes), SHAPES[name], strict=True
     ):
-        if len(references) > MAX_REFERENCES:
-            raise PlanError(
-                f"{where}: {len(references)} references in {side}; the engine has room for {MAX_REFERENCES}"
-            )
+        _check_room(where, f"references in {side}", len(references), MAX_REFERENCES)
         kinds = "".join("L" if one.buffer else "R" if one.remote is not None else "S" for one in references)
         fixed = shape.removesuffix("*")
         more = kinds.removeprefix(fixed)
@@ -472,10 +446,7 @@ def _check_references(
             raise PlanError(
                 f"{where}: {side} is {_describe_operation(kinds)}, and has to be {_describe_operation(shape)}"
             )
-        if kinds.count("R") > MAX_CHANNELS_PER_OPERATION:
-            raise PlanError(
-                f"{where}: {kinds.count('R')} remote references; the engine has room for {MAX_CHANNELS_PER_OPERATION}"
-            )
+        _check_room(where, "remote references", kinds.count("R"), MAX_CHANNELS_PER_OPERATION)
         for reference in references:
             _check_reference(plan, gpu, block, operation, reference, where)
     sizes = {one.size for one in (*operation.reads, *operation.writes)}
@@ -485,12 +456,10 @@ def _check_references(
                 f"{where}: {len(operation.reads)} references in src_buff and {len(operation.writes)} in dst_buff; the "
                 "engine takes them in pairs"
             )
-        pairs = zip(operation.reads, operation.writes, strict=True)
+        pairs = list(zip(operation.reads, operation.writes, strict=True))
         if any(one.size != other.size for one, other in pairs):
             raise PlanError(f"{where}: src_buff and dst_buff differ in size")
-        if name == "get" and any(
-            one.index != other.index for one, other in zip(operation.reads, operation.writes, strict=True)
-        ):
+        if name == "get" and any(one.index != other.index for one, other in pairs):
             raise PlanError(f"{where}: the engine swaps the offsets of get, so they have to be equal")
     elif len(sizes) > 1:
         raise PlanError(f"{where}: its references differ in size: {sorted(sizes)}")
@@ -563,6 +532,11 @@ def _check_groups(plan: ExecutionPlanFile) -> None:
             for peer in ranks:
                 if counts[peer][buffer, ranks] != count:
                     raise PlanError(f"gpu {rank}: gpu {peer} lacks the switch group {list(ranks)} as often")
+
+
+def _check_room(where: str, what: str, number: int, most: int) -> None:
+    if number > most:
+        raise PlanError(f"{where}: {number} {what}; the engine has room for {most}")
 
 
 def _check_ids(ids: Sequence[int], known: int, where: str) -> None:

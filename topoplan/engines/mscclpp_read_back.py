@@ -26,6 +26,7 @@ from topoplan.engines.interpreter import (
     Signal,
     Sync,
     Wait,
+    in_place_alias,
 )
 from topoplan.engines.mscclpp_read import (
     MAX_TURNS,
@@ -76,15 +77,12 @@ def _program(plan: ExecutionPlanFile, cells: int, step: int, divisor: int, in_st
     """Return the program for chunks of so many cells, ``divisor`` to ``step`` bytes; 0: loops turn once."""
     sizes: dict[Address, int] = {}
     aliases: dict[Address, tuple[str, int]] = {}
+    collective = COLLECTIVE_NAMES.get(plan.collective, plan.collective)
     for rank, gpu in enumerate(plan.gpus):
         for buffer, chunks in gpu.chunks.items():
             sizes[rank, buffer] = chunks * cells
         if plan.in_place:
-            if plan.collective == "allgather":
-                aliases[rank, "i"] = ("o", rank * gpu.chunks["i"] * cells)
-            else:
-                begin = rank * gpu.chunks["o"] * cells if plan.collective == "reducescatter" else 0
-                aliases[rank, "o"] = ("i", begin)
+            aliases |= in_place_alias(collective, rank, sizes)
     if sum(sizes.values()) > MAX_CELLS:
         raise PlanError(
             f"{sum(sizes.values())} pieces are more than the {MAX_CELLS} that are run: units of loops have almost no "
@@ -98,7 +96,7 @@ def _program(plan: ExecutionPlanFile, cells: int, step: int, divisor: int, in_st
             lowering = _Lowering(plan, rank, gpu, block, counters, groups, cells, step, divisor)
             blocks.append(ProgramBlock(rank, lowering.instructions()))
     return EngineProgram(
-        collective=COLLECTIVE_NAMES.get(plan.collective, plan.collective),
+        collective=collective,
         ranks=len(plan.gpus),
         sizes=sizes,
         aliases=aliases,
@@ -336,11 +334,12 @@ def check_execution_plan(plan: ExecutionPlanFile, *, runs: int = CHECK_RUNS) -> 
     if any(gpu.groups for gpu in plan.gpus):
         notes.append("the loads of links do not include copies and additions in switches")
     chunks = max(plan.gpus[0].chunks["i"], plan.gpus[0].chunks["o"])
+    collective = made[0].collective
     return EngineVerdict(
-        collective=COLLECTIVE_NAMES.get(plan.collective, plan.collective),
+        collective=collective,
         ranks=len(plan.gpus),
         root=root,
-        summary=f"{collective_name(COLLECTIVE_NAMES.get(plan.collective, plan.collective))} of {len(plan.gpus)} GPUs, "
+        summary=f"{collective_name(collective)} of {len(plan.gpus)} GPUs, "
         f"{'in place' if plan.in_place else 'out of place'}: {chunks} chunks, "
         f"{max(len(gpu.blocks) for gpu in plan.gpus)} blocks of a GPU at most",
         runs=runs,

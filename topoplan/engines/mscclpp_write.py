@@ -108,12 +108,10 @@ class MscclppBlock:
 
     @property
     def operations(self) -> int:
-        """Return the number of operations as the engine counts them."""
         return len(self.before) + len(self.after) + (1 + len(self.body) if self.body else 0)
 
     @property
     def beyond(self) -> str:
-        """Describe the first limit that is exceeded; empty if none is."""
         for resource, number, most in (
             ("operations", self.operations, MAX_BLOCK_OPERATIONS),
             ("channels", max(map(len, self.channels.values())), MAX_BLOCK_CHANNELS),

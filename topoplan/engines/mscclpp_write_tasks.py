@@ -143,11 +143,7 @@ class StageTree:
 
 
 def tasks(
-    plan: Plan,
-    shards: Sequence[tuple[Shard, int, int]],
-    *,
-    piece: int | None = None,
-    switched: bool = False,
+    plan: Plan, shards: Sequence[tuple[Shard, int, int]], *, piece: int | None = None, switched: bool = False
 ) -> tuple[list[list[MscclppTask]], RankChannels]:
     """Return the tasks of every rank, by shard, and the channels; ``shards`` have first chunk and number of chunks.
 

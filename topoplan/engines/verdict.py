@@ -81,7 +81,6 @@ def _check_outputs(program: EngineProgram, memory: CellMemory) -> int | None:
 def _expected_output(
     program: EngineProgram, rank: int, inputs: list[CellNumbers], root: int | None
 ) -> CellNumbers:
-    """Return the output that the collective defines for a rank."""
     ranks = program.ranks
     match program.collective:
         case "allreduce":

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -311,10 +311,7 @@ class Timeline:
             "latency_seconds": self.latency_seconds,
             "bandwidth_seconds": self.bandwidth_seconds,
             "bottleneck": [list(link) for link in self.bottleneck],
-            "channels": [
-                {"channel": one.channel, "share": one.share, "start": one.start, "seconds": one.seconds}
-                for one in self.channels
-            ],
+            "channels": [asdict(one) for one in self.channels],
             "links": [
                 {"src": src, "dst": dst, "bytes": nbytes, "busy_seconds": self.link_seconds[src, dst]}
                 for (src, dst), nbytes in self.link_bytes.items()

@@ -10,18 +10,18 @@ links. Over PCIe a copy takes one path: at each device the widest link.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from topoplan.machine.routing import Transit
+from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link, Topology
 
 PathStep = tuple[Link, int, int]
 """A link on a shortest path, and the states at its ends in the graph of routes."""
 
-WIRES = {"nvlink": ("nvlink",), "pcie": ("pcie", "sys", "c2c"), "network": ("pcie", "sys", "c2c", "network")}
-"""Channels of the links that each kind of route uses."""
+CHANNELS = {"nvlink": ("nvlink",), "pcie": ("pcie",), "network": ("pcie", "network")}
+"""Channels of each kind of route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class CopyRoutes:
         self._gpus = set(topology.gpus)
         self._switches = {device.name for device in topology.devices if device.kind == "switch"}
         self._cpus = tuple(device.name for device in topology.devices if device.kind == "cpu")
-        self._ways = cache(lambda channel: _ChannelRoutes(topology, WIRES[channel]))
+        self._ways = cache(lambda channel: _ChannelRoutes(Fabric(topology, CHANNELS[channel])))
         self._steps = cache(self._searched)
         self._path = cache(self._walked)
 
@@ -121,13 +121,13 @@ class CopyRoutes:
         stages: list[tuple[PathStep, ...]] = []
         for distance in range(least - 1, -1, -1):
             found = sorted(
-                (place, before, state)
+                (ways.places[number], before, state)
                 for state in wanted
-                for place, before in ways.entering[state]
-                if steps.get(before) == distance and (not distance or ways.device(before) not in self._gpus)
+                for number, before in ways.entering[state]
+                if steps.get(before) == distance and (not distance or ways.devices[before] not in self._gpus)
             )
             wanted = {before for _, before, _ in found}
-            stages.append(tuple((ways.links[place], before, state) for place, before, state in found))
+            stages.append(tuple((ways.links[number], before, state) for (_, number), before, state in found))
         return tuple(reversed(stages))
 
     def _searched(self, channel: str, src: str) -> Mapping[int, int]:
@@ -136,7 +136,7 @@ class CopyRoutes:
         frontier = list(ways.states.get(src, ()))[:1]
         steps = dict.fromkeys(frontier, 0)
         for state in frontier:
-            if steps[state] and ways.device(state) in self._gpus:
+            if steps[state] and ways.devices[state] in self._gpus:
                 continue
             for _, after in ways.leaving[state]:
                 if after not in steps:
@@ -146,35 +146,16 @@ class CopyRoutes:
 
 
 class _ChannelRoutes:
-    """The links of some channels, and the graph of the routes over them (`topoplan.machine.routing`)."""
+    """The graph of the routes over some channels (`topoplan.machine.routing`), its states by device."""
 
-    def __init__(self, topology: Topology, kinds: Collection[str]) -> None:
-        self.links = _widest(topology, kinds)
-        vertices = [device.name for device in topology.devices if device.kind in ("gpu", "helper")]
-        rest = [device.name for device in topology.devices if device.kind not in ("gpu", "helper")]
-        self._names = (*vertices, *rest)
-        position = {name: place for place, name in enumerate(self._names)}
-        ends = tuple((position[link.src], position[link.dst]) for link in self.links)
-        graph = Transit.of(topology).graph(self._names, len(vertices), ends)
-        self._nodes = graph.nodes
+    def __init__(self, fabric: Fabric) -> None:
+        graph = fabric.route_graph
+        self.links = fabric.links
+        self.devices = [fabric.nodes[node] for node in graph.nodes]
         self.leaving, self.entering = graph.leaving(), graph.entering()
         self.states: dict[str, list[int]] = {}
-        for state, node in enumerate(graph.nodes):
-            self.states.setdefault(self._names[node], []).append(state)
-
-    def device(self, state: int) -> str:
-        return self._names[self._nodes[state]]
-
-
-def _widest(topology: Topology, kinds: Collection[str]) -> tuple[Link, ...]:
-    """Return the links of some channels, sorted by source; of parallel links the widest."""
-    widest: dict[tuple[str, str], Link] = {}
-    for link in topology.links:
-        if link.channel in kinds:
-            ends = (link.src, link.dst)
-            if ends not in widest or link.bandwidth > widest[ends].bandwidth:
-                widest[ends] = link
-    leaving: dict[str, list[Link]] = {}
-    for link in widest.values():
-        leaving.setdefault(link.src, []).append(link)
-    return tuple(link for links in leaving.values() for link in links)
+        for state, name in enumerate(self.devices):
+            self.states.setdefault(name, []).append(state)
+        sources = {name: place for place, name in enumerate(dict.fromkeys(link.src for link in self.links))}
+        self.places = [(sources[link.src], number) for number, link in enumerate(self.links)]
+        """Sort links by their source."""

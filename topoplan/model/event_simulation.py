@@ -156,16 +156,9 @@ def _run_rounds(plan: Plan, nbytes: int, chunk_bytes: int | None, headroom: floa
         for queue in run.queues:
             known = largest.get(queue.link, queue)
             largest[queue.link] = max(known, queue, key=lambda one: one.nbytes)
-        transfers += [
-            replace(
-                each,
-                start=each.start + end,
-                end=each.end + end,
-                shard=one.shards[each.shard][0],
-                stage=number,
-            )
-            for each in run.transfers
-        ]
+        for each in run.transfers:
+            place = {"shard": one.shards[each.shard][0], "stage": number}
+            transfers.append(replace(each, start=each.start + end, end=each.end + end, **place))
         end += run.seconds
     return SimulatedRun(
         end,
@@ -328,22 +321,17 @@ def chrome_trace(run: SimulatedRun) -> str:
         rows.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": channel}})
         rows.append({"name": name, "cat": "start", "ph": "X", **ends, "args": {}})
     for transfer in run.transfers:
+        place = {"shard": transfer.shard, "stage": transfer.stage, "chunk": transfer.chunk}
+        ends = {"ts": round(transfer.start * 1e6, 4), "dur": round((transfer.end - transfer.start) * 1e6, 4)}
         rows.append(
             {
-                "name": f"shard {transfer.shard} stage {transfer.stage} chunk {transfer.chunk}",
+                "name": " ".join(f"{key} {number}" for key, number in place.items()),
                 "cat": f"shard{transfer.shard}",
                 "ph": "X",
-                "ts": round(transfer.start * 1e6, 4),
-                "dur": round((transfer.end - transfer.start) * 1e6, 4),
+                **ends,
                 "pid": 0,
                 "tid": transfer.link,
-                "args": {
-                    "shard": transfer.shard,
-                    "stage": transfer.stage,
-                    "chunk": transfer.chunk,
-                    "from rank": transfer.src,
-                    "to rank": transfer.dst,
-                },
+                "args": {**place, "from rank": transfer.src, "to rank": transfer.dst},
             }
         )
     body = ",\n".join(json.dumps(row) for row in rows)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import ParamSpec
 
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import CHANNEL_SPLITS, UNIONS, Fabric, channel_words
@@ -39,6 +40,8 @@ from topoplan.units import TOLERANCE, format_size, parse_size, parse_sizes
 
 SIZES = (1 << 10, 1 << 30)
 """Default smallest and largest tested size in bytes."""
+
+Asked = ParamSpec("Asked")
 
 ENGINES = ("messages", "windows")
 """Engines: copies that are started one by one, or one kernel for each collective over NVLink."""
@@ -150,32 +153,6 @@ def plan_by_size(
     >>> [(one.start, one.stop, one.plan.height, one.plan.rate) for one in plans.ranges]
     [(0, 94286, 1, 10.0), (94286, None, 2, 150.0)]
     """
-    return choose_by_size(
-        topology,
-        collective,
-        gpus=gpus,
-        root=root,
-        channels=channels,
-        sizes=sizes,
-        engine=engine,
-        costs=costs,
-        progress=progress,
-    ).plans
-
-
-def choose_by_size(
-    topology: TopologyLike,
-    collective: str = "all_reduce",
-    *,
-    gpus: Sequence[int] | None = None,
-    root: int | None = None,
-    channels: str = "auto",
-    sizes: str | Sequence[int | str] = SIZES,
-    engine: str = "messages",
-    costs: EngineCosts | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> ScheduleChoice:
-    """Return the plans of `plan_by_size` with all candidates."""
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is unknown; use one of {', '.join(ENGINES)}")
     if costs is not None and engine != "windows":
@@ -235,7 +212,7 @@ def choose_by_size(
         bound=proved,
     )
     object.__setattr__(plans, "_choice", choice)
-    return choice
+    return plans
 
 
 def choice_of(plans: SizePlans) -> ScheduleChoice:
@@ -247,6 +224,14 @@ def choice_of(plans: SizePlans) -> ScheduleChoice:
     sizes = tuple(size for size, _, _ in timed.times.points) if timed.times else SIZES
     own = [one for place, one in enumerate(plans.plans) if one not in plans.plans[:place]]
     return ScheduleChoice(plans=timed, candidates=tuple(own), sizes=sizes, notes=(), complete=False)
+
+
+def _choosing(make: Callable[Asked, SizePlans]) -> Callable[Asked, ScheduleChoice]:
+    return lambda *args, **options: choice_of(make(*args, **options))
+
+
+choose_by_size = _choosing(plan_by_size)
+"""As `plan_by_size`, with all candidates."""
 
 
 def with_times(plans: SizePlans, sizes: Sequence[int]) -> tuple[SizePlans, TimeBound]:

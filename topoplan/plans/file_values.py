@@ -31,14 +31,12 @@ def finite(value: float) -> float | None:
 
 
 def read_object(item: object, where: str) -> dict[str, object]:
-    """Read a JSON object."""
     if not isinstance(item, dict):
         raise PlanError(f"{where} must be an object, not {type(item).__name__}")
     return cast("dict[str, object]", item)
 
 
 def read_list(item: object, where: str) -> list[object]:
-    """Read a list of anything."""
     if not isinstance(item, list):
         raise PlanError(f"{where} must be a list, not {type(item).__name__}")
     return cast("list[object]", item)
@@ -52,19 +50,16 @@ def read_text(item: object, where: str) -> str:
 
 
 def read_texts(item: object, where: str) -> tuple[str, ...]:
-    """Read a list of texts."""
     return tuple(read_text(name, where) for name in read_list(item, where))
 
 
 def read_whole(item: object, where: str) -> int:
-    """Read a whole number."""
     if isinstance(item, bool) or not isinstance(item, int):
         raise PlanError(f"{where} must be a whole number, not {item!r}"[:200])
     return item
 
 
 def read_bytes(item: object, where: str) -> int:
-    """Read a number of bytes."""
     if isinstance(item, bool) or not isinstance(item, int) or item < 0:
         raise PlanError(f"{where} must be a whole number of bytes, zero or more, not {item!r}"[:200])
     return item

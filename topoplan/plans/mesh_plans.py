@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 from topoplan.errors import PlanError
 from topoplan.machine.fabric import Fabric
@@ -35,13 +36,16 @@ from topoplan.plans.file_values import (
     read_number,
     read_object,
     read_text,
+    read_texts,
     read_whole,
 )
 from topoplan.plans.loads import link_loads
-from topoplan.plans.plan import Plan, embedded_topology, plan_text
+from topoplan.plans.plan import Plan, embedded_topology, row_texts
 from topoplan.plans.size_plans import read_plan_file
 from topoplan.plans.verify import Verification, verify
 from topoplan.units import nearest_float
+
+Value = TypeVar("Value")
 
 MESH_FORMAT = "topoplan.mesh/1"
 MESH_KEYS = (
@@ -109,14 +113,9 @@ class MeshPlans:
 
     def to_json(self) -> str:
         """Return the file; the same bytes for the same plans, always."""
-        rows = ",\n ".join(
-            f'{{"axis": {compact(group.axis)}, "members": {compact(list(group.members))}, '
-            f'"plan": {plan_text(group.plan.to_object())}}}'
-            for group in self.groups
-        )
-        head = {key: value for key, value in self.to_object().items() if key not in ("groups", "topology")}
-        fields = ",\n ".join(f'"{key}": {compact(value)}' for key, value in head.items())
-        machine = compact(self.topology.to_object())
+        value = self.to_object()
+        rows, machine = ",\n ".join(row_texts(value.pop("groups"))), compact(value.pop("topology"))
+        fields = ",\n ".join(f'"{key}": {compact(field)}' for key, field in value.items())
         return f'{{{fields},\n "groups": [\n {rows}\n ],\n "topology": {machine}}}\n'
 
     def to_object(self) -> dict[str, object]:
@@ -156,15 +155,9 @@ class MeshPlans:
         if not isinstance(certificate, Lengths):
             raise PlanError("the certificate of a mesh must give lengths of links")
         return MeshPlans(
-            axes=tuple(
-                (read_text(name, "axes"), read_whole(extent, "axes"))
-                for name, extent in _pairs(value, "axes")
-            ),
-            weights=tuple(
-                (read_text(name, "weights"), read_fraction(weight, "weights"))
-                for name, weight in _pairs(value, "weights")
-            ),
-            ranks=tuple(read_text(one, "ranks") for one in read_list(value.get("ranks"), "ranks")),
+            axes=_read_pairs(value, "axes", read_whole),
+            weights=_read_pairs(value, "weights", read_fraction),
+            ranks=read_texts(value.get("ranks"), "ranks"),
             topology=embedded_topology(value),
             groups=tuple(
                 _read_group(item, f"group {number}")
@@ -198,12 +191,15 @@ def load_mesh(path: str | os.PathLike[str]) -> MeshPlans:
     return MeshPlans.from_json(read_plan_file(path))
 
 
-def _pairs(value: dict[str, object], key: str) -> list[list[object]]:
-    rows = read_list(value.get(key), key)
-    for row in rows:
+def _read_pairs(
+    value: dict[str, object], key: str, read: Callable[[object, str], Value]
+) -> tuple[tuple[str, Value], ...]:
+    pairs = []
+    for row in read_list(value.get(key), key):
         if not isinstance(row, list) or len(row) != 2:
             raise PlanError(f"{key}: every row must be a pair, not {row!r}"[:200])
-    return [list(row) for row in rows if isinstance(row, list)]
+        pairs.append((read_text(row[0], key), read(row[1], key)))
+    return tuple(pairs)
 
 
 def _read_group(item: object, where: str) -> MeshGroup:
@@ -213,12 +209,9 @@ def _read_group(item: object, where: str) -> MeshGroup:
         plan = Plan.from_object(read_object(value.get("plan"), "plan"))
     except PlanError as error:
         raise error.under(where) from None
-    members = read_list(value.get("members"), f"{where}: members")
-    return MeshGroup(
-        read_text(value.get("axis"), f"{where}: axis"),
-        tuple(read_whole(one, f"{where}: members") for one in members),
-        plan,
-    )
+    axis, members = read_text(value.get("axis"), f"{where}: axis"), f"{where}: members"
+    ranks = (read_whole(one, members) for one in read_list(value.get("members"), members))
+    return MeshGroup(axis, tuple(ranks), plan)
 
 
 def groups_along(axes: Sequence[tuple[str, int]], axis: str) -> list[tuple[int, ...]]:
@@ -256,12 +249,9 @@ def joint_bound(
 ) -> Fraction:
     """Return the rate that no forests of the groups exceed for weight 1; as `joint_rate`, and errors of `Lengths`."""
     certificate.check(whole)
-    plans = [group.plan for group in groups]
-    length = joint_length(
-        certificate,
-        [(Fabric(plan.topology, plan.channels), plan.collective, plan.root) for plan in plans],
-        weights,
-    )
+    plans = (group.plan for group in groups)
+    forests = [(Fabric(plan.topology, plan.channels), plan.collective, plan.root) for plan in plans]
+    length = joint_length(certificate, forests, weights)
     if length == 0:
         raise PlanError("the certificate's lengths allow forests of length zero and bound nothing")
     return certificate.volume(whole) / length
@@ -271,13 +261,8 @@ def joint_length(
     certificate: Lengths, groups: Sequence[tuple[Fabric, str, int | None]], weights: Sequence[Fraction]
 ) -> Fraction:
     """Return the length of the groups' cheapest forests for weight 1; ``groups`` are (fabric, collective, root)."""
-    return sum(
-        (
-            weight * certificate.forest(fabric, collective, root)
-            for (fabric, collective, root), weight in zip(groups, weights, strict=True)
-        ),
-        Fraction(0),
-    )
+    lengths = (certificate.forest(*group) for group in groups)
+    return sum((weight * length for weight, length in zip(weights, lengths, strict=True)), Fraction(0))
 
 
 def verify_mesh(mesh: MeshPlans) -> tuple[Verification, ...]:

@@ -23,12 +23,12 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from html import escape
 from itertools import takewhile
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from topoplan.errors import PlanError, TopologyError, TopoplanError, UsageError, deprecated
 from topoplan.machine.fabric import CHANNEL_LINKS, UNIONS, Fabric, channel_words
@@ -81,19 +81,8 @@ ALL_TO_ALL = "alltoall"
 ALL_COLLECTIVES = (*COLLECTIVES, ALL_TO_ALL)
 
 PLAN_KEYS = (
-    *(
-        "format",
-        "collective",
-        "ranks",
-        "root",
-        "topology",
-        "channels",
-        "rate",
-        "bound",
-        "certificate",
-        "schedule",
-    ),
-    *("method", "order", "seconds", "trees", "height", "notes", "symmetry", "shards"),
+    *("format", "collective", "ranks", "root", "topology", "channels", "rate", "bound", "certificate"),
+    *("schedule", "method", "order", "seconds", "trees", "height", "notes", "symmetry", "shards"),
     *("gap", "busbw", "digest", "wider_bound", "in_network_bound", "team_wide", "phases", "connections"),
 )
 """Keys of a plan file; ``plan --json`` adds the last line, which follows from the other keys."""
@@ -150,6 +139,22 @@ class Plans(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """Return the plan file; the same bytes for the same plans, always."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read a plan file; its claims are not trusted (see `topoplan.verify`).
+
+        Raises
+        ------
+        PlanError
+            The text is not such a file; names the key and the range or failure, shard and stage.
+        """
+        return cls.from_object(parse_object(text))
+
+    @classmethod
+    @abstractmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
+        """Read the JSON object of such a file; errors as `from_json`."""
 
     @property
     def digest(self) -> str:
@@ -443,17 +448,6 @@ class Plan(Plans):
     def to_json(self) -> str:
         return plan_text(self.to_object()) + "\n"
 
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        """Read a plan file; its claims are not trusted (see `topoplan.verify`).
-
-        Raises
-        ------
-        PlanError
-            The text is not a plan file of this format; names the key, shard and stage.
-        """
-        return Plan.from_object(parse_object(text))
-
     def to_object(self) -> dict[str, object]:
         """Return the plan file as a JSON object."""
         symmetry = {"symmetry": self.shards.to_object()} if isinstance(self.shards, ImageShards) else {}
@@ -478,8 +472,8 @@ class Plan(Plans):
             "shards": [shard.to_object() for shard, _ in self.shard_counts],
         }
 
-    @staticmethod
-    def from_object(value: dict[str, object], topology: Topology | None = None) -> Plan:
+    @classmethod
+    def from_object(cls, value: dict[str, object], topology: Topology | None = None) -> Self:
         """Read the object of a plan file, or of a plan in a file that states the machine elsewhere; as `from_json`."""
         second = value.get("collective") == ALL_TO_ALL or value.get("format") == PLAN_FORMAT_2
         check_format(value, PLAN_FORMAT_2 if second else PLAN_FORMAT)
@@ -498,7 +492,7 @@ class Plan(Plans):
             shards = ImageShards.from_object(value["symmetry"], shards, Fabric(topology, channels))
         if order not in ("height", "trees"):
             raise PlanError(f"order must be height or trees, not {order!r}"[:200])
-        return Plan(
+        return cls(
             collective=read_text(value.get("collective"), "collective"),
             ranks=read_texts(value.get("ranks"), "ranks"),
             root=None if root is None else read_whole(root, "root"),
@@ -702,6 +696,14 @@ def plan_text(value: dict[str, object]) -> str:
     head = ",\n ".join(f'"{key}": {compact(field)}' for key, field in value.items())
     rows = ",\n  ".join(compact(shard) for shard in cast("list[object]", shards))
     return "{" + head + ',\n "shards": [\n  ' + rows + "\n ]}"
+
+
+def row_texts(rows: object) -> Iterator[str]:
+    """Yield the texts of JSON objects that may hold a plan, each on one line but for its plan."""
+    for row in cast("list[dict[str, object]]", rows):
+        head = compact({key: value for key, value in row.items() if key != "plan"})
+        plan = cast("dict[str, object] | None", row.get("plan"))
+        yield head if plan is None else f'{head[:-1]}, "plan": {plan_text(plan)}}}'
 
 
 def without_topology(plan: Plan) -> dict[str, object]:

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from topoplan.errors import PlanError, UsageError
 from topoplan.machine.topology import Topology
@@ -35,7 +35,7 @@ from topoplan.plans.plan import (
     Plans,
     SizeRange,
     embedded_topology,
-    plan_text,
+    row_texts,
     without_topology,
 )
 from topoplan.plans.survival import SurvivalPlans
@@ -49,21 +49,10 @@ if TYPE_CHECKING:
 SIZE_PLANS_FORMAT = "topoplan.plans/1"
 SIZE_PLANS_KEYS = (
     *("format", "collective", "ranges", "topology", "times"),
-    *(
-        "ranks",
-        "bound",
-        "crossovers",
-        "table",
-        "points",
-        "engine",
-        "costs",
-        "candidates",
-        "digest",
-        "seconds",
-        "notes",
-    ),
+    *("ranks", "bound", "crossovers", "table", "points", "engine", "costs", "candidates"),
+    *("digest", "seconds", "notes"),
 )
-"""Keys of a file of plans by size; ``plan --sizes --json`` adds the last line."""
+"""Keys of a file of plans by size; ``plan --sizes --json`` adds those of the last two lines."""
 
 SIZE_PLANS_FORMAT_2 = "topoplan.plans/2"
 """Format of files with a plan in which ranks exchange elements."""
@@ -193,26 +182,12 @@ class SizePlans(PlanCollection):
         return SIZE_PLANS_FORMAT_2 if any(plan.exchanges for plan in self.plans) else SIZE_PLANS_FORMAT
 
     def to_json(self) -> str:
-        rows = ",\n ".join(
-            f'{{"from": {one.start}, "to": {compact(one.stop)}, "plan": {plan_text(without_topology(one.plan))}}}'
-            for one in self.ranges
-        )
+        rows = ",\n ".join(row_texts(self.to_object()["ranges"]))
         times = "" if self.times is None else f',\n "times": {compact(self.times.to_object())}'
         return (
             f'{{"format": {compact(self.format)},\n "collective": {compact(self.collective)},\n'
             f' "ranges": [\n {rows}\n ],\n "topology": {compact(self.topology.to_object())}{times}}}\n'
         )
-
-    @staticmethod
-    def from_json(text: str) -> SizePlans:
-        """Read a file of plans by size; its claims are not trusted (see `verify_all`).
-
-        Raises
-        ------
-        PlanError
-            The text is not such a file; names the key and the range.
-        """
-        return SizePlans.from_object(parse_object(text))
 
     def to_object(self) -> dict[str, object]:
         """Return the file as a JSON object."""
@@ -226,16 +201,15 @@ class SizePlans(PlanCollection):
             **({} if self.times is None else {"times": self.times.to_object()}),
         }
 
-    @staticmethod
-    def from_object(value: dict[str, object]) -> SizePlans:
-        """Read such an object; errors as `from_json`."""
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
         check_format(
             value, SIZE_PLANS_FORMAT_2 if value.get("format") == SIZE_PLANS_FORMAT_2 else SIZE_PLANS_FORMAT
         )
         check_known(value, SIZE_PLANS_KEYS, "the plans by size")
         topology = embedded_topology(value)
         rows = read_list(value.get("ranges"), "ranges")
-        plans = SizePlans(
+        plans = cls(
             tuple(_read_range(row, f"range {number}", topology) for number, row in enumerate(rows)),
             SizeTimes.from_object(value["times"]) if "times" in value else None,
         )

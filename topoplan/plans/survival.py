@@ -13,15 +13,16 @@ renaming and checks it on the damaged machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 from topoplan.errors import InfeasibleError, PlanError, TopologyError, UsageError
 from topoplan.machine import variants
 from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Topology
 from topoplan.plans.certificates.certificate import OneFabric
-from topoplan.plans.file_values import compact, parse_object, read_list, read_object, read_text, read_whole
+from topoplan.plans.file_values import read_list, read_object, read_text, read_whole
 from topoplan.plans.plan import (
     ALL_TO_ALL,
     PLAN_FORMAT_2,
@@ -29,6 +30,7 @@ from topoplan.plans.plan import (
     PlanCollection,
     SizeRange,
     plan_text,
+    row_texts,
     without_topology,
 )
 from topoplan.plans.shards import ImageShards, Shard, moved_shard, owner_of, path_ends
@@ -41,8 +43,7 @@ def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Pl
 
     ``names`` has the new name of every device that the plan names; PlanError if one is missing.
 
-    GPUs 0 to 3 and 4 to 7 of a DGX-1V are isomorphic.
-    The two halves of a DGX-1V, GPUs 0 to 3 and 4 to 7, have the same wires.
+    The two halves of a DGX-1V, GPUs 0 to 3 and 4 to 7, are isomorphic.
 
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v")
@@ -78,20 +79,14 @@ def renamed_plan(plan: Plan, names: Mapping[str, str], topology: Topology) -> Pl
             shards = _in_plan_order(plan.collective, [move(shard) for shard in plan.shards])
     except KeyError as error:
         raise PlanError(f"the renaming has no device for {error}") from None
-    return Plan(
-        collective=plan.collective,
+    return replace(
+        plan,
         ranks=fabric.ranks,
         root=None if plan.root is None else image[plan.root],
         topology=topology,
-        channels=plan.channels,
-        schedule=plan.schedule,
-        method=plan.method,
         shards=shards,
-        rate=plan.rate,
-        bound=plan.bound,
         certificate=certificate,
-        notes=plan.notes,
-        order=plan.order,
+        planning_seconds=None,
     )
 
 
@@ -290,16 +285,9 @@ class SurvivalPlans(PlanCollection):
         return None
 
     def to_json(self) -> str:
-        rows = []
-        for outcome in self.outcomes:
-            row = _outcome_row(outcome)
-            if outcome.plan is not None:
-                text = plan_text(without_topology(outcome.plan))
-                rows.append(f'{compact(row)[:-1]}, "plan": {text}}}')
-            else:
-                rows.append(compact(row))
+        rows = ",\n  ".join(row_texts(self.to_object()["failures"]))
         head = plan_text({**self.whole.to_object(), "format": PLAN_FORMAT_2})
-        return f'{head[:-1]},\n "failures": [\n  ' + ",\n  ".join(rows) + "\n ]}\n"
+        return f'{head[:-1]},\n "failures": [\n  {rows}\n ]}}\n'
 
     def to_object(self) -> dict[str, object]:
         """Return the file as a JSON object."""
@@ -309,20 +297,8 @@ class SurvivalPlans(PlanCollection):
         ]
         return {**self.whole.to_object(), "format": PLAN_FORMAT_2, "failures": rows}
 
-    @staticmethod
-    def from_json(text: str) -> SurvivalPlans:
-        """Read such a file; its claims are not trusted (see `verify_survival`).
-
-        Raises
-        ------
-        PlanError
-            The text is not such a file; names the key and the failure.
-        """
-        return SurvivalPlans.from_object(parse_object(text))
-
-    @staticmethod
-    def from_object(value: dict[str, object]) -> SurvivalPlans:
-        """Read such an object; errors as `from_json`."""
+    @classmethod
+    def from_object(cls, value: dict[str, object]) -> Self:
         if "failures" not in value:
             raise PlanError("the file has no key failures; topoplan plan --survive 1 -o writes one")
         whole = Plan.from_object({key: field for key, field in value.items() if key != "failures"})
@@ -333,7 +309,7 @@ class SurvivalPlans(PlanCollection):
             except (PlanError, UsageError) as error:
                 fault = error if isinstance(error, PlanError) else PlanError(str(error))
                 raise fault.under(f"failure {number}") from None
-        return SurvivalPlans(whole, tuple(outcomes))
+        return cls(whole, tuple(outcomes))
 
 
 def surviving_ranks(before: Plan, after: Plan) -> tuple[int, ...]:
@@ -371,11 +347,10 @@ def _read_outcome(item: object, whole: Topology, earlier: Sequence[FailureOutcom
     unknown = [key for key in row if key not in (*FAILURE_KINDS, "plan", "as", "rename", "none")]
     kinds, ends = ([key for key in keys if key in row] for keys in (FAILURE_KINDS, ("plan", "as", "none")))
     if unknown or len(kinds) != 1 or len(ends) != 1 or ("rename" in row and ends != ["as"]):
-        raise PlanError(
-            f"a failure has one of gpu, link and device, and one of plan, as and none, not {', '.join(row)}"[
-                :200
-            ]
+        told = (
+            f"a failure has one of gpu, link and device, and one of plan, as and none, not {', '.join(row)}"
         )
+        raise PlanError(told[:200])
     failure = MachineFailure(kinds[0], read_text(row[kinds[0]], kinds[0]))
     if "none" in row:
         return FailureOutcome(failure, reason=read_text(row["none"], "none"))

@@ -35,6 +35,7 @@ from topoplan.schedules.nccl_search import chain_choice, chains_from, plan_order
 from topoplan.schedules.nccl_server_channels import ServerChannels
 from topoplan.schedules.ring import ring_plan
 from topoplan.schedules.ring_forest import shortest_route
+from topoplan.schedules.routes import edge_along
 from topoplan.solve.cuts_and_partitions import bounded_plan
 
 Parents = dict[int, int]
@@ -49,21 +50,12 @@ def double_binary_tree(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """Return the double binary tree schedule of a collective.
+    """Return the double binary tree schedule of a collective; parameters and errors as of `topoplan.plan`.
 
     Parameters
     ----------
-    topology, gpus, root
-        As for `topoplan.plan`.
     collective : str
         allreduce, broadcast or reduce.
-    channels : str
-        auto, nvlink or pcie, as for `topoplan.plan`.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; another collective.
 
     See Also
     --------
@@ -102,8 +94,6 @@ def double_binary_tree(
 def two_trees(ranks: Sequence[int]) -> tuple[Parents, Parents]:
     """Return two binary trees over the same ranks such that no rank is an inner node of both.
 
-    Examples
-    --------
     >>> two_trees(range(5))
     ({0: 1, 1: 3, 2: 1, 4: 3}, {1: 2, 2: 4, 3: 2, 0: 4})
     """
@@ -129,8 +119,6 @@ def in_order_tree(count: int) -> Parents:
 
     Its height is floor(log2(count)).
 
-    Examples
-    --------
     >>> in_order_tree(7)
     {0: 1, 1: 3, 2: 1, 4: 5, 5: 3, 6: 5}
     """
@@ -152,12 +140,8 @@ def _named(tree: Parents, ranks: Sequence[int]) -> Parents:
 def _stage(op: str, tree: Parents, fabric: Fabric) -> Stage:
     edges = []
     for child, parent in sorted(tree.items()):
-        tail, head = (parent, child) if op == "broadcast" else (child, parent)
-        links = shortest_route(fabric, tail, head)
-        route = (fabric.ranks[tail], *(fabric.links[number].dst for number in links))
-        edges.append(
-            Edge(parent, child, route if op == "broadcast" else route[::-1], fabric.channel_of(links))
-        )
+        ends = (parent, child) if op == "broadcast" else (child, parent)
+        edges.append(edge_along(fabric, op, parent, child, shortest_route(fabric, *ends)))
     top = next(parent for parent in sorted(set(tree.values())) if parent not in tree)
     return Stage(op, top, tuple(edges))
 
@@ -181,8 +165,6 @@ def _nccl_plan(
     the GPUs are on several servers (`nvls`) or on one (`nvls_tree`), or if no switch that copies and adds joins those
     of a server.
 
-    Examples
-    --------
     Three servers of four GPUs with a NIC of 50 GB/s each send 3/2 of the buffer over 200 GB/s of NICs.
 
     >>> import topoplan
@@ -257,8 +239,6 @@ Above = dict[int, tuple[int, bool]]
 def server_trees(count: int) -> tuple[Above, Above]:
     """Return NCCL's two binary trees over servers.
 
-    Examples
-    --------
     >>> server_trees(3)
     ({1: (2, False), 2: (0, True)}, {2: (0, False), 0: (1, True)})
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,13 @@ CYCLE_LIMIT = 10_000
 
 _SAMPLE = 64
 
+Vertex = TypeVar("Vertex")
+
+
+def ring_hops(order: Sequence[Vertex]) -> list[tuple[Vertex, Vertex]]:
+    """Return the hops of a ring: from each vertex to the next, and from the last to the first."""
+    return list(zip(order, (*order[1:], *order[:1]), strict=True))
+
 
 def all_cycles(
     lanes: Sequence[Sequence[int]], *, cycle_limit: int | None = None
@@ -31,7 +39,6 @@ def all_cycles(
 
     ``lanes[u][v]`` above zero is an arc from u to v. None stands for `CYCLE_LIMIT`.
 
-    --------
     >>> all_cycles([[int(u != v) for v in range(4)] for u in range(4)])[0][:2]
     [(0, 1, 2, 3), (0, 1, 3, 2)]
     """
@@ -90,10 +97,9 @@ def varied_cycles(lanes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         if not extend(path, (1 << size) - 2):
             break
         for cycle in (tuple(path), (0, *path[:0:-1])):
-            arcs = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
-            if all(lanes[u][v] for u, v in arcs):
+            if all(lanes[u][v] for u, v in ring_hops(cycle)):
                 cycles.append(cycle)
-                for u, v in arcs:
+                for u, v in ring_hops(cycle):
                     used[u][v] += 1
     return cycles
 
@@ -152,8 +158,6 @@ def disjoint_rings(lanes: Sequence[Sequence[int]]) -> RingSearch:
     The number of cycles is exponential in N at worst; DGX-1V has 60, a full mesh of 8 has 5040. Beyond the limits the
     packing is over a varied sample of cycles.
 
-    Examples
-    --------
     A full mesh of 4 has 12 lanes, but its arcs are not a union of 3 Hamiltonian cycles (Tillson 1980).
 
     >>> disjoint_rings([[int(u != v) for v in range(4)] for u in range(4)])
@@ -186,7 +190,7 @@ class _Packing:
         self._room: NDArray[np.int64] = np.array([lanes[u][v] for u, v in arcs], dtype=np.int64)
         self._use: NDArray[np.int64] = np.zeros((len(cycles), len(arcs)), dtype=np.int64)
         for number, cycle in enumerate(cycles):
-            for arc in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            for arc in ring_hops(cycle):
                 self._use[number, index[arc]] = 1
         ends = [[arc[0] == vertex for arc in arcs] for vertex in range(size)]
         ends += [[arc[1] == vertex for arc in arcs] for vertex in range(size)]

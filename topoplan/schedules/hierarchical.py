@@ -22,6 +22,8 @@ from fractions import Fraction
 from functools import partial
 from itertools import product
 
+import numpy as np
+
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
@@ -60,8 +62,6 @@ def hierarchical(
 
     UsageError if levels do not fit the dimensions; InfeasibleError if the ranks are not such a grid.
 
-    Examples
-    --------
     On a BCube of 16 hosts with two ports of 10 GB/s, twice a ring's rate:
 
     >>> bml("bcube:4,2@10").rate, round(hips_ring("torus:4,4@10").rate, 3)
@@ -123,17 +123,10 @@ class _Grid:
         self.kinds = tuple(levels) * (len(sides) if len(levels) == 1 else 1)
 
     def digits(self, number: int) -> Digits:
-        found = []
-        for side in reversed(self.sides):
-            number, digit = divmod(number, side)
-            found.append(digit)
-        return tuple(reversed(found))
+        return tuple(map(int, np.unravel_index(number, self.sides)))
 
     def number(self, digits: Digits) -> int:
-        number = 0
-        for side, digit in zip(self.sides, digits, strict=True):
-            number = number * side + digit
-        return number
+        return int(np.ravel_multi_index(digits, self.sides))
 
     def points(self) -> Iterator[Digits]:
         return product(*map(range, self.sides))
@@ -216,8 +209,6 @@ def _rails(
 ) -> Plan:
     """Return the broadcast or reduce along rails, as many as the smallest server has GPUs.
 
-    Examples
-    --------
     Four DGX-A100 with a NIC of 25 GB/s for each GPU: three of four eighths leave each, at 25 / (3 / 8) GB/s.
 
     >>> import topoplan

@@ -41,17 +41,7 @@ def lowest_tree(
 ) -> Plan:
     """Return the schedule of a collective with the fewest sequential edges, in one piece for each owner.
 
-    Parameters
-    ----------
-    topology, gpus, root, channels
-        As for `topoplan.plan`.
-    collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`.
+    Parameters and errors are those of `topoplan.plan`; an alltoall has none.
 
     See Also
     --------
@@ -145,19 +135,10 @@ def one_hop_plan(
     root: int | None = None,
     channels: str = "auto",
 ) -> Plan:
-    """Return the one-hop schedule of a collective.
-
-    Parameters
-    ----------
-    topology, gpus, root, channels
-        As for `topoplan.plan`.
-    collective : str
-        allreduce, broadcast, reduce, allgather or reduce_scatter; or alltoall, whose blocks are sent directly.
+    """Return the one-hop schedule of a collective, also of an alltoall; parameters and errors as of `topoplan.plan`.
 
     Raises
     ------
-    UsageError
-        As `topoplan.plan`.
     InfeasibleError
         The channels do not connect the allocation, or some rank reaches another only through a third.
 
@@ -210,8 +191,6 @@ def mesh(
 ) -> Plan:
     """Return one hop as HiPS's mesh, with the connections of workers that are the servers of gradients themselves.
 
-    Examples
-    --------
     >>> mesh("v100x4", "allreduce").notes[-1]
     '12 connections: each rank that owns a part with all others'
     """
@@ -229,8 +208,6 @@ def direct_sends(topology: TopologyLike, *, gpus: Sequence[int] | None = None) -
     It runs over NVLink, or over PCIe if NVLink does not join all pairs, since a plan runs over one of them; None if
     neither does.
 
-    Examples
-    --------
     Half of the pairs of a DGX-1V have no NVLink, so blocks go over PCIe:
 
     >>> made = direct_sends("dgx-1v")
@@ -280,19 +257,7 @@ def one_shot_plan(
 ) -> Plan:
     """Return the allreduce in which every rank sends its buffer to all others, over the lowest tree of each.
 
-    Parameters
-    ----------
-    topology, gpus, channels
-        As for `topoplan.plan`.
-    collective : str
-        allreduce.
-    root : None
-        An allreduce has none.
-
-    Raises
-    ------
-    UsageError, InfeasibleError
-        As `topoplan.plan`; another collective.
+    Parameters and errors are those of `topoplan.plan`; another collective is a UsageError.
 
     See Also
     --------
@@ -343,8 +308,6 @@ def exchange_of(gathered: Plan) -> tuple[Shard, ...]:
 
     Each owner divides its block between trees in its own way; a shard here is a part that none of them divides.
 
-    Examples
-    --------
     >>> import topoplan
     >>> gathered = topoplan.plan(topoplan.load("dgx-1v"), "allgather", gpus=[0, 1, 2])
     >>> [(str(shard.share), len(shard.stages)) for shard in exchange_of(gathered)]

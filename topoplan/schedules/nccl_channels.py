@@ -24,6 +24,7 @@ from itertools import pairwise
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link, Topology
+from topoplan.schedules.hamiltonian_cycles import ring_hops
 from topoplan.schedules.routes import DirectRoutes, Links
 from topoplan.units import exact
 
@@ -45,8 +46,6 @@ class NcclHop:
 class NcclPaths:
     """The paths between the GPUs of one server; the machine's GPUs are those of the communicator.
 
-    Examples
-    --------
     >>> import topoplan
     >>> paths = NcclPaths(topoplan.load("dgx-1v"))
     >>> [paths.hop("gpu0", name).kind for name in ("gpu1", "gpu5")]
@@ -119,11 +118,6 @@ Order = tuple[str, ...]
 Hops = Sequence[tuple[str, str]]
 
 
-def ring_hops(order: Order) -> list[tuple[str, str]]:
-    """Return the hops from each GPU to the next, and from the last to the first."""
-    return list(zip(order, order[1:] + order[:1], strict=True))
-
-
 def chain_hops(order: Order) -> list[tuple[str, str]]:
     """Return the hops from each GPU to the next, and back."""
     down = list(pairwise(order))
@@ -150,8 +144,6 @@ def ring_bandwidth(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) ->
 def chain_rate(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fraction:
     """Return GB/s of algorithm bandwidth of an AllReduce over all chains together; see `ring_bandwidth`.
 
-    Examples
-    --------
     >>> import topoplan
     >>> box = topoplan.load("dgx-2")
     >>> cuts = [box.gpus[i:] + box.gpus[:i] for i in range(16)]
@@ -164,8 +156,6 @@ def chain_rate(paths: NcclPaths, weights: Mapping[Order, int | Fraction]) -> Fra
 def collective_rate(bandwidth: Fraction, collective: str, size: int) -> Fraction:
     """Return GB/s of algorithm bandwidth of a collective over rings with this bus bandwidth on ``size`` GPUs.
 
-    Examples
-    --------
     >>> collective_rate(Fraction(150), "allreduce", 8), collective_rate(Fraction(150), "broadcast", 8)
     (Fraction(600, 7), Fraction(150, 1))
     """
@@ -218,15 +208,12 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Number of channels of each graph."""
         return sum(self.rings.values())
 
 
 def apportioned(shares: WantedShares, count: int) -> dict[Order, int]:
     """Divide channels in proportion to shares, by largest remainders; an order without any is left out.
 
-    Examples
-    --------
     >>> apportioned({("a", "b"): Fraction(2, 3), ("b", "a"): Fraction(1, 3)}, 4)
     {('a', 'b'): 3, ('b', 'a'): 1}
     """
@@ -240,8 +227,6 @@ def apportioned(shares: WantedShares, count: int) -> dict[Order, int]:
 def nearest_counts(shares: WantedShares) -> tuple[int, ...]:
     """Return the numbers of channels that come nearest to shares, in the largest error.
 
-    Examples
-    --------
     >>> nearest_counts({("a", "b"): Fraction(2, 5), ("b", "a"): Fraction(3, 5)})
     (5, 10, 15)
     """
@@ -269,8 +254,6 @@ def equal_channels(
     the objective: ``ring``, ``tree``, or ``allreduce``, the faster of both. ``chain_limit`` is GB/s of AllReduce of one
     channel on a chain, at most.
 
-    Examples
-    --------
     >>> import topoplan
     >>> box = topoplan.load("dgx-a100")
     >>> cuts = [box.gpus[i:] + box.gpus[:i] for i in range(8)] * 2

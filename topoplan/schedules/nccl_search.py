@@ -33,7 +33,7 @@ from topoplan.machine.hardware import (
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Stage
-from topoplan.schedules.hamiltonian_cycles import all_cycles, varied_cycles
+from topoplan.schedules.hamiltonian_cycles import all_cycles, ring_hops, varied_cycles
 from topoplan.schedules.nccl_channels import (
     MOST_CHANNELS,
     ChannelOrders,
@@ -49,7 +49,6 @@ from topoplan.schedules.nccl_channels import (
     equal_channels,
     nearest_counts,
     ring_bandwidth,
-    ring_hops,
 )
 from topoplan.schedules.ring import ring_plan
 from topoplan.units import exact, nearest_float
@@ -64,8 +63,6 @@ _DIGITS = 9
 def ring_choice(paths: NcclPaths, gpus: Order, known: Sequence[Order], most: int) -> tuple[Order, ...]:
     """Return ``most`` rings, of which the first k are a choice of k rings for every k.
 
-    Examples
-    --------
     Hops of Blink's GPUs 1, 4, 5, 7 without an NVLink pass through GPU 5; two rings share the load:
 
     >>> import topoplan
@@ -83,8 +80,6 @@ def ring_choice(paths: NcclPaths, gpus: Order, known: Sequence[Order], most: int
 def chain_choice(machine: Topology, paths: NcclPaths, rings: Sequence[Order], most: int) -> tuple[Order, ...]:
     """Return ``most`` joined chains, of which the first k are a choice of k chains for every k.
 
-    Examples
-    --------
     The same GPUs have two chains over NVLink at 25 GB/s each:
 
     >>> import topoplan
@@ -108,8 +103,6 @@ def chains_from(machine: Topology, paths: NcclPaths, starts: Sequence[str]) -> t
     Over direct links every Hamiltonian path is tried, and every order of few GPUs; through switches and PCIe the GPUs
     follow one another by number, as they do if no other order is joined.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v").subset([0, 1, 2, 3])
     >>> for order in chains_from(machine, NcclPaths(machine), ["gpu0", "gpu2"]):
@@ -279,8 +272,6 @@ def counted_machine(machine: Topology) -> CountedMachine:
     All links of one kind of GPU are scaled by one factor, so that a slow link stays slow; if neither the
     model nor `assumed_capability` tells the rate, the machine's own is kept. PCIe has the same rates in NCCL.
 
-    Examples
-    --------
     >>> import topoplan
     >>> counted = counted_machine(topoplan.load("dgx-1v"))
     >>> [(float(stated), float(own)) for stated, own in counted.wires], counted.machine.links[0].bandwidth
@@ -316,8 +307,6 @@ def _wire(identity: GpuIdentity) -> Fraction | None:
 def chain_limit(machine: Topology) -> Fraction:
     """Return GB/s of AllReduce that NCCL expects of a chain in one channel, at most.
 
-    Examples
-    --------
     >>> import topoplan
     >>> float(chain_limit(topoplan.load("dgx-1v"))), float(chain_limit(topoplan.load("dgx-h100")))
     (13.25, 19.35)
@@ -332,8 +321,6 @@ def chain_limit(machine: Topology) -> Fraction:
 def best_graphs(machine: Topology, paths: NcclPaths) -> Graphs:
     """Return the best rings and the best chains for all GPUs of a server; raise InfeasibleError if they are not joined.
 
-    Examples
-    --------
     >>> import topoplan
     >>> part = topoplan.load("dgx-1v").subset([1, 4, 5, 7])
     >>> found = best_graphs(part, NcclPaths(part))
@@ -383,8 +370,6 @@ class ExpectedBandwidth:
 def expected(machine: Topology, graphs: Graphs) -> ExpectedBandwidth:
     """Return the rates that NCCL will count and expect for rings and chains.
 
-    Examples
-    --------
     A ring and a chain over single NVLinks of V100, of which NCCL counts 20 GB/s, and 13.25 for a chain in one channel:
 
     >>> import topoplan

@@ -24,7 +24,7 @@ from topoplan.machine.topology import Link, Topology
 from topoplan.plans.shards import Edge
 from topoplan.schedules.nccl_channels import NcclPaths
 from topoplan.schedules.ring_forest import shortest_route
-from topoplan.schedules.routes import DirectRoutes, Links
+from topoplan.schedules.routes import DirectRoutes, Links, edge_along
 from topoplan.units import exact
 
 _Find = Callable[[int, int], Links]
@@ -41,8 +41,6 @@ class ChannelPort:
 class ServerChannels:
     """The channels of a fabric, and the routes of their hops; on one server ``count`` is 0.
 
-    Examples
-    --------
     >>> import topoplan
     >>> channels = ServerChannels(Fabric(topoplan.nvswitch_cluster(2, gpus=4), ("nvlink", "network")))
     >>> channels.count, [channels.start(1, channel) for channel in range(4)]
@@ -105,10 +103,9 @@ class ServerChannels:
 
     def through(self, parent: int, child: int, switch: str) -> Edge:
         """Return an edge over a switch to which both ranks have a link."""
-        ranks = self._fabric.ranks
-        route = (ranks[parent], switch, ranks[child])
+        route = (self._fabric.ranks[parent], switch, self._fabric.ranks[child])
         links = tuple(self._fabric.link_index[pair] for pair in pairwise(route))
-        return Edge(parent, child, route, self._fabric.channel_of(links))
+        return edge_along(self._fabric, "broadcast", parent, child, links)
 
     def _edge(self, op: str, parent: int, child: int, share: Fraction, find: _Find) -> Edge:
         tail, head = (parent, child) if op == "broadcast" else (child, parent)
@@ -116,10 +113,7 @@ class ServerChannels:
         for number in links:
             self._load[number] += share
             self._room[number] = self._fabric.capacity[number] / (1 + self._load[number])
-        route = (self._fabric.ranks[tail], *(self._fabric.links[number].dst for number in links))
-        return Edge(
-            parent, child, route if op == "broadcast" else route[::-1], self._fabric.channel_of(links)
-        )
+        return edge_along(self._fabric, op, parent, child, links)
 
     def _inner(self, tail: int, head: int, share: Fraction) -> Links:
         """Return, of the links that NCCL stripes a hop over in turn, each time the least loaded one."""
@@ -233,8 +227,6 @@ NOWHERE = Fraction(1 << 20)
 class NcclServerRoutes:
     """The paths between the servers of a cluster; ``fabric`` holds its usable links.
 
-    Examples
-    --------
     >>> import topoplan
     >>> machine = topoplan.nvswitch_cluster(3, gpus=2, rails=1)
     >>> routes = NcclServerRoutes(machine, Fabric(machine, ("nvlink", "network")))

@@ -63,27 +63,11 @@ _BASE: Mapping[str, tuple[float, float, float]] = {
 """Microseconds of a launch, for LL, LL128 and Simple, as all tables here."""
 
 _HOP: Mapping[str, Mapping[str, tuple[float, float, float]]] = {
-    "nvlink": {
-        RING: (0.6, 1.9, 3.4),
-        TREE: (0.6, 1.25, 4.0),
-        NVLS: (0, 0, 25),
-        NVLS_TREE: (0, 0, 25),
-        PAT: (0, 0, 4),
-    },
-    "pcie": {
-        RING: (1.0, 2.5, 5.7),
-        TREE: (1.0, 1.9, 4.0),
-        NVLS: (0, 0, 0),
-        NVLS_TREE: (0, 0, 0),
-        PAT: (0, 0, 4),
-    },
-    "net": {
-        RING: (2.7, 4.0, 14.0),
-        TREE: (5.0, 8.5, 14),
-        NVLS: (0, 0, 18),
-        NVLS_TREE: (0, 0, 20.9),
-        PAT: (0, 0, 14),
-    },
+    RING: {"nvlink": (0.6, 1.9, 3.4), "pcie": (1.0, 2.5, 5.7), "net": (2.7, 4.0, 14.0)},
+    TREE: {"nvlink": (0.6, 1.25, 4.0), "pcie": (1.0, 1.9, 4.0), "net": (5.0, 8.5, 14)},
+    NVLS: {"nvlink": (0, 0, 25), "pcie": (0, 0, 0), "net": (0, 0, 18)},
+    NVLS_TREE: {"nvlink": (0, 0, 25), "pcie": (0, 0, 0), "net": (0, 0, 20.9)},
+    PAT: {"nvlink": (0, 0, 4), "pcie": (0, 0, 4), "net": (0, 0, 14)},
 }
 """Microseconds of a hop."""
 
@@ -163,7 +147,6 @@ class NcclExpectation:
     collective: str
 
     def seconds(self, nbytes: int) -> float:
-        """Return the expected seconds for a buffer."""
         bandwidth, latency, here = self.bandwidth, self.latency, self.setting
         step = (max(nbytes, 1) >> 6).bit_length() - 1
         if self.algorithm == TREE and 0 <= step < len(_TREE_PARTS[self.protocol]) - 1:
@@ -189,8 +172,6 @@ def least_bytes(algorithm: str, protocol: str, ranks: int) -> int:
 def channel_count(algorithm: str, protocol: str, nbytes: int, *, ranks: int, most: int) -> int:
     """Return the number of channels that NCCL runs of its ``most``: fewer if each would get little.
 
-    Examples
-    --------
     >>> [channel_count("ring", "simple", size, ranks=8, most=24) for size in (1 << 10, 1 << 18, 1 << 30)]
     [1, 8, 24]
     """
@@ -243,8 +224,6 @@ def _multicast(machine: Topology, fabric: Fabric) -> float:
 def expectations(here: NcclSetting, collective: str) -> tuple[NcclExpectation, ...]:
     """Return the expectations of all algorithms and protocols that NCCL has for a collective.
 
-    Examples
-    --------
     >>> import topoplan
     >>> known = expectations(setting_of(topoplan.load("dgx-a100")), "allreduce")
     >>> for size in (1 << 10, 1 << 20, 1 << 30):
@@ -267,7 +246,6 @@ def expectations(here: NcclSetting, collective: str) -> tuple[NcclExpectation, .
 
 
 def has(algorithm: str, collective: str) -> bool:
-    """Return whether NCCL has an algorithm for a collective."""
     return collective in _DOES[algorithm]
 
 
@@ -307,16 +285,15 @@ def _bandwidth(here: NcclSetting, collective: str, algorithm: str, protocol: str
 
 
 def _latency(here: NcclSetting, collective: str, algorithm: str, protocol: str) -> float:
-    """Return the latency in microseconds."""
     place = PROTOCOLS.index(protocol)
-    base, inside = _BASE[algorithm][place], _HOP[here.wire][algorithm][place]
+    base, inside = _BASE[algorithm][place], _HOP[algorithm][here.wire][place]
     each = here.ranks // here.servers
-    outside = _HOP["net"][TREE if each == 1 else algorithm][place]
+    outside = _HOP[TREE if each == 1 else algorithm]["net"][place]
     depth = here.servers.bit_length() - 1
     twice = 2 if collective == "allreduce" else 1
     if algorithm == RING:
         if collective in ("broadcast", "reduce"):
-            return base + _HOP["net" if here.servers > 1 else here.wire][RING][place]
+            return base + _HOP[RING]["net" if here.servers > 1 else here.wire][place]
         overhead = (2.0 if here.amd_cpu else 1.0) * (3 if protocol == SIMPLE else 1)
         if here.servers > 1:
             inside = max(inside, overhead)

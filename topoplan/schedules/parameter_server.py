@@ -48,8 +48,6 @@ class HashRing:
 
     Servers have different names; points are from 1 to `MOST_POINTS`. UsageError otherwise.
 
-    Examples
-    --------
     >>> ring = HashRing(("a", "b", "c"))
     >>> ring.holders("weight", replicas=1)
     ('a', 'c')
@@ -62,11 +60,8 @@ class HashRing:
 
     def __post_init__(self) -> None:
         if not self.servers or len(set(self.servers)) < len(self.servers):
-            raise UsageError(
-                f"servers must have different names on a ring of keys, got {list(self.servers)!r}; name each once"[
-                    :200
-                ]
-            )
+            told = f"servers must have different names on a ring of keys, got {list(self.servers)!r}; name each once"
+            raise UsageError(told[:200])
         whole = isinstance(self.points, int) and not isinstance(self.points, bool)
         if not whole or not 1 <= self.points <= MOST_POINTS:
             raise UsageError(
@@ -133,10 +128,7 @@ def parameter_server(
     ``hashed`` on a ring with so many ``points`` for each server. ``replicas`` are other servers, all of them helpers,
     to which a server sends each of its sums.
 
-    Examples
-    --------
     Every GPU of a DGX-2 as a server, and one server for all:
-    Every GPU of a DGX-2 a server; one of them the server of all:
 
     >>> parameter_server("dgx-2").rate, parameter_server("dgx-2", servers=["gpu0"]).rate
     (80.0, 10.0)

@@ -22,7 +22,7 @@ from topoplan.machine.routing import staged
 from topoplan.machine.topology import TopologyLike
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Certified
-from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, TREES, Plan, check_collective
+from topoplan.plans.plan import ALL_COLLECTIVES, COLLECTIVES, ROOTED, TREES, Plan, check_collective
 from topoplan.plans.verify import verify
 from topoplan.plugins import Plugin, installed_plugins
 from topoplan.schedules.binary_trees import (
@@ -169,8 +169,6 @@ def nccl_ring(
 ) -> Plan:
     """Return NCCL's rings since 2.8: over direct links, or through other GPUs if that is faster.
 
-    Examples
-    --------
     >>> round(nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).rate, 3), nccl_ring("dgx-1v", gpus=[1, 4, 5, 7]).schedule
     (33.333, 'relay ring')
     """
@@ -182,97 +180,55 @@ def nccl_ring(
     return max(direct, relayed, key=lambda one: one.rate) if channels in ("auto", "nvlink") else direct
 
 
+_ALLREDUCE, _SUMS = ("allreduce",), ("allreduce", "allgather", "reduce_scatter")
+_ONE_TREE = ("allreduce", "broadcast", "reduce")
+_across = partial(Schedule, over=ONE_FABRIC, servers=2)
+
 _KNOWN = (
-    Schedule(
-        THREE_PHASE,
-        three_phase,
-        words="three phases",
-        method=THREE_PHASE,
-        over=ONE_FABRIC,
-        servers=2,
-        most_ranks=None,
-        beside=_three_phase,
+    _across(
+        THREE_PHASE, three_phase, "three phases", method=THREE_PHASE, most_ranks=None, beside=_three_phase
     ),
     Schedule("one-hop", one_hop_plan, collectives=ALL_COLLECTIVES),
-    Schedule("mesh", mesh, collectives=("allreduce", "allgather", "reduce_scatter"), timed=False),
-    Schedule(
-        "double-tree",
-        double_binary_tree,
-        words="double binary tree",
-        collectives=("allreduce", "broadcast", "reduce"),
-        column="binary",
-    ),
-    Schedule("lowest-tree", lowest_tree, words="lowest tree"),
+    Schedule("mesh", mesh, collectives=_SUMS, timed=False),
+    Schedule("double-tree", double_binary_tree, "double binary tree", collectives=_ONE_TREE, column="binary"),
+    Schedule("lowest-tree", lowest_tree, "lowest tree"),
     Schedule("ring", partial(_ring, ""), column="ring"),
-    Schedule(
-        "relay-ring",
-        partial(_ring, "relay"),
-        words="relay rings",
-        method="ring",
-        over=("nvlink",),
-        column="relay",
-    ),
-    Schedule("nccl-ring", nccl_ring, words="NCCL's ring", method="ring", timed=False),
-    Schedule(
-        "nccl-tree", nccl_tree, words="NCCL's tree", method=TREE, collectives=("allreduce",), timed=False
-    ),
-    Schedule(
-        "nvls",
-        nvls,
-        words="NVLS",
-        method=NVLS,
-        collectives=("allreduce", "allgather", "reduce_scatter"),
-        over=("nvlink",),
-        timed=False,
-    ),
+    Schedule("relay-ring", partial(_ring, "relay"), "relay rings", "ring", over=("nvlink",), column="relay"),
+    Schedule("nccl-ring", nccl_ring, "NCCL's ring", "ring", timed=False),
+    Schedule("nccl-tree", nccl_tree, "NCCL's tree", TREE, _ALLREDUCE, timed=False),
+    Schedule("nvls", nvls, "NVLS", NVLS, _SUMS, over=("nvlink",), timed=False),
     Schedule(
         "nvls-tree",
         nvls_tree,
-        words="NVLS tree",
-        method=NVLS_TREE,
-        collectives=("allreduce",),
+        "NVLS tree",
+        NVLS_TREE,
+        _ALLREDUCE,
         over=("nvlink+network",),
         servers=2,
         timed=False,
     ),
-    Schedule(ONE_SHOT, one_shot_plan, collectives=("allreduce",)),
-    Schedule(
+    Schedule(ONE_SHOT, one_shot_plan, collectives=_ALLREDUCE),
+    _across(
         "one-shot-three-phase",
         one_shot_servers,
-        words="one-shot between servers",
-        method=ONE_SHOT_SERVERS,
-        collectives=("allreduce",),
-        over=ONE_FABRIC,
-        servers=2,
+        "one-shot between servers",
+        ONE_SHOT_SERVERS,
+        _ALLREDUCE,
         most_ranks=None,
     ),
-    Schedule(RAILS, rails, collectives=("broadcast", "reduce"), over=ONE_FABRIC, servers=2),
-    Schedule(
-        "relayed-rails",
-        relayed_rails,
-        words=RELAYED_RAILS,
-        collectives=("broadcast", "reduce"),
-        over=ONE_FABRIC,
-        servers=3,
-    ),
-    Schedule("bml", bml, over=ONE_FABRIC, servers=2, timed=False, column="BML"),
-    Schedule("hips-ring", hips_ring, over=ONE_FABRIC, servers=2, timed=False, column="HiPS"),
+    _across(RAILS, rails, collectives=ROOTED),
+    _across("relayed-rails", relayed_rails, RELAYED_RAILS, collectives=ROOTED, servers=3),
+    _across("bml", bml, timed=False, column="BML"),
+    _across("hips-ring", hips_ring, timed=False, column="HiPS"),
     Schedule(
         "parameter-server",
         parameter_server,
-        words="parameter server",
-        collectives=("allreduce",),
+        "parameter server",
+        collectives=_ALLREDUCE,
         over=ONE_FABRIC,
         timed=False,
     ),
-    Schedule(
-        "two-level",
-        two_level,
-        collectives=("allreduce", "broadcast", "reduce"),
-        over=ONE_FABRIC,
-        servers=2,
-        timed=False,
-    ),
+    _across("two-level", two_level, collectives=_ONE_TREE, timed=False),
 )
 
 SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
@@ -282,44 +238,17 @@ SCHEDULES = {schedule.name: schedule for schedule in _KNOWN}
 _REGISTERED: set[str] = set()
 
 COMPARED = frozenset(
-    [
-        "allocations",
-        "binary",
-        "bound",
-        "bound by",
-        "busbw",
-        "channel",
-        "collective",
-        "count",
-        "double tree",
-        "double_tree",
-        "gpus",
-        "height",
-        "in-network",
-        "in_network",
-        "members",
-        "nccl",
-        "nccl_nvls",
-        "nccl_nvls_kind",
-        "nccl_kind",
-        "nccl_ratio",
-        "notes",
-        "others",
-        "ratio",
-        "relay",
-        "relay_ratio",
-        "ring",
-        "ring type",
-        "ring_kind",
-        "tree_count",
-        "trees",
-    ]
+    (
+        *("allocations", "binary", "bound", "bound by", "busbw", "channel", "collective", "count"),
+        *("double tree", "double_tree", "gpus", "height", "in-network", "in_network", "members", "nccl"),
+        *("nccl_kind", "nccl_nvls", "nccl_nvls_kind", "nccl_ratio", "notes", "others", "ratio", "relay"),
+        *("relay_ratio", "ring", "ring type", "ring_kind", "tree_count", "trees"),
+    )
 )
 """Columns of a comparison that are not schedules, in lower case: no schedule is registered under their names."""
 
 
 def is_registered(name: str) -> bool:
-    """Return whether `register_schedule` made the schedule of this name."""
     return name in _REGISTERED
 
 
@@ -391,8 +320,6 @@ def register_schedule(name: str, make: Make | None, *, collectives: Sequence[str
 def find_schedule(name: str) -> Schedule:
     """Return the schedule of this name, ours or that of an installed package; raise UsageError without one.
 
-    Examples
-    --------
     >>> find_schedule("double-tree").make("dgx-2").rate
     75.0
     """

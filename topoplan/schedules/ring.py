@@ -30,7 +30,13 @@ from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Topology, TopologyLike
 from topoplan.plans.build import Allocation, trivial_plan
 from topoplan.plans.plan import Plan
-from topoplan.schedules.hamiltonian_cycles import NODE_LIMIT, STEP_LIMIT, disjoint_rings, ring_limit
+from topoplan.schedules.hamiltonian_cycles import (
+    NODE_LIMIT,
+    STEP_LIMIT,
+    disjoint_rings,
+    ring_hops,
+    ring_limit,
+)
 from topoplan.schedules.ring_forest import LogicalRing, relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes, Links
 from topoplan.solve.cuts_and_partitions import bounded_plan
@@ -53,8 +59,6 @@ def single_ring(fabric: Fabric) -> LogicalRing | None:
 
     None if every order has a hop without a route.
 
-    Examples
-    --------
     >>> import topoplan
     >>> from topoplan.machine.fabric import Fabric
     >>> ring = single_ring(Fabric(topoplan.load("dgx-1v").subset([0, 2, 4, 6]), ("pcie",)))
@@ -65,7 +69,7 @@ def single_ring(fabric: Fabric) -> LogicalRing | None:
     order = _best_order(fabric, routes)
     if order is None:
         return None
-    hops = tuple(_found(routes.shortest(*pair, fabric.capacity)) for pair in _pairs(order))
+    hops = tuple(_found(routes.shortest(*pair, fabric.capacity)) for pair in ring_hops(order))
     return _claimed(order, hops, list(fabric.capacity))
 
 
@@ -84,15 +88,11 @@ def switched_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, .
     left = list(fabric.capacity)
     rings: list[LogicalRing] = []
     while True:
-        hops = tuple(_found(find(*pair, left)) for pair in _pairs(order))
+        hops = tuple(_found(find(*pair, left)) for pair in ring_hops(order))
         ring = _claimed(order, hops, left)
         if ring is None:
             return tuple(rings)
         rings.append(ring)
-
-
-def _pairs(order: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(order, order[1:] + order[:1], strict=True))
 
 
 def _claimed(order: tuple[int, ...], hops: tuple[Links, ...], left: list[Fraction]) -> LogicalRing | None:
@@ -119,7 +119,7 @@ def _best_order(fabric: Fabric, routes: DirectRoutes) -> tuple[int, ...] | None:
 
 
 def _joined(order: tuple[int, ...], routes: DirectRoutes) -> bool:
-    return all(routes.joined(*pair) for pair in _pairs(order))
+    return all(routes.joined(*pair) for pair in ring_hops(order))
 
 
 def _loads(fabric: Fabric, routes: DirectRoutes, orders: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -172,8 +172,6 @@ def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...
 
     Empty if all ranks are in one server, or no such ring has a route for every hop.
 
-    Examples
-    --------
     >>> import topoplan
     >>> fabric = Fabric(topoplan.nvswitch_cluster(2, gpus=4), ("nvlink", "network"))
     >>> for ring in server_rings(fabric, DirectRoutes(fabric)):
@@ -265,7 +263,7 @@ def _walk(ranks: list[int], start: int, end: int, inside: Joined) -> list[int] |
 def _hops(order: tuple[int, ...], routes: DirectRoutes, left: list[Fraction]) -> tuple[Links, ...] | None:
     """Return for every hop the shortest route with most remaining capacity; None if a hop has no route."""
     hops = []
-    for tail, head in _pairs(order):
+    for tail, head in ring_hops(order):
         links = routes.shortest(tail, head, left)
         if links is None:
             return None
@@ -447,7 +445,7 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
         return (), f"no NVLink ring {'exists' if exhaustive else 'was found'} ({proof})"
     index = {ends: position for position, ends in enumerate(fabric.ends)}
     rings = tuple(
-        LogicalRing(speed, order, tuple((index[hop],) for hop in _pairs(order))) for order in orders
+        LogicalRing(speed, order, tuple((index[hop],) for hop in ring_hops(order))) for order in orders
     )
     number = counted(len(rings), "link-disjoint NVLink ring")
     return rings, f"{number} of {float(speed):g} GB/s; {proof}"

@@ -27,6 +27,8 @@ from topoplan.machine.fabric import Fabric, channel_words
 from topoplan.machine.fabric_structure import Integers, components, labelled_graph_of
 from topoplan.plans.plan import ROOTED
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.schedules.hamiltonian_cycles import ring_hops
+from topoplan.schedules.routes import edge_along
 from topoplan.solve.cuts_and_partitions import best_bound, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 from topoplan.solve.symmetry.automorphisms import PermutationExtender
@@ -91,16 +93,12 @@ class _Chains:
     """The chains of one ring, out of every rank and into it."""
 
     def __init__(self, ring: LogicalRing, fabric: Fabric) -> None:
-        size = len(ring.order)
         self._position = {rank: i for i, rank in enumerate(ring.order)}
         self._forward: list[Edge] = []
         self._backward: list[Edge] = []
-        for i, links in enumerate(ring.hops):
-            tail, head = ring.order[i], ring.order[(i + 1) % size]
-            route = (fabric.ranks[tail], *(fabric.links[number].dst for number in links))
-            channel = fabric.channel_of(links)
-            self._forward.append(Edge(tail, head, route, channel))
-            self._backward.append(Edge(head, tail, route[::-1], channel))
+        for (tail, head), links in zip(ring_hops(ring.order), ring.hops, strict=True):
+            self._forward.append(edge_along(fabric, "broadcast", tail, head, links))
+            self._backward.append(edge_along(fabric, "reduce", head, tail, links))
 
     def stage(self, op: str, root: int) -> Stage:
         return self.out_of(root) if op == "broadcast" else self.into(root)
@@ -259,8 +257,6 @@ def relay_rings(fabric: Fabric, seeds: Sequence[LogicalRing] = ()) -> tuple[tupl
 
     The ranks are connected, two at least. The mix is never worse than the ``seeds`` together.
 
-    Examples
-    --------
     Three GPUs in a line: the one tour crosses every wire once in each direction.
 
     >>> import topoplan
@@ -332,9 +328,8 @@ def _shortest_tour(fabric: Fabric, length: Sequence[int]) -> tuple[int, Tour]:
     paths = [_shortest_paths(fabric, length, rank) for rank in range(fabric.size)]
     distance = [[row[head][0] for head in range(fabric.size)] for row in paths]
     order = _held_karp(distance) if fabric.size <= LARGEST_EXACT else _local_search(distance)
-    pairs = list(zip(order, order[1:] + order[:1], strict=True))
-    hops = tuple(paths[tail][head][1] for tail, head in pairs)
-    return sum(distance[tail][head] for tail, head in pairs), (order, hops)
+    hops = tuple(paths[tail][head][1] for tail, head in ring_hops(order))
+    return sum(distance[tail][head] for tail, head in ring_hops(order)), (order, hops)
 
 
 def _shortest_paths(fabric: Fabric, length: Sequence[int], start: int) -> dict[int, tuple[int, Path]]:
@@ -388,7 +383,7 @@ def _local_search(distance: list[list[int]]) -> tuple[int, ...]:
             rest.remove(tour[-1])
         while _move_segment(distance, tour):
             pass
-        length = sum(distance[u][v] for u, v in zip(tour, tour[1:] + tour[:1], strict=True))
+        length = sum(distance[u][v] for u, v in ring_hops(tour))
         zero = tour.index(0)
         found.append((length, (*tour[zero:], *tour[:zero])))
     return min(found)[1]

@@ -29,6 +29,13 @@ Layer = tuple[tuple[int, int, int], ...]
 Source and destination are states of the fabric's graph of routes."""
 
 
+def edge_along(fabric: Fabric, op: str, parent: int, child: int, links: Links) -> Edge:
+    """Return an edge of a tree whose data crosses these links, in this order."""
+    start = child if op == "reduce" else parent
+    route = (fabric.vertices[start], *(fabric.links[number].dst for number in links))
+    return Edge(parent, child, route[::-1] if op == "reduce" else route, fabric.channel_of(links))
+
+
 class DirectRoutes:
     """The routes of a fabric."""
 
@@ -201,8 +208,6 @@ def _onward(layers: Sequence[Layer], width: Sequence[Fraction]) -> list[dict[int
 class LeastLoaded:
     """Chooses routes on a fabric and remembers their loads.
 
-    Examples
-    --------
     DGX-1V has two NVLinks from GPU 0 to 3 and one from 1 to 3: the first two bytes go over the wide link.
 
     >>> import topoplan

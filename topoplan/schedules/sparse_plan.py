@@ -311,8 +311,6 @@ def sparse_trees(plan: Plan, *, entries: Fraction) -> Plan:
 
     ``entries`` is bytes of entries for each byte of the buffer (`topoplan.units.entry_share`).
 
-    Examples
-    --------
     At density 1 % in pairs of 4 bytes each, a fiftieth of the bytes moves:
 
     >>> import topoplan

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from math import lcm
 from numbers import Integral
@@ -31,8 +32,9 @@ from topoplan.plans.loads import link_loads
 from topoplan.plans.plan import ROOTED, Plan, Tree
 from topoplan.plans.shards import Edge, Shard, Stage
 from topoplan.plans.verify import verify
+from topoplan.schedules.hamiltonian_cycles import ring_hops
 from topoplan.schedules.ring_forest import LogicalRing, ring_shards, shortest_route
-from topoplan.schedules.routes import LeastLoaded
+from topoplan.schedules.routes import LeastLoaded, edge_along
 from topoplan.solve.cuts_and_partitions import bounded_plan, whole_capacities
 from topoplan.solve.simplex.exact_simplex import PackingSimplex
 
@@ -250,7 +252,6 @@ def _of_graph(graph: object, where: str) -> Mapping[str, object]:
 
 
 def _given(tree: object, number: int, names: Sequence[str]) -> _Given:
-    """Parse and check one tree."""
     where = f"tree {number}"
     share = None
     if isinstance(tree, Tree):
@@ -419,19 +420,14 @@ def _with_shares(given: list[_Given], shares: Sequence[Share | None] | None) -> 
 
 
 def _common_root(given: Sequence[_Given], asked: Allocation, root: int | None) -> int:
-    """Return the root rank of a broadcast or reduce."""
     rooted = [(number, tree.root) for number, tree in enumerate(given) if tree.root >= 0]
-    wanted = (
-        None
-        if root is None
-        else Allocation.of(asked.machine, asked.collective, gpus=asked.gpus, root=root).root
-    )
-    centre = wanted if wanted is not None else rooted[0][1] if rooted else 0
+    centre = rooted[0][1] if rooted else 0
+    why = f"tree {rooted[0][0]} has rank {centre}" if rooted else ""
+    if root is not None:
+        why = f"root {root} was asked for"
+        centre = Allocation.of(asked.machine, asked.collective, gpus=asked.gpus, root=root).root or 0
     for number, own in rooted:
         if own != centre:
-            why = (
-                f"root {root} was asked for" if root is not None else f"tree {rooted[0][0]} has rank {centre}"
-            )
             raise UsageError(
                 f"tree {number} has rank {own} as its root, but {why}; a {asked.collective} has one root"
             )
@@ -445,29 +441,19 @@ def _routed(given: Sequence[_Given], fabric: Fabric, asked: Allocation) -> tuple
     relayed: dict[str, None] = {}
     found = []
     for number, tree in enumerate(given):
+        load = tree.share or share
+        wired = partial(_wired, routes, fabric, share=load, number=number, relayed=relayed)
         if tree.order:
-            hops = []
-            for tail, head in pairwise((*tree.order, tree.order[0])):
-                edge = _wired(
-                    routes, fabric, "broadcast", (tail, head, ()), tree.share or share, number, relayed
-                )
-                hops.append(tuple(fabric.link_index[ends] for ends in pairwise(edge.route)))
+            edges = (wired("broadcast", (tail, head, ())) for tail, head in ring_hops(tree.order))
+            hops = (tuple(fabric.link_index[ends] for ends in pairwise(edge.route)) for edge in edges)
             ring = LogicalRing(Fraction(1), tree.order, tuple(hops))
             shards = ring_shards([ring], fabric, collective=asked.collective, root=asked.root)
         else:
-            stages = tuple(
-                Stage(
-                    op,
-                    tree.root,
-                    tuple(
-                        _wired(routes, fabric, op, edge, tree.share or share, number, relayed)
-                        for edge in tree.edges
-                    ),
-                )
-                for op in stage_order(asked.collective)
-            )
-            stages = tuple(Stage(stage.op, stage.root, stage.top_down()) for stage in stages)
-            shards = (Shard(Fraction(1), stages),)
+            stages = []
+            for op in stage_order(asked.collective):
+                edges = (wired(op, edge) for edge in tree.edges)
+                stages.append(Stage(op, tree.root, Stage(op, tree.root, tuple(edges)).top_down()))
+            shards = (Shard(Fraction(1), tuple(stages)),)
         found.append(_Routed(shards, tree.share))
     return found, list(relayed)
 
@@ -477,6 +463,7 @@ def _wired(
     fabric: Fabric,
     op: str,
     edge: tuple[int, int, tuple[str, ...]],
+    *,
     share: Fraction,
     number: int,
     relayed: dict[str, None],
@@ -514,7 +501,7 @@ def _wired(
         forward = (fabric.ranks[ends[0]], *(fabric.links[link].dst for link in links))
         between = ", ".join(forward[1:-1])
         relayed[f"no wire leads from {forward[0]} to {forward[-1]}: data passes {between}"] = None
-    return Edge(parent, child, forward if op == "broadcast" else forward[::-1], fabric.channel_of(links))
+    return edge_along(fabric, op, parent, child, links)
 
 
 def _parts(routed: Sequence[_Routed], collective: str, size: int) -> list[dict[int, Fraction]]:
@@ -583,11 +570,8 @@ def _best_shares(
     try:
         program.add([[int(value * unit) for value in column] for column in columns], [1, *[0] * len(free)])
     except OverflowError:
-        raise UsageError(
-            f"the shares have the common denominator {unit}, which is too large; write simpler fractions"[
-                :300
-            ]
-        ) from None
+        told = f"the shares have the common denominator {unit}, which is too large; write simpler fractions"
+        raise UsageError(told[:300]) from None
     program.optimise()
     found = program.solution()
     rate = found[0]

@@ -13,15 +13,13 @@ import pytest
 
 import topoplan
 from tests.support.hand_plans import plan_of, stage, star
+from topoplan import Plan, Topology, UsageError
 from topoplan.engines.exported import Choices
 from topoplan.engines.mscclpp_read import ExecutionPlanFile, read_plan_file
 from topoplan.engines.mscclpp_read_back import check_execution_plan
 from topoplan.engines.registry import export_machine, export_plan
 from topoplan.engines.verdict import EngineVerdict, machine_loads
-from topoplan.errors import UsageError
-from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "reduce_scatter")
@@ -29,7 +27,6 @@ EVERY = (*COLLECTIVES, "alltoall")
 
 
 def exported(plan: Plan, **choices: int) -> tuple[ExecutionPlanFile, EngineVerdict]:
-    """The file of a plan, checked."""
     file = read_plan_file(export_plan(plan, "mscclpp", Choices(**choices)).text)
     return file, check_execution_plan(file, runs=8)
 
@@ -102,7 +99,6 @@ def test_plans_by_size_are_a_file_for_each_range() -> None:
 
 
 def able(name: str) -> Topology:
-    """A machine whose NVSwitches copy and add."""
     return with_all_capabilities(topoplan.load(name))
 
 
@@ -139,7 +135,6 @@ def test_a_plan_that_needs_switches_otherwise_keeps_less() -> None:
     ],
 )
 def test_loops_share_blocks_where_few_are_allowed(make: Callable[[], Plan], most: int) -> None:
-    """Over ports too, and the chains of rings."""
     file, verdict = exported(make(), max_blocks=most)
     assert blocks(file) <= most
     assert verdict.traffic == exported(make())[1].traffic

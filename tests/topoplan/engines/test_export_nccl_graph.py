@@ -18,11 +18,10 @@ import topoplan
 from tests.support.hand_plans import chain, full_mesh, plan_of, stage
 from tests.support.nccl_rules import nccl_channels, read_as_nccl
 from tests.support.small_fabrics import both_ways, machine
+from topoplan import Device, InfeasibleError, Plan, Topology, UsageError
 from topoplan.engines.exported import Exported
 from topoplan.engines.registry import export_machine, export_plan
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import Device, Topology
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import Shard
 from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths, apportioned, ring_bandwidth
 from topoplan.schedules.nccl_search import counted_machine, plan_orders
@@ -173,7 +172,6 @@ def test_an_allocation_is_named_by_nvml_numbers_in_hexadecimal() -> None:
 
 
 def test_names_without_numbers_are_counted() -> None:
-    """Where GPUs are not called gpu<n>, dev is their place."""
     machine = full_mesh(3)
     text = machine.to_json()
     for old, new in (("gpu0", "left"), ("gpu1", "middle"), ("gpu2", "right")):
@@ -183,7 +181,6 @@ def test_names_without_numbers_are_counted() -> None:
 
 
 def ring_plan(shares: dict[tuple[int, ...], Fraction]) -> Plan:
-    """A broadcast from GPU 0 around rings of a full mesh, with these shares."""
     size = len(next(iter(shares)))
     shards = [Shard(share, (stage("broadcast", 0, chain(order, 0)),)) for order, share in shares.items()]
     return plan_of(size, "broadcast", shards, root=0)
@@ -233,7 +230,6 @@ def test_a_plan_of_chains_is_the_tree_graph() -> None:
 
 @pytest.mark.parametrize("method", [topoplan.plan, topoplan.one_hop_plan, topoplan.double_binary_tree])
 def test_refuses_trees_that_branch(method: Callable[[str], Plan]) -> None:
-    """NCCL cannot run them inside a server; the message says what to export instead."""
     with pytest.raises(UsageError) as caught:
         export_plan(method("dgx-2"), "nccl-graph")
     assert "cannot run packed trees inside a server" in str(caught.value)
@@ -324,7 +320,7 @@ def test_channels_are_dealt_in_proportion(parts: list[int], count: int) -> None:
 
 def test_rings_of_plans_are_recognised_by_shape() -> None:
     """Shards of any plan are regrouped by ring, from its lowest GPU on."""
-    found = plan_orders(topoplan.ring_plan(topoplan.load("dgx-2"), "reduce_scatter", gpus=[2, 5, 8]))
+    found = plan_orders(topoplan.ring_plan("dgx-2", "reduce_scatter", gpus=[2, 5, 8]))
     assert found is not None
     assert (found.closed, found.shares) == (True, {("gpu2", "gpu5", "gpu8"): 1})
-    assert plan_orders(topoplan.plan(topoplan.load("dgx-1v"))) is None
+    assert plan_orders(topoplan.plan("dgx-1v")) is None

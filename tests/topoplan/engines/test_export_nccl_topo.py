@@ -16,11 +16,11 @@ import topoplan
 from tests.support.listings import MACHINES, each
 from tests.support.nccl_rules import Rejected, nccl_links, read_as_nccl
 from tests.support.nccl_texts import BRIDGE, bus, cpu, element, gpu_pci, nic_pci, nvlink, pci, system
+from topoplan import Device, Link, Topology, UsageError
 from topoplan.engines.exported import Exported
 from topoplan.engines.nccl.identities import cpu_identity
 from topoplan.engines.nccl.topology_file import MAX_ELEMENTS, nccl_topo_xml
 from topoplan.engines.registry import export_machine, export_plan
-from topoplan.errors import UsageError
 from topoplan.machine.hardware import (
     LANE_RATES,
     counted_bandwidth,
@@ -28,13 +28,12 @@ from topoplan.machine.hardware import (
     nearest_pcie,
     socket_bandwidth,
 )
-from topoplan.machine.topology import Device, Link, Topology, facts
+from topoplan.machine.topology import facts
 
-NVIDIA = (
+EXPORTED = (
     *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200"),
-    *("v100x4", "pcie-x8", "nvlink-x4"),
+    *("v100x4", "pcie-x8", "nvlink-x4", "mi250"),
 )
-EXPORTED = (*NVIDIA, "mi250")
 
 REAL = sorted(path for folder in ("nccl-xml", "rccl-xml") for path in (MACHINES / folder).glob("*topo*.xml"))
 EACH_REAL = pytest.mark.parametrize("path", each(REAL))
@@ -218,7 +217,6 @@ PROCESSORS = {
 
 
 def test_identities_follow_from_models() -> None:
-    """Compute capability of GPUs, where a stated one comes first, and family and model of processors."""
     for model, sm in SM.items():
         found = gpu_identity(Device("gpu0", "gpu", model=model), amd=False)
         assert (found.attributes, found.invented, found.guessed) == ((("sm", str(sm)),), ("sm",), False)
@@ -263,7 +261,6 @@ CPU1 = Device("cpu1", "cpu", "s0")
 
 
 def changed(machine: Topology, kind: str, **fields: Any) -> Topology:
-    """The machine with fields of all devices of a kind replaced."""
     devices = (replace(one, **fields) if one.kind == kind else one for one in machine.devices)
     return replace(machine, devices=tuple(devices))
 
@@ -324,7 +321,6 @@ def test_a_machine_beyond_nccls_limit_is_refused() -> None:
 
 
 def test_one_server_of_a_cluster() -> None:
-    """Named by its server; the network behind it is left out, and a note says so."""
     cluster = topoplan.load("pcie-x8")
     assert nccl_topo_xml(cluster, server="s0").text == nccl_topo_xml(cluster).text
     two = topoplan.cluster([topoplan.Server(cluster, count=2)], nic_gbps=100)

@@ -8,13 +8,12 @@ import pytest
 
 import topoplan
 from tests.support.hand_plans import plan_of, stage, star
+from topoplan import Plan, PlanError, UsageError
 from topoplan.cli.verify import engine_of
 from topoplan.engines.exported import Choices
 from topoplan.engines.msccl_read_back import AlgorithmFile, check_msccl, read_algorithm_file
 from topoplan.engines.registry import export_plan
 from topoplan.engines.verdict import EngineVerdict, machine_loads
-from topoplan.errors import PlanError, UsageError
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 
 
@@ -86,27 +85,15 @@ def test_reduce_scatter_is_spelt_as_its_runtime_reads_it() -> None:
 
 
 WRONG = {
-    "bytes from more to less": (
-        'minBytes="0"',
-        'minBytes="1048577"',
-        "minBytes 1048577 must not be above maxBytes",
-    ),
-    "the sum is sent before it is there": ('depid="1" deps="0"', 'depid="-1" deps="-1"', "wrong numbers"),
-    "scratch is added before anything came": (
-        'depid="0" deps="1"',
-        'depid="-1" deps="-1"',
-        "cells that are not written yet",
-    ),
+    "bytes from more to less": ('minBytes="0"', 'minBytes="1048577"', "minBytes 1048577 must not be above"),
+    "a sum sent too early": ('depid="1" deps="0"', 'depid="-1" deps="-1"', "wrong numbers"),
+    "scratch added too early": ('depid="0" deps="1"', 'depid="-1" deps="-1"', "that are not written yet"),
     "the step that is waited for tells nobody": (
         step(1, "r", "i0", "s0", told=1),
         step(1, "r", "i0", "s0"),
         r"gpu 0, block 1, step 0 \(re\): waits for step 1 of block 0, which never signals",
     ),
-    "a wait for a block that is not there": (
-        'depid="1" deps="0"',
-        'depid="2" deps="0"',
-        "which does not exist",
-    ),
+    "a wait for no block": ('depid="1" deps="0"', 'depid="2" deps="0"', "which does not exist"),
     "a send that nobody receives": (step(3, "r", "i1", "i1"), "", "wrong numbers|never received"),
     "a receive for which nothing comes": (
         step(3, "r", "i1", "i1"),
@@ -116,11 +103,7 @@ WRONG = {
     "past the end": ('srcbuf="s" srcoff="0"', 'srcbuf="s" srcoff="1"', "pass the 1 chunks of 's'"),
     "too many chunks at once": ('cnt="1"', 'cnt="72"', "cnt must be 1 to 71, got 72"),
     "chunks that do not add up": ('i_chunks="2"', 'i_chunks="3"', "are not the 2 of nchunksperloop"),
-    "two blocks that send to one peer in one channel": (
-        'send="-1" recv="-1"',
-        'send="1" recv="-1"',
-        "2 blocks sends to gpu 1",
-    ),
+    "two senders to one peer": ('send="-1" recv="-1"', 'send="1" recv="-1"', "2 blocks sends to gpu 1"),
     "fewer chunks received than sent": (
         step(0, "s", "i1", "s0"),
         step(0, "s", "i0", "s0", count=2),
@@ -134,11 +117,7 @@ WRONG = {
     "a GPU that is missing": ('ngpus="2"', 'ngpus="3"', "are not those of GPUs 0 to 2"),
     "a cut file": ("</algo>", "", "line 1"),
     "a document type": ("<gpu ", "<!DOCTYPE a><gpu ", "line 1"),
-    "more channels than any runtime has": (
-        'nchannels="1"',
-        'nchannels="64"',
-        "exceed the limits of all runtimes",
-    ),
+    "channels that no runtime has": ('nchannels="1"', 'nchannels="64"', "exceed the limits of all runtimes"),
 }
 
 
@@ -223,7 +202,6 @@ def test_connections_decide_the_number_of_channels() -> None:
 
 
 def test_more_chunks_than_a_step_takes_are_several_steps() -> None:
-    """A step moves at most 71 chunks."""
     plan = topoplan.plan("v100x4", "allgather")
     file, _ = exported(plan, chunks=300)
     counts = [step.count for block in file.gpus[0].blocks for step in block.steps]

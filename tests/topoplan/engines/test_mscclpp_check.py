@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import topoplan
+from topoplan import PlanError
 from topoplan.cli.verify import engine_of
 from topoplan.engines.mscclpp_read import read_plan_file
 from topoplan.engines.mscclpp_read_back import check_execution_plan
 from topoplan.engines.registry import export_plan
 from topoplan.engines.verdict import EngineVerdict
-from topoplan.errors import PlanError
 
 File = dict[str, Any]
 
@@ -97,7 +97,6 @@ def check(file: File) -> EngineVerdict:
 
 
 def test_an_exchange_by_hand_is_right() -> None:
-    """Each GPU sends its half of the sum and reads the other's: as many bytes as the buffer has, each way."""
     verdict = check(pair(exchange))
     assert verdict.traffic == {(0, 1): 1, (1, 0): 1}
     assert engine_of(json.dumps(pair(exchange))) == "mscclpp"
@@ -154,38 +153,41 @@ Change = Callable[[File, list[File]], object]
 
 
 def in_both(places: slice) -> Change:
-    """Operations taken out of both GPUs."""
     return lambda file, _: [gpu["threadblocks"][0]["ops"].__delitem__(places) for gpu in file["gpus"]]
+
+
+def first(**keys: object) -> Change:
+    return lambda _, ops: ops[0].update(keys)
+
+
+def adding(**keys: object) -> Change:
+    return lambda _, ops: ops[3].update(keys)
+
+
+def source(**keys: object) -> Change:
+    return lambda _, ops: ops[3]["src_buff"][0].update(keys)
+
+
+def more(*operations: File) -> Change:
+    return lambda _, ops: ops.extend(operations)
 
 
 WRONG: dict[str, tuple[Change, str]] = {
     "no second meeting": (in_both(slice(5, 7)), "kernel may have ended"),
     "no first meeting": (in_both(slice(0, 2)), "before its kernel may have begun"),
-    "one wait more": (lambda _, ops: ops.append(on("wait", 0)), "operation 7 \\(wait\\).* waits forever"),
-    "one signal more": (
-        lambda _, ops: ops.append(on("signal", 0)),
-        "is sent 1 more times than it is waited for",
-    ),
+    "one wait more": (more(on("wait", 0)), "operation 7 \\(wait\\).* waits forever"),
+    "one signal more": (more(on("signal", 0)), "is sent 1 more times than it is waited for"),
     "no sync after the wait": (lambda _, ops: ops.pop(2), "begun"),
-    "the same half twice": (
-        lambda _, ops: ops[3]["src_buff"][0].update(index=1),
-        "is in the sum twice|wrong numbers",
-    ),
-    "sizes differ": (lambda _, ops: ops[3]["src_buff"][0].update(size=2), "differ in size"),
+    "the same half twice": (source(index=1), "is in the sum twice|wrong numbers"),
+    "sizes differ": (source(size=2), "differ in size"),
     "past the end": (
         lambda _, ops: ops[3]["dst_buff"][1].update(index=2),
         "chunks 2 to 3 of a buffer 'i' that has 2",
     ),
-    "no such channel": (lambda _, ops: ops[0].update(channel_ids=[1]), "names 1, which must be below 1"),
-    "unknown operation": (lambda _, ops: ops[3].update(name="glre"), "the engine knows no such operation"),
-    "nine channels": (
-        lambda _, ops: ops[0].update(channel_ids=[0] * 9),
-        "9 channels; the engine has room for 8",
-    ),
-    "sixty-five operations": (
-        lambda _, ops: ops.extend([NOP] * 60),
-        "67 operations; the engine has room for 64",
-    ),
+    "no such channel": (first(channel_ids=[1]), "names 1, which must be below 1"),
+    "unknown operation": (adding(name="glre"), "the engine knows no such operation"),
+    "nine channels": (first(channel_ids=[0] * 9), "9 channels; the engine has room for 8"),
+    "sixty-five operations": (more(*[NOP] * 60), "67 operations; the engine has room for 64"),
     "seventeen channels": (
         lambda file, _: file["gpus"][0]["threadblocks"][0]["channels"][0].update(channel_ids=[0] * 17),
         "17 memory channels",
@@ -199,15 +201,15 @@ WRONG: dict[str, tuple[Change, str]] = {
         "src_buff is local local, and has to be local remote",
     ),
     "a signal from a put over memory": (
-        lambda _, ops: ops.append(moves("pws", [local(0)], [remote(0)])),
+        more(moves("pws", [local(0)], [remote(0)])),
         "over a memory channel the engine sends no signal",
     ),
     "the wrong collective": (lambda file, _: file.update(collective="allgather"), "has 1 to 2"),
     "a part beyond its group": (
-        lambda _, ops: ops[3].update(tbg_info={"tb_id": 2, "tbg_size": 2}),
+        adding(tbg_info={"tb_id": 2, "tbg_size": 2}),
         "its tb_id is 2, and its group has 2 blocks",
     ),
-    "a maximum": (lambda _, ops: ops[3].update(reduce_op="max"), "reduce_op is not sum"),
+    "a maximum": (adding(reduce_op="max"), "reduce_op is not sum"),
     "an outsider": (
         lambda file, _: file["gpus"][0]["remote_buffers"][0].update(rank=2),
         "gpu 2, which is not another GPU",
@@ -216,11 +218,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no GPUs": (lambda file, _: file.update(gpus=[]), "gpus: the number of GPUs must be 1 to 1024, got 0"),
     "one id twice": (lambda file, _: file["gpus"][1].update(id=0), "gpu 1: its id is 0"),
     "no input chunks": (lambda file, _: file["gpus"][0].pop("input_chunks"), "input_chunks"),
-    "a negative channel": (lambda _, ops: ops[0].update(channel_ids=[-1]), "must be 0 or more"),
-    "a reference to nothing": (
-        lambda _, ops: ops[3]["src_buff"][0].pop("type"),
-        "a reference has one of",
-    ),
+    "a negative channel": (first(channel_ids=[-1]), "must be 0 or more"),
+    "a reference to nothing": (lambda _, ops: ops[3]["src_buff"][0].pop("type"), "a reference has one of"),
 }
 
 
@@ -260,11 +259,8 @@ def test_blocks_that_divide_an_operation_without_a_barrier_are_told() -> None:
             made.append([copy, NOP, *meet, add, NOP, *(channel if half == 0 else ())])
         return made
 
-    assert (
-        check(pair(in_step, remote_buffer="s", scratch=2))
-        .notes[0]
-        .startswith("warning: right only if blocks")
-    )
+    (note,) = check(pair(in_step, remote_buffer="s", scratch=2)).notes
+    assert note.startswith("warning: right only if blocks")
 
 
 @pytest.mark.sampled

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.tuner_plugin import Line, chosen, read
+from topoplan import Topology, UsageError
 from topoplan.engines.exported import Exported
 from topoplan.engines.nccl.tuner_file import measured_tuner, model_tuner, parse_label
 from topoplan.engines.registry import export_machine, export_plan
-from topoplan.errors import UsageError
-from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.schedules.nccl_tuning import COLLECTIVES, expectations, setting_of
 
@@ -22,9 +21,7 @@ NAMES = {name: name.replace("_", "") for name in COLLECTIVES}
 
 
 def pair(name: str = "dgx-h100") -> Topology:
-    return topoplan.cluster(
-        [topoplan.Server(topoplan.load(name), count=2)], nic_gbps=400, nics=8, nic_access="direct"
-    )
+    return topoplan.cluster([topoplan.Server(name, count=2)], nic_gbps=400, nics=8, nic_access="direct")
 
 
 MACHINES = {

@@ -10,11 +10,10 @@ import pytest
 
 import topoplan
 from tests.bench.gossip import rules, trained, two_servers
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan import InfeasibleError, UsageError, neighbour_probabilities
 from topoplan.model.asynchronous_training import (
     checked_probabilities,
     mixing_weights,
-    neighbour_probabilities,
     pull_seconds,
     run_clocks,
     strongest,
@@ -27,7 +26,7 @@ def test_a_neighbour_is_chosen_in_proportion_to_its_speed() -> None:
     """Three of 8 GB/s and four of 1 GB/s: 8/28 and 1/28; the direction of a pull counts, and measured links."""
     found = topoplan.neighbour_probabilities(two_servers())
     assert found[5] == pytest.approx(np.array([1, 1, 1, 1, 8, 0, 8, 8]) / 28, rel=1e-12)
-    one_way = topoplan.slow_links(topoplan.load("v100x4"), {"gpu0-gpu1": 5})
+    one_way = topoplan.slow_links("v100x4", {"gpu0-gpu1": 5})
     links = tuple(
         dataclasses.replace(link, bandwidth=5.0) if (link.src, link.dst) == ("gpu2", "gpu3") else link
         for link in one_way.links
@@ -39,7 +38,6 @@ def test_a_neighbour_is_chosen_in_proportion_to_its_speed() -> None:
 
 @pytest.mark.parametrize("machine", ["dgx-1v", "mi250x", topoplan.nvswitch_cluster(2)], ids=str)
 def test_rows_sum_to_one(machine: topoplan.Topology | str) -> None:
-    """They are the same every time; long computing hides the network."""
     found = neighbour_probabilities(machine)
     assert np.abs(found.sum(axis=1) - 1).max() <= 1e-12
     assert not found.diagonal().any()

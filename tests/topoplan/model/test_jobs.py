@@ -10,7 +10,7 @@ import pytest
 
 import topoplan
 from tests.support.known_jobs import LOADS, alike, crux_one, crux_two, early_stages, open_shop, random_jobs
-from topoplan.errors import UsageError
+from topoplan import UsageError
 from topoplan.model.fluid_simulation import PolicyRun, run_jobs
 from topoplan.model.job_policies import (
     POLICIES,
@@ -55,7 +55,6 @@ def test_the_primal_dual_order_is_near_the_optimum() -> None:
 
 
 def weighted(loads: list[list[int]], weights: list[int], order: tuple[int, ...] | list[int]) -> float:
-    """Weighted completion of an order: on every link one after another."""
     ends = [0] * len(loads[0])
     cost = 0
     for job in order:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.topology import Topology
+from topoplan import InfeasibleError, Topology, UsageError
 from topoplan.model.candidates import candidates, doubled
 from topoplan.model.closed_form import clock
 from topoplan.model.dataflow import LAUNCH, START_UP
@@ -37,8 +36,7 @@ QUICK = [("v100x4", "allgather"), ("pcie-x8", "reduce"), ("dgx-2", "reduce")]
 
 @cache
 def chosen(name: str, collective: str) -> ScheduleChoice:
-    """The choice on a machine of the library, from 1 KB to 1 GB."""
-    return choose_by_size(topoplan.load(name), collective)
+    return choose_by_size(name, collective)
 
 
 def seconds(choice: ScheduleChoice, number: int, nbytes: int) -> float:
@@ -47,7 +45,7 @@ def seconds(choice: ScheduleChoice, number: int, nbytes: int) -> float:
 
 def test_dgx2_broadcast_crosses_where_two_lines_meet() -> None:
     """The root's star takes launch + alpha + 15 D / 150, two levels 2 alpha + D / 150: equal at 150 alpha / 14."""
-    plans = topoplan.plan_by_size(topoplan.load("dgx-2"), "broadcast")
+    plans = topoplan.plan_by_size("dgx-2", "broadcast")
     assert plans.crossovers == (ceil(150e9 * ALPHA / 14),) == (94286,)
     assert [(one.plan.height, one.plan.rate) for one in plans.ranges] == [(1, 10.0), (2, 150.0)]
 
@@ -191,19 +189,18 @@ def test_what_has_no_path_says_so() -> None:
 
 
 def test_notes_name_the_schedules_that_do_not_exist() -> None:
-    """Without remedies; servers of one GPU have nothing to sum inside, so no one-shot between servers."""
-    _, notes = candidates(topoplan.load("dgx-1v"), gpus=[1, 4, 5, 7])
+    _, notes = candidates("dgx-1v", gpus=[1, 4, 5, 7])
     assert [note.split(":")[0] for note in notes] == ["no one-hop", "no ring"]
     assert "no NVLink ring exists" in notes[1]
     assert not any(";" in note for note in notes)
-    _, notes = candidates(topoplan.load("bcube:2,2"))
+    _, notes = candidates("bcube:2,2")
     wanted = "no one-shot between servers: each of 4 servers has one GPU"
     assert any(note.startswith(wanted) for note in notes)
 
 
 def test_progress_names_what_is_tried() -> None:
     lines: list[str] = []
-    topoplan.plan_by_size(topoplan.load("v100x4"), progress=lines.append)
+    topoplan.plan_by_size("v100x4", progress=lines.append)
     assert [line for line in lines if line.startswith(("one-hop", "lowest", "relay", "timing"))] == [
         "one-hop …",
         "lowest tree …",
@@ -215,7 +212,7 @@ def test_progress_names_what_is_tried() -> None:
 @cache
 def on_windows(name: str, collective: str) -> ScheduleChoice:
     """As `chosen`, for the windows engine."""
-    return choose_by_size(topoplan.load(name), collective, engine="windows")
+    return choose_by_size(name, collective, engine="windows")
 
 
 @pytest.mark.sampled
@@ -236,7 +233,7 @@ def test_windows_say_whose_figures_they_take() -> None:
     assert any("are known for V100: 24 blocks" in note for note in on_windows("v100x4", "allreduce").notes)
     assert any("takes it up to 16KB" in note for note in on_windows("dgx-b200", "allreduce").notes)
     mine = replace(HOPPER, name="mine", source="a sweep")
-    choice = choose_by_size(topoplan.load("v100x4"), engine="windows", costs=mine, sizes=[1 << 20])
+    choice = choose_by_size("v100x4", engine="windows", costs=mine, sizes=[1 << 20])
     assert choice.costs == mine
     assert "windows engine: figures of mine, from a sweep" in choice.notes
 

@@ -1,4 +1,4 @@
-"""Model time: closed form against event simulation, known answers, and measurements of the Blink paper."""
+"""Model time: closed form against events, known answers, measurements of the Blink paper; compact plans written out."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.known_answers import blink_figure
 from tests.support.small_machines import joined
-from topoplan.errors import UsageError
-from topoplan.machine.fabric import Fabric
-from topoplan.model.closed_form import pipeline, simulate
+from topoplan import Plan, Topology, UsageError, double_binary_tree, ring_plan
+from topoplan.machine.fabric import Fabric, usable_fabric
+from topoplan.machine.fabric_structure import orbits
+from topoplan.model import event_simulation
+from topoplan.model.closed_form import clock, pipeline, simulate
 from topoplan.model.dataflow import LAUNCH, START_UP, dataflow, device_kinds, link_latency
 from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events
 from topoplan.model.times_by_size import crossover, sweep
 from topoplan.plans.build import build_plan
 from topoplan.plans.certificates.certificate import Cut, Partition
 from topoplan.plans.loads import flow_rates
-from topoplan.plans.plan import Plan
-from topoplan.plans.shards import Edge, Shard, Stage
-from topoplan.schedules.binary_trees import double_binary_tree
-from topoplan.schedules.ring import ring_plan
+from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
+from topoplan.solve.symmetry.symmetry_search import find_symmetry
 from topoplan.units import parse_size
 
 ALPHA = START_UP["nvlink"]
 MIB = 1 << 20
+BOTH = (simulate, run_events)
 
 
 def direct(wires: dict[tuple[int, int], float], latency: float | None = None) -> Fabric:
-    """GPUs joined by two-way NVLinks of the given bandwidths."""
     machine = joined("direct", wires)
     return Fabric(
         replace(machine, links=tuple(replace(one, latency=latency) for one in machine.links)), ("nvlink",)
@@ -93,7 +93,6 @@ def forests(draw: st.DrawFn) -> Plan:
 
 
 def arrivals(run: SimulatedRun) -> dict[tuple[int, int, int, int, int], float]:
-    """When each chunk of a hop had crossed its last link."""
     ends: dict[tuple[int, int, int, int, int], float] = {}
     for item in run.transfers:
         key = (item.shard, item.stage, item.src, item.dst, item.chunk)
@@ -107,7 +106,7 @@ def test_chain_is_the_textbook_pipeline(hops: int, chunks: int) -> None:
     """H hops and k chunks take (H + k - 1) (alpha + s / (k c)), in closed form and event by event."""
     nbytes = 64 * MIB
     expected = LAUNCH + (hops + chunks - 1) * (ALPHA + nbytes / chunks / 25e9)
-    for road in (simulate, run_events):
+    for road in BOTH:
         found = road(chain(hops), nbytes=nbytes, chunk_bytes=math.ceil(nbytes / chunks))
         assert found.seconds == pytest.approx(expected, rel=1e-9)
 
@@ -198,7 +197,6 @@ AGREEMENT: dict[str, tuple[Callable[[], Plan], dict[int, float]]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", AGREEMENT)
 def test_events_agree_with_the_closed_form(case: str) -> None:
-    """Within a tolerance for each size; events of packed trees are never faster."""
     make, tolerances = AGREEMENT[case]
     plan = make()
     for nbytes, tolerance in tolerances.items():
@@ -216,7 +214,7 @@ def test_blink_figure_27() -> None:
         assert seconds * 1e6 == pytest.approx(measured["one-hop"], rel=0.15), size
     for nbytes in (1 << 10, 1 << 13, 1 << 16):
         assert simulate(plan, nbytes=nbytes).seconds == pytest.approx(26e-6, rel=0.05)
-    plan = double_binary_tree(topoplan.load("dgx-2"))
+    plan = double_binary_tree("dgx-2")
     assert plan.depth == 8
     assert simulate(plan, nbytes=1 << 14).seconds * 1e6 == pytest.approx(figure["16KB"]["nccl"], rel=0.1)
 
@@ -241,7 +239,7 @@ def test_dividing_a_shard_hides_no_start_up(hops: int, shards: int) -> None:
     tree = whole.shards[0].stages
     divided = replace(whole, shards=(Shard(Fraction(1, shards), tree),) * shards)
     expected = LAUNCH + (hops + shards - 1) * ALPHA
-    for road in (simulate, run_events):
+    for road in BOTH:
         assert road(divided, nbytes=0).seconds == pytest.approx(expected, rel=1e-9)
         assert road(whole, nbytes=shards, chunk_bytes=1).seconds == pytest.approx(expected, rel=1e-4)
 
@@ -254,17 +252,8 @@ def test_wires_side_by_side_start_copies_side_by_side() -> None:
         fabric = Fabric(replace(fabric.topology, links=links), fabric.channels)
         tree = stage(fabric, "broadcast", 0, [(0, 1), (0, 2)])
         plan = forest(fabric, "broadcast", [Shard(Fraction(1, 4), (tree,))] * 4, root=0)
-        for road in (simulate, run_events):
+        for road in BOTH:
             assert road(plan, nbytes=0).seconds == pytest.approx(LAUNCH + rounds * ALPHA)
-
-
-def test_without_latency_time_is_launch_and_bandwidth() -> None:
-    fabric = direct({(0, 1): 25.0, (0, 2): 50.0}, latency=0.0)
-    tree = stage(fabric, "broadcast", 0, [(0, 1), (0, 2)])
-    plan = forest(fabric, "broadcast", [Shard(Fraction(1), (tree,))], root=0)
-    for nbytes in (1, 1 << 30):
-        for road in (simulate, run_events):
-            assert road(plan, nbytes=nbytes).seconds == pytest.approx(LAUNCH + nbytes / 25e9, rel=1e-12)
 
 
 def test_stages_of_three_phases_overlap_where_ranks_do_not() -> None:
@@ -274,7 +263,7 @@ def test_stages_of_three_phases_overlap_where_ranks_do_not() -> None:
     across = [stage(fabric, op, 0, [(0, 2)]) for op in ("reduce", "broadcast")]
     down = [stage(fabric, "broadcast", 2, [(2, 3)]), stage(fabric, "broadcast", 0, [(0, 1)])]
     plan = forest(fabric, "allreduce", [Shard(Fraction(1), (*up, *across, *down))])
-    for road in (simulate, run_events):
+    for road in BOTH:
         assert road(plan, nbytes=0).seconds == pytest.approx(LAUNCH + 4 * ALPHA)
 
 
@@ -292,8 +281,7 @@ def test_shares_keep_their_weight_when_cut_unevenly() -> None:
 
 
 def test_timeline_accounts_for_every_byte() -> None:
-    """Bytes add up to share x crossings, busy is bytes over bandwidth, the fullest link is the bottleneck."""
-    plan = ring_plan(topoplan.load("dgx-1v"))
+    plan = ring_plan("dgx-1v")
     timeline = simulate(plan, nbytes=48 * MIB)
     bandwidth = {
         (link.src, link.dst): link.bandwidth for link in plan.topology.links if link.channel == "nvlink"
@@ -316,31 +304,24 @@ def test_one_rank_costs_a_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("road", "options", "message"),
+    ("roads", "options", "message"),
     [
-        *((road, {"nbytes": -1}, "-1") for road in (simulate, run_events)),
+        (BOTH, {"nbytes": -1}, "-1"),
+        (BOTH, {"nbytes": 8, "chunk_bytes": 0}, "chunk_bytes must be above 0, got 0"),
+        ((run_events,), {"nbytes": 4 * MIB, "chunk_bytes": 1}, "must be at most 2000000, got 8388608"),
         *(
-            (road, {"nbytes": 8, "chunk_bytes": 0}, "chunk_bytes must be above 0, got 0")
-            for road in (simulate, run_events)
-        ),
-        (
-            run_events,
-            {"nbytes": 4 * MIB, "chunk_bytes": 1},
-            "chunk transfers must be at most 2000000, got 8388608",
-        ),
-        *(
-            (run_events, {"nbytes": MIB, "headroom": wrong}, "headroom must be above 0 and at most 1")
+            ((run_events,), {"nbytes": MIB, "headroom": wrong}, "headroom must be above 0 and at most 1")
             for wrong in (0, 1.01, float("nan"))
         ),
     ],
 )
-def test_refuses(road: Callable[..., object], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        road(chain(2), **options)
+def test_refuses(roads: tuple[Callable[..., object], ...], options: dict[str, Any], message: str) -> None:
+    for road in roads:
+        with pytest.raises(UsageError, match=message):
+            road(chain(2), **options)
 
 
 def test_sweep_has_the_columns_of_nccl_tests() -> None:
-    """Count is per rank for allgather, only sums have a redop."""
     machine = topoplan.load("dgx-1v")
     sizes = [1024, MIB, 1 << 34]
     plan = ring_plan(machine, "allgather")
@@ -372,7 +353,6 @@ def test_crossover_is_where_the_times_cross() -> None:
 
 
 def test_trace_has_one_row_for_each_link() -> None:
-    """The trace is JSON, names a row for each used link, and its boxes are the transfers in microseconds."""
     run = run_events(one_hop(4), nbytes=MIB)
     events = json.loads(chrome_trace(run))["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -414,3 +394,87 @@ def test_paced_flows_never_ask_more_of_a_link_than_it_has() -> None:
         run = run_events(plan, nbytes=1 << 26, headroom=0.9)
         assert run.queues == ()
         assert run.seconds >= run_events(plan, nbytes=1 << 26).seconds
+
+
+COMPACT_SIZES = (1 << 10, 1 << 20, 100_000_007, 1 << 30)
+
+SYMMETRIC = {
+    "2 servers": partial(topoplan.nvswitch_cluster, 2),
+    "dgx-1v": partial(topoplan.load, "dgx-1v"),
+    "dgx-2": partial(topoplan.load, "dgx-2"),
+    "mi250": partial(topoplan.load, "mi250"),
+    "3 cubes": lambda: topoplan.cluster([topoplan.Server("dgx-1v", count=3)], nic_gbps=100),
+}
+
+
+def compact(machine: Topology, collective: str) -> Plan:
+    """A plan of all images of the trees of one rank of each orbit, each with its share."""
+    plan = topoplan.plan(machine, collective)
+    fabric = usable_fabric(machine)
+    generators = tuple(tuple(each.tolist()) for each in find_symmetry(fabric))
+    assert generators, "the machine has symmetries"
+    orbit = orbits(len(fabric.nodes), list(map(list, generators)))[: fabric.size].tolist()
+    first = {rank for rank in range(fabric.size) if orbit[rank] == rank}
+    chosen = [shard for shard in plan.shards if shard.stages[-1].root in first]
+    counts = ImageShards(fabric.nodes, fabric.size, generators, tuple(chosen)).counts
+    total = sum(shard.share * count for shard, count in zip(chosen, counts, strict=True))
+    templates = tuple(Shard(shard.share / total, shard.stages) for shard in chosen)
+    return replace(plan, shards=ImageShards(fabric.nodes, fabric.size, generators, templates))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("collective", ["allgather", "allreduce", "reduce_scatter"])
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_templates_take_the_time_of_all_their_images(name: str, collective: str) -> None:
+    """Written out, every plan has the same time, latency and busy links, whatever its symmetries fix."""
+    plan = compact(SYMMETRIC[name](), collective)
+    whole = replace(plan, shards=tuple(plan.shards))
+    assert len(whole.shards) > len(plan.shard_counts)
+    for nbytes in COMPACT_SIZES:
+        for chunk_bytes in (None, 1 << 16):
+            one = simulate(plan, nbytes=nbytes, chunk_bytes=chunk_bytes)
+            other = simulate(whole, nbytes=nbytes, chunk_bytes=chunk_bytes)
+            assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
+            assert one.latency_seconds == pytest.approx(other.latency_seconds, rel=1e-12)
+            assert one.link_bytes == pytest.approx(other.link_bytes, rel=1e-12)
+            assert set(one.chunks) == set(other.chunks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("make", "hops"),
+    [
+        (lambda: topoplan.plan(topoplan.nvswitch_cluster(16), "allreduce"), 128 * 254),
+        (lambda: topoplan.ring_plan(topoplan.nvswitch_cluster(5)), None),
+    ],
+    ids=["trees of 16 servers", "rings that share wires inside 5 servers"],
+)
+def test_compact_plans_of_servers_take_the_time_of_all_shards(
+    make: Callable[[], Plan], hops: int | None
+) -> None:
+    plan = make()
+    assert isinstance(plan.shards, ImageShards)
+    whole = replace(plan, shards=tuple(plan.shards))
+    assert hops is None or len(dataflow(whole).hops) == hops
+    times = [clock(one) for one in (plan, whole)]
+    for nbytes in COMPACT_SIZES:
+        one, other = (time(nbytes) for time in times)
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-12)
+        assert one.bottleneck == other.bottleneck
+
+
+def test_events_run_every_image() -> None:
+    plan = compact(topoplan.load("dgx-2"), "allgather")
+    whole = replace(plan, shards=tuple(plan.shards))
+    assert run_events(plan, nbytes=1 << 20) == run_events(whole, nbytes=1 << 20)
+
+
+def test_events_of_too_many_images_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message counts the transfers of all images."""
+    plan = topoplan.plan(topoplan.nvswitch_cluster(16), "allgather")
+    flow = dataflow(plan)
+    assert (len(flow.hops), flow.counts) == (127, (128,))
+    transfers = 128 * sum(len(hop.links) for hop in flow.hops)
+    monkeypatch.setattr(event_simulation, "MAX_TRANSFERS", transfers - 1)
+    with pytest.raises(UsageError, match=f"chunk transfers must be at most {transfers - 1}, got {transfers}"):
+        run_events(plan, nbytes=1 << 10)

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.checkout import Run
 from tests.support.small_fabrics import COLLECTIVES, direct_machines, switched_machines
-from topoplan.errors import PlanError
+from topoplan import PlanError, SizePlans, Topology
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
 from topoplan.model.candidates import chain_limits
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
 from topoplan.model.times_by_size import TimeBound, check_times, least_start_ups, time_bound
 from topoplan.plans.chain_limits import GroupLimit, HeightLimit, crossings_of, limit_from_object
-from topoplan.plans.size_plans import SizePlans
 from topoplan.units import TOLERANCE
 
 HOP, ACROSS = START_UP["nvlink"], START_UP["network"]
@@ -38,7 +36,6 @@ def bound_of(machine: Topology, collective: str) -> TimeBound:
 
 
 def check_candidates(choice: ScheduleChoice) -> None:
-    """No candidate is faster than the bound at any size."""
     if choice.bound is None or len(choice.plans.ranks) == 1:
         return
     for clock in choice.clocks():
@@ -65,7 +62,7 @@ def test_best_rates_by_hops(name: str, collective: str, steps: list[tuple[int, i
 
 def test_between_servers_each_hop_more_allows_less_traffic() -> None:
     """32 GPUs on four servers, 200 GB/s each: 192, 24 and 3 buffers into a server, then the optimum."""
-    one = topoplan.Server(topoplan.load("dgx-a100"), count=4)
+    one = topoplan.Server("dgx-a100", count=4)
     machine = topoplan.cluster([one], nic_gbps=200, nics=8, nic_access="direct")
     found = bound_of(machine, "allreduce").steps
     rates = [Fraction(200, 192), Fraction(200, 24), Fraction(200, 3), Fraction(400, 3)]
@@ -79,7 +76,7 @@ def test_between_servers_each_hop_more_allows_less_traffic() -> None:
 def test_switch_machines_are_optimal_at_every_size(name: str) -> None:
     """One-shot and then one hop meet the bound; they cross where bytes cost as much as a start-up."""
     for collective in ("allreduce", "allgather", "reduce_scatter"):
-        plans = topoplan.plan_by_size(topoplan.load(name), collective)
+        plans = topoplan.plan_by_size(name, collective)
         assert plans.times is not None
         assert all(seconds <= least * 1.011 for _, seconds, least in plans.times.points)
         if collective == "allreduce":
@@ -182,7 +179,7 @@ def test_a_file_says_times_and_verify_recomputes_them(run: Run, tmp_path: Path) 
 def test_verify_needs_no_solver(tmp_path: Path) -> None:
     """What recomputes the bounds loads neither the simplex nor column generation nor a packing."""
     path = tmp_path / "sizes.json"
-    path.write_text(topoplan.plan_by_size(topoplan.load("v100x4")).to_json())
+    path.write_text(topoplan.plan_by_size("v100x4").to_json())
     code = (
         "import sys; from topoplan.cli.main import main; status = main(['verify', sys.argv[1]]);"
         "print(status, [name for name in sys.modules if name.startswith(('topoplan.solve.simplex',"

@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.errors import UsageError
-from topoplan.machine.topology import Device, Topology
-from topoplan.machine.variants import slow_links
+from topoplan import Device, Plan, Topology, UsageError, slow_links
 from topoplan.model.dataflow import dataflow
 from topoplan.model.window_engine import (
     BLACKWELL,
@@ -31,7 +29,6 @@ from topoplan.model.window_engine import (
     kernel_steps,
     load_costs,
 )
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ImageShards
 from topoplan.units import TOLERANCE
 
@@ -72,15 +69,7 @@ ONE_HOP = ("allreduce", "one-hop")
         (("dgx-h100", *ONE_HOP), HOPPER, 16 * MIB, 600, 94e-6 - HOPPER.hop, 0.03),
         (("dgx-b200", *ONE_HOP), BLACKWELL, 16 * MIB, 600, 65e-6 - BLACKWELL.hop, 0.03),
     ],
-    ids=[
-        "one block",
-        "four blocks",
-        "least chunks",
-        "full port",
-        "links",
-        "NCCL on Hopper",
-        "NCCL on Blackwell",
-    ],
+    ids=["one block", "four blocks", "least chunks", "full port", "links", "NCCL, Hopper", "NCCL, Blackwell"],
 )
 def test_known_times(
     plan: tuple[Any, ...], costs: EngineCosts, nbytes: int, blocks: int, seconds: float, tolerance: float
@@ -92,7 +81,7 @@ def test_no_bytes_take_a_launch_and_the_hops_in_a_row() -> None:
     for schedule, hops in (("one-hop", 2), ("ring", 14)):
         clock = WindowsClock(planned("dgx-h100", "allreduce", schedule), HOPPER)
         assert clock.along_trees(0).seconds == pytest.approx(HOPPER.launch + hops * HOPPER.hop)
-    alone = topoplan.plan(topoplan.load("v100x4"), "allreduce", gpus=[2])
+    alone = topoplan.plan("v100x4", "allreduce", gpus=[2])
     assert WindowsClock(alone, HOPPER).seconds(MIB) == HOPPER.launch
 
 
@@ -114,7 +103,7 @@ def test_packets_cost_a_launch_a_hop_and_nine_bytes_for_one() -> None:
     assert clock.seconds(SMALL_BYTES) == pytest.approx(4.5e-6 + 7 * 9 * 16384 / 343.6e9, rel=0.02)
     assert clock.setting(SMALL_BYTES).packets
     assert not clock.setting(SMALL_BYTES + 1).packets
-    plan = topoplan.plan(topoplan.load("dgx-1p"), "allreduce", gpus=[0, 1])
+    plan = topoplan.plan("dgx-1p", "allreduce", gpus=[0, 1])
     assert WindowsClock(plan, HOPPER).seconds(16384) == pytest.approx(4.5e-6 + 2 * 16384 / 20e9)
     assert WindowsClock(planned("dgx-h100", "allreduce", "ring"), HOPPER).packets_to == 0
     for collective in ("broadcast", "reduce", "allgather", "reduce_scatter"):
@@ -159,9 +148,6 @@ def test_a_compact_plan_takes_as_long_as_all_its_trees() -> None:
     assert kernel_steps(dataflow(plan)).most == kernel_steps(dataflow(whole)).most
     for nbytes in (1 << 10, 1 << 20, 1 << 28):
         assert along(plan, HOPPER, nbytes, 24) == pytest.approx(along(whole, HOPPER, nbytes, 24), rel=1e-6)
-
-
-MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -209,7 +195,6 @@ def test_the_oldest_gpu_decides(gpus: list[tuple[str, str]], name: str, blocks: 
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Two figures may be left out."""
     path = tmp_path / "costs.json"
     made = replace(HOPPER, name="mine", source="a sweep", hop=2e-6, fewest_blocks=4)
     path.write_text(made.to_json())

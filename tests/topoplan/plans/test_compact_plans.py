@@ -26,15 +26,12 @@ from tests.support.small_fabrics import (
     machine,
     switched_machines,
 )
-from topoplan.errors import PlanError
-from topoplan.machine.cluster import nvswitch_cluster
+from topoplan import Plan, PlanError, Topology, nvswitch_cluster
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import group_elements, is_automorphism
-from topoplan.machine.topology import Topology
 from topoplan.plans.build import build_plan
 from topoplan.plans.loads import forest_rate, link_loads
 from topoplan.plans.minimum_trees import UNREACHABLE
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.solve.cuts_and_partitions import best_bound
 from topoplan.solve.packing.packing_program import Packing
@@ -118,7 +115,6 @@ def trees(draw: st.DrawFn, cost: np.ndarray, root: int) -> list[int]:
 def test_images_are_the_distinct_images_of_the_definition(
     made: tuple[Fabric, str, int | None, ImageShards],
 ) -> None:
-    """Each template's images are those under every element of the group, each once; counts say how many."""
     _, _, _, shards = made
     elements = [tuple(range(len(shards.nodes)))]
     if shards.generators:
@@ -184,7 +180,6 @@ def cluster_plan(collective: str) -> Plan:
 
 @pytest.mark.parametrize("collective", ["allgather", pytest.param("allreduce", marks=pytest.mark.thorough)])
 def test_a_large_plan_is_compact_and_the_same_as_its_expansion(collective: str) -> None:
-    """A file of a few templates, and the check of all shards gives the same figures."""
     made = cluster_plan(collective)
     assert len(made.to_json()) < 300_000
     large = replace(made, shards=tuple(made.shards))
@@ -252,7 +247,6 @@ def test_channels_tell_images_apart() -> None:
 
 
 def refused(value: JsonPlan, change: Callable[[JsonPlan], object]) -> str:
-    """What is said of a good plan file after a change."""
     value = json.loads(json.dumps(value))
     change(value)
     with pytest.raises(PlanError) as caught:
@@ -308,7 +302,6 @@ WRONG: list[tuple[Callable[[JsonPlan], object], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_a_wrong_compact_file_is_refused(change: Callable[[JsonPlan], object], message: str) -> None:
-    """Wrong types, unknown devices, no permutation, a rank to a switch, links that differ, shares of one image."""
     assert message in refused(good(), change)
 
 
@@ -329,7 +322,7 @@ def test_ranks_that_there_are_not_are_found_in_templates(rank: int) -> None:
 
 def test_a_route_over_what_is_no_device_is_found_in_templates() -> None:
     """In a plan whose symmetries keep the root, where images are told apart by their routes."""
-    value: JsonPlan = json.loads(topoplan.plan(topoplan.load("dgx-2"), "broadcast").to_json())
+    value: JsonPlan = json.loads(topoplan.plan("dgx-2", "broadcast").to_json())
     names = [f"gpu{i}" for i in range(1, 16)]
     value["symmetry"] = [dict(zip(names, names[1:] + names[:1], strict=True))]
     value["shards"] = value["shards"][:1]
@@ -339,7 +332,7 @@ def test_a_route_over_what_is_no_device_is_found_in_templates() -> None:
 
 def test_all_permutations_of_a_switch_are_too_many() -> None:
     """16! of them: refused after a look at some, in words."""
-    value: JsonPlan = json.loads(topoplan.plan(topoplan.load("dgx-2"), "allgather").to_json())
+    value: JsonPlan = json.loads(topoplan.plan("dgx-2", "allgather").to_json())
     names = [f"gpu{i}" for i in range(16)]
     turn = dict(zip(names, names[1:] + names[:1], strict=True))
     value["shards"] = value["shards"][:1]

@@ -1,29 +1,29 @@
-"""Structure of a plan: phases over servers and their bottleneck, and shapes of trees that differ but in names."""
+"""Structure of a plan: phases, bottleneck, shapes of trees; what a plan says of itself in Python."""
 
 from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from random import Random
 
+import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import topoplan
-from topoplan.cli.main import main
-from topoplan.machine.cluster import cluster, nvswitch_cluster
-from topoplan.machine.cluster_network import Server
+from tests.support.checkout import Run
+from topoplan import Device, Link, Plan, Server, Topology, cluster, nvswitch_cluster, ring_plan
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Device, Link, Topology
-from topoplan.plans.plan import Plan
+from topoplan.plans.plan import ALL_TO_ALL, COLLECTIVES
 from topoplan.plans.shards import Edge, ImageShards, Shard, Stage
 from topoplan.plans.structure import phases, tree_shapes
-from topoplan.schedules.ring import ring_plan
+from topoplan.schedules.registry import SCHEDULES
 
 V100S = topoplan.load("dgx-1v")
 
@@ -72,7 +72,7 @@ def test_no_phase_is_slower_alone_and_the_slowest_is_the_bottleneck(
 
 def test_servers_on_pcie_share_links_between_phases() -> None:
     """Without NVLink, what a GPU sends to the NIC and to its neighbour leaves over one PCIe link."""
-    two = cluster([Server(topoplan.load("pcie-x8"), [0, 1], count=2)], nic_gbps=400)
+    two = cluster([Server("pcie-x8", [0, 1], count=2)], nic_gbps=400)
     found = phases(topoplan.three_phase(two))
     assert found is not None
     assert found.bottleneck == "links that both cross"
@@ -103,7 +103,6 @@ def test_symmetries_that_mix_servers_do_not_mix_phases() -> None:
 
 
 def test_phases_that_move_nothing_are_infinite_and_one_server_has_none() -> None:
-    """A broadcast reduces nothing; servers of one GPU do nothing inside."""
     assert phases(topoplan.plan(V100S)) is None
     found = phases(topoplan.three_phase(nvswitch_cluster(3, gpus=1, rails=1), "broadcast"))
     assert found is not None
@@ -116,44 +115,22 @@ def test_phases_that_move_nothing_are_infinite_and_one_server_has_none() -> None
 TWO = ("plan", "dgx-1v", "--servers", "2", "--nic-bandwidth", "40Gb/s", "--method", "three-phase")
 
 
-def test_plan_prints_phases_and_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_phases_and_bottleneck(run: Run) -> None:
     """Of any plan over several servers, and not of others; with --all a table below the trees."""
-    assert main(TWO) == 0
-    out = capsys.readouterr().out
+    out = run(*TWO)[1]
     assert "(three-phase)" in out
     assert (
         "phases       between servers 20 GB/s alone, inside servers 50 GB/s alone; bottleneck: between servers\n"
         in out
     )
-    assert main([*TWO, "--all"]) == 0
-    out = capsys.readouterr().out
+    out = run(*TWO, "--all")[1]
     assert "phase                     GB/s alone  full links" in out
     assert "between servers                   20  s0.nic0.tx>switch0 " in out
     assert "bottleneck: between servers\n" in out
-    assert main([*TWO, "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
+    made = json.loads(run(*TWO, "--json")[1])
     assert made["phases"]["alone"]["between servers"] == made["rate"] == 20.0
     assert made["phases"]["bottleneck"] == "between servers"
-    assert main(["plan", "dgx-1v", "--gpus", "0,1"]) == 0
-    assert "bottleneck:" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dgx-1v"], "three phases need GPUs on two servers or more, and all 8 are on"),
-        (["dgx-1v", "--order", "trees"], "--order belongs to --method exact"),
-        (["dgx-1v", "--sizes", "1KB:1GB"], "--method does not go with --sizes"),
-    ],
-)
-def test_what_does_not_go_with_three_phases_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line on stderr, exit 2."""
-    assert main(["plan", *arguments, "--method", "three-phase"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err
+    assert "bottleneck:" not in run("plan", "dgx-1v", "--gpus", "0,1")[1]
 
 
 def tree(parents: list[int], *, names: list[int], channel: str = "nvlink", op: str = "broadcast") -> Stage:
@@ -171,7 +148,6 @@ def broadcast() -> Plan:
 
 
 def shapes(*shards: Shard) -> list[tuple[int, tuple[int, ...]]]:
-    """Counts and roots of the shapes of some shards."""
     return [(one.count, one.roots) for one in tree_shapes(replace(broadcast(), shards=shards))]
 
 
@@ -186,7 +162,6 @@ def shapes(*shards: Shard) -> list[tuple[int, tuple[int, ...]]]:
     ids=["dgx-2", "images under symmetries", "paths", "one rank"],
 )
 def test_known_shapes(plan: Callable[[], Plan], wanted: list[tuple[int, tuple[int, ...]]]) -> None:
-    """Stars of an NVSwitch, all images of one tree, and the paths of a ring are one shape each."""
     assert [(one.count, one.roots) for one in tree_shapes(plan())] == wanted
 
 
@@ -225,3 +200,89 @@ def test_a_tree_up_and_down_is_one() -> None:
     assert [operations for _, operations in star.trees] == [("reduce", "broadcast")]
     paths = tree_shapes(ring_plan("dgx-1v", "allreduce"))[0]
     assert [operations for _, operations in paths.trees] == [("reduce",), ("broadcast",)]
+
+
+PLANS = {
+    "trees": lambda: topoplan.plan("dgx-1v"),
+    "rings": lambda: topoplan.ring_plan("dgx-1v", gpus=[4, 5, 6, 7]),
+    "reduce": lambda: topoplan.plan("v100x4", "reduce", root=2),
+    "paths": lambda: topoplan.plan("v100x4", "alltoall"),
+    "servers": lambda: topoplan.three_phase(
+        topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100)
+    ),
+    "reduce over servers": lambda: topoplan.three_phase(
+        topoplan.cluster([topoplan.Server("v100x4", count=2)], nic_gbps=100), "reduce"
+    ),
+    "one rank": lambda: topoplan.plan("dgx-1v", gpus=[3]),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_trees_are_arborescences_with_the_fractions_of_the_shards(name: str) -> None:
+    plan = PLANS[name]()
+    assert len(plan.trees) == plan.num_trees
+    for tree in plan.trees:
+        graph = tree.to_networkx()
+        assert nx.is_arborescence(graph)
+        assert graph.in_degree(tree.root) == 0
+        assert set(graph) == {*plan.ranks} or plan.collective == ALL_TO_ALL
+    moving = [shard for shard in plan.shards if any(stage.edges for stage in shard.stages)]
+    assert sum(tree.fraction for tree in plan.trees) == sum(shard.share for shard in moving)
+
+
+def test_an_exchange_has_the_edges_of_all_its_trees() -> None:
+    (tree,) = topoplan.one_shot_plan("v100x4").trees
+    assert len(tree.edges) == 12
+
+
+def test_texts_are_short_and_bandwidths_have_the_names_of_nccl_tests() -> None:
+    plan = topoplan.plan("dgx-1v", "allgather")
+    assert (plan.algbw, plan.busbw, plan.upper_bound) == (plan.rate, plan.rate * 7 / 8, plan.bound)
+    for each in (plan, plan.topology, topoplan.plan_by_size("v100x4", sizes=["64KB"])):
+        assert len(repr(each)) < 100
+    assert plan._repr_html_() == f"<pre>{plan.summary().replace('>', '&gt;')}</pre>"
+    with pytest.warns(DeprecationWarning, match=r"use Plan.planning_seconds"):
+        assert plan.seconds == plan.planning_seconds
+
+
+def test_figures_of_plans_and_machines_are_those_of_the_commands() -> None:
+    pytest.importorskip("matplotlib")
+    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+    assert plan.plot().axes
+    assert plan.topology.plot().axes
+
+
+@pytest.mark.parametrize("collective", [*COLLECTIVES, ALL_TO_ALL])
+def test_gpus_are_the_ranks_in_their_order(collective: str) -> None:
+    """Packed trees have the same rate and bound in every order; all schedules keep it, and verify."""
+    chosen = random.Random(7).sample(range(8), 5)
+    root = chosen[2] if collective in ("broadcast", "reduce") else None
+    machine = topoplan.load("dgx-1v")
+
+    def made(gpus: list[int]) -> list[Plan]:
+        found = [topoplan.plan(machine, collective, gpus=gpus, root=root)]
+        for schedule in SCHEDULES.values():
+            try:
+                found.append(schedule.make(machine, collective, gpus=gpus, root=root))
+            except (topoplan.InfeasibleError, topoplan.UsageError):
+                continue
+        return found
+
+    plans = made(chosen)
+    for plan in plans:
+        assert plan.ranks == tuple(f"gpu{gpu}" for gpu in chosen)
+        assert plan.root == (None if root is None else chosen.index(root))
+        topoplan.verify(plan)
+    ascending = made(sorted(chosen))[0]
+    assert (plans[0].rate, plans[0].bound) == pytest.approx((ascending.rate, ascending.bound))
+    assert topoplan.Plan.from_json(plans[0].to_json()) == plans[0]
+
+
+def test_texts_of_a_plan_say_what_its_bound_leaves_out() -> None:
+    """NVLS may reach 450 GB/s on a DGX H100, where the bound of switches that forward is 257."""
+    plan = topoplan.plan("dgx-h100")
+    first, *others = plan.summary().splitlines()
+    assert first.endswith("provably optimal without in-network reduction")
+    assert "in-network   at most 450 GB/s, busbw 787.5 GB/s with in-network reduction (NVLS, SHARP)" in others
+    assert repr(plan).endswith("257.143 GB/s (optimal without in-network reduction)>")
+    assert repr(topoplan.plan("dgx-a100")).endswith("(optimal)>")

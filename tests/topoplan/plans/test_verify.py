@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 import topoplan
 from tests.support.hand_plans import full_mesh, plan_of, stage, star, three_phase_plan
 from tests.support.small_fabrics import COLLECTIVES, ROOTED, machine
-from topoplan.errors import PlanError
+from topoplan import Plan, PlanError, Topology
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.plans.verify import Verification
 from topoplan.solve.cuts_and_partitions import best_bound
@@ -52,7 +50,6 @@ def checked(value: JsonPlan) -> Verification:
 
 
 def spoiled(text: str, change: Callable[[JsonPlan], object]) -> PlanError:
-    """The error that a change to a good plan file causes."""
     value = json.loads(text)
     change(value)
     with pytest.raises(PlanError) as caught:
@@ -206,7 +203,6 @@ def test_a_damage_is_named_by_shard_stage_and_rank(
 
 @every_plan
 def test_a_route_over_a_missing_link_is_found(name: str, collective: str) -> None:
-    """The link of the first edge is taken out of the machine; everything else is as it was."""
     text = good(name, collective)
     tree = json.loads(text)["shards"][0]["stages"][0]
     route = tree["edges"][0][2]
@@ -255,7 +251,6 @@ def test_changed_shares_are_found(name: str, collective: str) -> None:
 
 
 def test_shares_in_the_wrong_places_change_the_rate() -> None:
-    """The sum is 1, every tree is right, and the claimed rate is not that of these shares."""
 
     def shift(value: JsonPlan) -> None:
         first, second, *rest = value["shards"]
@@ -396,7 +391,6 @@ def test_stages_over_parts_of_the_ranks_pass() -> None:
 
 
 def test_a_plan_of_one_rank_claims_nothing() -> None:
-    """It moves nothing: no rate, no bound, and a file that claims one is refused."""
     single = topoplan.plan(full_mesh(1), "allreduce")
     report = topoplan.verify(single)
     assert (report.exact_rate, report.exact_bound, report.rate) == (None, None, float("inf"))

@@ -14,15 +14,20 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.small_fabrics import direct_machines, switched_machines
-from topoplan.errors import InfeasibleError, UsageError
-from topoplan.machine.cluster import cluster, nvswitch_cluster
-from topoplan.machine.cluster_network import Server
-from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
-from topoplan.plans.loads import link_loads
-from topoplan.plans.verify import verify
-from topoplan.schedules.binary_trees import (
+from topoplan import (
+    InfeasibleError,
+    Server,
+    Topology,
+    UsageError,
+    cluster,
     double_binary_tree,
+    nvswitch_cluster,
+    verify,
+)
+from topoplan.machine.fabric import Fabric
+from topoplan.machine.variants import with_in_network
+from topoplan.plans.loads import link_loads
+from topoplan.schedules.binary_trees import (
     in_order_tree,
     nccl_tree,
     nvls,
@@ -86,7 +91,7 @@ def test_the_tree_numbers_its_positions_in_order() -> None:
 def test_the_plan_verifies_on_library_machines_with_half_the_buffer_on_each_tree(
     name: str, collective: str
 ) -> None:
-    plan = double_binary_tree(topoplan.load(name), collective)
+    plan = double_binary_tree(name, collective)
     report = verify(plan)
     assert plan.schedule == "double binary tree"
     assert [shard.share for shard in plan.shards] == [Fraction(1, 2)] * 2
@@ -96,9 +101,9 @@ def test_the_plan_verifies_on_library_machines_with_half_the_buffer_on_each_tree
 
 def test_behind_a_switch_every_gpu_sends_at_most_twice_the_buffer() -> None:
     """An inner rank forwards two halves down and one up, a leaf one half up: half of the port rate on 16 GPUs."""
-    assert verify(double_binary_tree(topoplan.load("dgx-2"), gpus=[2])).exact_rate is None
-    assert verify(double_binary_tree(topoplan.load("dgx-2"))).exact_rate == 75
-    assert verify(double_binary_tree(topoplan.load("dgx-2"), "broadcast", root=3)).exact_rate == 150
+    assert verify(double_binary_tree("dgx-2", gpus=[2])).exact_rate is None
+    assert verify(double_binary_tree("dgx-2")).exact_rate == 75
+    assert verify(double_binary_tree("dgx-2", "broadcast", root=3)).exact_rate == 150
 
 
 @pytest.mark.thorough
@@ -115,7 +120,7 @@ def test_all_allocations_of_a_dgx1v_and_all_roots_verify() -> None:
 
 def test_a_hop_without_a_direct_link_is_relayed_over_the_fewest_links() -> None:
     """GPUs 3, 5 and 7 are a path with 7 in the middle: 3 to 5 passes 7, up and down."""
-    plan = double_binary_tree(topoplan.load("dgx-1v"), gpus=[3, 5, 7])
+    plan = double_binary_tree("dgx-1v", gpus=[3, 5, 7])
     routes = {edge.route for shard in plan.shards for stage in shard.stages for edge in stage.edges}
     assert ("gpu3", "gpu5") not in routes
     assert any(len(route) == 3 and route[1] == "gpu7" for route in routes)
@@ -125,7 +130,7 @@ def test_a_hop_without_a_direct_link_is_relayed_over_the_fewest_links() -> None:
 @pytest.mark.parametrize("collective", ["allgather", "reduce_scatter"])
 def test_other_collectives_are_refused_with_a_remedy(collective: str) -> None:
     with pytest.raises(UsageError, match=f"do not do {collective}; use allreduce, broadcast or reduce"):
-        double_binary_tree(topoplan.load("dgx-1v"), collective)
+        double_binary_tree("dgx-1v", collective)
 
 
 def servers_of(
@@ -135,12 +140,7 @@ def servers_of(
 
 
 def able(machine: Topology) -> Topology:
-    """The machine with NVSwitches that copy and add."""
-    devices = tuple(
-        replace(one, multicast=True, reduce=True) if one.kind == "nvswitch" else one
-        for one in machine.devices
-    )
-    return replace(machine, devices=devices)
+    return with_in_network(machine, "nvswitch")
 
 
 def network_load(machine: Topology) -> Fraction:
@@ -221,7 +221,6 @@ def test_measured_rates_of_gb200_are_near_the_model(
     [("dgx-1v", [1, 4, 5, 7], 50), ("dgx-2", None, 80), ("pcie-x8", None, 10), ("dgx-1v", [0, 5], 8)],
 )
 def test_on_one_server_it_is_chains(name: str, gpus: list[int] | None, rate: Fraction) -> None:
-    """Every tree is a path of all GPUs, and as many chains are taken as make them fastest."""
     made = nccl_tree(name, gpus=gpus)
     assert topoplan.verify(made).exact_rate == rate
     assert {shard.stages[0].height for shard in made.shards} == {len(made.ranks) - 1}
@@ -241,7 +240,6 @@ def test_on_one_server_it_is_chains(name: str, gpus: list[int] | None, rate: Fra
     ids=["mesh", "pcie", "rails", "3 + 5", "1 + 2", "one GPU each"],
 )
 def test_it_is_a_valid_plan_below_the_packed_trees_on_other_clusters(machine: Topology) -> None:
-    """Servers of direct links, without NVLink, of unequal size, and rails that are not joined."""
     made = nccl_tree(machine)
     assert topoplan.verify(made).rate == made.rate
     assert made.rate <= topoplan.plan(machine).rate * (1 + 1e-12)
@@ -263,7 +261,6 @@ def test_it_is_valid_on_any_machine(machine: Topology, servers: int) -> None:
 
 
 def test_one_rank_and_other_collectives() -> None:
-    """Nothing moves on one GPU; NCCL's tree is for allreduce alone."""
     assert nccl_tree("dgx-1v", gpus=[3]).schedule == "trivial"
     with pytest.raises(UsageError, match="NCCL's tree does not do broadcast; use allreduce, or the ring"):
         nccl_tree("dgx-1v", "broadcast")

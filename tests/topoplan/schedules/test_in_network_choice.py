@@ -10,11 +10,10 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.errors import TopologyError, UsageError
+from topoplan import Plan, Topology, TopologyError, UsageError
 from topoplan.machine.hardware import with_capable
-from topoplan.machine.topology import Topology, facts
+from topoplan.machine.topology import facts
 from topoplan.machine.variants import IN_NETWORK_CHOICES, with_all_capabilities, with_in_network
-from topoplan.plans.plan import Plan
 from topoplan.solve.upper_bound import in_network_bound
 
 
@@ -41,7 +40,6 @@ def test_a_switch_that_does_not_say_that_it_could_leaves_a_note() -> None:
 
 
 def test_what_does_not_exist_is_refused() -> None:
-    """Another word, a machine without such switches, a capability that no device has."""
     with pytest.raises(
         UsageError, match="in-network 'sharp' is unknown; use one of none, nvswitch, switch, all"
     ):
@@ -75,7 +73,6 @@ def test_the_option_decides_for_plan_and_compare(run: Run) -> None:
 
 
 def test_both_optima_are_told_where_the_machine_could_add_and_the_plan_does_not(run: Run) -> None:
-    """Without the switch 257.143 GB/s, and beside it the 450 that it would bring."""
     row = json.loads(run("compare", "dgx-h100", "--json")[1])["rows"][0]
     assert (row["trees"], row["in_network"]) == (pytest.approx(1800 / 7), 450.0)
     assert (

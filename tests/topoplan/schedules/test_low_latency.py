@@ -17,20 +17,19 @@ import topoplan
 from collectives import Communicator
 from tests.support.regular_fabrics import helped_star as star
 from tests.support.small_fabrics import COLLECTIVES, both_ways, direct_machines, machine, switched_machines
-from topoplan.errors import InfeasibleError, PlanError, UsageError
+from topoplan import InfeasibleError, Plan, PlanError, Topology, UsageError, one_shot_plan
 from topoplan.machine.fabric import Fabric
-from topoplan.machine.topology import Topology
 from topoplan.model.closed_form import clock
 from topoplan.model.dataflow import LAUNCH, START_UP
 from topoplan.model.event_simulation import run_events
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 from topoplan.reading.load import library
-from topoplan.schedules.low_latency import one_shot_along, one_shot_plan, one_shot_servers
+from topoplan.schedules.low_latency import one_shot_along, one_shot_servers
 from topoplan.schedules.parameter_server import KEYS, HashRing, parameter_server
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.schedules.routes import LeastLoaded
 
+QUICK = ("dgx-1v", "dgx-2")
 MACHINES = direct_machines() | direct_machines(symmetric=True) | switched_machines()
 
 
@@ -44,7 +43,7 @@ def planes(count: int) -> Topology:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("dgx-1v", "dgx-2") else pytest.mark.thorough)
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK))
         for name in library()
         if name != "gb300-nvl72"  # its NVLinks are those of gb200-nvl72
     ],
@@ -79,13 +78,7 @@ def test_one_hop_on_dgx2_is_the_optimum_but_for_rooted_collectives() -> None:
     """Stars of all ranks fill every port; the star of a root sends 15 copies out of one port of 150 GB/s."""
     dgx = topoplan.load("dgx-2")
     rates = {collective: topoplan.one_hop_plan(dgx, collective).rate for collective in COLLECTIVES}
-    assert rates == {
-        "allreduce": 80.0,
-        "broadcast": 10.0,
-        "reduce": 10.0,
-        "allgather": 160.0,
-        "reduce_scatter": 160.0,
-    }
+    assert rates == dict(zip(COLLECTIVES, (80.0, 10.0, 10.0, 160.0, 160.0), strict=True))
     assert topoplan.one_hop_plan(dgx, "broadcast").bound == 150.0
     assert topoplan.one_hop_plan(dgx, "broadcast", gpus=[3, 5, 9], root=9).root == 2
 
@@ -148,13 +141,16 @@ def test_children_share_the_parents_that_are_equally_near() -> None:
     assert (children.count(1), children.count(2), plan.rate) == (2, 2, 1.0)
 
 
-@pytest.mark.parametrize("build", [topoplan.one_hop_plan, topoplan.lowest_tree])
+@pytest.mark.parametrize("build", [topoplan.one_hop_plan, topoplan.lowest_tree, topoplan.double_binary_tree])
 def test_what_does_not_fit_is_refused(build: Callable[..., Plan]) -> None:
-    """Unknown collectives and channels, foreign roots, GPUs without a path; one GPU is a plan without a tree."""
     dgx = topoplan.load("dgx-1v")
     assert topoplan.verify(build(dgx, "broadcast", gpus=[3])).trees == 0
     with pytest.raises(UsageError, match="collective 'gather' is unknown"):
         build(dgx, "gather")
+    with pytest.raises(UsageError, match="GPU 8 is out of range"):
+        build(dgx, gpus=[0, 8])
+    with pytest.raises(UsageError, match="allreduce has no root"):
+        build(dgx, root=0)
     with pytest.raises(UsageError, match="root 7 is not in the allocation 0, 1"):
         build(dgx, "reduce", gpus=[0, 1], root=7)
     with pytest.raises(UsageError, match="channels 'air' is unknown"):
@@ -167,7 +163,7 @@ ALPHA = START_UP["nvlink"]
 
 
 def servers(count: int, gpus: list[int] | None = None, access: str = "direct") -> Topology:
-    one = topoplan.Server(topoplan.load("dgx-a100"), gpus, count=count)
+    one = topoplan.Server("dgx-a100", gpus, count=count)
     return topoplan.cluster([one], nic_gbps=200, nics=8, nic_access=access)
 
 
@@ -176,7 +172,7 @@ def servers(count: int, gpus: list[int] | None = None, access: str = "direct") -
 )
 def test_every_rank_takes_in_what_all_others_have(name: str, rate: float, depth: int) -> None:
     """A rank receives N - 1 buffers; start-ups are those of the longest way, and no more."""
-    plan = one_shot_plan(topoplan.load(name))
+    plan = one_shot_plan(name)
     report = topoplan.verify(plan)
     assert (report.rate, plan.depth) == (rate, depth)
     for road in (topoplan.simulate, run_events):
@@ -185,7 +181,7 @@ def test_every_rank_takes_in_what_all_others_have(name: str, rate: float, depth:
 
 def test_along_an_optimal_allgather() -> None:
     """N blocks of an allgather at 1200/7 GB/s are one buffer at an eighth of that."""
-    plan = one_shot_along(topoplan.plan(topoplan.load("dgx-1v"), "allgather"))
+    plan = one_shot_along(topoplan.plan("dgx-1v", "allgather"))
     assert topoplan.verify(plan).exact_rate == Fraction(1200, 7) / 8
 
 
@@ -200,8 +196,7 @@ def test_between_servers_each_owner_sends_its_sum_to_the_others(access: str) -> 
 
 
 def test_a_rank_that_adds_up_less_is_refused() -> None:
-    """All must add up what the same ranks have sent, each once: else bits or sums differ."""
-    plan = one_shot_plan(topoplan.load("v100x4"))
+    plan = one_shot_plan("v100x4")
     (shard,) = plan.shards
     fewer = replace(plan, shards=(replace(shard, stages=shard.stages[:3]),))
     with pytest.raises(PlanError, match="contribution of rank 3 0 times"):
@@ -212,20 +207,15 @@ def test_a_rank_that_adds_up_less_is_refused() -> None:
     broadcast = replace(plan, collective="broadcast", root=0)
     with pytest.raises(PlanError, match="contribution of rank 1 1 times instead of 0"):
         topoplan.verify(broadcast)
-    halves = tuple(
-        Shard(Fraction(1, 2), stages) for stages in (shard.stages, plan_of_trees().shards[0].stages)
-    )
+    of_trees = topoplan.lowest_tree("v100x4").shards[0].stages
+    halves = tuple(Shard(Fraction(1, 2), stages) for stages in (shard.stages, of_trees))
     with pytest.raises(PlanError, match="all shards of a plan with exchanges take the same rounds"):
         topoplan.verify(replace(plan, shards=halves))
 
 
-def plan_of_trees() -> Plan:
-    return topoplan.lowest_tree(topoplan.load("v100x4"))
-
-
 def test_what_it_is_not_for_is_one_clear_line() -> None:
     with pytest.raises(UsageError, match="one-shot is an allreduce, not broadcast; choose another schedule"):
-        one_shot_plan(topoplan.load("dgx-2"), "broadcast")
+        one_shot_plan("dgx-2", "broadcast")
     with pytest.raises(UsageError, match="all 8 are on s0"):
         one_shot_servers(topoplan.load("dgx-a100"))
     with pytest.raises(InfeasibleError, match=r"each of 2 servers has one GPU, .* use the schedule one-shot"):

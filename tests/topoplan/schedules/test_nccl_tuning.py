@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import topoplan
-from topoplan.errors import UsageError
-from topoplan.machine.topology import Topology
+from topoplan import Topology, UsageError
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.schedules.nccl_tuning import (
     COLLECTIVES,
@@ -22,9 +21,7 @@ def known(machine: Topology, collective: str) -> dict[tuple[str, str], NcclExpec
 
 
 def pair(name: str = "dgx-h100") -> Topology:
-    return topoplan.cluster(
-        [topoplan.Server(topoplan.load(name), count=2)], nic_gbps=400, nics=8, nic_access="direct"
-    )
+    return topoplan.cluster([topoplan.Server(name, count=2)], nic_gbps=400, nics=8, nic_access="direct")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,6 @@ def test_channels_shrink_with_the_buffer() -> None:
     ("machine", "told"), [("mi300x", "these are AMD's"), ("dgx-1v", "a single GPU has nothing to tune")]
 )
 def test_machines_without_a_model_are_refused(machine: str, told: str) -> None:
-    """RCCL has its own figures; one GPU has no collective."""
     found = topoplan.load(machine)
     with pytest.raises(UsageError, match=told):
         setting_of(found if machine == "mi300x" else found.subset([0]))

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 
 import topoplan
 from tests.support.known_answers import Allocation, allocations
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan import Device, InfeasibleError, Link, Plan, Topology, UsageError, ring_plan, verify
 from topoplan.machine.fabric import Fabric, usable_fabric
-from topoplan.machine.topology import Device, Link, Topology
-from topoplan.plans.plan import COLLECTIVES, Plan
+from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import ImageShards
-from topoplan.plans.verify import verify
 from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
-from topoplan.schedules.ring import ring_plan, server_rings, switched_rings
+from topoplan.schedules.ring import server_rings, switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
 
@@ -94,23 +92,6 @@ def test_every_known_allocation_has_the_known_number_of_rings_and_their_rates() 
         assert exact_rate(broadcast) == rings, row.gpus
 
 
-def test_the_rings_of_a_plan_share_no_wire() -> None:
-    for row in allocations()[::4]:
-        plan = nvlink_ring(row, "allreduce")
-        if plan is None:
-            continue
-        size = len(row.gpus)
-        used: Counter[tuple[str, ...]] = Counter()
-        for first in range(0, len(plan.shards), size):
-            chains = [shard.stages[1] for shard in plan.shards[first : first + size]]
-            ring_hops = {edge.route for chain in chains for edge in chain.edges}
-            assert len(ring_hops) == size
-            used.update(ring_hops)
-        wires = {(link.src, link.dst): link.count for link in plan.topology.links}
-        assert all(used[pair] <= count for pair, count in wires.items()), row.gpus
-        assert set(used) <= set(wires)
-
-
 @pytest.mark.thorough
 def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None:
     """104 of the 197 that NVLink connects, and the 50 that it does not, fall back to PCIe."""
@@ -129,7 +110,7 @@ def test_all_247_allocations_of_a_dgx1v_have_a_ring_plan_that_verifies() -> None
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("kind", ["nvlink", "pcie", "relay"])
 def test_every_collective_over_every_kind_of_ring_verifies(collective: str, kind: str) -> None:
-    plan = ring_plan(topoplan.load("dgx-1v"), collective, gpus=[0, 1, 3, 4, 5], kind=kind)
+    plan = ring_plan("dgx-1v", collective, gpus=[0, 1, 3, 4, 5], kind=kind)
     assert plan.schedule == f"{kind} ring"
     assert plan.method == "ring"
     report = verify(plan)
@@ -275,7 +256,7 @@ def test_a_pcie_ring_takes_the_best_of_all_orders() -> None:
 @pytest.mark.parametrize("kind", ["nvlink", "relay", "auto"])
 def test_behind_an_nvswitch_one_logical_ring_runs_at_the_port_rate(kind: str) -> None:
     """DGX-2: 150 x 16 / 30 = 80 GB/s, which is the optimum."""
-    plan = ring_plan(topoplan.load("dgx-2"), kind=kind)
+    plan = ring_plan("dgx-2", kind=kind)
     assert exact_rate(plan) == verify(plan).exact_bound == 80
     assert plan.num_trees == 16
     if kind != "relay":
@@ -313,27 +294,14 @@ def test_where_there_is_no_ring_the_error_says_why_and_what_to_try() -> None:
     ):
         ring_plan(path, kind="nvlink")
     with pytest.raises(
-        InfeasibleError, match=r"no PCIe path leaves the cut \{gpu0\}; .*try kind relay"
+        InfeasibleError, match=r"no PCIe path leaves the cut \{gpu0\}; .*kind relay"
     ) as caught:
         ring_plan(path)
     assert caught.value.cut == ("gpu0",)
+    with pytest.raises(UsageError, match="ring kind 'nvl' is unknown; use one of auto, nvlink, pcie, relay"):
+        ring_plan(path, kind="nvl")
     with pytest.raises(InfeasibleError, match=r"no NVLink path leaves the cut \{gpu0\}; try kind pcie"):
         ring_plan(box([0, 0]), kind="relay")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "nvl"}, "ring kind 'nvl' is unknown; use one of auto, nvlink, pcie, relay"),
-        ({"collective": "alltoall"}, "collective 'alltoall' is unknown"),
-        ({"collective": "broadcast", "gpus": [0, 1], "root": 2}, "root 2 is not in the allocation 0, 1"),
-        ({"root": 0}, "allreduce has no root"),
-        ({"gpus": [0, 8]}, "GPU 8 is out of range"),
-    ],
-)
-def test_a_request_that_does_not_fit_is_a_usage_error(options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ring_plan(dgx1("dgx-1v"), **options)
 
 
 @st.composite
@@ -342,13 +310,8 @@ def direct_machines(draw: st.DrawFn) -> Topology:
     size = draw(st.integers(2, 6))
     tree = {(draw(st.integers(0, i - 1)), i) for i in range(1, size)}
     more = draw(st.sets(st.sampled_from(list(combinations(range(size), 2)))))
-    return wired(
-        size,
-        [
-            (a, b, draw(st.sampled_from([1.0, 1.0, 2.5])), draw(st.integers(1, 2)))
-            for a, b in sorted(tree | more)
-        ],
-    )
+    speed, wires = st.sampled_from([1.0, 1.0, 2.5]), st.integers(1, 2)
+    return wired(size, [(a, b, draw(speed), draw(wires)) for a, b in sorted(tree | more)])
 
 
 @pytest.mark.thorough
@@ -366,7 +329,7 @@ def test_on_any_direct_machine_relaying_rings_verify_and_beat_the_nvlink_rings_a
 
 
 def dgx_1v_servers(count: int) -> Topology:
-    return topoplan.cluster([topoplan.Server(topoplan.load("dgx-1v"), count=count)], nic_gbps=100)
+    return topoplan.cluster([topoplan.Server("dgx-1v", count=count)], nic_gbps=100)
 
 
 @pytest.mark.sampled
@@ -390,9 +353,7 @@ def test_rings_fill_every_nic(servers: int) -> None:
 @pytest.mark.parametrize(("servers", "nics"), [(2, 1), (3, 2), (4, 3)])
 def test_rings_fill_fewer_nics_than_gpus(servers: int, nics: int) -> None:
     """GPUs without a NIC are no doors: all NICs at their rate, both ways."""
-    machine = topoplan.cluster(
-        [topoplan.Server(topoplan.load("dgx-a100"), count=servers)], nic_gbps=200, nics=nics
-    )
+    machine = topoplan.cluster([topoplan.Server("dgx-a100", count=servers)], nic_gbps=200, nics=nics)
     size = 8 * servers
     assert topoplan.verify(topoplan.ring_plan(machine)).exact_rate == Fraction(
         24 * nics * size, 2 * (size - 1)
@@ -421,10 +382,9 @@ def test_the_rate_does_not_depend_on_how_the_network_is_drawn(
     assert topoplan.verify(topoplan.ring_plan(made)).exact_rate == Fraction(8 * nic * 24, 46)
 
 
-@pytest.mark.parametrize("servers", [3])
-def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int) -> None:
+def test_each_ring_enters_every_server_once_and_no_nic_carries_two() -> None:
     """Ranks of a server stand together in every order; the hops between servers part over all NICs."""
-    fabric = usable_fabric(topoplan.nvswitch_cluster(servers))
+    fabric = usable_fabric(topoplan.nvswitch_cluster(3))
     rings = server_rings(fabric, DirectRoutes(fabric))
     assert len(rings) == 8
     crossed = Counter(link for ring in rings for hop in ring.hops for link in hop)
@@ -433,7 +393,7 @@ def test_each_ring_enters_every_server_once_and_no_nic_carries_two(servers: int)
     for one in rings:
         home = [rank // 8 for rank in one.order]
         changes = sum(here != there for here, there in zip(home, home[1:] + home[:1], strict=True))
-        assert changes == servers
+        assert changes == 3
         assert sorted(one.order) == list(range(fabric.size))
 
 

@@ -12,14 +12,14 @@ import pytest
 
 import topoplan
 from tests.support.checkout import Run
-from topoplan.errors import InfeasibleError, UsageError
+from topoplan import InfeasibleError, Plan, UsageError
 from topoplan.machine.fabric import usable_fabric
 from topoplan.machine.topology import TopologyLike, as_topology
 from topoplan.model.candidates import candidates
 from topoplan.operate.compare.comparison import compare
 from topoplan.operate.compare.table import format_table
 from topoplan.plans.build import build_plan, stage_order
-from topoplan.plans.plan import Plan, root_rank
+from topoplan.plans.plan import root_rank
 from topoplan.plans.shards import Shard, Stage
 from topoplan.schedules.registry import SCHEDULES, Schedule, find_schedule, make_schedule
 from topoplan.schedules.routes import LeastLoaded
@@ -58,7 +58,6 @@ def chain(
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one line."""
     line = Schedule("chain", chain, collectives=("allreduce", "broadcast", "reduce"), column="chain")
     monkeypatch.setitem(SCHEDULES, line.name, line)
 
@@ -210,16 +209,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_package_adds_a_schedule_by_an_entry_point(run: Run, tmp_path: Path) -> None:
-    """Made by its name, verified, written and known to the guess at what was meant."""
     path = str(tmp_path / "plan.json")
     status, out, err = run("plan", "v100x4", "--schedule", "wave", "-o", path)
     assert (status, err) == (0, "")
     assert "trees        1 of height 3 (own trees)" in out
     assert run("verify", path)[0] == 0
-    assert (
-        make_schedule("swell", topoplan.load("v100x4")).rate
-        == make_schedule("wave", topoplan.load("v100x4")).rate
-    )
+    machine = topoplan.load("v100x4")
+    assert make_schedule("swell", machine).rate == make_schedule("wave", machine).rate
     assert find_schedule("swell").words == "a swell"
     refused = run("plan", "v100x4", "--schedule", "waves")
     assert (refused[0], "did you mean wave?" in refused[2]) == (2, True)
@@ -247,7 +243,6 @@ def test_a_broken_package_is_one_line(run: Run, name: str, told: str) -> None:
 
 
 def test_a_ring_runs_over_the_channel_that_is_asked_for(run: Run, tmp_path: Path) -> None:
-    """NVLink by itself, PCIe when told; the plan file verifies like any other."""
     assert make_schedule("ring", "v100x4").schedule == "nvlink ring"
     path = tmp_path / "ring.json"
     assert run("plan", "v100x4", "--schedule", "ring", "--channels", "pcie", "-o", str(path))[0] == 0
@@ -274,16 +269,15 @@ def test_trees_are_what_is_planned_anyway(run: Run) -> None:
         (("--schedule", "ring", "--bound-only"), "--schedule does not go with --bound-only"),
         (("--schedule", "ring", "--density", "0.1"), "--schedule does not go with --density"),
         (("--schedule", "relay-ring", "--channels", "pcie"), "runs over nvlink here, not over pcie"),
-        (
-            ("--schedule", "double-tree", "--collective", "allgather"),
-            "double binary trees do not do allgather",
-        ),
+        (("--schedule", "double-tree", "--collective", "allgather"), "double binary trees do not do allg"),
         (("--schedule", "one-hop", "--gpus", "1,4,5"), "no one-hop: gpu4 reaches gpu1 only through another"),
         (("--schedule", "relay-ring", "--gpus", "0,5"), "no relay rings: no NVLink path leaves the cut"),
+        (("--method", "three-phase"), "three phases need GPUs on two servers or more, and all 8 are on"),
+        (("--method", "three-phase", "--order", "trees"), "--order belongs to --method exact"),
+        (("--method", "three-phase", "--sizes", "1KB:1GB"), "--method does not go with --sizes"),
     ],
 )
 def test_what_does_not_go_with_a_schedule_is_one_line(run: Run, options: tuple[str, ...], says: str) -> None:
-    """Unknown names, options of packed trees, channels that it does not run over, machines that do not have it."""
     status, out, err = run("plan", "dgx-1v", *options)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err

@@ -163,8 +163,7 @@ def _graph_element(
     """Return one graph with its channels; ``speed`` is GB/s of one channel as NCCL counts it."""
     channels = [
         XmlElement(
-            "channel",
-            children=tuple(XmlElement("gpu", {"dev": _hex_number(numbers[gpu])}) for gpu in order),
+            "channel", children=tuple(XmlElement("gpu", {"dev": _hex_number(numbers[gpu])}) for gpu in order)
         )
         for order, times in orders.items()
         for _ in range(times)

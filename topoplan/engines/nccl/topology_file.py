@@ -110,28 +110,27 @@ def _rate_notes(
 
 def _omission_notes(machine: Topology, tree: NcclHostTree, nodes: Mapping[str, int]) -> list[str]:
     unsaid: dict[str, list[str]] = {}
+
+    def omit(fact: str, place: str) -> None:
+        unsaid.setdefault(fact, []).append(place)
+
     for device in machine.devices:
         for key, _ in device.facts:
             if key not in _KEPT_FACTS.get(device.kind, ()):
-                unsaid.setdefault(f"fact {key}", []).append(device.name)
-        if device.kind == "nvswitch" and (device.name, device.model, device.busid) != (
-            SWITCH,
-            "NVSwitch",
-            "",
-        ):
-            unsaid.setdefault(f"name, model and bus id of an NVSwitch, which is read as {SWITCH}", []).append(
-                device.name
-            )
+                omit(f"fact {key}", device.name)
+        as_read = (device.name, device.model, device.busid) == (SWITCH, "NVSwitch", "")
+        if device.kind == "nvswitch" and not as_read:
+            omit(f"name, model and bus id of an NVSwitch, which is read as {SWITCH}", device.name)
         placed = device.kind in ("gpu", "nic") and device.name in tree.above and device.numa is not None
         if placed and nodes[tree.cpu_of(device.name)] != device.numa:
-            unsaid.setdefault("a NUMA node that is not that of the CPU above", []).append(device.name)
+            omit("a NUMA node that is not that of the CPU above", device.name)
         if device.kind == "pcie" and device.numa is not None:
-            unsaid.setdefault("the NUMA node of a switch", []).append(device.name)
+            omit("the NUMA node of a switch", device.name)
     for link in machine.links:
         if link.latency is not None:
-            unsaid.setdefault("latency", []).append(f"{link.src}->{link.dst}")
+            omit("latency", f"{link.src}->{link.dst}")
         if link.channel == "c2c" and link.count > 1:
-            unsaid.setdefault("the number of c2c links, which are read as one", []).append(link.src)
+            omit("the number of c2c links, which are read as one", link.src)
     notes = [f"not in the file: {fact}: {listed(dict.fromkeys(places))}" for fact, places in unsaid.items()]
     if machine.servers and machine.servers != (_SERVER,):
         notes.append(f"not in the file: the name of server {machine.servers[0]}, which is read as {_SERVER}")
@@ -289,15 +288,8 @@ class _TopologyWriter:
             target, target_class = self.busid[end], (_AMD_CLASS if self.amd else _CLASS)["gpu"]
         else:
             target, target_class = _HIDDEN, _CPU_CLASS if end else _NVSWITCH_CLASS
-        return XmlElement(
-            "xgmi" if self.amd else "nvlink",
-            {
-                "target": target,
-                "count": str(count),
-                "tclass": target_class,
-                "bandwidth": repr(float(bandwidth)),
-            },
-        )
+        known = {"target": target, "count": str(count), "tclass": target_class}
+        return XmlElement("xgmi" if self.amd else "nvlink", {**known, "bandwidth": repr(float(bandwidth))})
 
     def _net_number(self, name: str) -> int:
         """Return the first number of a NIC's network devices."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Link, Topology
 from topoplan.reading.nccl.topology_elements import XmlElement
-from topoplan.units import exact, listed, nearest_float
+from topoplan.units import listed, summed
 
 _CLIMBING = {"gpu", "nic", "pcie"}
 
@@ -150,11 +150,8 @@ def _sockets(topology: Topology, cpus: list[str]) -> dict[str, float]:
 def _omitted_devices(topology: Topology, kept: set[str]) -> tuple[str, ...]:
     out = [device for device in topology.devices if device.name not in kept and device.kind != "nvswitch"]
     network = sum(link.channel == "network" for link in topology.links)
-    several = [
-        f"{link.src}->{link.dst}"
-        for link in topology.links
-        if link.channel in ("pcie", "sys") and link.count > 1
-    ]
+    wires = (link for link in topology.links if link.channel in ("pcie", "sys"))
+    several = [f"{link.src}->{link.dst}" for link in wires if link.count > 1]
     notes = []
     if network:
         notes.append(
@@ -200,7 +197,7 @@ def gpu_links(topology: Topology, tree: NcclHostTree) -> tuple[dict[str, GpuLink
         listed_ends = [(dst, link.count, link.bandwidth) for dst, link in direct]
         if switched:
             switches[gpu] = sorted(link.dst for link in switched)
-            bandwidth = nearest_float(sum(exact(link.bandwidth) for link in switched))  # type: ignore[arg-type]
+            bandwidth = summed(link.bandwidth for link in switched)
             listed_ends.append(("", sum(link.count for link in switched), bandwidth))
         up = [link for (src, _), link in c2c.items() if src == gpu]
         found[gpu] = GpuLinks(tuple(listed_ends), up[0] if up else None)
@@ -256,15 +253,9 @@ MAX_ATTRIBUTES = 13
 """NCCL keeps 16 and reserves three for its own, such as ``keep`` and ``host_hash``."""
 
 _NO_CHARACTER = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_ENTITIES = {
-    "&": "&amp;",
-    "<": "&lt;",
-    ">": "&gt;",
-    '"': "&quot;",
-    "\t": "&#9;",
-    "\n": "&#10;",
-    "\r": "&#13;",
-}
+_ENTITIES = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "\t": "&#9;", "\n": "&#10;", "\r": "&#13;"}
+)
 
 
 def nccl_xml(root: XmlElement, comments: Sequence[str] = ()) -> str:
@@ -286,11 +277,8 @@ def _lines(element: XmlElement, indent: str) -> Iterator[str]:
         raise UsageError(
             f"<{element.name}> has {len(element.attributes)} attributes, and NCCL reads 16 with its own; state less"
         )
-    start = (
-        indent
-        + "<"
-        + " ".join((element.name, *(_attribute(element, *pair) for pair in element.attributes.items())))
-    )
+    words = (element.name, *(_attribute(element, *pair) for pair in element.attributes.items()))
+    start = f"{indent}<{' '.join(words)}"
     if not element.children:
         yield f"{start}/>"
         return
@@ -305,7 +293,7 @@ def _attribute(element: XmlElement, key: str, value: str) -> str:
         raise UsageError(
             f"<{element.name}> {key} {value[:40]!r} holds a character that XML does not allow; rename it"
         )
-    text = "".join(_ENTITIES.get(letter, letter) for letter in value)
+    text = value.translate(_ENTITIES)
     if len(text.encode()) > MAX_VALUE_BYTES:
         raise UsageError(
             f"<{element.name}> {key} {value[:40]!r}… is {len(text.encode())} bytes long, and NCCL reads "

@@ -1,7 +1,8 @@
-"""Traces of Chakra: their messages are the rows of the transfer table, and take as long in the event simulation."""
+"""Traces of Chakra: their messages are the rows of the transfer table, and take as long; trees for Graphviz."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,11 +10,10 @@ import pytest
 
 import topoplan
 from collectives.tables.lowering import lower
+from topoplan import Plan, UsageError
 from topoplan.engines.exported import Choices
 from topoplan.engines.registry import export_plan
-from topoplan.errors import UsageError
 from topoplan.model.event_simulation import run_events
-from topoplan.plans.plan import Plan
 from topoplan.plans.shards import Shard
 
 Fields = dict[int, list[int | bytes]]
@@ -31,7 +31,6 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def fields(data: bytes) -> Fields:
-    """The fields of a message, by their numbers."""
     found: Fields = {}
     at = 0
     while at < len(data):
@@ -87,7 +86,6 @@ class Node:
 
 
 def traces(plan: Plan, size: int, chunk: int | None) -> list[list[Node]]:
-    """The nodes of each rank's file."""
     made = export_plan(plan, "chakra", Choices(size=size, chunk=chunk))
     found = []
     for rank, (end, content) in enumerate(made.files):
@@ -185,3 +183,27 @@ def test_refuses_what_a_trace_cannot_hold() -> None:
     with pytest.raises(UsageError, match="more than 1000000"):
         export_plan(plan, "chakra", Choices(size=1 << 40, chunk=1 << 16))
     assert len(traces(plan, 1 << 16, None)[0]) < len(traces(plan, 1 << 26, None)[0])
+
+
+def test_every_tree_is_a_cluster_and_every_edge_an_arrow() -> None:
+    """Data run along the arrows: up to the root, drawn double, in a reduce, and down from it in a broadcast."""
+    plan = topoplan.plan("dgx-1v", gpus=[1, 4, 5, 7])
+    text = export_plan(plan, "dot").text
+    assert text.count("subgraph") == sum(len(shard.stages) for shard in plan.shards)
+    arrows = re.findall(r'"(\d+)\.(\d+)\.(\w+)" -> "\d+\.\d+\.(\w+)"', text)
+    assert len(arrows) == sum(len(stage.edges) for shard in plan.shards for stage in shard.stages)
+    root = plan.ranks[plan.shards[0].stages[0].root]
+    assert f'"0.0.{root}" [label="{root}", peripheries=2]' in text
+    assert not any(src == root for shard, stage, src, _ in arrows if (shard, stage) == ("0", "0"))
+    assert not any(dst == root for shard, stage, _, dst in arrows if (shard, stage) == ("0", "1"))
+
+
+def test_switches_on_the_way_are_named() -> None:
+    """An edge of a DGX-2 passes an NVSwitch."""
+    assert re.search(r'label="nvlink, nvswitch\w*"', export_plan(topoplan.plan("dgx-2"), "dot").text)
+
+
+def test_what_graphviz_could_not_draw_is_refused() -> None:
+    plan = topoplan.plan(topoplan.nvswitch_cluster(16, gpus=8))
+    with pytest.raises(UsageError, match="cannot be drawn"):
+        export_plan(plan, "dot")
