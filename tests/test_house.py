@@ -250,11 +250,11 @@ def test_what_a_process_loads(code: str, absent: set[str]) -> None:
 def picture() -> str:
     """Return the rooms and their imports as a Mermaid graph; an arrow that others imply is left out.
 
-    Constants of the roots (errors, units, plugins) are used everywhere and not drawn.
+    The roots (errors, units, plugins, private_files, interrupts) are used everywhere and not drawn.
     """
     imports: dict[str, set[str]] = collections.defaultdict(set)
     drawn = {f"{package}.{room}" for package in PACKAGES for room in BUDGET["order"][package]}
-    drawn -= {f"topoplan.{root}" for root in ("errors", "units", "plugins")}
+    drawn -= {f"topoplan.{root}" for root in ("errors", "units", "plugins", "private_files", "interrupts")}
     for path in FILES:
         room = ".".join(dotted(path).split(".")[:2])
         for name in imports_of(path):

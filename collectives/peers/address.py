@@ -92,7 +92,7 @@ def parse_address(text: str) -> Address:
 
 
 def listen(address: Address) -> socket.socket:
-    """Return a listening socket; a Unix path that a dead process of this user left is taken over.
+    """Return a listening socket; a Unix path that a dead process of this user left is taken over, and has mode 600.
 
     Raises
     ------
@@ -104,6 +104,7 @@ def listen(address: Address) -> socket.socket:
         return socket.create_server((address.host, address.port), family=family, backlog=1024)
     listener = socket.socket(socket.AF_UNIX)
     try:
+        os.fchmod(listener.fileno(), 0o600)  # Linux gives it to the path
         try:
             listener.bind(address.path)
         except OSError as error:
@@ -325,10 +326,20 @@ def _try_connect(address: Address, timeout: float) -> socket.socket:
     try:
         made.settimeout(timeout)
         made.connect(address.path)
+        _check_listener(made)
     except OSError:
         made.close()
         raise
     return made
+
+
+def _check_listener(made: socket.socket) -> None:
+    """Raise PermissionError if another user, who is not root, listens at the path of a connection."""
+    if hasattr(socket, "SO_PEERCRED"):
+        credentials = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+        pid, user, _ = struct.unpack("iII", credentials)
+        if user not in (0, os.geteuid()):
+            raise PermissionError(errno.EPERM, f"process {pid} of user {user} listens there")
 
 
 def _answers(path: str) -> bool:

@@ -51,7 +51,7 @@ class HostPlacement:
 
     Ranks with the same host number exchange through shared memory, all others by messages. The lowest rank of a host
     leads it in agreements of all ranks. `pids` are the process numbers of the ranks, 0 for a process that is not
-    visible from here.
+    visible from here. `memory` is the random name of the memory that the ranks of this host make.
 
     Examples
     --------
@@ -63,6 +63,7 @@ class HostPlacement:
     rank: int
     hosts: tuple[int, ...]
     pids: tuple[int, ...]
+    memory: str = ""
 
     def __post_init__(self) -> None:
         if len(self.pids) != len(self.hosts):

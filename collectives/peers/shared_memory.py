@@ -5,6 +5,9 @@ process that holds it, however that ends. Its first pages are the control pages 
 them. Linux backs only the pages that are touched, and slots grow without a message, since all ranks know how many a
 collective needs.
 
+A rank maps only memory that a rank of its job made: of another process of this user, with the job's random name and
+its seals, and of the size that all ranks know. It refuses everything else before a byte is read, written or added.
+
 `RangeAllocator` is first fit; neighbouring free ranges join again. Arrays return their range when they are collected,
 at any moment and in any thread, also inside `RangeAllocator.take`. Returning therefore takes no lock: it only notes
 the range, and the next allocation sorts it in.
@@ -13,10 +16,12 @@ the range, and the next allocation sorts it in.
 from __future__ import annotations
 
 import ctypes
-import json
+import errno
+import fcntl
 import mmap
 import os
 import secrets
+import stat
 import sys
 import threading
 import weakref
@@ -84,6 +89,10 @@ ORDERED = ("x86_64", "AMD64", "i686")
 
 Gather = Callable[[str], list[str]]  # an allgather of short texts among the ranks; all of them call it
 
+GROWING = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
+FINAL = GROWING | getattr(fcntl, "F_SEAL_GROW", 0)
+"""Seals of memory that may grow, so no access of a rank lies behind its end, and of memory of one size."""
+
 
 class Segment:
     """A mapping of the shared memory: `control` bytes of control pages, then slots.
@@ -93,7 +102,7 @@ class Segment:
 
     def __init__(self, descriptor: int, control: int) -> None:
         self._descriptor = descriptor
-        self._control = -(-control // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._control = whole_pages(control)
         self._grow(self._control)
         self.control = memoryview(mmap.mmap(descriptor, self._control))
         self._slots = AddressedMemory.of(np.zeros(0, np.uint8))
@@ -106,7 +115,7 @@ class Segment:
     def slots(self, length: int) -> AddressedMemory:
         """Return at least this many bytes of slots, contents undefined; callers have met all other ranks."""
         if len(self._slots.data) < length:
-            length = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = whole_pages(length)
             self._grow(self._control + length)
             offset = self._control if self._descriptor >= 0 else 0
             memory = mmap.mmap(self._descriptor, length, offset=offset)
@@ -128,11 +137,10 @@ class Arena:
     collected arrays return to the system. Raises `OSError` if the system refuses so many addresses.
     """
 
-    def __init__(self) -> None:
-        self.descriptor = create_memory()
+    def __init__(self, name: str) -> None:
+        length = self.length()
+        self.descriptor = create_memory(name, length, FINAL)
         try:
-            length = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            os.ftruncate(self.descriptor, length)
             self._memory = _mapped(self.descriptor, length)
         except BaseException:
             os.close(self.descriptor)
@@ -140,6 +148,11 @@ class Arena:
         self._room = _addressed(self._memory)
         self._free = RangeAllocator(length, unit=mmap.PAGESIZE)
         self._process = os.getpid()
+
+    @staticmethod
+    def length() -> int:
+        """Return the bytes of an arena of this machine."""
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def array(self, nbytes: int) -> NDArray[np.uint8] | None:
         """Return new memory, contents undefined; None if the arena is full, or in a forked process."""
@@ -185,7 +198,7 @@ class Arenas:
             if self._own is None and self._gives:
                 self._gives = False
                 with suppress(OSError):
-                    self._own = Arena()
+                    self._own = Arena(self._placement.memory)
                     self._gives = True
                     self._rooms[self._placement.place] = self._own.room
                     self._control.announce(ARENA, self._own.descriptor + 1)
@@ -209,9 +222,10 @@ class Arenas:
 
     def _opened(self, place: int) -> AddressedMemory:
         pid = self._placement.pids[self._placement.members[place]]
-        descriptor = open_memory(pid, self._control.word(place, ARENA) - 1)
+        length, number = Arena.length(), self._control.word(place, ARENA) - 1
+        descriptor = open_memory(pid, number, self._placement.memory, length, FINAL)
         try:
-            return _addressed(_mapped(descriptor, os.fstat(descriptor).st_size))
+            return _addressed(_mapped(descriptor, length))
         finally:
             os.close(descriptor)
 
@@ -292,7 +306,7 @@ def _release(memory: mmap.mmap, free: RangeAllocator, process: int, start: int, 
     A process that was forked sees the same memory, and must leave it to the one that made the array.
     """
     if os.getpid() == process:
-        length = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
+        length = max(whole_pages(nbytes), mmap.PAGESIZE)
         with suppress(OSError):  # then it is used again all the same
             memory.madvise(mmap.MADV_REMOVE, start, length)
         free.give_back(start, nbytes)
@@ -314,14 +328,63 @@ def can_share() -> bool:
     return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
 
 
-def create_memory() -> int:
-    """Return the file descriptor of new unnamed memory, empty."""
-    return os.memfd_create("topoplan", os.MFD_CLOEXEC)
+class RefusedMemory(OSError):
+    """A peer names something else than memory of the job."""
 
 
-def open_memory(pid: int, descriptor: int) -> int:
-    """Open another process's memory as a file descriptor; OSError if it is not visible or of another user."""
-    return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+def memory_name() -> str:
+    """Return a new random name of a job's memory, by which its ranks recognize it."""
+    return f"topoplan-{secrets.token_hex(8)}"
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the bytes of the pages that hold so many bytes."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def create_memory(name: str, nbytes: int, seals: int) -> int:
+    """Return the file descriptor of new memory of zeros that no path leads to, of mode 600."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_memory(
+    pid: int, descriptor: int, name: str, nbytes: int, seals: int, *, mode: int = os.O_RDWR
+) -> int:
+    """Open memory that another process made by `create_memory` with these arguments, as a file descriptor.
+
+    Nothing else is opened: a path first, whose target is looked at. Raises `OSError` if it is not visible, and
+    `RefusedMemory` if it is anything else than this memory.
+    """
+    if pid == os.getpid():
+        raise RefusedMemory(errno.EPERM, f"process {pid} is this rank itself")
+    path = os.open(f"/proc/{pid:d}/fd/{descriptor:d}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        found = os.fstat(path)
+        target = os.readlink(f"/proc/self/fd/{path}")
+        problem = "" if target == f"/memfd:{name} (deleted)" else f"is {target}"
+        if not problem and not (stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()):
+            problem = f"belongs to user {found.st_uid}"
+        if not problem:
+            opened = os.open(f"/proc/self/fd/{path}", mode | os.O_CLOEXEC)
+            try:
+                sealed, size = fcntl.fcntl(opened, fcntl.F_GET_SEALS), os.fstat(opened).st_size
+                if sealed & FINAL == seals and size == nbytes:
+                    return opened
+                problem = f"has {size} bytes and seals {sealed:#x}, not {nbytes} and {seals:#x}"
+            except OSError:  # a file on a disk has no seals
+                problem = "has no seals"
+            os.close(opened)
+    finally:
+        os.close(path)
+    raise RefusedMemory(errno.EPERM, f"descriptor {descriptor} of process {pid} {problem}")
 
 
 def meet(gather: Gather, *, rank: int, size: int) -> tuple[HostPlacement, Segment]:
@@ -331,44 +394,47 @@ def meet(gather: Gather, *, rank: int, size: int) -> tuple[HostPlacement, Segmen
     ------
     UsageError
         The ranks do not see each other's memory: they are on different hosts, in different containers, or of different
-        users. Raised on all ranks.
+        users; or rank 0 names something else. Raised on all ranks.
     """
-    held: list[int] = [create_memory()] if rank == 0 and can_share() else []
+    control = ControlPage.size(size)
+    name = memory_name()
+    held: list[int] = []
     try:
-        return _met(gather, held, rank=rank, size=size)
+        if rank == 0 and can_share():
+            held.append(create_memory(name, whole_pages(control), GROWING))
+        placement = _met(gather, held, name, rank=rank, size=size)
+        return placement, Segment(held[0], control)
     except BaseException:  # not all ranks share it
         for descriptor in held:
             os.close(descriptor)
         raise
 
 
-def _met(gather: Gather, held: list[int], *, rank: int, size: int) -> tuple[HostPlacement, Segment]:
+def _met(gather: Gather, held: list[int], name: str, *, rank: int, size: int) -> HostPlacement:
     """Share memory as `meet`; ``held`` gets the descriptor of the memory once this rank has one."""
-    mine = {"pid": os.getpid(), "descriptor": held[0] if held else -1, "file": _identity(held)}
-    ranks = [json.loads(text) for text in gather(json.dumps(mine))]
-    fault = "" if ranks[0]["descriptor"] >= 0 else "this system has no memory without a name (memfd_create)"
+    texts = gather(f"{os.getpid()} {held[0] if held else -1} {name}")
+    try:
+        ranks = [(int(pid), int(number), name) for pid, number, name in map(str.split, texts)]
+        pid, number, name = ranks[0]
+        if max(max(one[:2]) for one in ranks) >= 2**31:
+            raise ValueError("a number is too large")
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            f"rank {rank} must get process, descriptor and name of the ranks' memory from rank 0, got other data "
+            f"({error}); another program may listen at the rendezvous"
+        ) from error
+    fault = "" if number >= 0 else "this system has no memory without a name (memfd_create)"
     if rank and not fault:
         try:
-            held.append(open_memory(ranks[0]["pid"], ranks[0]["descriptor"]))
-            # the same process number may be another process in another container
-            same = _identity(held) == ranks[0]["file"]
-            fault = "" if same else f"process {ranks[0]['pid']} is not rank 0 here"
+            held.append(open_memory(pid, number, name, whole_pages(ControlPage.size(size)), GROWING))
+        except RefusedMemory as error:
+            fault = f"it refuses the memory that rank 0 names: {error.strerror}"
         except OSError as error:
             fault = f"it cannot see the memory of rank 0 ({error.strerror})"
-    faults = gather(fault)
-    for other, text in enumerate(faults):
+    for other, text in {**dict(enumerate(gather(fault))), rank: fault}.items():
         if text:
             raise UsageError(f"ranks cannot share memory: rank {other} says {text}; use another back end")
-    placement = HostPlacement(rank, (0,) * size, tuple(one["pid"] for one in ranks))
-    return placement, Segment(held[0], ControlPage.size(size))
-
-
-def _identity(held: list[int]) -> list[int | str]:
-    """Return a memory's identity among all hosts; empty without a descriptor."""
-    if not held:
-        return []
-    known = os.fstat(held[0])
-    return [known.st_dev, known.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    return HostPlacement(rank, (0,) * size, tuple(pid for pid, _, _ in ranks), name)
 
 
 def lock_fence() -> Callable[[], None]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from collectives.peers.control_page import AGREED, CLOSED, NOTES, ControlPage, HostPlacement
 from collectives.peers.control_plane import LENGTH, ControlPlane, Signature, disagreement, plain_message
 from collectives.peers.peer_watchdog import PeerWatchdog, RemoteFailures
-from collectives.peers.shared_memory import create_memory, open_memory
+from collectives.peers.shared_memory import FINAL, RefusedMemory, create_memory, open_memory
 from topoplan.errors import BackendError
 
 OUTCOME = 32  # bytes of the outcome of a comparison
@@ -120,7 +120,7 @@ class SharedMemoryControlPlane(ControlPlane):
         """Short messages fit into a rank's note; longer ones lie in memory that the note names."""
         if self._others is not None:
             return self._others.gather(data, lambda done, peer: self.watch.until(done, peer, 0))
-        texts: dict[int, str | int] = {}
+        texts: dict[int, str | list[int]] = {}
 
         def take(notes: Notes) -> bytes:
             texts.update(self._values(notes, "text"))
@@ -129,15 +129,14 @@ class SharedMemoryControlPlane(ControlPlane):
         note = json.dumps({"text": data.decode("latin-1")}).encode()
         descriptor = -1
         if len(note) > LENGTH:
-            descriptor = create_memory()
+            descriptor = create_memory(self._placement.memory, len(data), FINAL)
             with open(descriptor, "wb", closefd=False) as memory:
                 memory.write(data)
-            note = json.dumps({"text": descriptor}).encode()
+            note = json.dumps({"text": [descriptor, len(data)]}).encode()
         try:
             self._reach(note.ljust(LENGTH), take)
             said = [
-                one.encode("latin-1") if isinstance(one, str) else self._read(rank, one)
-                for rank, one in sorted(texts.items())
+                data if rank == self.rank else self._text(rank, one) for rank, one in sorted(texts.items())
             ]
             if any(not isinstance(one, str) for one in texts.values()):
                 self._reach(json.dumps({"text": "read"}).encode().ljust(LENGTH), take)
@@ -146,15 +145,22 @@ class SharedMemoryControlPlane(ControlPlane):
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _read(self, rank: int, descriptor: int) -> bytes:
-        """Return the contents of the memory that a rank's note names."""
+    def _text(self, rank: int, text: str | list[int]) -> bytes:
+        """Return the message of a rank's note, or of the memory that it names by descriptor and length."""
+        if isinstance(text, str):
+            return text.encode("latin-1")
+        descriptor, nbytes = text
+        pid, name = self._placement.pids[rank], self._placement.memory
         try:
-            with open(open_memory(self._placement.pids[rank], descriptor), "rb") as memory:
-                memory.seek(0)
+            with open(open_memory(pid, descriptor, name, nbytes, FINAL, mode=os.O_RDONLY), "rb") as memory:
                 return memory.read()
         except (FileNotFoundError, ProcessLookupError):  # the process has ended, or its call
             self.watch.check()
             self.watch.fail(rank, 0, "the peer's memory is gone: its process has ended", lost=True)
+        except RefusedMemory as error:
+            self.watch.fail(
+                rank, 0, f"this rank refuses the memory that the peer names: {error.strerror}", lost=False
+            )
 
     def trouble(self) -> BackendError | None:
         try:

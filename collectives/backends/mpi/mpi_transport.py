@@ -34,12 +34,15 @@ from collectives.peers.control_page import ControlPage, HostPlacement, RankFailu
 from collectives.peers.control_plane import LENGTH
 from collectives.peers.peer_watchdog import PeerWatchdog
 from collectives.peers.shared_memory import (
+    GROWING,
     ORDERED,
     Segment,
     can_share,
     create_memory,
     lock_fence,
+    memory_name,
     open_memory,
+    whole_pages,
 )
 from collectives.peers.shared_memory_control_plane import Notes, Until
 from topoplan.errors import UsageError
@@ -133,14 +136,15 @@ def share_memory(comm: Any, *, shared: bool, hosts: Sequence[int] | None) -> tup
     wanted = alone if not shared else list(machines if hosts is None else hosts)
     _check_hosts(wanted, machines)
     pids = comm.allgather(os.getpid())
-    descriptor = _share(comm.allgather, HostPlacement(comm.rank, tuple(wanted), tuple(pids)))
-    if descriptor is None:
-        descriptor, wanted = -1, alone
+    found = _share(comm.allgather, HostPlacement(comm.rank, tuple(wanted), tuple(pids)))
+    descriptor, name = found or (-1, "")
+    if found is None:
+        wanted = alone
     seen = [
         pid if machine == machines[comm.rank] and Path(f"/proc/{pid}/stat").exists() else 0
         for pid, machine in zip(pids, machines, strict=True)
     ]
-    return _shared(comm.allgather, HostPlacement(comm.rank, tuple(wanted), tuple(seen)), descriptor)
+    return _shared(comm.allgather, HostPlacement(comm.rank, tuple(wanted), tuple(seen), name), descriptor)
 
 
 def share_memory_again(gather: Gather, placement: HostPlacement) -> tuple[HostPlacement, Segment]:
@@ -148,11 +152,10 @@ def share_memory_again(gather: Gather, placement: HostPlacement) -> tuple[HostPl
 
     `gather` is over them, and fails if one of them dies meanwhile. `placement` is theirs.
     """
-    descriptor = _share(gather, placement)
-    if descriptor is None:
-        descriptor, alone = -1, tuple(range(len(placement.hosts)))
-        placement = HostPlacement(placement.rank, alone, placement.pids)
-    return _shared(gather, placement, descriptor)
+    found = _share(gather, placement)
+    descriptor, name = found or (-1, "")
+    hosts = placement.hosts if found else tuple(range(len(placement.hosts)))
+    return _shared(gather, HostPlacement(placement.rank, hosts, placement.pids, name), descriptor)
 
 
 def _shared(gather: Gather, placement: HostPlacement, descriptor: int) -> tuple[HostPlacement, Segment]:
@@ -177,21 +180,23 @@ def _check_hosts(hosts: Sequence[int], machines: Sequence[int]) -> None:
             )
 
 
-def _share(gather: Gather, placement: HostPlacement) -> int | None:
-    """Return a file descriptor of the memory of this rank's host; None on all ranks if one of them cannot map it."""
-    leads = placement.rank == placement.leader
-    descriptor = create_memory() if can_share() and leads else None
+def _share(gather: Gather, placement: HostPlacement) -> tuple[int, str] | None:
+    """Return descriptor and name of the memory of this rank's host; None on all ranks if one of them cannot map it."""
+    leads, nbytes = placement.rank == placement.leader, whole_pages(ControlPage.size(len(placement.members)))
+    name = memory_name()
+    descriptor = create_memory(name, nbytes, GROWING) if can_share() and leads else None
     with ExitStack() as unless_kept:
         if descriptor is not None:
             unless_kept.callback(os.close, descriptor)
-        place = gather("" if descriptor is None else f"{os.getpid()} {descriptor}")[placement.leader]
+        place = gather("" if descriptor is None else f"{os.getpid()} {descriptor} {name}")[placement.leader]
         if place and not leads:
+            pid, number, name = place.split()
             with suppress(OSError):
-                descriptor = open_memory(*map(int, place.split()))
+                descriptor = open_memory(int(pid), int(number), name, nbytes, GROWING)
                 unless_kept.callback(os.close, descriptor)
-        if all(gather("" if descriptor is None else "has it")):
+        if all(gather("" if descriptor is None else "has it")) and descriptor is not None:
             unless_kept.pop_all()
-            return descriptor
+            return descriptor, name
     return None
 
 
