@@ -29,6 +29,8 @@ from collectives.backends.open_backend import check_backend
 from collectives.communicator import mpiexec_wrapper
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import UsageError
+from topoplan.interrupts import raise_if_interrupted
+from topoplan.private_files import job_directory
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 
@@ -99,6 +101,7 @@ class LocalRanks:
         """Wait until all have ended, or one has failed and the others had time to end; return the worst exit status."""
         ranks = list(self._at.values())
         while _running(ranks) and not any(process.returncode for process in ranks):
+            raise_if_interrupted()
             time.sleep(POLL_SECONDS)
         _await_all(ranks, self._grace)
         statuses = [process.returncode for process in ranks if process.returncode is not None]
@@ -112,10 +115,13 @@ class LocalRanks:
     def end(self) -> None:
         """End the running processes."""
         ranks = [*self._at.values(), *self._lost]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            _signal(_running(ranks), number)
+        try:
+            _signal(_running(ranks), signal.SIGTERM)
             # a stopped process handles a signal when it continues
             _signal(_running(ranks), signal.SIGCONT)
+            _await_all(ranks, self._grace)
+        finally:  # also at once after another interrupt
+            _signal(_running(ranks), signal.SIGKILL)
             _await_all(ranks, self._grace)
 
 
@@ -154,11 +160,23 @@ def local_ranks(
         rendezvous.close()
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> Callable[[], None] | None:
-    """Return a function for a new process that requests a signal when this one ends; None without system support."""
+def end_with_parent() -> None:
+    """Let Linux kill this process, a rank, when the process that started it ends: its launcher may be killed."""
+    tie = die_with_parent(parent=os.getppid())
+    if tie is not None:
+        tie()
+
+
+def die_with_parent(
+    number: signal.Signals = signal.SIGKILL, *, parent: int | None = None
+) -> Callable[[], None] | None:
+    """Return a function for a process that requests a signal when its parent ends; None without system support.
+
+    The parent is this process, which is about to start it, unless another number is given.
+    """
     if sys.platform != "linux":
         return None
-    parent = os.getpid()
+    parent = os.getpid() if parent is None else parent
     prctl = ctypes.CDLL(None).prctl
     signal_number, end = int(number), os._exit
 
@@ -234,6 +252,12 @@ OPEN_MPI = (
 )
 """Options for Open MPI 5; more processes than processors are fine."""
 
+SHARED_MEMORY = Path("/dev/shm")
+OPEN_MPI_FOLDERS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+"""Where Open MPI makes files of shared memory, and the variables that name another folder: it leaves them when its
+processes are killed.
+"""
+
 HYDRA = ("-disable-auto-cleanup",)
 """Options for MPICH, and for others with its launcher.
 
@@ -286,39 +310,59 @@ def run_mpi(command: Sequence[str], processes: int, *, grace: float = 5.0) -> in
     them. Returns 0, or the launcher's exit status; 128 + the number of the signal that killed it. Raises as
     `mpiexec_command`.
     """
-    whole = mpiexec_command(processes, command)
-    launcher = start_mpiexec(whole)
-    try:
-        status = launcher.wait()
-    except BaseException as error:
-        soon = isinstance(error, KeyboardInterrupt) and error.args  # it stands for a signal that asks to end
-        first = () if soon else (signal.SIGINT,)
-        end_mpiexec(launcher, (*first, signal.SIGTERM, signal.SIGKILL), grace=grace)
-        raise
+    with mpiexec_job(mpiexec_command(processes, command), grace=grace) as launcher:
+        while (status := launcher.poll()) is None:
+            raise_if_interrupted()
+            time.sleep(POLL_SECONDS)
     return 128 - status if status < 0 else status
 
 
-def start_mpiexec(command: Sequence[str], output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """Start a command of `mpiexec_command`, in a session of its own; on Linux it ends when this process does.
+@contextlib.contextmanager
+def mpiexec_job(
+    command: Sequence[str], *, output: IO[bytes] | None = None, grace: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of `mpiexec_command` inside the block, in a session of its own; it leaves no process and no file.
 
-    `output` takes the output of all processes; by default it goes where this process's own goes.
+    `output` takes the output of all processes; by default it goes where this process's own goes. At the end, and after
+    an interrupt, each signal has `grace` seconds to end them. On Linux the launcher ends when this process does. The
+    files of the MPI library, also those in shared memory, lie in directories of this job.
     """
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        preexec_fn=die_with_parent(signal.SIGTERM),
-    )
+    with contextlib.ExitStack() as folders:
+        environment = {**os.environ, "TMPDIR": str(folders.enter_context(job_directory("mpi")))}
+        if SHARED_MEMORY.is_dir():
+            shared = str(folders.enter_context(job_directory("mpi", SHARED_MEMORY)))
+            environment = {**dict.fromkeys(OPEN_MPI_FOLDERS, shared), **environment}
+        launcher = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGTERM),
+        )
+        numbers = [signal.SIGTERM, signal.SIGKILL]
+        try:
+            yield launcher
+        except KeyboardInterrupt as error:
+            if not error.args:  # with arguments it stands for a signal that asks to end soon
+                numbers.insert(0, signal.SIGINT)
+            raise
+        finally:
+            _end_mpiexec(launcher, numbers, grace)
 
 
-def end_mpiexec(
-    launcher: subprocess.Popen[bytes], numbers: Sequence[signal.Signals], *, grace: float
-) -> None:
-    """End a launcher by the first signal that works within `grace` seconds; all but SIGKILL end its processes too."""
-    for number in numbers:
-        launcher.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(grace)
-            return
+def _end_mpiexec(launcher: subprocess.Popen[bytes], numbers: Sequence[signal.Signals], grace: float) -> None:
+    """End a launcher by the first signal that works within `grace` seconds, then what is left of its session."""
+    try:
+        if launcher.poll() is None:
+            launcher.send_signal(numbers[0])
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(grace)
+    finally:
+        if launcher.poll() is None and numbers[1:]:  # after another interrupt at once
+            _end_mpiexec(launcher, numbers[1:], grace)
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                if path.read_text(errors="replace").rpartition(")")[2].split()[3] == str(launcher.pid):
+                    os.kill(int(path.parent.name), signal.SIGKILL)

@@ -27,7 +27,6 @@ import logging
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
@@ -47,6 +46,7 @@ from collectives.torch import Cast, HookState, LowRank, Quantize, Shrink, Thresh
 from collectives.training.exchange_settings import Compression
 from collectives.training.modes import Straggler
 from topoplan.errors import TopoplanError, UsageError
+from topoplan.private_files import job_directory
 
 TRAINING_IMAGES, TEST_IMAGES = 8192, 4096
 
@@ -126,8 +126,8 @@ def launch_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     lost = _parse_lost_rank(options)
     command = [sys.executable, "-m", "collectives.examples.train_cifar_like", *arguments]
     with (
-        tempfile.TemporaryDirectory() as folder,
-        local_ranks(command, options.processes, environment={FOLDER_VARIABLE: folder}) as ranks,
+        job_directory("example") as folder,
+        local_ranks(command, options.processes, environment={FOLDER_VARIABLE: str(folder)}) as ranks,
     ):
         if lost is not None:
             rank, _ = lost

@@ -12,7 +12,6 @@ import os
 import secrets
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
@@ -33,6 +32,7 @@ from topoplan.cli.output import (
 from topoplan.cli.sources import read_plan
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, collective_name
+from topoplan.private_files import job_directory
 from topoplan.units import counted, format_size, labelled
 
 if TYPE_CHECKING:
@@ -287,6 +287,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
 def run(options: argparse.Namespace) -> Answer | int:
     """Run a plan on real arrays; exit status 1 if any element of a result is wrong or a process failed."""
     from collectives.backends.open_backend import BackendSettings, check_backend
+    from collectives.communicator.launch import end_with_parent
     from collectives.lab.benchmark import check_dtype, check_memory
 
     if options.timeout is None:
@@ -305,6 +306,8 @@ def run(options: argparse.Namespace) -> Answer | int:
     if options.chaos is not None:
         return run_chaos(options, plan, launched=started_as_rank(options.backend))
     if options.backend in IN_ONE_PROCESS or started_as_rank(options.backend):
+        if options.backend == "mpi":
+            end_with_parent()
         return _run_here(options, plan)
     return start_processes(options, plan)
 
@@ -460,8 +463,8 @@ def start_processes(options: argparse.Namespace, plan: Plans) -> int:
     from collectives.backends.open_backend import machine_helpers
     from collectives.communicator.launch import start_ranks
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "plan.json"
+    with job_directory("bench") as folder:
+        path = folder / "plan.json"
         path.write_text(plan.to_json())
         command = [
             *(sys.executable, "-m", "topoplan", "bench", str(path)),

@@ -17,7 +17,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from collectives.backends.open_backend import BACKENDS as RECORDS
-from collectives.communicator.launch import die_with_parent, end_mpiexec, mpiexec_command, start_mpiexec
+from collectives.communicator.launch import die_with_parent, mpiexec_command, mpiexec_job
 from collectives.lab.chaos_draws import (
     BURST,
     HOG,
@@ -41,7 +40,9 @@ from collectives.lab.chaos_rank import START_SECONDS, RankSettings, run_rank, wa
 from collectives.peers.membership_state import EXCLUDED
 from collectives.peers.peer_watchdog import process_state
 from topoplan.errors import UsageError
+from topoplan.interrupts import raise_if_interrupted
 from topoplan.plans.plan import Plans
+from topoplan.private_files import job_directory
 
 BACKENDS = ("shared", "tcp", "mpi")
 """Back ends of a chaos run."""
@@ -188,8 +189,8 @@ def run_chaos_jobs(
 def _running_job(
     settings: ChaosSettings, outcome: ChaosOutcome, tell: Callable[[str], None]
 ) -> Iterator[_ChaosJob]:
-    with tempfile.TemporaryDirectory(prefix="topoplan-chaos-") as folder:
-        job = _ChaosJob(settings, outcome, tell, folder)
+    with job_directory("chaos") as folder:
+        job = _ChaosJob(settings, outcome, tell, str(folder))
         try:
             yield job
         finally:
@@ -229,6 +230,7 @@ class _ChaosJob:
         self._children: set[int] = set()
         self._ends: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
+        self._resources = contextlib.ExitStack()
         self._named: set[str] = set()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -254,8 +256,10 @@ class _ChaosJob:
         self._ranks = {rank: _RankRecord(rank) for rank in self._there}
         if self._settings.backend == "mpi":
             program = [sys.executable, "-m", "collectives.lab.chaos_rank", self._address]
+            command = mpiexec_command(self._settings.ranks, program)
             with open(f"{self._folder}/launcher", "wb") as noise:
-                self._launcher = start_mpiexec(mpiexec_command(self._settings.ranks, program), noise)
+                job = mpiexec_job(command, output=noise, grace=LAUNCHER_SECONDS)
+                self._launcher = self._resources.enter_context(job)
         else:
             for rank in self._there:
                 self._fork(lambda rank=rank: run_rank(self._address, rank))  # type: ignore[misc]
@@ -326,9 +330,7 @@ class _ChaosJob:
                 _signal(one.pid, signal.SIGKILL)
             if one.connection is not None:
                 one.connection.close()
-        if self._launcher is not None:
-            end_mpiexec(self._launcher, (signal.SIGTERM, signal.SIGKILL), grace=LAUNCHER_SECONDS)
-            self._launcher.wait()
+        self._resources.close()
         for pid in self._children:
             _signal(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
@@ -430,6 +432,7 @@ class _ChaosJob:
         """Handle messages for some time, or until the first."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
+            raise_if_interrupted()
             received = self._selector.select(left)
             for key, _ in received:
                 if key.fileobj is self._listener:

@@ -529,6 +529,6 @@ def log_compilation(recorder: Recorder, communicator: Communicator) -> None:
         recorder.compiled += seconds
         if 0 in communicator.ranks:
             LOGGER.warning(
-                f"compiling loops for this processor took {seconds:.1f} s, once per installation; if it happens again, "
-                "set NUMBA_CACHE_DIR to a folder that can be written"
+                f"compiling loops for this processor took {seconds:.1f} s, once per user; if it happens again, set "
+                "NUMBA_CACHE_DIR to a folder that you, and no other user, can write"
             )

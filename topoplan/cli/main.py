@@ -9,6 +9,7 @@ completion`` is made by shtab from the parsers of all commands, those of install
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import io
@@ -17,8 +18,7 @@ import re
 import signal
 import sys
 import textwrap
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from topoplan.cli.output import (
     terminal_width,
 )
 from topoplan.errors import BackendError, TopoplanError, UsageError
+from topoplan.interrupts import end_by_signal, raise_if_interrupted, raising_for_signals, received
 from topoplan.plans.plan import Plan
 from topoplan.plugins import plugin_loaders
 from topoplan.reading.load import library
@@ -222,13 +223,20 @@ RANK_VARIABLES = ("RANK", *MPI_RANK_VARIABLES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; without arguments, `sys.argv` is parsed."""
+    """Run one command and return its exit status; without arguments, `sys.argv` is parsed.
+
+    Then a signal of `SIGNAL_WORDS` ends the process too, unless it is a rank, so that shells stop their loops.
+    """
+    rank = any(name in os.environ for name in RANK_VARIABLES)
+    if arguments is None and not rank:
+        atexit.register(end_by_signal)  # runs last, since it is registered first
     given = list(sys.argv[1:] if arguments is None else arguments)
     # numba would start colorama, which writes an escape sequence behind the JSON of a rank that mpiexec gave a terminal
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    with _terminating_cleanly():
+    received.clear()
+    with contextlib.nullcontext() if rank else raising_for_signals():
         return _run_wrapped(given)
 
 
@@ -250,6 +258,7 @@ def _run_and_report(given: list[str]) -> int:
     prefix = f"topoplan {name}" if name in COMMANDS or name in others else "topoplan"
     try:
         status = _run(given, name, others)
+        raise_if_interrupted()
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -271,33 +280,6 @@ def _run_and_report(given: list[str]) -> int:
         with contextlib.suppress(OSError):  # a terminal that has gone
             print(f"{prefix}: {SIGNAL_WORDS[number]}", file=sys.stderr)
         return 128 + number
-
-
-@contextlib.contextmanager
-def _terminating_cleanly() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` once, with the number inside, for a signal of `SIGNAL_WORDS` that would end the
-    process.
-    """
-    numbers = [signal.SIGTERM, signal.SIGHUP]
-    if threading.current_thread() is not threading.main_thread() or any(
-        name in os.environ for name in RANK_VARIABLES
-    ):
-        numbers = []
-    before = {number: signal.getsignal(number) for number in numbers}
-    taken = [number for number, handler in before.items() if handler is signal.SIG_DFL]
-
-    def end(number: int, frame: object) -> None:
-        for one in taken:
-            signal.signal(one, signal.SIG_IGN)
-        raise KeyboardInterrupt(number)
-
-    for number in taken:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, before[number])
 
 
 def _run(given: Sequence[str], name: str, others: Mapping[str, Callable[[], CommandModule]]) -> int:

@@ -21,7 +21,6 @@ import hashlib
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ from topoplan.machine.host_topology import Host, HostCpu, HostGpu, HostNic, host
 from topoplan.machine.routing import without_peer_access
 from topoplan.machine.topology import Device, Topology, facts, without_named
 from topoplan.machine.topology_json import parse_topology_json
+from topoplan.private_files import cache_directory, open_private, write_private
 from topoplan.reading.probe_devices import (
     MODELS,
     FoundNic,
@@ -69,10 +69,8 @@ def cache_file(sysfs: Sysfs) -> Path | None:
     parts += mig_instances(sysfs)
     parts += device_files("/dev")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
-    folders = (Path(os.environ.get("XDG_CACHE_HOME", "")), Path(os.path.expanduser("~/.cache")))
-    # XDG: a relative folder does not count.
-    folder = next((folder for folder in folders if folder.is_absolute()), None)
-    return folder / "topoplan" / f"probe-{digest}.json" if folder else None
+    folder = cache_directory()
+    return folder / f"probe-{digest}.json" if folder else None
 
 
 def device_files(folder: str) -> list[str]:
@@ -106,15 +104,15 @@ def read_cache(path: Path | None) -> Topology | None:
     if path is None:
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            state = os.fstat(file.fileno())
-            topology = parse_topology_json(file.read())
+        with open_private(path) as file:
+            written = os.fstat(file.fileno()).st_mtime
+            topology = parse_topology_json(file.read().decode())
     except (OSError, UnicodeError, TopologyError):
         return None
     amiss = any(kind_of(note) == "warning" for note in topology.notes)
     # A clock that was set back makes an age below zero.
-    young = 0 <= time.time() - state.st_mtime <= (MOST_AGE_AMISS if amiss else MOST_AGE)
-    return topology if young and state.st_uid == os.getuid() else None
+    young = 0 <= time.time() - written <= (MOST_AGE_AMISS if amiss else MOST_AGE)
+    return topology if young else None
 
 
 def write_cache(path: Path | None, topology: Topology) -> None:
@@ -122,14 +120,7 @@ def write_cache(path: Path | None, topology: Topology) -> None:
     if path is None:
         return
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(topology.to_json())
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
+        write_private(path, topology.to_json().encode())
         for other in path.parent.glob("probe-*"):
             if time.time() - other.stat().st_mtime > MOST_AGE:
                 other.unlink()

@@ -36,6 +36,7 @@ from collectives.lab.testbed.network import (
 )
 from collectives.lab.testbed.sandbox import LinkUnderTest, SandboxJob, ScheduledPlan, sandbox_refusal
 from topoplan.errors import BackendError, ProbeError, UsageError
+from topoplan.interrupts import raise_if_interrupted
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import Link
 from topoplan.machine.variants import find_links
@@ -318,6 +319,7 @@ def run_job(job: SandboxJob, progress: Callable[[str], None] | None = None) -> J
             process.stdin.write(job.to_json() + "\n")
             process.stdin.flush()
             for line in process.stdout:
+                raise_if_interrupted()
                 record = json.loads(line)
                 if "error" in record:
                     failures.append(record)

@@ -37,12 +37,13 @@ from collectives.tables.kernels.source import (
     selection_source,
 )
 from topoplan.errors import UsageError
+from topoplan.private_files import cache_directory, open_private, write_private
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 """Options of every compilation besides its target; with ``-v`` the log states the registers of a kernel."""
 
 CACHE = "TOPOPLAN_KERNEL_CACHE"
-"""Environment variable of the folder of compiled kernels; without it every process compiles them."""
+"""Environment variable of the folder of compiled kernels, by default in the user's cache; empty for none."""
 
 
 class Nvrtc(Protocol):
@@ -145,7 +146,8 @@ def _compiled_for(source: str, capability: int) -> bytes:
             f'NVRTC {major}.{minor}; use a newer GPU, or pip install "topoplan[cuda12]" in place of cuda13'
         )
     architecture, kind = target
-    folder = os.environ.get(CACHE)
+    user = cache_directory()
+    folder = os.environ.get(CACHE, str(user / "kernels") if user else "")
     if not folder:
         return compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
     key = repr((source, OPTIONS, architecture, kind, tuple(nvrtc.getVersion())))
@@ -154,24 +156,17 @@ def _compiled_for(source: str, capability: int) -> bytes:
     if code is None:
         code = compile_source(source, architecture, to=kind, nvrtc=nvrtc).code
         with suppress(OSError):  # the cache saves time only
-            _write_code(path, code)
+            write_private(path, hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
     return code
 
 
 def _read_code(path: Path) -> bytes | None:
     try:
-        digest, code = path.read_bytes().split(b"\n", 1)
+        with open_private(path) as file:
+            digest, code = file.read().split(b"\n", 1)
     except (OSError, ValueError):
         return None
     return code if digest == hashlib.sha256(code).hexdigest().encode() else None
-
-
-def _write_code(path: Path, code: bytes) -> None:
-    """Write a cache file, complete or not at all; several processes may write it at once."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(hashlib.sha256(code).hexdigest().encode() + b"\n" + code)
-    os.replace(temporary, path)
 
 
 def load_kernel(cupy: ModuleType, source: str, name: str) -> Any:
@@ -179,8 +174,8 @@ def load_kernel(cupy: ModuleType, source: str, name: str) -> Any:
 
     ``kernel(grid, block, arguments)`` queues it on the current stream, as ``cupy.cuda.function.Function``. Compilation
     takes 0.1 to 0.2 s for a kernel; UsageError if NVRTC is missing or the GPU is too old for it. The cache is the
-    folder that ``TOPOPLAN_KERNEL_CACHE`` names; its files are keyed by source, options, architecture and compiler
-    version. Only the user may write to it: its contents are loaded into the GPU.
+    folder that ``TOPOPLAN_KERNEL_CACHE`` names, by default in the user's cache; its files are keyed by source, options,
+    architecture and compiler version. It is used only if no other user may write to it: its contents run on the GPU.
     """
     code = _compiled_for(source, int(cupy.cuda.Device().compute_capability))
     module = cupy.cuda.function.Module()

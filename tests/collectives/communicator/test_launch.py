@@ -160,7 +160,7 @@ def test_ranks_end_with_the_process_that_launched_them(number: signal.Signals, t
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
 @pytest.mark.parametrize("backend", ["tcp", "mpi"])
 def test_a_terminated_command_ends_its_ranks(backend: str, number: signal.Signals, tmp_path: Path) -> None:
     if backend == "mpi":
@@ -179,7 +179,7 @@ def test_a_terminated_command_ends_its_ranks(backend: str, number: signal.Signal
     while len(found := started_in(folder)) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     ran.send_signal(number)
-    assert ran.wait(60) == 128 + number
+    assert ran.wait(60) == -number
     assert all_end(found)
     assert list(folder.iterdir()) == []
 
@@ -206,11 +206,28 @@ def test_a_signal_is_an_interrupt(
     assert main(["list"]) == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_an_interrupt_that_python_drops_ends_the_ranks_all_the_same(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a callback of an import, from which no exception comes out."""
+
+    def lose(given: list[str], *_: object) -> int:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        return launch_local(["sleep", "1000"], 2)
+
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(import_module("topoplan.cli.main"), "_run", lose)
+    assert main(["list"]) == 128 + number
+
+
 def started_in(folder: Path) -> list[int]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"TMPDIR={folder}".encode() in (place / "environ").read_bytes().split(b"\0"):
+            if f"TMPDIR={folder}".encode() in (place / "environ").read_bytes():
                 found.append(int(place.name))
     return found
 

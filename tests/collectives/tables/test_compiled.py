@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import collectives.tables.compiled
-from collectives.tables.compiled import compiled_by_one
+from collectives.tables.compiled import compiled, compiled_by_one
 from tests.support.checkout import ROOT
 
 LOOPS = """
@@ -75,6 +75,24 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
             for _ in range(3)
         ]
         assert sorted(rank.communicate()[0].strip() for rank in ranks) == ["0", "0", "1"]
+
+
+@pytest.mark.parametrize("who", ["others", "nobody else", "others below"])
+def test_machine_code_that_others_may_write_is_not_loaded(
+    who: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice(number: int) -> int:
+        return 2 * number
+
+    monkeypatch.setattr(collectives.tables.compiled._config, "CACHE_DIR", str(tmp_path))
+    collectives.tables.compiled._cache_folder.cache_clear()
+    tmp_path.chmod(0o777 if who == "others" else 0o700)
+    path = compiled(twice).stats.cache_path  # type: ignore[attr-defined]
+    assert (path is None) == (who == "others")
+    if who == "others below":
+        Path(path).chmod(0o775)
+        assert compiled(twice).stats.cache_path is None  # type: ignore[attr-defined]
+    collectives.tables.compiled._cache_folder.cache_clear()
 
 
 def test_a_stopped_compiler_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_long_compilation_is_logged_once_on_rank_0(
         for _ in range(3):
             module.log_compilation(recorder, comm)
     assert [one.getMessage().partition(";")[0] for one in caplog.records] == [
-        "compiling loops for this processor took 5.0 s, once per installation"
+        "compiling loops for this processor took 5.0 s, once per user"
     ]
 
 
