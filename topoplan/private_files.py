@@ -23,6 +23,9 @@ from typing import IO
 
 from topoplan.errors import UsageError
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux shows memory as files."""
+
 _JOB = re.compile(r"[a-z]+-(?P<pid>\d+)-(?P<born>\d+)-(?P<place>[0-9a-f]{8})-[0-9a-f]{6}")
 
 
@@ -82,7 +85,7 @@ def job_directory(kind: str, base: Path | None = None) -> Iterator[Path]:
     owners left there that have ended is removed first. `kind` is a word in lower case. UsageError if the folder cannot
     be written, or others could replace the directory.
     """
-    folder = _runtime_folder() if base is None else base / f"topoplan-{os.geteuid()}"
+    folder = _runtime_folder() if base is None else _user_folder(base)
     name = f"{kind}-{os.getpid()}-{process_start(os.getpid())}-{_process_namespace()}-{secrets.token_hex(3)}"
     try:
         _check_shared(folder.parent)
@@ -102,15 +105,20 @@ def job_directory(kind: str, base: Path | None = None) -> Iterator[Path]:
 def _create_inside(folder: Path, name: str) -> None:
     while True:
         private_directory(folder)
-        remove_left_over(folder)
+        for one in (folder, _user_folder(SHARED_MEMORY)):
+            remove_left_over(one)
         with suppress(FileNotFoundError):  # the last job before this one has just removed it
             (folder / name).mkdir(mode=0o700)
             return
 
 
 def remove_left_over(folder: Path) -> None:
-    """Remove the job directories of owners that have ended."""
-    for path in folder.iterdir():
+    """Remove the job directories of owners that have ended from a folder of this user, if it is there."""
+    try:
+        found = list(private_directory(folder).iterdir()) if folder.is_dir() else []
+    except OSError:  # it is not this user's
+        return
+    for path in found:
         job = _JOB.fullmatch(path.name)
         if job is None or job["place"] != _process_namespace():
             continue
@@ -149,7 +157,12 @@ def _runtime_folder() -> Path:
         if runtime.is_absolute() and not runtime.lstat().st_mode & 0o077:
             _check_owner(runtime, runtime.lstat(), stat.S_IFDIR)
             return runtime / "topoplan"
-    return Path(tempfile.gettempdir()) / f"topoplan-{os.geteuid()}"
+    return _user_folder(Path(tempfile.gettempdir()))
+
+
+def _user_folder(base: Path) -> Path:
+    """Return this user's folder in one that all users write to."""
+    return base / f"topoplan-{os.geteuid()}"
 
 
 def _check_owner(path: Path, found: os.stat_result, kind: int) -> None:

@@ -30,7 +30,7 @@ from collectives.communicator import mpiexec_wrapper
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import UsageError
 from topoplan.interrupts import raise_if_interrupted
-from topoplan.private_files import job_directory
+from topoplan.private_files import SHARED_MEMORY, job_directory
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 
@@ -252,11 +252,8 @@ OPEN_MPI = (
 )
 """Options for Open MPI 5; more processes than processors are fine."""
 
-SHARED_MEMORY = Path("/dev/shm")
 OPEN_MPI_FOLDERS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
-"""Where Open MPI makes files of shared memory, and the variables that name another folder: it leaves them when its
-processes are killed.
-"""
+"""Variables that name the folder of Open MPI's files of shared memory: it leaves them when its processes are killed."""
 
 HYDRA = ("-disable-auto-cleanup",)
 """Options for MPICH, and for others with its launcher.

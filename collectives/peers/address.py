@@ -326,20 +326,20 @@ def _try_connect(address: Address, timeout: float) -> socket.socket:
     try:
         made.settimeout(timeout)
         made.connect(address.path)
-        _check_listener(made)
+        check_user(made)
     except OSError:
         made.close()
         raise
     return made
 
 
-def _check_listener(made: socket.socket) -> None:
-    """Raise PermissionError if another user, who is not root, listens at the path of a connection."""
+def check_user(made: socket.socket) -> None:
+    """Raise PermissionError if the other end of a Unix connection is of another user, who is not root."""
     if hasattr(socket, "SO_PEERCRED"):
         credentials = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
         pid, user, _ = struct.unpack("iII", credentials)
         if user not in (0, os.geteuid()):
-            raise PermissionError(errno.EPERM, f"process {pid} of user {user} listens there")
+            raise PermissionError(errno.EPERM, f"process {pid} of user {user} is at the other end")
 
 
 def _answers(path: str) -> bool:

@@ -36,6 +36,7 @@ SHARED_MEMORY = Path("/dev/shm")
 BACKENDS = ("shared", "tcp", "mpi", "chaos")
 ENDS = ("SIGKILL", "SIGKILL to all", "SIGTERM", "Ctrl-C")
 START_SECONDS = 120.0
+ORPHAN_SECONDS = 10.0  # for ranks whose launcher was killed
 
 INSIDE = (
     "unshare",
@@ -89,8 +90,8 @@ def start(arguments: Sequence[str], folder: Path) -> int:
         os._exit(1)
 
 
-def end_one(arguments: Sequence[str], end: str, folder: Path, wait: float) -> int:
-    """Start a job, end it so many seconds after its directory is there, and return its exit status."""
+def end_one(arguments: Sequence[str], end: str, folder: Path, wait: float) -> tuple[int, int]:
+    """Start a job, end it so many seconds after its directory is there, and return its process and exit status."""
     job = start(arguments, folder)
     until = time.monotonic() + START_SECONDS
     while not list(folder.glob(f"*/*-{job}-*")) and time.monotonic() < until:
@@ -104,7 +105,11 @@ def end_one(arguments: Sequence[str], end: str, folder: Path, wait: float) -> in
         os.killpg(job, signal.SIGINT)
     else:
         os.kill(job, signal.Signals[end.split()[0]])
-    return os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(job, 0)[1])
+    until = time.monotonic() + ORPHAN_SECONDS
+    while processes() and time.monotonic() < until:
+        time.sleep(0.02)
+    return job, status
 
 
 def run(jobs: int, seed: int, backends: Sequence[str]) -> int:
@@ -118,14 +123,10 @@ def run(jobs: int, seed: int, backends: Sequence[str]) -> int:
         plan.write_text(topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[0, 1, 2]).to_json())
         for number in range(jobs):
             backend, end = backends[number % len(backends)], chance.choice(ENDS)
-            status = end_one(arguments_of(backend, plan), end, folder, chance.uniform(0, 3))
-            time.sleep(0.2)
+            wait = chance.uniform(0, 3)
+            job, status = end_one(arguments_of(backend, plan), end, folder, wait)
             expected = {"SIGTERM": -signal.SIGTERM, "Ctrl-C": -signal.SIGINT}.get(end, -signal.SIGKILL)
-            own = [
-                one
-                for one in files_of(folder)
-                if one not in before and one.parent.parent in (folder, SHARED_MEMORY)
-            ]
+            own = [one for one in files_of(folder) if f"-{job}-" in one.name]
             count[backend, end, "jobs"] += 1
             count[backend, end, "other status"] += status != expected
             count[backend, end, "with processes left"] += bool(processes())
@@ -133,7 +134,17 @@ def run(jobs: int, seed: int, backends: Sequence[str]) -> int:
             if number % 20 == 19:
                 print(f"{number + 1} jobs", file=sys.stderr, flush=True)
         at_once = len(processes()), len([one for one in files_of(folder) if one not in before])
-        last = [sys.executable, "-m", "topoplan", "bench", str(plan), "--backend", "mpi", "--sizes", "64KB"]
+        last = [
+            sys.executable,
+            "-m",
+            "topoplan",
+            "bench",
+            str(plan),
+            "--backend",
+            "shared",
+            "--sizes",
+            "64KB",
+        ]
         subprocess.run(last, env={**os.environ, "TMPDIR": str(folder)}, check=True, stdout=subprocess.DEVNULL)
         left = len(processes()), len([one for one in files_of(folder) if one not in before])
     words = ("jobs", "other status", "with processes left", "with directories left")
@@ -155,13 +166,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backends", default=",".join(BACKENDS))
     parser.add_argument("--inside", action="store_true", help="this process has a /dev/shm of its own")
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
     if options.inside:
         return run(options.jobs, options.seed, options.backends.split(","))
     if refusal := sandbox_refusal():
         print(refusal, file=sys.stderr)
         return 2
-    again = [sys.executable, "-m", "tests.faults.left_over", *sys.argv[1:], "--inside"]
+    again = [sys.executable, "-m", "tests.faults.left_over", *given, "--inside"]
     inside = [*INSIDE, "sh", "-c", MOUNT, "sh", *again]
     return subprocess.run(inside, preexec_fn=die_with_parent(), check=False).returncode
 

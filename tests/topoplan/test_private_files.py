@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from topoplan import private_files
 from topoplan.errors import UsageError
 from topoplan.private_files import (
     job_directory,
@@ -59,6 +60,20 @@ def test_the_runtime_folder_is_used_if_it_is_the_user_s_alone(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(temporary / "link"))
     with job_directory("bench") as folder:
         assert folder.parent.parent == temporary
+
+
+def test_what_killed_jobs_left_in_shared_memory_is_removed_too(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_files, "SHARED_MEMORY", temporary / "shm")
+    (temporary / "shm").mkdir()
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    with job_directory("mpi", temporary / "shm") as mine:
+        left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+        left.mkdir()
+        with job_directory("bench"):
+            assert list(mine.parent.iterdir()) == [mine]
 
 
 def test_only_what_dead_owners_left_is_removed(temporary: Path) -> None:

@@ -51,7 +51,7 @@ def test_another_user_who_listens_at_a_path_is_not_believed(tmp_path: Path) -> N
             os._exit(0)
     try:
         os.read(read, 1)
-        with pytest.raises(BackendError, match=f"process {pid} of user {STRANGER} listens there"):
+        with pytest.raises(BackendError, match=f"process {pid} of user {STRANGER} is at the other end"):
             connect(parse_address(f"unix:{folder}/here"), time.monotonic() + 5)
         os.waitpid(pid, 0)
     finally:
