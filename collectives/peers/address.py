@@ -274,15 +274,15 @@ def address_among(gather: Gather, rank: int) -> str:
     hosts = gather(host_identity())
     if len(set(hosts)) == 1:
         return "127.0.0.1"
-    listener = socket.create_server(("", 0), backlog=1024) if rank == 0 else None
-    try:
-        offered = [] if listener is None else [[one, listener.getsockname()[1]] for one in _addresses()]
+    with contextlib.ExitStack() as listening:
+        offered = []
+        for address in _addresses() if rank == 0 else []:
+            with contextlib.suppress(OSError):
+                listener = listening.enter_context(socket.create_server((address, 0), backlog=1024))
+                offered.append([address, listener.getsockname()[1]])
         places = json.loads(gather(json.dumps(offered))[0])
         ends = _reached(places) if hosts[rank] != hosts[0] else ("", "")
         pairs = [json.loads(text) for text in gather(json.dumps(ends))]
-    finally:
-        if listener is not None:
-            listener.close()
     elsewhere = [ends for ends, host in zip(pairs, hosts, strict=True) if host != hosts[0]]
     if not all(reached for _, reached in elsewhere):
         return ""

@@ -2,8 +2,8 @@
 
 A control plane provides an allgather of bytes and a failure notice; the rest is the same over each transport and
 stands here. NCCL has none of this: a rank that waits for a dead one waits for ever. Transports are the rendezvous
-(`TcpControlPlane`), shared memory (`SharedMemoryControlPlane`) and messages of a process group (`GroupControlPlane`).
-The first two notice that a process has ended and find the stalled rank.
+(`TcpControlPlane`) and shared memory (`SharedMemoryControlPlane`), beside MPI's messages between hosts. Both notice
+that a process has ended and find the stalled rank.
 
 Every rank sends a `Signature` before the first byte of a collective moves, or a refusal if its arguments are wrong.
 All ranks get all signatures before any raises, so all raise the same error and can run the next collective. Failure

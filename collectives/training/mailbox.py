@@ -5,53 +5,51 @@ that belongs to it. Gradients that were not sent yet to a slow receiver are adde
 one for each key, however far apart ranks are. A published array goes only to the rank that pulls it, by a thread of its
 own: the publisher's loop does not stop.
 
-Connections are those of ``multiprocessing.connection``, one from each rank to each other, authenticated by a key that
-the ranks share. A rank that dies without a shutdown notice fails the others in their next call. A rank that loses a
-peer reports it to the others before it fails itself, so that they attribute the failure to the right rank.
+There is one connection from each rank to each other, at the address that the job uses (`address_among`), behind the
+handshake of `collectives.peers.connections`. A message is a line of JSON, and as many bytes as it says. A rank that
+dies without a shutdown notice fails the others in their next call. A rank that loses a peer reports it to the others
+before it fails itself, so that they attribute the failure to the right rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from collections.abc import Callable, Mapping
+from io import BufferedReader
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.peers.address import host_identity
-from collectives.peers.agreement import Gather
+from collectives.backends.tcp.connections import connect, tune
+from collectives.peers.address import address_among
+from collectives.peers.agreement import Gather, gather_or_raise
+from collectives.peers.connections import Connection, Endpoint, Listener, Message
+from collectives.peers.environment import job_key
 from collectives.training.modes import may_begin
 from topoplan.errors import BackendError
 
 Array = NDArray[Any]
+GRADIENT = "gradient"
 SHUTDOWN_NOTICE = "goodbye"
 FINISHED = "finished"
 LOST = "lost"
 PULL, PULLED = "pull", "pulled"
-"""Kinds of messages beside gradients and clocks."""
+"""Kinds of messages beside clocks."""
 
 WARNING_SECONDS = 0.5
 """Time for reporting a failed rank to the others, and for the reason of a broken connection to arrive."""
-
-STRANGER_SECONDS = 2.0
-"""Time in which a connecting process must prove that it has the key; a port scanner does not have it."""
 
 
 class Mailbox:
     """Posts of one rank to all others, and theirs to it.
 
-    `gather` is called twice for the rendezvous; `timeout` is in seconds, at the start and later. All waits raise
-    `BackendError` if another rank failed, or does not answer within the timeout.
+    `gather` is for the rendezvous; `timeout` is in seconds, at the start and later. All waits raise `BackendError` if
+    another rank failed, or does not answer within the timeout.
     """
 
     def __init__(self, gather: Gather, *, rank: int, size: int, timeout: float = 30.0) -> None:
@@ -70,9 +68,13 @@ class Mailbox:
         self._failure: BackendError | None = None
         self._closed = False
         self._senders: dict[int, MailboxSender] = {}
-        self._incoming: list[Connection] = []
-        self._threads: list[threading.Thread] = []
-        self._connect(gather)
+        self._incoming: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        try:
+            self._connect(gather)
+        except BaseException:
+            self._fail(None, "not all ranks connected")
+            self.close()
+            raise
 
     def post(self, key: str, gradient: Array) -> None:
         """Queue a copy of a gradient for all other ranks."""
@@ -158,12 +160,12 @@ class Mailbox:
         self._closed = True
         for sender in self._senders.values():
             sender.close()
-        for thread, connection in zip(self._threads, self._incoming, strict=True):
+        for connection, thread in self._incoming.values():
             # the other end sends a shutdown notice when it closes, unless a rank failed
             thread.join(0 if self._failure else self._timeout)
-            if thread.is_alive():
-                _shut_down_connection(connection)
-                thread.join()
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join()
             connection.close()
 
     def _wait_until(
@@ -188,89 +190,104 @@ class Mailbox:
         return [clock for peer, clock in self._clocks.items() if peer not in self._gone]
 
     def _connect(self, gather: Gather) -> None:
-        key = bytes.fromhex(gather(secrets.token_hex(32))[0])
-        listener = Listener(("", 0))
-        here = host_identity()
-        own = {"host": here, "address": _own_address(), "port": listener.address[1]}
-        contacts = [json.loads(text) for text in gather(json.dumps(own))]
-        accepting = threading.Thread(target=self._accept, args=(listener, key), daemon=True)
-        accepting.start()
+        """Open a connection to each other rank, and accept one from each."""
+        local, served = address_among(gather, self.rank), list[tuple[Listener, Endpoint]]()
+
+        def contact() -> str:
+            if not local:
+                raise BackendError("hosts do not reach each other by TCP; look at their names and firewalls")
+            endpoint = Endpoint.of_rank(job_key(), self._accept, self._broke)
+            served.append((Listener.serve(local, endpoint), endpoint))
+            return json.dumps([local, served[0][0].address.port, endpoint.card])
+
         try:
+            contacts = [json.loads(text) for text in gather_or_raise(gather, contact)]
             for peer in self._clocks:
-                contact = contacts[peer]
-                where = ("127.0.0.1" if contact["host"] == here else contact["address"], contact["port"])
-                made = Client(where)
-                with _time_limit(made, self._timeout):
-                    answer_challenge(made, key)
-                    deliver_challenge(made, key)
-                self._senders[peer] = MailboxSender(peer, made, self._cannot_send, self.rank)
-        except (OSError, EOFError, AuthenticationError) as error:
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise self._fail(peer, f"cannot reach rank {peer}: {why}") from None
-        accepting.join(self._timeout)
-        listener.close()
-        if accepting.is_alive() or len(self._incoming) < len(self._clocks):
-            raise BackendError(
-                f"not all of {self.size} ranks connected within {self._timeout:g} s", rank=self.rank
-            )
-
-    def _accept(self, listener: Listener, key: bytes) -> None:
-        with contextlib.suppress(OSError):
-            while len(self._incoming) < len(self._clocks):
-                connection = listener.accept()
+                host, port, card = contacts[peer]
+                mine = {"type": "mail", "rank": self.rank}
                 try:
-                    with _time_limit(connection, STRANGER_SECONDS):
-                        deliver_challenge(connection, key)
-                        answer_challenge(connection, key)
-                        peer = int(connection.recv_bytes().decode())
-                except (OSError, EOFError, AuthenticationError):
-                    connection.close()  # not a rank of this job
-                    continue
-                self._incoming.append(connection)
-                thread = threading.Thread(
-                    target=self._receive, args=(peer, connection), name=f"mail from {peer}", daemon=True
+                    made = connect((host, port), timeout=self._timeout)
+                    made = Connection.to(made, card, job_key(), mine, timeout=self._timeout)
+                except OSError as error:
+                    why = f"cannot reach rank {peer} at {host}:{port}: {error.strerror or error}"
+                    raise self._fail(peer, why) from None
+                self._senders[peer] = MailboxSender(peer, made, self._cannot_send)
+            with self._changed:
+                self._wait_until(
+                    lambda: not self._missing(),
+                    lambda: (one := self._missing()[0], f"rank {one} to connect; see what it is doing"),
                 )
-                self._threads.append(thread)
-                thread.start()
+        finally:
+            for listener, endpoint in served:
+                listener.leave(endpoint)
 
-    def _receive(self, peer: int, connection: Connection) -> None:
+    def _missing(self) -> list[int]:
+        return [peer for peer in self._clocks if peer not in self._incoming]
+
+    def _accept(self, connection: Connection) -> None:
+        """Take a connection of a rank: it says which rank it is, and its mail follows."""
+        connection.exact = True
+        connection.start(
+            lambda messages: self._identify(connection, messages[0]), lambda error: None, self._broke
+        )
+
+    def _identify(self, connection: Connection, message: Message) -> None:
+        peer = message.get("rank")
+        if type(peer) is not int or peer not in self._missing() or self._failure is not None:
+            connection.close()
+            return
+        made = connection.detach()
+        tune(made)
+        thread = threading.Thread(
+            target=self._receive, args=(peer, made), name=f"mail from {peer}", daemon=True
+        )
+        thread.start()
+        with self._changed:
+            self._incoming[peer] = made, thread
+            self._changed.notify_all()
+
+    def _broke(self, error: BaseException) -> None:
+        """Fail by an error of the code that accepts connections."""
+        with self._changed:
+            self._fail(self.rank, f"a connection to this rank failed: {type(error).__name__}: {error}")
+            self._changed.notify_all()
+
+    def _receive(self, peer: int, connection: socket.socket) -> None:
         try:
-            while True:
-                head = json.loads(connection.recv_bytes())
-                if head["kind"] == SHUTDOWN_NOTICE:
-                    return
-                if head["kind"] == LOST:
-                    self._lost(head["peer"], head["told"])
-                    return
-                if head["kind"] == "gradient":
-                    body = np.frombuffer(connection.recv_bytes(), head["dtype"]).reshape(head["shape"])
-                    with self._changed:
-                        known = self._inbox.get(head["key"])
-                        self._inbox[head["key"]] = body.copy() if known is None else known + body
-                    continue
-                if head["kind"] == PULL:
-                    with self._changed:
-                        published = self._published
-                        if published is None:
-                            self._askers.add(peer)
-                    if published is not None:
-                        self._answer(peer, published)
-                    continue
-                if head["kind"] == PULLED:
-                    with self._changed:
-                        self._answered.add(peer)
-                        self._changed.notify_all()
-                    continue
-                with self._changed:
-                    self._clocks[peer] = head["clock"]
-                    if head["kind"] == FINISHED:
-                        self._gone.add(peer)
-                    self._changed.notify_all()
-        except (EOFError, OSError, ValueError) as error:
+            with connection.makefile("rb") as stream:
+                while self._hear(peer, *_read(stream)):
+                    pass
+        except (EOFError, OSError, KeyError, TypeError, ValueError) as error:
             reason = f"rank {peer} failed ({type(error).__name__} {error})".replace(" )", ")")
             self._lost(
                 peer, f"{reason}; start all ranks again, or call finish on all of them before they end"
             )
+
+    def _hear(self, peer: int, head: Message, body: bytes) -> bool:
+        """Take a message; return whether others may follow."""
+        kind = head["kind"]
+        if kind == LOST:
+            self._lost(head["peer"], head["told"])
+        if kind in (LOST, SHUTDOWN_NOTICE):
+            return False
+        with self._changed:
+            published = self._published if kind == PULL else None
+            if kind == GRADIENT:
+                given = np.frombuffer(body, head["dtype"]).reshape(head["shape"])
+                known = self._inbox.get(head["key"])
+                self._inbox[head["key"]] = given.copy() if known is None else known + given
+                return True
+            if kind == PULL:
+                self._askers |= {peer} if published is None else set()
+            elif kind == PULLED:
+                self._answered.add(peer)
+            else:
+                self._clocks[peer] = head["clock"]
+                self._gone |= {peer} if kind == FINISHED else set()
+            self._changed.notify_all()
+        if published is not None:
+            self._answer(peer, published)
+        return True
 
     def _answer(self, peer: int, arrays: Mapping[str, Array]) -> None:
         for key, array in arrays.items():
@@ -294,7 +311,7 @@ class Mailbox:
                 self._fail(peer, reason)
             self._changed.notify_all()
 
-    def _fail(self, peer: int, reason: str) -> BackendError:
+    def _fail(self, peer: int | None, reason: str) -> BackendError:
         if self._failure is None:
             self._failure = BackendError(reason, rank=self.rank, peer=peer, step=self.clock)
         return self._failure
@@ -310,9 +327,7 @@ class MailboxSender:
     `lost` is called with the peer and a reason if the connection breaks.
     """
 
-    def __init__(
-        self, peer: int, connection: Connection, lost: Callable[[int, str], None], rank: int
-    ) -> None:
+    def __init__(self, peer: int, connection: socket.socket, lost: Callable[[int, str], None]) -> None:
         self._peer = peer
         self._connection = connection
         self._lost = lost
@@ -324,7 +339,6 @@ class MailboxSender:
         self._warned = threading.Event()
         self._ending = False
         self._changed = threading.Condition()
-        connection.send_bytes(str(rank).encode())
         self._thread = threading.Thread(target=self._work, name=f"mail to {peer}", daemon=True)
         self._thread.start()
 
@@ -388,50 +402,34 @@ class MailboxSender:
                     clock, self._clock = self._clock, None
                     kind, ending = self._kind, self._ending
                 if warning is not None:
-                    self._connection.send_bytes(json.dumps(warning).encode())
+                    self._send(warning)
                     self._warned.set()
                     return
                 for key, gradient in waiting.items():
-                    head = {
-                        "kind": "gradient",
-                        "key": key,
-                        "dtype": gradient.dtype.str,
-                        "shape": gradient.shape,
-                    }
-                    self._connection.send_bytes(json.dumps(head).encode())
-                    self._connection.send_bytes(
-                        np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data
-                    )
+                    about = {"dtype": gradient.dtype.str, "shape": gradient.shape}
+                    head = {"kind": GRADIENT, "key": key, **about}
+                    self._send(head, np.ascontiguousarray(gradient).reshape(-1).view(np.uint8).data)
                 for word in words:
-                    self._connection.send_bytes(json.dumps({"kind": word}).encode())
+                    self._send({"kind": word})
                 if clock is not None:
-                    self._connection.send_bytes(json.dumps({"kind": kind, "clock": clock}).encode())
+                    self._send({"kind": kind, "clock": clock})
                 if ending:
-                    self._connection.send_bytes(json.dumps({"kind": SHUTDOWN_NOTICE}).encode())
+                    self._send({"kind": SHUTDOWN_NOTICE})
                     return
         except OSError as error:
             self._warned.set()  # the peer cannot be reached any more
             self._lost(self._peer, f"cannot send to rank {self._peer}: {error.strerror or error}")
 
-
-@contextlib.contextmanager
-def _time_limit(connection: Connection, seconds: float) -> Iterator[None]:
-    """Raise OSError from receives inside that take longer than so many seconds."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        whole = int(seconds)
-        limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        yield
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+    def _send(self, head: Message, body: bytes | memoryview = b"") -> None:
+        self._connection.sendall(json.dumps({**head, "nbytes": len(body)}).encode() + b"\n")
+        self._connection.sendall(body)
 
 
-def _shut_down_connection(connection: Connection) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
-
-
-def _own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+def _read(stream: BufferedReader) -> tuple[Message, bytes]:
+    """Return the next message; raise EOFError at the end of the connection."""
+    line = stream.readline()
+    head = json.loads(line) if line.endswith(b"\n") else {}
+    body = stream.read(head.get("nbytes", 0))
+    if len(body) < head.get("nbytes", 1):
+        raise EOFError
+    return head, body

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,14 +26,13 @@ from collectives.backends.nccl.nccl_library import find_library
 from collectives.backends.shared.shared_backend import SharedBackend
 from collectives.backends.tcp.compiled_exchange import compile_ahead
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.backends.torch.process_groups import devices_of
+from collectives.backends.torch.process_groups import devices_of, own_address
 from collectives.backends.torch.torch_backend import TorchBackend, device_of
-from collectives.peers.address import address_of_interface
 from collectives.peers.agreement import Gather, gather_or_raise
 from collectives.peers.control_plane import Signature
 from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.rendezvous import Rendezvous
-from collectives.peers.tcp_control_plane import TcpControlPlane
+from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.cupy_arrays import on_device
 from collectives.tables.torch_arrays import TorchArrays, check_cupy, on_gpu, stream_on_cupy, tensor_on_cupy
 from topoplan.errors import BackendError, TopoplanError, UsageError
@@ -157,7 +154,7 @@ def backend_of(
             return found
         over_gloo = TorchBackend(group, timeout=timeout)
         if not shared:  # otherwise connections failed, which survivors would need for their rendezvous
-            over_gloo.meet_survivors(_own_address())
+            over_gloo.meet_survivors(own_address())
         return over_gloo
     # if all tensors are on GPUs, the group's own NCCL is not needed
     messages = TorchBackend(group, timeout=timeout) if "cpu" in kinds else None
@@ -334,22 +331,21 @@ def _at_rendezvous(
     members: GroupMembers, make: Callable[[str], Met], *closes: Callable[[], None]
 ) -> Met | str:
     """Return what a rank makes at a common rendezvous, if all succeed; otherwise the reason, the same on all ranks."""
-    place, made, own, fault = None, None, "", ""
+    place, made, fault = None, None, ""
     try:
-        if members.rank == 0:
-            with suppress(TopoplanError, OSError):  # an empty address tells the others
-                place = Rendezvous(f"{_own_address()}:0", members.size, host=0, job_made=True).start()
-                own = place.address
-        address = members.gather(own)[0]
-        faults = ["rank 0 has no address for a rendezvous"]
-        if address:
-            try:
-                made = make(address)
-            except UsageError as error:
-                fault = str(error.__cause__ or error)
-            except (TopoplanError, OSError) as error:  # reported to the others below
-                fault = str(error) or type(error).__name__
-            faults = [one for one in members.gather(fault) if one]
+        try:
+            address, place = rendezvous_within(
+                members.gather, range(members.size), rank=members.rank, local=own_address()
+            )
+        except UsageError as error:  # on all ranks
+            return str(error)
+        try:
+            made = make(address)
+        except UsageError as error:
+            fault = str(error.__cause__ or error)
+        except (TopoplanError, OSError) as error:  # reported to the others below
+            fault = str(error) or type(error).__name__
+        faults = [one for one in members.gather(fault) if one]
         if made is not None and not faults:
             made.on_close = [*closes] if place is None else [place.close, *closes]
             return made
@@ -369,13 +365,3 @@ def _close(*opened: TcpBackend | WindowBackend | Rendezvous | None) -> None:
 def torch_arrays() -> TorchArrays:
     """Return the array library of tensors on the CPU."""
     return TorchArrays([torch.device("cpu")])
-
-
-def _own_address() -> str:
-    """Return this machine's address on gloo's interface, or the one by which it reaches the master, or its own name."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        return address_of_interface(interface)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # nothing is sent
-        return str(probe.getsockname()[0])

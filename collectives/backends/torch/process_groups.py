@@ -17,7 +17,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from collectives.peers.address import address_of_interface, resolve_host
 from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
 
@@ -184,6 +187,18 @@ def gloo_among(gather: Gather, *, rank: int, size: int, local: str, timeout: flo
             f"({' '.join(str(error).split())[:100]})",
             rank=rank,
         ) from error
+
+
+def own_address() -> str:
+    """Return this machine's address on gloo's interface, or the one by which it reaches the master, or its own name."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            return address_of_interface(interface)
+        probe.connect((master, 9))  # nothing is sent
+        return str(probe.getsockname()[0])
+    return resolve_host(socket.gethostname())
 
 
 def devices_of(group: dist.ProcessGroup) -> dict[str, str]:

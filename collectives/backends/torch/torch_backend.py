@@ -1,8 +1,10 @@
 """Run the ranks of an existing process group, by messages of gloo or NCCL.
 
-Every rank runs the table as a program of global steps; tensors are sent and received in place. After a `BackendError`
-that is not a disagreement the connections of the group are closed, as gloo does after a timeout: that ends the waits of
-the other ranks. Such a group must be destroyed and made anew, as in a recovery (`TorchBackend.go_on`).
+Every rank runs the table as a program of global steps; tensors are sent and received in place. Ranks agree, and report
+failures, at a rendezvous of rank 0 (`TcpControlPlane`), whose address and token come over the group once. After a
+`BackendError` that is not a disagreement the connections of the group are closed, as gloo does after a timeout: that
+ends the waits of the other ranks. Such a group must be destroyed and made anew, as in a recovery
+(`TorchBackend.go_on`).
 
 The steps are those of `stepped_program`, some moved by a step or two. Arrivals of a step are joined before the next one
 starts. A receive may start one step ahead; a send is waited for two steps later. Both only if nothing else uses their
@@ -15,8 +17,9 @@ memory in between:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,10 +40,11 @@ from collectives.backends.stepped_program import ProgramMessage as Move
 from collectives.backends.torch.group_messages import (
     LANES,
     GlooMessages,
-    GroupControlPlane,
     GroupMessage,
     GroupMessages,
+    LostPeer,
     NcclMessages,
+    text_of_rank_0,
 )
 from collectives.backends.torch.process_groups import (
     carrier_of,
@@ -49,15 +53,18 @@ from collectives.backends.torch.process_groups import (
     gloo_among,
     group_requested,
     make_group,
+    own_address,
     wait_for_gloo_threads,
 )
 from collectives.peers.agreement import Gather
-from collectives.peers.control_plane import Signature
+from collectives.peers.control_plane import waits_for_no_peer
 from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.peers.rendezvous_client import GRACE_SECONDS
+from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.kernels.kernel_launch import Chunks
 from collectives.tables.torch_arrays import TorchArrays, join_function, join_operand
 from collectives.tables.transfer_table import Given, TransferTable
-from topoplan.errors import RefusedError, UsageError
+from topoplan.errors import BackendError, UsageError
 
 SEND_STEPS = 2
 """Steps after which a send is waited for."""
@@ -200,10 +207,10 @@ class TorchBackend(OneRank):
     `about_engine` says what carries tensors on GPUs, and why nothing better; empty if the group takes none.
 
     Raises `UsageError` if torch.distributed is not initialised, this process is not in the group, the group uses
-    neither gloo nor NCCL, or NCCL and torch finds no GPU.
+    neither gloo nor NCCL, NCCL and torch finds no GPU, or rank 0 cannot listen; `BackendError` if ranks do not come.
     """
 
-    _world: GroupControlPlane
+    _world: TcpControlPlane
 
     name = "torch"
     arrays: TorchArrays
@@ -239,17 +246,38 @@ class TorchBackend(OneRank):
         self._timeout = timeout
         self._owned = False
         self.about_engine = ""
-        self._world = GroupControlPlane(
-            self.ranks[0],
-            self.size,
-            [self._wires[device.type] for device in self.arrays.devices],
-            self.arrays.devices[0],
-            lane=TorchBackend._lanes,
-            timeout=timeout,
-        )
+        self._world, self._close_rendezvous = self._meet()
+        try:
+            lanes = self._world.texts(str(TorchBackend._lanes), timeout=timeout)
+        except BaseException:
+            self._leave()
+            raise
+        lane = max(map(int, lanes))
         for wires in self._wires.values():
-            wires.lane = 1 + (self._world.lane - 1) % (LANES - 1)
-        TorchBackend._lanes = self._world.lane + 1
+            wires.lane = 1 + (lane - 1) % (LANES - 1)
+        TorchBackend._lanes = lane + 1
+
+    def _meet(self) -> tuple[TcpControlPlane, Callable[[], None]]:
+        """Return the control plane of all ranks, and the end of its rendezvous; rank 0 listens for the others."""
+        (rank,), device = self.ranks, self.arrays.devices[0]
+        wires = self._wires[device.type]
+
+        def from_rank_0(text: str) -> list[str]:
+            return [text_of_rank_0(wires, text, rank=rank, size=self.size, device=device)] * self.size
+
+        try:
+            for one in self._wires.values():
+                one.connect()
+            address, place = rendezvous_within(from_rank_0, range(self.size), rank=rank, local=own_address())
+        except LostPeer as lost:
+            raise self._error_of(lost) from lost
+        try:
+            world = TcpControlPlane(address, rank, self.size, timeout=self._timeout)
+        except BaseException:
+            if place is not None:
+                place.close()
+            raise
+        return world, (lambda: None) if place is None else place.close
 
     @classmethod
     def open(cls, *, timeout: float) -> TorchBackend:
@@ -268,13 +296,57 @@ class TorchBackend(OneRank):
 
     def run(self, call: Call[torch.Tensor]) -> None:
         (memory,) = call.memory
-        kind = memory.source.device.type
-        self._agree(call.signature, kind)
+        kind, signature = memory.source.device.type, call.signature
+        if len(self._wires) > 1:
+            signature = replace(signature, dtype=f"{signature.dtype} on {kind}")
+        self._world.agree(signature, timeout=self._timeout)
         wires = self._wires[kind]
         steps = program(call.table, memory.rank, memory.given, memory.block, call.itemsize, ahead=wires.ahead)
         joined = None if call.op is None else join_function(call.op, memory.source)
         buffers = (memory.source, memory.result, self._scratch_of(steps.scratch, memory.source))
-        self._world.guarded(lambda: _execute(steps, buffers, wires, joined))
+        self._world.waiting = wires.waiting
+        try:
+            _execute(steps, buffers, wires, joined)
+        except LostPeer as lost:
+            error = self._failure(lost)
+            for one in self._wires.values():
+                one.cut()
+            raise error from lost
+        finally:
+            self._world.waiting = waits_for_no_peer
+
+    def _failure(self, lost: LostPeer) -> BackendError:
+        """Return the failure of the job that has ended a collective.
+
+        The rank at the other end of a closed connection has died, which the rendezvous notices too, or has given up
+        because of another one, which it reports.
+        """
+        world, limit = self._world, time.monotonic() + GRACE_SECONDS
+        if lost.timed_out and world.trouble() is None:
+            world.stalled(self._timeout)
+        try:
+            world.wait(
+                lambda: world.trouble() is not None or time.monotonic() >= limit, timeout=GRACE_SECONDS
+            )
+        except BackendError as error:
+            return error
+        if world.trouble() is None:
+            world.tell(self._error_of(lost))
+        return world.trouble() or self._error_of(lost)
+
+    def _error_of(self, lost: LostPeer) -> BackendError:
+        return BackendError(
+            f"the peer {lost.fault}; see what its process did and whether it had fewer batches, and make a new process "
+            "group",
+            rank=self.ranks[0],
+            peer=lost.peer,
+            step=lost.step,
+        )
+
+    def abort(self, error: BackendError) -> None:
+        self._world.abort(error)
+        for wires in self._wires.values():
+            wires.close_connections()
 
     def meet_survivors(self, local: str) -> None:
         """Enable recovery if all tensors are on the CPU; all ranks call this, with their machine's address."""
@@ -291,15 +363,19 @@ class TorchBackend(OneRank):
 
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         assert self.survivors is not None, "looked at before"
-        self._world.close()
+        self._leave()
         made = TorchBackend.among(
             gather, rank=rank, size=size, survivors=self.survivors, timeout=self._timeout
         )
         made._owned, self._owned = self._owned, False
         return made
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         self._world.close()
+        self._close_rendezvous()
+
+    def close(self) -> None:
+        self._leave()
         self._scratch.clear()
         if self.survivors is not None:
             self.survivors.close()
@@ -307,18 +383,6 @@ class TorchBackend(OneRank):
             self._owned = False
             wait_for_gloo_threads()
             dist.destroy_process_group()
-
-    def _agree(self, mine: Signature, kind: str) -> None:
-        """Compare with all ranks, so that all of them refuse if two differ."""
-        kinds = self._world.compare(mine, kind, timeout=self._timeout)
-        for peer, where in enumerate(kinds):
-            if where != kinds[0]:
-                raise RefusedError(
-                    f"rank {peer} has its tensors on {where} and rank 0 on {kinds[0]}; move them to the same kind",
-                    rank=self.ranks[0],
-                    peer=peer,
-                    next_call=mine.call + 1,
-                )
 
     def _scratch_of(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         """Return scratch memory of so many bytes, kept between calls."""

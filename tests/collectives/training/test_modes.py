@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import topoplan
 from collectives import Gossip, GradientSynchronizer
+from collectives.peers import connections
 from collectives.tables.numpy_arrays import NumpyArrays
-from collectives.training import mailbox
 from collectives.training.averaging import StaleAverager
 from collectives.training.exchange_settings import LossScale, TopK
 from collectives.training.mailbox import Mailbox
@@ -42,24 +42,34 @@ def in_threads(size: int, work: Callable[[int, Mailbox], Any], *, timeout: float
     return as_threads(size, run)
 
 
-def test_connections_without_the_key_keep_no_rank_from_the_rendezvous(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A scanner of ports: one connection that talks of something else, and one that says nothing."""
-    monkeypatch.setattr(mailbox, "STRANGER_SECONDS", 0.2)
-    meeting, strangers = Meeting(2), list[socket.socket]()
+def test_strangers_and_false_ranks_keep_no_rank_from_the_rendezvous() -> None:
+    """Connections that say something else or nothing, and ones with the key as ranks that are not awaited."""
+    meeting, strangers = Meeting(3), list[socket.socket]()
 
-    def run(rank: int) -> None:
-        def gather(text: str) -> list[str]:
-            if text.startswith("{"):
-                for words in (b"GET / HTTP/1.0\r\n\r\n", b""):
-                    strangers.append(socket.create_connection(("127.0.0.1", json.loads(text)["port"])))
-                    strangers[-1].sendall(words)
-            return meeting.gather(rank)(text)
+    def gather(rank: int, text: str) -> list[str]:
+        texts = meeting.gather(rank)(text)
+        if rank == 2 and text.startswith("{"):  # which connects to nobody yet
+            host, port, card = json.loads(json.loads(texts[1])["said"])
+            for words in (b"GET / HTTP/1.0\r\n\r\n", b"", b"topoplan" + bytes(1 << 10)):
+                strangers.append(socket.create_connection((host, port)))
+                strangers[-1].sendall(words)
+            while [one.name for one in threading.enumerate()].count("mail from 0") < 2:
+                time.sleep(0.001)
+            for number in (0, 1, 3, -1, True, 0.0, "0", None, [0] * 1000):
+                one = socket.create_connection((host, port))
+                one = connections.Connection.to(one, card, b"", {"type": "mail", "rank": number}, timeout=10)
+                assert one.recv(1) == b"", f"closed, and not taken for rank {number}"
+                one.close()
+        return texts
 
-        Mailbox(gather, rank=rank, size=2, timeout=10).close()
+    def run(rank: int) -> Any:
+        box = Mailbox(lambda text: gather(rank, text), rank=rank, size=3, timeout=20)
+        box.post("w", np.full(3, rank))
+        sums = box.drain()["w"].tolist()
+        box.close()
+        return sums
 
-    assert as_threads(2, run) == [None, None]
+    assert as_threads(3, run) == [[3] * 3, [2] * 3, [1] * 3]
     for one in strangers:
         one.close()
 
