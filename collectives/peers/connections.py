@@ -97,7 +97,7 @@ def _finite(text: str) -> float:
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """What a connection is made to.
+    """The thing that a connection is made to.
 
     `name` has 16 bytes and is public. `accepted` gets a connection whose other end has proved that it has the `key`,
     in the thread of the loop; it starts or closes it. `failed` gets an error of these functions. `job` is the name of
@@ -123,7 +123,7 @@ class Endpoint:
 
 
 class Ticker(Protocol):
-    """What the loop calls at a time: `tick` when `due` (by `time.monotonic`; None for never) has passed.
+    """An object that the loop calls at a time: `tick` when `due` (by `time.monotonic`; None for never) has passed.
 
     `broke` gets an error of the code that the loop has called for it: the job must end with it.
     """

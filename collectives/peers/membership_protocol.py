@@ -66,7 +66,7 @@ class MembershipProtocol:
     Attributes
     ----------
     state : MembershipState
-        What this rank knows, and decides; `epoch`, `members` and `rank` are its own.
+        The knowledge and the decisions of this rank; `epoch`, `members` and `rank` are its own.
     timeout : float
         Seconds of a collective, on a rank that joined.
     beside : callable or None

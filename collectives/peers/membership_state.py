@@ -35,11 +35,11 @@ NOTICED = 3  # timeouts until all ranks notice a failure: one waits for the fail
 EXCLUDED = "this rank is excluded since epoch"  # begins the error of a rank that the others left out
 
 LARGEST_NUMBER, LARGEST_EPOCH, LARGEST_COUNT = (1 << 63) - 1, (1 << 31) - 1, (1 << 53) - 1
-"""Of a rank, of an epoch or a round of texts, and of collectives: a message with a larger one is not a rank's."""
+"""Largest numbers of a rank, of an epoch or a round of texts, and of collectives in a message of a rank."""
 
 
 class Phase(StrEnum):
-    """What a rank does: `RUNNING` between two recoveries, `JOINING` until it is admitted.
+    """The activity of a rank: `RUNNING` between two recoveries, `JOINING` until it is admitted.
 
     `AGREEING` on the membership, then `GATHERING` texts of the survivors for a new back end, which another failure has
     `INTERRUPTED`. `EXCLUDED` by the others, or `TOO_FEW` ranks remain.
@@ -571,7 +571,7 @@ class MembershipState:
         return json.dumps([astuple(progress), ended])
 
     def recovered(self, progress: RecoveryProgress, texts: Sequence[str]) -> tuple[RecoveryProgress, ...]:
-        """End the recovery; return the progress that the `report` of each rank tells, then of those that shut down."""
+        """End the recovery; return the progress that the `report` of each rank tells, then of ranks that shut down."""
         said = [json.loads(text) for text in texts]
         reports = [RecoveryProgress(*own) for own, _ in said]
         reports += [RecoveryProgress(count) for _, counts in said for count in counts]
