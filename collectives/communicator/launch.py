@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -140,11 +141,12 @@ def local_ranks(
     if processes < 1:
         raise UsageError(f"{processes} processes cannot be started; give at least 1")
     # the rendezvous listens at once, but its thread starts only when all processes have been forked
-    rendezvous = Rendezvous("127.0.0.1:0", processes)
+    token = secrets.token_hex(16)  # only the ranks get it: other processes are refused
+    rendezvous = Rendezvous(f"127.0.0.1:0#{token}", processes)
     world = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "TOPOPLAN_RENDEZVOUS": rendezvous.address,
+        "TOPOPLAN_RENDEZVOUS": f"{rendezvous.address}#{token}",
     }
     ranks = LocalRanks(command, {**world, **(environment or {})}, grace=grace)
     try:
