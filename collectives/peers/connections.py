@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from collectives.peers.address import Address, listen, prioritize
+from collectives.peers.address import Address, check_user, listen, prioritize
 from collectives.peers.environment import encrypts
 from topoplan.errors import BackendError
 
@@ -377,6 +377,12 @@ class Listener:
                     self._resumes = time.monotonic() + PAUSE_SECONDS
                 return
             prioritize(accepted)
+            try:
+                if accepted.family == socket.AF_UNIX:
+                    check_user(accepted)
+            except OSError:
+                accepted.close()
+                continue
             if len(self._strangers) >= STRANGERS:
                 next(iter(self._strangers)).reset(f"{STRANGERS} others came after it")
             connection = Connection(accepted, listener=self)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
 
-from collectives.peers.address import Address, parse_address, resolve_host
+from collectives.peers.address import Address, check_user, parse_address, resolve_host
 from collectives.peers.connections import (
     MEETING,
     Connection,
@@ -566,6 +566,7 @@ def _ask_lock_holder(address: str, job: JobIdentity) -> str:
 
     try:
         asking.connect(_lock_address(address).path)
+        check_user(asking)
     except OSError:
         asking.close()
         return ""
