@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from collectives.peers.membership_state import (
+    EDGES,
     NOTICED,
     OWN_NUMBERS,
     Decision,
@@ -50,6 +51,7 @@ from collectives.peers.membership_state import (
 from topoplan.errors import BackendError
 
 TIMEOUT = 10.0  # seconds of a collective
+MOST_EPOCHS = 8  # more than a fault, an end, or a late rank can cause
 JOINING = OWN_NUMBERS + 5  # number of the joining rank
 
 Numbers = tuple[int, ...]
@@ -61,8 +63,8 @@ class Setting:
 
     `faults` bounds them, `kinds` are some of ``kill``, ``stop`` and ``cut``. `collectives` are those that each rank
     calls. `one_host`: ranks see the processes of the others. `early`: deadlines pass at any time. `joins`: the third
-    rank joins the other two. `rounds` of texts follow an agreement: the first compares, the last tells the progress.
-    `size` is the number of ranks.
+    rank joins the other two. `mark` is that of its test. `rounds` of texts follow an agreement: the first compares, the
+    last tells the progress. `size` is the number of ranks.
     """
 
     name: str
@@ -74,21 +76,21 @@ class Setting:
     joins: bool = False
     rounds: int = 1
     size: int = 3
-    thorough: bool = True
+    mark: str = "thorough"
 
 
 SETTINGS = (
-    Setting("two ranks, two faults", 2, size=2, thorough=False),
+    Setting("two ranks, two faults", 2, size=2, mark=""),
     Setting("two ranks, two collectives", 2, size=2, collectives=2, rounds=2),
-    Setting("two deaths", 2, ("kill",), thorough=False),
+    Setting("two deaths", 2, ("kill",), mark=""),
     Setting("two deaths, two rounds", 2, ("kill",), rounds=2),
     Setting("two deaths on one host", 2, ("kill",), one_host=True),
     Setting("two deaths, two collectives", 2, ("kill",), collectives=2),
-    Setting("a stop", 1, ("stop",)),
-    Setting("a stop on one host", 1, ("stop",), one_host=True),
-    Setting("a cut", 1, ("cut",)),
-    Setting("a stop and a death", 2, ("kill", "stop")),
-    Setting("two faults", 2),
+    Setting("a stop", 1, ("stop",), mark="slow"),
+    Setting("a stop on one host", 1, ("stop",), one_host=True, mark="slow"),
+    Setting("a cut", 1, ("cut",), mark="slow"),
+    Setting("a stop and a death", 2, ("kill", "stop"), mark="slow"),
+    Setting("two faults", 2, mark="slow"),
     Setting("a rank joins", 2, ("kill",), joins=True),
 )
 
@@ -301,6 +303,8 @@ class Explorer:
         shut down in order counts. Ranks that have died do not.
         """
         ranks = [self.ranks[one] for one in world.ranks]
+        if max(rank.state.epoch for rank in ranks) > MOST_EPOCHS:
+            raise Violation(f"a run reaches epoch {MOST_EPOCHS + 1}: the ranks agree again and again")
         memberships: dict[int, Numbers] = {}
         for rank in ranks:
             for epoch, members in rank.memberships:
@@ -670,12 +674,39 @@ def _pair(one: int, other: int) -> tuple[int, int]:
     return (min(one, other), max(one, other))
 
 
+def picture() -> str:
+    """Return the transitions of `EDGES` as a state diagram of Mermaid: event, and the message that it sends."""
+    lines = ["stateDiagram-v2", "  state open {", "    [*] --> running", "    [*] --> joining"]
+    names = {phase: phase.value.replace(" ", "_") for phase in Phase}
+    for edge in EDGES:
+        if edge.event != "close":
+            sent = f" / {edge.sends}" if edge.sends else ""
+            lines.append(f"    {names[edge.source]} --> {names[edge.target]}: {edge.event}{sent}")
+    return "\n".join([*lines, "  }", "  open --> closed: close / shutdown notice"])
+
+
+def table() -> str:
+    """Return the transitions of `EDGES` with who decides them, as a table of Markdown."""
+    rows = [
+        f"| {edge.source} | {edge.event} | {edge.target} | {edge.sends} | {edge.decider} |"
+        for edge in EDGES
+        if edge.event != "close"
+    ]
+    return "\n".join(["| state | event | next state | sends | who decides |", "|---|---|---|---|---|", *rows])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row for each setting, and the run that violates an invariant; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="settings to explore; all of them by default")
+    parser.add_argument(
+        "--picture", action="store_true", help="print the states as docs/fault-tolerance.md has them"
+    )
     parser.add_argument("--most", type=int, help="stop after so many states of each")
     asked = parser.parse_args(arguments)
+    if asked.picture:
+        print(picture(), table(), sep="\n\n")
+        return 0
     failed = 0
     for setting in SETTINGS:
         if asked.names and setting.name not in asked.names:

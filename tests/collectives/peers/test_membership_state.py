@@ -23,7 +23,8 @@ from collectives.peers.membership_state import (
     message_fields,
     read_message,
 )
-from tests.model_check import SETTINGS, Explorer, Setting
+from tests.model_check import SETTINGS, Explorer, Setting, picture, table
+from tests.support.checkout import ROOT
 from topoplan.errors import BackendError
 
 CARDS = [RankCard("127.0.0.1", 1000 + rank, "token", "home", "processes", 1 + rank) for rank in range(3)]
@@ -31,13 +32,21 @@ CARDS = [RankCard("127.0.0.1", 1000 + rank, "token", "home", "processes", 1 + ra
 
 @pytest.mark.parametrize(
     "setting",
-    [pytest.param(one, marks=[pytest.mark.slow] if one.thorough else [], id=one.name) for one in SETTINGS],
+    [
+        pytest.param(one, marks=[getattr(pytest.mark, one.mark)] if one.mark else [], id=one.name)
+        for one in SETTINGS
+    ],
 )
 def test_no_run_violates_an_invariant(setting: Setting) -> None:
     """Two memberships of an epoch, results of different ranks, a rank that waits for ever, a run without an end."""
     found = Explorer(setting).run()
     assert not found.violation, "\n".join([found.violation, *found.trace])
     assert found.states > 10_000
+
+
+def test_the_page_draws_the_edges_that_the_code_has() -> None:
+    page = (ROOT / "docs/fault-tolerance.md").read_text(encoding="utf-8")
+    assert f"```mermaid\n{picture()}\n```\n\n{table()}\n" in page, "python -m tests.model_check --picture"
 
 
 def test_a_stopped_rank_that_goes_on_when_all_others_have_ended_learns_that_it_is_out() -> None:
