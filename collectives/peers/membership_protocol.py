@@ -80,9 +80,8 @@ class MembershipProtocol:
         self._failure: BaseException | None = None
         self._channels: dict[int, Connection] = {}
         self._visitors: set[Connection] = set()
-        self._unreached: set[int] = (
-            set()
-        )  # ranks whose connection ended before they proved that they have the key
+        self._early: list[tuple[Connection, Sequence[Message]]] | None = []  # until the membership is known
+        self._unreached: set[int] = set()  # ranks that have ended a connection before they proved their key
         self.state = MembershipState()
         self.local = local
         self.timeout = 0.0
@@ -143,7 +142,9 @@ class MembershipProtocol:
 
     def know(self, rank: int, cards: Sequence[str]) -> None:
         """Take the cards of all ranks, in order of rank."""
-        self.state = MembershipState(rank, [RankCard.of(json.loads(card)) for card in cards])
+        with self._changed:
+            self.state = MembershipState(rank, [RankCard.of(json.loads(card)) for card in cards])
+            self._hear_early()
 
     @property
     def invitation(self) -> str:
@@ -199,7 +200,9 @@ class MembershipProtocol:
                 connection.send(message_fields(JoinCall(0, own), made.rank))
             welcome = asking.first_welcome(until, wait)
             made.timeout = welcome.timeout
-            made.state.take_welcome(welcome)
+            with made._changed:
+                made.state.take_welcome(welcome)
+                made._hear_early()
         except BaseException:
             if made is not None:
                 made.close()
@@ -424,8 +427,18 @@ class MembershipProtocol:
 
         connection.start(lambda messages: self._hear(connection, messages), ended, self._fail)
 
+    def _hear_early(self) -> None:
+        """Take the messages that came before this rank knew the membership: others may agree before it does."""
+        early, self._early = self._early or [], None
+        for visitor, messages in early:
+            self._hear(visitor, messages)
+
     def _hear(self, visitor: Connection, messages: Sequence[Message]) -> None:
         with self._changed:
+            if self._early is not None:
+                self._early.append((visitor, messages))
+                visitor.admit()
+                return
             try:
                 for message in messages:
                     self.state.receive(visitor, *read_message(message))

@@ -410,3 +410,22 @@ def test_nobody_waits_for_a_host_that_has_died_since_it_told_where_it_is() -> No
         with pytest.raises(BackendError, match="rank 0 has died"):
             TcpControlPlane(f"127.0.0.1:{port}", 2, 3, timeout=30, look=lambda: ranks[2].check(math.inf))
         assert time.monotonic() - begun < 30
+
+
+def test_a_rank_that_does_not_know_the_membership_yet_hears_the_others_when_it_does() -> None:
+    """The others may begin an agreement while it still reads their cards, or its welcome."""
+    ranks = [MembershipProtocol("127.0.0.1") for _ in range(2)]
+    cards = [one.card for one in ranks]
+    ranks[0].know(0, cards)
+    agreeing = threading.Thread(target=lambda: found.update(agreed(ranks[:1], {0: []})))
+    found: dict[int, Any] = {}
+    agreeing.start()
+    until = time.monotonic() + SECONDS
+    while not ranks[1]._early and time.monotonic() < until:
+        time.sleep(0.005)
+    ranks[1].know(1, cards)
+    assert ranks[1].agree(timeout=SECONDS) == (0, 1)
+    agreeing.join(SECONDS)
+    assert found == {0: (0, 1)}
+    for one in ranks:
+        one.close()
