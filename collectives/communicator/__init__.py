@@ -1,1 +1,1 @@
-"""The communicator: its collectives, handles, membership and recovery."""
+"""The communicator: its collectives, handles, and the plan of its job."""

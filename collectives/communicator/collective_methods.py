@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from collectives.communicator.handle import CallQueue, CollectiveOutcome, Handle
-from collectives.communicator.membership import CommunicatorMembers
+from collectives.communicator.handle import CallQueue, Handle
+from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest, sparse_request
 from collectives.sparse.sparse_collective import LINES
 from collectives.tables.numpy_arrays import ArrayLibrary

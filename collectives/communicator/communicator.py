@@ -17,24 +17,24 @@ from collectives.backends.open_backend import BackendSettings, check_helpers, op
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
-from collectives.communicator.handle import CallQueue, CollectiveOutcome, Handle, StepBatch
+from collectives.communicator.handle import CallQueue, Handle, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
-from collectives.communicator.link_monitor import (
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.recovery.link_monitor import (
     MIN_MONITORED_BYTES,
     ON_SLOW_MODES,
     SlowLink,
     SlowRank,
     check_monitoring,
 )
-from collectives.communicator.membership import CommunicatorMembers, is_helper, serve_as_helper
-from collectives.communicator.recovery import (
+from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers, is_helper, serve_as_helper
+from collectives.recovery.survivors import (
     RECOVERY_UNSUPPORTED,
     JoinSettings,
     PlanChange,
     can_recover,
     join_recovery,
 )
-from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.tables.numpy_arrays import dtype_name
 from topoplan.errors import UsageError, deprecated
 from topoplan.plans.plan import Plan, Plans

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from collectives.recovery.membership import CollectiveOutcome
 from collectives.tables.numpy_arrays import ArrayLibrary, NumpyArrays
 from topoplan.errors import RefusedError
 
@@ -16,20 +16,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
-
-
-@dataclass(slots=True, eq=False)
-class CollectiveOutcome:
-    """The outcome of a collective, filled in while it runs.
-
-    `repeated` says that fewer ranks ran it again. `without` are the ranks that its result lacks, as numbered when it
-    was called; `among` the original ranks whose arrays are in the result. `exchange` is that of a sparse collective.
-    """
-
-    repeated: bool = False
-    without: tuple[int, ...] = ()
-    among: tuple[int, ...] = ()
-    exchange: SparseExplanation | None = None
 
 
 class Handle(Generic[Result]):

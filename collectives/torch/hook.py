@@ -27,8 +27,8 @@ from collectives.backends.torch.backend_selection import backend_of
 from collectives.backends.torch.process_groups import existing_group, own_group, wait_for_gloo_threads
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.job_plan import PlanLike
-from collectives.communicator.recovery import can_recover
 from collectives.peers.agreement import check_on_all
+from collectives.recovery.survivors import can_recover
 from collectives.sparse.residuals import finite_residual
 from collectives.torch.bucket_exchange import BuiltInBucketExchange, DdpBucketExchange, give_unused_rows
 from collectives.torch.mode_exchange import ModeExchange

@@ -16,7 +16,7 @@ from collectives.backends.tcp import connections
 from collectives.backends.tcp import tcp_backend as tcp
 from collectives.backends.tcp.connections import Queue, link_rates, tune
 from collectives.backends.tcp.tcp_backend import TcpBackend
-from collectives.communicator.link_monitor import JUDGEMENT_CALLS, SlowLink, SlowRank
+from collectives.recovery.link_monitor import JUDGEMENT_CALLS, SlowLink, SlowRank
 from tests.support.job_meeting import in_shared_memory
 from tests.support.tcp_jobs import backends_in_threads
 from topoplan.errors import UsageError

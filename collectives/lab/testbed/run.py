@@ -13,13 +13,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from collectives.communicator.link_monitor import (
-    CONSECUTIVE_JUDGEMENTS,
-    JUDGEMENT_CALLS,
-    JUDGEMENT_CALLS_MOST,
-    MIN_MONITORED_BYTES,
-)
-from collectives.communicator.recovery import PlanChange, changed_topology, replan_for_change
 from collectives.lab.benchmark import check_memory
 from collectives.lab.testbed import sandbox
 from collectives.lab.testbed.heartbeats import Heartbeat, HeartbeatWire, RoundTrips
@@ -35,6 +28,13 @@ from collectives.lab.testbed.network import (
     wires_file,
 )
 from collectives.lab.testbed.sandbox import LinkUnderTest, SandboxJob, ScheduledPlan, sandbox_refusal
+from collectives.recovery.link_monitor import (
+    CONSECUTIVE_JUDGEMENTS,
+    JUDGEMENT_CALLS,
+    JUDGEMENT_CALLS_MOST,
+    MIN_MONITORED_BYTES,
+)
+from collectives.recovery.survivors import PlanChange, changed_topology, replan_for_change
 from topoplan.errors import BackendError, ProbeError, UsageError
 from topoplan.interrupts import raise_if_interrupted
 from topoplan.machine.fabric import Fabric

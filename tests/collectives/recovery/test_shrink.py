@@ -11,8 +11,8 @@ import pytest
 import topoplan
 from collectives import Communicator
 from collectives.backends.loopback.paced_loopback import PacedLoopback
-from collectives.communicator import recovery
-from collectives.communicator.recovery import JoinSettings, Membership, RecoveryState, recover
+from collectives.recovery import survivors
+from collectives.recovery.survivors import JoinSettings, Membership, RecoveryState, recover
 from tests.support.tcp_jobs import METHODS, call, given_to
 from topoplan.errors import BackendError, InfeasibleError, UsageError
 from topoplan.machine.variants import slow_links, without_links
@@ -184,7 +184,7 @@ def book() -> topoplan.SurvivalPlans:
 def test_plans_ahead_are_not_made_again(
     book: topoplan.SurvivalPlans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "replan", None)
+    monkeypatch.setattr(survivors, "replan", None)
     with Communicator(book) as comm:
         comm.shrink(without=[3])
         assert comm.plan == book.plan_without(gpus=[3])

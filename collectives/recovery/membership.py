@@ -1,7 +1,7 @@
 """Track the membership of a communicator: its ranks, their plan, and how both change; and run helper ranks.
 
-A rank fails, leaves or joins (`collectives.communicator.recovery`); a link is slow
-(`collectives.communicator.link_monitor`) or is reported dead. Then numbers, plan and back end change, for all ranks at
+A rank fails, leaves or joins (`collectives.recovery.survivors`); a link is slow
+(`collectives.recovery.link_monitor`) or is reported dead. Then numbers, plan and back end change, for all ranks at
 the same place in their work, and residuals of sparse gradients move with them. A collective that is to be repeated
 after a failure runs into memory of this module; its result is handed over when all ranks have theirs.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,9 +22,11 @@ from collectives.backends.backend import Backend, Call, RankArrays
 from collectives.backends.execution import Execution
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import Request, request
-from collectives.communicator.handle import CollectiveOutcome
-from collectives.communicator.link_monitor import LinkMonitor, SlowLink, SlowRank
-from collectives.communicator.recovery import (
+from collectives.peers.control_plane import Signature
+from collectives.peers.membership_protocol import MembershipProtocol
+from collectives.peers.membership_state import NO_PROGRESS, RecoveryProgress
+from collectives.recovery.link_monitor import LinkMonitor, SlowLink, SlowRank
+from collectives.recovery.survivors import (
     RECOVERY_UNSUPPORTED,
     JoinSettings,
     Membership,
@@ -36,9 +38,6 @@ from collectives.communicator.recovery import (
     recover,
     recover_in_process,
 )
-from collectives.peers.control_plane import Signature
-from collectives.peers.membership_protocol import MembershipProtocol
-from collectives.peers.membership_state import NO_PROGRESS, RecoveryProgress
 from collectives.sparse.exchange_choice import SparseExplanation, SparseRequest
 from collectives.sparse.sparse_collective import SparseCollective
 from collectives.tables.lowering import lower
@@ -52,6 +51,20 @@ BLOCK_COLLECTIVES = ("allgather", "reduce_scatter")
 
 OUT_RULE = "into an out, which all ranks must give, or none"
 """Compared between the ranks of such a collective with an ``out``: all of them can repeat it, or none."""
+
+
+@dataclass(slots=True, eq=False)
+class CollectiveOutcome:
+    """The outcome of a collective, filled in while it runs.
+
+    `repeated` says that fewer ranks ran it again. `without` are the ranks that its result lacks, as numbered when it
+    was called; `among` the original ranks whose arrays are in the result. `exchange` is that of a sparse collective.
+    """
+
+    repeated: bool = False
+    without: tuple[int, ...] = ()
+    among: tuple[int, ...] = ()
+    exchange: SparseExplanation | None = None
 
 
 class CommunicatorMembers:

@@ -23,7 +23,7 @@ from typing import Any
 from collectives.backends.backend import Backend, LinkShare, LinkUse
 from collectives.backends.execution import Execution
 from collectives.backends.request import Request
-from collectives.communicator.recovery import Membership, PlanChange, replan_for_change
+from collectives.recovery.survivors import Membership, PlanChange, replan_for_change
 from topoplan.errors import InfeasibleError, RefusedError, UsageError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.topology import SLOWEST, Topology

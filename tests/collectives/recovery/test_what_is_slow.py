@@ -9,14 +9,14 @@ import pytest
 
 import topoplan
 from collectives import Communicator
-from collectives.communicator.link_monitor import (
+from collectives.recovery.link_monitor import (
     LinkMeasurement,
     RankMeasurements,
     SlowLink,
     SlowLinkDetector,
     SlowRank,
 )
-from collectives.communicator.recovery import Membership, PlanChange
+from collectives.recovery.survivors import Membership, PlanChange
 from topoplan.errors import UsageError
 
 DGX = topoplan.load("dgx-1v")
