@@ -56,7 +56,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class StateChange:
     """A transition of a rank: the message that it sends, and who decides that it happens."""
 
     source: Phase
@@ -68,40 +68,42 @@ class Edge:
 
 _ANSWER = "a rank that has decided"
 EDGES = (
-    Edge(
+    StateChange(
         Phase.RUNNING, "begin", Phase.AGREEING, "gone", "a failed collective, or the caller of shrink or grow"
     ),
-    Edge(Phase.JOINING, "admitted", Phase.AGREEING, "gone", "any survivor, by its welcome"),
-    Edge(Phase.AGREEING, "hears of failures", Phase.AGREEING, "gone", "any peer"),
-    Edge(
+    StateChange(Phase.JOINING, "admitted", Phase.AGREEING, "gone", "any survivor, by its welcome"),
+    StateChange(Phase.AGREEING, "hears of failures", Phase.AGREEING, "gone", "any peer"),
+    StateChange(
         Phase.AGREEING, "sees a peer end", Phase.AGREEING, "gone", "the system: refused, reset or no process"
     ),
-    Edge(Phase.AGREEING, "peer is late", Phase.AGREEING, "gone", "the deadline of the peer"),
-    Edge(Phase.AGREEING, "hears of a joining rank", Phase.AGREEING, "gone", "any peer"),
-    Edge(
+    StateChange(Phase.AGREEING, "peer is late", Phase.AGREEING, "gone", "the deadline of the peer"),
+    StateChange(Phase.AGREEING, "hears of a joining rank", Phase.AGREEING, "gone", "any peer"),
+    StateChange(
         Phase.AGREEING, "all agree", Phase.GATHERING, "left", "this rank, with the same set of all survivors"
     ),
-    Edge(Phase.AGREEING, "hears the decision", Phase.GATHERING, "left", _ANSWER),
-    Edge(Phase.AGREEING, "left out", Phase.EXCLUDED, "", "any peer that takes it for failed"),
-    Edge(Phase.AGREEING, "too few", Phase.TOO_FEW, "", "this rank, with silent ranks"),
-    Edge(Phase.GATHERING, "has all texts", Phase.GATHERING, "text", "all survivors"),
-    Edge(
+    StateChange(Phase.AGREEING, "hears the decision", Phase.GATHERING, "left", _ANSWER),
+    StateChange(Phase.AGREEING, "left out", Phase.EXCLUDED, "", "any peer that takes it for failed"),
+    StateChange(Phase.AGREEING, "too few", Phase.TOO_FEW, "", "this rank, with silent ranks"),
+    StateChange(Phase.GATHERING, "has all texts", Phase.GATHERING, "text", "all survivors"),
+    StateChange(
         Phase.GATHERING,
         "peer fails",
         Phase.INTERRUPTED,
         "",
         "the system, a deadline, or a peer that agrees again",
     ),
-    Edge(Phase.GATHERING, "left out", Phase.EXCLUDED, "", _ANSWER),
-    Edge(Phase.GATHERING, "begin", Phase.AGREEING, "gone", "all survivors, that cannot make a back end"),
-    Edge(Phase.GATHERING, "unchanged", Phase.RUNNING, "", "all survivors: none has failed"),
-    Edge(Phase.GATHERING, "accept", Phase.RUNNING, "", "a rank that has handed over the result"),
-    Edge(Phase.GATHERING, "repeat", Phase.RUNNING, "", "all survivors: none has handed over a result"),
-    Edge(Phase.INTERRUPTED, "begin", Phase.AGREEING, "gone"),
-    Edge(Phase.TOO_FEW, "begin", Phase.AGREEING, "gone", "the caller of shrink"),
-    Edge(Phase.EXCLUDED, "begin", Phase.EXCLUDED),
+    StateChange(Phase.GATHERING, "left out", Phase.EXCLUDED, "", _ANSWER),
+    StateChange(
+        Phase.GATHERING, "begin", Phase.AGREEING, "gone", "all survivors, that cannot make a back end"
+    ),
+    StateChange(Phase.GATHERING, "unchanged", Phase.RUNNING, "", "all survivors: none has failed"),
+    StateChange(Phase.GATHERING, "accept", Phase.RUNNING, "", "a rank that has handed over the result"),
+    StateChange(Phase.GATHERING, "repeat", Phase.RUNNING, "", "all survivors: none has handed over a result"),
+    StateChange(Phase.INTERRUPTED, "begin", Phase.AGREEING, "gone"),
+    StateChange(Phase.TOO_FEW, "begin", Phase.AGREEING, "gone", "the caller of shrink"),
+    StateChange(Phase.EXCLUDED, "begin", Phase.EXCLUDED),
     *(
-        Edge(phase, "close", Phase.CLOSED, "shutdown notice", "the caller")
+        StateChange(phase, "close", Phase.CLOSED, "shutdown notice", "the caller")
         for phase in Phase
         if phase is not Phase.CLOSED
     ),
