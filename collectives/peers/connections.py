@@ -224,21 +224,33 @@ class ConnectionLoop:
             self._woken.recv(1 << 12)
 
     def _work(self) -> None:
-        while self._users:
-            due = [one for one in (ticker.due for ticker in self._tickers) if one is not None]
-            pause = max(0.0, min(due) - time.monotonic()) if due else None
-            for key, events in self._selector.select(pause):
-                _guarded(key.data, events)
-            self._end_settling()
-            now = time.monotonic()
+        try:
+            while self._users:
+                self._turn()
+        except BaseException as error:  # this thread must not end silently: all owners hear of it
+            with ConnectionLoop._lock:
+                ConnectionLoop._running = None if ConnectionLoop._running is self else ConnectionLoop._running
+            for key in list(self._selector.get_map().values()):
+                key.data.__self__.broke(error)
             for ticker in self._tickers:
-                limit = ticker.due
-                if limit is not None and limit <= now:
-                    _guarded(ticker.tick, now)
+                ticker.broke(error)
         self._end_settling()
         self._selector.close()
         self._waker.close()
         self._woken.close()
+
+    def _turn(self) -> None:
+        """Wait for the next events, and call the functions for them and for what is due."""
+        due = [one for one in (ticker.due for ticker in self._tickers) if one is not None]
+        pause = max(0.0, min(due) - time.monotonic()) if due else None
+        for key, events in self._selector.select(pause):
+            _guarded(key.data, events)
+        self._end_settling()
+        now = time.monotonic()
+        for ticker in self._tickers:
+            limit = ticker.due
+            if limit is not None and limit <= now:
+                _guarded(ticker.tick, now)
 
     def _end_settling(self) -> None:
         """Look at the sockets until none is ready, for `settle`."""
@@ -343,12 +355,12 @@ class Listener:
     @property
     def due(self) -> float | None:
         """The next time at which a connection must be admitted, or the listener resumes."""
-        times = [*self._strangers.values(), *([] if self._resumes is None else [self._resumes])]
-        return min(times, default=None)
+        times = list(self._strangers.values())  # at once: other threads close connections
+        return min([*times, *([] if self._resumes is None else [self._resumes])], default=None)
 
     def tick(self, now: float) -> None:
         """Close connections that nobody has admitted in time."""
-        for stranger in [one for one, until in self._strangers.items() if until <= now]:
+        for stranger in [one for one, until in list(self._strangers.items()) if until <= now]:
             stranger.reset(f"nobody admitted it within {STRANGER_SECONDS:g} s")
         if self._resumes is not None and self._resumes <= now and self._loop is not None:
             self._resumes = None
@@ -408,15 +420,13 @@ class Connection:
         made: socket.socket,
         *,
         listener: Listener | None = None,
-        endpoint: bytes = b"",
         key: bytes = b"",
     ) -> None:
         self.socket = made
         self.socket.setblocking(False)
         self.opened = False
-        self.settled = (
-            _SETTLED if listener else threading.Event()
-        )  # set when the handshake of a dialled one has ended
+        # set when the handshake of a dialled one has ended
+        self.settled = _SETTLED if listener else threading.Event()
         self.job = ""
         self._listener = listener
         self._endpoint: Endpoint | None = None
@@ -576,7 +586,8 @@ class Connection:
     def reset(self, why: str) -> None:
         """End the connection so that the other end sees a reset, after which a rank comes again."""
         with contextlib.suppress(OSError):
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if os.getpid() == self._process:  # a forked process shares the socket with its parent
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.end(TimeoutError(why))
 
     def broke(self, error: BaseException) -> None:

@@ -261,6 +261,24 @@ def test_an_error_of_a_function_that_the_loop_calls_reaches_its_owner_and_nobody
         connection.close()
 
 
+def test_an_error_of_the_loop_itself_reaches_all_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(b"k") as (listener, endpoint, there):
+        connection, here = dialled(listener, endpoint, b"k")
+        connection.send({"type": "x"})
+        there.wait(lambda end: end.heard)
+
+        def broken(self: ConnectionLoop) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(ConnectionLoop, "_turn", broken)
+        ConnectionLoop.hold().wake()
+        for end in (here, there):
+            end.wait(lambda end: end.errors)
+            assert str(end.errors[0]) == "a bug"
+        monkeypatch.undo()
+        connection.close()
+
+
 def test_an_error_of_the_rendezvous_ends_the_job_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, *given: Any) -> Any:
         raise RuntimeError("a bug")
