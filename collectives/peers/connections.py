@@ -424,6 +424,8 @@ class Connection:
     ) -> None:
         self.socket = made
         self.socket.setblocking(False)
+        if made.family != socket.AF_UNIX:  # each message is awaited: none waits for the next one
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.opened = False
         # set when the handshake of a dialled one has ended
         self.settled = _SETTLED if listener else threading.Event()
