@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from errno import EADDRINUSE
 
-from collectives.peers.address import RETRY_SECONDS, listening_process, parse_address
+from collectives.peers.address import RETRY_SECONDS, Address, listening_process, parse_address
 from collectives.peers.agreement import Gather, gather_or_raise
-from collectives.peers.connections import Message, derived_key
+from collectives.peers.connections import Message
 from collectives.peers.control_plane import (
     ControlPlane,
     Signature,
@@ -72,8 +72,7 @@ class TcpControlPlane(ControlPlane):
     come within `timeout` seconds. `helpers` are processes besides the ranks, numbered behind them, that follow the
     agreements of the ranks. `hello` returns the announcement of this rank, such as its ports, given the address of
     this machine from which it reaches the rendezvous; `welcome` has the announcements of all ranks. `changed` guards
-    the state and is notified of every change, on a reentrant lock. `session` is the key of the connections that ranks
-    open to each other. `look` is called repeatedly while ranks are
+    the state and is notified of every change, on a reentrant lock. `look` is called repeatedly while ranks are
     missing, and raises if one of them will not come. The back end sets `step`, the row at which this rank stops
     because of another, or None, and `met`, the number of barriers that this rank has passed without the rendezvous.
 
@@ -267,23 +266,11 @@ class TcpControlPlane(ControlPlane):
         if self.rank == 0:
             try:
                 hosted = Rendezvous.shared(rendezvous, job)
-            except (
-                UsageError
-            ) as error:  # with a key, the handshake shows whether the job's launcher listens there
-                cause = error.__cause__
-                problem = f"rank 0 cannot listen at {where} ({cause or error}): "
-                if not (isinstance(cause, OSError) and cause.errno == EADDRINUSE):
-                    raise UsageError(
-                        f"{problem}give an address of rank 0's machine (MASTER_ADDR or TOPOPLAN_RENDEZVOUS)"
-                    ) from error
-                holder = listening_process(where)
-                if not key and not holder.launched_this:
+            except UsageError as error:
+                problem = f"rank 0 cannot listen at {where} ({error.__cause__ or error}): "
+                foreign = _foreign_listener(where, key, problem, error)
+                if foreign is not None:
                     # the job of that process must hear of this one; its answer, if it is another, is not believed
-                    foreign = UsageError(
-                        f"{problem}{holder} listens there; give each job an address of its own (MASTER_PORT or "
-                        "TOPOPLAN_RENDEZVOUS), or, if that is the launcher of this job, give it and all ranks one "
-                        "TOPOPLAN_JOB_KEY"
-                    )
                     until = min(until, time.monotonic() + GRACE_SECONDS)
             else:
                 self._undo.append(lambda: hosted.release(made[-1].opening if made else None))
@@ -323,7 +310,6 @@ class TcpControlPlane(ControlPlane):
                 self._undo.pop()()
                 time.sleep(RETRY_SECONDS)
         self.welcome = welcome
-        self.session = derived_key(key, "session", str(welcome["token"]))
         self.control.waiting = lambda: self.waiting()
 
     def _ask(self, message: Message, timeout: float) -> Message:
@@ -434,6 +420,25 @@ class TcpControlPlane(ControlPlane):
     def _rendezvous_name(self) -> str:
         host = self.control.host
         return f"rendezvous {self.control.rendezvous}" if host is None else f"rendezvous of rank {host}"
+
+
+def _foreign_listener(where: Address, key: bytes, problem: str, error: UsageError) -> UsageError | None:
+    """Return the error of a rank 0 in whose place another process listens; None if it may be the job's launcher.
+
+    With a key, the handshake shows whether it is. Raises the error of an address that is not of this machine.
+    """
+    cause = error.__cause__
+    if not (isinstance(cause, OSError) and cause.errno == EADDRINUSE):
+        raise UsageError(
+            f"{problem}give an address of rank 0's machine (MASTER_ADDR or TOPOPLAN_RENDEZVOUS)"
+        ) from error
+    holder = listening_process(where)
+    if key or holder.launched_this:
+        return None
+    return UsageError(
+        f"{problem}{holder} listens there; give each job an address of its own (MASTER_PORT or "
+        "TOPOPLAN_RENDEZVOUS), or, if that is the launcher of this job, give it and all ranks one TOPOPLAN_JOB_KEY"
+    )
 
 
 def _agreement(signature: Signature) -> Message:
