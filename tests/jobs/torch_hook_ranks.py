@@ -869,7 +869,7 @@ def a_rank_that_stops_or_dies_in_backward_is_named_by_all_others_with_step_and_b
     pids = of_all_ranks(os.getpid())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     settings: list[tuple[signal.Signals, dict[str, Any], str]] = [
-        (signal.SIGSTOP, {"shared": False}, "within 2 s"),
+        (signal.SIGSTOP, {"shared": False}, "waited 2 s for rank 3, which does not answer"),
         (signal.SIGSTOP, {}, r"the peer is stopped \(SIGSTOP or a debugger\): no answer in 2 s"),
         (signal.SIGKILL, {}, "the peer died: its process "),
     ]
