@@ -525,9 +525,8 @@ class TcpConnections:
         if not isinstance(link, list) or len(link) != 3 or link[1] != self.rank:
             return None
         source, destination, channel = link
-        if type(source) is not int or not 0 <= source < len(self._peers or (0,) * 2**31):
-            return None
-        return (source, destination, channel) if isinstance(channel, str) else None
+        known = type(source) is int and source >= 0 and isinstance(channel, str)
+        return (source, destination, channel) if known else None
 
 
 def _unacknowledged(connection: socket.socket) -> int:
