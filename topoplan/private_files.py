@@ -126,13 +126,19 @@ def remove_left_over(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def process_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the state on; empty if the process does not exist."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
 def process_start(pid: int) -> int:
     """Return the start time of a process, in clock ticks since boot; -1 if it has ended, 0 if unknown."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return -1 if state in "ZX" else int(fields[18])
-    except (OSError, ValueError):
-        pass
+    if fields := process_fields(pid):
+        return -1 if fields[0] in "ZX" else int(fields[19])
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -31,7 +31,7 @@ from collectives.communicator import mpiexec_wrapper
 from collectives.peers.rendezvous import Rendezvous
 from topoplan.errors import UsageError
 from topoplan.interrupts import raise_if_interrupted
-from topoplan.private_files import SHARED_MEMORY, job_directory
+from topoplan.private_files import SHARED_MEMORY, job_directory, process_fields
 
 PARENT_DEATH_SIGNAL = 1  # Linux's PR_SET_PDEATHSIG
 
@@ -361,7 +361,7 @@ def _end_mpiexec(launcher: subprocess.Popen[bytes], numbers: Sequence[signal.Sig
     finally:
         if launcher.poll() is None and numbers[1:]:  # after another interrupt at once
             _end_mpiexec(launcher, numbers[1:], grace)
-        for path in Path("/proc").glob("[0-9]*/stat"):
+        for pid in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
-                if path.read_text(errors="replace").rpartition(")")[2].split()[3] == str(launcher.pid):
-                    os.kill(int(path.parent.name), signal.SIGKILL)
+                if process_fields(pid)[3:4] == [str(launcher.pid)]:  # its session
+                    os.kill(pid, signal.SIGKILL)

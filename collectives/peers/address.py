@@ -22,6 +22,7 @@ from pathlib import Path
 
 from collectives.peers.agreement import Gather
 from topoplan.errors import BackendError, UsageError
+from topoplan.private_files import process_fields
 
 RETRY_SECONDS = 0.05  # pause between two attempts to reach a process that may not have started yet
 
@@ -186,11 +187,7 @@ class ListeningProcess:
         """Whether this process, or one that launched it, is the listening one."""
         pid = os.getpid()
         while pid > 1 and pid != self.pid:
-            try:
-                stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-            except OSError:
-                return False
-            pid = int(stat.rpartition(")")[2].split()[1])
+            pid = int((process_fields(pid) or ["", "0"])[1])  # its parent
         return pid == self.pid and pid > 0
 
     def __str__(self) -> str:

@@ -114,12 +114,17 @@ class Endpoint:
     refused: list[str] = field(default_factory=list)
 
     @staticmethod
+    def named(card: str, key: bytes) -> tuple[bytes, bytes]:
+        """Return name and key of the endpoint of another rank (`card`); `key` is that of the job."""
+        return bytes.fromhex(card[:32]), derived_key(key, card[32:])
+
+    @staticmethod
     def of_rank(
         key: bytes, accepted: Callable[[Connection], None], failed: Callable[[BaseException], None]
     ) -> Endpoint:
         """Return an endpoint of this rank with a random name and secret; `key` is that of the job."""
-        name, card = secrets.token_bytes(16), secrets.token_hex(16)
-        return Endpoint(name, derived_key(key, card), accepted, failed, card=name.hex() + card)
+        card = secrets.token_hex(16) + secrets.token_hex(16)
+        return Endpoint(*Endpoint.named(card, key), accepted, failed, card=card)
 
 
 class Ticker(Protocol):
@@ -444,13 +449,13 @@ class Connection:
         self._code = b""
         self._heard: list[Message] = []
         self._receive: Callable[[Sequence[Message]], None] | None = None
-        self._ended: Callable[[Exception | None], None] = lambda error: None
-        self._failed: Callable[[BaseException], None] = lambda error: None
+        self._ended: Callable[[Exception | None], None] = _ignore
+        self._failed: Callable[[BaseException], None] = _ignore
         self._sending = threading.RLock()
         self._loop: ConnectionLoop | None = None
         self._wants = 0
         self._process = os.getpid()
-        self.exact = False  # whether nothing is read behind a message, because what follows is not of frames
+        self._exact = False  # whether nothing is read behind a message, because what follows is not of frames
         self._connecting = False
         self._send_error: OSError | None = None
         self._tls: Encryption | None = None
@@ -480,7 +485,7 @@ class Connection:
         connection._hello = _HELLO.pack(MAGIC, VERSION, endpoint, secrets.token_bytes(32), _job_bytes(job))
         connection._out += connection._hello
         connection._needs, connection._step = _REPLY.size, connection._take_reply
-        connection._longest, connection._connecting, connection.exact = LONGEST, connecting, exact
+        connection._longest, connection._connecting, connection._exact = LONGEST, connecting, exact
         connection.start(receive, ended, failed)
         connection._register()
         return connection
@@ -494,9 +499,8 @@ class Connection:
         problems: list[Exception | BaseException | None] = []
         connection = Connection.dial(
             made,
-            bytes.fromhex(card[:32]),
-            derived_key(key, card[32:]),
-            receive=lambda messages: None,
+            *Endpoint.named(card, key),
+            receive=_ignore,
             ended=problems.append,
             failed=problems.append,
             exact=True,
@@ -525,6 +529,13 @@ class Connection:
         `HandshakeError`, or a `ValueError` for bytes that no rank sends. `failed` gets what these functions raise.
         """
         self._ended, self._failed, self._receive = ended, failed, receive
+
+    def start_link(
+        self, identify: Callable[[Connection, Message], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Pass the first message on, and read nothing behind it: other bytes follow, for the owner of `detach`."""
+        self._exact = True
+        self.start(lambda messages: identify(self, messages[0]), _ignore, failed)
 
     def admit(self) -> None:
         """Count the other end as a process of the job, without limits of time and length."""
@@ -575,9 +586,8 @@ class Connection:
         if not self._leave():
             return
         if os.getpid() == self._process and not isinstance(error, TimeoutError):
-            with contextlib.suppress(
-                OSError
-            ):  # closing alone does not end it while a forked process has it too
+            # closing alone does not end it while a forked process has it too
+            with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
         self._guard(self._ended, error)
@@ -661,7 +671,7 @@ class Connection:
                 break
             if self._loop is None:
                 return
-            if self.exact and self._heard:
+            if self._exact and self._heard:
                 break
         heard, self._heard = self._heard, []
         if heard and self._receive is not None:
@@ -756,7 +766,7 @@ class Connection:
                 self._out += self._frame(encode_message(message))
             self._waiting.clear()
             self._flush()
-        if dialled and self.exact:
+        if dialled and self._exact:
             self._leave()
         self.settled.set()
 
@@ -816,9 +826,9 @@ def _encryption(*, dialled: bool) -> Encryption:
     return Encryption(dialled=dialled)
 
 
-def endpoint_name(text: str = "") -> bytes:
-    """Return the name of an endpoint: of a text, or a random one."""
-    return sha256(text.encode()).digest()[:16] if text else secrets.token_bytes(16)
+def endpoint_name(text: str) -> bytes:
+    """Return the name of an endpoint that all ranks know by a text."""
+    return sha256(text.encode()).digest()[:16]
 
 
 MEETING = endpoint_name("rendezvous")

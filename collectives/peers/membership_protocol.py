@@ -26,7 +26,7 @@ from dataclasses import astuple, replace
 
 from collectives.peers.address import host_identity, prioritize, process_namespace
 from collectives.peers.agreement import Gather
-from collectives.peers.connections import Connection, ConnectionLoop, Endpoint, Listener, Message, derived_key
+from collectives.peers.connections import Connection, ConnectionLoop, Endpoint, Listener, Message
 from collectives.peers.environment import job_key
 from collectives.peers.membership_state import (
     OWN_NUMBERS,
@@ -88,7 +88,8 @@ class MembershipProtocol:
         self.beside: Callable[[Gather, int, int, str], None] | None = None
         self._process = os.getpid()
         self._loop = ConnectionLoop.hold()
-        self._endpoint = Endpoint.of_rank(job_key(), self._welcome, self._fail)
+        self._key = job_key()  # once: its file may be gone when ranks recover
+        self._endpoint = Endpoint.of_rank(self._key, self._welcome, self._fail)
         try:
             self._listener = Listener.serve(local, self._endpoint)
         except OSError:
@@ -180,7 +181,7 @@ class MembershipProtocol:
             raise UsageError(
                 f"join_token must be the text of Communicator.join_token, got {invitation[:60]!r}"
             )
-        until, asking = time.monotonic() + wait, _Applicant()
+        until, asking = time.monotonic() + wait, _Applicant(job_key())
         made: MembershipProtocol | None = None
         try:
             for number, (host, port, card) in addresses.items():
@@ -324,7 +325,7 @@ class MembershipProtocol:
         self._loop.release()
 
     def _send_shutdown_notices(self, notices: Collection[Send]) -> None:
-        until, telling = time.monotonic() + SHUTDOWN_NOTICE_SECONDS, _Applicant()
+        until, telling = time.monotonic() + SHUTDOWN_NOTICE_SECONDS, _Applicant(self._key)
         for one in notices:
             card = self.state.cards[one.peer]
             left = max(0.01, until - time.monotonic())
@@ -382,8 +383,7 @@ class MembershipProtocol:
             return
         self._channels[peer] = Connection.dial(
             made,
-            bytes.fromhex(card.token[:32]),
-            derived_key(job_key(), card.token[32:]),
+            *Endpoint.named(card.token, self._key),
             receive=lambda messages: self._answered(peer, messages),
             ended=lambda error: self._lost(peer, error),
             failed=self._fail,
@@ -473,7 +473,8 @@ def can_reach_each_other(cards: Sequence[str | None]) -> bool:
 class _Applicant:
     """Connections of a process that does not take part in an agreement: it asks to join, or says that it leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
         self.connections: dict[int, Connection] = {}
         self.local = ""
         self._changed = threading.Condition()
@@ -483,9 +484,8 @@ class _Applicant:
     def dial(self, made: socket.socket, number: int, card: str) -> None:
         """Open a connection to a rank."""
         self.local = self.local or str(made.getsockname()[0])
-        name, key = bytes.fromhex(card[:32]), derived_key(job_key(), card[32:])
         self.connections[number] = Connection.dial(
-            made, name, key, receive=self._hear, ended=self._end, failed=self._end
+            made, *Endpoint.named(card, self._key), receive=self._hear, ended=self._end, failed=self._end
         )
 
     def first_welcome(self, until: float, wait: float) -> Welcome:

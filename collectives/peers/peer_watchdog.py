@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from collectives.peers.address import process_namespace
@@ -31,6 +30,7 @@ from collectives.peers.control_page import (
     RankFailure,
 )
 from topoplan.errors import BackendError
+from topoplan.private_files import process_fields
 
 YIELDS = 16  # yields of the processor between two reads of the clock
 YIELDING_SECONDS = 0.005  # seconds of waiting after which a rank sleeps between two polls
@@ -288,18 +288,9 @@ def _met_while_yielding(done: Callable[[], bool]) -> bool:
     return False
 
 
-def _fields(pid: int) -> list[str]:
-    """Return the fields of ``/proc/pid/stat`` from the state on; empty if the process does not exist."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()
-
-
 def process_state(pid: int) -> str:
     """Return a process's state: R, S or D run or sleep, T is stopped, Z has ended, X is unknown here."""
-    return (_fields(pid) or ["X"])[0]
+    return (process_fields(pid) or ["X"])[0]
 
 
 def is_stopped(processes: str, pid: int) -> bool:
@@ -309,5 +300,5 @@ def is_stopped(processes: str, pid: int) -> bool:
 
 def _start_time(pid: int) -> str:
     """Return the start time of a process in ticks since boot: process numbers are used again."""
-    fields = _fields(pid)
+    fields = process_fields(pid)
     return fields[19] if fields else ""

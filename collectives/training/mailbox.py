@@ -226,10 +226,7 @@ class Mailbox:
 
     def _accept(self, connection: Connection) -> None:
         """Take a connection of a rank: it says which rank it is, and its mail follows."""
-        connection.exact = True
-        connection.start(
-            lambda messages: self._identify(connection, messages[0]), lambda error: None, self._broke
-        )
+        connection.start_link(self._identify, self._broke)
 
     def _identify(self, connection: Connection, message: Message) -> None:
         peer = message.get("rank")

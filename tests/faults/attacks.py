@@ -88,7 +88,7 @@ class Job:
         return subprocess.Popen(command, env=names, text=True, **pipes)
 
     def ask(self, what: str = "status") -> list[dict[str, Any]]:
-        """What every rank reports; a rank that has ended reports its error."""
+        """Return the report of every rank, or its error if it has ended."""
         for one in self.ranks:
             with contextlib.suppress(OSError):
                 _input(one).write(f"{what}\n")
@@ -117,7 +117,7 @@ def _input(rank: subprocess.Popen[str]) -> IO[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """What an attacker knows: the address of the rendezvous, those of the ranks, and the key or none."""
+    """The knowledge of an attacker: the address of the rendezvous, those of the ranks, and the key or none."""
 
     meeting: Place
     places: tuple[Place, ...]

@@ -49,7 +49,7 @@ def work(job: int, rank: int, port: int, names: tuple[str, ...], report: Connect
 
 
 def one_round(jobs: int, names: tuple[str, ...], order: random.Random) -> list[str]:
-    """What becomes of every rank of the jobs, started in a random order."""
+    """Return the report of every rank of the jobs, started in a random order."""
     context, port = forking(), free_port()
     places = [(job, rank) for job in range(jobs) for rank in range(RANKS)]
     order.shuffle(places)

@@ -496,10 +496,7 @@ class TcpConnections:
 
     def _accept(self, connection: Connection) -> None:
         """Take a connection of a rank: it says which link it is, and the bytes of the link follow."""
-        connection.exact = True
-        connection.start(
-            lambda messages: self._identify(connection, messages[0]), lambda error: None, self._failed
-        )
+        connection.start_link(self._identify, self._failed)
 
     def _identify(self, connection: Connection, message: Message) -> None:
         """Keep a connection that has said which link it is."""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,7 @@ def serving(key: bytes, accepted: Any = None) -> Iterator[tuple[Listener, Endpoi
 
 def dialled(listener: Listener, endpoint: Endpoint, key: bytes, *, job: str = "") -> tuple[Connection, End]:
     made, end = socket.create_connection(("127.0.0.1", listener.address.port)), End()
-    name = bytes.fromhex(endpoint.card[:32])
-    real = connections.derived_key(key, endpoint.card[32:])
-    return Connection.dial(made, name, real, job=job, **end.functions()), end
+    return Connection.dial(made, *Endpoint.named(endpoint.card, key), job=job, **end.functions()), end
 
 
 def test_messages_pass_both_ways_in_order_once_both_ends_have_the_key() -> None:
@@ -163,14 +161,13 @@ def test_bytes_behind_the_first_message_of_a_link_are_left_to_its_owner() -> Non
     found: list[socket.socket] = []
     named = threading.Event()
 
-    def accept(connection: Connection) -> None:
-        def take(messages: Sequence[Message]) -> None:
-            assert messages[0]["link"] == [0, 1, "x"]
-            found.append(connection.detach())
-            named.set()
+    def take(connection: Connection, message: Message) -> None:
+        assert message["link"] == [0, 1, "x"]
+        found.append(connection.detach())
+        named.set()
 
-        connection.exact = True
-        connection.start(take, lambda error: None, lambda error: None)
+    def accept(connection: Connection) -> None:
+        connection.start_link(take, lambda error: None)
 
     with serving(b"k", accept) as (listener, endpoint, _):
         made = socket.create_connection(("127.0.0.1", listener.address.port))
