@@ -353,7 +353,10 @@ class GradientSynchronizer:
         arrays : list of arrays
             All that steps change: parameters, moments. Those of a joining rank are changed in place.
 
-        Returns the ranks that joined, by their numbers from now on.
+        Returns
+        -------
+        tuple of int
+            The ranks that joined, by their numbers from now on.
 
         Raises
         ------
