@@ -34,7 +34,7 @@ from collectives.peers.environment import JobIdentity, job_identity
 from collectives.peers.peer_watchdog import LOOK
 from collectives.peers.rendezvous import AddressLock, Rendezvous, meeting_key, process_mark
 from collectives.peers.rendezvous_client import GRACE_SECONDS, RendezvousClient, told
-from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 
 
 def rendezvous_within(
@@ -238,6 +238,13 @@ class TcpControlPlane(ControlPlane):
         if os.getpid() == self._process:
             self.leave()
             self.end()
+
+    def close_with(self, error: BaseException) -> None:
+        """Close after a failed set-up: the ranks that wait for this one raise its error."""
+        if self.trouble() is None:
+            text = " ".join(str(error).split()) if isinstance(error, TopoplanError) else repr(error)
+            self.tell(error if isinstance(error, BackendError) else BackendError(text, rank=self.rank))
+        self.close()
 
     def leave(self) -> None:
         """Announce the shutdown of this rank."""

@@ -111,17 +111,19 @@ class JointWork(dist.Work):
     The first wait calls `finish` once, after all works, from any thread; no wait returns before it has ended, and the
     next wait calls it again if it raises. `finish` queues its copies on the current stream of `device`; later waits
     order their stream after them. `tensors` are the result; by default those of the works.
+
+    A work may be None: NCCL's group returns that for synchronous calls, which follow the current stream already.
     """
 
     def __init__(
         self,
-        works: Sequence[dist.Work],
+        works: Sequence[dist.Work | None],
         finish: Callable[[], None] = lambda: None,
         device: torch.device | None = None,
         tensors: list[Any] | None = None,
     ) -> None:
         super().__init__()
-        self._works = works
+        self._works = [work for work in works if work is not None]
         self._tensors = tensors
         self._finish = finish
         self._device = device if device is not None and device.type == "cuda" else None

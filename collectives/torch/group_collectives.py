@@ -217,7 +217,7 @@ class GroupCollectives(dist.ProcessGroup):
             rows = list(zip(*(self._blocks(one) for one in lines), strict=True))
             return self._gathered(rows, inputs, outputs, opts, then=lambda: copy_lines(outputs, lines))
         works = [self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return JointWork([work for work in works if work is not None])
+        return JointWork(works)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *others: Any) -> Any:
         if not isinstance(outputs, list):
@@ -258,7 +258,7 @@ class GroupCollectives(dist.ProcessGroup):
             blocks = zip(*(self._blocks(line_of(one)) for one in inputs), strict=True)
             return self._scattered(outputs, joined_line([part for row in blocks for part in row]), opts)
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return JointWork([work for work in works if work is not None])
+        return JointWork(works)
 
     def alltoall_base(
         self,

@@ -268,7 +268,7 @@ class ProcessGroupTopoplan(GroupCollectives):
         works, self._block = self._block or [], None
         if device.type == "cuda":
             works = [*works, self.inner._end_coalescing(device)]
-        return JointWork([work for work in works if work is not None])
+        return JointWork(works)
 
     def _leave_block(self, block: list[dist.Work]) -> None:
         """Drop a block that has not been ended, and what torch has collected in it."""

@@ -76,6 +76,13 @@ class Waits(Unit):
         return not self.thread.is_alive()
 
 
+class Lent:
+    """Memory of an array and of its views, for as long as there is one of them."""
+
+    def __init__(self, line: np.ndarray) -> None:
+        self.__array_interface__ = line.__array_interface__
+
+
 def owner(array: np.ndarray) -> np.ndarray:
     """The array whose memory this one is part of."""
     while isinstance(array.base, np.ndarray):
@@ -222,6 +229,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
     by_address: dict[int, Stream] = {}
     events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
     defaults: dict[int, Stream] = {}
+    pools: dict[tuple[int, int], list[Any]] = {}
 
     def streamQuery(ptr: int) -> int:
         machine.advance(machine.random.randrange(1, 6))
@@ -333,28 +341,51 @@ def fake_cupy(machine: Machine) -> ModuleType:
     def array_of(host: np.ndarray, device: int, memory: Any = None) -> ndarray:
         return ndarray(None, memptr=memory, host=host, device=device)
 
-    def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
+    def room_of(nbytes: int) -> tuple[Any, list[Any]]:
+        """Memory that lies unused on the current stream, or new memory; and where to put it when it is dropped."""
+        length = -(-max(nbytes, 1) // 512) * 512
+        unused = pools.setdefault((current().ptr, length), [])
+        if unused:
+            return unused.pop(), unused
+        block = np.full(length + 512, POISON, dtype=np.uint8)
+        machine.kept.append(block)
+        first = -block.ctypes.data % 512
+        return block[first : first + length], unused
+
+    def empty_and_line(shape: Any, dtype: Any) -> tuple[ndarray, Any]:
+        """An array, and its memory for what is queued: as in CuPy it lasts only as long as somebody has the array."""
         machine.bind()
         kind = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
-        room = np.full(count * kind.itemsize + 512, POISON, dtype=np.uint8)
-        first = -room.ctypes.data % 512
-        machine.kept.append(room)
-        line = room[first : first + count * kind.itemsize].view(kind)
-        return array_of(line.reshape(shape), machine.device)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        room, unused = room_of(nbytes)
+        lent = Lent(room[:nbytes])
+        stream = weakref.ref(current())
+
+        def drop() -> None:
+            used_on = stream()
+            if used_on is not None and used_on.capture is None:
+                used_on.do(lambda: room.fill(POISON))
+                unused.append(room)
+
+        weakref.finalize(lent, drop).atexit = False
+        line, host = (one.view(kind).reshape(shape) for one in (room[:nbytes], np.asarray(lent)))
+        return array_of(host, machine.device), line
+
+    def empty(shape: Any, dtype: Any = np.float64) -> ndarray:
+        return empty_and_line(shape, dtype)[0]
 
     def zeros(shape: Any, dtype: Any = np.float64) -> ndarray:
-        made = empty(shape, dtype)
-        current().do(lambda: made.host.fill(0))
+        made, line = empty_and_line(shape, dtype)
+        current().do(lambda: line.fill(0))
         return made
 
     def asarray(array: Any, dtype: Any = None) -> ndarray:
         if isinstance(array, ndarray):
             return array
         host = np.asarray(array, dtype=dtype)
-        made = empty(host.shape, host.dtype)
+        made, line = empty_and_line(host.shape, host.dtype)
         staged = host.copy()
-        current().do(lambda: np.copyto(made.host, staged))
+        current().do(lambda: np.copyto(line, staged))
         return made
 
     def ascontiguousarray(array: ndarray) -> ndarray:

@@ -193,6 +193,11 @@ GOING_ON_EACH = partial(ranks.going_on, 0, shared=False)
 GOING_ON_THREE = partial(ranks.going_on, 3, shared=True)
 REGION_BY_PEERS = partial(windows.region_of_one_rank, "peer access", NCCL_WIN_ENABLE="0")
 HOOK_SPARSE = partial(ranks.torch_checks, "hook, sparse*", "hook, a hundredth*")
+TORCH_OF_TWO = {
+    "two-ranks": "two ranks",
+    "sync-batch-norm": "two ranks, SyncBatchNorm",
+    "fsdp": "two ranks, FSDP2",
+}
 TORCH_PAIR = (gpu, two_gpus, *TORCH_CHECKS)
 
 ROWS: tuple[Row, ...] = (
@@ -224,9 +229,10 @@ ROWS: tuple[Row, ...] = (
     Row("torch/hook-bfloat16", partial(ranks.torch_checks, "hook, in bfloat16*"), 60, TORCH_CHECKS),
     Row("torch/hook-sparse", HOOK_SPARSE, 60, (*CUPY, *TORCH_CHECKS)),
     Row("torch/process-group", partial(ranks.torch_checks, "process group*"), 60, TORCH_CHECKS),
-    Row("torch/two-ranks", partial(ranks.torch_checks, "two ranks"), 90, TORCH_PAIR),
-    Row("torch/sync-batch-norm", partial(ranks.torch_checks, "two ranks, SyncBatchNorm"), 90, TORCH_PAIR),
-    Row("torch/fsdp", partial(ranks.torch_checks, "two ranks, FSDP2"), 90, TORCH_PAIR),
+    *(
+        Row(f"torch/{name}", partial(ranks.torch_checks, check), 90, TORCH_PAIR)
+        for name, check in TORCH_OF_TWO.items()
+    ),
     Row("torch/lars-lamb", ranks.lars_lamb, 60, TORCH),
     *(
         Row(f"topk/{dtype}", partial(kernels.topk_against_torch, dtype), 60, (*CUPY, *TORCH))
@@ -255,7 +261,14 @@ ROWS: tuple[Row, ...] = (
     Row("sanitizer/memcheck", partial(ranks.sanitized, "memcheck", 50.0), 60, SANITIZER),
     Row("sanitizer/racecheck", partial(ranks.sanitized, "racecheck", 80.0), 90, SANITIZER),
     Row("mps-2/windows", partial(PAIR, "check,close", engine="windows"), 60, MPS, True),
+    Row("mps-2/rates", partial(PAIR, "allreduce,rates,close", engine="windows"), 60, MPS, True),
+    Row("mps-4/windows", partial(ranks.collectives_of, 4, "check,close", engine="windows"), 60, MPS, True),
     Row("mps-2/death-inside", partial(FAILURE_PAIR, "die-inside", engine="windows"), 60, MPS, True),
+    Row("mps-3/shrink", partial(GOING_ON_THREE, "shrink", engine="windows"), 60, MPS, True),
+    *(
+        Row(f"mps-2/torch-{name}", partial(ranks.torch_checks, check), 90, (*MPS, *TORCH_CHECKS), True)
+        for name, check in TORCH_OF_TWO.items()
+    ),
     Row("nccl-2/graphs", PAIR, 60, SHARED_GPU, True),
     Row("nccl-2/steps", partial(PAIR, "check,sparse,close", graphs=0), 60, SHARED_GPU, True),
     Row("nccl-2/refusal", partial(FAILURE_PAIR, "refuse"), 60, SHARED_GPU, True),

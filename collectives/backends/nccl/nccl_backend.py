@@ -234,8 +234,8 @@ class NcclBackend(OneRank):
         try:
             settings["device"] = _use_gpu(cupy, local, settings.get("device"))
             return cls(cupy, world, timeout=timeout, **settings)
-        except BaseException:
-            world.close()
+        except BaseException as error:
+            world.close_with(error)
             raise
 
     @property

@@ -437,9 +437,10 @@ class WindowEngine:
         kernel = self._kernels.forest(name)
         if name not in self._ran:
             self._ran.add(name)
-            zeros = self._cupy.zeros(4, dtype=np.uint64).data.ptr
+            zeros = self._cupy.zeros(4, dtype=np.uint64)  # kept: CuPy reuses the memory of a dropped array
+            empty = [zeros.data.ptr] * 4
             small = name.startswith("small_")
-            job = self._job([0, 0, 0, *[zeros] * 4] if small else [*[zeros] * 4, 0])
+            job = self._job([0, 0, 0, *empty] if small else [*empty, 0])
             places = [0] * (2 if small else 3)
             threads = SMALL_THREADS if small else THREADS
             kernel((1,), (threads,), (job, *map(np.int64, places)))

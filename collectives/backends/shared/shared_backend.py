@@ -154,9 +154,11 @@ class SharedBackend(OneRank):
         try:
             made = cls(lambda text: world.texts(text, timeout=limit), rank=rank, size=size, timeout=timeout)
             made.on_close.append(world.hold_address(made._end_with))
-            return made
-        finally:
-            world.close()
+        except BaseException as error:
+            world.close_with(error)
+            raise
+        world.close()
+        return made
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Backend[Any]]:
         (rank,) = self.ranks

@@ -314,7 +314,7 @@ def open_kernels(
     try:
         made = NcclBackend(cupy, world, device=device, timeout=members.timeout, engine=engine, exact=exact)
     except BaseException as error:
-        world.close()
+        world.close_with(error)
         if isinstance(error, TopoplanError) or not isinstance(error, Exception):
             raise
         raise BackendError(" ".join(str(error).split()), rank=members.rank) from error

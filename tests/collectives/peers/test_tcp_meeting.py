@@ -84,6 +84,21 @@ def test_a_wrong_world_size_is_told_to_everybody() -> None:
     assert all(isinstance(error, BackendError) and message in str(error) for error in errors)
 
 
+def test_the_error_of_a_set_up_is_told_to_the_ranks_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SharedBackend.__init__
+
+    def refuse(self: SharedBackend, *given: Any, rank: int, **others: Any) -> None:
+        if rank == 1:
+            raise UsageError("GPU 0 cannot be used")
+        made(self, *given, rank=rank, **others)
+
+    monkeypatch.setattr(SharedBackend, "__init__", refuse)
+    with Rendezvous("127.0.0.1:0", 2) as meeting:
+        errors = as_threads(2, lambda rank: SharedBackend.met_at(meeting.address, rank, 2, timeout=5.0))
+    assert isinstance(errors[1], UsageError)
+    assert re.search("rank 1: GPU 0 cannot be used$", str(errors[0])), errors
+
+
 def hello_of(
     rank: int, size: int, *, process: str = "", job: JobIdentity | None = None, **other: Any
 ) -> Message:

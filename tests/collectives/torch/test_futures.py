@@ -92,6 +92,16 @@ def test_a_joint_work_that_is_only_asked_copies_its_result() -> None:
     assert target.item() == 7
 
 
+def test_a_joint_work_of_synchronous_calls_has_no_works_to_wait_for() -> None:
+    """NCCL's group returns None for calls without async_op."""
+    target = torch.zeros(1)
+    work = JointWork([None], lambda: copy_lines([target], [torch.ones(1)]), tensors=[target])
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().wait() == [target]
+    assert target.item() == 1
+
+
 def test_a_joint_work_that_does_not_copy_raises_in_every_wait() -> None:
 
     work = JointWork([_Ended()], Mock(side_effect=ZeroDivisionError))
