@@ -52,8 +52,8 @@ DEBUG = "TOPOPLAN_DEBUG"
 """The environment variable that prints every collective on stderr: 1 in the process of rank 0, all in every process."""
 
 
-PlanQuery = tuple[str, int | None, str | None, Any, Any]
-"""Collective, root, reduction, and dtype and shape of the arrays."""
+PlanQuery = tuple[str, int | None, str | None, Any, Any, int | None]
+"""Collective, root, reduction, dtype and shape of the arrays, and their GPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +90,7 @@ class PreparedCall:
             type(out) in library.plain
             and out.dtype == self.dtype
             and out.shape == kind.shape
+            and library.gpu(out) == library.gpu(array)
             and library.writeable(out)
         ):
             return None
@@ -180,16 +181,19 @@ class Execution(Generic[Array]):
             or type(array) not in library.plain
             or type(root) not in (int, NoneType)
             or type(op) not in (str, NoneType)
+            or self.backend.captures
         ):
             return None
-        call = self._prepared.get((collective, root, op, array.dtype, array.shape))
+        call = self._prepared.get((collective, root, op, array.dtype, array.shape, library.gpu(array)))
         if call is None or (below is not None and call.kind.nbytes >= below):
             return None
         places = call.places(array, out, library)
         if places is None:
             return None
+        arrays = (array,) if out is None else (array, out)
+        library.follow_caller(*arrays)
         # a tensor may get other memory meanwhile, so this holds the checked memory
-        held = [library.line(one) for one in (array, out) if one is not None] if later else []
+        held = [library.line(one) for one in arrays] if later else []
         return partial(self._run_prepared, call, array, out, *places, held)
 
     def _run_prepared(
@@ -217,7 +221,8 @@ class Execution(Generic[Array]):
         """Prepare calls like this one, which has been run."""
         kind = request.kind
         first: Any = request.inputs[0]
-        key = kind.collective, kind.root, kind.op, first.dtype, first.shape
+        gpu = self.backend.arrays.gpu(first)
+        key = kind.collective, kind.root, kind.op, first.dtype, first.shape, gpu
         if (
             key in self._prepared
             or kind not in self._lowered

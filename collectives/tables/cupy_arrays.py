@@ -156,9 +156,12 @@ class CupyArrays(NumpyArrays):
                 f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
+        self.follow_caller(found)
+        return found
+
+    def follow_caller(self, *arrays: Any) -> None:
         with on_device(self._cupy, self.device):
             self.behind(self._cupy.cuda.get_current_stream())
-        return found
 
     def behind(self, stream: Any) -> None:
         """Make the next work in `here` wait for the present work of a stream of this GPU."""
@@ -184,7 +187,7 @@ class CupyArrays(NumpyArrays):
             return self._cupy.ascontiguousarray(array).reshape(-1)
 
     def address(self, array: Any) -> int:
-        return int(array.data.ptr) if array.flags.c_contiguous else 0
+        return int(array.data.ptr) if array.flags.c_contiguous and array.device.id == self.device else 0
 
     def copy(self, target: Any, source: Any) -> None:
         with self.here() as stream:

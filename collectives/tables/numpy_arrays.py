@@ -56,6 +56,9 @@ class ArrayLibrary(Protocol[Array]):
     def here(self) -> AbstractContextManager[object]:
         """Return a context in which this thread works on arrays in the stream of collectives."""
 
+    def follow_caller(self, *arrays: Array) -> None:
+        """Order the next collective behind the caller's work on arrays that `check` does not see."""
+
     def received(self, result: object) -> None:
         """Note that this thread has received the result of a collective, and uses it in its current stream."""
 
@@ -286,6 +289,9 @@ class NumpyArrays:
 
     def here(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def follow_caller(self, *arrays: AnyArray) -> None:
+        pass
 
     def received(self, result: object) -> None:
         pass

@@ -100,6 +100,13 @@ class TorchArrays:
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
+    def follow_caller(self, *arrays: torch.Tensor) -> None:
+        for array in arrays:
+            if on_gpu(array):
+                # its memory is not reused before the collective has used it
+                array.record_stream(self.stream(array.device))
+                self._checked.on_gpu = True  # by this thread
+
     def received(self, result: object) -> None:
         """Its memory is not reused before this stream has used it."""
         if isinstance(result, torch.Tensor) and on_gpu(result):
@@ -126,9 +133,7 @@ class TorchArrays:
                     'torch.compile(mode="reduce-overhead")), and collectives on tensors are not captured; call it '
                     "outside the graph, or capture it on CuPy arrays"
                 )
-            # its memory is not reused before the collective has used it
-            array.record_stream(self.stream(array.device))
-            self._checked.on_gpu = True  # by this thread
+            self.follow_caller(array)
         return array
 
     def _fault(self, array: torch.Tensor) -> str:
@@ -199,7 +204,9 @@ class TorchArrays:
         return bool(array.is_contiguous())
 
     def address(self, array: torch.Tensor) -> int:
-        return 0 if self._fault(array) else int(array.data_ptr())
+        if self._fault(array) or (on_gpu(array) and torch.cuda.is_current_stream_capturing()):
+            return 0
+        return int(array.data_ptr())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # the target may be an inference tensor, and this thread not in inference mode

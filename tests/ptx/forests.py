@@ -55,6 +55,7 @@ class Case:
     direct: bool = False  # results lie in the arenas
     exact: bool = True  # sums have the plan's order
     domains: tuple[int, ...] = ()  # of each rank; empty for its server
+    compares: bool = False  # the ranks compare digests of their calls
     again: bool = False  # all calls put their results at the same place, so that those of the last are left
 
     @property
@@ -143,6 +144,7 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool =
                 chunk=case.chunk,
                 in_place=case.in_place,
                 direct=place,
+                digests=[len(made.got) + 1] * size if case.compares else None,
             )
         )
     if case.again:
@@ -304,6 +306,14 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "a call that is told without a release": (
+        "compared",
+        [(r"release\(there \+ 1, number\)", "tell(there + 1, number)")],
+    ),
+    "calls that are told at one place": (
+        "compared",
+        [(r"\(long long\)\(number % 2\) \* control\.ranks", "0")],
+    ),
     "no fence between the two ways to memory": ("switch", [(r"fence\.proxy\.alias;", "")]),
     "no wait for a free slot of a switch": ("switch", [(WANTED, "(arrives ? number + 1 : 0)")]),
     "one that does not add its own": ("switch", [(r"step\.gathers : step", "false : step")]),
@@ -317,6 +327,10 @@ BUGGY = {
     "direct": (
         Case("dgx-1v", "broadcast", QUAD, (150, 150, 150), direct=True, again=True),
         "forest_copy_4",
+    ),
+    "compared": (
+        Case("dgx-1v", gpus=QUAD, counts=(4, 60, 4, 4), small=True, compares=True),
+        "small_sum_float32",
     ),
     "switch": (
         Case("dgx-h100 switch", gpus=QUAD, counts=(600, 60, 90), dtype="int32"),

@@ -10,6 +10,7 @@ import pytest
 from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import (
     FEEDBACK_LINES,
+    TELL_CALL,
     TRY_PEERS,
     forest_kernel_names,
     forest_source,
@@ -32,7 +33,7 @@ SOURCES = {
     SELECTIONS: selection_source,
     FORESTS: forest_source,
     SWITCHES: forest_source,
-    (TRY_PEERS,): lambda names: peers_source(),
+    (TRY_PEERS, TELL_CALL): lambda names: peers_source(),
 }
 """What makes the source of the kernels of each family."""
 

@@ -23,6 +23,7 @@ from tests.ptx.forests import (
     every_case,
     found,
     outcome,
+    plan_of,
     prepared,
     run,
     with_bug,
@@ -31,6 +32,7 @@ from tests.ptx.kernels import ARCHITECTURE, FORESTS, SWITCHES, SWITCHING, progra
 from tests.ptx.machine import KernelFault, Launch, memories, read, run_ranks
 from tests.ptx.text import Program
 from tests.support.kernel_data import same_bits
+from tests.support.ranks_on_machine import Ranks
 
 SAMPLE = (
     *(Case("dgx-1v", collective, QUAD, (100, 33)) for collective in COLLECTIVES),
@@ -58,11 +60,13 @@ SAMPLE = (
     ),
     Case("dgx-h100 adder", gpus=QUAD, counts=(33, 100), dtype="int32", direct=True),
     *(Case("dgx-1v", collective, QUAD, (100, 33), domains=(0, 0, 0, 1)) for collective in COLLECTIVES),
+    Case("dgx-1v", gpus=QUAD, counts=(100, 33, 100), compares=True),
+    Case("dgx-1v", gpus=QUAD, counts=(100, 1, 33), small=True, compares=True),
 )
 
 
-DEFAULT = (0, 12, 15, 27, 38)
-"""The sample of the default run: large, small, direct stores, a switch, and messages."""
+DEFAULT = (0, 12, 15, 27, 38, len(SAMPLE) - 2)
+"""The sample of the default run: large, small, direct stores, a switch, messages, and calls that are compared."""
 
 PAIR = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
 ALONE = (
@@ -88,6 +92,22 @@ def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
 def test_ranks_that_add_in_two_stages_keep_the_first_sum(domains: tuple[int, ...]) -> None:
     case = Case("three phases", counts=(100, 33), domains=domains)
     assert outcome(case, seed=1) is None
+
+
+@pytest.mark.parametrize("small", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_calls_that_differ_are_seen_by_all_ranks_and_write_nothing(small: bool) -> None:
+    """Two of one number and a rank that only tells; then the same call of all, after the difference is forgotten."""
+    plan = plan_of("dgx-1v", "allreduce", QUAD)
+    ranks = Ranks(4, blocks=2, slot_bytes=512, small_bytes=16384 if small else 0)
+    arrays = [np.full(100, rank + 1, dtype=np.float32) for rank in range(4)]
+    for seed, digests in enumerate(([5, 5, 5, 5], [5, 5, 6, 5], [1, 2, 3, 4], [5, 5, 5, 5])):
+        found = ranks.queue(plan, [one.copy() for one in arrays], digests=digests)
+        run_ranks(ranks.take(), seed=seed)
+        same = len(set(digests)) == 1
+        assert [engine.differs for engine in ranks.engines] == [not same] * 4
+        assert all((one == (10 if same else 0)).all() for one in found)
+        for engine in ranks.engines if not same else ():
+            engine.forget_difference()
 
 
 @pytest.mark.thorough

@@ -299,7 +299,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
             return array_of(self.host[key], self.device.id, self.base_memory)
 
         def __setitem__(self, key: Any, value: Any) -> None:
-            source = value.host if isinstance(value, ndarray) else np.array(value)
+            source = value.host if isinstance(value, ndarray) else np.array(value, dtype=self.dtype)
             target = self.host[key]
             current().do(lambda: np.copyto(target, source))
 
@@ -335,7 +335,8 @@ def fake_cupy(machine: Machine) -> ModuleType:
             current().do(copy)
 
         def get(self) -> np.ndarray:
-            current().synchronize()
+            with self.device:
+                current().synchronize()
             return self.host.copy()
 
     def array_of(host: np.ndarray, device: int, memory: Any = None) -> ndarray:
@@ -346,7 +347,10 @@ def fake_cupy(machine: Machine) -> ModuleType:
         length = -(-max(nbytes, 1) // 512) * 512
         unused = pools.setdefault((current().ptr, length), [])
         if unused:
-            return unused.pop(), unused
+            room = unused.pop()
+            if current().capture is None:
+                current().do(lambda: room.fill(POISON))
+            return room, unused
         block = np.full(length + 512, POISON, dtype=np.uint8)
         machine.kept.append(block)
         first = -block.ctypes.data % 512
@@ -359,15 +363,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         room, unused = room_of(nbytes)
         lent = Lent(room[:nbytes])
-        stream = weakref.ref(current())
-
-        def drop() -> None:
-            used_on = stream()
-            if used_on is not None and used_on.capture is None:
-                used_on.do(lambda: room.fill(POISON))
-                unused.append(room)
-
-        weakref.finalize(lent, drop).atexit = False
+        weakref.finalize(lent, unused.append, room).atexit = False
         line, host = (one.view(kind).reshape(shape) for one in (room[:nbytes], np.asarray(lent)))
         return array_of(host, machine.device), line
 
@@ -420,7 +416,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
                         values.append(int(argument))
                 assert current().device_id == machine.device
                 machine.launches += 1
-                if name.startswith(("forest_", "small_", "try_peers")):
+                if name.startswith(("forest_", "small_", "try_peers", "tell_call")):
                     current().push(lambda: Waits(partial(launch, name, grid[0], 32, values, waits=True)))
                 else:
                     current().do(lambda: launch(name, grid[0], block[0], values))

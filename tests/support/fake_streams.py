@@ -210,7 +210,9 @@ class Machine:
     def _one(self) -> bool:
         heads = []
         for stream in self.streams:
-            while stream.queue and stream.device_id not in self.faults:
+            if stream.device_id in self.faults:
+                stream.queue.clear()  # the work of a failed GPU is lost
+            while stream.queue:
                 ready = stream.queue[0].runnable()
                 if not stream.queue[0].done:
                     heads += ready

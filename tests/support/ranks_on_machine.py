@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -81,6 +82,17 @@ def messages_program() -> Program:
     return read(compile_source(MESSAGES, ARCHITECTURE, to="ptx").code.decode())["messages"]
 
 
+class Put:
+    """An array in the machine's memory."""
+
+    def __init__(self, address: int, host: Array) -> None:
+        self.data = SimpleNamespace(ptr=address)
+        self.host, self.nbytes = host, host.nbytes
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.host[key] = value
+
+
 class Gpu:
     """One rank's GPU, as far as the engine uses CuPy: memory that the machine knows, and kernels noted down.
 
@@ -106,7 +118,7 @@ class Gpu:
     def put(self, name: str, array: Array, *, written: bool = True, writable: bool = True) -> Any:
         line = array.view(np.uint8).reshape(-1) if array.size else np.zeros(1, dtype=np.uint8)
         address = self.memory.put(name, line, written=written, writable=writable)
-        return SimpleNamespace(data=SimpleNamespace(ptr=address), nbytes=array.nbytes, host=array)
+        return Put(address, array)
 
     def asarray(self, array: Array) -> Any:
         return self.put("tables", array.copy(), writable=False)
@@ -206,10 +218,11 @@ class Ranks:
         chunk: int = 64,
         in_place: bool = False,
         direct: int | None = None,
+        digests: Sequence[int] | None = None,
     ) -> list[Array]:
         """Queue a collective on all ranks; inputs are what each gives, and the results are filled when it is run.
 
-        With `direct` results lie there in all arenas.
+        With `direct` results lie there in all arenas. With `digests`, one of each rank, the ranks compare them.
         """
         kind = inputs[0].dtype
         dtype = dtype or kind.name
@@ -256,7 +269,8 @@ class Ranks:
                 before = after = gpu.put("input", source).data.ptr
             else:
                 before = after
-            engine.queue(placed, before, after, partial(self._move, rank))
+            digest = None if digests is None else digests[rank]
+            engine.queue(placed, before, after, partial(self._move, rank), digest=digest)
         return results
 
     def _move(self, rank: int, messages: Any) -> None:

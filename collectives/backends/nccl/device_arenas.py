@@ -72,7 +72,7 @@ TRIAL_SECONDS = 10.0
 
 TRIAL_THREADS, TRIAL_BYTES, HEARD = 32, 16, 1
 """Threads of the kernel that tries the peers, bytes of a rank in an arena, and the kernel's code for a peer whose
-stores have arrived; as in ``try_peers.cu``.
+stores have arrived; as in ``peers.cu``.
 """
 
 NOT_READY = 600

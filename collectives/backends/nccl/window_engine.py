@@ -29,7 +29,7 @@ from collectives.backends.nccl.kernel_program import (
 )
 from collectives.backends.nccl.tree_steps import order_of
 from collectives.tables.kernels.kernel_launch import Kernels
-from collectives.tables.kernels.source import forest_kernel, switch_adds
+from collectives.tables.kernels.source import TELL_CALL, forest_kernel, switch_adds
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
 
@@ -51,14 +51,19 @@ SMALL_BYTES = 16 << 10
 LONGEST_WAIT = 1 << 62
 """Nanoseconds that a kernel waits at most."""
 
-KEPT = 16
+KEPT = 64
 """Programs whose tables stay in the GPU's memory."""
+
+CALL_BYTES, TELLING_THREADS = 16, 32
+"""Bytes in an arena by which a rank tells its call, as in ``forest.cu``; and threads of the kernel that only tells."""
 
 STOP, FAILED, FIRST_BLOCK = range(3)
 """Words of the page that host and kernel share; as in ``forest.cu``."""
 
-LATE, PEER_GAVE_UP = 1, 3
-"""The kernel's codes for failures: a peer did not come in time; a rank of another domain gave up."""
+LATE, PEER_GAVE_UP, DIFFERS = 1, 3, 4
+"""The kernel's codes for failures: a peer did not come in time; a rank of another domain gave up; a peer has told
+another call.
+"""
 
 COMPLETE = 0xFFFFFFFF
 """Progress word of a block that has ended; as in ``forest.cu``."""
@@ -162,6 +167,27 @@ class WindowEngine:
             self._others = cupy.zeros(region.size, dtype=np.uint64)
             self._numbers = cupy.zeros(SMALL_BLOCKS, dtype=np.uint64)
             self._arenas = cupy.asarray(np.array(region.addresses, dtype=np.int64))
+            self._calls, self._calls_at = 0, self._base
+            self._told = self._job([])
+            self._base += -(-2 * CALL_BYTES * region.size // FLAG_BYTES) * FLAG_BYTES
+
+    def tell_call(self) -> None:
+        """Queue word to all ranks that this one makes a call that it does not compare (`queue`)."""
+        self._calls += 1
+        with self._stream:
+            self._kernels.forest(TELL_CALL)((1,), (TELLING_THREADS,), (self._told, np.uint64(self._calls)))
+
+    @property
+    def differs(self) -> bool:
+        """Return whether the ranks have told different calls."""
+        return bool(self._page[FAILED] == DIFFERS)
+
+    def forget_difference(self) -> None:
+        """Let kernels run again after a difference, which has ended all queued ones."""
+        with self._stream:
+            self._dead[:] = 0
+        self._stream.synchronize()
+        self._page[FAILED] = 0
 
     def place(self, call: Call[Any], *, direct: bool = False) -> BoundKernelPlan | None:
         """Return the program of a call; None, on all ranks, if the plan is too large for the arena or the kernel.
@@ -199,20 +225,27 @@ class WindowEngine:
         move: Move | None = None,
         *,
         captured: object = None,
+        digest: int | None = None,
     ) -> None:
         """Queue a program on arrays at these addresses.
 
         `move` queues the messages between domains. `captured` is what a graph works on into which the program is
-        captured: it is kept as long as the engine lives.
+        captured: it is kept as long as the engine lives. With the digest of a call the kernel runs only if the calls of
+        all ranks with this number have the same one; otherwise (`differs`) no kernel runs until `forget_difference`.
         """
         if captured is not None:
             self._captured.append((bound, captured))
+        call = (0, 0)
+        if digest is not None:
+            self._calls += 1
+            call = (self._calls, digest)
         room = 0 if bound.room is None else bound.room.data.ptr
         places = (source, result) if bound.small else (source, result, room)
         with self._stream:
             for one in bound.launches:
                 if one.job is not None:
-                    bound.kernel((one.grid,), (bound.threads,), (one.job, *map(np.int64, places)))
+                    numbers = (*map(np.int64, places), *map(np.uint64, call))
+                    bound.kernel((one.grid,), (bound.threads,), (one.job, *numbers))
                 if one.messages:
                     assert move is not None, "there are several domains"
                     move(self._addressed(one.messages, (source, result, room), bound.itemsize))
@@ -251,7 +284,7 @@ class WindowEngine:
 
         It explains a collective that did not end. The kernel must have ended, since this copies from the GPU.
         """
-        names = {LATE: "late", PEER_GAVE_UP: "a rank of another domain gave up"}
+        names = {LATE: "late", PEER_GAVE_UP: "a rank of another domain gave up", DIFFERS: "another call"}
         failed = int(self._page[FAILED])
         lines = [
             f"page: stop {int(self._page[STOP])}, failed {failed} ({names.get(failed, 'see forest.cu')})"
@@ -420,7 +453,12 @@ class WindowEngine:
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
             *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
-            *(self.region.rank, self.region.size, int(min(2e9 * self._timeout, LONGEST_WAIT))),
+            *(
+                self.region.rank,
+                self.region.size,
+                int(min(2e9 * self._timeout, LONGEST_WAIT)),
+                self._calls_at,
+            ),
         ]
         return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
 
@@ -441,8 +479,8 @@ class WindowEngine:
             empty = [zeros.data.ptr] * 4
             small = name.startswith("small_")
             job = self._job([0, 0, 0, *empty] if small else [*empty, 0])
-            places = [0] * (2 if small else 3)
+            numbers = [0] * (4 if small else 5)
             threads = SMALL_THREADS if small else THREADS
-            kernel((1,), (threads,), (job, *map(np.int64, places)))
+            kernel((1,), (threads,), (job, *map(np.int64, numbers)))
             self._stream.synchronize()
         return kernel

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from collectives.backends.backend import AVERAGED, Backend, Call, OneRank
+from collectives.backends.backend import AVERAGED, Backend, Call, OneRank, PreparedRun
 from collectives.backends.nccl.nccl_backend import ENGINES, NcclBackend, no_windows
 from collectives.backends.nccl.nccl_library import find_library
 from collectives.backends.shared.shared_backend import SharedBackend
@@ -64,13 +64,29 @@ class WindowBackend(OneRank):
         if not on_gpu(memory.source):
             self._run_messages(call)
             return
-        with on_device(self._cupy, self._gpu):
-            stream = torch.cuda.current_stream(memory.source.device)
-            self._kernels.arrays.behind(stream_on_cupy(self._cupy, stream, self._gpu))
+        self._follow(memory.source.device)
         source, result = (
             tensor_on_cupy(self._cupy, line, self._gpu) for line in (memory.source, memory.result)
         )
         self._kernels.run(replace(call, memory=(replace(memory, source=source, result=result),)))
+
+    def repeated(self, call: Call[torch.Tensor]) -> PreparedRun | None:
+        device = call.memory[0].source.device
+        run = self._kernels.repeated(call) if on_gpu(call.memory[0].source) else None
+        if run is None:
+            return None
+
+        def run_behind(number: int, source: int, result: int) -> None:
+            self._follow(device)
+            run(number, source, result)
+
+        return run_behind
+
+    def _follow(self, device: torch.device) -> None:
+        """Let the kernels wait for torch's current stream."""
+        with on_device(self._cupy, self._gpu):
+            stream = torch.cuda.current_stream(device)
+            self._kernels.arrays.behind(stream_on_cupy(self._cupy, stream, self._gpu))
 
     def agree(self, signature: Signature) -> None:
         self._kernels.agree(signature)

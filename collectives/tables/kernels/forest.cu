@@ -37,6 +37,7 @@ struct Control {
     unsigned long long* status;        // in the host's memory, see below
     long long rank, ranks;
     long long timeout;                 // nanoseconds that this rank waits for a chunk
+    long long calls;                   // offset in each arena of what the ranks tell of their calls
 };
 
 struct Job {
@@ -55,7 +56,7 @@ struct Job {
 // A block waits for a chunk of an earlier round, in this rank or in a block of a slower peer. So if every rank names
 // the peer of its block that waits in the earliest round, the named peers lead to the rank at fault.
 enum Status { STOP, FAILED, BLOCKS };
-enum Failure { FINE, LATE, STOPPED, TOLD };
+enum Failure { FINE, LATE, STOPPED, TOLD, DIFFERS };
 
 constexpr unsigned long long COMPLETE = 0xffffffffull;
 
@@ -135,6 +136,54 @@ __device__ bool comes(const Control& control, long long round, long long peer, l
             return false;
         }
     }
+    return true;
+}
+
+// ---- a comparison of calls
+//
+// A rank stores a digest of its call in the arena of every rank, and releases the number of the call behind it. Calls
+// with even and odd numbers have words of their own: a rank that stores a number has had the one before from all ranks,
+// so nobody reads what it overwrites.
+
+constexpr long long CALL_BYTES = 16;   // of a rank: the digest, the number
+
+__device__ inline unsigned long long* told(const Control& control, long long owner, long long sender,
+                                           unsigned long long number) {
+    const long long place = (long long)(number % 2) * control.ranks + sender;
+    return (unsigned long long*)(control.arenas[owner] + control.calls + place * CALL_BYTES);
+}
+
+__device__ inline void tell_all(const Control& control, unsigned long long number, unsigned long long digest) {
+    for (long long peer = threadIdx.x; peer < control.ranks; peer += blockDim.x) {
+        unsigned long long* const there = told(control, peer, control.rank, number);
+        there[0] = digest;
+        release(there + 1, number);
+    }
+}
+
+// Whether this kernel may run, for all threads of a block alike: nothing has failed, and all ranks are about to do the
+// same. Otherwise no later kernel runs. Calls without a number are not compared.
+__device__ inline bool begins(const Control& control, unsigned long long number, unsigned long long digest) {
+    __shared__ bool over;
+    __shared__ int differs;
+    if (threadIdx.x == 0) {
+        over = ended(control);
+        differs = 0;
+    }
+    __syncthreads();
+    if (over || !number) return !over;
+    if (blockIdx.x == 0) tell_all(control, number, digest);
+#pragma unroll 1
+    for (long long peer = threadIdx.x; peer < control.ranks; peer += blockDim.x) {
+        const unsigned long long* const here = told(control, control.rank, peer, number);
+        const bool came = comes(control, 0, peer, 0, [&] { return acquired(here + 1) == number; });
+        if (came && here[0] == digest) continue;
+        if (came) fail(control, DIFFERS);
+        atomicExch(&differs, 1);
+    }
+    __syncthreads();
+    if (differs) return false;
+    if (threadIdx.x == 0) waits(control, 0, -1, 0);  // for nobody
     return true;
 }
 
@@ -335,11 +384,6 @@ struct Block {
     __device__ void run_all() const {
         const Step* const steps = job.steps + job.blocks[blockIdx.x];
         const int count = (int)(job.blocks[blockIdx.x + 1] - job.blocks[blockIdx.x]);
-        if (threadIdx.x == 0) *failed = ended(job.control);
-        __syncthreads();
-        const bool dead = *failed;
-        __syncthreads();  // after this a thread may set it
-        if (dead) return;
         bool more = true;
         unsigned long long done = job.phase << 32;
 #pragma unroll 1
@@ -496,26 +540,28 @@ struct Exchange {
 
 #define ALONG_TREES(NAME, ELEMENT, OPERATION, LAST, SWITCH)                                        \
     extern "C" __global__ void __launch_bounds__(512, 1)                                           \
-        NAME(const Job* wanted, char* given, char* result, char* room) {                           \
+        NAME(const Job* wanted, char* given, char* result, char* room, unsigned long long number,  \
+             unsigned long long digest) {                                                          \
         __shared__ ELEMENT* places[MOST_ENDS];                                                     \
         __shared__ int failed;                                                                     \
         const Job job = *wanted;                                                                   \
         const Block<ELEMENT, OPERATION, LAST, SWITCH> block = {job, given, result, room, places, &failed}; \
-        block.run_all();                                                                           \
+        if (threadIdx.x == 0) failed = 0;                                                          \
+        if (begins(job.control, number, digest)) block.run_all();                                  \
     }
 
 #define FOREST(NAME, ELEMENT, OPERATION, LAST) ALONG_TREES(NAME, ELEMENT, OPERATION, LAST, NoSwitch)
 
-// Every block counts the collectives, whether it has a unit of them or not.
+// Every block counts the collectives that begin, whether it has a unit of them or not.
 #define SMALL(NAME, ELEMENT, OPERATION, LAST)                                                           \
     extern "C" __global__ void __launch_bounds__(SMALL_THREADS, 1)                                      \
-        NAME(const Small* wanted, const ELEMENT* given, ELEMENT* result) {                              \
+        NAME(const Small* wanted, const ELEMENT* given, ELEMENT* result, unsigned long long call,       \
+             unsigned long long digest) {                                                               \
         __shared__ uint4 waiting[DEPTH][SMALL_THREADS];                                                 \
         const Small job = *wanted;                                                                      \
         const unsigned long long number = job.number[blockIdx.x];                                       \
-        __syncthreads();                                                                                \
+        if (!begins(job.control, call, digest)) return;                                                 \
         if (threadIdx.x == 0) job.number[blockIdx.x] = number + 1;                                      \
-        if (ended(job.control)) return;                                                         \
         const Exchange<ELEMENT, OPERATION, LAST> exchange = {job,     given,      result,               \
                                                              waiting, number % 2, number % MOST_SEALS + 1}; \
         exchange.run_all();                                                                             \

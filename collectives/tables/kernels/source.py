@@ -160,13 +160,13 @@ def forest_source(names: Iterable[str]) -> str:
     return "\n".join([_read_templates(*templates), *lines, ""])
 
 
-TRY_PEERS = "try_peers"
-"""The kernel that tests stores and flags between GPUs."""
+TRY_PEERS, TELL_CALL = "try_peers", "tell_call"
+"""The kernels that test stores and flags between GPUs, and that tell the other ranks of a call."""
 
 
 def peers_source() -> str:
-    """Return the CUDA source of the kernel `TRY_PEERS`."""
-    return _read_templates("forest.cu", "try_peers.cu")
+    """Return the CUDA source of the kernels `TRY_PEERS` and `TELL_CALL`."""
+    return _read_templates("forest.cu", "peers.cu")
 
 
 def _kernel_line(name: str) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,13 +19,14 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.nccl import device_arenas, kernel_program, nccl_communicators, tree_steps
 from collectives.backends.nccl import window_engine as engine
 from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps
+from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import result_blocks
 from tests.support import fake_nccl
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
-from topoplan.errors import BackendError, UsageError
+from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.model import window_engine
 from topoplan.model.candidates import candidates
 from topoplan.model.dataflow import dataflow
@@ -78,12 +80,88 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
     assert not machine.memory or not peers
 
 
-def test_a_collective_is_one_launch(machine: Machine, cupy: ModuleType) -> None:
+@pytest.mark.parametrize(("collective", "later", "texts"), [("allreduce", 1, 0), ("reduce", 2, 1)])
+def test_a_later_call_is_one_launch(
+    machine: Machine,
+    cupy: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    collective: str,
+    later: int,
+    texts: int,
+) -> None:
+    """The ranks exchange texts before the first call; of a reduce, which only the root repeats, before each."""
     machine.gpus, machine.peers = 4, True
-    check_bits(cupy, "reduce", 24, calls=3, region_bytes=REGION, chunk_bytes=1 << 20, timeout=40.0)
-    # three calls and one empty run_engine on each rank, behind the two runs that try the peers
-    assert machine.launches == 4 * (4 + 2)
+    texts_compared = Mock(side_effect=NcclBackend._compare)
+    monkeypatch.setattr(NcclBackend, "_compare", lambda *given: texts_compared(*given))
+    counts = []
+    for number in (2, 5):
+        machine.launches, before = 0, texts_compared.call_count
+        options: dict[str, Any] = {"region_bytes": REGION, "chunk_bytes": 1 << 20, "timeout": 40.0}
+        check_bits(cupy, collective, 24, calls=number, **options)
+        counts.append((machine.launches, texts_compared.call_count - before))
+    one, other = counts
+    assert other == (one[0] + 3 * 4 * later, one[1] + 3 * 4 * texts)
+    # two runs that try the peers, an empty one, word that an engine was opened, and that texts are compared
+    assert one[0] == 4 * (6 + later)
     assert machine.graph_launches == 0
+
+
+@pytest.mark.parametrize("other", ["new", "repeated", "refused"])
+def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
+    machine: Machine, cupy: ModuleType, other: str
+) -> None:
+    """After calls whose texts nobody compares any more: another call, one of another kind, one that a rank refuses."""
+    machine.gpus, machine.peers = 3, True
+    arrays = floats(3, 24)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        for op in ("sum", "max", "sum", "max"):
+            comm.all_reduce(given, op=op)
+        errors = []
+        for turn in range(2):
+            op = "sum" if rank != turn or other == "refused" else "min" if other == "new" else "max"
+            array = arrays[rank] if rank == turn and other == "refused" else given
+            with pytest.raises((RefusedError, UsageError)) as raised:
+                comm.all_reduce(array, op=op)
+            errors.append(str(raised.value))
+        return errors, comm.all_reduce(given).get()
+
+    with Communicator(forest_plan(3, "allreduce", "binary"), "loopback") as comm:
+        wanted = comm.all_reduce(arrays)
+    for rank, (errors, found) in enumerate(outcome(run_engine(cupy, 3, task, timeout=20.0))):
+        assert found.tobytes() == wanted[rank].tobytes()
+        for turn, error in enumerate(errors):
+            told = (
+                "instead of a CuPy array" if other == "refused" else "max" if other == "repeated" else "min"
+            )
+            assert told in error, error
+            assert rank == turn or f"rank {turn}" in error, error
+
+
+def test_an_array_that_needs_a_copy_on_one_rank_is_summed(machine: Machine, cupy: ModuleType) -> None:
+    """That rank compares texts, the others digests, so all compare texts."""
+    machine.gpus, machine.peers = 3, True
+    arrays = floats(3, 48)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        whole = cupy.asarray(arrays[rank])
+        found = []
+        for turn in range(6):
+            given = cupy.asarray(arrays[rank])[::2] if turn in (3, 4) and rank == turn - 3 else whole[:24]
+            found.append(comm.all_reduce(given).get())
+        return found
+
+    results = outcome(run_engine(cupy, 3, task, timeout=20.0))
+    halves = [one[:24] for one in arrays]
+    for turn in range(6):
+        given = [
+            one[::2] if turn in (3, 4) and rank == turn - 3 else half
+            for rank, (one, half) in enumerate(zip(arrays, halves, strict=True))
+        ]
+        with Communicator(forest_plan(3, "allreduce", "binary"), "loopback") as comm:
+            wanted = comm.all_reduce(given)
+        assert all(one[turn].tobytes() == wanted[0].tobytes() for one in results), turn
 
 
 @pytest.mark.parametrize(
@@ -270,12 +348,14 @@ def test_a_rank_that_does_not_launch_is_named(machine: Machine, cupy: ModuleType
         comm.all_reduce(cupy.asarray(arrays[rank]))
         backend: Any = comm._open().backend
         if rank == 1:
-            backend._engine.queue = lambda *_: (_ for _ in ()).throw(RuntimeError("the GPU fell off the bus"))
+            backend._engine.queue = lambda *_, **__: (_ for _ in ()).throw(
+                RuntimeError("the GPU fell off the bus")
+            )
         comm.all_reduce(cupy.asarray(arrays[rank]))
 
     found = run_engine(cupy, 3, task, timeout=15.0)
     assert all(isinstance(one, BackendError) for one in found)
-    assert all(one.rank == 1 and "fell off the bus" in str(one) for one in found)
+    assert all(one.rank == 1 and "fell off the bus" in str(one) for one in found), found
 
 
 @pytest.mark.thorough

@@ -1,4 +1,6 @@
-// One kernel that tests the stores and flags between GPUs on which forest.cu relies; forest.cu precedes.
+// Kernels between GPUs that belong to no plan; forest.cu precedes.
+
+// ---- a test of the stores and flags on which forest.cu relies
 //
 // It stores a mark in the arena of each rank that it reaches, releases a flag behind it, and waits for the flag and the
 // mark of each. A word in host memory or the timeout stops it.
@@ -31,4 +33,10 @@ extern "C" __global__ void try_peers(unsigned long long* page, long long rank, l
         }
         tell(heard + peer, !came ? NOTHING : here[0] == flags[peer] + rank ? MARK : OTHER);
     }
+}
+
+// ---- word to ranks that compare calls (`begins`) that this one does not
+
+extern "C" __global__ void tell_call(const Control* control, unsigned long long number) {
+    tell_all(*control, number, 0);
 }
