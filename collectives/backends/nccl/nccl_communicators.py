@@ -359,10 +359,20 @@ class NcclConnection:
         return self._world.trouble() or error
 
 
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """A collective under way: what tells its progress, since when that is the same, and what it was then."""
+
+    progress: Callable[[], int]
+    since: float
+    last: int | None = None
+
+
 class CollectiveGuard:
     """Watch one collective at a time, and abort the communicator if no step ends within `timeout` seconds.
 
-    `error` is the reason of the abort, or None.
+    `error` is the reason of the abort, or None. The thread looks every `WATCH_SECONDS`, so that short collectives do
+    not wake it.
     """
 
     def __init__(self, world: ControlPlane, connection: NcclConnection, *, timeout: float) -> None:
@@ -370,8 +380,9 @@ class CollectiveGuard:
         self._world = world
         self._connection = connection
         self._timeout = timeout
-        self._progress: Callable[[], int] | None = None
-        self._since = 0.0
+        self._watch: _Watch | None = None
+        self._idle = False
+        """Whether the thread waits for a collective to begin."""
         self._changed = threading.Condition()
         self._closed = False
         self._aborted = False
@@ -381,21 +392,16 @@ class CollectiveGuard:
     @contextmanager
     def watch(self, progress: Callable[[], int], place: Place) -> Iterator[None]:
         """Watch what runs inside; `progress` returns a number that changes whenever a step has ended."""
-
-        def waiting() -> Waiting:
-            return Waiting(*place(), time.monotonic() - self._since)
-
-        with self._changed:
-            self._progress, self._since = progress, time.monotonic()
-            self._world.waiting = waiting
-            self._changed.notify_all()
+        watch = self._watch = _Watch(progress, time.monotonic())
+        self._world.waiting = lambda: Waiting(*place(), time.monotonic() - watch.since)
+        if self._idle:
+            with self._changed:
+                self._changed.notify_all()
         try:
             yield
         finally:
-            with self._changed:
-                self._progress = None
-                self._world.waiting = waits_for_no_peer
-                self._changed.notify_all()
+            self._watch = None
+            self._world.waiting = waits_for_no_peer
 
     def check(self) -> None:
         """Raise `error`, if there is one."""
@@ -420,34 +426,30 @@ class CollectiveGuard:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._progress is not None)
+                if self._watch is None:
+                    self._idle = True  # before the look: a collective that begins now sees it, or is seen
+                    self._changed.wait_for(lambda: self._closed or self._watch is not None)
+                    self._idle = False
+                self._changed.wait_for(lambda: self._closed, WATCH_SECONDS)
                 if self._closed:
                     return
-                progress = self._progress
-            assert progress is not None, "that was waited for"
-            self._attend(progress)
+            watch = self._watch
+            if watch is not None and self.error is None:
+                self._look(watch)
 
-    def _attend(self, progress: Callable[[], int]) -> None:
-        """Watch one collective until it has ended or been stopped."""
-        last = progress()
-        while self.error is None:
-            with self._changed:
-                if self._changed.wait_for(
-                    lambda: self._progress is not progress or self._closed, WATCH_SECONDS
-                ):
-                    return
-            error = self._world.trouble() or self._own_error()
-            if error is None and progress() != last:
-                self._since, last = time.monotonic(), progress()
-            elif error is None and time.monotonic() - self._since > self._timeout:
-                self._world.stalled(self._timeout)
-                error = self._world.trouble()
-                # another rank still moves: look again a quarter of the timeout later
-                self._since = max(self._since, time.monotonic() - 0.75 * self._timeout)
-            if error is not None:
-                self.stop(error)
-        with self._changed:
-            self._changed.wait_for(lambda: self._progress is not progress or self._closed)
+    def _look(self, watch: _Watch) -> None:
+        """Look at a collective, and end it if it has failed."""
+        progress = watch.progress()
+        error = self._world.trouble() or self._own_error()
+        if error is None and progress != watch.last:
+            watch.since, watch.last = time.monotonic(), progress
+        elif error is None and time.monotonic() - watch.since > self._timeout:
+            self._world.stalled(self._timeout)
+            error = self._world.trouble()
+            # another rank still moves: look again a quarter of the timeout later
+            watch.since = max(watch.since, time.monotonic() - 0.75 * self._timeout)
+        if error is not None:
+            self.stop(error)
 
     def _own_error(self) -> BackendError | None:
         """Return and report NCCL's own error."""
