@@ -265,9 +265,13 @@ def be_row(row: Row) -> None:
 
 @contextmanager
 def shared_gpu(control: str | None) -> Iterator[dict[str, str]]:
-    """NVIDIA's multi-process service for as long as this lasts, where it is there; variables that lead to it."""
+    """NVIDIA's multi-process service for as long as this lasts, where it is there; variables that lead to it.
+
+    Each process takes fewer queues than where one process has all ranks: four with 32 are out of memory on an H200.
+    """
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     if control is None:
-        yield {}
+        yield queues
         return
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
         places = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
@@ -275,10 +279,10 @@ def shared_gpu(control: str | None) -> Iterator[dict[str, str]]:
             os.mkdir(place)
         # the service takes the first GPU that is shown here, and shows it as number 0
         shown = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-        environment = {**os.environ, **places, "CUDA_VISIBLE_DEVICES": shown.split(",")[0]}
+        environment = {**os.environ, **queues, **places, "CUDA_VISIBLE_DEVICES": shown.split(",")[0]}
         begun = _quietly([control, "-d"], environment, "")
         try:
-            yield {**places, "CUDA_VISIBLE_DEVICES": "0"} if begun else {}
+            yield {**queues, **places, "CUDA_VISIBLE_DEVICES": "0"} if begun else queues
         finally:
             if begun:
                 _quietly([control], environment, "quit\n")

@@ -64,6 +64,12 @@ TORCH = (
     told("torch_cuda", lambda found: None if found is True else f"torch shows no GPU: {found}"),
 )
 NCCL = (*CUPY, told("nccl", lambda found: None if isinstance(found, int) else str(found)))
+WINDOWS = (
+    *NCCL,
+    told(
+        "nccl", lambda found: None if found >= 22907 else f"NCCL {found} has no windows; 2.29.7 and newer do"
+    ),
+)
 SHARED_GPU = (
     *NCCL,
     told(
@@ -204,7 +210,7 @@ ROWS: tuple[Row, ...] = (
     Row("device", device, 90, CUPY),
     Row("nccl-1/messages", ranks.messages_to_itself, 60, NCCL),
     Row("nccl-1/back-end", ALONE, 60, NCCL),
-    Row("windows-1/region", partial(windows.region_of_one_rank, "windows"), 60, NCCL),
+    Row("windows-1/region", partial(windows.region_of_one_rank, "windows"), 60, WINDOWS),
     Row("windows-1/peer-access", REGION_BY_PEERS, 60, NCCL),
     Row("windows-1/multicast", windows.multicast_of_one_gpu, 40, (*CUPY, BINDINGS, MULTICAST)),
     *(Row(f"windows-1/{size}-ranks", partial(windows.one_gpu, size), 60, CUPY) for size in (2, 4, 8)),

@@ -238,9 +238,9 @@ def test_the_service_that_shares_a_gpu_is_started_and_stopped(
         ["quit", "3"],
     ]
     with shared_gpu("/bin/false") as extra:
-        assert extra == {}
+        assert extra == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
     with shared_gpu(None) as extra:
-        assert extra == {}
+        assert extra == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 # ---- what rows run, on the stand-ins
@@ -544,11 +544,14 @@ def cupy_with_memory(clock: int, bits: int) -> Any:
     return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
 
 
-def test_shares_are_of_the_memorys_clock_and_width_and_one_below_the_goal_is_missed() -> None:
+def test_shares_are_of_the_memorys_clock_and_width_and_one_below_the_goal_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_kernel_rows.bench, "copy_bandwidth", lambda cupy: 1300.0)
     a100 = cupy_with_memory(1_215_000, 5120)
     assert gpu_kernel_rows.memory_peak(a100) == pytest.approx(1555.2)
     found = gpu_kernel_rows.shares(a100, 0.8, {"sum": 1400.0})
-    assert found["text"] == "goal 80%\nsum: 1400 GB/s, 90% of 1555"
+    assert found["text"] == "goal 80%; a copy by CUDA takes 1300 GB/s\nsum: 1400 GB/s, 90% of 1555"
     with pytest.raises(Missed, match="max: 1200 GB/s, 77% of 1555"):
         gpu_kernel_rows.shares(a100, 0.8, {"sum": 1400.0, "max": 1200.0})
     with pytest.raises(CannotRun, match=r"does not tell the memory's clock and width; sum 1400 GB/s"):
