@@ -492,6 +492,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         getDeviceCount=lambda: machine.gpus,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
     )
     function = ModuleType("cupy.cuda.function")
     provide(function, Module)
