@@ -40,20 +40,22 @@ def use_device(cupy: Any, device: int) -> None:
     cupy.cuda.runtime.free(0)
 
 
-@contextmanager
-def on_device(cupy: Any, device: int) -> Iterator[None]:
+class on_device:
     """Make a GPU current in a caller's thread for the block; raises as `use_device`."""
-    runtime = cupy.cuda.runtime
-    before = runtime.getDevice()
-    if before == device:
-        yield
-        return
-    runtime.setDevice(device)
-    try:
-        yield
-    finally:
-        if has_context(before):
-            runtime.setDevice(before)
+
+    __slots__ = ("_before", "_device", "_runtime")
+
+    def __init__(self, cupy: Any, device: int) -> None:
+        self._runtime, self._device = cupy.cuda.runtime, device
+
+    def __enter__(self) -> None:
+        self._before = self._runtime.getDevice()
+        if self._before != self._device:
+            self._runtime.setDevice(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._device and has_context(self._before):
+            self._runtime.setDevice(self._before)
 
 
 def has_context(device: int) -> bool:

@@ -99,7 +99,7 @@ def test_tensors_are_summed_in_place_with_the_bits_of_loopback(machine: Machine,
     told = outcome(on_every_rank(gpus, task, chunk_bytes=1 << 20))
     # each kernel runs once empty when it is loaded, also the one that tries the peers; of the calls, which the ranks
     # compare by texts, only the sum in place is like an earlier one
-    assert machine.launches == RANKS * (4 + 4 + 2 + 5)
+    assert machine.launches == RANKS * (4 + 4 + 2 + 6)
     with Communicator(forest_plan(RANKS, "allreduce", "binary"), "loopback") as reference:
         average, total = reference.all_reduce(arrays, op="avg"), reference.all_reduce(arrays)
     for rank, (engine, found, half) in enumerate(told):

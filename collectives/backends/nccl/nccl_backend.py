@@ -181,6 +181,7 @@ class NcclBackend(OneRank):
         self._closed = False
         with self.arrays.here():
             self._streams = NcclStreams(cupy, self.arrays.kernels)
+            self._event = cupy.cuda.Event(disable_timing=True)
         self._connection = NcclConnection(
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
@@ -391,6 +392,8 @@ class NcclBackend(OneRank):
         self._closed = True
         self._guard.close()
         if self._guard.error is None:
+            with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError):
+                self._tell_call()
             self._leave_engine(together=together)
             if ends:
                 self._connection.destroy()
@@ -532,10 +535,9 @@ class NcclBackend(OneRank):
             _in_graphs.append(self._engine)
 
     def _ready(self, stream: Any) -> Any:
-        """Return an event behind all queued work, including copies of a program's tables."""
-        ready = self._cupy.cuda.Event(disable_timing=True)
-        ready.record(stream)
-        return ready
+        """Return an event behind all queued work, including copies of a program's tables; valid until the next one."""
+        self._event.record(stream)
+        return self._event
 
     def _run_kernel(
         self,
@@ -618,8 +620,7 @@ class NcclBackend(OneRank):
 
     def _wait(self) -> None:
         """Wait for the GPU: at first without sleeping, since most collectives are short."""
-        ended = self._cupy.cuda.Event(disable_timing=True)
-        ended.record(self._streams.origin)
+        ended = self._ready(self._streams.origin)
         runtime = self._cupy.cuda.runtime
         pause = 0.0
         while self._under_way(runtime.eventQuery(ended.ptr)):
@@ -636,10 +637,14 @@ class NcclBackend(OneRank):
 
     def _agree(self, signature: Signature, offer: int) -> list[int]:
         """Compare the collective with all ranks, and return the offer of each."""
+        self._tell_call()
+        return self._compare(signature, offer)
+
+    def _tell_call(self) -> None:
+        """Tell ranks that compare digests that this one compares texts, or leaves."""
         if self._engine is not None and self._engine.alone:
             with self._gpu():
-                self._engine.tell_call()  # ranks that compare digests learn that this one compares texts
-        return self._compare(signature, offer)
+                self._engine.tell_call()
 
     def _compare(self, signature: Signature, offer: int) -> list[int]:
         offers = []

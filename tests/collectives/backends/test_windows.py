@@ -101,8 +101,8 @@ def test_a_later_call_is_one_launch(
         counts.append((machine.launches, texts_compared.call_count - before))
     one, other = counts
     assert other == (one[0] + 3 * 4 * later, one[1] + 3 * 4 * texts)
-    # two runs that try the peers, an empty one, word that an engine was opened, and that texts are compared
-    assert one[0] == 4 * (6 + later)
+    # two runs that try the peers, an empty one; word that an engine is opened and left, and that texts are compared
+    assert one[0] == 4 * (7 + later)
     assert machine.graph_launches == 0
 
 
@@ -137,6 +137,20 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             )
             assert told in error, error
             assert rank == turn or f"rank {turn}" in error, error
+
+
+def test_a_rank_that_leaves_between_repeated_calls_is_named(machine: Machine, cupy: ModuleType) -> None:
+    machine.gpus, machine.peers = 3, True
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(floats(3, 24)[rank])
+        for _ in range(3):
+            comm.all_reduce(given)
+        return comm.all_reduce(given) if rank != 2 else None
+
+    *others, _ = run_engine(cupy, 3, task, timeout=40.0)
+    assert all(isinstance(one, BackendError) and one.peer == 2 for one in others), others
+    assert "rank 2 has closed its communicator" in str(others[0])
 
 
 def test_an_array_that_needs_a_copy_on_one_rank_is_summed(machine: Machine, cupy: ModuleType) -> None:
