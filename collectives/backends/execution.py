@@ -181,7 +181,6 @@ class Execution(Generic[Array]):
             or type(array) not in library.plain
             or type(root) not in (int, NoneType)
             or type(op) not in (str, NoneType)
-            or self.backend.captures
         ):
             return None
         call = self._prepared.get((collective, root, op, array.dtype, array.shape, library.gpu(array)))

@@ -58,6 +58,11 @@ class on_device:
             self._runtime.setDevice(self._before)
 
 
+def is_capturing(stream: Any) -> bool:
+    """Return whether work on a stream goes into a graph, which CUDA's default streams never do."""
+    return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
+
+
 def has_context(device: int) -> bool:
     """Return whether this process has a primary context on a GPU, without creating one."""
     driver = _driver()
@@ -189,7 +194,11 @@ class CupyArrays(NumpyArrays):
             return self._cupy.ascontiguousarray(array).reshape(-1)
 
     def address(self, array: Any) -> int:
-        return int(array.data.ptr) if array.flags.c_contiguous and array.device.id == self.device else 0
+        """A collective in a graph of the caller needs the checks of a first call."""
+        if not array.flags.c_contiguous or array.device.id != self.device:
+            return 0
+        with on_device(self._cupy, self.device):
+            return 0 if is_capturing(self._cupy.cuda.get_current_stream()) else int(array.data.ptr)
 
     def copy(self, target: Any, source: Any) -> None:
         with self.here() as stream:

@@ -60,7 +60,7 @@ from collectives.peers.control_plane import Signature
 from collectives.peers.environment import integer_variable, read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
-from collectives.tables.cupy_arrays import CupyArrays, load_cupy, on_device, use_device
+from collectives.tables.cupy_arrays import CupyArrays, is_capturing, load_cupy, on_device, use_device
 from collectives.tables.transfer_table import Given
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 from topoplan.units import format_size
@@ -325,7 +325,7 @@ class NcclBackend(OneRank):
     def run(self, call: Call[Any]) -> None:
         user, name = self._users_stream(), f"topoplan {call.signature.collective}"
         with self._reporting_failures(), self.arrays.here() as stream, self._named(name):
-            if _captures(user):
+            if is_capturing(user):
                 self._capture_for(call, user, stream)
             else:
                 self._run(call, stream)
@@ -373,7 +373,7 @@ class NcclBackend(OneRank):
 
     @property
     def captures(self) -> bool:
-        return _captures(self._users_stream())
+        return is_capturing(self._users_stream())
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Return whether memory lies in the arena, so that results can be written there directly."""
@@ -788,11 +788,6 @@ def _addresses(call: Call[Any]) -> tuple[int, int]:
     return int(one.source.data.ptr) if one.source.size else 0, int(
         one.result.data.ptr
     ) if one.result.size else 0
-
-
-def _captures(stream: Any) -> bool:
-    """Return whether work on a stream goes into a graph, which CUDA's default streams never do."""
-    return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
 
 
 def _ranges() -> Callable[[str], contextlib.AbstractContextManager[Any]]:
