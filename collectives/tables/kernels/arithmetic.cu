@@ -198,11 +198,16 @@ __device__ inline Integer quotient(Integer a, long long n) {
 
 constexpr int VECTOR = 16;  // bytes
 
+// Vectors in flight: small elements need a register each while they are joined. bfloat16 needs more time for each.
+template <class Element>
+constexpr int IN_FLIGHT = sizeof(Element) <= 2 ? 2 : 4;
+template <>
+constexpr int IN_FLIGHT<Bfloat16> = 4;
+
 template <class Element>
 union Vector {
     static constexpr int LANES = VECTOR / sizeof(Element);
-    // vectors in flight: small elements need a register each while they are joined
-    static constexpr int BATCH = sizeof(Element) <= 2 ? 2 : 4;
+    static constexpr int BATCH = IN_FLIGHT<Element>;
     uint4 raw;
     Element lane[LANES];
     __device__ Vector() : raw() {}
