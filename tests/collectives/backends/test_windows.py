@@ -106,7 +106,7 @@ def test_a_later_call_is_one_launch(
     assert machine.graph_launches == 0
 
 
-@pytest.mark.parametrize("other", ["new", "repeated", "refused"])
+@pytest.mark.parametrize("other", ["new", "repeated", "refused", "elsewhere"])
 def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
     machine: Machine, cupy: ModuleType, other: str
 ) -> None:
@@ -120,8 +120,12 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             comm.all_reduce(given, op=op)
         errors = []
         for turn in range(2):
-            op = "sum" if rank != turn or other == "refused" else "min" if other == "new" else "max"
-            array = arrays[rank] if rank == turn and other == "refused" else given
+            array, op = given, "sum"
+            if rank == turn and other in ("refused", "elsewhere"):
+                with cupy.cuda.Device(2):
+                    array = arrays[rank] if other == "refused" else cupy.asarray(arrays[rank])
+            elif rank == turn:
+                op = "min" if other == "new" else "max"
             with pytest.raises((RefusedError, UsageError)) as raised:
                 comm.all_reduce(array, op=op)
             errors.append(str(raised.value))
@@ -132,10 +136,8 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
     for rank, (errors, found) in enumerate(outcome(run_engine(cupy, 3, task, timeout=20.0))):
         assert found.tobytes() == wanted[rank].tobytes()
         for turn, error in enumerate(errors):
-            told = (
-                "instead of a CuPy array" if other == "refused" else "max" if other == "repeated" else "min"
-            )
-            assert told in error, error
+            told = {"refused": "instead of a CuPy", "elsewhere": "on GPU 2", "repeated": "max", "new": "min"}
+            assert told[other] in error, error
             assert rank == turn or f"rank {turn}" in error, error
 
 
