@@ -31,7 +31,6 @@ from collectives.backends.tcp.compiled_exchange import compile_ahead as compile_
 from collectives.backends.tcp.tcp_backend import TcpBackend
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
-from collectives.communicator.launch import end_with_parent
 from collectives.lab.benchmark import METHODS
 from collectives.lab.chaos_draws import (
     BORDER,
@@ -364,8 +363,9 @@ def _leaked_resources(before: set[str] | None) -> list[str]:
     return left
 
 
-if __name__ == "__main__":  # a rank of MPI
-    end_with_parent()
+if (
+    __name__ == "__main__"
+):  # a rank of MPI: it outlives mpiexec, which may end with the others, and not the controller
     sys.exit(
         run_rank(
             sys.argv[1], int(next(os.environ[name] for name in MPI_RANK_VARIABLES if name in os.environ))
