@@ -297,8 +297,9 @@ def work_of(chunks: Chunks, itemsize: int) -> KernelWork:
 
 
 BLOCKS_PER_PROCESSOR = 64
-"""The most blocks of a launch, for each multiprocessor: several times as many as it holds, so that all end together. On an
-H200 copies and averages take 7 % less time than with 8.
+"""The most blocks of a launch, for each multiprocessor: several times as many as it holds, so that all end together.
+
+On an H200 copies and averages take 7 % less time than with 8.
 """
 
 
