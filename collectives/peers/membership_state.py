@@ -569,14 +569,21 @@ class MembershipState:
 
         `epoch` is that of its last collective. A rank may have recovered in a later one, and shut down there.
         """
-        ended = [count for (said, _), count in sorted(self._notices.items()) if said >= epoch]
-        return json.dumps([astuple(progress), ended])
+        ended = [(said, count) for (said, _), count in sorted(self._notices.items()) if said >= epoch]
+        return json.dumps([astuple(progress), epoch, ended])
 
     def recovered(self, progress: RecoveryProgress, texts: Sequence[str]) -> tuple[RecoveryProgress, ...]:
-        """End the recovery; return the progress that the `report` of each rank tells, then of ranks that shut down."""
+        """End the recovery; return the progress that the `report` of each rank tells, then of ranks that shut down.
+
+        A rank that shut down in an epoch before the last collective of some survivor does not count: that survivor has
+        repeated the collective without it, and has no result of the first time.
+        """
         said = [json.loads(text) for text in texts]
-        reports = [RecoveryProgress(*own) for own, _ in said]
-        reports += [RecoveryProgress(count) for _, counts in said for count in counts]
+        latest = max(epoch for _, epoch, _ in said)
+        reports = [RecoveryProgress(*own) for own, _, _ in said]
+        reports += [
+            RecoveryProgress(count) for *_, ended in said for epoch, count in ended if epoch >= latest
+        ]
         self._move("accept" if progress.is_behind(reports) else "repeat")
         return tuple(reports)
 

@@ -67,8 +67,8 @@ def test_a_stopped_rank_that_goes_on_when_all_others_have_ended_learns_that_it_i
 def test_the_notice_of_a_rank_that_recovered_before_this_one_counts() -> None:
     state = MembershipState(0, CARDS)
     state.receive("b", 1, ShutdownNotice(1, 5))
-    assert state.report(RecoveryProgress(4, True), 0) == "[[4, true], [5]]"
-    assert state.report(RecoveryProgress(4, True), 2) == "[[4, true], []]"
+    assert state.report(RecoveryProgress(4, True), 0) == "[[4, true], 0, [[1, 5]]]"
+    assert state.report(RecoveryProgress(4, True), 2) == "[[4, true], 2, []]"
 
 
 def test_all_edges_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_all_edges_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
         state.say(state.report(own, 0), 0.0, timeout=1.0)
         texts = state.gathered(0.0)
         assert texts is not None
-        state.recovered(own, [*texts, json.dumps([[other.handed_over, False], []])])
+        state.recovered(own, [*texts, json.dumps([[other.handed_over, False], 0, []])])
         assert state.phase is Phase.RUNNING
         closed(state)
     state = gathering(1, 2)

@@ -140,8 +140,8 @@ def test_who_leaves_in_order_has_told_how_far_it_has_come() -> None:
         ranks[0].close()
         ranks[2].close()
         assert agreed(ranks, {1: []}) == {1: (1,)}
-        assert ranks[1].report(RecoveryProgress(6, True), 0) == "[[6, true], [7]]"
-        assert ranks[1].report(RecoveryProgress(6, True), 1) == "[[6, true], []]"
+        assert ranks[1].report(RecoveryProgress(6, True), 0) == "[[6, true], 0, [[0, 7]]]"
+        assert ranks[1].report(RecoveryProgress(6, True), 1) == "[[6, true], 1, []]"
 
 
 def test_fewer_than_half_do_not_go_on_while_the_others_are_only_silent() -> None:
