@@ -190,7 +190,8 @@ class Execution(Generic[Array]):
         if places is None:
             return None
         arrays = (array,) if out is None else (array, out)
-        library.follow_caller(*arrays)
+        if not library.follow_caller(*arrays):
+            return None
         # a tensor may get other memory meanwhile, so this holds the checked memory
         held = [library.line(one) for one in arrays] if later else []
         return partial(self._run_prepared, call, array, out, *places, held)

@@ -363,9 +363,8 @@ def _leaked_resources(before: set[str] | None) -> list[str]:
     return left
 
 
-if (
-    __name__ == "__main__"
-):  # a rank of MPI: it outlives mpiexec, which may end with the others, and not the controller
+if __name__ == "__main__":  # a rank of MPI
+    # it outlives mpiexec, which may end with the other ranks, but not the controller
     sys.exit(
         run_rank(
             sys.argv[1], int(next(os.environ[name] for name in MPI_RANK_VARIABLES if name in os.environ))

@@ -163,12 +163,20 @@ class CupyArrays(NumpyArrays):
                 f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
-        self.follow_caller(found)
+        self.behind(self.users_stream())
         return found
 
-    def follow_caller(self, *arrays: Any) -> None:
+    def follow_caller(self, *arrays: Any) -> bool:
+        stream = self.users_stream()
+        captures = is_capturing(stream)
+        if not captures:
+            self.behind(stream)
+        return not captures
+
+    def users_stream(self) -> Any:
+        """Return the stream on which this thread queues work."""
         with on_device(self._cupy, self.device):
-            self.behind(self._cupy.cuda.get_current_stream())
+            return self._cupy.cuda.get_current_stream()
 
     def behind(self, stream: Any) -> None:
         """Make the next work in `here` wait for the present work of a stream of this GPU."""
@@ -194,11 +202,7 @@ class CupyArrays(NumpyArrays):
             return self._cupy.ascontiguousarray(array).reshape(-1)
 
     def address(self, array: Any) -> int:
-        """A collective in a graph of the caller needs the checks of a first call."""
-        if not array.flags.c_contiguous or array.device.id != self.device:
-            return 0
-        with on_device(self._cupy, self.device):
-            return 0 if is_capturing(self._cupy.cuda.get_current_stream()) else int(array.data.ptr)
+        return int(array.data.ptr) if array.flags.c_contiguous and array.device.id == self.device else 0
 
     def copy(self, target: Any, source: Any) -> None:
         with self.here() as stream:

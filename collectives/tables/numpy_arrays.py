@@ -56,8 +56,11 @@ class ArrayLibrary(Protocol[Array]):
     def here(self) -> AbstractContextManager[object]:
         """Return a context in which this thread works on arrays in the stream of collectives."""
 
-    def follow_caller(self, *arrays: Array) -> None:
-        """Order the next collective behind the caller's work on arrays that `check` does not see."""
+    def follow_caller(self, *arrays: Array) -> bool:
+        """Order the next collective behind the caller's work on arrays that `check` does not see.
+
+        Returns False, and orders nothing, while the caller captures a graph.
+        """
 
     def received(self, result: object) -> None:
         """Note that this thread has received the result of a collective, and uses it in its current stream."""
@@ -290,8 +293,8 @@ class NumpyArrays:
     def here(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def follow_caller(self, *arrays: AnyArray) -> None:
-        pass
+    def follow_caller(self, *arrays: AnyArray) -> bool:
+        return True
 
     def received(self, result: object) -> None:
         pass

@@ -100,12 +100,15 @@ class TorchArrays:
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
 
-    def follow_caller(self, *arrays: torch.Tensor) -> None:
-        for array in arrays:
-            if on_gpu(array):
-                # its memory is not reused before the collective has used it
-                array.record_stream(self.stream(array.device))
-                self._checked.on_gpu = True  # by this thread
+    def follow_caller(self, *arrays: torch.Tensor) -> bool:
+        on_gpus = [array for array in arrays if on_gpu(array)]
+        if on_gpus and torch.cuda.is_current_stream_capturing():
+            return False
+        for array in on_gpus:
+            # its memory is not reused before the collective has used it
+            array.record_stream(self.stream(array.device))
+            self._checked.on_gpu = True  # by this thread
+        return True
 
     def received(self, result: object) -> None:
         """Its memory is not reused before this stream has used it."""
@@ -126,14 +129,12 @@ class TorchArrays:
         fault = self._fault(array)
         if fault:
             raise UsageError(f"rank {rank} has a tensor as its {what} that {fault}")
-        if on_gpu(array):
-            if torch.cuda.is_current_stream_capturing():
-                raise UsageError(
-                    f"rank {rank} has an {what} on a stream that is captured in a CUDA graph (torch.cuda.graph, "
-                    'torch.compile(mode="reduce-overhead")), and collectives on tensors are not captured; call it '
-                    "outside the graph, or capture it on CuPy arrays"
-                )
-            self.follow_caller(array)
+        if not self.follow_caller(array):
+            raise UsageError(
+                f"rank {rank} has an {what} on a stream that is captured in a CUDA graph (torch.cuda.graph, "
+                'torch.compile(mode="reduce-overhead")), and collectives on tensors are not captured; call it '
+                "outside the graph, or capture it on CuPy arrays"
+            )
         return array
 
     def _fault(self, array: torch.Tensor) -> str:
@@ -204,9 +205,7 @@ class TorchArrays:
         return bool(array.is_contiguous())
 
     def address(self, array: torch.Tensor) -> int:
-        if self._fault(array) or (on_gpu(array) and torch.cuda.is_current_stream_capturing()):
-            return 0
-        return int(array.data_ptr())
+        return 0 if self._fault(array) else int(array.data_ptr())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # the target may be an inference tensor, and this thread not in inference mode

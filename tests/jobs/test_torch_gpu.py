@@ -43,7 +43,7 @@ CYCLES = 1.5e9
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
 STEPS = 6
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-"""What lets ranks of torch's group share a GPU, from NCCL 2.30.3 on."""
+"""Environment variables with which ranks of torch's group share a GPU, from NCCL 2.30.3 on."""
 PLAN, PLAN_OF_TWO = (topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=gpus) for gpus in ([0], [0, 1]))
 
 

@@ -16,7 +16,6 @@ from collectives.tables.kernels.source import (
     forest_source,
     kernel_names,
     kernel_source,
-    peers_source,
     selection_kernel_names,
     selection_source,
 )
@@ -33,7 +32,7 @@ SOURCES = {
     SELECTIONS: selection_source,
     FORESTS: forest_source,
     SWITCHES: forest_source,
-    (TRY_PEERS, TELL_CALL): lambda names: peers_source(),
+    (TRY_PEERS, TELL_CALL): forest_source,
 }
 """What makes the source of the kernels of each family."""
 

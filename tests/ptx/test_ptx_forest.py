@@ -14,7 +14,7 @@ import pytest
 
 from collectives import lower
 from collectives.tables.kernels.kernel_launch import compile_source
-from collectives.tables.kernels.source import TRY_PEERS, peers_source
+from collectives.tables.kernels.source import TRY_PEERS, forest_source
 from tests.ptx.forests import (
     BUGS,
     COLLECTIVES,
@@ -325,7 +325,7 @@ def heard(
 @cache
 def trial(changes: tuple[tuple[str, str], ...] = ()) -> Program:
     ptx([TRY_PEERS])  # skips where there is no compiler
-    text = peers_source()
+    text = forest_source([TRY_PEERS])
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)

@@ -45,7 +45,7 @@ from collectives.backends.nccl.nccl_library import (
 from collectives.peers.control_plane import ControlPlane
 from collectives.peers.shared_memory import RangeAllocator
 from collectives.tables.kernels.kernel_launch import load_kernel
-from collectives.tables.kernels.source import TRY_PEERS, peers_source
+from collectives.tables.kernels.source import TRY_PEERS, forest_source
 from topoplan.errors import TopoplanError, UsageError
 from topoplan.units import format_size
 
@@ -353,7 +353,7 @@ class _PeerTrial:
         cuda = self._cupy.cuda
         self._memory = cuda.alloc_pinned_memory(8 * (1 + 3 * self._ranks))
         self._page[:] = 0
-        self._kernel = load_kernel(self._cupy, peers_source(), TRY_PEERS)
+        self._kernel = load_kernel(self._cupy, forest_source([TRY_PEERS]), TRY_PEERS)
         self._stream = cuda.Stream(non_blocking=True)
         self._launch(0, 0.0)
         self._stream.synchronize()

@@ -276,10 +276,11 @@ class NcclBackend(OneRank):
         try:
             world = TcpControlPlane(address, members.index(rank), len(members), timeout=timeout)
             made = cls(cupy, world, timeout=timeout, **options)
-        except BaseException:
-            for one in (world, place):
-                if one is not None:
-                    one.close()
+        except BaseException as error:
+            if world is not None:
+                world.close_with(error)
+            if place is not None:
+                place.close()
             raise
         if place is not None:
             made._on_close.append(place.close)
@@ -323,7 +324,7 @@ class NcclBackend(OneRank):
             raise BackendError(describe_failure(error), rank=rank) from error
 
     def run(self, call: Call[Any]) -> None:
-        user, name = self._users_stream(), f"topoplan {call.signature.collective}"
+        user, name = self.arrays.users_stream(), f"topoplan {call.signature.collective}"
         with self._reporting_failures(), self.arrays.here() as stream, self._named(name):
             if is_capturing(user):
                 self._capture_for(call, user, stream)
@@ -373,7 +374,7 @@ class NcclBackend(OneRank):
 
     @property
     def captures(self) -> bool:
-        return is_capturing(self._users_stream())
+        return is_capturing(self.arrays.users_stream())
 
     def holds(self, address: int, nbytes: int) -> bool:
         """Return whether memory lies in the arena, so that results can be written there directly."""
@@ -464,11 +465,6 @@ class NcclBackend(OneRank):
         origin.wait_event(self._ready(stream))
         engine.queue(bound, *_addresses(call), captured=call.memory)
         user.wait_event(self._ready(origin))
-
-    def _users_stream(self) -> Any:
-        """Return the stream on which the caller queues work."""
-        with self._gpu():
-            return self._cupy.cuda.get_current_stream()
 
     def _open_engine(self, region_bytes: int) -> str:
         """Open the windows engine if it is wanted and available, and return `about_engine`; all ranks call this."""

@@ -453,12 +453,8 @@ class WindowEngine:
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
             *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
-            *(
-                self.region.rank,
-                self.region.size,
-                int(min(2e9 * self._timeout, LONGEST_WAIT)),
-                self._calls_at,
-            ),
+            *(self.region.rank, self.region.size),
+            *(int(min(2e9 * self._timeout, LONGEST_WAIT)), self._calls_at),
         ]
         return self._cupy.asarray(np.array([*control, *numbers], dtype=np.int64))
 

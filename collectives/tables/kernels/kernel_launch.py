@@ -29,12 +29,10 @@ from numpy.typing import NDArray
 
 from collectives.tables.kernels.source import (
     KEY_BITS,
-    TELL_CALL,
     divide_kernel,
     forest_source,
     join_kernel,
     kernel_source,
-    peers_source,
     selection_kernel,
     selection_source,
 )
@@ -335,8 +333,8 @@ class Kernels:
         return self._kernel(join_kernel(op, dtype, itemsize))
 
     def forest(self, name: str) -> Any:
-        """Return the kernel of this name: of `forest_kernel`, or `TELL_CALL`."""
-        return self._kernel(name, (lambda _: peers_source()) if name == TELL_CALL else forest_source)
+        """Return the kernel of this name (`forest_source`)."""
+        return self._kernel(name, forest_source)
 
     def launch(self, kernel: Any, done: DeviceWork, number: int) -> None:
         """Run one launch of the work."""

@@ -139,15 +139,23 @@ def forest_kernel_names() -> tuple[str, ...]:
     )
 
 
+TRY_PEERS, TELL_CALL = "try_peers", "tell_call"
+"""The kernels of ``peers.cu``: they test stores and flags between GPUs, and tell the other ranks of a call."""
+
+
 def forest_source(names: Iterable[str]) -> str:
-    """Return CUDA source with these kernels, for compute capability 9.0 if a switch takes part; UsageError for an
-    unknown name.
+    """Return CUDA source with these kernels, of `forest_kernel` or ``peers.cu``; UsageError for an unknown name.
+
+    It is for compute capability 9.0 if a switch takes part.
 
     >>> forest_source(["forest_avg_float32"]).splitlines()[-1]
     'FOREST(forest_avg_float32, float, Sum, Average)'
     """
     lines, templates = [], ["forest.cu"]
     for name in names:
+        if name in (TRY_PEERS, TELL_CALL):
+            templates = ["forest.cu", "peers.cu"]
+            continue
         kind, _, rest = name.partition("_")
         op, _, dtype = rest.partition("_")
         join = _kernel_line(rest if op == "copy" else f"join_{op}_{dtype}")
@@ -158,15 +166,6 @@ def forest_source(names: Iterable[str]) -> str:
         if kind == "switch":
             templates = ["forest.cu", "switch.cu"]
     return "\n".join([_read_templates(*templates), *lines, ""])
-
-
-TRY_PEERS, TELL_CALL = "try_peers", "tell_call"
-"""The kernels that test stores and flags between GPUs, and that tell the other ranks of a call."""
-
-
-def peers_source() -> str:
-    """Return the CUDA source of the kernels `TRY_PEERS` and `TELL_CALL`."""
-    return _read_templates("forest.cu", "peers.cu")
 
 
 def _kernel_line(name: str) -> str:
