@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
 from collections import Counter
 from itertools import product
 from types import ModuleType, SimpleNamespace
@@ -26,6 +27,7 @@ from tests.support import fake_nccl
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
+from tests.support.ranks_on_machine import Ranks
 from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.model import window_engine
 from topoplan.model.candidates import candidates
@@ -78,6 +80,25 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
     if kind.startswith("messages"):
         assert "GPU 0 has no peer access to GPU 1 of rank 1" in said[0]
     assert not machine.memory or not peers
+
+
+def test_tables_outlive_the_empty_run_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy gives the memory of a dropped array to the next one."""
+    ranks = Ranks(2)
+    gpu, engine = ranks.gpus[0], ranks.engines[0]
+    zeros, made, alive = gpu.zeros, [], []
+
+    def noted(count: int, dtype: Any) -> Any:
+        array = zeros(count, dtype)
+        made.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(gpu, "zeros", noted)
+    monkeypatch.setattr(
+        gpu, "forest", lambda name: lambda *_: alive.extend(one() is not None for one in made)
+    )
+    engine.loaded("forest_sum_float32")
+    assert alive == [True]
 
 
 @pytest.mark.parametrize(("collective", "later", "texts"), [("allreduce", 1, 0), ("reduce", 2, 1)])

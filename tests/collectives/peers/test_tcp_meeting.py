@@ -441,7 +441,10 @@ def test_jobs_differ_by_variables(mine: dict[str, str], theirs: dict[str, str], 
 
 def test_subshells_of_one_shell_have_not_launched_their_ranks() -> None:
     # in one write each, also where PYTHONUNBUFFERED is set: both have the same pipe
-    code = "from collectives.peers.environment import job_identity as me; print(str(me(2).launchers[-1][0]) + chr(10), end=str())"
+    code = (
+        "from collectives.peers.environment import job_identity as me; "
+        "print(str(me(2).launchers[-1][0]) + chr(10), end=str())"
+    )
     script = f"for r in 0 1; do (RANK=$r {sys.executable} -c '{code}'; true) & done; wait"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert len(done.stdout.split()) == 2, done.stderr
