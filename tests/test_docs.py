@@ -31,6 +31,7 @@ import topoplan
 from tests.conftest import Run
 from tests.support.checkout import ROOT
 from tests.support.question_logs import FOLDER, INVENTED, LOGS
+from tests.support.torch_jobs import forked
 from topoplan.reading.pcie_tree import relation_matrix
 
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
@@ -241,20 +242,9 @@ def test_python_for_several_ranks_prints_what_the_page_says(
     pytest.importorskip("torch", reason="PyTorch is not installed")
     file = tmp_path / "loop.py"
     file.write_text(program, encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(file)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    # torchrun's ranks write a line and its end one after another, and others may come between
-    lines = re.sub(r"(?<!\n)(?=rank \d+:)", "\n", done.stdout).split("\n")
-    assert sorted(filter(None, lines)) == sorted(printed.splitlines()), done.stderr[-3000:]
+    told, errors, statuses = forked([str(file)], tmp_path, ranks=ranks)
+    assert statuses == [0] * ranks, errors[-3000:]
+    assert sorted(filter(None, told.split("\n"))) == sorted(printed.splitlines()), errors[-3000:]
 
 
 def test_the_examples_of_file_formats_are_read(tmp_path: Path) -> None:

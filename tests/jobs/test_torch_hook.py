@@ -1,8 +1,7 @@
-"""The DDP hook and the process group "topoplan": real processes that torchrun starts, against torch's own allreduce."""
+"""The DDP hook and the process group "topoplan": real processes, against torch's own allreduce."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from collectives.training.exchange_settings import TopK
 from tests.support.hand_plans import forest_plan
 from tests.support.rank_scenarios import check_scenario, scenarios
-from tests.support.torch_jobs import Told, torchrun
+from tests.support.torch_jobs import Told, told_by_all
 from topoplan.errors import UsageError
 
 pytestmark = pytest.mark.thorough
@@ -21,26 +20,20 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 STRUCK = 3
 
 
-def started(folder: Path, ranks: int) -> tuple[subprocess.CompletedProcess[str], Told]:
-    """How a job ends, and what its ranks have written."""
+def told_by(ranks: int, folder: Path, *killed: int) -> Told:
     plan = forest_plan(ranks, "allreduce", "star").to_json()
-    return torchrun("torch_hook_ranks.py", folder, ranks=ranks, plan=plan)
+    return told_by_all("torch_hook_ranks.py", folder, ranks=ranks, plan=plan, killed=killed)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    done, told = started(tmp_path_factory.mktemp("two"), 2)
-    assert done.returncode == 0, done.stderr
-    return told
+    return told_by(2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """Return the outcomes of the ranks but the last, which is killed in the end, so that torchrun names it."""
-    done, told = started(tmp_path_factory.mktemp("four"), 4)
-    assert "exitcode  : -9" in done.stderr, done.stderr
-    assert "rank      : 3" in done.stderr, done.stderr
-    return told[:STRUCK]
+    """Return the outcomes of the ranks but the last, which is killed in the end."""
+    return told_by(4, tmp_path_factory.mktemp("four"), STRUCK)[:STRUCK]
 
 
 @pytest.mark.parametrize("name", scenarios("torch_hook_ranks.py", 2))

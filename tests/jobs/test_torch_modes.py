@@ -1,4 +1,4 @@
-"""The optimiser's hook of stale modes, and under torchrun the loop of docs/ddp-hook.md and the example."""
+"""The optimiser's hook of stale modes, and the loop of docs/ddp-hook.md and the example."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from collectives.training.averaging import LocalAverager
 from collectives.training.report import Recorder
 from tests.support.checkout import ROOT
 from tests.support.hand_plans import forest_plan
-from tests.support.torch_jobs import run_by_torchrun
+from tests.support.torch_jobs import forked
 
 pytestmark = pytest.mark.thorough
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 
-def printed(*command: str) -> str:
+def printed(folder: Path, *program: str) -> str:
     """Return what a job of two ranks prints."""
-    done = run_by_torchrun(*command, ranks=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    text, errors, statuses = forked(program, folder, ranks=2)
+    assert statuses == [0, 0], errors[-3000:]
+    return text + errors
 
 
 def test_an_optimiser_whose_step_has_failed_does_not_keep_those_of_another_from_counting() -> None:
@@ -58,22 +58,13 @@ def test_the_loop_of_the_page_on_the_hook_runs_as_it_stands(tmp_path: Path) -> N
         "import torch\nbatches = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3\n"
     )
     program.write_text(brought + loop, encoding="utf-8")
-    assert "hook on 2 ranks, 3 steps of " in printed(str(program))
+    assert "hook on 2 ranks, 3 steps of " in printed(tmp_path, str(program))
 
 
 def test_the_example_trains_and_reports(tmp_path: Path) -> None:
     out, plot = tmp_path / "told.json", tmp_path / "steps.png"
-    example = [
-        "-m",
-        "collectives.examples.train_cifar_like",
-        "--steps",
-        "40",
-        "--every",
-        "20",
-        "--density",
-        "0.05",
-    ]
-    text = printed(*example, "--out", str(out), "--plot", str(plot))
+    options = ["--steps", "40", "--every", "20", "--density", "0.05", "--out", str(out), "--plot", str(plot)]
+    text = printed(tmp_path, "collectives.examples.train_cifar_like", *options)
     assert "sparse gradients, BSP(), 2 ranks over shared: " in text
     assert "hook on 2 ranks, 40 steps of " in text
     told = json.loads(out.read_text())

@@ -31,7 +31,7 @@ def test_every_loop_of_the_page_is_run() -> None:
     assert len(LOOPS) == 9
 
 
-FORKED = ("checkpoint_ddp", "ddp", "fsdp2", "shrink_ddp")
+FORKED = ("checkpoint_ddp", "ddp", "fsdp2", "shrink_ddp", "uneven_ddp")
 """Loops whose ranks are forked: torchrun starts others, and takes seconds to load torch in each process."""
 
 
