@@ -1,8 +1,8 @@
 """Read the rank, the rendezvous address and the identity of a job from the environment that its launcher sets.
 
 ``RANK`` and ``WORLD_SIZE`` give the rank. ``TOPOPLAN_RENDEZVOUS`` (``host:port`` or ``unix:/path``) gives the address,
-or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If torchrun's own store listens at that port
-(``TORCHELASTIC_USE_AGENT_STORE``) the next port is taken.
+or ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun and others set them. If a store of torch listens at that port, rank 0
+chooses another, and the store brings it to the other ranks.
 
 The identity tells the ranks of two jobs apart that use one address by mistake: ``TOPOPLAN_JOB``, else the variables of
 launchers and batch systems, else, between ranks of one host, the process that launched them. It is not authentication;
@@ -11,8 +11,11 @@ the key of the job (`job_key`) is.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from collectives.peers.address import Address, process_namespace
-from topoplan.errors import UsageError
+from topoplan.errors import BackendError, UsageError
 
 WHOLE_JOBS = (
     ("Slurm step", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "SLURM_STEP_NUM_TASKS"),
@@ -80,15 +83,47 @@ def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankE
             "another launcher that sets them"
         )
     rank, size = (integer_variable(environment, name) for name in ("RANK", "WORLD_SIZE"))
-    return RankEnvironment(rank, size, environment.get("TOPOPLAN_RENDEZVOUS") or master_address(environment))
+    return RankEnvironment(
+        rank, size, environment.get("TOPOPLAN_RENDEZVOUS") or master_address(environment, rank)
+    )
 
 
-def master_address(environment: Mapping[str, str]) -> str:
-    """Return the address of ``MASTER_ADDR`` and ``MASTER_PORT``, or the next port if torchrun's store has that one."""
-    port = integer_variable(environment, "MASTER_PORT")
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-        port += 1
-    return str(Address(environment["MASTER_ADDR"], port))
+def master_address(environment: Mapping[str, str], rank: int) -> str:
+    """Return the address of ``MASTER_ADDR`` and ``MASTER_PORT``; if a store of torch listens there, at another port.
+
+    Rank 0 takes the next port, or any free one if that is in use, and puts it into the store for the other ranks.
+    """
+    host, port = environment["MASTER_ADDR"], integer_variable(environment, "MASTER_PORT")
+    launched = _by_torchrun(environment)
+    if launched or _group_store_port() == port:
+        store = (_torchruns_store if launched else _open_store)(host, port)
+        life = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "")
+        name = "port of " + " ".join(life)
+        port = port + 1 if store is None else _port_in_store(store, name, rank, Address(host, port + 1))
+    return str(Address(host, port))
+
+
+def _port_in_store(store: Any, name: str, rank: int, first: Address) -> int:
+    """Return the port that rank 0 has put into a store; the first call of rank 0 chooses it."""
+    try:
+        if rank == 0:
+            return int(store.compare_set(name, "", str(_free_port(first))))
+        store.wait([name], timedelta(seconds=ADDRESS_SECONDS))
+        return int(store.get(name))
+    except RuntimeError as error:
+        raise BackendError(
+            f"rank 0 has put no rendezvous address into torch's store ({str(error).splitlines()[0]}); start rank 0",
+            rank=rank,
+            peer=0,
+        ) from error
+
+
+def _free_port(first: Address) -> int:
+    """Return the port of an address of this machine, or another free one there if that is in use."""
+    for port in (first.port, 0):
+        with contextlib.suppress(OSError), socket.create_server((first.host, port)) as listener:
+            return int(listener.getsockname()[1])
+    return first.port  # its listener will say why it cannot
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int:
@@ -209,7 +244,8 @@ def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobI
 
 
 LEAST_KEY = 16  # characters of a key
-STORE_SECONDS = 10.0  # time for torchrun's store to answer
+STORE_SECONDS = 10.0  # time for a store of torch to answer
+ADDRESS_SECONDS = 30.0  # time for rank 0 to put its address there
 
 
 def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
@@ -246,25 +282,51 @@ def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
             f"{name} must have at least {LEAST_KEY} characters, got {len(key)}; "
             "python -c 'import secrets; print(secrets.token_hex(32))' makes one"
         )
-    if not key and environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-        run = environment.get("TORCHELASTIC_RUN_ID", "")
-        return _key_in_store(environment["MASTER_ADDR"], integer_variable(environment, "MASTER_PORT"), run)
+    if not key and _by_torchrun(environment):
+        store = _torchruns_store(environment["MASTER_ADDR"], integer_variable(environment, "MASTER_PORT"))
+        return b"" if store is None else _key_in_store(store, environment.get("TORCHELASTIC_RUN_ID", ""))
     return key
 
 
-@lru_cache(maxsize=8)
-def _key_in_store(host: str, port: int, run: str) -> bytes:
-    """Return the key that the ranks of torchrun have in its store, where the first one puts it; empty without a store.
+def _by_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether the store of torchrun's agent listens at ``MASTER_PORT``."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
 
-    Every process that reaches the store can read it there.
+
+def _group_store_port() -> int | None:
+    """Return the port of the store of this process's group of torch; None without one."""
+    torch = sys.modules.get("torch.distributed")
+    if torch is None or not torch.is_available() or not torch.is_initialized():
+        return None
+    store = torch.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def _open_store(host: str, port: int) -> Any:
+    """Open this library's part of a store of torch; None without torch, or if no store answers.
+
+    Every process that reaches the store can read it.
     """
     try:
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         wait = timedelta(seconds=STORE_SECONDS)
-        store = PrefixStore("topoplan", TCPStore(host, port, is_master=False, timeout=wait))
-        return bytes(store.compare_set(f"key of {run}", "", secrets.token_hex(32)))
+        return PrefixStore("topoplan", TCPStore(host, port, is_master=False, timeout=wait))
     except (ImportError, RuntimeError):
+        return None
+
+
+_torchruns_store = lru_cache(maxsize=8)(_open_store)
+
+
+@lru_cache(maxsize=8)
+def _key_in_store(store: Any, run: str) -> bytes:
+    """Return the key that the ranks have in torchrun's store, where the first one puts it; empty if that has ended."""
+    try:
+        return bytes(store.compare_set(f"key of {run}", "", secrets.token_hex(32)))
+    except RuntimeError:
         return b""
 
 

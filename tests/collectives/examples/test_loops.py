@@ -31,8 +31,8 @@ def test_every_loop_of_the_page_is_run() -> None:
     assert len(LOOPS) == 9
 
 
-FORKED = ("checkpoint_ddp", "ddp", "fsdp2", "shrink_ddp", "uneven_ddp")
-"""Loops whose ranks are forked: torchrun starts others, and takes seconds to load torch in each process."""
+BY_THEMSELVES = ("plain_loop", "restart_ddp")
+"""The loop of one process, and that whose ranks torchrun restarts; the others are forked with torch loaded."""
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,15 @@ def test_a_loop_prints_what_its_docstring_says(name: str, tmp_path: Path) -> Non
         pytest.importorskip("torch", reason="PyTorch is not installed")
     words = shlex.split(command)
     module = words[words.index("-m") + 1 :]
-    if name not in FORKED:
+    if name in BY_THEMSELVES:
         launcher = [] if name == "plain_loop" else ["-m", "torch.distributed.run", "--standalone"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        if name == "restart_ddp":
-            # else a second life may find in torchrun's store what the first one has left there
-            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # else a second life may find in torchrun's store what the first one has left there
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         line = [sys.executable, *launcher, *words[1:]]
         done = subprocess.run(
             line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from collectives.peers.address import (
 )
 from collectives.peers.connections import MEETING, Connection, Endpoint, Listener, Message
 from collectives.peers.control_plane import Signature, Waiting, attribute_failure, disagreement
-from collectives.peers.environment import JobIdentity, job_identity
+from collectives.peers.environment import JobIdentity, job_identity, read_rank_environment
 from collectives.peers.rendezvous import (
     AddressLock,
     Rendezvous,
@@ -600,13 +601,28 @@ def test_refuses_a_wrong_environment(environment: dict[str, str], message: str) 
         TcpBackend.from_environment(environment=environment)
 
 
-@pytest.mark.parametrize(("agent", "offset"), [("False", 0), ("True", 1)])
-def test_the_master_port_is_the_rendezvous_but_for_torchruns_store(agent: str, offset: int) -> None:
-    port = free_port()
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - offset)}
-    backend = TcpBackend.from_environment(environment={**place, "TORCHELASTIC_USE_AGENT_STORE": agent})
-    assert backend._world.control.rendezvous == f"127.0.0.1:{port}"
-    backend.close()
+def test_the_master_port_is_the_rendezvous() -> None:
+    place = {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert (
+        read_rank_environment({"RANK": "0", **place}, "tcp").rendezvous == f"127.0.0.1:{place['MASTER_PORT']}"
+    )
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["next port free", "next port taken"])
+def test_ranks_meet_at_a_port_beside_torchruns_store(taken: bool) -> None:
+    dist = pytest.importorskip("torch.distributed", reason="PyTorch is not installed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with socket.socket() as other, ThreadPoolExecutor(2) as threads:
+        if taken:
+            other.bind(("127.0.0.1", store.port + 1))
+        second = threads.submit(read_rank_environment, {"RANK": "1", **place}, "tcp")
+        first = read_rank_environment({"RANK": "0", **place}, "tcp").rendezvous
+        assert second.result().rendezvous == first
+        assert (first == f"127.0.0.1:{store.port + 1}") is not taken
+        # later communicators of the process
+        assert read_rank_environment({"RANK": "0", **place}, "tcp").rendezvous == first
 
 
 @pytest.mark.parametrize(
