@@ -39,6 +39,11 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than processors, since many tests wait for something."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what reads listings; of the cases of a sampled test all but every fourth are thorough."""
