@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -104,18 +105,23 @@ def master_address(environment: Mapping[str, str], rank: int) -> str:
 
 
 def _port_in_store(store: Any, name: str, rank: int, first: Address) -> int:
-    """Return the port that rank 0 has put into a store; the first call of rank 0 chooses it."""
+    """Return the port that rank 0 has put into a store; the first call of rank 0 chooses it.
+
+    Other ranks look again and again, because a rank that waits in the store keeps other threads from it.
+    """
+    until, problem = time.monotonic() + ADDRESS_SECONDS, ""
     try:
         if rank == 0:
             return int(store.compare_set(name, "", str(_free_port(first))))
-        store.wait([name], timedelta(seconds=ADDRESS_SECONDS))
-        return int(store.get(name))
+        while time.monotonic() < until:
+            if store.check([name]):
+                return int(store.get(name))
+            time.sleep(LOOK_SECONDS)
     except RuntimeError as error:
-        raise BackendError(
-            f"rank 0 has put no rendezvous address into torch's store ({str(error).splitlines()[0]}); start rank 0",
-            rank=rank,
-            peer=0,
-        ) from error
+        problem = f" ({str(error).splitlines()[0]})"
+    raise BackendError(
+        f"rank 0 has put no rendezvous address into torch's store{problem}; start rank 0", rank=rank, peer=0
+    )
 
 
 def _free_port(first: Address) -> int:
@@ -246,6 +252,7 @@ def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobI
 LEAST_KEY = 16  # characters of a key
 STORE_SECONDS = 10.0  # time for a store of torch to answer
 ADDRESS_SECONDS = 30.0  # time for rank 0 to put its address there
+LOOK_SECONDS = 0.02
 
 
 def job_key(environment: Mapping[str, str] = os.environ) -> bytes:
