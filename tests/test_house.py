@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.seeded_bugs import BUGS
 from tests.support.checkout import ROOT
 
 BUDGET: dict[str, Any] = tomllib.loads((ROOT / "tests/house.toml").read_text(encoding="utf-8"))
@@ -305,3 +306,9 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def test_seeded_bugs_have_their_places() -> None:
+    """Code that has moved takes its bug along, which `tests.seeded_bugs` would otherwise lose."""
+    texts = {bug.file: (ROOT / bug.file).read_text(encoding="utf-8") for bug in BUGS}
+    assert [bug.name for bug in BUGS if texts[bug.file].count(bug.old) != 1] == []
