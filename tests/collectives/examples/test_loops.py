@@ -31,8 +31,8 @@ def test_every_loop_of_the_page_is_run() -> None:
     assert len(LOOPS) == 9
 
 
-BY_THEMSELVES = ("plain_loop", "restart_ddp")
-"""The loop of one process, and that whose ranks torchrun restarts; the others are forked with torch loaded."""
+STARTED = ("plain_loop", "restart_ddp", "shrink_plain")
+"""One is one process, and torchrun starts two; ranks of the others are forked, with torch loaded, in less time."""
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,16 @@ def test_a_loop_prints_what_its_docstring_says(name: str, tmp_path: Path) -> Non
         pytest.importorskip("torch", reason="PyTorch is not installed")
     words = shlex.split(command)
     module = words[words.index("-m") + 1 :]
-    if name in BY_THEMSELVES:
+    if name in STARTED:
         launcher = [] if name == "plain_loop" else ["-m", "torch.distributed.run", "--standalone"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
-        # else a second life may find in torchrun's store what the first one has left there
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if name == "restart_ddp":
+            # else a second life may find in torchrun's store what the first one has left there
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         line = [sys.executable, *launcher, *words[1:]]
         done = subprocess.run(
             line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
