@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
@@ -39,9 +40,10 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One process more than processors, since many tests wait for something."""
-    return (os.cpu_count() or 1) + 1
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One process more than pytest-xdist takes by itself, since many tests wait for something."""
+    return (yield) + 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,17 +14,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from collectives.peers.address import Address, process_namespace
+from collectives.peers.address import Address, listen, process_namespace
 from topoplan.errors import BackendError, UsageError
 
 WHOLE_JOBS = (
@@ -60,13 +59,17 @@ class RankEnvironment:
     rendezvous: str
 
 
-def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankEnvironment:
+def read_rank_environment(
+    environment: Mapping[str, str], backend: str, *, timeout: float = 30.0
+) -> RankEnvironment:
     """Return the rank of a process with these variables; `backend` is named in messages.
 
     Raises
     ------
     UsageError
         Variables are missing, or one is not a number.
+    BackendError
+        A store of torch listens at ``MASTER_PORT``, and rank 0 has put no port there within `timeout` seconds.
 
     Examples
     --------
@@ -84,12 +87,11 @@ def read_rank_environment(environment: Mapping[str, str], backend: str) -> RankE
             "another launcher that sets them"
         )
     rank, size = (integer_variable(environment, name) for name in ("RANK", "WORLD_SIZE"))
-    return RankEnvironment(
-        rank, size, environment.get("TOPOPLAN_RENDEZVOUS") or master_address(environment, rank)
-    )
+    rendezvous = environment.get("TOPOPLAN_RENDEZVOUS") or _master_address(environment, rank, timeout)
+    return RankEnvironment(rank, size, rendezvous)
 
 
-def master_address(environment: Mapping[str, str], rank: int) -> str:
+def _master_address(environment: Mapping[str, str], rank: int, timeout: float) -> str:
     """Return the address of ``MASTER_ADDR`` and ``MASTER_PORT``; if a store of torch listens there, at another port.
 
     Rank 0 takes the next port, or any free one if that is in use, and puts it into the store for the other ranks.
@@ -98,38 +100,46 @@ def master_address(environment: Mapping[str, str], rank: int) -> str:
     launched = _by_torchrun(environment)
     if launched or _group_store_port() == port:
         store = (_torchruns_store if launched else _open_store)(host, port)
-        life = environment.get("TORCHELASTIC_RUN_ID", ""), environment.get("TORCHELASTIC_RESTART_COUNT", "")
-        name = "port of " + " ".join(life)
-        port = port + 1 if store is None else _port_in_store(store, name, rank, Address(host, port + 1))
+        # a store of torchrun outlives ranks that are restarted
+        variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        life = " ".join(environment.get(name, "") for name in variables)
+        port += 1
+        if store is not None:
+            port = _port_in_store(store, f"port of {life}", rank, Address(host, port), timeout)
     return str(Address(host, port))
 
 
-def _port_in_store(store: Any, name: str, rank: int, first: Address) -> int:
+def _port_in_store(store: Any, name: str, rank: int, first: Address, timeout: float) -> int:
     """Return the port that rank 0 has put into a store; the first call of rank 0 chooses it.
 
     Other ranks look again and again, because a rank that waits in the store keeps other threads from it.
     """
-    until, problem = time.monotonic() + ADDRESS_SECONDS, ""
+    until, problem = time.monotonic() + timeout, ""
     try:
         if rank == 0:
             return int(store.compare_set(name, "", str(_free_port(first))))
-        while time.monotonic() < until:
-            if store.check([name]):
-                return int(store.get(name))
+        while not store.check([name]):
+            if time.monotonic() > until:
+                break
             time.sleep(LOOK_SECONDS)
+        else:
+            return int(store.get(name))
     except RuntimeError as error:
         problem = f" ({str(error).splitlines()[0]})"
     raise BackendError(
-        f"rank 0 has put no rendezvous address into torch's store{problem}; start rank 0", rank=rank, peer=0
+        f"rank {rank}: rank 0 has put no port into the store of torch beside {first.host}:{first.port - 1} within "
+        f"{timeout:g} s{problem}; start rank 0",
+        rank=rank,
+        peer=0,
     )
 
 
 def _free_port(first: Address) -> int:
     """Return the port of an address of this machine, or another free one there if that is in use."""
     for port in (first.port, 0):
-        with contextlib.suppress(OSError), socket.create_server((first.host, port)) as listener:
+        with contextlib.suppress(OSError, UsageError), listen(replace(first, port=port)) as listener:
             return int(listener.getsockname()[1])
-    return first.port  # its listener will say why it cannot
+    return first.port  # the listener of the rendezvous says why it cannot
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int:
@@ -251,8 +261,7 @@ def job_identity(size: int, environment: Mapping[str, str] = os.environ) -> JobI
 
 LEAST_KEY = 16  # characters of a key
 STORE_SECONDS = 10.0  # time for a store of torch to answer
-ADDRESS_SECONDS = 30.0  # time for rank 0 to put its address there
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.02  # between looks for the port of rank 0
 
 
 def job_key(environment: Mapping[str, str] = os.environ) -> bytes:

@@ -44,7 +44,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name in scenarios(program, ranks)
     ],
     indirect=["told"],
-    scope="module",  # else a name, which has no scope of its own, starts the program anew
+    scope="module",  # without it the program is started for each scenario
 )
 def test_scenario(told: Told, name: str) -> None:
     check_scenario(told, name)

@@ -239,7 +239,7 @@ class NcclBackend(OneRank):
                 recovers=False,
                 **settings,
             )
-        place = read_rank_environment(environment, cls.name)
+        place = read_rank_environment(environment, cls.name, timeout=timeout)
         local = integer_variable(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else place.rank
         world = TcpControlPlane(place.rendezvous, place.rank, place.size, timeout=timeout)
         try:

@@ -141,7 +141,7 @@ class SharedBackend(OneRank):
         cls, *, timeout: float = 30.0, environment: Mapping[str, str] = os.environ
     ) -> SharedBackend:
         """Return the back end of a process that a launcher started (`collectives.peers.environment`)."""
-        place = read_rank_environment(environment, SharedBackend.name)
+        place = read_rank_environment(environment, SharedBackend.name, timeout=timeout)
         return SharedBackend.met_at(place.rendezvous, place.rank, place.size, timeout=timeout)
 
     @classmethod

@@ -186,7 +186,7 @@ class TcpBackend(OneRank):
 
         The first `ranks` processes are ranks, by default all; the others are helper ranks.
         """
-        place = read_rank_environment(environment, cls.name)
+        place = read_rank_environment(environment, cls.name, timeout=timeout)
         wires = environment.get("TOPOPLAN_WIRES") or None
         size = place.size if ranks is None else min(ranks, place.size)
         return cls(

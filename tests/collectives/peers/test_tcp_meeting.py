@@ -628,6 +628,18 @@ def test_ranks_meet_at_a_port_beside_torchruns_store(taken: bool) -> None:
         assert read_rank_environment({"RANK": "0", **place}, "tcp").rendezvous == first
 
 
+def test_a_rank_without_rank_0_in_torchruns_store_says_so_after_its_timeout() -> None:
+    dist = pytest.importorskip("torch.distributed", reason="PyTorch is not installed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1", "WORLD_SIZE": "2"}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with pytest.raises(
+        BackendError, match=r"rank 1: rank 0 has put no port .* within 0.2 s; start rank 0"
+    ) as found:
+        read_rank_environment(place, "tcp", timeout=0.2)
+    assert (found.value.rank, found.value.peer) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
