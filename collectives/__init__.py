@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
 from collectives.communicator.handle import Handle
+from collectives.communicator.prepared_call import PreparedCall
 from collectives.sparse.selection.error_feedback import ErrorFeedback, warm_up_density
 from collectives.sparse.selection.topk import topk
 from collectives.tables.lowering import lower
@@ -61,6 +62,7 @@ __all__ = [
     "Lars",
     "LocalSGD",
     "LowRank",
+    "PreparedCall",
     "Quantize",
     "Shrink",
     "Threshold",

@@ -5,7 +5,8 @@ arrays when they are complete, so that these are either complete or untouched. F
 caller's arrays at once, inputs that results would overwrite too early are copied first, as numpy's functions do.
 
 A call like an earlier one (same collective, array type, dtype and shape) reuses its plan and its lowered table
-(`PreparedCall`). Only addresses and alignment are checked again; a call that is not aligned takes the long way.
+(`CachedCall`). Only addresses and alignment are checked again; a call that is not aligned takes the long way. A
+prepared call (`PreparedRequest`) has its arrays too, and checks only that they are still there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from collectives.peers.control_plane import Signature, shape_text
 from collectives.tables.lowering import PlanKey, lower, lower_to
 from collectives.tables.numpy_arrays import ArrayLibrary
 from collectives.tables.transfer_table import Given, Traffic, TransferTable, place_in
-from topoplan.errors import BackendError, RefusedError
+from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.plans.plan import Plan, Plans
 
@@ -57,7 +58,7 @@ PlanQuery = tuple[str, int | None, str | None, Any, Any, int | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PreparedCall:
+class CachedCall:
     """The common part of all calls of one kind, for the one rank of this process.
 
     `run` is that of `Backend.repeated`, `dtype` the array library's, `kept` the `local_copy_parts`.
@@ -70,8 +71,8 @@ class PreparedCall:
     kept: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def of(cls, run: PreparedRun, kind: CallKind, call: Call[Any], dtype: Any) -> PreparedCall:
-        """Prepare calls like one that has been run."""
+    def of(cls, run: PreparedRun, kind: CallKind, call: Call[Any], dtype: Any) -> CachedCall:
+        """Return the common part of calls like one that has been run."""
         (one,) = call.memory
         return cls(run, kind, call.table, dtype, local_copy_parts(call.table, one.rank, one.given, one.block))
 
@@ -104,6 +105,54 @@ class PreparedCall:
         return (source, result) if in_place or before or behind else None
 
 
+class PreparedRequest(Generic[Array]):
+    """A request that all ranks have agreed on, and run as often as they like, on arrays that keep their memory.
+
+    `result` is that of every run; a list with one for each rank if this process has several.
+    """
+
+    def __init__(self, execution: Execution[Array], request: Request[Array]) -> None:
+        self.request = request
+        self._execution = execution
+        backend, kind = execution.backend, request.kind
+        held = [
+            one if rank in kind.holders else None
+            for rank, one in zip(backend.ranks, request.outputs, strict=True)
+        ]
+        self.result: Any = held[0] if backend.one_rank else held
+        self._arrays = [*request.inputs, *(one for one in held if one is not None)]
+        self._placed = [backend.arrays.placed(array) for array in self._arrays]
+        self._on_gpu = backend.arrays.gpu(request.inputs[0]) is not None
+        self._captured = False
+        self._binds = True
+        self._bound: Callable[[], None] | None = None
+
+    def check(self) -> None:
+        """Order the next run behind the caller's work; `UsageError` if an array has other memory or shape now."""
+        for placed in self._placed:
+            if not placed():
+                raise UsageError(
+                    f"the arrays of prepared call {self.request.prepared} must keep their memory and shape, and one "
+                    "was moved, freed or resized; prepare the call again"
+                )
+        if self._on_gpu:
+            library = self._execution.backend.arrays
+            self._captured = not library.follow_caller(*self._arrays)
+            for array in self._arrays if self._captured else ():
+                library.check(array, rank=self._execution.backend.ranks[0], what="array")
+
+    def run(self) -> Any:
+        """Run it once, as `Execution.run`."""
+        if self._binds:
+            self._bound = self._execution.bind(self.request)
+            self._binds = self._bound is None and not self._execution.lowered(self.request.kind)
+        if self._bound is None or self._captured:
+            self._execution.run(self.request)
+        else:
+            self._bound()
+        return self.result
+
+
 class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
 
@@ -124,9 +173,10 @@ class Execution(Generic[Array]):
         self._prints = setting == "all" or (setting not in ("", "0") and 0 in backend.ranks)
         self._staging: dict[tuple[int, str, str], Array] = {}
         self._lowered: dict[CallKind, tuple[PlanKey, TransferTable, Signature]] = {}
-        self._prepares = backend.one_rank and not self._prints
-        self._prepared: dict[PlanQuery, PreparedCall] = {}
+        self._caches = backend.one_rank and not self._prints
+        self._cached: dict[PlanQuery, CachedCall] = {}
         self._exchanges: dict[str, ExchangeRounds[Array]] = {}
+        self._prepared_calls = 0
 
     def run(self, request: Request[Array]) -> Any:
         """Run a request to its end; return the result, or a list with one for each rank of this process."""
@@ -137,6 +187,8 @@ class Execution(Generic[Array]):
             if plan.exchanges:
                 return self._run_exchange(request, plan)
         key, table, signature = self._lowered.get(kind) or self._lower(kind)
+        if request.prepared:
+            signature = replace(signature, prepared=request.prepared)
         memory = [self._memory(request, place, rank) for place, rank in enumerate(self.backend.ranks)]
         if divides_first(kind):
             memory = [replace(one, source=self._divided(one.source, one.rank)) for one in memory]
@@ -155,8 +207,8 @@ class Execution(Generic[Array]):
             self._finished(request, one, request.outputs[place]) if one.rank in kind.holders else None
             for place, one in enumerate(memory)
         ]
-        if self._prepares:
-            self._prepare(request, call)
+        if self._caches and not request.prepared:
+            self._cache(request, call)
         return results[0] if self.backend.one_rank else results
 
     def repeated(
@@ -170,20 +222,20 @@ class Execution(Generic[Array]):
         later: bool,
         below: int | None = None,
     ) -> Callable[[], Any] | None:
-        """Return a function that runs a prepared call on these arrays; None if they need the checks of a first call.
+        """Return a function that runs a cached call on these arrays; None if they need the checks of a first call.
 
         The first arguments are the caller's. `later`: it runs in the background. Buffers of `below` bytes and more
         always need the checks.
         """
         library = self.backend.arrays
         if (
-            not self._prepares
+            not self._caches
             or type(array) not in library.plain
             or type(root) not in (int, NoneType)
             or type(op) not in (str, NoneType)
         ):
             return None
-        call = self._prepared.get((collective, root, op, array.dtype, array.shape, library.gpu(array)))
+        call = self._cached.get((collective, root, op, array.dtype, array.shape, library.gpu(array)))
         if call is None or (below is not None and call.kind.nbytes >= below):
             return None
         places = call.places(array, out, library)
@@ -194,16 +246,60 @@ class Execution(Generic[Array]):
             return None
         # a tensor may get other memory meanwhile, so this holds the checked memory
         held = [library.line(one) for one in arrays] if later else []
-        return partial(self._run_prepared, call, array, out, *places, held)
+        return partial(self._run_cached, call, array, out, *places, held)
 
-    def _run_prepared(
-        self, call: PreparedCall, array: Array, out: Array | None, source: int, result: int, held: list[Array]
-    ) -> Array:
-        """Run a prepared call on arrays that fit."""
+    def prepare(self, request: Request[Array]) -> PreparedRequest[Array]:
+        """Agree with all ranks on a request that is run many times; nothing moves.
+
+        Outputs that it lacks are allocated. Raises `RefusedError` on all ranks if one prepares another.
+        """
+        kind, backend = request.kind, self.backend
+        self._prepared_calls += 1
+        number = self._prepared_calls
+        self.agree(
+            collective=kind.collective,
+            root=kind.root,
+            op=kind.op,
+            dtype=kind.dtype,
+            count=kind.count,
+            shape=shape_text(kind.input_shape),
+            prepared=number,
+        )
+        first = request.inputs[0]
+        outputs = [
+            backend.empty(kind.shape, first) if output is None and rank in kind.holders else output
+            for rank, output in zip(backend.ranks, request.outputs, strict=True)
+        ]
+        return PreparedRequest(self, replace(request, outputs=outputs, prepared=number))
+
+    def bind(self, request: Request[Array]) -> Callable[[], None] | None:
+        """Return what runs a prepared request by the back end's `repeated`; None if that cannot, or not yet."""
+        backend, library, kind = self.backend, self.backend.arrays, request.kind
+        if not self._caches or request.about is not None or (kind.op == "avg" and kind.dtype not in AVERAGED):
+            return None
+        if kind not in self._lowered:
+            if self._plan(kind.collective, kind.root, kind.nbytes).exchanges:
+                return None
+            self._lower(kind)
+        if kind not in self._lowered:
+            return None  # the search for a chunk size goes on
+        key, table, signature = self._lowered[kind]
+        array: Any = request.inputs[0]
+        (out,), (rank,) = request.outputs, backend.ranks
+        target = library.part(library.line(array), 0, 0) if out is None else library.line(out)
+        memory = RankArrays(rank, kind.given[0], library.line(array), kind.blocks[0], target)
+        agreed = replace(signature, prepared=request.prepared)
+        call = Call(key.plan, table, agreed, kind.op, kind.dtype, kind.itemsize, (memory,))
+        run = backend.repeated(call)
+        cached = None if run is None else CachedCall.of(run, kind, call, array.dtype)
+        places = None if cached is None else cached.places(array, out, library)
+        if cached is None or places is None:
+            return None
+        return partial(self._run_bound, cached, array, out, *places)
+
+    def _run_bound(self, call: CachedCall, array: Any, out: Any, source: int, result: int) -> None:
+        """Run a cached call on arrays at these addresses."""
         self._check_alive()
-        if out is None:
-            out = self.backend.arrays.empty(call.kind.shape, array)
-            result = self.backend.arrays.address(out)
         number = self._calls
         self._calls += 1
         try:
@@ -215,16 +311,26 @@ class Execution(Generic[Array]):
         if call.kept:
             library = self.backend.arrays
             copy_local_parts(call.kept, library.line(array), library.line(out), library)
+
+    def _run_cached(
+        self, call: CachedCall, array: Array, out: Array | None, source: int, result: int, held: list[Array]
+    ) -> Array:
+        """Run a cached call on arrays that fit."""
+        library = self.backend.arrays
+        if out is None:
+            out = library.empty(call.kind.shape, array)
+            result = library.address(out)
+        self._run_bound(call, array, out, source, result)
         return out
 
-    def _prepare(self, request: Request[Array], call: Call[Array]) -> None:
-        """Prepare calls like this one, which has been run."""
+    def _cache(self, request: Request[Array], call: Call[Array]) -> None:
+        """Cache what calls like this one, which has been run, have in common."""
         kind = request.kind
         first: Any = request.inputs[0]
         gpu = self.backend.arrays.gpu(first)
         key = kind.collective, kind.root, kind.op, first.dtype, first.shape, gpu
         if (
-            key in self._prepared
+            key in self._cached
             or kind not in self._lowered
             or request.about is not None
             or (kind.op == "avg" and kind.dtype not in AVERAGED)
@@ -233,7 +339,7 @@ class Execution(Generic[Array]):
             return
         run = self.backend.repeated(call)
         if run is not None:
-            _remember(self._prepared, key, PreparedCall.of(run, kind, call, first.dtype))
+            _remember(self._cached, key, CachedCall.of(run, kind, call, first.dtype))
 
     def _lower(self, kind: CallKind) -> tuple[PlanKey, TransferTable, Signature]:
         """Return the lowered plan of a kind; kept once its chunk size is settled."""
@@ -276,7 +382,7 @@ class Execution(Generic[Array]):
             library,
             op=kind.op,
             run_round=lambda *given, about, **options: self.run_round(
-                *given, about=f"{meaning}: {about}", **options
+                *given, about=f"{meaning}: {about}", prepared=request.prepared, **options
             ),
         )
         results = []
@@ -298,6 +404,7 @@ class Execution(Generic[Array]):
         given: Sequence[Array],
         results: Sequence[Array],
         about: str,
+        prepared: int = 0,
     ) -> None:
         """Run one round of a plan that exchanges elements or entries.
 
@@ -305,7 +412,7 @@ class Execution(Generic[Array]):
         None for copies. `given` and `results` have for each rank of this process one contiguous array of
         ``borders[-1]`` elements: the initial values, and the target of arrivals; the same memory, or disjoint. Elements
         without arrivals stay unchanged. `about` is the meaning of the elements: ranks that differ in it must not
-        exchange them.
+        exchange them. `prepared` is the number of a prepared call.
         """
         self._check_alive()
         library = self.backend.arrays
@@ -325,9 +432,14 @@ class Execution(Generic[Array]):
             dtype=library.dtype(results[0]),
             count=count,
             chunk=table.chunk_elements,
+            prepared=prepared,
         )
         call = Call(key.plan, table, signature, op, signature.dtype, itemsize, memory)
         self._run(call, key.digest, count * itemsize)
+
+    def lowered(self, kind: CallKind) -> bool:
+        """Return whether calls of a kind have their table, after the search for a chunk size."""
+        return kind in self._lowered
 
     @property
     def calls(self) -> int:
@@ -519,7 +631,7 @@ class Execution(Generic[Array]):
         """Switch to other plans for the same ranks; all ranks do so at once."""
         self.store = store
         self._lowered.clear()
-        self._prepared.clear()
+        self._cached.clear()
         self._exchanges.clear()
 
     def hand_over(self) -> None:

@@ -70,13 +70,15 @@ class Request(Generic[Array]):
     """A collective whose arguments fit.
 
     `inputs` and `outputs` have an entry for each rank of this process; an output is None without an array of the
-    caller's. `about` is the meaning of the elements, if ranks that differ in it must not exchange them.
+    caller's. `about` is the meaning of the elements, if ranks that differ in it must not exchange them. `prepared` is
+    the number of a prepared call, else 0.
     """
 
     kind: CallKind
     inputs: list[Array]
     outputs: list[Array | None]
     about: str | None = None
+    prepared: int = 0
 
 
 def request(

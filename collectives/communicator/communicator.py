@@ -16,9 +16,10 @@ from collectives.backends.execution import Execution
 from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
-from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
+from collectives.communicator.collective_methods import PREPARED, DenseCollectives, SparseCollectives
 from collectives.communicator.handle import CallQueue, Handle, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
+from collectives.communicator.prepared_call import PreparedCall
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.recovery.link_monitor import (
     MIN_MONITORED_BYTES,
@@ -344,6 +345,80 @@ class Communicator(DenseCollectives, SparseCollectives):
         mine = [group for group in wanted if set(group.members) & set(self.ranks)]
         found = [Communicator(group.plan, one) for group, one in zip(mine, made, strict=True)]
         return found[0] if self.one_rank else found
+
+    def prepare(
+        self,
+        collective: str,
+        arrays: Any,
+        *,
+        op: str = "sum",
+        root: int | None = None,
+        out: Any = None,
+    ) -> PreparedCall[Any]:
+        """Prepare a collective that is started many times on the same arrays; all ranks call this together.
+
+        Parameters
+        ----------
+        collective : str
+            allreduce, reduce, broadcast, allgather, reduce_scatter or alltoall.
+        arrays : array, or a list with one for each rank of this process
+            As for the method of that collective. They keep their memory and shape; their contents may change between
+            two starts.
+        op, root, out
+            As for that method. By default ``out`` is allocated where a result takes the fewest copies.
+
+        Raises
+        ------
+        UsageError
+            An argument is invalid.
+        RefusedError
+            Another rank prepares another call, or refused: on all ranks.
+
+        Examples
+        --------
+        >>> import numpy as np, topoplan
+        >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 7])
+        >>> gradients = [np.arange(4.0), np.ones(4)]
+        >>> with Communicator(plan) as comm:
+        ...     call = comm.prepare("allreduce", gradients, op="avg")
+        ...     first = call()[0].tolist()
+        ...     gradients[0][:] = 3
+        ...     first, call()[0].tolist()
+        ([0.5, 1.0, 1.5, 2.0], [2.0, 2.0, 2.0, 2.0])
+        """
+        execution, membership = present = self._members.present
+        if self.is_helper:
+            raise UsageError("this process is a helper without arrays; call serve")
+        try:
+            if collective not in PREPARED:
+                raise UsageError(f"collective must be one of {', '.join(PREPARED)}, got {collective!r}")
+            with_root, reduces = PREPARED[collective]
+            place = self._root(root) if with_root else None
+            kind = op if reduces else None
+            checked = request(collective, execution.backend, arrays, out=out, op=kind, root=place)
+        except UsageError as error:
+            self._refuse(str(error))
+            raise
+        prepared = self._in_order.run(lambda: self._open().prepare(checked))
+        members = self._members
+        run = prepared.run
+        if members.repeats:
+            original = None if place is None else membership.seats[place]
+            outcome = CollectiveOutcome()
+            whole = prepared.request
+            settled = (
+                collective,
+                original,
+                kind,
+                whole.inputs[0],
+                prepared.result,
+                membership.seats,
+                outcome,
+            )
+            run = partial(members.run_to_end, *settled, prepared=whole.prepared)
+        elif members.watched and prepared.request.kind.nbytes >= MIN_MONITORED_BYTES:
+            run = partial(members.run, execution, prepared.request)
+        return PreparedCall(prepared, run, self._in_order, partial(members.changed_since, present))
 
     def barrier(self) -> None:
         """Wait until all ranks call this; the collectives that were started before have ended then.

@@ -213,14 +213,10 @@ class ControlPage:
         self.fence()
         self.words[self._place * WORDS + name] = value
 
-    def put_note(self, number: int, note: bytes) -> None:
-        """Write a note without announcing it; the previous note stays readable."""
+    def write_note(self, number: int, note: bytes) -> None:
+        """Write and announce a note; the previous note stays readable."""
         start = self._base + NOTE + number % 2 * LENGTH
         self._bytes[start : start + LENGTH] = note
-
-    def write_note(self, number: int, note: bytes) -> None:
-        """Write and announce a note."""
-        self.put_note(number, note)
         self.announce(NOTES, number)
 
     def note(self, place: int, number: int) -> bytes:

@@ -99,6 +99,7 @@ def attribute_failure(
 
 
 LENGTH = 512  # bytes of a packed signature
+CALL_DIGITS = 16  # characters of its call number, behind eight bytes, so that compiled code can renew it
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Signature:
     `call` counts the collectives of the communicator before this one. `plan` is the first 16 digits of the plan's
     digest. `count` is in elements of the buffer, the gathered one for allgather and reduce_scatter; `chunk` is the
     longest chunk in elements. `shape` is that of every rank's input (`shape_text`). `refusal` says why this rank will
-    not take part, empty if it will.
+    not take part, empty if it will. `prepared` is the number of the prepared call that it starts, 0 for other calls.
 
     Examples
     --------
@@ -128,6 +129,7 @@ class Signature:
     chunk: int
     shape: str = ""
     refusal: str = ""
+    prepared: int = 0
 
     def of_call(self, call: int) -> Signature:
         """Return the signature with another call number."""
@@ -136,7 +138,7 @@ class Signature:
     def packing(self) -> Callable[[int], bytes]:
         """Return a faster `pack` for the signature of any call; for a signature without a refusal."""
         rest = _after_call(*_VALUES_AFTER_CALL(self))
-        return lambda call: f'{{"call": {call}, {rest}'.encode().ljust(LENGTH)
+        return lambda call: f'{{"call":{call:{CALL_DIGITS}d}, {rest}'.encode().ljust(LENGTH)
 
     def pack(self) -> bytes:
         """Return `LENGTH` bytes of JSON; a long refusal is cut."""
@@ -147,6 +149,16 @@ class Signature:
             values["refusal"] = self.refusal.encode("ascii", "replace").decode()[:kept]
             packed = json.dumps(values).encode().ljust(LENGTH)
         return packed
+
+    def call_text(self) -> str:
+        """Return the call for a message.
+
+        >>> Signature(7, "12ab", 4, "allreduce", None, "sum", "float32", 100, 100, "10x10", prepared=2).call_text()
+        'prepared call 2 (allreduce, sum, 10x10 float32)'
+        """
+        about = (self.collective, self.op, f"{self.shape} {self.dtype}".strip())
+        named = f"prepared call {self.prepared}" if self.prepared else "a call that is not prepared"
+        return f"{named} ({', '.join(filter(None, about))})"
 
     @classmethod
     def unpack(cls, data: bytes) -> Signature:
@@ -202,6 +214,14 @@ def disagreement(signatures: Sequence[Signature], *, rank: int) -> RefusedError 
         return RefusedError(text, rank=rank, peer=peer, by_all=by_all, next_call=next_call)
     usual = Counter(signatures).most_common(1)[0][0]
     peer, other = next((place, one) for place, one in enumerate(signatures) if one != usual)
+    if other.prepared != usual.prepared:
+        return RefusedError(
+            f"rank {peer} runs {other.call_text()} and rank {signatures.index(usual)} {usual.call_text()}; start "
+            "prepared calls in the same order, and as often, on all ranks",
+            rank=rank,
+            peer=peer,
+            next_call=next_call,
+        )
     fields = ", ".join(
         f"{name} {getattr(other, name)!r} instead of {getattr(usual, name)!r}"
         for name in _explaining_fields(other, usual)

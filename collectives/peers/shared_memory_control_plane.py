@@ -13,6 +13,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from collectives.peers.control_page import AGREED, CLOSED, NOTES, ControlPage, HostPlacement
 from collectives.peers.control_plane import LENGTH, ControlPlane, Signature, disagreement, plain_message
 from collectives.peers.peer_watchdog import PeerWatchdog, RemoteFailures
@@ -61,7 +63,7 @@ class SharedMemoryControlPlane(ControlPlane):
         self._members = placement.members
         self._others = others if len(placement.leaders) > 1 else None
         self._listening = others
-        self._rounds = 0
+        self.rounds = np.zeros(1, np.int64)  # agreements so far; compiled programs count theirs here
 
     def agree(self, signature: Signature, *, timeout: float) -> None:
 
@@ -78,15 +80,10 @@ class SharedMemoryControlPlane(ControlPlane):
             assert self._others is not None, "else it has been raised"
             self._raise_if_different([Signature.unpack(one) for one in self.gather(note, timeout=timeout)])
 
-    def begin(self, note: bytes) -> int:
-        """Write the note of a collective for a barrier outside this class; returns its number."""
-        self._rounds += 1
-        self._control.put_note(self._rounds, note)
-        return self._rounds
-
     def differ(self) -> None:
         """Raise if the last notes of the ranks of this host differ, as `agree`."""
-        notes = {rank: self._control.note(place, self._rounds) for place, rank in enumerate(self._members)}
+        number = int(self.rounds[0])
+        notes = {rank: self._control.note(place, number) for place, rank in enumerate(self._members)}
         self._raise_if_different(self._signatures(notes))
 
     def _signatures(self, notes: Notes) -> list[Signature]:
@@ -189,15 +186,16 @@ class SharedMemoryControlPlane(ControlPlane):
         `judge` gets the notes by rank, of this host or of all, and returns at most `OUTCOME` bytes or raises. Raises
         `BackendError` if a rank died, stalled, or noticed a failure.
         """
-        self._rounds += 1
+        self.rounds[0] += 1
+        number = int(self.rounds[0])
         control, watch = self._control, self.watch
-        control.write_note(self._rounds, note)
+        control.write_note(number, note)
         if self._others is None:
             control.alarm()  # a rank in a collective may sleep in its program
         notes: Notes = {}
         for place, rank in enumerate(self._members):
-            watch.word(rank, NOTES, self._rounds, 0)
-            notes[rank] = control.note(place, self._rounds)
+            watch.word(rank, NOTES, number, 0)
+            notes[rank] = control.note(place, number)
         # a rank that the others have given up, since it was stopped, finds all their notes
         watch.check()
         leading = self.rank == self._members[0]
@@ -211,8 +209,8 @@ class SharedMemoryControlPlane(ControlPlane):
         if self._others is None:
             return outcome
         if leading:
-            control.write_agreed(self._rounds, outcome.ljust(OUTCOME))
-        watch.word(self._members[0], AGREED, self._rounds, 0)
+            control.write_agreed(number, outcome.ljust(OUTCOME))
+        watch.word(self._members[0], AGREED, number, 0)
         return control.outcome(0, OUTCOME)
 
     def _values(self, notes: Notes, key: str) -> dict[int, Any]:

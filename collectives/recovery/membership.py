@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -88,10 +88,28 @@ class CommunicatorMembers:
     @property
     def present(self) -> tuple[Execution[Any], Membership]:
         """The execution and the membership, read atomically; UsageError once closed."""
+        present = self._present
+        if present[0] is None:
+            raise UsageError("the communicator is closed; make a new one")
+        return cast("tuple[Execution[Any], Membership]", present)
+
+    def changed_since(self, present: tuple[Execution[Any], Membership]) -> str:
+        """Return how the communicator has changed since a value of `present`; empty if it has not."""
+        if self._present is present:
+            return ""
         execution, membership = self._present
         if execution is None:
-            raise UsageError("the communicator is closed; make a new one")
-        return execution, membership
+            return "the communicator is closed"
+        before, after = len(present[1].seats), len(membership.seats)
+        if present[1].seats == membership.seats:
+            return (
+                "the plan of the communicator has changed"
+                if execution is present[0]
+                else "its ranks have recovered"
+            )
+        return (
+            f"the communicator has {'shrunk' if after < before else 'grown'} from {before} to {after} ranks"
+        )
 
     @property
     def now(self) -> Execution[Any] | None:
@@ -169,11 +187,14 @@ class CommunicatorMembers:
         out: Any,
         seats: tuple[int, ...],
         outcome: CollectiveOutcome,
+        *,
+        prepared: int = 0,
     ) -> Any:
         """Run a collective into private memory, again if a rank fails, and hand the result over when all ranks have
         theirs.
 
-        `root` is an original rank; `seats` are the original ranks of the members at the call.
+        `root` is an original rank; `seats` are the original ranks of the members at the call. `prepared` is the number
+        of a prepared call.
         """
         failure: BackendError | None = None
         while True:
@@ -192,7 +213,9 @@ class CommunicatorMembers:
                     f"again among the {len(present)} surviving ranks"
                 ) from failure
             about = OUT_RULE if out is not None and collective in BLOCK_COLLECTIVES else None
-            run = partial(self.run, execution, replace(checked, outputs=[None], about=about))
+            run = partial(
+                self.run, execution, replace(checked, outputs=[None], about=about, prepared=prepared)
+            )
             result, failure = self._run_for_all(run, seats, outcome)
             if failure is None:
                 return self._handed_to_caller(result, checked.outputs[0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -203,6 +203,10 @@ class CupyArrays(NumpyArrays):
 
     def address(self, array: Any) -> int:
         return int(array.data.ptr) if array.flags.c_contiguous and array.device.id == self.device else 0
+
+    def placed(self, array: Any) -> Callable[[], bool]:
+        address, shape = array.data.ptr, array.shape
+        return lambda: bool(array.data.ptr == address and array.shape == shape)
 
     def copy(self, target: Any, source: Any) -> None:
         with self.here() as stream:

@@ -21,7 +21,7 @@ import ctypes
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -100,6 +100,9 @@ class ArrayLibrary(Protocol[Array]):
 
     def address(self, array: Array) -> int:
         """Return the address of a contiguous array, which `check` may not have seen; else 0."""
+
+    def placed(self, array: Array) -> Callable[[], bool]:
+        """Return a function that tells whether the array still has the memory and shape that it has now."""
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy the elements of one array into another of the same shape and dtype."""
@@ -342,6 +345,14 @@ class NumpyArrays:
 
     def address(self, array: AnyArray) -> int:
         return array.ctypes.data if array.flags.c_contiguous else 0
+
+    def placed(self, array: AnyArray) -> Callable[[], bool]:
+        address, shape = array.ctypes.data, array.shape
+        # numpy's attributes of the address take a microsecond; the field in its public struct takes none
+        field = ctypes.c_size_t.from_address(id(array) + object.__basicsize__)
+        if field.value != address:
+            return lambda: array.ctypes.data == address and array.shape == shape
+        return lambda: field.value == address and array.shape == shape
 
     def copy(self, target: AnyArray, source: AnyArray) -> None:
         target[...] = source

@@ -207,6 +207,10 @@ class TorchArrays:
     def address(self, array: torch.Tensor) -> int:
         return 0 if self._fault(array) else int(array.data_ptr())
 
+    def placed(self, array: torch.Tensor) -> Callable[[], bool]:
+        address, shape = array.data_ptr(), array.shape
+        return lambda: array.data_ptr() == address and array.shape == shape
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # the target may be an inference tensor, and this thread not in inference mode
         with torch.inference_mode():

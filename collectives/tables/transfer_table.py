@@ -313,6 +313,10 @@ def stream_of(table: TransferTable) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
 
 
+KEPT_RUNS = 64
+"""Tables whose runs are counted before their bytes are added up."""
+
+
 class Traffic:
     """A count of bytes by sender and receiver, for the ranks of this process as senders.
 
@@ -327,16 +331,26 @@ class Traffic:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = frozenset(ranks)
         self._bytes: Counter[tuple[int, int]] = Counter()
+        self._runs: dict[tuple[TransferTable, int], int] = {}
 
     def add(self, table: TransferTable, *, itemsize: int) -> None:
         """Count the bytes of a collective."""
-        for (source, destination, _), elements in zip(table.queues, _elements(table), strict=True):
-            if source in self._ranks:
-                self._bytes[source, destination] += elements * itemsize
+        key = table, itemsize
+        self._runs[key] = self._runs.get(key, 0) + 1
+        if len(self._runs) > KEPT_RUNS:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for (table, itemsize), runs in self._runs.items():
+            for (source, destination, _), elements in zip(table.queues, _elements(table), strict=True):
+                if source in self._ranks:
+                    self._bytes[source, destination] += runs * elements * itemsize
+        self._runs.clear()
 
     @property
     def sent(self) -> dict[tuple[int, int], int]:
         """Bytes by (source, destination), in order."""
+        self._sum_up()
         return dict(sorted(self._bytes.items()))
 
 

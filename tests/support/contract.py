@@ -143,7 +143,7 @@ def run_cases(
     here: Callable[[NDArray[Any]], Any] = np.copy,
     back: Callable[[Any], NDArray[Any]] = np.asarray,
 ) -> list[list[str]]:
-    """Run each case twice, the second time in the background, on the ranks of a back end, which stays open.
+    """Run each case three times on the ranks of a back end, which stays open: then in the background, then prepared.
 
     `here` makes an array of the back end of a numpy array, `back` the reverse. Returns the digests of this process's
     ranks, by case, or what is wrong with them. A barrier ends them.
@@ -171,7 +171,59 @@ def _run(backend: Any, case: Case, here: Any, back: Any) -> list[str]:
     second = [None if one is None else digest(back(one)) for one in ([twice] if alone else twice)]
     if case.in_place and not all(a is b for a, b in zip([twice] if alone else twice, arrays, strict=True)):
         return ["put its result elsewhere"]
-    return [one or "none" for one in first] if first == second else ["differs from run to run"]
+    if first != second:
+        return ["differs from run to run"]
+    for array, rank in zip(arrays if case.in_place else [], backend.ranks, strict=False):
+        back_into(array, here(given[rank]))
+    return (
+        [one or "none" for one in first]
+        if _prepared(comm, case, arrays, given, here, back) == first
+        else ["differs when it is prepared"]
+    )
+
+
+def back_into(array: Any, values: Any) -> None:
+    """Fill an array of any library."""
+    array[...] = values
+
+
+def _prepared(
+    comm: Communicator, case: Case, arrays: Any, given: Any, here: Any, back: Any
+) -> list[str | None]:
+    """The digests of a prepared call that ran on other inputs, then on these, waited for, and ran again."""
+    alone = len(arrays) < case.ranks
+    argument = arrays[0] if alone else arrays
+    options = {"op": case.op} if case.collective in REDUCTIONS else {}
+    if case.collective in ("broadcast", "reduce"):
+        options |= {"root": case.root}
+    call = comm.prepare(case.collective, argument, **options, **({"out": argument} if case.in_place else {}))
+    found = []
+    for start in range(3):
+        for array, rank in zip(arrays, comm.ranks, strict=True):
+            back_into(array, here(given[rank] if start else np.zeros_like(given[rank])))
+        if start == 1:
+            call.start()
+        result = call.wait() if start == 1 else call()
+        found.append([None if one is None else digest(back(one)) for one in ([result] if alone else result)])
+    return found[2] if found[1] == found[2] else ["differs from start to start"]
+
+
+def _two_prepared(comm: Communicator, ones: Any) -> list[Callable[[], Any]]:
+    """Two prepared calls of one kind; the second is started and waited for."""
+
+    def other() -> Any:
+        calls[1].start()
+        return calls[1].wait()
+
+    calls = [comm.prepare("allreduce", ones(8)) for _ in range(2)]
+    for call in calls:
+        call()
+    return [calls[0], other]
+
+
+def _prepared_or_not(comm: Communicator, ones: Any) -> list[Callable[[], Any]]:
+    """A call that is prepared, and one like it that is not."""
+    return [_two_prepared(comm, ones)[0], lambda: comm.all_reduce(ones(8))]
 
 
 MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
@@ -190,6 +242,13 @@ MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
     "unknown op": lambda comm, ones, odd: comm.reduce(
         ones(2), op="xor" if odd else "sum", async_op=True
     ).wait(),
+    "prepared": lambda comm, ones, odd: comm.prepare("allreduce", ones(8 + odd)),
+    "prepared alone": lambda comm, ones, odd: (
+        comm.prepare("allreduce", ones(8)) if odd else comm.all_reduce(ones(8))
+    ),
+    "prepared order": lambda comm, ones, odd: _two_prepared(comm, ones)[odd](),
+    "prepared or not": lambda comm, ones, odd: _prepared_or_not(comm, ones)[odd](),
+    "unknown collective": lambda comm, ones, odd: comm.prepare("allreduc" if odd else "allreduce", ones(8)),
     "entries": lambda comm, ones, odd: comm.sparse_all_reduce(
         ones((4, 6) if odd else (6, 4), "f4"), density=0.5
     ),
@@ -202,7 +261,15 @@ MISTAKES: dict[str, Callable[[Communicator, Any, bool], Any]] = {
 DIFFER = ("count", "dtype", "op", "root", "collective", "shape", "plan", "chunk")
 """Mistakes of which the error names the argument."""
 
-WRONG = ("list", "divided", "blocks", "out", "unknown op", "density")  # mistakes that are wrong on any rank
+WRONG = (
+    "list",
+    "divided",
+    "blocks",
+    "out",
+    "unknown op",
+    "unknown collective",
+    "density",
+)  # mistakes that are wrong on any rank
 
 
 def refusals(
@@ -251,6 +318,10 @@ def check_refusals(ranks: list[dict[str, tuple[str, Any, Any]]]) -> None:
             if name in DIFFER:
                 assert name in text, (name, text)
                 assert (own, peer) == (rank, 1), (name, text)
+            elif name.startswith("prepared "):
+                assert (own, peer) == (rank, 1), (name, text)
+                assert text.count("(allreduce, sum, 8 float64)") == 2, (name, text)
+                assert text.startswith("rank 1 runs "), (name, text)
             elif name in WRONG and rank != 1:
                 assert text.startswith("rank 1 refused the collective: "), (name, text)
                 assert peer == 1, (name, text)

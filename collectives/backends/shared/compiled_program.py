@@ -28,6 +28,7 @@ from collectives.backends.shared.shared_program import (
     JOIN_ONE,
     OPERATION,
     PREREQUISITE,
+    SHOWN,
     SOURCE,
     UNLESS_FAILED,
 )
@@ -47,6 +48,7 @@ from collectives.peers.control_page import (
     UNTIL,
     WAKE_COUNT,
 )
+from collectives.peers.control_plane import CALL_DIGITS as DIGITS
 from collectives.peers.control_plane import LENGTH
 from collectives.tables.compiled import (
     Records,
@@ -62,7 +64,7 @@ from collectives.tables.compiled import (
     stream_line,
 )
 
-TAKEN_NUMBERS = 529327478
+TAKEN_NUMBERS = 4149366599
 """A checksum of the numbers imported here: cached machine code depends on this file alone."""
 
 ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
@@ -111,6 +113,18 @@ LONGEST_RESPITE = 320_000_000
     TIMES,  # address of `TIMED` words for the agreement and each operation, or 0
     MEMORIES,  # up to `FIRST_ARRAY`
 ) = range(27)
+
+# the words of a bound program: a frame's first ones, the memories up to `SHOWN`, and these
+(
+    ROUNDS,  # address of the number of agreements so far
+    GIVES,  # values to announce as `GIVEN`, `TAKEN` and `LYING`
+    TAKES,
+    LIES,
+    BOUND_WORDS,
+) = range(FUTEX + FIRST_ARRAY, FUTEX + FIRST_ARRAY + 5)
+
+NUMBER_END = 24
+"""The byte of a note behind the number of its call (`control_plane.Signature`)."""
 
 TIMED = 3
 """When a rank comes to an operation, when its waits are over, and when it is done, in nanoseconds."""
@@ -188,6 +202,42 @@ def run(
         if post > 0:
             _post(frame, control, own, ranks, frame[BASE] + post)
     return ENDED
+
+
+@compiled
+def start(
+    operations: Records,
+    waits: Records,
+    inputs: Records,
+    frame: Numbers,
+    bound: Numbers,
+    note: NDArray[np.uint8],
+    control: Word,
+    own: Word,
+    ranks: Word,
+    number: Word,
+) -> Word:
+    """Begin call `number` of a bound program, with its agreement, and run it as `run`."""
+    agreement = load_word(bound[ROUNDS]) + 1
+    store_word(bound[ROUNDS], agreement)
+    parity = agreement % 2
+    for word in range(FUTEX):
+        frame[word] = bound[word]
+    for word in range(FIRST_ARRAY):
+        frame[MEMORIES + word] = bound[FUTEX + word]
+    frame[MEMORIES + SHOWN] = control + ranks * PAGE + parity * SHOWABLE
+    frame[AGREEMENT], frame[BASE] = agreement, agreement << 32
+    frame[UNREAD] = frame[IN_PLACE] = 0
+    digits = number
+    for place in range(DIGITS):
+        note[NUMBER_END - 1 - place] = 48 + digits % 10 if digits > 0 or place == 0 else 32
+        digits //= 10
+    page = control + own * PAGE
+    _memcpy(page + NOTE + parity * LENGTH, note.ctypes.data, LENGTH)
+    store_word(page + 8 * (GIVEN + parity), bound[GIVES])
+    store_word(page + 8 * (TAKEN + parity), bound[TAKES])
+    store_word(page + 8 * (LYING + parity), bound[LIES])
+    return run(operations, waits, inputs, frame, control, own, ranks)
 
 
 @compiled
@@ -430,8 +480,13 @@ def alarm(futex: Word, control: Word, ranks: Word) -> None:
 
 
 def compile_ahead() -> None:
-    """Compile `run` and `alarm`, or load them, before any peer waits for this rank."""
+    """Compile `run`, `start` and `alarm`, or load them, before any peer waits for this rank."""
     operations, waits, inputs = (np.zeros(0, kind) for kind in (OPERATION, PREREQUISITE, INPUT))
     with compiled_by_one(run):
-        run(operations, waits, inputs, np.zeros(FRAME + 4, dtype=np.int64), 0, 0, 1)
+        frame = np.zeros(FRAME + 4, dtype=np.int64)
+        run(operations, waits, inputs, frame, 0, 0, 1)
+        pages, rounds = np.zeros(PAGE + 2 * SHOWABLE, np.uint8), np.zeros(1, np.int64)
+        bound, note = np.zeros(BOUND_WORDS, np.int64), np.zeros(LENGTH, np.uint8)
+        bound[POSITION], bound[ROUNDS] = -2, rounds.ctypes.data
+        start(operations, waits, inputs, frame, bound, note, pages.ctypes.data, 0, 1, 0)
         alarm(0, 0, 0)

@@ -207,24 +207,49 @@ class PreparedProgram:
         begun = (0, 0, 0, 0, program.shown_bytes, 0, *program.ends, 0, 0, program.block_bytes)
         return cls(program, arithmetic, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
 
-    def begin(
-        self,
-        frame: NDArray[np.int64],
-        memories: tuple[int, ...],
-        *,
-        agreement: int = 0,
-        base: int = 0,
-        arrays: bool = False,
-        fetches: bool = False,
-    ) -> None:
-        """Initialise a frame for a run."""
+    def begin(self, frame: NDArray[np.int64], memories: tuple[int, ...], *, base: int = 0) -> None:
+        """Initialise a frame for a run without an agreement."""
         frame[: machine.FUTEX] = self.head
-        frame[machine.POSITION] = -2 if agreement else 0
-        frame[machine.AGREEMENT] = agreement
         frame[machine.BASE] = base
-        frame[machine.ARRAYS : machine.FETCHES + 1] = arrays, fetches
         frame[machine.UNREAD : machine.IN_PLACE + 1] = 0
         frame[machine.MEMORIES : machine.MEMORIES + operation.FIRST_ARRAY] = memories
+
+
+class PlacedProgram:
+    """A program of ranks that all share memory, with its memories and the note of its calls.
+
+    `rounds` counts the agreements of the control plane. `areas` are those of `RunMemory`, but for the shown inputs.
+    `place` gives it arrays.
+    """
+
+    def __init__(
+        self,
+        ready: PreparedProgram,
+        note: bytes,
+        rounds: NDArray[np.int64],
+        areas: tuple[AddressedMemory, AddressedMemory],
+    ) -> None:
+        self.ready = ready
+        self.note = np.frombuffer(note, np.uint8).copy()
+        self.areas = areas
+        self._rounds = rounds
+        self.words = np.zeros(machine.BOUND_WORDS, dtype=np.int64)
+        self.words[: machine.FUTEX] = ready.head
+        self.words[machine.POSITION] = -2
+        self.words[machine.ROUNDS] = rounds.ctypes.data
+
+    def place(
+        self, source: int, result: int, *, lies: int = 0, offsets: tuple[int, int] | None = None
+    ) -> None:
+        """Place input and result at addresses.
+
+        `lies` is the address at which others read the input, 0 if they must not. `offsets`: the words `GIVEN` and
+        `TAKEN`, if the arrays lie in arenas that all ranks see.
+        """
+        words, (shared, scratch) = self.words, self.areas
+        words[machine.FUTEX : machine.ROUNDS] = memories_of(source, result, (shared, scratch, shared))
+        words[machine.ARRAYS : machine.FETCHES + 1] = offsets is not None, lies != 0
+        words[machine.GIVES : machine.LIES + 1] = *(offsets or (0, 0)), lies
 
 
 class ProgramRunner:
@@ -243,54 +268,106 @@ class ProgramRunner:
         self.steps: list[TraceEvent] | None = None
         control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)
         self._longest_wait = WATCHED_CHECK_NANOSECONDS if watch.see_deaths() else CHECK_NANOSECONDS
+        self._frame[machine.LONGEST_WAIT] = self._longest_wait
+
+    def see_arenas(self, rooms: list[AddressedMemory]) -> None:
+        """Take the arenas of all ranks, for programs whose arrays lie there."""
+        first = machine.FRAME + 2 * len(self._members)
+        self._frame[first : first + len(rooms)] = [room.address for room in rooms]
 
     def execute(
         self,
         ready: PreparedProgram,
         memories: tuple[int, ...],
         *,
-        work: RunMemory | None = None,
-        agreement: int = 0,
-        differ: Callable[[], None] | None = None,
+        work: RunMemory,
         messages: MessageTransport | None = None,
-        arenas: list[AddressedMemory] | None = None,
-        fetches: bool = False,
     ) -> None:
-        """Run a program to its end.
+        """Run a program over several hosts to its end, after an agreement.
 
-        `work` has the memories for operations that Python does. `agreement` is the number of the agreement, whose note
-        this rank has put in its place, or 0 for none; `differ` raises if the notes differ. `arenas` of all ranks: this
-        rank's arrays lie in its own, and the program for arenas runs if those of all do. `fetches`: this rank has
-        published the address of its input, and the program that reads inputs runs if all have.
-
-        Raises `BackendError` if a peer died, stalled, closed its communicator, or reported a failure.
+        `work` has the memories for operations that Python does. Raises `BackendError` if a peer died, stalled, closed
+        its communicator, or reported a failure.
         """
         self._calls += 1
-        frame, program = self._frame, ready.program
-        # ranks have begun as many agreements, even if some have refused a collective and run no program
-        base = (agreement or self._calls) << 32
-        ready.begin(
-            frame, memories, agreement=agreement, base=base, arrays=arenas is not None, fetches=fetches
+        ready.begin(self._frame, memories, base=self._calls << 32)
+        self._frame[machine.LONGEST_WAIT] = self._longest_wait if messages is None else MESSAGE_LOOK
+        times = self._timed(ready.program)
+        self._finish(
+            ready.program, self._continue(ready.program), times, work=lambda: work, messages=messages
         )
-        frame[machine.LONGEST_WAIT] = self._longest_wait if messages is None else MESSAGE_LOOK
-        if arenas is not None:
-            first = machine.FRAME + 2 * len(self._members)
-            frame[first : first + len(arenas)] = [room.address for room in arenas]
-        rows = len(program.operations) + 1
-        times = None if self.steps is None else np.zeros((rows, machine.TIMED), np.int64)
-        frame[machine.TIMES] = 0 if times is None else times.ctypes.data
+
+    def start(
+        self,
+        placed: PlacedProgram,
+        number: int,
+        *,
+        differ: Callable[[], None],
+        buffers: RankBuffers | None = None,
+    ) -> None:
+        """Run call `number` of a placed program to its end, with its agreement.
+
+        `differ` raises if the notes of the ranks differ. `buffers` has the arrays for operations that Python does.
+        Raises as `execute`.
+        """
+        program, control = placed.ready.program, self._control
+        times = self._timed(program)
+        status = machine.start(
+            program.operations,
+            program.waits,
+            program.inputs,
+            self._frame,
+            placed.words,
+            placed.note,
+            control.address,
+            self._own,
+            control.ranks,
+            number,
+        )
+        if status != machine.ENDED or times is not None:
+
+            def work() -> RunMemory:
+                assert buffers is not None, "machine code does not do all"
+                return RunMemory(buffers, (*placed.areas, control.shown(int(self._frame[machine.AGREEMENT]))))
+
+            self._finish(program, status, times, work=work, differ=differ)
+
+    def _continue(self, program: SharedProgram) -> int:
+        """Continue the program in the frame; return its status."""
+        status: int = machine.run(
+            program.operations,
+            program.waits,
+            program.inputs,
+            self._frame,
+            self._control.address,
+            self._own,
+            len(self._members),
+        )
+        return status
+
+    def _timed(self, program: SharedProgram) -> NDArray[np.int64] | None:
+        """Return where the next run notes its times; None without a trace."""
+        if self.steps is None:
+            self._frame[machine.TIMES] = 0
+            return None
+        times = np.zeros((len(program.operations) + 1, machine.TIMED), np.int64)
+        self._frame[machine.TIMES] = times.ctypes.data
+        return times
+
+    def _finish(
+        self,
+        program: SharedProgram,
+        status: int,
+        times: NDArray[np.int64] | None,
+        *,
+        work: Callable[[], RunMemory],
+        differ: Callable[[], None] | None = None,
+        messages: MessageTransport | None = None,
+    ) -> None:
+        """Run a program that has begun, and returned a status, to its end."""
+        frame = self._frame
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
-            status = run(
-                program.operations,
-                program.waits,
-                program.inputs,
-                frame,
-                self._control.address,
-                self._own,
-                len(self._members),
-            )
             position = int(frame[machine.POSITION])
             if status == machine.WAITING:
                 now = time.monotonic()
@@ -298,7 +375,8 @@ class ProgramRunner:
                     begun, waiting = now, place
                 if messages is not None:
                     frame[machine.LONGEST_WAIT] = min(MESSAGE_LOOK + (now - begun) * 1e7, 1_000_000)
-                self._look(program, position, base, agreement, begun)
+                self._look(program, position, begun)
+                status = self._continue(program)
                 continue
             if waiting is not None:
                 waiting = None
@@ -316,22 +394,22 @@ class ProgramRunner:
                 assert differ is not None, "agreements compare"
                 differ()
                 raise AssertionError("notes that differ mean different calls")
-            assert work is not None, "machine code does not do all"
-            _aside(program, position, work, messages)
+            _aside(program, position, work(), messages)
             frame[machine.DONE_ASIDE] = 1
+            status = self._continue(program)
 
-    def _look(self, program: SharedProgram, position: int, base: int, agreement: int, begun: float) -> None:
+    def _look(self, program: SharedProgram, position: int, begun: float) -> None:
         """Check that the awaited peer can still make progress; raises as `PeerWatchdog.word`."""
-        words = self._control.words
+        words, frame = self._control.words, self._frame
         self._control.announce(LOOK, 0)
         if position < 0:
-            name, least, row = NOTES, agreement, 0
+            name, least, row = NOTES, int(frame[machine.AGREEMENT]), 0
             missing = (p for p in range(len(self._members)) if words[p * WORDS + NOTES] < least)
             place = next(missing, self._own)
         else:
-            number = program.operations["first_wait"][position] + self._frame[machine.WAIT]
+            number = program.operations["first_wait"][position] + frame[machine.WAIT]
             place, done, row = program.waits[number].item()
-            name, least = DONE, base + done
+            name, least = DONE, int(frame[machine.BASE]) + done
         index = place * WORDS + name
         self._watch.look(lambda: words[index] >= least, self._members[place], row, begun)
 

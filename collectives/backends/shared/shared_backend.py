@@ -30,24 +30,20 @@ from collectives.backends.shared.host_program import (
 from collectives.backends.shared.program_runner import (
     PROCESS_VM_READV,
     MessageTransport,
+    PlacedProgram,
     PreparedProgram,
     ProgramRunner,
     RankBuffers,
     RunMemory,
-    memories_of,
     rank_buffers_of,
 )
 from collectives.backends.shared.shared_program import BLOCK_BYTES, SharedProgram, program_of
 from collectives.peers.control_page import (
-    GIVEN,
-    LYING,
-    TAKEN,
     AddressedMemory,
     ControlPage,
     HostPlacement,
     ScratchMemory,
 )
-from collectives.peers.control_plane import Signature
 from collectives.peers.environment import read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.shared_memory import (
@@ -246,12 +242,16 @@ class SharedBackend(OneRank):
         buffers = rank_buffers_of(call, self.size)
         if not (self._alone and buffers.aligned and buffers.arithmetic.quick(call.op)):
             return None
-        kind, pack = self._prepared(call, memory, buffers), call.signature.packing()
+        kind = self._prepared(call, memory, buffers)
+        at: tuple[int, int] | None = None
 
         def run(number: int, source: int, result: int) -> None:
+            nonlocal at
             self._check_open()
             try:
-                self._run_here(kind, pack(number), number, source, result)
+                if at != (source, result):
+                    at = (source, result) if self._place(kind, source, result) else None
+                self._runner.start(kind.placed, number, differ=self._world.differ)
             except BaseException as error:
                 self._stops(error)
                 raise
@@ -266,7 +266,8 @@ class SharedBackend(OneRank):
         about, buffers = call.signature, rank_buffers_of(call, self.size)
         if self._alone:
             kind = self._prepared(call, memory, buffers)
-            self._run_here(kind, about.pack(), about.call, buffers.source_at, buffers.result_at, buffers)
+            self._place(kind, buffers.source_at, buffers.result_at)
+            self._runner.start(kind.placed, about.call, differ=self._world.differ, buffers=buffers)
             return
         if call.table.helped:
             raise UsageError(
@@ -281,7 +282,7 @@ class SharedBackend(OneRank):
             itemsize=call.itemsize,
         )
         ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
-        work = RunMemory(buffers, self._areas(ready, 0))
+        work = RunMemory(buffers, (*self._areas(ready), self._control.shown(0)))
         self._runner.execute(ready, work.memories(), work=work, messages=self._messages(program, work))
 
     def _prepared(self, call: Call[Any], memory: RankArrays[Any], buffers: RankBuffers) -> _Prepared:
@@ -301,79 +302,54 @@ class SharedBackend(OneRank):
             methods=(method, *((ARRAYS,) if direct else ()), *((FETCHED,) if fetches else ())),
         )
         ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
+        placed = PlacedProgram(ready, about.pack(), self._world.rounds, self._areas(ready))
         empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
-        return _Prepared(about, ready, buffers.aligned, empty if direct else None, nbytes if fetches else 0)
+        return _Prepared(placed, buffers.aligned, empty if direct else None, nbytes if fetches else 0)
 
-    def _run_here(
-        self,
-        kind: _Prepared,
-        note: bytes,
-        number: int,
-        source: int,
-        result: int,
-        buffers: RankBuffers | None = None,
-    ) -> None:
-        """Run a collective of that kind, with the note of this call, on arrays at these addresses."""
-        agreement = self._world.begin(note)
-        areas = self._areas(kind.ready, agreement)
-        self._runner.execute(
-            kind.ready,
-            memories_of(source, result, areas),
-            work=None if buffers is None else RunMemory(buffers, areas),
-            agreement=agreement,
-            differ=self._world.differ,
-            fetches=kind.fetched > 0 and self._show_input(kind, source, agreement),
-            arenas=None if kind.empty is None else self._show_arrays(kind, source, result, agreement),
-        )
+    def _place(self, kind: _Prepared, source: int, result: int) -> bool:
+        """Place the arrays of a kind's next calls; return whether that holds for later ones at these addresses."""
+        # ranks see each other's arenas as soon as all have one, and an address may be mapped anew
+        settled = kind.fetched == 0
+        lies, offsets = 0, None
+        if kind.fetched and PROCESS_VM_READV and kind.aligned and self._reading.may(source, kind.fetched):
+            lies = source
+        if kind.empty is not None and kind.aligned:
+            gives, takes = (
+                -1 if empty else self._arenas.offset(address) + 1
+                for empty, address in zip(kind.empty, (source, result), strict=True)
+            )
+            if gives and takes:
+                rooms = self._arenas.all()
+                settled = bool(rooms)
+                if rooms:
+                    self._runner.see_arenas(rooms)
+                    offsets = gives, takes
+        kind.placed.place(source, result, lies=lies, offsets=offsets)
+        return settled
 
     def _messages(self, program: SharedProgram, work: RunMemory) -> MessageTransport | None:
         """Return the messages to other hosts, of which there are none."""
         return None
 
-    def _areas(
-        self, ready: PreparedProgram, agreement: int
-    ) -> tuple[AddressedMemory, AddressedMemory, AddressedMemory]:
-        """Return a program's memories beside arrays."""
+    def _areas(self, ready: PreparedProgram) -> tuple[AddressedMemory, AddressedMemory]:
+        """Return a program's memories beside arrays and shown inputs."""
         program, itemsize = ready.program, ready.arithmetic.itemsize
         return (
             self._segment.slots(program.shared_elements * itemsize),
             self._scratch.of(program.scratch_elements * itemsize),
-            self._control.shown(agreement),
         )
-
-    def _show_input(self, kind: _Prepared, source: int, agreement: int) -> bool:
-        """Publish the address of this rank's input, if its peers can read it and it can read theirs; return whether."""
-        readable = PROCESS_VM_READV != 0 and kind.aligned and self._reading.may(source, kind.fetched)
-        self._control.announce(LYING + agreement % 2, source if readable else 0)
-        return readable
-
-    def _show_arrays(
-        self, kind: _Prepared, source: int, result: int, agreement: int
-    ) -> list[AddressedMemory] | None:
-        """Publish the places of this rank's arrays, if all ranks see each other's arenas; return the arenas then."""
-        assert kind.empty is not None, "a kind for which arrays are looked at"
-        places = [
-            -1 if empty else self._arenas.offset(address) + 1
-            for empty, address in zip(kind.empty, (source, result), strict=True)
-        ]
-        arenas = self._arenas.all() if all(places) and kind.aligned else []
-        for name, place in zip((GIVEN, TAKEN), places, strict=True):
-            self._control.announce(name + agreement % 2, place if arenas else 0)
-        return arenas or None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
     """The program of collectives of one kind, for ranks that all see the same memory.
 
-    - `about`: signature of one of them.
     - `aligned`: the machine can access the elements directly.
     - `empty`: input and result are empty, if other ranks may access them; else None.
     - `fetched`: bytes of the input, if other ranks may read it from this process; else 0.
     """
 
-    about: Signature
-    ready: PreparedProgram
+    placed: PlacedProgram
     aligned: bool
     empty: tuple[bool, bool] | None
     fetched: int

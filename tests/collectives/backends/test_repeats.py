@@ -36,13 +36,13 @@ def in_ranks(request: pytest.FixtureRequest) -> Callable[[Plan, Body], list[Any]
 def repeats(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The collectives that are repeated, as they are."""
     seen: list[str] = []
-    run = execution.Execution._run_prepared
+    run = execution.Execution._run_cached
 
     def noted(self: Any, call: Any, *rest: Any) -> Any:
         seen.append(call.kind.collective)
         return run(self, call, *rest)
 
-    monkeypatch.setattr(execution.Execution, "_run_prepared", noted)
+    monkeypatch.setattr(execution.Execution, "_run_cached", noted)
     return seen
 
 
