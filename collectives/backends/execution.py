@@ -120,8 +120,12 @@ class PreparedRequest(Generic[Array]):
             for rank, one in zip(backend.ranks, request.outputs, strict=True)
         ]
         self.result: Any = held[0] if backend.one_rank else held
-        self._arrays = [*request.inputs, *(one for one in held if one is not None)]
-        self._placed = [backend.arrays.placed(array) for array in self._arrays]
+        outputs = [one for one in held if one is not None]
+        self._arrays = [
+            *request.inputs,
+            *(one for one in outputs if all(one is not i for i in request.inputs)),
+        ]
+        self._placed = backend.arrays.placed(self._arrays)
         self._on_gpu = backend.arrays.gpu(request.inputs[0]) is not None
         self._captured = False
         self._binds = True
@@ -129,12 +133,11 @@ class PreparedRequest(Generic[Array]):
 
     def check(self) -> None:
         """Order the next run behind the caller's work; `UsageError` if an array has other memory or shape now."""
-        for placed in self._placed:
-            if not placed():
-                raise UsageError(
-                    f"the arrays of prepared call {self.request.prepared} must keep their memory and shape, and one "
-                    "was moved, freed or resized; prepare the call again"
-                )
+        if not self._placed():
+            raise UsageError(
+                f"the arrays of prepared call {self.request.prepared} must keep their memory and shape, and one was "
+                "moved, freed or resized; prepare the call again"
+            )
         if self._on_gpu:
             library = self._execution.backend.arrays
             self._captured = not library.follow_caller(*self._arrays)
@@ -299,15 +302,16 @@ class Execution(Generic[Array]):
 
     def _run_bound(self, call: CachedCall, array: Any, out: Any, source: int, result: int) -> None:
         """Run a cached call on arrays at these addresses."""
-        self._check_alive()
+        if self._failed or self.aborted:
+            self._check_alive()
         number = self._calls
-        self._calls += 1
+        self._calls = number + 1
         try:
             call.run(number, source, result)
         except BaseException as error:
             self._note_failure(error)
             raise
-        self.traffic.add(call.table, itemsize=call.kind.itemsize)
+        self.traffic.add(call.table, call.kind.itemsize)
         if call.kept:
             library = self.backend.arrays
             copy_local_parts(call.kept, library.line(array), library.line(out), library)
@@ -527,7 +531,7 @@ class Execution(Generic[Array]):
             if self.backend.one_rank:
                 self._note_failure(error)
             raise
-        self.traffic.add(call.table, itemsize=call.itemsize)
+        self.traffic.add(call.table, call.itemsize)
 
     def _run_measured(self, call: Call[Array], digest: str, nbytes: int) -> None:
         """Run a call, and time it during the search for a chunk size: all ranks count the slowest."""

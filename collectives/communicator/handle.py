@@ -144,6 +144,7 @@ class CallQueue:
 
     def __init__(self, arrays: ArrayLibrary[Any] | None = None) -> None:
         self._arrays: ArrayLibrary[Any] = NumpyArrays() if arrays is None else arrays
+        self._on_host = isinstance(self._arrays, NumpyArrays)  # nothing to order on a GPU
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
@@ -155,6 +156,9 @@ class CallQueue:
             return self.submit(task, exchanges=exchanges).wait()
         if self.batch is not None and exchanges:
             task = self.batch.guarded(task)
+        if self._on_host:
+            with self._one:
+                return task()
         with self._one, self._arrays.ordered():
             result = task()
         self._arrays.received(result)

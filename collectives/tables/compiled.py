@@ -172,6 +172,15 @@ trailing_zeros = _instruction(_INT64(numba.types.uint64), lambda builder, bits: 
 leading_zeros = _instruction(_INT64(_INT64), lambda builder, bits: builder.ctlz(bits, _FALSE))
 """Zero bits above the highest set one of an int64 that is not negative; 64 for zero."""
 
+pointer_to = _instruction(
+    numba.types.voidptr(_INT64),
+    lambda builder, address: builder.inttoptr(address, ir.IntType(8).as_pointer()),
+)
+"""Return an address as a pointer, of which `carray` makes an array."""
+
+carray: Any = cast(Any, numba).carray
+"""Return the array of a type that lies at a pointer: the pointer, the elements and the dtype."""
+
 load_word = _instruction(
     _INT64(_INT64), lambda builder, address: builder.load_atomic(_at(builder, address), "acquire", 8)
 )

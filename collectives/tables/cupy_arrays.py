@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import ELEMENTS
-from collectives.tables.numpy_arrays import OPERATORS, NumpyArrays, numpy_dtype, reduction
+from collectives.tables.numpy_arrays import OPERATORS, NumpyArrays, numpy_dtype, placed_by, reduction
 from topoplan.errors import UsageError
 
 
@@ -204,9 +204,8 @@ class CupyArrays(NumpyArrays):
     def address(self, array: Any) -> int:
         return int(array.data.ptr) if array.flags.c_contiguous and array.device.id == self.device else 0
 
-    def placed(self, array: Any) -> Callable[[], bool]:
-        address, shape = array.data.ptr, array.shape
-        return lambda: bool(array.data.ptr == address and array.shape == shape)
+    def placed(self, arrays: Sequence[Any]) -> Callable[[], bool]:
+        return placed_by(arrays, lambda array: int(array.data.ptr))
 
     def copy(self, target: Any, source: Any) -> None:
         with self.here() as stream:

@@ -101,8 +101,8 @@ class ArrayLibrary(Protocol[Array]):
     def address(self, array: Array) -> int:
         """Return the address of a contiguous array, which `check` may not have seen; else 0."""
 
-    def placed(self, array: Array) -> Callable[[], bool]:
-        """Return a function that tells whether the array still has the memory and shape that it has now."""
+    def placed(self, arrays: Sequence[Array]) -> Callable[[], bool]:
+        """Return a function that tells whether all arrays still have the memory and shapes that they have now."""
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy the elements of one array into another of the same shape and dtype."""
@@ -284,6 +284,12 @@ def dtype_name(dtype: object) -> str:
     return _name(found)
 
 
+def placed_by(arrays: Sequence[Any], address: Callable[[Any], int]) -> Callable[[], bool]:
+    """Return `ArrayLibrary.placed` of arrays with this address."""
+    kept = [(array, address(array), array.shape) for array in arrays]
+    return lambda: all(address(array) == before and array.shape == shape for array, before, shape in kept)
+
+
 class NumpyArrays:
     """`ArrayLibrary` of numpy."""
 
@@ -346,13 +352,22 @@ class NumpyArrays:
     def address(self, array: AnyArray) -> int:
         return array.ctypes.data if array.flags.c_contiguous else 0
 
-    def placed(self, array: AnyArray) -> Callable[[], bool]:
-        address, shape = array.ctypes.data, array.shape
-        # numpy's attributes of the address take a microsecond; the field in its public struct takes none
-        field = ctypes.c_size_t.from_address(id(array) + object.__basicsize__)
-        if field.value != address:
-            return lambda: array.ctypes.data == address and array.shape == shape
-        return lambda: field.value == address and array.shape == shape
+    def placed(self, arrays: Sequence[AnyArray]) -> Callable[[], bool]:
+        kept = []
+        for array in arrays:
+            # the attributes of numpy make an object for the address; the field of its public struct is as good
+            field = ctypes.c_size_t.from_address(id(array) + object.__basicsize__)
+            if field.value != array.ctypes.data:
+                return placed_by(arrays, lambda one: int(one.ctypes.data))
+            kept.append((array, field, field.value, array.shape))
+
+        def still() -> bool:
+            for array, field, address, shape in kept:  # noqa: SIM110  # a generator takes as long as a small sum
+                if field.value != address or array.shape != shape:
+                    return False
+            return True
+
+        return still
 
     def copy(self, target: AnyArray, source: AnyArray) -> None:
         target[...] = source

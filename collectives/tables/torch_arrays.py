@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from collectives.tables.cupy_arrays import load_cupy
-from collectives.tables.numpy_arrays import divide, reduction
+from collectives.tables.numpy_arrays import divide, placed_by, reduction
 from topoplan.errors import UsageError
 
 TORCH_DTYPES: dict[torch.dtype, str] = {
@@ -207,9 +207,8 @@ class TorchArrays:
     def address(self, array: torch.Tensor) -> int:
         return 0 if self._fault(array) else int(array.data_ptr())
 
-    def placed(self, array: torch.Tensor) -> Callable[[], bool]:
-        address, shape = array.data_ptr(), array.shape
-        return lambda: array.data_ptr() == address and array.shape == shape
+    def placed(self, arrays: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        return placed_by(arrays, torch.Tensor.data_ptr)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # the target may be an inference tensor, and this thread not in inference mode

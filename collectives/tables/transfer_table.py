@@ -323,7 +323,7 @@ class Traffic:
     >>> import topoplan
     >>> from collectives import lower
     >>> traffic = Traffic((0, 1))
-    >>> traffic.add(lower(topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7]), 100, chunk_elements=32), itemsize=4)
+    >>> traffic.add(lower(topoplan.plan(topoplan.load("dgx-1v"), gpus=[4, 7]), 100, chunk_elements=32), 4)
     >>> traffic.sent
     {(0, 1): 400, (1, 0): 400}
     """
@@ -333,7 +333,7 @@ class Traffic:
         self._bytes: Counter[tuple[int, int]] = Counter()
         self._runs: dict[tuple[TransferTable, int], int] = {}
 
-    def add(self, table: TransferTable, *, itemsize: int) -> None:
+    def add(self, table: TransferTable, itemsize: int) -> None:
         """Count the bytes of a collective."""
         key = table, itemsize
         self._runs[key] = self._runs.get(key, 0) + 1

@@ -66,6 +66,10 @@ class AllReduce(Contender):
     def run(self, given: list[Any], out: list[Any]) -> None:
         """Sum what all ranks give; lists of one array for each rank of this process."""
 
+    def bound(self, given: list[Any], out: list[Any]) -> Callable[[], object]:
+        """The call on these arrays."""
+        return partial(self.run, given, out)
+
     def made(self, count: int) -> Any:
         return np.empty(count, np.float32)
 
@@ -76,7 +80,7 @@ class AllReduce(Contender):
     def prepared(self, nbytes: int) -> Callable[[], object]:
         given = [self.made(nbytes // 4) for _ in self.held]
         out = given if self.in_place else [self.made(nbytes // 4) for _ in self.held]
-        call = partial(self.run, given, out)
+        call = self.bound(given, out)
         _fill(given, [0 for _ in self.held])
         self.warm(nbytes, call)
         _fill(given, [rank + 1 for rank in self.held])
@@ -89,7 +93,9 @@ class AllReduce(Contender):
 
 
 class Planned(AllReduce):
-    def __init__(self, *, backend: str, ranks: int, in_place: bool, shared_arrays: bool) -> None:
+    def __init__(
+        self, *, backend: str, ranks: int, in_place: bool, shared_arrays: bool, is_prepared: bool = False
+    ) -> None:
         import topoplan
         from collectives import Communicator
 
@@ -100,7 +106,7 @@ class Planned(AllReduce):
         self.rank, self.label = self.comm.ranks[0], f"topoplan {topoplan.__version__}"
         super().__init__(ranks=ranks, in_place=in_place)
         self.held = self.comm.ranks
-        self.shared_arrays = shared_arrays
+        self.shared_arrays, self.is_prepared = shared_arrays, is_prepared
         self.small = self.made(1), self.made(1)
 
     def made(self, count: int) -> Any:
@@ -113,6 +119,15 @@ class Planned(AllReduce):
             self.comm.all_reduce(given[0], out=out[0])
         else:
             self.comm.all_reduce(given, out=out)
+
+    def bound(self, given: list[Any], out: list[Any]) -> Callable[[], object]:
+        if not self.is_prepared:
+            return super().bound(given, out)
+        alone = self.comm.one_rank
+        made: Callable[[], object] = self.comm.prepare(
+            "allreduce", given[0] if alone else given, out=out[0] if alone else out
+        )
+        return made
 
     def warm(self, nbytes: int, call: Callable[[], object]) -> None:
         """Until the chunk size is settled."""

@@ -321,8 +321,11 @@ def contenders(options: argparse.Namespace) -> list[Contender]:
             found.append(Contender(backend, about, launcher))
             if options.against is not None:
                 found.append(before(found[-1], options.against))
+            found.append(Contender(f"{backend}, prepared", {**about, "is_prepared": True}, launcher))
         if options.arrays != "own" and backend in MAKES_ARRAYS:
+            shared = {**about, "shared_arrays": True, "is_prepared": True}
             found.append(Contender(f"{backend}, empty()", {**about, "shared_arrays": True}, launcher))
+            found.append(Contender(f"{backend}, empty(), prep.", shared, launcher))
     if find_spec("torch") is not None:
         found.append(Contender("gloo", {"kind": "gloo"}, rival=True))
     built = ROOT / "build" / "mpich" / "bin" / "python"

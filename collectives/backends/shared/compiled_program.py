@@ -55,17 +55,19 @@ from collectives.tables.compiled import (
     Word,
     add_to_word,
     call_numpy,
+    carray,
     compiled,
     compiled_by_one,
     from_system,
     full_fence,
     load_word,
+    pointer_to,
     store_word,
     stream_line,
 )
 
-TAKEN_NUMBERS = 4149366599
-"""A checksum of the numbers imported here: cached machine code depends on this file alone."""
+TAKEN_NUMBERS = 386935467
+"""A checksum of the numbers and dtypes imported here: cached machine code depends on this file alone."""
 
 ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
 """Results of a call: the program has ended; it waits; the notes differ; Python has an operation to do; the memory of a
@@ -110,9 +112,10 @@ LONGEST_RESPITE = 320_000_000
     READING,  # number of the system call that reads the memory of other processes
     UNREAD,  # 1 + place of the rank whose memory could not be read
     IN_PLACE,  # all arrays are their own results
+    CONTINUES,  # the rank has waited for `LONGEST_WAIT`, and goes on
     TIMES,  # address of `TIMED` words for the agreement and each operation, or 0
     MEMORIES,  # up to `FIRST_ARRAY`
-) = range(27)
+) = range(28)
 
 # the words of a bound program: a frame's first ones, the memories up to `SHOWN`, and these
 (
@@ -120,8 +123,16 @@ LONGEST_RESPITE = 320_000_000
     GIVES,  # values to announce as `GIVEN`, `TAKEN` and `LYING`
     TAKES,
     LIES,
+    PARTS,  # addresses and lengths of operations, waits and inputs
+    NOTE_AT,  # addresses of the note, the frame and the pages of all ranks
+    FRAME_AT,
+    CONTROL_AT,
+    OWN,  # place of this rank's page
     BOUND_WORDS,
-) = range(FUTEX + FIRST_ARRAY, FUTEX + FIRST_ARRAY + 5)
+) = (
+    *range(FUTEX + FIRST_ARRAY, FUTEX + FIRST_ARRAY + 5),
+    *range(FUTEX + FIRST_ARRAY + 10, FUTEX + FIRST_ARRAY + 15),
+)
 
 NUMBER_END = 24
 """The byte of a note behind the number of its call (`control_plane.Signature`)."""
@@ -129,7 +140,7 @@ NUMBER_END = 24
 TIMED = 3
 """When a rank comes to an operation, when its waits are over, and when it is done, in nanoseconds."""
 
-CLOCK, ARGUMENTS, VECTORS, FRAME = 33, 37, 44, 48
+CLOCK, ARGUMENTS, VECTORS, FRAME = 34, 38, 45, 49
 """The frame's times, arguments of numpy's loops, and vectors of reads; from `FRAME` on two memories for each rank, the
 address of its arena and the number of its process."""
 
@@ -205,19 +216,19 @@ def run(
 
 
 @compiled
-def start(
-    operations: Records,
-    waits: Records,
-    inputs: Records,
-    frame: Numbers,
-    bound: Numbers,
-    note: NDArray[np.uint8],
-    control: Word,
-    own: Word,
-    ranks: Word,
-    number: Word,
-) -> Word:
-    """Begin call `number` of a bound program, with its agreement, and run it as `run`."""
+def start(bound_at: Word, number: Word) -> Word:
+    """Begin call `number` of the bound program at an address, with its agreement, and run it as `run`.
+
+    All else comes from there: an array takes as long to pass as a small sum.
+    """
+    bound = carray(pointer_to(bound_at), BOUND_WORDS, np.int64)
+    operations = carray(pointer_to(bound[PARTS]), bound[PARTS + 1], OPERATION)
+    waits = carray(pointer_to(bound[PARTS + 2]), bound[PARTS + 3], PREREQUISITE)
+    inputs = carray(pointer_to(bound[PARTS + 4]), bound[PARTS + 5], INPUT)
+    note = carray(pointer_to(bound[NOTE_AT]), LENGTH, np.uint8)
+    control, own = bound[CONTROL_AT], bound[OWN]
+    ranks = carray(pointer_to(bound[FRAME_AT]), FRAME, np.int64)[RANKS]
+    frame = carray(pointer_to(bound[FRAME_AT]), FRAME + 4 * ranks, np.int64)
     agreement = load_word(bound[ROUNDS]) + 1
     store_word(bound[ROUNDS], agreement)
     parity = agreement % 2
@@ -426,9 +437,10 @@ def _now(frame: Numbers) -> Word:
 def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, least: Word) -> bool:
     """Wait, at most `LONGEST_WAIT`, until something is `_reached`; return whether it is."""
     if _reached(control, ranks, place, least):
+        frame[CONTINUES] = 0
         return True
     began = now = _now(frame)
-    yielding = min(YIELDING, frame[LONGEST_WAIT])
+    yielding = 0 if frame[CONTINUES] else min(YIELDING, frame[LONGEST_WAIT])
     while now >= frame[RESTED] and now - began < yielding:
         before = now
         _sched_yield()
@@ -436,7 +448,7 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
         if now - before > EATEN:
             frame[RESTED] = now + min(RESPITE * (now - before), LONGEST_RESPITE)
         if _reached(control, ranks, place, least):
-            return True
+            return True  # a rank that continues does not come here
     page = control + own * PAGE
     there = False
     while not there and now - began < frame[LONGEST_WAIT] and load_word(page + 8 * LOOK) == 0:
@@ -462,8 +474,7 @@ def _wait(frame: Numbers, control: Word, own: Word, ranks: Word, place: Word, le
             there = _reached(control, ranks, place, least)
         store_word(page + 8 * ASLEEP, 0)
         now = _now(frame)
-    if not there:
-        frame[RESTED] = now + 2 * frame[LONGEST_WAIT]
+    frame[CONTINUES] = 0 if there else 1
     return there
 
 
@@ -487,6 +498,7 @@ def compile_ahead() -> None:
         run(operations, waits, inputs, frame, 0, 0, 1)
         pages, rounds = np.zeros(PAGE + 2 * SHOWABLE, np.uint8), np.zeros(1, np.int64)
         bound, note = np.zeros(BOUND_WORDS, np.int64), np.zeros(LENGTH, np.uint8)
-        bound[POSITION], bound[ROUNDS] = -2, rounds.ctypes.data
-        start(operations, waits, inputs, frame, bound, note, pages.ctypes.data, 0, 1, 0)
+        bound[POSITION], bound[ROUNDS], frame[RANKS] = -2, rounds.ctypes.data, 1
+        bound[NOTE_AT : OWN + 1] = note.ctypes.data, frame.ctypes.data, pages.ctypes.data, 0
+        start(bound.ctypes.data, 0)
         alarm(0, 0, 0)

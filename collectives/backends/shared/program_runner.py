@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from collectives.backends.backend import AVERAGED, Call, TraceEvent
 from collectives.backends.shared import compiled_program as machine
 from collectives.backends.shared import shared_program as operation
-from collectives.backends.shared.compiled_program import run
+from collectives.backends.shared.compiled_program import run, start
 from collectives.backends.shared.shared_program import SharedProgram
 from collectives.peers.control_page import (
     DONE,
@@ -219,7 +219,7 @@ class PlacedProgram:
     """A program of ranks that all share memory, with its memories and the note of its calls.
 
     `rounds` counts the agreements of the control plane. `areas` are those of `RunMemory`, but for the shown inputs.
-    `place` gives it arrays.
+    `place` gives it arrays. `address` is that of the words for `compiled_program.start`.
     """
 
     def __init__(
@@ -228,15 +228,24 @@ class PlacedProgram:
         note: bytes,
         rounds: NDArray[np.int64],
         areas: tuple[AddressedMemory, AddressedMemory],
+        runner: ProgramRunner,
     ) -> None:
         self.ready = ready
-        self.note = np.frombuffer(note, np.uint8).copy()
         self.areas = areas
-        self._rounds = rounds
-        self.words = np.zeros(machine.BOUND_WORDS, dtype=np.int64)
-        self.words[: machine.FUTEX] = ready.head
-        self.words[machine.POSITION] = -2
-        self.words[machine.ROUNDS] = rounds.ctypes.data
+        program = ready.program
+        self._words = words = np.zeros(machine.BOUND_WORDS, dtype=np.int64)
+        self._held = held = np.frombuffer(note, np.uint8).copy(), rounds, runner.frame
+        words[: machine.FUTEX] = ready.head
+        words[machine.POSITION] = -2
+        parts = (program.operations, program.waits, program.inputs)
+        words[machine.PARTS : machine.NOTE_AT] = [
+            word for part in parts for word in (part.ctypes.data, len(part))
+        ]
+        words[machine.NOTE_AT], words[machine.ROUNDS], words[machine.FRAME_AT] = (
+            one.ctypes.data for one in held
+        )
+        words[machine.CONTROL_AT], words[machine.OWN] = runner.control.address, runner.own
+        self.address: int = words.ctypes.data
 
     def place(
         self, source: int, result: int, *, lies: int = 0, offsets: tuple[int, int] | None = None
@@ -246,7 +255,7 @@ class PlacedProgram:
         `lies` is the address at which others read the input, 0 if they must not. `offsets`: the words `GIVEN` and
         `TAKEN`, if the arrays lie in arenas that all ranks see.
         """
-        words, (shared, scratch) = self.words, self.areas
+        words, (shared, scratch) = self._words, self.areas
         words[machine.FUTEX : machine.ROUNDS] = memories_of(source, result, (shared, scratch, shared))
         words[machine.ARRAYS : machine.FETCHES + 1] = offsets is not None, lies != 0
         words[machine.GIVES : machine.LIES + 1] = *(offsets or (0, 0)), lies
@@ -256,24 +265,24 @@ class ProgramRunner:
     """Runs the programs of one rank, one after another."""
 
     def __init__(self, control: ControlPage, watch: PeerWatchdog, placement: HostPlacement) -> None:
-        self._control = control
+        self.control = control
         self._watch = watch
         self._members = placement.members
-        self._own = placement.place
-        self._frame = np.zeros(machine.FRAME + 4 * len(self._members), dtype=np.int64)
-        self._frame[machine.FUTEX] = FUTEX
-        self._frame[machine.RANKS], self._frame[machine.READING] = len(self._members), PROCESS_VM_READV
-        self._frame[-len(self._members) :] = [placement.pids[rank] for rank in self._members]
+        self.own = placement.place
+        self.frame = np.zeros(machine.FRAME + 4 * len(self._members), dtype=np.int64)
+        self.frame[machine.FUTEX] = FUTEX
+        self.frame[machine.RANKS], self.frame[machine.READING] = len(self._members), PROCESS_VM_READV
+        self.frame[-len(self._members) :] = [placement.pids[rank] for rank in self._members]
         self._calls = 0
         self.steps: list[TraceEvent] | None = None
         control.alarm = partial(machine.alarm, FUTEX, control.address, control.ranks)
         self._longest_wait = WATCHED_CHECK_NANOSECONDS if watch.see_deaths() else CHECK_NANOSECONDS
-        self._frame[machine.LONGEST_WAIT] = self._longest_wait
+        self.frame[machine.LONGEST_WAIT] = self._longest_wait
 
     def see_arenas(self, rooms: list[AddressedMemory]) -> None:
         """Take the arenas of all ranks, for programs whose arrays lie there."""
         first = machine.FRAME + 2 * len(self._members)
-        self._frame[first : first + len(rooms)] = [room.address for room in rooms]
+        self.frame[first : first + len(rooms)] = [room.address for room in rooms]
 
     def execute(
         self,
@@ -289,8 +298,8 @@ class ProgramRunner:
         its communicator, or reported a failure.
         """
         self._calls += 1
-        ready.begin(self._frame, memories, base=self._calls << 32)
-        self._frame[machine.LONGEST_WAIT] = self._longest_wait if messages is None else MESSAGE_LOOK
+        ready.begin(self.frame, memories, base=self._calls << 32)
+        self.frame[machine.LONGEST_WAIT] = self._longest_wait if messages is None else MESSAGE_LOOK
         times = self._timed(ready.program)
         self._finish(
             ready.program, self._continue(ready.program), times, work=lambda: work, messages=messages
@@ -300,7 +309,6 @@ class ProgramRunner:
         self,
         placed: PlacedProgram,
         number: int,
-        *,
         differ: Callable[[], None],
         buffers: RankBuffers | None = None,
     ) -> None:
@@ -309,37 +317,26 @@ class ProgramRunner:
         `differ` raises if the notes of the ranks differ. `buffers` has the arrays for operations that Python does.
         Raises as `execute`.
         """
-        program, control = placed.ready.program, self._control
-        times = self._timed(program)
-        status = machine.start(
-            program.operations,
-            program.waits,
-            program.inputs,
-            self._frame,
-            placed.words,
-            placed.note,
-            control.address,
-            self._own,
-            control.ranks,
-            number,
-        )
+        program, control = placed.ready.program, self.control
+        times = None if self.steps is None else self._timed(program)
+        status = start(placed.address, number)
         if status != machine.ENDED or times is not None:
 
             def work() -> RunMemory:
                 assert buffers is not None, "machine code does not do all"
-                return RunMemory(buffers, (*placed.areas, control.shown(int(self._frame[machine.AGREEMENT]))))
+                return RunMemory(buffers, (*placed.areas, control.shown(int(self.frame[machine.AGREEMENT]))))
 
             self._finish(program, status, times, work=work, differ=differ)
 
     def _continue(self, program: SharedProgram) -> int:
         """Continue the program in the frame; return its status."""
-        status: int = machine.run(
+        status: int = run(
             program.operations,
             program.waits,
             program.inputs,
-            self._frame,
-            self._control.address,
-            self._own,
+            self.frame,
+            self.control.address,
+            self.own,
             len(self._members),
         )
         return status
@@ -347,10 +344,9 @@ class ProgramRunner:
     def _timed(self, program: SharedProgram) -> NDArray[np.int64] | None:
         """Return where the next run notes its times; None without a trace."""
         if self.steps is None:
-            self._frame[machine.TIMES] = 0
             return None
         times = np.zeros((len(program.operations) + 1, machine.TIMED), np.int64)
-        self._frame[machine.TIMES] = times.ctypes.data
+        self.frame[machine.TIMES] = times.ctypes.data
         return times
 
     def _finish(
@@ -364,7 +360,24 @@ class ProgramRunner:
         messages: MessageTransport | None = None,
     ) -> None:
         """Run a program that has begun, and returned a status, to its end."""
-        frame = self._frame
+        try:
+            self._run_on(program, status, work=work, differ=differ, messages=messages)
+        finally:
+            self.frame[machine.TIMES] = 0
+        if self.steps is not None and times is not None:
+            self.steps += trace_events_of(program, times, self._members, self.own)
+
+    def _run_on(
+        self,
+        program: SharedProgram,
+        status: int,
+        *,
+        work: Callable[[], RunMemory],
+        differ: Callable[[], None] | None,
+        messages: MessageTransport | None,
+    ) -> None:
+        """Continue the program in the frame to its end."""
+        frame = self.frame
         begun = 0.0
         waiting: tuple[int, int] | None = None
         while True:
@@ -382,8 +395,6 @@ class ProgramRunner:
                 waiting = None
                 self._watch.waits_for(None, 0)
             if status == machine.ENDED:
-                if self.steps is not None and times is not None:
-                    self.steps += trace_events_of(program, times, self._members, self._own)
                 return
             if status == machine.OTHERS_FAILED:
                 self._watch.check()
@@ -400,12 +411,12 @@ class ProgramRunner:
 
     def _look(self, program: SharedProgram, position: int, begun: float) -> None:
         """Check that the awaited peer can still make progress; raises as `PeerWatchdog.word`."""
-        words, frame = self._control.words, self._frame
-        self._control.announce(LOOK, 0)
+        words, frame = self.control.words, self.frame
+        self.control.announce(LOOK, 0)
         if position < 0:
             name, least, row = NOTES, int(frame[machine.AGREEMENT]), 0
             missing = (p for p in range(len(self._members)) if words[p * WORDS + NOTES] < least)
-            place = next(missing, self._own)
+            place = next(missing, self.own)
         else:
             number = program.operations["first_wait"][position] + frame[machine.WAIT]
             place, done, row = program.waits[number].item()

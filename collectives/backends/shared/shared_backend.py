@@ -243,15 +243,17 @@ class SharedBackend(OneRank):
         if not (self._alone and buffers.aligned and buffers.arithmetic.quick(call.op)):
             return None
         kind = self._prepared(call, memory, buffers)
+        start, placed, differ = self._runner.start, kind.placed, self._world.differ
         at: tuple[int, int] | None = None
 
         def run(number: int, source: int, result: int) -> None:
             nonlocal at
-            self._check_open()
+            if self._closed or self._foreign_failure:
+                self._check_open()
             try:
                 if at != (source, result):
                     at = (source, result) if self._place(kind, source, result) else None
-                self._runner.start(kind.placed, number, differ=self._world.differ)
+                start(placed, number, differ)
             except BaseException as error:
                 self._stops(error)
                 raise
@@ -267,7 +269,7 @@ class SharedBackend(OneRank):
         if self._alone:
             kind = self._prepared(call, memory, buffers)
             self._place(kind, buffers.source_at, buffers.result_at)
-            self._runner.start(kind.placed, about.call, differ=self._world.differ, buffers=buffers)
+            self._runner.start(kind.placed, about.call, self._world.differ, buffers)
             return
         if call.table.helped:
             raise UsageError(
@@ -302,7 +304,7 @@ class SharedBackend(OneRank):
             methods=(method, *((ARRAYS,) if direct else ()), *((FETCHED,) if fetches else ())),
         )
         ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
-        placed = PlacedProgram(ready, about.pack(), self._world.rounds, self._areas(ready))
+        placed = PlacedProgram(ready, about.pack(), self._world.rounds, self._areas(ready), self._runner)
         empty = memory.given[0] == memory.given[1], memory.block[0] == memory.block[1]
         return _Prepared(placed, buffers.aligned, empty if direct else None, nbytes if fetches else 0)
 

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import collectives.tables.compiled
@@ -34,8 +36,8 @@ if __name__ == "__main__":
 """A file of loops that tells how often it has compiled."""
 
 
-def taken(path: str) -> dict[str, int]:
-    """The numbers that a file of compiled loops imports from files of this project, by name."""
+def taken(path: str) -> dict[str, Any]:
+    """The numbers and dtypes that a file of compiled loops imports from files of this project, by name."""
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     names = [
         name.asname or name.name
@@ -44,7 +46,9 @@ def taken(path: str) -> dict[str, int]:
         and str(statement.module).startswith(("collectives", "topoplan"))
         for name in statement.names
     ]
-    return {name: vars(module)[name] for name in sorted(names) if isinstance(vars(module)[name], int)}
+    return {
+        name: vars(module)[name] for name in sorted(names) if isinstance(vars(module)[name], (int, np.dtype))
+    }
 
 
 @pytest.mark.parametrize(
