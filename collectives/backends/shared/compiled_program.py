@@ -66,7 +66,7 @@ from collectives.tables.compiled import (
     stream_line,
 )
 
-TAKEN_NUMBERS = 386935467
+TAKEN_NUMBERS = 2650955096
 """A checksum of the numbers and dtypes imported here: cached machine code depends on this file alone."""
 
 ENDED, WAITING, OTHERS_DIFFER, BY_PYTHON, NOT_READ, OTHERS_FAILED = range(6)
@@ -96,7 +96,9 @@ LONGEST_RESPITE = 320_000_000
     END,  # of the program
     ARRAYS_END,  # of the one for arrays in arenas
     FETCHED_END,  # of the one for inputs in other processes
-    ARRAYS,  # this rank's arrays lie in its arena
+    INTO_END,  # of the one for such inputs, and results in arenas
+    ARRAYS,  # this rank's input and result lie in its arena
+    INTO,  # its result does
     FETCHES,  # this rank's input may be read
     BLOCK_BYTES,
     ITEM,  # bytes of an element
@@ -115,7 +117,7 @@ LONGEST_RESPITE = 320_000_000
     CONTINUES,  # the rank has waited for `LONGEST_WAIT`, and goes on
     TIMES,  # address of `TIMED` words for the agreement and each operation, or 0
     MEMORIES,  # up to `FIRST_ARRAY`
-) = range(28)
+) = range(30)
 
 # the words of a bound program: a frame's first ones, the memories up to `SHOWN`, and these
 (
@@ -140,7 +142,7 @@ NUMBER_END = 24
 TIMED = 3
 """When a rank comes to an operation, when its waits are over, and when it is done, in nanoseconds."""
 
-CLOCK, ARGUMENTS, VECTORS, FRAME = 34, 38, 45, 49
+CLOCK, ARGUMENTS, VECTORS, FRAME = 36, 40, 47, 51
 """The frame's times, arguments of numpy's loops, and vectors of reads; from `FRAME` on two memories for each rank, the
 address of its arena and the number of its process."""
 
@@ -186,9 +188,13 @@ def run(
             _take_arrays(frame, control, ranks)
             frame[POSITION], frame[END] = frame[END], frame[ARRAYS_END]
         elif frame[FETCHES] and _all_set(control, ranks, LYING + parity, LYING + parity):
+            into = frame[INTO] != 0 and _all_set(control, ranks, TAKEN + parity, TAKEN + parity)
+            if into:
+                _take_arrays(frame, control, ranks)
             for place in range(ranks):
                 frame[FRAME + place] = load_word(control + place * PAGE + 8 * (LYING + parity))
-            frame[POSITION], frame[END] = frame[ARRAYS_END], frame[FETCHED_END]
+            first = FETCHED_END if into else ARRAYS_END
+            frame[POSITION], frame[END] = frame[first], frame[first + 1]
             frame[BLOCK_BYTES] = FETCHED_BLOCK
     while frame[POSITION] < frame[END]:
         number = frame[POSITION]

@@ -3,19 +3,18 @@
 The edges of a plan move nothing there: they determine the sum that each rank ends with, and its order of additions.
 Every sum is written down as the plan adds it (`results_of`), all sums stand one behind the other in a *line*, and every
 rank adds up a part of the line, block by block and all inputs at once, which takes as long for a chain as for a star.
-The access method to the others' inputs depends on size alone, except for `ARRAYS` and `FETCHED`, which the ranks know
-after their agreement; it never changes the order of additions.
+The access method to the others' inputs depends on size alone, except for the last three, which the ranks know after
+their agreement; it never changes the order of additions:
 
-=========  ===================  ==================================================================================
-`EACH`     up to `SMALL` bytes  All have shown their inputs during the agreement, and each adds up all that it needs.
-`SHOWN`    up to `SHOWABLE`     The same, but each adds up a part, which the others copy. `ROUNDS`   more
-The line goes round by round through rings that the ranks fill for each other. `ARRAYS`   more than `SMALL`    Inputs
-and results lie in memory that all see: nothing is copied. `FETCHED`  from `FETCHED_BYTES` The others' inputs are read
-from their processes, if the system lets all ranks do so. =========  ===================
-==================================================================================
+- `EACH`, up to `SMALL` bytes: all have shown their inputs during the agreement, and each adds up all that it needs.
+- `SHOWN`, up to `SHOWABLE`: the same, but each adds up a part, which the others copy.
+- `ROUNDS`, more: the line goes round by round through rings that the ranks fill for each other.
+- `ARRAYS`, more than `SMALL`: inputs and results lie in memory that all see, and nothing is copied.
+- `FETCHED`, from `FETCHED_BYTES`: inputs are read from the processes of the others, if the system lets all do so.
+- `INTO`: the same, and results lie in memory that all see.
 
-Except for `ARRAYS`, which writes sums to the results at once, results are complete before a rank begins to copy its
-own, so a failure leaves no partial result.
+Except for `ARRAYS` and `INTO`, which write sums to the results at once, results are complete before a rank begins to
+copy its own, so a failure leaves no partial result.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from collectives.backends.shared.values import values
 from collectives.peers.control_page import SHOWABLE
 from collectives.tables.transfer_table import Given, TransferTable, given_block, place_in, streams
 
-EACH, SHOWN, ROUNDS, ARRAYS, FETCHED = range(5)
+EACH, SHOWN, ROUNDS, ARRAYS, FETCHED, INTO = range(6)
 """The access methods."""
 
 SMALL = 32 << 10
@@ -170,8 +169,8 @@ def host_program_of(
 
     `given` are the elements of this rank's input: all, its block, or a block for each rank, equally on all ranks.
     `blocks` has those of each rank's result, `block_bytes` is what is added up at once. `methods` is one access method,
-    and `ARRAYS` and `FETCHED` behind it if they are possible. The time is a Python loop over the operations of this
-    rank, at most one for each chunk of a ring.
+    and behind it the possible ones of `ARRAYS`, `FETCHED` and `INTO`. The time is a Python loop over the operations of
+    this rank, at most one for each chunk of a ring.
     """
     return _HostProgram(table, rank, given, blocks, itemsize, block_bytes, methods).written()
 
@@ -224,16 +223,18 @@ class _HostProgram:
                 self._method = ARRAYS
             self._posted = 0
             self._write()
-        arrays_end = len(self._builder)
-        if FETCHED in self._others:
-            self._method = FETCHED
-            self._posted = 0
-            self._write()
+        ends = [end, len(self._builder)]
+        for method in (FETCHED, INTO):
+            # results in place must not be overwritten by one rank while another reads them
+            if method in self._others and (method == FETCHED or not self._overlap()):
+                self._method, self._posted = method, 0
+                self._write()
+            ends.append(len(self._builder))
         return SharedProgram(
             *self._builder.arrays(),
             block_bytes=block,
             unsent={},
-            ends=(end, arrays_end, len(self._builder)),
+            ends=tuple(ends),
             leaving=(),
             arriving=(),
             shown_bytes=shown * self._itemsize,
@@ -264,11 +265,13 @@ class _HostProgram:
         else:
             self._block = FETCHED_BLOCK // self._itemsize
             self._registers = []
-            self._publish()
+            if self._method == FETCHED:
+                self._publish()
             self._add_up(*self._part(0, self._end))
             self._post()
             self._wait(self._posted)
-            self._copy_parts(self._line)
+            if self._method == FETCHED:
+                self._copy_parts(self._line)
 
     def _overlap(self) -> bool:
         """Return whether some ranks end with one sum of an element, and some with another."""
@@ -290,7 +293,7 @@ class _HostProgram:
             element = piece.start + start - piece.place
             lines: Group = []
             targets = self._targets(piece, start, element)
-            at_once = len(targets) == 1 and self._method != ARRAYS and self._copy == COPY
+            at_once = len(targets) == 1 and self._method not in (ARRAYS, INTO) and self._copy == COPY
             total = targets[0] if at_once else self._take()
             join = JOIN_ONE if piece.stop - piece.start == 1 else JOIN
             self._join(piece.sum, (start, element), total, join, lines)
@@ -305,7 +308,7 @@ class _HostProgram:
         assert isinstance(total, tuple), "more than an input"
         inputs = []
         for term in total:
-            if isinstance(term, int) and (self._method != FETCHED or term == self._rank):
+            if isinstance(term, int) and (self._method not in (FETCHED, INTO) or term == self._rank):
                 inputs.append(self._input(term, *at))
                 continue
             inputs.append(self._take())
@@ -333,9 +336,9 @@ class _HostProgram:
 
     def _input(self, rank: int, place: int, element: int) -> Place:
         """Return the place of a rank's input, for a place of the line and an element of the buffer."""
-        if self._method == ARRAYS or (self._method == FETCHED and rank != self._rank):
+        if self._method == ARRAYS or (self._method in (FETCHED, INTO) and rank != self._rank):
             return FIRST_ARRAY + rank, place_in(self._inputs[rank], element)
-        if self._method in (ROUNDS, FETCHED):
+        if self._method in (ROUNDS, FETCHED, INTO):
             if rank == self._rank:
                 return SOURCE, place_in(self._inputs[rank], element)
             number, within = divmod(place, self._round)
@@ -348,7 +351,7 @@ class _HostProgram:
         """Return the targets of a sum."""
         if self._method == EACH:
             return [(RESULT, element - self._blocks[self._rank][0])]
-        if self._method == ARRAYS:
+        if self._method in (ARRAYS, INTO):
             first = FIRST_ARRAY + self._ranks
             return [(first + rank, element - self._blocks[rank][0]) for rank in piece.ranks]
         return [(SHARED, place)]
@@ -439,5 +442,5 @@ class _HostProgram:
         """Wait until all others have published `progress`."""
         row = self._line[0].row if self._line else 0
         waits = tuple((rank, progress, row) for rank in range(self._ranks) if rank != self._rank)
-        kind = UNLESS_FAILED if self._method in (ARRAYS, FETCHED) else COPY
+        kind = UNLESS_FAILED if self._method in (ARRAYS, FETCHED, INTO) else COPY
         self._builder.add(kind, row, 0, [(SOURCE, 0)], (SOURCE, 0), waits=waits)

@@ -204,7 +204,7 @@ class PreparedProgram:
     def of(cls, program: SharedProgram, arithmetic: Arithmetic, *, aligned: bool) -> PreparedProgram:
         """Prepare a program for arrays whose elements are `aligned` or not."""
         loops = arithmetic.loops if aligned else (0, 0, 0, 0, int(arithmetic.divisor > 1))
-        begun = (0, 0, 0, 0, program.shown_bytes, 0, *program.ends, 0, 0, program.block_bytes)
+        begun = (0, 0, 0, 0, program.shown_bytes, 0, *program.ends, 0, 0, 0, program.block_bytes)
         return cls(program, arithmetic, np.array((*begun, arithmetic.itemsize, *loops), dtype=np.int64))
 
     def begin(self, frame: NDArray[np.int64], memories: tuple[int, ...], *, base: int = 0) -> None:
@@ -247,18 +247,16 @@ class PlacedProgram:
         words[machine.CONTROL_AT], words[machine.OWN] = runner.control.address, runner.own
         self.address: int = words.ctypes.data
 
-    def place(
-        self, source: int, result: int, *, lies: int = 0, offsets: tuple[int, int] | None = None
-    ) -> None:
+    def place(self, source: int, result: int, *, lies: int = 0, offsets: tuple[int, int] = (0, 0)) -> None:
         """Place input and result at addresses.
 
         `lies` is the address at which others read the input, 0 if they must not. `offsets`: the words `GIVEN` and
-        `TAKEN`, if the arrays lie in arenas that all ranks see.
+        `TAKEN`, 0 for an array that does not lie in an arena that all ranks see.
         """
         words, (shared, scratch) = self._words, self.areas
         words[machine.FUTEX : machine.ROUNDS] = memories_of(source, result, (shared, scratch, shared))
-        words[machine.ARRAYS : machine.FETCHES + 1] = offsets is not None, lies != 0
-        words[machine.GIVES : machine.LIES + 1] = *(offsets or (0, 0)), lies
+        words[machine.ARRAYS : machine.FETCHES + 1] = all(offsets), offsets[1] != 0, lies != 0
+        words[machine.GIVES : machine.LIES + 1] = *offsets, lies
 
 
 class ProgramRunner:

@@ -24,6 +24,7 @@ from collectives.backends.shared.host_program import (
     EACH,
     FETCHED,
     FETCHED_BYTES,
+    INTO,
     access_method_of,
     host_program_of,
 )
@@ -301,7 +302,7 @@ class SharedBackend(OneRank):
             blocks=result_blocks(about.collective, about.root, self.size, about.count),
             itemsize=call.itemsize,
             block_bytes=BLOCK_BYTES if quick and buffers.aligned else SLOW_BLOCK_BYTES,
-            methods=(method, *((ARRAYS,) if direct else ()), *((FETCHED,) if fetches else ())),
+            methods=(method, *((ARRAYS,) if direct else ()), *((FETCHED, INTO) if fetches else ())),
         )
         ready = PreparedProgram.of(program, buffers.arithmetic, aligned=buffers.aligned)
         placed = PlacedProgram(ready, about.pack(), self._world.rounds, self._areas(ready), self._runner)
@@ -312,7 +313,7 @@ class SharedBackend(OneRank):
         """Place the arrays of a kind's next calls; return whether that holds for later ones at these addresses."""
         # ranks see each other's arenas as soon as all have one, and an address may be mapped anew
         settled = kind.fetched == 0
-        lies, offsets = 0, None
+        lies, offsets = 0, (0, 0)
         if kind.fetched and PROCESS_VM_READV and kind.aligned and self._reading.may(source, kind.fetched):
             lies = source
         if kind.empty is not None and kind.aligned:
@@ -320,9 +321,9 @@ class SharedBackend(OneRank):
                 -1 if empty else self._arenas.offset(address) + 1
                 for empty, address in zip(kind.empty, (source, result), strict=True)
             )
-            if gives and takes:
+            if takes and (gives or lies):
                 rooms = self._arenas.all()
-                settled = bool(rooms)
+                settled = settled and bool(rooms)
                 if rooms:
                     self._runner.see_arenas(rooms)
                     offsets = gives, takes

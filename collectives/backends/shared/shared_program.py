@@ -48,7 +48,7 @@ from here on the input of every rank of the host, then the result of each, in ar
     UNLESS_FAILED,  # continue only if no rank has failed, whose memory may have changed since
 ) = range(8)
 
-FETCHED_BLOCK = 64 << 10
+FETCHED_BLOCK = 256 << 10
 """Bytes of a block if inputs are read from other processes."""
 
 
@@ -108,8 +108,8 @@ class SharedProgram:
     - `operations`: (O,) of `OPERATION`. `waits`: (W,) of `PREREQUISITE`. `inputs`: (I,) of `INPUT`.
     - `block_bytes` of a group's blocks: a multiple of every element, and at most the size of `BLOCK`'s areas.
     - `unsent`: for an operation the messages of this rank that must have left before.
-    - `ends`: the end of the program, and of the alternatives behind it, for arrays in arenas and for inputs that all
-      ranks may read.
+    - `ends`: the end of the program, and of the alternatives behind it: for arrays in arenas, for inputs that all ranks
+      may read, and for such inputs with results in arenas.
     - `shown_bytes`: how much of its input a rank shows in the agreement.
     - `shared_elements`, `scratch_elements` of the memory that the host shares, and of this rank's memory for arriving
       messages or sums.
@@ -120,7 +120,7 @@ class SharedProgram:
     inputs: Records
     block_bytes: int
     unsent: Mapping[int, tuple[int, ...]]
-    ends: tuple[int, int, int]
+    ends: tuple[int, ...]
     leaving: tuple[HostMessage, ...]
     arriving: tuple[HostMessage, ...]
     shown_bytes: int
@@ -289,7 +289,7 @@ def program_of(
         inputs=inputs_of_all,
         block_bytes=BLOCK_BYTES,
         unsent=unsent,
-        ends=(len(operations),) * 3,
+        ends=(len(operations),) * 4,
         leaving=_leaving_messages(table, departures),
         arriving=arriving,
         shown_bytes=0,

@@ -17,7 +17,7 @@ from collectives import lower
 from collectives.backends.backend import Call, RankArrays
 from collectives.backends.loopback.loopback_backend import Loopback
 from collectives.backends.shared import host_program
-from collectives.backends.shared.host_program import EACH, FETCHED, ROUNDS, host_program_of
+from collectives.backends.shared.host_program import EACH, INTO, ROUNDS, host_program_of
 from collectives.backends.shared.shared_program import (
     ASIDE,
     BLOCK,
@@ -240,7 +240,7 @@ def test_any_order_of_operations_gives_the_result_of_loopback(shape: str, collec
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("road", range(EACH, FETCHED + 1))
+@pytest.mark.parametrize("road", range(EACH, INTO + 1))
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_any_order_of_operations_on_one_host_does_on_every_road(
