@@ -287,7 +287,32 @@ def dtype_name(dtype: object) -> str:
 def placed_by(arrays: Sequence[Any], address: Callable[[Any], int]) -> Callable[[], bool]:
     """Return `ArrayLibrary.placed` of arrays with this address."""
     kept = [(array, address(array), array.shape) for array in arrays]
-    return lambda: all(address(array) == before and array.shape == shape for array, before, shape in kept)
+
+    def placed() -> bool:
+        for array, before, shape in kept:  # noqa: SIM110  # a generator takes as long as a small sum
+            if address(array) != before or array.shape != shape:
+                return False
+        return True
+
+    return placed
+
+
+_word_at = ctypes.c_size_t.from_address
+
+
+def _field(array: AnyArray) -> int:
+    """Return the address from numpy's public struct, in which it is the first field; `ctypes.data` takes longer."""
+    return _word_at(id(array) + object.__basicsize__).value
+
+
+def _attribute(array: AnyArray) -> int:
+    """Return the address as numpy's documentation has it."""
+    return array.ctypes.data
+
+
+_probe = np.empty(3)
+address_of = _field if _field(_probe) == _probe.ctypes.data else _attribute
+"""Return the address of an array's first element."""
 
 
 class NumpyArrays:
@@ -350,24 +375,10 @@ class NumpyArrays:
         return array.flags.c_contiguous
 
     def address(self, array: AnyArray) -> int:
-        return array.ctypes.data if array.flags.c_contiguous else 0
+        return address_of(array) if array.flags.c_contiguous else 0
 
     def placed(self, arrays: Sequence[AnyArray]) -> Callable[[], bool]:
-        kept = []
-        for array in arrays:
-            # the attributes of numpy make an object for the address; the field of its public struct is as good
-            field = ctypes.c_size_t.from_address(id(array) + object.__basicsize__)
-            if field.value != array.ctypes.data:
-                return placed_by(arrays, lambda one: int(one.ctypes.data))
-            kept.append((array, field, field.value, array.shape))
-
-        def still() -> bool:
-            for array, field, address, shape in kept:  # noqa: SIM110  # a generator takes as long as a small sum
-                if field.value != address or array.shape != shape:
-                    return False
-            return True
-
-        return still
+        return placed_by(arrays, address_of)
 
     def copy(self, target: AnyArray, source: AnyArray) -> None:
         target[...] = source

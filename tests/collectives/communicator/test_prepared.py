@@ -181,11 +181,16 @@ def test_results_have_memory_of_their_own_where_none_is_given() -> None:
 
 
 def test_survivors_repeat_a_prepared_call_in_which_a_rank_fails() -> None:
+    calls: dict[int, PreparedCall[Any]] = {}
+    entered = threading.Barrier(3)
+
     def body(comm: Communicator, rank: int) -> Any:
-        call = comm.prepare("allreduce", np.full(4, rank + 1.0))
+        call = calls[rank] = comm.prepare("allreduce", np.full(4, rank + 1.0))
         first = call().tolist()
-        comm.barrier()  # all have handed the first one over
+        entered.wait(20)  # all have handed the first one over
         if rank == 2:
+            while not (calls[0]._idle.locked() and calls[1]._idle.locked()):
+                pass
             comm.abort("leaves")
             return first
         second = call().tolist()
