@@ -408,13 +408,9 @@ class TcpConnections:
         found = {queue: link_use(connection) for queue, connection in self.outgoing.items()}
         return {queue: use for queue, use in found.items() if use is not None}
 
-    def open_barrier(self, distances: Sequence[int], timeout: float) -> Callable[[], bool]:
-        """Open `barrier_out`; return a function that tells whether the peers have opened `barrier_in`."""
-        size = len(self._peers)
-        for distance in distances:
-            peer = (self.rank + distance) % size
-            self.barrier_out[peer] = self._connect((self.rank, peer, BARRIER), timeout)
-        return lambda: len(self.barrier_in) == len(distances)
+    def open_barrier(self, peer: int, timeout: float) -> None:
+        """Open a connection of `barrier_out`; raise ConnectionError with a message for the caller."""
+        self.barrier_out[peer] = self._connect((self.rank, peer, BARRIER), timeout)
 
     def close_barrier(self) -> None:
         """Close the barrier's connections; they may be opened again when all ranks have done so."""

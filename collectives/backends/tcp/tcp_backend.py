@@ -523,16 +523,19 @@ class TcpBackend(OneRank):
         peers = self._world.welcome["peers"]
         if self.size == 1 or not all(peer["meets"] for peer in peers.values()):
             return
-        distances = barrier_distances(self.size)
-        try:
-            come = self._network.open_barrier(distances, timeout)
-        except ConnectionError as error:
-            raise BackendError(str(error), rank=self.rank) from error
-        self._world.wait(come, timeout=timeout)
+        distances, network, world = barrier_distances(self.size), self._network, self._world
+        for distance in distances:
+            peer = (self.rank + distance) % self.size
+            try:
+                network.open_barrier(peer, timeout)
+            except ConnectionError as error:
+                world.report(str(error), peer=peer, step=None)
+                world.wait(lambda: False, timeout=timeout)
+        world.wait(lambda: len(network.barrier_in) == len(distances), timeout=timeout)
         links = [
             (
-                self._network.barrier_out[(self.rank + distance) % self.size],
-                self._network.barrier_in[(self.rank - distance) % self.size],
+                network.barrier_out[(self.rank + distance) % self.size],
+                network.barrier_in[(self.rank - distance) % self.size],
             )
             for distance in distances
         ]
