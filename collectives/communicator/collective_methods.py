@@ -25,17 +25,6 @@ if TYPE_CHECKING:
 Arrays = TypeVar("Arrays")  # one array, or a list of arrays where one process holds several ranks
 
 
-PREPARED = {
-    "allreduce": (False, True),
-    "reduce": (True, True),
-    "broadcast": (True, False),
-    "allgather": (False, False),
-    "reduce_scatter": (False, True),
-    "alltoall": (False, False),
-}
-"""The collectives of `Communicator.prepare`, and whether they have a root and a reduction."""
-
-
 class DenseCollectives(ABC):
     """Dense methods of `collectives.Communicator`.
 

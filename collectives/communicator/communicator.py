@@ -16,7 +16,7 @@ from collectives.backends.execution import Execution
 from collectives.backends.open_backend import BackendSettings, check_helpers, open_backend
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
-from collectives.communicator.collective_methods import PREPARED, DenseCollectives, SparseCollectives
+from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
 from collectives.communicator.handle import CallQueue, Handle, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
 from collectives.communicator.prepared_call import PreparedCall
@@ -28,7 +28,13 @@ from collectives.recovery.link_monitor import (
     SlowRank,
     check_monitoring,
 )
-from collectives.recovery.membership import CollectiveOutcome, CommunicatorMembers, is_helper, serve_as_helper
+from collectives.recovery.membership import (
+    REDUCTIONS,
+    CollectiveOutcome,
+    CommunicatorMembers,
+    is_helper,
+    serve_as_helper,
+)
 from collectives.recovery.survivors import (
     RECOVERY_UNSUPPORTED,
     JoinSettings,
@@ -38,7 +44,7 @@ from collectives.recovery.survivors import (
 )
 from collectives.tables.numpy_arrays import dtype_name
 from topoplan.errors import UsageError, deprecated
-from topoplan.plans.plan import Plan, Plans
+from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
 if TYPE_CHECKING:
@@ -360,7 +366,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         Parameters
         ----------
         collective : str
-            allreduce, reduce, broadcast, allgather, reduce_scatter or alltoall.
+            all_reduce, reduce, broadcast, all_gather, reduce_scatter or all_to_all.
         arrays : array, or a list with one for each rank of this process
             As for the method of that collective. They keep their memory and shape; their contents may change between
             two starts.
@@ -380,7 +386,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[4, 7])
         >>> gradients = [np.arange(4.0), np.ones(4)]
         >>> with Communicator(plan) as comm:
-        ...     call = comm.prepare("allreduce", gradients, op="avg")
+        ...     call = comm.prepare("all_reduce", gradients, op="avg")
         ...     first = call()[0].tolist()
         ...     gradients[0][:] = 3
         ...     first, call()[0].tolist()
@@ -390,12 +396,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         if self.is_helper:
             raise UsageError("this process is a helper without arrays; call serve")
         try:
-            if collective not in PREPARED:
-                raise UsageError(f"collective must be one of {', '.join(PREPARED)}, got {collective!r}")
-            with_root, reduces = PREPARED[collective]
-            place = self._root(root) if with_root else None
-            kind = op if reduces else None
-            checked = request(collective, execution.backend, arrays, out=out, op=kind, root=place)
+            name = check_collective(collective)
+            if root is not None and name not in ROOTED:
+                raise UsageError(f"{name} has no root, got {root!r}; leave root out")
+            if op != "sum" and name not in REDUCTIONS:
+                raise UsageError(f"{name} has no reduction, got op {op!r}; leave op out")
+            place = self._root(root) if name in ROOTED else None
+            kind = op if name in REDUCTIONS else None
+            checked = request(name, execution.backend, arrays, out=out, op=kind, root=place)
         except UsageError as error:
             self._refuse(str(error))
             raise

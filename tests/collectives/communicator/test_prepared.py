@@ -100,6 +100,26 @@ def test_arrays_must_keep_their_memory_and_shape(change: str) -> None:
             call.start()
 
 
+@pytest.mark.parametrize(
+    ("collective", "options", "message"),
+    [
+        ("all_redux", {}, "collective 'all_redux' is unknown; did you mean"),
+        ("all_reduce", {"root": 1}, "allreduce has no root, got 1; leave root out"),
+        ("broadcast", {"op": "max"}, "broadcast has no reduction, got op 'max'; leave op out"),
+        ("reduce", {"root": 3}, "root must be a rank, 0 to 2, got 3"),
+        ("all_reduce", {"op": "xor"}, "xor"),
+    ],
+)
+def test_arguments_that_a_collective_does_not_take_are_refused(
+    collective: str, options: dict[str, Any], message: str
+) -> None:
+    comm, arrays, call = one_process()
+    with comm:
+        with pytest.raises(UsageError, match=message):
+            comm.prepare(collective, arrays, **options)
+        call()
+
+
 def test_memory_of_a_tensor_that_is_freed_is_refused() -> None:
     torch = pytest.importorskip("torch")
     from collectives.tables.torch_arrays import TorchArrays
