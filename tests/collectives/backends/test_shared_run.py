@@ -14,11 +14,12 @@ from collectives import Communicator
 from collectives.backends.shared import compiled_program as machine
 from collectives.backends.shared import host_program, shared_backend
 from collectives.backends.shared.host_program import RING, ROUND_BYTES, SMALL
-from collectives.backends.shared.shared_program import SOURCE, UNLESS_FAILED, ProgramBuilder
+from collectives.backends.shared.shared_program import BLOCK, DIVIDE, SOURCE, UNLESS_FAILED, ProgramBuilder
 from collectives.peers import shared_memory
 from collectives.peers.control_page import FAILED, PAGE, SHOWABLE
 from collectives.peers.shared_memory import ProcessMemoryAccess
 from collectives.tables.compiled import Word, add_to_word, compiled, full_fence, load_word, store_word
+from collectives.tables.lowering import lower
 from collectives.tables.numpy_arrays import loop_of
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory
@@ -206,6 +207,31 @@ def test_inputs_are_read_from_other_processes_where_all_may_do_so(
         wanted = run(comm, collective, given, "avg")
     have_the_same_bits(found, wanted, 5)
     host_program.host_program_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("method", "moved"), [("ROUNDS", 4.75), ("FETCHED", 3.25), ("INTO", 2.0), ("ARRAYS", 2.0)]
+)
+def test_an_allreduce_moves_so_many_bytes_for_each_of_its_buffer(method: str, moved: float) -> None:
+    """Loads and stores of a rank; an area of a block stays in the cache."""
+    count, itemsize = 1 << 20, 4
+    table = lower(forest_plan(4, "allreduce", "star"), count, chunk_elements=1 << 16)
+    total = 0
+    for rank in range(4):
+        program = host_program.host_program_of(
+            table,
+            rank,
+            given=(0, count),
+            blocks=((0, count),) * 4,
+            itemsize=itemsize,
+            block_bytes=1 << 14,
+            methods=(getattr(host_program, method),),
+        )
+        for one in program.operations:
+            read = program.inputs["memory"][one["first_input"] : one["last_input"]]
+            touched = [memory for memory in (*read, one["memory"]) if memory != BLOCK]
+            total += one["bytes"] * (0 if one["kind"] == DIVIDE else len(touched))
+    assert total / (4 * count * itemsize) == moved
 
 
 def test_inputs_in_memory_that_cannot_be_read_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
