@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from collectives.communicator.communicator import Communicator
-from collectives.communicator.handle import Handle
-from collectives.communicator.prepared_call import PreparedCall
+from collectives.communicator.handle import Handle, PreparedCall
 from collectives.sparse.selection.error_feedback import ErrorFeedback, warm_up_density
 from collectives.sparse.selection.topk import topk
 from collectives.tables.lowering import lower

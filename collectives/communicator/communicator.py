@@ -17,9 +17,8 @@ from collectives.backends.open_backend import BackendSettings, check_helpers, op
 from collectives.backends.plan_and_chunk_store import ChunkSizes, PlanStore
 from collectives.backends.request import request
 from collectives.communicator.collective_methods import DenseCollectives, SparseCollectives
-from collectives.communicator.handle import CallQueue, Handle, StepBatch
+from collectives.communicator.handle import CallQueue, Handle, PreparedCall, StepBatch
 from collectives.communicator.job_plan import PlanLike, not_a_plan, open_backend_for_plan
-from collectives.communicator.prepared_call import PreparedCall
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.recovery.link_monitor import (
     MIN_MONITORED_BYTES,

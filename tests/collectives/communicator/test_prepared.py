@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives import Communicator
-from collectives.communicator.prepared_call import PreparedCall
+from collectives import Communicator, PreparedCall
 from tests.support import tcp_jobs
 from tests.support.hand_plans import forest_plan
 from tests.support.job_meeting import in_shared_memory
