@@ -118,7 +118,8 @@ class HookState:
         Seconds that a rank waits for the next message of a peer.
     shared : bool
         Whether gradients on the CPU go through shared memory if all ranks run on one host, and by own links between
-        hosts that can connect; if not, by messages of the group.
+        hosts that can connect; if not, by messages of the group. Those are slower than gloo's own all_reduce: gloo
+        copies each chunk into a message, which Python starts and waits for.
     engine, exact
         For gradients on GPUs, as in `Communicator`: kernels that write to the other GPUs' memory if all ranks have them
         (which needs CuPy and nccl4py beside torch), else messages of the group.
