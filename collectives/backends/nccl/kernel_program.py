@@ -57,8 +57,9 @@ STEP = np.dtype(
     [
         (name, np.int64)
         for name in (
-            *("level", "start", "stop", "chunk", "part", "parts", "own", "own_first", "kept", "kept_first"),
-            *("final", "first", "arrivals", "departures", "direct", "gathers", "spreads"),
+            *("level", "start", "stop", "chunk", "part", "parts", "chunks", "own", "own_first", "kept"),
+            *("kept_first", "final", "first", "arrivals", "departures", "direct", "gathers", "spreads"),
+            "switched",
         )
     ]
 )
@@ -241,9 +242,9 @@ class _KernelTablesBuilder:
                 here += [self._end(edge, part, arrives=False) for edge in departures]
         phases = []
         for mine, steps, of_steps, messages in zip(pieces, rows, ends, self._messages, strict=True):
-            blocks, dealt = _dealt_to_blocks(mine, np.array(steps, dtype=STEP), self._plan.blocks)
+            blocks, dealt, order = _dealt_to_blocks(mine, np.array(steps, dtype=STEP), self._plan.blocks)
             moved = tuple(message for _, message in sorted(messages, key=lambda one: one[0]))
-            phases.append(KernelPhase(blocks, dealt, np.array(of_steps, dtype=END), moved))
+            phases.append(KernelPhase(blocks, dealt, np.array(of_steps, dtype=END)[order], moved))
         return KernelTables(tuple(phases), self._length)
 
     def _step(self, step: ForestStep) -> tuple[tuple[Any, ...], list[int], list[int]]:
@@ -288,7 +289,8 @@ class _KernelTablesBuilder:
             self._is_direct(found.receivers[edge]) for edge in (*arrivals, *departures)
         )
         divides = final and step.stage != NOWHERE
-        return (own, kept, divides, direct, step.gathers, step.spreads), arrivals, departures
+        switched = bool((found.star[arrivals + departures] >= 0).any())
+        return (own, kept, divides, direct, step.gathers, step.spreads, switched), arrivals, departures
 
     def _is_direct(self, step: ForestStep) -> bool:
         """Return whether the arrivals of a step are its rank's result already."""
@@ -319,7 +321,8 @@ class _KernelTablesBuilder:
         start, stop = self._bounds[step.shard : step.shard + 2]
         piece = -(-(stop - start) // (PIECES * self._plan.parts * ALIGNMENT)) * ALIGNMENT
         chunk = min(max(piece, self._shortest), self._longest)
-        return step.level, start, stop, chunk, part, self._plan.parts
+        chunks = max(-(-(-(-(stop - start) // chunk) - part) // self._plan.parts), 0)
+        return step.level, start, stop, chunk, part, self._plan.parts, chunks
 
     def _end(self, edge: int, part: int, *, arrives: bool) -> tuple[int, ...]:
         plan, found = self._plan, self._found
@@ -339,8 +342,11 @@ class _KernelTablesBuilder:
 
 def _dealt_to_blocks(
     pieces: list[tuple[ForestStep, int]], rows: NDArray[np.void], blocks: int
-) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-    """Deal steps to blocks, the most work first to the least loaded block; steps that continue a sum stay with it."""
+) -> tuple[NDArray[np.int64], NDArray[np.void], NDArray[np.int64]]:
+    """Deal steps to blocks, the most work first to the least loaded block; steps that continue a sum stay with it.
+
+    Returns the limits of the blocks, the steps in their order, and the order in which the ends follow the steps.
+    """
     chains: dict[tuple[int, int], list[int]] = {}
     head: dict[int, int] = {}
     for number, (step, part) in enumerate(pieces):
@@ -364,4 +370,9 @@ def _dealt_to_blocks(
         heapreplace(heap, (load + int(work[chain]), block))
     order = [number for numbers in mine for number in sorted(numbers, key=lambda n: (rows["level"][n], n))]
     limits = np.cumsum([0, *(len(numbers) for numbers in mine)])
-    return limits, rows[order]
+    dealt = rows[order]
+    counts = dealt["arrivals"] + dealt["departures"]
+    firsts = np.cumsum(counts) - counts
+    ends = np.repeat(dealt["first"] - firsts, counts) + np.arange(counts.sum())
+    dealt["first"] = firsts
+    return limits, dealt, ends
