@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from collectives import lower
+from collectives.backends.nccl import kernel_program
 from collectives.backends.nccl.kernel_program import END, STEP
 from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import TRY_PEERS, forest_source
@@ -108,6 +109,20 @@ def test_tables_lie_in_shared_memory_up_to_its_last_word_and_else_in_global_memo
         "forest_sum_float32", [(r"TABLE_WORDS = \d+", f"TABLE_WORDS = {words - beyond}")], ARCHITECTURE
     )
     assert outcome(case, 3, kernel) is None
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_long_buffers_of_more_blocks_between_short_ones(
+    monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Parts that one call leaves out keep their counts."""
+    monkeypatch.setattr(kernel_program, "most_blocks", lambda nbytes: 6 if nbytes > 1000 else 2)
+    case = Case("dgx-1v", gpus=QUAD, counts=(300, 90, 600, 90, 300), blocks=6, direct=direct)
+    made = prepared(case, 4)
+    grids = [one.launches[0].grid for one in made.ranks.engines[0]._programs.values()]
+    assert grids == [6, 2, 6]
+    run(made, 4)
+    assert made.wrong() is None
 
 
 @pytest.mark.parametrize("domains", [(0, 0, 0, 1, 1, 1), (0,) * 6], ids=["messages", "stores"])
