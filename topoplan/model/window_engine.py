@@ -42,8 +42,10 @@ from topoplan.units import TOLERANCE
 
 FORMAT = "topoplan.engine-costs/1"
 
-BLOCKS, WIDE_BLOCKS, WIDE_BYTES = 24, 48, 64 << 20
-"""Most blocks of the engine's kernel, which occupy SMs that other kernels would use; and from so many bytes on."""
+BLOCKS, WIDE_BLOCKS, WIDE_BYTES = 24, 44, 64 << 20
+"""Most blocks of the engine's kernel, which occupy SMs that other kernels would use; and from so many bytes on: a third
+of an H100's SMs, so that the kernels of three communicators, which may wait for each other's ranks, run at once.
+"""
 
 _GIB = 1.073741824
 """GB/s of a GiB/s."""

@@ -116,7 +116,7 @@ class KernelPlan:
     - `stride`: the most bytes of a slot, a multiple of `FLAG_BYTES`, and at least `ALIGNMENT` elements of 16 bytes.
     - `blocks`: the most blocks of the kernel; shorter buffers take fewer (`most_blocks`).
     - `room`: bytes that the arenas have left. A plan takes as many parts as fit, at least one, in slots that are halved
-      down to `LEAST_STRIDE` while twice the parts are wanted.
+      down to `LEAST_STRIDE` while fewer than three quarters of the wanted parts fit.
     - `domains` of each rank; empty if all are in one.
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
@@ -147,7 +147,7 @@ class KernelPlan:
         while True:
             self._lay(key, base, 1)
             parts = min(wanted, max(1, room // max(self.nbytes, 1)))
-            if 2 * parts > wanted or self.stride // 2 < LEAST_STRIDE:
+            if 4 * parts >= 3 * wanted or self.stride // 2 < LEAST_STRIDE:
                 break
             self.stride = self.stride // 2 // FLAG_BYTES * FLAG_BYTES
         self._lay(key, base, parts)

@@ -496,8 +496,7 @@ class NcclBackend(OneRank):
                     raise no_windows(found)
                 return f"messages: {found}"
             each = processors // found.sharing
-            # the kernels of two communicators may wait for each other's ranks, so both must fit
-            most = max(min(BLOCKS, each), min(WIDE_BLOCKS, each // 2))
+            most = max(min(BLOCKS, each), min(WIDE_BLOCKS, each // 3))
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
             kernels, origin = self.arrays.kernels, self._streams.origin
             self._engine = WindowEngine(

@@ -6,7 +6,7 @@
 // block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
 
 constexpr int MOST_ENDS = 256;         // of a step
-constexpr int TABLE_WORDS = 3072;      // of 8 bytes, for the tables of a block in shared memory
+constexpr int TABLE_WORDS = 2048;      // of 8 bytes, for the tables of a block in shared memory
 constexpr unsigned POLLS = 256;        // of a flag, before the clock is looked at
 
 struct Step {

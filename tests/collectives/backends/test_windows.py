@@ -774,7 +774,7 @@ def test_parts_and_chunks_are_those_of_the_kernel(schedule: str, blocks: int, nb
     assert 4 * longest == pytest.approx(chunk[0], abs=2 * 64)
 
 
-def test_slots_are_halved_while_twice_the_parts_are_wanted() -> None:
+def test_slots_are_halved_while_too_few_parts_fit() -> None:
     """Of 8 ranks, each with 14 edges of three slots in its arena, 48 blocks want 24 parts."""
     plan = topoplan.plan(topoplan.load("dgx-h100"), "allreduce")
     key = PlanKey(plan.digest, plan)

@@ -184,7 +184,7 @@ def test_windows_in_json_and_in_the_file(done: Done, told: Told, tmp_path: Path)
     first, *others = value["table"]
     assert (first["way"], first["chunk"], first["blocks"]) == ("one-shot", None, 16)
     assert first["ends"] == [1024, 8192]
-    assert all(row["way"] == "trees" and 1 <= row["blocks"] <= 48 for row in others)
+    assert all(row["way"] == "trees" and 1 <= row["blocks"] <= 44 for row in others)
     assert all(0 < row["chunk"] <= 128 << 10 for row in others)
     assert all(row["seconds"][0] < row["seconds"][1] and row["gain"] >= 1 for row in value["table"])
     assert set(json.loads(path.read_text())["ranges"][0]) == {"from", "to", "plan"}
