@@ -14,7 +14,8 @@ measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's (2
     Hopper      launch + hop = 4.5 us    launch + 3 hop = 7.8 us     hop = 1.65 us, launch = 2.85 us
     Blackwell   launch + hop = 11 us     launch + 3 hop = 19.5 us    hop = 4.25 us, launch = 6.75 us
 
-Absent: switches that copy or add, other kernels on the GPU, memory rates, loading, and links' own latencies.
+Absent: switches that copy or add, slots that are halved for lack of room, other kernels on the GPU, memory rates,
+loading, and links' own latencies.
 """
 
 from __future__ import annotations

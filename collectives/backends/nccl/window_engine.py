@@ -152,7 +152,7 @@ class WindowEngine:
         self._page[:] = 0
         self._inbox = self._base
         self.alone = len(set(region.domains)) == 1
-        most = self._room.nbytes // (4 * INBOX_PART * region.size) // 16 * 16
+        most = self._room.nbytes // (4 * INBOX_PART * region.size) // FLAG_BYTES * FLAG_BYTES
         self._small_bytes = min(small_bytes, most) if self.alone else 0
         self._base += 4 * self._small_bytes * region.size
         with stream:

@@ -101,6 +101,14 @@ def test_tables_outlive_the_empty_run_of_a_kernel(monkeypatch: pytest.MonkeyPatc
     assert alive == [True]
 
 
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_inboxes_take_a_small_part_of_the_room_in_whole_lines(size: int) -> None:
+    engine = Ranks(size).engines[0]
+    inboxes = 4 * engine._small_bytes * size
+    assert 0 < inboxes <= engine._room.nbytes // 32
+    assert engine._calls_at % kernel_program.FLAG_BYTES == inboxes % kernel_program.FLAG_BYTES == 0
+
+
 @pytest.mark.parametrize(("collective", "later", "texts"), [("allreduce", 1, 0), ("reduce", 2, 1)])
 def test_a_later_call_is_one_launch(
     machine: Machine,
