@@ -14,6 +14,7 @@ from topoplan.errors import UsageError
 NAMES = """
 agreement alignment all_wires damages executors fabrics gossip gpu gpu_selection helpers hook hybrid jobs lars loopback
 low_rank modes mutations pairs planning published robustness scale selection sizes sparse survive testbed three_phases
+windows
 """
 BENCHMARKS = NAMES.split()
 WITH_OPTIONS = ("executors", "hook", "mutations")

@@ -147,6 +147,8 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool =
                 digests=[len(made.got) + 1] * size if case.compares else None,
             )
         )
+    programs = [one for engine in made.ranks.engines for one in engine._programs.values()]
+    assert not case.small or all(one.small for one in programs), case
     if case.again:
         made.got, made.wanted = made.got[-1:], made.wanted[-1:]
     return made
@@ -278,9 +280,18 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "large",
         [(r"number \+ 1 - \(arrives \? 0 : end\.count\)", "(arrives ? number + 1 : 0)")],
     ),
-    "chunks that are not counted": ("large", [(r"job\.sent\[end\.sent\] \+= chunks\(steps\[s\]\);", "")]),
+    "chunks that are not counted": ("large", [(r"job\.sent\[end\.sent\] = earlier\(end\) \+ [^;]*;", "")]),
+    "no barrier behind copied tables": (
+        "large",
+        [(r"block\.run_all\(\);", "{ tables_of(job, words); block.run_all(); }")],
+    ),
+    "the count of another end": ("large", [(r"job\.sent\[job\.ends\[first \+ e\]\.sent\]", "job.sent[e]")]),
+    "the counts of half of the ends alone": (
+        "large",
+        [(r"e < ends; e \+= blockDim\.x", "e < ends / 2; e += blockDim.x")],
+    ),
     "always the same slot": ("large", [(r"number % \(unsigned long long\)end\.count", "0")]),
-    "the last chunk left out": ("large", [(r"if \(c >= chunks", "if (c + 1 >= chunks")]),
+    "the last chunk left out": ("large", [(r"if \(c >= steps", "if (c + 1 >= steps")]),
     "children in another order": ("large", [(r"arriving\[k\]", "arriving[arrivals - 1 - k]")]),
     "slots through the read-only cache": (
         "large",
@@ -315,6 +326,8 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [(r"\(long long\)\(number % 2\) \* control\.ranks", "0")],
     ),
     "no fence between the two ways to memory": ("switch", [(r"fence\.proxy\.alias;", "")]),
+    "a fence only where a switch adds": ("spreads", [(r"if \(step\.switched\)", "if (step.gathers)")]),
+    "a fence only where a switch copies": ("gathers", [(r"if \(step\.switched\)", "if (step.spreads)")]),
     "no wait for a free slot of a switch": ("switch", [(WANTED, "(arrives ? number + 1 : 0)")]),
     "one that does not add its own": ("switch", [(r"step\.gathers : step", "false : step")]),
 }
@@ -336,6 +349,13 @@ BUGGY = {
         Case("dgx-h100 switch", gpus=QUAD, counts=(600, 60, 90), dtype="int32"),
         "switch_sum_uint32",
     ),
+    **{
+        kind: (Case("dgx-h100 switch", collective, QUAD, (600, 60, 90), dtype="int32"), kernel)
+        for kind, collective, kernel in (
+            ("gathers", "reduce", "switch_sum_uint32"),
+            ("spreads", "broadcast", "switch_copy_4"),
+        )
+    },
 }
 """On what bugs of each kind are looked for, and the kernel that has them."""
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from collectives import lower
+from collectives.backends.nccl import kernel_program
+from collectives.backends.nccl.kernel_program import END, STEP
 from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import TRY_PEERS, forest_source
 from tests.ptx.forests import (
@@ -86,6 +88,41 @@ ALONE = (
 )
 def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
     assert outcome(SAMPLE[number], seed=number) is None
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_tables_lie_in_shared_memory_up_to_its_last_word_and_else_in_global_memory(beyond: int) -> None:
+    """Room for those of the largest block, or for a word less, so that blocks differ."""
+    case = Case("dgx-1v", gpus=QUAD, counts=(100, 33), blocks=3)
+    phases = [
+        one.launches[0].phase for engine in prepared(case).ranks.engines for one in engine._programs.values()
+    ]
+    words = max(
+        4
+        + len(steps) * STEP.itemsize // 8
+        + (steps["arrivals"] + steps["departures"]).sum() * (END.itemsize // 8 + 1)
+        for phase in phases
+        if phase is not None
+        for steps in np.split(phase.steps, phase.blocks[1:-1])
+    )
+    kernel = with_bug(
+        "forest_sum_float32", [(r"TABLE_WORDS = \d+", f"TABLE_WORDS = {words - beyond}")], ARCHITECTURE
+    )
+    assert outcome(case, 3, kernel) is None
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_long_buffers_of_more_blocks_between_short_ones(
+    monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    """Parts that one call leaves out keep their counts."""
+    monkeypatch.setattr(kernel_program, "most_blocks", lambda nbytes: 6 if nbytes > 1000 else 2)
+    case = Case("dgx-1v", gpus=QUAD, counts=(300, 90, 600, 90, 300), blocks=6, direct=direct)
+    made = prepared(case, 4)
+    grids = [one.launches[0].grid for one in made.ranks.engines[0]._programs.values()]
+    assert grids == [6, 2, 6]
+    run(made, 4)
+    assert made.wrong() is None
 
 
 @pytest.mark.parametrize("domains", [(0, 0, 0, 1, 1, 1), (0,) * 6], ids=["messages", "stores"])

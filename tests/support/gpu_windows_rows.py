@@ -33,11 +33,17 @@ from tests.support.checkout import ROOT
 from tests.support.gpu_kernel_rows import cupy_here
 from tests.support.kernel_data import numpy_fuses
 from topoplan.machine.hardware import compute_capability
-from topoplan.model.window_engine import BLACKWELL, HOPPER, EngineCosts, WindowsClock
+from topoplan.model.window_engine import (
+    BLACKWELL,
+    HOPPER,
+    WIDE_BLOCKS,
+    EngineCosts,
+    WindowsClock,
+    most_blocks,
+)
 from topoplan.plans.plan import Plan
 from topoplan.units import TOLERANCE
 
-MOST_BLOCKS = 24  # of a rank, where the GPU holds as many of all ranks at once
 SECONDS = 5.0  # after which kernels end by themselves
 
 COSTS = ROOT / "build" / "engine-costs.json"
@@ -52,7 +58,7 @@ class Ranks:
     ) -> None:
         self._cupy = cupy
         processors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
-        settings.setdefault("blocks", max(1, min(MOST_BLOCKS, processors // size)))
+        settings.setdefault("blocks", max(1, min(WIDE_BLOCKS, processors // size)))
         if settings["blocks"] * size > processors:
             raise CannotRun(
                 f"{size} ranks have {settings['blocks']} blocks each, and the GPU {processors} processors"
@@ -434,7 +440,7 @@ def model_seconds(clock: WindowsClock, settings: Measured) -> Any:
     for size in {one[0] for one in settings}:
         at = [number for number, one in enumerate(settings) if one[0] == size]
         blocks, slots = (np.array([settings[number][field] for number in at]) for field in (1, 2))
-        seconds[at] = clock.times(size, blocks, slots)[0]
+        seconds[at] = clock.times(size, np.minimum(blocks, most_blocks(size)), slots)[0]
     return seconds
 
 

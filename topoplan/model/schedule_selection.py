@@ -28,7 +28,7 @@ from topoplan.model.candidates import candidates, chain_limits, doubled
 from topoplan.model.closed_form import clock
 from topoplan.model.dataflow import LAUNCH
 from topoplan.model.times_by_size import TimeBound, least_start_ups, start_up_diameter, time_bound, times_of
-from topoplan.model.window_engine import SMALL_BYTES, EngineCosts, WindowsClock, costs_of, words_of
+from topoplan.model.window_engine import EngineCosts, WindowsClock, costs_of, words_of
 from topoplan.plans.chain_limits import hop_start_ups
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans, SizeRange
 from topoplan.plans.size_plans import SizePlans
@@ -36,7 +36,7 @@ from topoplan.schedules.registry import SCHEDULES
 from topoplan.schedules.ring import RING_KINDS, ring_plan
 from topoplan.schedules.routes import LeastLoaded
 from topoplan.solve.planner import METHODS, plan
-from topoplan.units import TOLERANCE, format_size, parse_size, parse_sizes
+from topoplan.units import TOLERANCE, parse_size, parse_sizes
 
 SIZES = (1 << 10, 1 << 30)
 """Default smallest and largest tested size in bytes."""
@@ -261,17 +261,7 @@ def _on_windows(
         _check_domain(fabric)
     costs, words = costs_of(topology) if given is None else (given, words_of(given))
     clocks = tuple(WindowsClock(plan, costs) for plan in plans)
-    notes = [words]
-    if any(one.packets_to for one in clocks):
-        sizes = [2**power for power in range(31)]
-        ways = (clocks[0].in_packets, lambda nbytes: min(one.along_trees(nbytes).seconds for one in clocks))
-        ends = [size for size, way in fastest_from(ways, sizes)[1:] if way == 1]
-        if ends:
-            notes.append(
-                f"by these figures one-shot would be the fastest up to {format_size(ends[0] - 1)}; "
-                f"the engine takes it up to {format_size(SMALL_BYTES)}"
-            )
-    return costs, clocks, notes
+    return costs, clocks, [words]
 
 
 def _check_domain(fabric: Fabric) -> None:

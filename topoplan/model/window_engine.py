@@ -5,16 +5,17 @@ b / rate and a hop where it departs. With k chunks to a part and W seconds of su
 
     T = launch + max(  max over steps of head + k h + tail,   chain - hop + W / blocks,   chain + D / (ports, links)  )
 
-with head and tail the longest chains of h before and after a step, chain that of hops. Up to `SMALL_BYTES` an allreduce
-goes in packets with flags beside the data: T = launch + hop + (n - 1) D packet_factor / rate, and at least 2 D on the
-busiest link. Costs are measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's (2.30.7,
-``src/sym_kernels.cc``, ``queryModel_lsa``, GiB/s): its packet kernels cover a launch and one hop, all others a launch
-and three:
+with head and tail the longest chains of h before and after a step, chain that of hops. The engine takes the k of
+`PIECES` with the least T. An allreduce goes in packets with flags beside the data as long as that is faster, up to
+`SMALL_BYTES`: T = launch + hop + (n - 1) D packet_factor / rate, and at least 2 D on the busiest link. Costs are
+measured (``topoplan.engine-costs/1``, the fields of `EngineCosts`) or NCCL's (2.30.7, ``src/sym_kernels.cc``,
+``queryModel_lsa``, GiB/s): its packet kernels cover a launch and one hop, all others a launch and three:
 
     Hopper      launch + hop = 4.5 us    launch + 3 hop = 7.8 us     hop = 1.65 us, launch = 2.85 us
     Blackwell   launch + hop = 11 us     launch + 3 hop = 19.5 us    hop = 4.25 us, launch = 6.75 us
 
-Absent: switches that copy or add, other kernels on the GPU, memory rates, loading, and links' own latencies.
+Absent: switches that copy or add, slots that are halved for lack of room, other kernels on the GPU, memory rates,
+loading, and links' own latencies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -42,8 +43,10 @@ from topoplan.units import TOLERANCE
 
 FORMAT = "topoplan.engine-costs/1"
 
-BLOCKS = 24
-"""Most blocks of the engine's kernel."""
+BLOCKS, WIDE_BLOCKS, WIDE_BYTES = 24, 44, 64 << 20
+"""Most blocks of the engine's kernel, which occupy SMs that other kernels would use; and from so many bytes on: a third
+of an H100's SMs, so that the kernels of three communicators, which may wait for each other's ranks, run at once.
+"""
 
 _GIB = 1.073741824
 """GB/s of a GiB/s."""
@@ -180,14 +183,11 @@ def load_costs(path: str | os.PathLike[str]) -> EngineCosts:
         raise UsageError(f"{where}: {error}") from None
 
 
-PIECES, LEAST_CHUNK, SLOT_BYTES = 8, 8 << 10, 128 << 10
-"""Chunks of a part, and the smallest and largest bytes of a chunk."""
+PIECES, LEAST_CHUNK, SLOT_BYTES = (1, 2, 4, 8), 8 << 10, 128 << 10
+"""Candidates for the chunks of a part, and the smallest and largest bytes of a chunk."""
 
-SMALL_BYTES, SMALL_BLOCKS, SMALL_HEIGHT = 16 << 10, 8, 5
+SMALL_BYTES, SMALL_BLOCKS, SMALL_HEIGHT = 256 << 10, 16, 5
 """Limits of an allreduce in packets: most bytes, blocks, and the largest height of the plan's trees."""
-
-CHUNKS = tuple(SLOT_BYTES >> power for power in range(4, -1, -1))
-"""Candidates for the longest chunk, up to a slot."""
 
 ENOUGH = 1.025
 """Fewer blocks are taken if they are at most this much slower, as NCCL does: other kernels want the rest."""
@@ -196,13 +196,25 @@ _MANY = 1e6
 """Upper bound on blocks: a port that would take more is never full."""
 
 
+Settings = NDArray[np.int64]
+"""Rows of blocks, parts of a step, most bytes of a chunk, and often pieces of a part; a column for each setting."""
+
+Joint = Callable[[NDArray[np.int64], Floats], Floats]
+"""The effective number of parallel blocks, given their number and the one that fills the port."""
+
+
+def most_blocks(nbytes: int) -> int:
+    """Return the most blocks of the engine's kernel for a buffer of ``nbytes``."""
+    return WIDE_BLOCKS if nbytes >= WIDE_BYTES else BLOCKS
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSetting:
     """How the engine runs a plan for one size, and the model time.
 
     seconds: with the fastest number of blocks.
     blocks: the fewest within `ENOUGH` of that.
-    chunk: bytes of the longest chunk, the longest that is as fast with these blocks; 0 for packets.
+    chunk: bytes of the longest chunk; 0 for packets.
     """
 
     seconds: float
@@ -295,6 +307,7 @@ class WindowsClock:
     """The model time of a plan on the windows engine as a function of the size.
 
     All GPUs of the plan write to each other's memory. `packets_to` is the most bytes that go in packets; 0 for none.
+    The engine asks `packets_to` and `pieces` too, so both follow from the plan and its machine's default costs alone.
 
     >>> import topoplan
     >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
@@ -307,11 +320,10 @@ class WindowsClock:
     def __init__(self, plan: Plan, costs: EngineCosts) -> None:
         flow = dataflow(plan)
         self._steps = steps = kernel_steps(flow)
-        self._costs = costs
-        self._rate = costs.block_rate(plan.collective)
+        self._costs, self._default_costs = costs, costs_of(plan.topology)[0]
+        self._collective = plan.collective
         self._size = len(plan.ranks)
         small = plan.collective == "allreduce" and 0 < plan.height <= SMALL_HEIGHT
-        self.packets_to = SMALL_BYTES if small else 0
         self._exchange = _exchange_seconds(flow.fabric) if small else 0.0
         self._links = max(flow.seconds_per_byte, default=0.0)
         loads = [self._by_rank(steps.share * edges)[:, 0] for edges in (steps.arrivals, steps.departures)]
@@ -321,6 +333,7 @@ class WindowsClock:
         np.maximum.at(longest, steps.rank, work[:, 0])
         busy = longest > 0
         self._longest = float((longest[busy] / self._by_rank(work)[busy, 0]).max(initial=0.0))
+        self.packets_to = self._last_in_packets() if small else 0
 
     def seconds(self, nbytes: int) -> float:
         """Return the seconds of the fastest setting; they grow with the size, except at the end of packets."""
@@ -334,22 +347,32 @@ class WindowsClock:
 
     def in_packets(self, nbytes: int) -> float:
         """Return the seconds of an exchange of all data between all ranks."""
-        costs = self._costs
-        sent = (self._size - 1) * nbytes
-        joint = joint_blocks(np.array(SMALL_BLOCKS), np.array(costs.peak * 1e9 / self._rate))
-        moved = costs.packet_factor * sent / self._rate / float(joint)
+        return self._in_packets(nbytes, self._costs, joint_blocks)
+
+    def _in_packets(self, nbytes: int, costs: EngineCosts, joint: Joint) -> float:
+        rate, sent = costs.block_rate(self._collective), (self._size - 1) * nbytes
+        blocks = float(joint(np.array(SMALL_BLOCKS), np.array(costs.peak * 1e9 / rate)))
+        moved = costs.packet_factor * sent / rate / blocks
         return costs.launch + costs.hop + max(moved, 2 * nbytes * self._exchange)
+
+    def _last_in_packets(self) -> int:
+        """Return the largest power of two up to which packets are faster than the trees."""
+        costs, last, size = self._default_costs, 0, 1 << 10
+        settings = np.array([[BLOCKS], self._parts(np.array([BLOCKS])), [SLOT_BYTES]])
+        while size <= SMALL_BYTES:
+            whole = np.array([*settings, self.pieces(size, settings)])
+            trees = self._along_trees(size, whole, costs, np.minimum)[0][0]
+            if self._in_packets(size, costs, np.minimum) > trees:
+                break
+            last, size = size, 2 * size
+        return last
 
     def along_trees(self, nbytes: int) -> KernelSetting:
         """Return the fastest setting without packets."""
-        blocks = np.arange(self._costs.fewest_blocks, BLOCKS + 1)
-        seconds, chunks = self.times(nbytes, np.repeat(blocks, len(CHUNKS)), np.tile(CHUNKS, len(blocks)))
-        rows = seconds.reshape(len(blocks), -1)
-        least = rows.min(axis=1)
-        few = int(np.argmax(least <= least.min() * ENOUGH))
-        longest = int(np.flatnonzero(rows[few] <= least[few] * (1 + TOLERANCE))[-1])
-        chunk = int(chunks.reshape(rows.shape)[few, longest])
-        return KernelSetting(float(least.min()), int(blocks[few]), max(chunk, 1))
+        blocks = np.arange(self._costs.fewest_blocks, most_blocks(nbytes) + 1)
+        seconds, chunks = self.times(nbytes, blocks, np.full(len(blocks), SLOT_BYTES))
+        few = int(np.argmax(seconds <= seconds.min() * ENOUGH))
+        return KernelSetting(float(seconds.min()), int(blocks[few]), max(int(chunks[few]), 1))
 
     def times(
         self, nbytes: int, blocks: NDArray[np.int64], limits: NDArray[np.int64]
@@ -358,21 +381,47 @@ class WindowsClock:
 
         blocks, limits: (C,) int64, blocks of the kernel, and the most bytes of a chunk.
         """
-        steps, costs = self._steps, self._costs
+        settings = np.array([blocks, self._parts(blocks), limits])
+        settings = np.array([*settings, self.pieces(nbytes, settings)])
+        return self._along_trees(nbytes, settings, self._costs, joint_blocks)
+
+    def pieces(self, nbytes: int, settings: Settings) -> NDArray[np.int64]:
+        """Return the fewest of `PIECES`, (C,) int64, with the least time.
+
+        Ranks must agree on it, so it takes no functions but those whose results IEEE 754 fixes.
+
+        settings: (3, C) int64, blocks of the kernel, parts of a step, and the most bytes of a chunk.
+        """
+        every = np.array([*np.tile(settings, len(PIECES)), np.repeat(PIECES, settings.shape[1])])
+        seconds, _ = self._along_trees(nbytes, every, self._default_costs, np.minimum)
+        rows = seconds.reshape(len(PIECES), -1)
+        fewest: NDArray[np.int64] = np.array(PIECES)[
+            (rows <= rows.min(axis=0) * (1 + TOLERANCE)).argmax(axis=0)
+        ]
+        return fewest
+
+    def _parts(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        parts: NDArray[np.int64] = np.ceil(blocks * self._longest - 1e-9).astype(np.int64).clip(1, blocks)
+        return parts
+
+    def _along_trees(
+        self, nbytes: int, settings: Settings, costs: EngineCosts, joint: Joint
+    ) -> tuple[Floats, Floats]:
+        (blocks, parts, limits, pieces), steps = settings, self._steps
+        rate = costs.block_rate(self._collective)
         if not len(steps.rank):
             return np.full(len(blocks), costs.launch), np.full(len(blocks), float(nbytes))
-        parts = np.clip(np.ceil(blocks * self._longest - 1e-9), 1, blocks)
         shard = steps.share * max(nbytes, 1e-9)  # nothing takes the hops
-        chunk = np.minimum(np.minimum(np.maximum(shard / (PIECES * parts), LEAST_CHUNK), limits), shard)
+        chunk = np.minimum(np.minimum(np.maximum(shard / (pieces * parts), LEAST_CHUNK), limits), shard)
         chunks = np.maximum(shard / np.maximum(chunk, 1), 1)  # of all parts
         hop = np.where(steps.departures > 0, costs.hop, 0.0)
-        one = hop + (steps.arrivals + steps.departures) * chunk / self._rate
+        one = hop + (steps.arrivals + steps.departures) * chunk / rate
         head, tail = longest_chains(one, steps.forward), longest_chains(one, steps.backward)
         pipelined = (head + np.maximum(chunks / parts, 1) * one + tail).max(axis=0)
         work = self._by_rank(chunks * one)
         busy = np.minimum(blocks, steps.most * parts)
         port = self._port * nbytes / (costs.peak * 1e9)
-        moved = (work / joint_blocks(busy, work / np.maximum(port, work / _MANY))).max(axis=0)
+        moved = (work / joint(busy, work / np.maximum(port, work / _MANY))).max(axis=0)
         chain = float((longest_chains(hop, steps.forward) + hop).max())
         wires = np.maximum(port.max(axis=0), self._links * nbytes)
         seconds = np.maximum(np.maximum(pipelined, chain - costs.hop + moved), chain + wires)

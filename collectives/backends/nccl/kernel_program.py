@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any
 
@@ -34,13 +35,17 @@ from collectives.backends.nccl.tree_steps import (
 )
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import TransferTable, place_in
+from topoplan.model.window_engine import LEAST_CHUNK, WindowsClock, costs_of, most_blocks
 from topoplan.plans.shards import ALIGNMENT
 
 FLAG_BYTES = 128
 """Distance of flags: each has a cache line to itself."""
 
-PIECES, LEAST_CHUNK = 8, 8 << 10
-"""Chunks of a part of a shard, for the pipeline, and the least bytes of one: shorter chunks leave threads idle."""
+HOP_BYTES = 112 << 10
+"""Bytes that a block moves in the time of a hop, which every chunk costs besides."""
+
+LEAST_STRIDE = 32 << 10
+"""The least bytes of a slot into which a long one is halved: four vectors of 16 bytes for every thread."""
 
 MOST_ENDS = 256
 """The most ends of a step; as in ``forest.cu``."""
@@ -57,8 +62,9 @@ STEP = np.dtype(
     [
         (name, np.int64)
         for name in (
-            *("level", "start", "stop", "chunk", "part", "parts", "own", "own_first", "kept", "kept_first"),
-            *("final", "first", "arrivals", "departures", "direct", "gathers", "spreads"),
+            *("level", "start", "stop", "chunk", "part", "parts", "chunks", "own", "own_first", "kept"),
+            *("kept_first", "final", "first", "arrivals", "departures", "direct", "gathers", "spreads"),
+            "switched",
         )
     ]
 )
@@ -107,9 +113,10 @@ class KernelPlan:
     """A plan with its place in the arenas for as long as these live; the same on all ranks.
 
     - `base`: where its place begins in every arena, a multiple of `FLAG_BYTES`.
-    - `stride`: bytes of a slot, a multiple of `FLAG_BYTES`, and at least `ALIGNMENT` elements of 16 bytes.
-    - `blocks`: the most blocks of the kernel.
-    - `room`: bytes that the arenas have left. A plan takes as many parts as fit, at least one.
+    - `stride`: the most bytes of a slot, a multiple of `FLAG_BYTES`, and at least `ALIGNMENT` elements of 16 bytes.
+    - `blocks`: the most blocks of the kernel; shorter buffers take fewer (`most_blocks`).
+    - `room`: bytes that the arenas have left. A plan takes as many parts as fit, at least one, in slots that are halved
+      down to `LEAST_STRIDE` while fewer than three quarters of the wanted parts fit.
     - `domains` of each rank; empty if all are in one.
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
@@ -134,8 +141,20 @@ class KernelPlan:
         self.whole = key.plan.collective in WHOLE
         self.stars = int(found.star.max(initial=-1)) + 1
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
-        self._lay(key, base, 1)
-        self._lay(key, base, min(_parts(key, found, blocks), max(1, room // max(self.nbytes, 1))))
+        self.clock = clock_of(key)
+        self._longest = _longest_step(key, found)
+        wanted = self.wanted_parts(blocks)
+        while True:
+            self._lay(key, base, 1)
+            parts = min(wanted, max(1, room // max(self.nbytes, 1)))
+            if 4 * parts >= 3 * wanted or self.stride // 2 < LEAST_STRIDE:
+                break
+            self.stride = self.stride // 2 // FLAG_BYTES * FLAG_BYTES
+        self._lay(key, base, parts)
+
+    def wanted_parts(self, blocks: int) -> int:
+        """Return into how many parts steps are cut: a rank's longest one shares blocks by its part of the work."""
+        return max(1, min(blocks, math.ceil(blocks * self._longest - 1e-9)))
 
     def _lay(self, key: PlanKey, base: int, parts: int) -> None:
         """Assign flags and slots of so many parts their places in the arenas."""
@@ -183,16 +202,19 @@ class KernelPlan:
         return _KernelTablesBuilder(self, table, memory, itemsize, direct=direct and self.whole).build()
 
 
-def _parts(key: PlanKey, found: ForestSteps, blocks: int) -> int:
-    """Return into how many parts steps are cut: a rank's longest one shares blocks by its part of the work."""
+@lru_cache(maxsize=64)
+def clock_of(key: PlanKey) -> WindowsClock:
+    """Return the model of a plan's times, by which its kernels are cut."""
+    return WindowsClock(key.plan, costs_of(key.plan.topology)[0])
+
+
+def _longest_step(key: PlanKey, found: ForestSteps) -> float:
+    """Return the longest step's part of its rank's work in a kernel."""
     work: dict[tuple[int, int], list[float]] = {}
     for step in found.steps:
         ends = len(step.arrivals) + len(step.departures)
         work.setdefault((step.rank, step.phase), []).append(ends * float(key.plan.shards[step.shard].share))
-    return max(
-        (min(blocks, math.ceil(blocks * max(one) / sum(one) - 1e-9)) for one in work.values() if sum(one)),
-        default=1,
-    )
+    return max((max(one) / sum(one) for one in work.values() if sum(one)), default=0.0)
 
 
 Buffer = tuple[int, int]
@@ -211,7 +233,12 @@ class _KernelTablesBuilder:
         self._direct = direct
         self._bounds: list[int] = table.bounds.tolist()
         self._longest = min(table.chunk_elements, plan.stride // itemsize // ALIGNMENT * ALIGNMENT)
-        self._shortest = LEAST_CHUNK // itemsize
+        nbytes, limit = table.count * itemsize, self._longest * itemsize
+        self._blocks = min(plan.blocks, most_blocks(nbytes))
+        self._parts = min(plan.parts, plan.wanted_parts(self._blocks))
+        settings = np.array([[self._blocks], [self._parts], [limit]])
+        self._pieces = int(plan.clock.pieces(nbytes, settings)[0])
+        self._itemsize = itemsize
         # the rows of chunk 0, without empty shards
         _, firsts = np.unique(self._found.row, return_index=True)
         rows = np.cumsum(np.diff(table.bounds)[self._found.shard[firsts]] > 0) - 1
@@ -232,8 +259,10 @@ class _KernelTablesBuilder:
             if not arrivals and not departures:
                 continue
             here = ends[step.phase]
-            for part in range(self._plan.parts):
+            for part in range(self._parts):
                 size, (own, kept, *rest) = self._size(step, part), fixed
+                if not size[-1]:
+                    continue
                 counts = (len(here), len(arrivals), len(departures))
                 rows[step.phase].append((*size, *own, *kept, rest[0], *counts, *rest[1:]))
                 pieces[step.phase].append((step, part))
@@ -241,9 +270,11 @@ class _KernelTablesBuilder:
                 here += [self._end(edge, part, arrives=False) for edge in departures]
         phases = []
         for mine, steps, of_steps, messages in zip(pieces, rows, ends, self._messages, strict=True):
-            blocks, dealt = _dealt_to_blocks(mine, np.array(steps, dtype=STEP), self._plan.blocks)
+            blocks, dealt, order = _dealt_to_blocks(
+                mine, np.array(steps, dtype=STEP), self._blocks, self._itemsize
+            )
             moved = tuple(message for _, message in sorted(messages, key=lambda one: one[0]))
-            phases.append(KernelPhase(blocks, dealt, np.array(of_steps, dtype=END), moved))
+            phases.append(KernelPhase(blocks, dealt, np.array(of_steps, dtype=END)[order], moved))
         return KernelTables(tuple(phases), self._length)
 
     def _step(self, step: ForestStep) -> tuple[tuple[Any, ...], list[int], list[int]]:
@@ -288,7 +319,8 @@ class _KernelTablesBuilder:
             self._is_direct(found.receivers[edge]) for edge in (*arrivals, *departures)
         )
         divides = final and step.stage != NOWHERE
-        return (own, kept, divides, direct, step.gathers, step.spreads), arrivals, departures
+        switched = bool((found.star[arrivals + departures] >= 0).any())
+        return (own, kept, divides, direct, step.gathers, step.spreads, switched), arrivals, departures
 
     def _is_direct(self, step: ForestStep) -> bool:
         """Return whether the arrivals of a step are its rank's result already."""
@@ -317,9 +349,10 @@ class _KernelTablesBuilder:
 
     def _size(self, step: ForestStep, part: int) -> tuple[int, ...]:
         start, stop = self._bounds[step.shard : step.shard + 2]
-        piece = -(-(stop - start) // (PIECES * self._plan.parts * ALIGNMENT)) * ALIGNMENT
-        chunk = min(max(piece, self._shortest), self._longest)
-        return step.level, start, stop, chunk, part, self._plan.parts
+        piece = -(-(stop - start) // (self._pieces * self._parts * ALIGNMENT)) * ALIGNMENT
+        chunk = min(max(piece, LEAST_CHUNK // self._itemsize), self._longest)
+        chunks = max(-(-(-(-(stop - start) // chunk) - part) // self._parts), 0)
+        return step.level, start, stop, chunk, part, self._parts, chunks
 
     def _end(self, edge: int, part: int, *, arrives: bool) -> tuple[int, ...]:
         plan, found = self._plan, self._found
@@ -338,30 +371,33 @@ class _KernelTablesBuilder:
 
 
 def _dealt_to_blocks(
-    pieces: list[tuple[ForestStep, int]], rows: NDArray[np.void], blocks: int
-) -> tuple[NDArray[np.int64], NDArray[np.void]]:
-    """Deal steps to blocks, the most work first to the least loaded block; steps that continue a sum stay with it."""
+    pieces: list[tuple[ForestStep, int]], rows: NDArray[np.void], blocks: int, itemsize: int
+) -> tuple[NDArray[np.int64], NDArray[np.void], NDArray[np.int64]]:
+    """Deal steps to blocks, the most work first to the least loaded block; steps that continue a sum stay with it.
+
+    Returns the limits of the blocks, the steps in their order, and the order in which the ends follow the steps.
+    """
     chains: dict[tuple[int, int], list[int]] = {}
     head: dict[int, int] = {}
     for number, (step, part) in enumerate(pieces):
         first = head.get(id(step.behind), id(step))
         head[id(step)] = first
         chains.setdefault((first, part), []).append(number)
-    work = {
-        chain: sum(
-            (rows["arrivals"][number] + rows["departures"][number] + 1)
-            * (rows["stop"][number] - rows["start"][number])
-            for number in numbers
-        )
-        for chain, numbers in chains.items()
-    }
+    chunk = np.minimum(rows["chunk"], rows["stop"] - rows["start"]) * itemsize
+    each = rows["chunks"] * (HOP_BYTES + (rows["arrivals"] + rows["departures"]) * chunk)
+    work = {chain: int(each[numbers].sum()) for chain, numbers in chains.items()}
     heap = [(0, block) for block in range(min(blocks, len(chains)))]
     heapify(heap)
     mine: list[list[int]] = [[] for _ in heap]
     for chain in sorted(chains, key=lambda chain: (-work[chain], chains[chain])):
         load, block = heap[0]
         mine[block] += chains[chain]
-        heapreplace(heap, (load + int(work[chain]), block))
+        heapreplace(heap, (load + work[chain], block))
     order = [number for numbers in mine for number in sorted(numbers, key=lambda n: (rows["level"][n], n))]
     limits = np.cumsum([0, *(len(numbers) for numbers in mine)])
-    return limits, rows[order]
+    dealt = rows[order]
+    counts = dealt["arrivals"] + dealt["departures"]
+    firsts = np.cumsum(counts) - counts
+    ends = np.repeat(dealt["first"] - firsts, counts) + np.arange(counts.sum())
+    dealt["first"] = firsts
+    return limits, dealt, ends

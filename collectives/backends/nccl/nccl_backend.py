@@ -52,7 +52,7 @@ from collectives.backends.nccl.nccl_communicators import (
     ParentCommunicator,
     prepare_library,
 )
-from collectives.backends.nccl.window_engine import BLOCKS, KEPT, SLOT_BYTES, BoundKernelPlan, WindowEngine
+from collectives.backends.nccl.window_engine import KEPT, BoundKernelPlan, WindowEngine
 from collectives.backends.stepped_program import program_of, waits_for
 from collectives.peers.address import address_among
 from collectives.peers.agreement import Gather, gather_or_raise
@@ -63,6 +63,7 @@ from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_with
 from collectives.tables.cupy_arrays import CupyArrays, is_capturing, load_cupy, on_device, use_device
 from collectives.tables.transfer_table import Given
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
+from topoplan.model.window_engine import BLOCKS, SLOT_BYTES, WIDE_BLOCKS
 from topoplan.units import format_size
 
 ENGINES = ("auto", "windows", "messages")
@@ -494,7 +495,8 @@ class NcclBackend(OneRank):
                 if wanted == "windows":
                     raise no_windows(found)
                 return f"messages: {found}"
-            most = min(BLOCKS, processors // found.sharing)
+            each = processors // found.sharing
+            most = max(min(BLOCKS, each), min(WIDE_BLOCKS, each // 3))
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
             kernels, origin = self.arrays.kernels, self._streams.origin
             self._engine = WindowEngine(

@@ -26,27 +26,20 @@ from collectives.backends.nccl.kernel_program import (
     KernelMessage,
     KernelPhase,
     KernelPlan,
+    clock_of,
 )
 from collectives.backends.nccl.tree_steps import order_of
 from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import TELL_CALL, forest_kernel, switch_adds
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
+from topoplan.model.window_engine import SLOT_BYTES, SMALL_BLOCKS, SMALL_BYTES, WIDE_BLOCKS
 
 THREADS, SMALL_THREADS = 512, 256
 """Threads of a block, and of one of a small collective; as in ``forest.cu``."""
 
-BLOCKS = 24
-"""The most blocks of the kernel: they occupy SMs that other kernels would use."""
-
-SLOT_BYTES = 128 << 10
-"""The default for bytes of a slot."""
-
-SMALL_BLOCKS = 8
-"""Blocks of the kernel for small collectives."""
-
-SMALL_BYTES = 16 << 10
-"""The default for the longest small collective."""
+INBOX_PART = 32
+"""The part of the room, 1 in so many, that inboxes of small collectives take at most."""
 
 LONGEST_WAIT = 1 << 62
 """Nanoseconds that a kernel waits at most."""
@@ -116,7 +109,7 @@ class WindowEngine:
       before.
     - `blocks`: the most blocks of the kernel.
     - `slot_bytes`: the longest chunk; a multiple of 256.
-    - `small_bytes`: up to this size ranks send their input to all others, instead of along trees; a multiple of 16.
+    - `small_bytes`: up to this size ranks may send their input to all others, instead of along trees; a multiple of 16.
     - `room_bytes` of each arena for slots and flags, the same on all ranks; the whole arena by default.
     - `exact`: sums have the plan's bits. Without it a switch that can add does so, in any order.
 
@@ -131,7 +124,7 @@ class WindowEngine:
         stream: Any,
         *,
         timeout: float,
-        blocks: int = BLOCKS,
+        blocks: int = WIDE_BLOCKS,
         slot_bytes: int = SLOT_BYTES,
         small_bytes: int = SMALL_BYTES,
         room_bytes: int | None = None,
@@ -158,10 +151,10 @@ class WindowEngine:
         self._page: NDArray[np.uint64] = np.frombuffer(self._memory, dtype=np.uint64, count=words)
         self._page[:] = 0
         self._inbox = self._base
-        inboxes = 4 * small_bytes * region.size
         self.alone = len(set(region.domains)) == 1
-        self._small_bytes = small_bytes if inboxes <= self._room.nbytes and self.alone else 0
-        self._base += inboxes if self._small_bytes else 0
+        most = self._room.nbytes // (4 * INBOX_PART * region.size) // FLAG_BYTES * FLAG_BYTES
+        self._small_bytes = min(small_bytes, most) if self.alone else 0
+        self._base += 4 * self._small_bytes * region.size
         with stream:
             self._dead = cupy.zeros(1, dtype=np.uint64)
             self._others = cupy.zeros(region.size, dtype=np.uint64)
@@ -371,9 +364,10 @@ class WindowEngine:
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
         """Return the program that sends every input to all ranks; None for a large collective, or one without
         an order."""
-        if call.table.count * call.itemsize > self._small_bytes:
+        key, nbytes = PlanKey(call.plan.digest, call.plan), call.table.count * call.itemsize
+        if nbytes > self._small_bytes or nbytes > clock_of(key).packets_to:
             return None
-        orders = order_of(PlanKey(call.plan.digest, call.plan))
+        orders = order_of(key)
         if orders is None:
             return None
         codes = [rank << 2 | action for order in orders for rank, action in order]

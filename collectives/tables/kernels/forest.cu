@@ -6,18 +6,20 @@
 // block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
 
 constexpr int MOST_ENDS = 256;         // of a step
+constexpr int TABLE_WORDS = 2048;      // of 8 bytes, for the tables of a block in shared memory
 constexpr unsigned POLLS = 256;        // of a flag, before the clock is looked at
 
 struct Step {
     long long level;                   // chunk c has its turn in round c + level
     long long start, stop, chunk;      // elements of the shard, and of a chunk
-    long long part, parts;             // chunk c of the step is number part + parts * c of the shard
+    long long part, parts, chunks;     // chunk c of the step's chunks is number part + parts * c of the shard
     long long own, own_first;          // buffer of the first operand, and the element that it begins with; -1: none
     long long kept, kept_first;        // buffer to write to; -1: none
     long long final;                   // the sum is complete
     long long first, arrivals, departures;  // its ends: arrivals in the order of joining, then departures
     long long direct;                  // some of them lead into results
     long long gathers, spreads;        // the switch adds arrivals; and copies departures
+    long long switched;                // the switch does so here or at a peer
 };
 
 struct End {
@@ -44,7 +46,7 @@ struct Job {
     Control control;
     const long long* blocks;           // the steps of each block: blocks[b] to blocks[b + 1]
     const Step* steps;
-    const End* ends;
+    const End* ends;                   // in the order of the steps
     unsigned long long* sent;
     unsigned long long phase;          // which kernel of the collective this is
 };
@@ -170,7 +172,7 @@ __device__ inline bool begins(const Control& control, unsigned long long number,
         over = ended(control);
         differs = 0;
     }
-    __syncthreads();
+    __syncthreads();  // which publishes copied tables too
     if (over || !number) return !over;
     if (blockIdx.x == 0) tell_all(control, number, digest);
 #pragma unroll 1
@@ -288,11 +290,51 @@ struct NoSwitch {
     __device__ static void run(const Chunk<Element, Operation, Last>&, long long, bool, bool, bool) {}
 };
 
+// ---- the tables of a block
+
+struct Tables {
+    const Step* steps;
+    const End* ends;                   // of these steps
+    char* const* arenas;
+    const unsigned long long* earlier; // chunks of each end in earlier collectives; null: in the counters
+    int count;                         // steps
+    long long first;                   // number of the first end
+};
+
+__device__ inline void copy_words(unsigned long long* to, const void* from, long long words) {
+#pragma unroll 1
+    for (long long i = threadIdx.x; i < words; i += blockDim.x) to[i] = ((const unsigned long long*)from)[i];
+}
+
+// Returns the tables in shared memory if they fit: an acquire empties the L1 cache, so every later load from global
+// memory would wait for the L2 cache. For all threads of the block alike; their next barrier publishes the copies.
+__device__ inline Tables tables_of(const Job& job, unsigned long long* words) {
+    constexpr long long STEP_WORDS = sizeof(Step) / 8, END_WORDS = sizeof(End) / 8;
+    const long long begin = job.blocks[blockIdx.x], count = job.blocks[blockIdx.x + 1] - begin;
+    const Step* const steps = job.steps + begin;
+    if (!count) return {steps, job.ends, job.control.arenas, nullptr, 0, 0};
+    const Step& last = steps[count - 1];
+    const long long first = steps[0].first, ends = last.first + last.arrivals + last.departures - first;
+    const long long ranks = job.control.ranks;
+    if (ranks + count * STEP_WORDS + ends * (END_WORDS + 1) > TABLE_WORDS)
+        return {steps, job.ends + first, job.control.arenas, nullptr, (int)count, first};
+    unsigned long long* const own_steps = words + ranks;
+    unsigned long long* const own_ends = own_steps + count * STEP_WORDS;
+    unsigned long long* const earlier = own_ends + ends * END_WORDS;
+    copy_words(words, job.control.arenas, ranks);
+    copy_words(own_steps, steps, count * STEP_WORDS);
+    copy_words(own_ends, job.ends + first, ends * END_WORDS);
+#pragma unroll 1
+    for (long long e = threadIdx.x; e < ends; e += blockDim.x) earlier[e] = job.sent[job.ends[first + e].sent];
+    return {(const Step*)own_steps, (const End*)own_ends, (char* const*)words, earlier, (int)count, first};
+}
+
 // ---- a block
 
 template <class Element, class Operation, class Last, class Switch>
 struct Block {
     const Job& job;
+    const Tables& tables;
     char* given;
     char* result;
     char* room;                        // workspace for sums that are needed again
@@ -308,14 +350,19 @@ struct Block {
     __device__ void each_end(const Step& step, const Act& act) const {
 #pragma unroll 1
         for (int e = threadIdx.x; e < step.arrivals + step.departures; e += blockDim.x)
-            act(e, job.ends[step.first + e], e < step.arrivals);
+            act(e, tables.ends[step.first - tables.first + e], e < step.arrivals);
+    }
+
+    // Chunks of an end in earlier collectives.
+    __device__ unsigned long long earlier(const End& end) const {
+        return tables.earlier ? tables.earlier[&end - tables.ends] : job.sent[end.sent];
     }
 
     // Address of the data of an end: in a slot, of all ranks at once if a switch adds or copies it; in the result, if
     // results have one offset in all arenas; or in the buffer of a message.
     __device__ char* placed(const Step& step, const End& end, unsigned long long number, long long first,
                             bool by_switch) const {
-        char* const* const arenas = job.control.arenas;
+        char* const* const arenas = tables.arenas;
         if (end.count < 0) return room + (end.slots + first - step.start) * sizeof(Element);
         if (end.count == 0)
             return arenas[end.home] + (result - arenas[job.control.rank]) + first * sizeof(Element);
@@ -324,11 +371,11 @@ struct Block {
     }
 
     __device__ bool run(const Step& step, long long c) const {
-        char* const* const arenas = job.control.arenas;
+        char* const* const arenas = tables.arenas;
         char* const arena = arenas[job.control.rank];
         const long long first = step.start + (step.part + step.parts * c) * step.chunk;
         each_end(step, [&](int e, const End& end, bool arrives) {
-            const unsigned long long number = job.sent[end.sent] + c;
+            const unsigned long long number = earlier(end) + c;
             const char* const flag = arena + (arrives ? end.data : end.credit);
             const unsigned long long wanted = number + 1 - (arrives ? 0 : end.count);
             const bool there = end.count < 0 ||
@@ -339,7 +386,7 @@ struct Block {
         });
         __syncthreads();
         if (*failed) return false;
-        Switch::both_ways();
+        if (step.switched) Switch::both_ways();
         const long long left = step.stop - first, count = left < step.chunk ? left : step.chunk;
         const Element* const own =
             step.own < 0 ? nullptr : buffer(step.own) + (first - step.own_first);
@@ -357,12 +404,12 @@ struct Block {
             chunk.vectors(vectors);
             chunk.elements(vectors * Vector<Element>::LANES, count);
         }
-        Switch::both_ways();
+        if (step.switched) Switch::both_ways();
         __syncthreads();
         each_end(step, [&](int, const End& end, bool arrives) {
             // one credit opened the result to its writers
             if (end.count < 0 || (end.count == 0 && arrives)) return;
-            release(arenas[end.peer] + (arrives ? end.credit : end.data), job.sent[end.sent] + c + 1);
+            release(arenas[end.peer] + (arrives ? end.credit : end.data), earlier(end) + c + 1);
         });
         return true;
     }
@@ -372,18 +419,13 @@ struct Block {
         if (!step.direct) return;
         each_end(step, [&](int, const End& end, bool arrives) {
             if (arrives && end.count == 0)
-                release(job.control.arenas[end.peer] + end.credit, job.sent[end.sent] + chunks(step));
+                release(tables.arenas[end.peer] + end.credit, earlier(end) + step.chunks);
         });
     }
 
-    __device__ static long long chunks(const Step& step) {
-        const long long all = (step.stop - step.start + step.chunk - 1) / step.chunk;
-        return all > step.part ? (all - step.part + step.parts - 1) / step.parts : 0;
-    }
-
     __device__ void run_all() const {
-        const Step* const steps = job.steps + job.blocks[blockIdx.x];
-        const int count = (int)(job.blocks[blockIdx.x + 1] - job.blocks[blockIdx.x]);
+        const Step* const steps = tables.steps;
+        const int count = tables.count;
         bool more = true;
         unsigned long long done = job.phase << 32;
 #pragma unroll 1
@@ -394,7 +436,7 @@ struct Block {
 #pragma unroll 1
             for (int s = 0; s < count; ++s) {
                 const long long c = round - steps[s].level;
-                if (c >= chunks(steps[s])) continue;
+                if (c >= steps[s].chunks) continue;
                 more = true;
                 if (c < 0) continue;
                 if (!run(steps[s], c)) return;
@@ -403,7 +445,7 @@ struct Block {
         }
 #pragma unroll 1
         for (int s = 0; s < count; ++s)
-            each_end(steps[s], [&](int, const End& end, bool) { job.sent[end.sent] += chunks(steps[s]); });
+            each_end(steps[s], [&](int, const End& end, bool) { job.sent[end.sent] = earlier(end) + steps[s].chunks; });
         if (threadIdx.x == 0) progress(job.control, job.phase << 32 | COMPLETE);
     }
 };
@@ -543,9 +585,12 @@ struct Exchange {
         NAME(const Job* wanted, char* given, char* result, char* room, unsigned long long number,  \
              unsigned long long digest) {                                                          \
         __shared__ ELEMENT* places[MOST_ENDS];                                                     \
+        __shared__ unsigned long long words[TABLE_WORDS];                                          \
         __shared__ int failed;                                                                     \
         const Job job = *wanted;                                                                   \
-        const Block<ELEMENT, OPERATION, LAST, SWITCH> block = {job, given, result, room, places, &failed}; \
+        const Tables tables = tables_of(job, words);                                               \
+        const Block<ELEMENT, OPERATION, LAST, SWITCH> block = {job,  tables, given,  result,       \
+                                                               room, places, &failed};             \
         if (threadIdx.x == 0) failed = 0;                                                          \
         if (begins(job.control, number, digest)) block.run_all();                                  \
     }

@@ -18,7 +18,6 @@ import topoplan
 from collectives import Communicator, lower
 from collectives.backends.backend import RankArrays
 from collectives.backends.nccl import device_arenas, kernel_program, nccl_communicators, tree_steps
-from collectives.backends.nccl import window_engine as engine
 from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps
 from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.tables.lowering import PlanKey
@@ -32,6 +31,7 @@ from topoplan.errors import BackendError, RefusedError, UsageError
 from topoplan.model import window_engine
 from topoplan.model.candidates import candidates
 from topoplan.model.dataflow import dataflow
+from topoplan.model.window_engine import SLOT_BYTES
 from topoplan.plans.plan import Plan
 
 __all__ = ["cupy", "machine"]
@@ -99,6 +99,14 @@ def test_tables_outlive_the_empty_run_of_a_kernel(monkeypatch: pytest.MonkeyPatc
     )
     engine.loaded("forest_sum_float32")
     assert alive == [True]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_inboxes_take_a_small_part_of_the_room_in_whole_lines(size: int) -> None:
+    engine = Ranks(size).engines[0]
+    inboxes = 4 * engine._small_bytes * size
+    assert 0 < inboxes <= engine._room.nbytes // 32
+    assert engine._calls_at % kernel_program.FLAG_BYTES == inboxes % kernel_program.FLAG_BYTES == 0
 
 
 @pytest.mark.parametrize(("collective", "later", "texts"), [("allreduce", 1, 0), ("reduce", 2, 1)])
@@ -726,19 +734,6 @@ def test_arrays_of_empty_outlive_the_communicator(machine: Machine, cupy: Module
 COLLECTIVES = ("allreduce", "broadcast", "reduce", "allgather", "reduce_scatter")
 
 
-def test_limits_are_those_of_the_engine() -> None:
-    assert (window_engine.BLOCKS, window_engine.SLOT_BYTES) == (engine.BLOCKS, engine.SLOT_BYTES)
-    assert (window_engine.SMALL_BYTES, window_engine.SMALL_BLOCKS) == (
-        engine.SMALL_BYTES,
-        engine.SMALL_BLOCKS,
-    )
-    assert (window_engine.PIECES, window_engine.LEAST_CHUNK) == (
-        kernel_program.PIECES,
-        kernel_program.LEAST_CHUNK,
-    )
-    assert max(window_engine.CHUNKS) == engine.SLOT_BYTES
-
-
 @pytest.mark.parametrize(
     ("name", "collective"), [*(("v100x4", one) for one in COLLECTIVES), ("dgx-h100", "allreduce")]
 )
@@ -762,21 +757,50 @@ def check_steps(plan: Plan) -> None:
     assert small == (tree_steps.order_of(key) is not None), plan
 
 
-@pytest.mark.parametrize("blocks", [1, 5, 24])
-@pytest.mark.parametrize("nbytes", [1 << 12, 1 << 20, 1 << 28])
-def test_parts_and_chunks_are_those_of_the_kernel(blocks: int, nbytes: int) -> None:
-    """The chunk of the longest shard to 16 elements, which depends on the number of parts."""
-    plan = topoplan.plan(topoplan.load("v100x4"), "allreduce")
-    count = nbytes // 4
-    table = lower(plan, count, chunk_elements=engine.SLOT_BYTES // 4)
-    made = kernel_program.KernelPlan(
-        PlanKey(plan.digest, plan), base=0, stride=engine.SLOT_BYTES, blocks=blocks
+@pytest.mark.parametrize("schedule", ["trees", "ring"])
+@pytest.mark.parametrize("blocks", [1, 5, 24, 48])
+@pytest.mark.parametrize("nbytes", [1 << 12, 1 << 20, 1 << 24, 1 << 28])
+def test_parts_and_chunks_are_those_of_the_kernel(schedule: str, blocks: int, nbytes: int) -> None:
+    """The chunk of the longest shard to 16 elements, which depends on the numbers of parts and of their pieces."""
+    machine = topoplan.load("v100x4")
+    plan = (
+        topoplan.ring_plan(machine, "allreduce")
+        if schedule == "ring"
+        else topoplan.plan(machine, "allreduce")
     )
+    count = nbytes // 4
+    table = lower(plan, count, chunk_elements=SLOT_BYTES // 4)
+    made = kernel_program.KernelPlan(PlanKey(plan.digest, plan), base=0, stride=SLOT_BYTES, blocks=blocks)
     array = np.zeros(0)
     block = result_blocks("allreduce", None, 4, count)[0]
     steps = made.tables(table, RankArrays(0, (0, count), array, block, array), 4).phases[0].steps
     clock = window_engine.WindowsClock(plan, window_engine.HOPPER)
-    _, chunk = clock.times(nbytes, np.array([blocks]), np.array([engine.SLOT_BYTES]))
-    assert set(steps["parts"].tolist()) == {made.parts}
+    used = min(blocks, window_engine.most_blocks(nbytes))
+    _, chunk = clock.times(nbytes, np.array([used]), np.array([SLOT_BYTES]))
+    assert set(steps["parts"].tolist()) == {made.wanted_parts(used)}
     longest = min(int(steps["chunk"].max()), int(np.diff(table.bounds).max()))
     assert 4 * longest == pytest.approx(chunk[0], abs=2 * 64)
+
+
+def test_slots_are_halved_while_too_few_parts_fit() -> None:
+    """Of 8 ranks, each with 14 edges of three slots in its arena, 48 blocks want 24 parts."""
+    plan = topoplan.plan(topoplan.load("dgx-h100"), "allreduce")
+    key = PlanKey(plan.digest, plan)
+    made = [
+        kernel_program.KernelPlan(key, base=0, stride=SLOT_BYTES, blocks=48, room=room << 20)
+        for room in (256, 64, 32, 8)
+    ]
+    assert [(one.stride >> 10, one.parts) for one in made] == [(128, 24), (64, 24), (32, 24), (32, 6)]
+    assert all(one.nbytes <= room << 20 for one, room in zip(made, (256, 64, 32, 8), strict=True))
+
+
+@pytest.mark.parametrize(("nbytes", "busiest"), [(64 << 10, 1), (1 << 20, 8), (1 << 24, 14)])
+def test_blocks_share_the_chunks_and_not_the_parts(nbytes: int, busiest: int) -> None:
+    """The parts of a short buffer have no chunks but one, and steps without any are left out."""
+    plan = topoplan.plan(topoplan.load("dgx-h100"), "allreduce")
+    made = kernel_program.KernelPlan(PlanKey(plan.digest, plan), base=0, stride=SLOT_BYTES, blocks=24)
+    table = lower(plan, nbytes // 4, chunk_elements=SLOT_BYTES // 4)
+    block = RankArrays(0, (0, nbytes // 4), np.zeros(0), (0, nbytes // 4), np.zeros(0))
+    phase = made.tables(table, block, 4).phases[0]
+    assert phase.steps["chunks"].all()
+    assert max(part["chunks"].sum() for part in np.split(phase.steps, phase.blocks[1:-1])) == busiest

@@ -159,13 +159,13 @@ WINDOWS = "plan dgx-h100 --sizes 1KB:1GB --engine windows"
 
 
 def test_windows_say_blocks_and_chunks_of_every_range(done: Done) -> None:
-    """A range of one-shot up to 16 KB, two columns more, and whose figures they are; without the option none of it."""
+    """A range of one-shot up to 8 KB, two columns more, and whose figures they are; without the option none of it."""
     out = done(f"{WINDOWS} --notes")
     heads, first, second, *_ = table_of(out)
     assert heads[5:8] == ["GB/s", "blocks", "chunk"]
-    assert first[:8] == ["0B", "16KB", "one-shot", "-", "-", "-", "8", "-"]
-    assert second[:4] == ["16KB", "3.111MB", "one-hop", "8"]
-    assert "crossovers   16385 bytes (16KB), 3261746 bytes (3.111MB), " in out
+    assert first[:8] == ["0B", "8.001KB", "one-shot", "-", "-", "-", "16", "-"]
+    assert second[:4] == ["8.001KB", "-", "one-hop", "8"]
+    assert "crossovers   8193 bytes (8.001KB)\n" in out
     note = "note: windows engine: figures of Hopper, from NCCL's model; --engine-costs takes measured ones"
     assert note in out
     plain, named = (
@@ -182,9 +182,9 @@ def test_windows_in_json_and_in_the_file(done: Done, told: Told, tmp_path: Path)
     value = told(f"{WINDOWS} -o {path}")
     assert (value["engine"], value["costs"]["name"]) == ("windows", "Hopper")
     first, *others = value["table"]
-    assert (first["way"], first["chunk"], first["blocks"]) == ("one-shot", None, 8)
-    assert first["ends"] == [1024, 16384]
-    assert all(row["way"] == "trees" and 1 <= row["blocks"] <= 24 for row in others)
+    assert (first["way"], first["chunk"], first["blocks"]) == ("one-shot", None, 16)
+    assert first["ends"] == [1024, 8192]
+    assert all(row["way"] == "trees" and 1 <= row["blocks"] <= 44 for row in others)
     assert all(0 < row["chunk"] <= 128 << 10 for row in others)
     assert all(row["seconds"][0] < row["seconds"][1] and row["gain"] >= 1 for row in value["table"])
     assert set(json.loads(path.read_text())["ranges"][0]) == {"from", "to", "plan"}
@@ -205,7 +205,7 @@ def test_measured_figures_take_the_place_of_published_ones(done: Done, told: Tol
     """A hop of a millisecond makes everything but one hop dear, and the note says whose it is."""
     path = tmp_path / "costs.json"
     path.write_text(replace(HOPPER, name="mine", source="a test", hop=1e-3).to_json())
-    command = f"plan v100x4 --sizes 64KB:1MB --engine windows --engine-costs {path}"
+    command = f"plan v100x4 --sizes 128KB:1MB --engine windows --engine-costs {path}"
     assert "note: windows engine: figures of mine, from a test\n" in done(f"{command} --notes")
     value = told(command)
     assert value["costs"]["hop"] == 1e-3

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 import topoplan
 from topoplan import Device, Plan, Topology, UsageError, slow_links
+from topoplan.model import window_engine
 from topoplan.model.dataflow import dataflow
 from topoplan.model.window_engine import (
     BLACKWELL,
-    CHUNKS,
     HOPPER,
-    SMALL_BYTES,
+    SLOT_BYTES,
+    WIDE_BLOCKS,
     EngineCosts,
     WindowsClock,
     costs_of,
@@ -37,7 +38,7 @@ COSTS = EngineCosts("round", "by hand", launch=3e-6, hop=1e-6, allreduce_rate=50
 """Round figures, and a port that nothing fills."""
 
 
-def along(plan: Plan, costs: EngineCosts, nbytes: int, blocks: int, limit: int = CHUNKS[-1]) -> float:
+def along(plan: Plan, costs: EngineCosts, nbytes: int, blocks: int, limit: int = SLOT_BYTES) -> float:
     return float(WindowsClock(plan, costs).times(nbytes, np.array([blocks]), np.array([limit]))[0][0])
 
 
@@ -57,8 +58,8 @@ ONE_HOP = ("allreduce", "one-hop")
     [
         # 1 MiB in eight chunks of 128 KiB: each a hop and its bytes at 40 GB/s; then the last is copied out
         (PAIR, COSTS, MIB, 1, 3e-6 + 8 * (1e-6 + 131072 / 40e9) + 131072 / 40e9, 1e-9),
-        # four blocks for one step of each rank: 32 chunks of 32 KiB, eight to a block
-        (PAIR, COSTS, MIB, 4, 3e-6 + 8 * (1e-6 + 32768 / 40e9) + 32768 / 40e9, 1e-9),
+        # four blocks for one step of each rank: two chunks of 128 KiB to a block, for one or four take longer
+        (PAIR, COSTS, MIB, 4, 3e-6 + 2 * (1e-6 + 131072 / 40e9) + 131072 / 40e9, 1e-9),
         # chunks have 8 KiB at least: two of four blocks have one, the others none
         (PAIR, COSTS, 16384, 4, 3e-6 + 1e-6 + 2 * 8192 / 40e9, 1e-9),
         # a port of 10 GB/s, with a launch and a hop before it; links of 450 GB/s have time
@@ -94,27 +95,70 @@ def test_the_longest_step_of_one_hop_is_shared_by_many_blocks() -> None:
 
 
 def test_packets_cost_a_launch_a_hop_and_nine_bytes_for_one() -> None:
-    """16 KiB to each of seven, which eight blocks of 65 GiB/s send at nearly 320 GiB/s; one byte more goes by trees.
+    """8 KiB to each of seven, which 16 blocks of 65 GiB/s send at 320 GiB/s; one byte more goes by trees.
 
     A link of 20 GB/s between two GPUs carries two bytes for each. A ring is too high for packets, as in the engine;
     other collectives have no such kernel.
     """
     clock = WindowsClock(planned("dgx-h100", "allreduce"), HOPPER)
-    assert clock.seconds(SMALL_BYTES) == pytest.approx(4.5e-6 + 7 * 9 * 16384 / 343.6e9, rel=0.02)
-    assert clock.setting(SMALL_BYTES).packets
-    assert not clock.setting(SMALL_BYTES + 1).packets
+    assert clock.packets_to == 8192
+    assert clock.seconds(8192) == pytest.approx(4.5e-6 + 7 * 9 * 8192 / 343.6e9, rel=0.02)
+    assert clock.setting(8192).packets
+    assert not clock.setting(8193).packets
     plan = topoplan.plan("dgx-1p", "allreduce", gpus=[0, 1])
-    assert WindowsClock(plan, HOPPER).seconds(16384) == pytest.approx(4.5e-6 + 2 * 16384 / 20e9)
+    assert WindowsClock(plan, HOPPER).in_packets(16384) == pytest.approx(4.5e-6 + 2 * 16384 / 20e9)
     assert WindowsClock(planned("dgx-h100", "allreduce", "ring"), HOPPER).packets_to == 0
     for collective in ("broadcast", "reduce", "allgather", "reduce_scatter"):
         assert WindowsClock(planned("v100x4", collective), HOPPER).packets_to == 0
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-b200", "dgx-1v", "v100x4"])
+def test_packets_end_where_trees_are_faster(name: str) -> None:
+    """At a power of two, by the machine's figures; given ones change the times, and not what the engine does."""
+    plan = planned(name, "allreduce")
+    clock = WindowsClock(plan, costs_of(plan.topology)[0])
+    assert clock.in_packets(clock.packets_to) <= clock.along_trees(clock.packets_to).seconds
+    assert clock.in_packets(2 * clock.packets_to) > clock.along_trees(2 * clock.packets_to).seconds
+    assert WindowsClock(plan, COSTS).packets_to == clock.packets_to
+
+
+def test_what_ranks_must_agree_on_needs_no_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last bits differ from processor to processor."""
+    monkeypatch.setattr(window_engine, "joint_blocks", None)
+    for name in ("exp", "log1p", "logaddexp"):
+        monkeypatch.setattr(np, name, None)
+    clock = WindowsClock(planned("dgx-h100", "allreduce"), HOPPER)
+    assert clock.packets_to == 8192
+    assert clock.pieces(MIB, np.array([[24], [12], [SLOT_BYTES]])).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "nbytes", "microseconds"),
+    [
+        ("dgx-h100", 8, 4 * MIB, 27.5),
+        ("dgx-b300", 6, 4 * MIB, 33.6),
+        ("gb300-nvl72", 16, 8 * MIB, 67.2),
+    ],
+)
+def test_medium_sizes_go_in_one_piece(name: str, gpus: int, nbytes: int, microseconds: float) -> None:
+    """Where eight pieces take 48.5, 111.5 and 214.5 us, for each chunk costs a hop."""
+    plan = planned(name, "allreduce", gpus=tuple(range(gpus)))
+    clock = WindowsClock(plan, costs_of(plan.topology)[0])
+    assert clock.setting(nbytes).seconds * 1e6 == pytest.approx(microseconds, abs=0.1)
+
+
+def test_a_ring_goes_in_as_many_pieces_as_fill_its_pipeline() -> None:
+    """14 hops in a row on a DGX H100; long buffers have many chunks anyway."""
+    clock = WindowsClock(planned("dgx-h100", "allreduce", "ring"), HOPPER)
+    setting, sizes = np.array([[24], [2], [SLOT_BYTES]]), [1 << power for power in (16, 18, 20, 22, 24)]
+    assert [clock.pieces(nbytes, setting).item() for nbytes in sizes] == [1, 2, 4, 8, 1]
 
 
 @pytest.mark.parametrize("wire", ["nvswitch0->gpu3", "gpu3->nvswitch0"])
 def test_packets_take_what_the_slowest_link_needs_in_either_direction(wire: str) -> None:
     """At 0.01 GB/s seven GPUs send one, or one sends seven, 2 bytes for each byte of 1 KiB."""
     plan = topoplan.plan(slow_links("dgx-h100", {wire: 0.01}))
-    time = WindowsClock(plan, HOPPER).seconds(1 << 10)
+    time = WindowsClock(plan, HOPPER).in_packets(1 << 10)
     assert time == pytest.approx(4.5e-6 + 2 * 7 * 1024 / 0.01e9, rel=1e-6)
     assert time > 1024 / (plan.bound * 1e9)
 
@@ -123,9 +167,7 @@ def test_the_fewest_blocks_that_are_fast_enough_are_taken() -> None:
     """Within 2.5 % of the best, and none below what the figures ask for."""
     plan = planned("dgx-h100", "allreduce", "ring")
     setting = WindowsClock(plan, HOPPER).setting(256 * MIB)
-    times = [
-        min(along(plan, HOPPER, 256 * MIB, blocks, limit) for limit in CHUNKS) for blocks in range(1, 25)
-    ]
+    times = [along(plan, HOPPER, 256 * MIB, blocks) for blocks in range(1, WIDE_BLOCKS + 1)]
     assert setting.seconds == pytest.approx(min(times))
     assert setting.blocks == 1 + next(i for i, time in enumerate(times) if time <= 1.025 * min(times)) < 24
     assert WindowsClock(plan, replace(HOPPER, fewest_blocks=24)).setting(256 * MIB).blocks == 24
