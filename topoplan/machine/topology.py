@@ -86,15 +86,18 @@ FACTS = {
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
     "peer_access": "none if no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
+    "pulls": "GPUs of the server whose memory a GPU reads faster than they write its own, joined by commas",
     "removed": "yes for a GPU that `Topology.remove_gpus` took out and that keeps its number",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
+    "unwritten": "GPUs of the server whose writes to a GPU's memory never end, joined by commas",
     "uuid": "identity of a GPU as the driver gives it",
     "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
 }
-"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are."""
+"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are. ``pulls`` and ``unwritten`` name
+GPUs that no link of their own joins, whose ``push`` and ``pull`` would say so."""
 
-REMOVED = "removed"
-"""The fact of a GPU that was taken out and is not planned for."""
+REMOVED, PULLS, UNWRITTEN = "removed", "pulls", "unwritten"
+"""Facts of a GPU: it was taken out and is not planned for; how it and its peers access each other's memory."""
 
 IN_NETWORK = ("multicast", "reduce")
 """Capabilities of a switch besides forwarding: copy one input to several outputs, add several inputs."""
