@@ -62,11 +62,21 @@ SAMPLE = (
     *(Case("dgx-1v", collective, QUAD, (100, 33), domains=(0, 0, 0, 1)) for collective in COLLECTIVES),
     Case("dgx-1v", gpus=QUAD, counts=(100, 33, 100), compares=True),
     Case("dgx-1v", gpus=QUAD, counts=(100, 1, 33), small=True, compares=True),
+    *(
+        Case(f"dgx-1v {way}", collective, QUAD, (100, 33, 200), direct=collective == "allgather")
+        for way in ("pulled", "mixed")
+        for collective in COLLECTIVES
+    ),
+    Case("dgx-1v mixed", gpus=QUAD, counts=(100, 33), direct=True),
+    Case("2 x dgx-1v mixed", gpus=(0, 1, 2), counts=(100, 33), op="avg", direct=True),
+    Case("dgx-2 mixed", counts=(200,), threads=64),
 )
 
 
-DEFAULT = (0, 12, 15, 27, 38, len(SAMPLE) - 2)
-"""The sample of the default run: large, small, direct stores, a switch, messages, and calls that are compared."""
+DEFAULT = (0, 12, 15, 27, 38, 43, 45, 55)
+"""The sample of the default run: large, small, direct stores, a switch, messages, calls that are compared, and edges
+that are pulled, all and some of them.
+"""
 
 PAIR = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
 ALONE = (
@@ -221,20 +231,28 @@ def test_the_host_ends_kernels_that_wait_and_all_that_are_queued_behind(small: b
         assert not made.got[1][rank].any()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "collective", "gpus"),
     [
-        ("dgx-1v", "allreduce", QUAD),
-        ("dgx-1v", "broadcast", ()),
-        ("dgx-1v", "reduce_scatter", QUAD),
-        ("dgx-a100", "allgather", ()),
-        ("dgx-2", "allreduce", ()),
+        ("dgx-1v mixed", "allreduce", QUAD),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("dgx-1v", "allreduce", QUAD),
+                ("dgx-1v", "broadcast", ()),
+                ("dgx-1v", "reduce_scatter", QUAD),
+                ("dgx-a100", "allgather", ()),
+                ("dgx-2", "allreduce", ()),
+                ("dgx-2 mixed", "reduce", ()),
+                ("2 x dgx-1v mixed", "broadcast", (0, 1, 2)),
+            )
+        ),
     ],
 )
 def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
     machine: str, collective: str, gpus: tuple[int, ...]
 ) -> None:
+    """Of a pulled edge the destination reads them, and the source writes its own memory."""
     case = Case(machine, collective, gpus, (512,), chunk=32)
     made = prepared(case)
     found = run(made, 1)
@@ -246,15 +264,20 @@ def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
     moved = np.zeros((size, size), dtype=np.int64)
     np.add.at(rows, (table.source, table.destination), 1)
     np.add.at(moved, (table.source, table.destination), (table.stop - table.start) * 4)
+    names = [(name.rpartition(".")[0], name) for name in made.plan.ranks]
+    near = np.array([[one[0] == other[0] for other in names] for one in names])
+    pulled = np.array([["mixed" in machine and one < other for other in names] for one in names])
     for rank in range(size):
         traffic = found.traffic[rank]
         for peer in range(size):
-            if peer != rank:
+            if peer != rank and near[rank, peer]:
                 # a flag behind every chunk, and one back for every chunk from there
                 flags = 8 * (rows[rank, peer] + rows[peer, rank])
-                assert traffic[f"arena of rank {peer}"].written == moved[rank, peer] + flags
-                assert traffic[f"arena of rank {peer}"].read == 0
-        assert traffic["arena of rank " + str(rank)].written == 0
+                written = moved[rank, peer] * (not pulled[rank, peer]) + flags
+                assert traffic[f"arena of rank {peer}"].written == written
+                assert traffic[f"arena of rank {peer}"].read == moved[peer, rank] * pulled[peer, rank]
+        read_by_others = bool((moved * pulled * near)[rank].any())
+        assert (traffic["arena of rank " + str(rank)].written > 0) == read_by_others
         if made.got[0][rank].size and "result" in traffic:
             assert traffic["result"].written <= made.got[0][rank].nbytes
         assert traffic["input"].read <= 4 * count * (2 if collective == "allreduce" else 1)

@@ -1,9 +1,11 @@
 """Build the tables of a rank's part in a plan's collectives for the one kernel that runs it (`kernels/forest.cu`).
 
 The steps are those of `tree_steps`. An *end* is a tree edge seen from one of its ranks. Data crosses an edge
-through slots in the arena of its destination; directly into that rank's result, if all results lie at one place in
-the arenas; or, between domains, as a message that moves when the kernel of its phase has ended. Steps have *parts*,
-which take the chunks of the shard in turn.
+through slots in the arena of its destination, which its source writes; if the edge is *pulled*, since the plan's
+machine states that as the faster way, through slots in the arena of its source, which its destination reads; directly
+into the destination's result, if all results lie at one place in the arenas; or, between domains, as a message that
+moves when the kernel of its phase has ended. Flags are always written. Steps have *parts*, which take the chunks of the
+shard in turn.
 
 Deadlock is impossible: chunk c of a step has its turn in round c + level, and every block of every rank takes its
 steps in the order of rounds. The input of a step, data of lower levels or a free slot, has an earlier round: an
@@ -34,6 +36,7 @@ from collectives.backends.nccl.tree_steps import (
 )
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import TransferTable, place_in
+from topoplan.machine.routing import memory_access
 from topoplan.plans.shards import ALIGNMENT
 
 FLAG_BYTES = 128
@@ -133,6 +136,11 @@ class KernelPlan:
         self.blocks = blocks
         self.whole = key.plan.collective in WHOLE
         self.stars = int(found.star.max(initial=-1)) + 1
+        pulled, _ = memory_access(key.plan.topology)
+        names = key.plan.ranks
+        ends = zip(found.source.tolist(), found.destination.tolist(), strict=True)
+        self.pulled = np.array([(names[one], names[other]) in pulled for one, other in ends], dtype=np.bool_)
+        self.pulled &= ~found.crosses & (found.star < 0)
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
         self._lay(key, base, 1)
         self._lay(key, base, min(_parts(key, found, blocks), max(1, room // max(self.nbytes, 1))))
@@ -152,7 +160,7 @@ class KernelPlan:
                     end[rank] += FLAG_BYTES
         for edge in inside:
             if found.star[edge] < 0:
-                length, rank = int(found.slots[edge]) * stride, found.destination[edge]
+                length, rank = int(found.slots[edge]) * stride, self.home(edge)
                 self.slots[edge] = end[rank] + length * np.arange(parts)
                 end[rank] += length * parts
         for star in range(self.stars):
@@ -161,6 +169,10 @@ class KernelPlan:
             self.slots[edges] = end.max() + length * np.arange(parts)
             end[:] = end.max() + length * parts
         self.nbytes = int(end.max(initial=base)) - base
+
+    def home(self, edge: int) -> int:
+        """Return the rank whose arena has the slots of an edge."""
+        return int((self.steps.source if self.pulled[edge] else self.steps.destination)[edge])
 
     @property
     def most_ends(self) -> int:
@@ -299,6 +311,7 @@ class _KernelTablesBuilder:
             and not step.gathers
             and not self._found.crosses[step.arrivals[0]]
             and self._found.star[step.arrivals[0]] < 0
+            and not self._plan.pulled[step.arrivals[0]]
         )
 
     def _placed(self, what: str, number: int, start: int, stop: int) -> Buffer:
@@ -324,7 +337,7 @@ class _KernelTablesBuilder:
     def _end(self, edge: int, part: int, *, arrives: bool) -> tuple[int, ...]:
         plan, found = self._plan, self._found
         source, destination = int(found.source[edge]), int(found.destination[edge])
-        peer, home = (source if arrives else destination), destination
+        peer, home = (source if arrives else destination), plan.home(edge)
         slots, count = int(plan.slots[edge, part]), int(found.slots[edge])
         if found.receivers[edge].gathers:
             home = source
