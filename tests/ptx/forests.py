@@ -39,7 +39,8 @@ class Case:
     """Some collectives one after another, on an engine of its own."""
 
     # of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before
-    # "adder" they only add; before "pulled" and "mixed" all GPUs, or those of higher numbers, read what others have.
+    # "adder" they only add; before "pulled" and "mixed" all GPUs, or those of higher numbers, read what others have;
+    # before "apart" they do, and no copy from GPU 4 to GPU 5 ends.
     # "three phases" is a plan by hand, of six ranks
     machine: str
     collective: str = "allreduce"
@@ -74,7 +75,7 @@ def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
     for device in text["devices"]:
         if device["kind"] == "nvswitch" and able in ("switch", "adder"):
             device["multicast"], device["reduce"] = able == "switch", True
-    if able in ("pulled", "mixed"):
+    if able in ("pulled", "mixed", "apart"):
         state_access(text, able)
     topology = topoplan.load(json.dumps(text))
     if servers == 1:
@@ -86,6 +87,8 @@ def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
 def state_access(machine: dict[str, Any], which: str) -> None:
     """State that GPUs pull, in links between them, and as facts where a switch is in between."""
     gpus = {one["name"]: one for one in machine["devices"] if one["kind"] == "gpu"}
+    if which == "apart":
+        gpus["gpu5"].setdefault("facts", {})["unreached"] = "gpu4"
     pulls = {(src, dst) for src in gpus for dst in gpus if src < dst or (which == "pulled" and src > dst)}
     direct = [one for one in machine["links"] if {one["src"], one["dst"]} <= gpus.keys()]
     for link in direct:

@@ -70,12 +70,15 @@ SAMPLE = (
     Case("dgx-1v mixed", gpus=QUAD, counts=(100, 33), direct=True),
     Case("2 x dgx-1v mixed", gpus=(0, 1, 2), counts=(100, 33), op="avg", direct=True),
     Case("dgx-2 mixed", counts=(200,), threads=64),
+    *(Case("dgx-1v apart", collective, QUAD, (100, 33), direct=True) for collective in COLLECTIVES),
+    Case("2 x dgx-1v apart", gpus=(1, 4, 5), counts=(100, 33), op="avg"),
+    Case("dgx-1v apart", gpus=QUAD, counts=(100, 33), small=True),
 )
 
 
-DEFAULT = (0, 12, 15, 27, 38, 43, 45, 55)
-"""The sample of the default run: large, small, direct stores, a switch, messages, calls that are compared, and edges
-that are pulled, all and some of them.
+DEFAULT = (0, 12, 15, 27, 38, 43, 45, 55, 64)
+"""The sample of the default run: large, small, direct stores, a switch, messages, calls that are compared, edges that
+are pulled, all and some of them, and a pair that exchanges messages.
 """
 
 PAIR = Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,))
@@ -96,6 +99,20 @@ ALONE = (
 )
 def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
     assert outcome(SAMPLE[number], seed=number) is None
+
+
+def test_a_pair_on_which_no_copy_ends_reads_and_writes_nothing_of_each_other() -> None:
+    """The engine says so; all other ranks use their arenas, and small collectives their trees."""
+    for small in (False, True):
+        made = prepared(Case("dgx-1v apart", gpus=QUAD, counts=(100,), small=small))
+        found = run(made, 1)
+        assert made.wrong() is None
+        for rank, engine in enumerate(made.ranks.engines):
+            assert engine.about_pairs == "messages for gpu4-gpu5, where no copy ends"
+            for peer in set(range(4)) - {rank}:
+                traffic = found.traffic[rank][f"arena of rank {peer}"]
+                used = (traffic.read, traffic.written) != (0, 0)
+                assert used == ({rank, peer} in ({0, 2}, {1, 3}, {2, 3}))
 
 
 @pytest.mark.parametrize("domains", [(0, 0, 0, 1, 1, 1), (0,) * 6], ids=["messages", "stores"])

@@ -32,7 +32,7 @@ from topoplan.cli.output import (
     table_of,
 )
 from topoplan.cli.sources import read_machine
-from topoplan.machine.topology import FACTS, PULLS, UNWRITTEN, Device, Link, Topology
+from topoplan.machine.topology import FACTS, PULLS, UNREACHED, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
 from topoplan.operate.plot.tree_layout import grow_forest
@@ -196,7 +196,7 @@ def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
     parts += ["" if implied else f"NUMA {device.numa}"]
     parts += [f"CPUs {known['cpus']}" if "cpus" in known and device.kind == "cpu" else ""]
     parts += [
-        f"{key} {value}" for key, value in device.facts if key not in FACTS or key in (PULLS, UNWRITTEN)
+        f"{key} {value}" for key, value in device.facts if key not in FACTS or key in (PULLS, UNREACHED)
     ]
     return ", ".join(part for part in parts if part)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import PULLS, UNWRITTEN, Device, Link, Topology
+from topoplan.machine.topology import PULLS, UNREACHED, Device, Link, Topology
 
 NOT_FORWARDING = ("nic", "cpu")
 """Kinds of devices that carry data of their own server alone, unless ``forwards`` is set."""
@@ -269,28 +269,26 @@ def has_peer_access(gpu: Device) -> bool:
 
 
 def memory_access(topology: Topology) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]:
-    """Return pairs of GPUs, source first: those whose data the destination pulls, and those whose source never writes.
+    """Return pairs of GPUs, source first: those whose data the destination pulls, and those on which no copy ends.
 
     Copies take NVLink where there is one, so the link of another channel does not count beside it. A fact names GPUs of
     the same server, without the server's name that a cluster puts before it.
 
     >>> gpus = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
-    >>> pulled, unwritten = memory_access(Topology("", gpus, (Link("gpu0", "gpu1", "pcie", 52, push=2.6, pull=52),)))
-    >>> sorted(pulled), sorted(unwritten)
+    >>> pulled, unreached = memory_access(Topology("", gpus, (Link("gpu0", "gpu1", "pcie", 52, push=2.6, pull=52),)))
+    >>> sorted(pulled), sorted(unreached)
     ([('gpu0', 'gpu1')], [])
     """
-    links = {
-        (link.src, link.dst): link for link in sorted(topology.links, key=lambda one: one.channel == "nvlink")
-    }
-    pulled = {ends for ends, link in links.items() if link.pulls and link.push is not None}
-    unwritten = {ends for ends, link in links.items() if link.pulls and link.push is None}
+    links = sorted(topology.links, key=lambda link: link.channel == "nvlink")
+    pulled = {ends for ends, link in {(link.src, link.dst): link for link in links}.items() if link.pulls}
+    unreached: set[tuple[str, str]] = set()
     gpus = set(topology.gpus)
     for device in (one for one in topology.devices if one.kind == "gpu" and one.facts):
         server = device.name.rpartition(".")[0]
-        for key, found in ((PULLS, pulled), (UNWRITTEN, unwritten)):
+        for key, found in ((PULLS, pulled), (UNREACHED, unreached)):
             for name in filter(None, device.fact(key).split(",")):
                 found.add((name if name in gpus else f"{server}.{name}", device.name))
-    return frozenset(pulled), frozenset(unwritten)
+    return frozenset(pulled), frozenset(unreached)
 
 
 def _hops_to_a_cpu(topology: Topology, kinds: Mapping[str, str]) -> dict[str, int]:

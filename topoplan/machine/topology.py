@@ -89,14 +89,14 @@ FACTS = {
     "pulls": "GPUs of the server whose memory a GPU reads faster than they write its own, joined by commas",
     "removed": "yes for a GPU that `Topology.remove_gpus` took out and that keeps its number",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
-    "unwritten": "GPUs of the server whose writes to a GPU's memory never end, joined by commas",
+    "unreached": "GPUs of the server that send nothing to a GPU, since no copy ends, joined by commas",
     "uuid": "identity of a GPU as the driver gives it",
     "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
 }
-"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are. ``pulls`` and ``unwritten`` name
+"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are. ``pulls`` and ``unreached`` name
 GPUs that no link of their own joins, whose ``push`` and ``pull`` would say so."""
 
-REMOVED, PULLS, UNWRITTEN = "removed", "pulls", "unwritten"
+REMOVED, PULLS, UNREACHED = "removed", "pulls", "unreached"
 """Facts of a GPU: it was taken out and is not planned for; how it and its peers access each other's memory."""
 
 IN_NETWORK = ("multicast", "reduce")

@@ -37,6 +37,7 @@ from collectives.backends.nccl.tree_steps import (
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import TransferTable, place_in
 from topoplan.machine.routing import memory_access
+from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT
 
 FLAG_BYTES = 128
@@ -106,6 +107,17 @@ class KernelTables:
     room: int
 
 
+def ranks_apart(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Return pairs of ranks, in both orders, on which no copy ends in one of the directions.
+
+    Neither carries data then: the flags of an edge are written both ways.
+    """
+    _, unreached = memory_access(plan.topology)
+    number = {name: rank for rank, name in enumerate(plan.ranks)}
+    pairs = [(number[one], number[other]) for one, other in unreached if {one, other} <= number.keys()]
+    return frozenset(pair for one, other in pairs for pair in ((one, other), (other, one)))
+
+
 class KernelPlan:
     """A plan with its place in the arenas for as long as these live; the same on all ranks.
 
@@ -117,6 +129,7 @@ class KernelPlan:
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
     `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
+    `apart`: pairs of ranks that exchange messages alone (`ranks_apart`).
     """
 
     def __init__(
@@ -131,7 +144,8 @@ class KernelPlan:
         adds: bool = False,
         copies: bool = False,
     ) -> None:
-        self.steps = found = steps_of(key, domains, adds=adds, copies=copies)
+        self.apart = ranks_apart(key.plan)
+        self.steps = found = steps_of(key, domains, adds=adds, copies=copies, apart=self.apart)
         self.stride = stride
         self.blocks = blocks
         self.whole = key.plan.collective in WHOLE

@@ -26,12 +26,14 @@ from collectives.backends.nccl.kernel_program import (
     KernelMessage,
     KernelPhase,
     KernelPlan,
+    ranks_apart,
 )
 from collectives.backends.nccl.tree_steps import order_of
 from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import TELL_CALL, forest_kernel, switch_adds
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
+from topoplan.units import listed
 
 THREADS, SMALL_THREADS = 512, 256
 """Threads of a block, and of one of a small collective; as in ``forest.cu``."""
@@ -95,7 +97,7 @@ class BoundKernelPlan:
     """A program whose tables lie on the GPU.
 
     `room` is a CuPy array for residual sums and messages, or None. `small`: every rank sends its input to all others.
-    `kept` holds the CuPy arrays that the jobs point to.
+    `kept` holds the CuPy arrays that the jobs point to. `alone`: no rank sends messages.
     """
 
     kernel: Any
@@ -105,6 +107,7 @@ class BoundKernelPlan:
     room: Any
     small: bool
     kept: list[Any]
+    alone: bool = True
 
 
 class WindowEngine:
@@ -120,7 +123,8 @@ class WindowEngine:
     - `room_bytes` of each arena for slots and flags, the same on all ranks; the whole arena by default.
     - `exact`: sums have the plan's bits. Without it a switch that can add does so, in any order.
 
-    `alone`: all ranks are in one domain.
+    `alone`: all ranks are in one domain. `about_pairs`: why pairs of GPUs in the plans so far exchange messages, in one
+    line; the same on all ranks, and empty without such pairs.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class WindowEngine:
         self._inbox = self._base
         inboxes = 4 * small_bytes * region.size
         self.alone = len(set(region.domains)) == 1
+        self.about_pairs = ""
         self._small_bytes = small_bytes if inboxes <= self._room.nbytes and self.alone else 0
         self._base += inboxes if self._small_bytes else 0
         with stream:
@@ -371,7 +376,7 @@ class WindowEngine:
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
         """Return the program that sends every input to all ranks; None for a large collective, or one without
         an order."""
-        if call.table.count * call.itemsize > self._small_bytes:
+        if call.table.count * call.itemsize > self._small_bytes or ranks_apart(call.plan):
             return None
         orders = order_of(PlanKey(call.plan.digest, call.plan))
         if orders is None:
@@ -399,11 +404,12 @@ class WindowEngine:
         kept: list[Any] = []
         launches, received = [], False
         for number, phase in enumerate(tables.phases):
-            launches.append(self._launch(number, phase, counts, kept, looks=received))
+            launches.append(self._launch(number, phase, counts, kept, looks=received, apart=bool(plan.apart)))
             received |= any(not message.sends for message in phase.messages)
         nbytes = tables.room * call.itemsize
         room = self._cupy.empty(nbytes, dtype=np.uint8) if nbytes else None
-        return BoundKernelPlan(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept)
+        alone = self.alone and not plan.apart
+        return BoundKernelPlan(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept, alone)
 
     def _plan(self, call: Call[Any], *, adds: bool, copies: bool) -> tuple[KernelPlan, Any] | None:
         """Return a plan with its place in the arenas, and the counters of this rank's chunks."""
@@ -419,6 +425,9 @@ class WindowEngine:
                 adds=adds,
                 copies=copies,
             )
+            if plan.apart:
+                pairs = sorted(f"{call.plan.ranks[a]}-{call.plan.ranks[b]}" for a, b in plan.apart if a < b)
+                self.about_pairs = f"messages for {listed(pairs, noun='pairs')}, where no copy ends"
             if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
                 self._plans[digest, adds] = None
             else:
@@ -428,7 +437,7 @@ class WindowEngine:
         return self._plans[digest, adds]
 
     def _launch(
-        self, number: int, phase: KernelPhase, counts: Any, kept: list[Any], *, looks: bool
+        self, number: int, phase: KernelPhase, counts: Any, kept: list[Any], *, looks: bool, apart: bool
     ) -> KernelLaunch:
         """Return a kernel and its messages; with `looks` one without steps too, which reads whether senders gave up."""
         blocks = phase.blocks
@@ -438,7 +447,7 @@ class WindowEngine:
             blocks = np.zeros(2, dtype=np.int64)
         tables, places = self._put((blocks, phase.steps, phase.ends))
         kept.append(tables)
-        job = self._job([*places, counts.data.ptr, number])
+        job = self._job([*places, counts.data.ptr, number], apart=apart)
         return KernelLaunch(job, len(blocks) - 1, phase.messages, counts.data.ptr, phase)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
@@ -448,11 +457,11 @@ class WindowEngine:
         places = made.data.ptr + np.cumsum([0, *(len(part) for part in flat[:-1])])
         return made, [int(place) for place in places]
 
-    def _job(self, numbers: list[int]) -> Any:
+    def _job(self, numbers: list[int], *, apart: bool = False) -> Any:
         """Return the arguments of a kernel: the common ones, and these numbers."""
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
-            *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
+            *(0 if self.alone and not apart else self._others.data.ptr, self._memory.ptr),
             *(self.region.rank, self.region.size),
             *(int(min(2e9 * self._timeout, LONGEST_WAIT)), self._calls_at),
         ]

@@ -248,9 +248,9 @@ def test_both_accesses_are_measured_and_copies_that_never_end_are_told(
     assert before.keys() - links.keys() == {("gpu2", "gpu3")}
     assert all(one.bandwidth == before[ends].bandwidth for ends, one in links.items())
     facts = {one.name: dict(one.facts) for one in made.devices if one.kind == "gpu"}
-    assert {name: (known.get("pulls"), known.get("unwritten")) for name, known in facts.items() if known} == {
+    assert {name: (known.get("pulls"), known.get("unreached")) for name, known in facts.items() if known} == {
         "gpu3": ("gpu4", "gpu2"),
-        "gpu5": (None, "gpu0"),
+        "gpu5": ("gpu0", None),
     }
     notes = [note.removeprefix("calibrated: ") for note in made.notes]
     assert [note for note in notes if "end" in note or "differ," in note] == [
@@ -266,7 +266,7 @@ def test_both_accesses_are_measured_and_copies_that_never_end_are_told(
     fake_cupy.install(monkeypatch, again)
     monkeypatch.setattr(calibrate_command, "PeerCopies", lambda: PeerCopies(clock=again.clock))
     assert main(["calibrate", str(path), "--gpus", "3,4", "-o", str(path)]) == 0
-    assert dict(topoplan.load(path).device("gpu3").facts) == {"unwritten": "gpu2"}, "of measured pairs only"
+    assert dict(topoplan.load(path).device("gpu3").facts) == {"unreached": "gpu2"}, "of measured pairs only"
 
 
 def test_a_gpu_that_an_endless_copy_holds_up_is_not_blamed_again(monkeypatch: pytest.MonkeyPatch) -> None:
