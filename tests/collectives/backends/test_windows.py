@@ -105,6 +105,7 @@ def test_a_pair_on_which_no_copy_ends_exchanges_messages(machine: Machine, cupy:
                 UsageError, match="cannot capture messages, got messages for gpu0-gpu1, where no"
             ):
                 comm.all_reduce(given, out=given)
+        assert comm.engine == after
         return found, after.removeprefix(before)
 
     found = outcome(on_every_rank(cupy, plan, task, region_bytes=REGION, timeout=40.0))
