@@ -40,7 +40,7 @@ class Case:
 
     # of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before
     # "adder" they only add; before "pulled" and "mixed" all GPUs, or those of higher numbers, read what others have;
-    # before "apart" they do, and no copy from GPU 4 to GPU 5 ends.
+    # before "unwritten" and "apart" they do, and no write to them, or no copy from GPU 4 to GPU 5, ends.
     # "three phases" is a plan by hand, of six ranks
     machine: str
     collective: str = "allreduce"
@@ -75,7 +75,7 @@ def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
     for device in text["devices"]:
         if device["kind"] == "nvswitch" and able in ("switch", "adder"):
             device["multicast"], device["reduce"] = able == "switch", True
-    if able in ("pulled", "mixed", "apart"):
+    if able in ("pulled", "mixed", "unwritten", "apart"):
         state_access(text, able)
     topology = topoplan.load(json.dumps(text))
     if servers == 1:
@@ -92,10 +92,10 @@ def state_access(machine: dict[str, Any], which: str) -> None:
     pulls = {(src, dst) for src in gpus for dst in gpus if src < dst or (which == "pulled" and src > dst)}
     direct = [one for one in machine["links"] if {one["src"], one["dst"]} <= gpus.keys()]
     for link in direct:
-        push, pull = (
-            (1.0, link["bandwidth"]) if (link["src"], link["dst"]) in pulls else (link["bandwidth"], None)
+        rates = (None if which == "unwritten" else 1.0, link["bandwidth"])
+        link["push"], link["pull"] = (
+            rates if (link["src"], link["dst"]) in pulls else (link["bandwidth"], None)
         )
-        link |= {"push": push, "pull": pull}
     for src, dst in sorted(pulls if not direct else ()):
         facts = gpus[dst].setdefault("facts", {})
         facts["pulls"] = ",".join([*filter(None, [facts.get("pulls")]), src])

@@ -115,6 +115,16 @@ def test_pulled_edges_give_the_same_bits(number: int) -> None:
         assert outcome(ACCESS[number], seed) is None
 
 
+def test_small_collectives_take_the_trees_if_some_writes_never_end() -> None:
+    ranks = Ranks(4, blocks=2, slot_bytes=512, small_bytes=16384)
+    arrays = [np.full(100, rank + 1, dtype=np.float32) for rank in range(4)]
+    for way, small in (("mixed", True), ("unwritten", False)):
+        results = ranks.queue(plan_of(f"dgx-1v {way}", "allreduce", QUAD), arrays)
+        run_ranks(ranks.take(), seed=1)
+        assert all((one == 10).all() for one in results)
+        assert {next(reversed(engine._programs.values())).small for engine in ranks.engines} == {small}
+
+
 @pytest.mark.parametrize("small_bytes", [0, 16384])
 def test_a_pair_on_which_no_copy_ends_reads_and_writes_nothing_of_each_other(small_bytes: int) -> None:
     """The engine says so; all other ranks use their arenas, and small collectives their trees."""

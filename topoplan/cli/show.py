@@ -32,7 +32,7 @@ from topoplan.cli.output import (
     table_of,
 )
 from topoplan.cli.sources import read_machine
-from topoplan.machine.topology import FACTS, PULLS, UNREACHED, Device, Link, Topology
+from topoplan.machine.topology import ACCESS_FACTS, FACTS, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
 from topoplan.operate.plot.tree_layout import grow_forest
@@ -195,9 +195,7 @@ def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
     implied = device.numa in homes if device.kind != "cpu" else device.numa is None
     parts += ["" if implied else f"NUMA {device.numa}"]
     parts += [f"CPUs {known['cpus']}" if "cpus" in known and device.kind == "cpu" else ""]
-    parts += [
-        f"{key} {value}" for key, value in device.facts if key not in FACTS or key in (PULLS, UNREACHED)
-    ]
+    parts += [f"{key} {value}" for key, value in device.facts if key not in FACTS or key in ACCESS_FACTS]
     return ", ".join(part for part in parts if part)
 
 

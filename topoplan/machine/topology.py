@@ -90,14 +90,18 @@ FACTS = {
     "removed": "yes for a GPU that `Topology.remove_gpus` took out and that keeps its number",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
     "unreached": "GPUs of the server that send nothing to a GPU, since no copy ends, joined by commas",
+    "unwritten": "GPUs of the server whose writes to a GPU's memory never end, joined by commas",
     "uuid": "identity of a GPU as the driver gives it",
     "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
 }
-"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are. ``pulls`` and ``unreached`` name
+"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are. `ACCESS_FACTS` name
 GPUs that no link of their own joins, whose ``push`` and ``pull`` would say so."""
 
-REMOVED, PULLS, UNREACHED = "removed", "pulls", "unreached"
-"""Facts of a GPU: it was taken out and is not planned for; how it and its peers access each other's memory."""
+REMOVED = "removed"
+"""The fact of a GPU that was taken out and is not planned for."""
+
+ACCESS_FACTS = PULLS, UNREACHED, UNWRITTEN = "pulls", "unreached", "unwritten"
+"""Facts of a GPU that name peers by how data comes from them."""
 
 IN_NETWORK = ("multicast", "reduce")
 """Capabilities of a switch besides forwarding: copy one input to several outputs, add several inputs."""

@@ -17,6 +17,7 @@ alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any
@@ -107,15 +108,16 @@ class KernelTables:
     room: int
 
 
-def ranks_apart(plan: Plan) -> frozenset[tuple[int, int]]:
-    """Return pairs of ranks, in both orders, on which no copy ends in one of the directions.
-
-    Neither carries data then: the flags of an edge are written both ways.
-    """
-    _, unreached = memory_access(plan.topology)
+def _rank_pairs(plan: Plan, pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[int, int]]:
+    """Return pairs of GPUs that are ranks, as ranks."""
     number = {name: rank for rank, name in enumerate(plan.ranks)}
-    pairs = [(number[one], number[other]) for one, other in unreached if {one, other} <= number.keys()]
-    return frozenset(pair for one, other in pairs for pair in ((one, other), (other, one)))
+    return frozenset((number[a], number[b]) for a, b in pairs if a in number and b in number)
+
+
+def writes_everywhere(plan: Plan) -> bool:
+    """Return whether all ranks may write data to all others, as small collectives do."""
+    access = memory_access(plan.topology)
+    return not _rank_pairs(plan, access.unwritten | access.unreached)
 
 
 class KernelPlan:
@@ -129,7 +131,8 @@ class KernelPlan:
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
     `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
-    `apart`: pairs of ranks that exchange messages alone (`ranks_apart`).
+    `apart`: pairs of ranks, in both orders, that exchange messages alone, since the flags of an edge are written both
+    ways. `pulled` edges have their slots in the arenas of their sources.
     """
 
     def __init__(
@@ -144,16 +147,19 @@ class KernelPlan:
         adds: bool = False,
         copies: bool = False,
     ) -> None:
-        self.apart = ranks_apart(key.plan)
+        access = memory_access(key.plan.topology)
+        unreached = _rank_pairs(key.plan, access.unreached)
+        self.apart = unreached | {(b, a) for a, b in unreached}
         self.steps = found = steps_of(key, domains, adds=adds, copies=copies, apart=self.apart)
         self.stride = stride
         self.blocks = blocks
         self.whole = key.plan.collective in WHOLE
         self.stars = int(found.star.max(initial=-1)) + 1
-        pulled, _ = memory_access(key.plan.topology)
-        names = key.plan.ranks
-        ends = zip(found.source.tolist(), found.destination.tolist(), strict=True)
-        self.pulled = np.array([(names[one], names[other]) in pulled for one, other in ends], dtype=np.bool_)
+        pulled, ends = (
+            _rank_pairs(key.plan, access.pulled),
+            (found.source.tolist(), found.destination.tolist()),
+        )
+        self.pulled = np.array([pair in pulled for pair in zip(*ends, strict=True)], dtype=np.bool_)
         self.pulled &= ~found.crosses & (found.star < 0)
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
         self._lay(key, base, 1)

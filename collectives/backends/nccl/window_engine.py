@@ -26,7 +26,7 @@ from collectives.backends.nccl.kernel_program import (
     KernelMessage,
     KernelPhase,
     KernelPlan,
-    ranks_apart,
+    writes_everywhere,
 )
 from collectives.backends.nccl.tree_steps import order_of
 from collectives.tables.kernels.kernel_launch import Kernels
@@ -376,7 +376,7 @@ class WindowEngine:
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
         """Return the program that sends every input to all ranks; None for a large collective, or one without
         an order."""
-        if call.table.count * call.itemsize > self._small_bytes or ranks_apart(call.plan):
+        if call.table.count * call.itemsize > self._small_bytes or not writes_everywhere(call.plan):
             return None
         orders = order_of(PlanKey(call.plan.digest, call.plan))
         if orders is None:

@@ -248,9 +248,9 @@ def test_both_accesses_are_measured_and_copies_that_never_end_are_told(
     assert before.keys() - links.keys() == {("gpu2", "gpu3")}
     assert all(one.bandwidth == before[ends].bandwidth for ends, one in links.items())
     facts = {one.name: dict(one.facts) for one in made.devices if one.kind == "gpu"}
-    assert {name: (known.get("pulls"), known.get("unreached")) for name, known in facts.items() if known} == {
-        "gpu3": ("gpu4", "gpu2"),
-        "gpu5": ("gpu0", None),
+    assert {name: known for name, known in facts.items() if known} == {
+        "gpu3": {"pulls": "gpu4", "unreached": "gpu2"},
+        "gpu5": {"pulls": "gpu0", "unwritten": "gpu0"},
     }
     notes = [note.removeprefix("calibrated: ") for note in made.notes]
     assert [note for note in notes if "end" in note or "differ," in note] == [

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from topoplan.machine.topology import PULLS, UNREACHED, Device, Link, Topology, facts
+from topoplan.machine.topology import ACCESS_FACTS, PULLS, UNREACHED, UNWRITTEN, Device, Link, Topology, facts
 from topoplan.model.copy_routes import CopyRoute, CopyRoutes, stage_bandwidth
 from topoplan.operate.calibration.fit import Measurement, PairFit, fit_pair, outlying
 from topoplan.units import TOLERANCE as ROUNDING
@@ -465,19 +465,20 @@ def _with_access_facts(
 ) -> tuple[Device, ...]:
     """Return the devices with the facts of access between GPUs that no link of their own states."""
     stated = {key[:2] for key in direct}
-    measured = dict.fromkeys(dead, UNREACHED)
+    measured: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(dead, (UNREACHED,))
     for fit in fits:
         if fit.access is not None:
             push, pull = ((fit.src, fit.dst) not in stated and differing_access(fit)) or (1, 0)
-            measured[fit.src, fit.dst] = PULLS if (pull or 0) > (push or 0) else ""
+            pulls = (PULLS,) if (pull or 0) > (push or 0) else ()
+            measured[fit.src, fit.dst] = pulls if push else (*pulls, UNWRITTEN)
 
     def updated(device: Device, key: str) -> str:
         before = [name for name in device.fact(key).split(",") if (name, device.name) not in measured]
-        now = [src for (src, dst), found in measured.items() if (dst, found) == (device.name, key)]
+        now = [src for (src, dst), found in measured.items() if dst == device.name and key in found]
         return ",".join(sorted({*before, *now} - {""}))
 
     return tuple(
-        replace(one, facts=facts(**dict(one.facts) | {key: updated(one, key) for key in (PULLS, UNREACHED)}))
+        replace(one, facts=facts(**dict(one.facts) | {key: updated(one, key) for key in ACCESS_FACTS}))
         if one.kind == "gpu"
         else one
         for one in topology.devices
