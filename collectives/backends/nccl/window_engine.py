@@ -157,6 +157,7 @@ class WindowEngine:
         self._programs: OrderedDict[Layout, BoundKernelPlan] = OrderedDict()
         self._captured: list[tuple[BoundKernelPlan, object]] = []
         self._running: BoundKernelPlan | None = None
+        self.about_pairs = ""
         words = FIRST_BLOCK + 2 * max(blocks, SMALL_BLOCKS)
         self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * words)
         self._page: NDArray[np.uint64] = np.frombuffer(self._memory, dtype=np.uint64, count=words)
@@ -164,7 +165,6 @@ class WindowEngine:
         self._inbox = self._base
         inboxes = 4 * small_bytes * region.size
         self.alone = len(set(region.domains)) == 1
-        self.about_pairs = ""
         self._small_bytes = small_bytes if inboxes <= self._room.nbytes and self.alone else 0
         self._base += inboxes if self._small_bytes else 0
         with stream:
@@ -203,7 +203,8 @@ class WindowEngine:
         layout = (call.table, call.dtype, call.op, one.given, one.block, direct)
         if layout not in self._programs:
             with self._stream:  # the tables are copied before the kernel starts
-                bound = self._small(call) or self._large(call, direct)
+                small = self._small(call) if writes_everywhere(call.plan) else None
+                bound = small or self._large(call, direct)
             if bound is None:
                 return None
             self._programs[layout] = bound
@@ -376,7 +377,7 @@ class WindowEngine:
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
         """Return the program that sends every input to all ranks; None for a large collective, or one without
         an order."""
-        if call.table.count * call.itemsize > self._small_bytes or not writes_everywhere(call.plan):
+        if call.table.count * call.itemsize > self._small_bytes:
             return None
         orders = order_of(PlanKey(call.plan.digest, call.plan))
         if orders is None:
