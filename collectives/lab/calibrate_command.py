@@ -3,8 +3,10 @@
 A round queues on a stream of the source first a copy that is not timed, then one of each size, largest first, with an
 event after each. The first copies cover the queueing of the rest, so the time between two events is that of the copy
 and not of the call from Python. The first round is discarded; a disturbance then meets one repeat of several sizes and
-not all repeats of one. The source pushes; one copy runs at a time. Buffers come from ``cudaMalloc`` and not from CuPy's
-pool: peers can always map them, and they are freed at once.
+not all repeats of one. The source pushes all copies, then the destination pulls them, on a stream of its own; one copy
+runs at a time. A copy that does not end within `LIMIT` ends the measurement of its pair and access. It cannot be
+cancelled, so until the process ends nothing is freed or switched that it may use. Buffers come from ``cudaMalloc`` and
+not from CuPy's pool: peers can always map them, and they are freed at once.
 
 Peer access is enabled for the pair (``cudaDeviceEnablePeerAccess``) if it is allowed; otherwise the driver stages
 copies in host memory, and they are measured as such. T_dpa of k GPUs is the time of disabling and enabling it again
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from datetime import date
 from importlib import import_module
 from itertools import pairwise, permutations
 from statistics import median
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import topoplan
 from collectives.tables.cupy_arrays import broken_cupy, on_device
@@ -50,7 +52,7 @@ from topoplan.cli.sources import DESCRIPTION_OPTIONS, read_topology
 from topoplan.errors import ProbeError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.operate.calibration.calibrated_topology import Calibration, Pair, calibrated
-from topoplan.operate.calibration.fit import Measurement, MemoryCopy, PairSamples
+from topoplan.operate.calibration.fit import CopyTimes, Measurement, MemoryCopy, PairSamples
 from topoplan.operate.device_matching import VisibleGpu, match_gpus
 from topoplan.units import counted, format_seconds, format_size, labelled
 
@@ -71,8 +73,9 @@ class TooManyPeersError(Exception):
 class PeerAccess:
     """Peer access of some GPUs, restored at the end; ProbeError if the driver does not report it."""
 
-    def __init__(self, cupy: ModuleType, gpus: Sequence[VisibleGpu]) -> None:
+    def __init__(self, cupy: ModuleType, gpus: Sequence[VisibleGpu], stuck: Set[VisibleGpu]) -> None:
         self._cupy = cupy
+        self._stuck = stuck
         self._gpus = tuple(gpus)
         self._found: set[GpuPair] = set()
         self._on: set[GpuPair] = set()
@@ -120,9 +123,11 @@ class PeerAccess:
             self._on.add((gpu, peer))
 
     def off(self, pairs: Sequence[GpuPair]) -> None:
-        """Disable access again; ProbeError as `on`."""
+        """Disable access again, but not of GPUs with a copy that has not ended; ProbeError as `on`."""
         runtime = self._cupy.cuda.runtime
         for gpu, peer in pairs:
+            if {gpu, peer} & self._stuck:
+                continue
             try:
                 with on_device(self._cupy, gpu.ordinal):
                     runtime.deviceDisablePeerAccess(peer.ordinal)
@@ -200,18 +205,21 @@ def visible_bus_ids(cupy: ModuleType) -> tuple[str, ...]:
 
 @contextmanager
 def device_buffers(
-    cupy: ModuleType, gpus: Sequence[VisibleGpu], nbytes: int
+    cupy: ModuleType, gpus: Sequence[VisibleGpu], nbytes: int, stuck: Set[VisibleGpu]
 ) -> Iterator[dict[str, tuple[int, int]]]:
-    """Yield addresses of two buffers on each GPU by its name, to send and to receive; ProbeError if memory is short."""
+    """Yield addresses of two buffers on each GPU by its name, to send and to receive; ProbeError if memory is short.
+
+    Those of stuck GPUs are kept: freeing them would wait for a copy that does not end.
+    """
     runtime = cupy.cuda.runtime
-    held: list[tuple[int, int]] = []
+    held: list[tuple[VisibleGpu, int]] = []
     buffers: dict[str, tuple[int, int]] = {}
     try:
         for gpu in gpus:
             try:
                 with on_device(cupy, gpu.ordinal):
                     for _ in range(2):
-                        held.append((gpu.ordinal, runtime.malloc(nbytes)))
+                        held.append((gpu, runtime.malloc(nbytes)))
             except runtime.CUDARuntimeError as error:
                 raise ProbeError(
                     f"{gpu.name} has no room for two buffers of {format_size(nbytes)}: {error}; choose smaller "
@@ -220,16 +228,25 @@ def device_buffers(
             buffers[gpu.name] = (held[-2][1], held[-1][1])
         yield buffers
     finally:
-        for ordinal, address in held:
+        for gpu, address in held:
+            if gpu in stuck:
+                continue
             # After a failed copy the driver may refuse everything; the first error says why.
-            with suppress(runtime.CUDARuntimeError), on_device(cupy, ordinal):
+            with suppress(runtime.CUDARuntimeError), on_device(cupy, gpu.ordinal):
                 runtime.free(address)
 
 
 LEAD_BYTES = 64 << 20
 """Bytes of the copy that is not timed: it takes longer than queueing the others, on every link."""
 
-CopyTimes = tuple[tuple[int, tuple[float, ...]], ...]
+LIMIT = 2.0
+"""Seconds for a copy of up to `LEAD_BYTES` to end, which is 0.03 GB/s; longer copies have more in proportion."""
+
+NOT_READY = 600
+"""CUDA's cudaErrorNotReady, which is not an error."""
+
+_abandoned: list[object] = []
+"""Streams and events of copies that have not ended."""
 
 
 class PeerCopies:
@@ -261,36 +278,64 @@ class PeerCopies:
         seen, notes = match_gpus(topology, gpus, visible_bus_ids(cupy))
         sizes = tuple(sizes)
         kind = "peer" if len(seen) > 1 else "memory"
-        method = f"CuPy {cupy.__version__} {kind} copies, timed by events on the source"
+        method = f"CuPy {cupy.__version__} {kind} copies, timed by events on the GPU that copies"
+        stuck: set[VisibleGpu] = set()
+        busy: set[VisibleGpu] = set()
         room = max(LEAD_BYTES, *sizes)
         if len(seen) == 1:
-            with device_buffers(cupy, seen, room) as buffers:
-                memory = _memory_copy(cupy, seen[0], buffers[seen[0].name], sizes, repeats)
+            with device_buffers(cupy, seen, room, stuck) as buffers:
+                memory = _memory_copy(cupy, seen[0], buffers[seen[0].name], sizes, repeats, self._clock)
             return Measurement(method, sizes, repeats, (), memory=memory, notes=notes)
         pairs = list(permutations(seen, 2))
         samples = []
-        with device_buffers(cupy, seen, room) as buffers, PeerAccess(cupy, seen) as access:
+        found: list[str] = []
+        with device_buffers(cupy, seen, room, stuck) as buffers, PeerAccess(cupy, seen, stuck) as access:
             for number, (src, dst) in enumerate(pairs, 1):
+                name = f"{src.name}>{dst.name}"
                 if progress:
-                    progress(f"copies {src.name}>{dst.name}, pair {number} of {len(pairs)}")
+                    progress(f"copies {name}, pair {number} of {len(pairs)}")
                 both = [(src, dst), (dst, src)] if access.allowed(src, dst) else []
-                access.on(both)
-                ends = (buffers[src.name][0], buffers[dst.name][1])
-                samples.append(
-                    PairSamples(
-                        src.name, dst.name, _copy_times(cupy, src, dst, ends, sizes, repeats), not both
+                times: list[CopyTimes] = []
+                for what, by in (("push", src), ("pull", dst))[: 2 if both else 1]:
+                    if by in busy and not _answers(cupy, by, buffers[by.name], self._clock):
+                        found.append(f"not measured, since an earlier copy holds {by.name} up: {name}")
+                        break
+                    access.on(both)
+                    ends = (buffers[src.name][0], buffers[dst.name][1])
+                    times.append(_copy_times(cupy, src, dst, ends, sizes, repeats, by=by, clock=self._clock))
+                    if not times[-1]:
+                        busy.add(by)
+                        stuck |= {src, dst}
+                        found.append(f"{what if both else 'copy'} {name} did not end within {LIMIT:g} s")
+                        if progress:
+                            progress(found[-1])
+                else:
+                    samples.append(
+                        PairSamples(src.name, dst.name, times[0], not both, times[1] if both else None)
                     )
-                )
                 access.off(both)
-            switching, more = access.switching_times(repeats, self._clock, progress)
-        return Measurement(method, sizes, repeats, tuple(samples), switching, notes=(*notes, *more))
+            if not stuck:
+                switching, more = access.switching_times(repeats, self._clock, progress)
+            else:
+                switching, more = (), ("peer access: not switched, since a copy has not ended",)
+        return Measurement(method, sizes, repeats, tuple(samples), switching, notes=(*notes, *found, *more))
 
 
 def _memory_copy(
-    cupy: ModuleType, gpu: VisibleGpu, ends: tuple[int, int], sizes: Sequence[int], repeats: int
+    cupy: ModuleType,
+    gpu: VisibleGpu,
+    ends: tuple[int, int],
+    sizes: Sequence[int],
+    repeats: int,
+    clock: Callable[[], float],
 ) -> MemoryCopy:
-    """Return the rate of the largest size; smaller ones may stay in the cache."""
-    nbytes, seconds = _copy_times(cupy, gpu, gpu, ends, sizes, repeats)[-1]
+    """Return the rate of the largest size; smaller ones may stay in the cache. ProbeError if a copy does not end."""
+    times = _copy_times(cupy, gpu, gpu, ends, sizes, repeats, by=gpu, clock=clock)
+    if not times:
+        raise ProbeError(
+            f"a copy inside {gpu.name} did not end within {LIMIT:g} s; check the GPU with nvidia-smi"
+        )
+    nbytes, seconds = times[-1]
     return MemoryCopy(gpu.name, nbytes, 2 * nbytes / median(seconds) / 1e9)
 
 
@@ -301,14 +346,20 @@ def _copy_times(
     ends: tuple[int, int],
     sizes: Sequence[int],
     repeats: int,
+    *,
+    by: VisibleGpu,
+    clock: Callable[[], float],
 ) -> CopyTimes:
-    """Return seconds of every repeat of every size, sizes ascending; ProbeError names the pair."""
+    """Return seconds of every repeat of every size, sizes ascending; nothing if a copy does not end.
+
+    ``by`` copies: the source pushes, the destination pulls. ProbeError names the pair.
+    """
     cuda, runtime = cupy.cuda, cupy.cuda.runtime
     source, target = ends
     falling = sorted(sizes, reverse=True)
     rounds: list[list[float]] = []
     try:
-        with on_device(cupy, src.ordinal):
+        with on_device(cupy, by.ordinal):
             stream = cuda.Stream(non_blocking=True)
             marks = [cuda.Event() for _ in range(len(falling) + 1)]
 
@@ -324,7 +375,10 @@ def _copy_times(
                 for nbytes, mark in zip(falling, marks[1:], strict=True):
                     copy(nbytes)
                     mark.record(stream)
-                stream.synchronize()
+                for nbytes, mark in zip((LEAD_BYTES, *falling), marks, strict=True):
+                    if not _ends(runtime, mark, LIMIT * max(1.0, nbytes / LEAD_BYTES), clock):
+                        _abandoned.append((stream, marks))
+                        return ()
                 # Events count in milliseconds.
                 rounds.append([cuda.get_elapsed_time(*ends) / 1e3 for ends in pairwise(marks)])
     except runtime.CUDARuntimeError as error:
@@ -341,6 +395,28 @@ def _copy_times(
                 "larger --sizes"
             )
     return tuple((nbytes, times[nbytes]) for nbytes in sorted(times))
+
+
+def _ends(runtime: Any, mark: Any, seconds: float, clock: Callable[[], float]) -> bool:
+    """Return whether an event comes in time."""
+    end = clock() + seconds
+    while (status := runtime.eventQuery(mark.ptr)) == NOT_READY:
+        if clock() > end:
+            return False
+        time.sleep(1e-4)
+    runtime.check_status(status)
+    return True
+
+
+def _answers(cupy: ModuleType, gpu: VisibleGpu, ends: tuple[int, int], clock: Callable[[], float]) -> bool:
+    """Return whether a GPU with a copy that has not ended still copies in its own memory."""
+    runtime = cupy.cuda.runtime
+    with on_device(cupy, gpu.ordinal):
+        stream, mark = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
+        _abandoned.append((stream, mark))
+        runtime.memcpyAsync(ends[1], ends[0], 1, runtime.memcpyDeviceToDevice, stream.ptr)
+        mark.record(stream)
+        return _ends(runtime, mark, LIMIT, clock)
 
 
 LINE = "measure this machine's links between GPUs"
@@ -437,6 +513,8 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
         "dst": fit.dst,
         "channel": pair.route.channel if pair.route else None,
         "through_host": fit.through_host,
+        "push": fit.access[0] if fit.access else None,
+        "pull": fit.access[1] if fit.access else None,
         "latency": fit.line.alpha,
         "bandwidth": fit.line.bandwidth,
         "stated": pair.stated,

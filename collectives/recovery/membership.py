@@ -117,6 +117,12 @@ class CommunicatorMembers:
         return self._present[0]
 
     @property
+    def engine(self) -> str:
+        """How the back end moves data, as far as its collectives have shown."""
+        execution = self.now
+        return self._engine if execution is None else execution.backend.about_engine
+
+    @property
     def execution(self) -> Execution[Any]:
         """The execution of collectives; UsageError once closed."""
         return self.present[0]
@@ -148,6 +154,7 @@ class CommunicatorMembers:
 
     def close(self) -> Execution[Any] | None:
         """Stop running collectives; return the execution, the first time."""
+        self._engine = self.engine
         execution, membership = self._present
         self._present = None, membership
         return execution
@@ -422,7 +429,7 @@ class CommunicatorMembers:
         self._present = execution, membership
         self._survivors = backend.survivors
         self.plans, self.ranks, self.backend = plans, backend.ranks, backend.name
-        self.engine = backend.about_engine
+        self._engine = backend.about_engine
         self._restart_monitor()
 
     def _adopt(self, made: Plans, membership: Membership) -> None:

@@ -39,7 +39,9 @@ class Case:
     """Some collectives one after another, on an engine of its own."""
 
     # of the library; behind "2 x" a cluster of two of them; before "switch" its switches add and copy, before
-    # "adder" they only add. "three phases" is a plan by hand, of six ranks
+    # "adder" they only add; before "pulled" and "mixed" all GPUs, or those of higher numbers, read what others have;
+    # before "unwritten" and "apart" they do, and no write to them, or no copy from GPU 4 to GPU 5, ends.
+    # "three phases" is a plan by hand, of six ranks
     machine: str
     collective: str = "allreduce"
     gpus: tuple[int, ...] = ()  # of each server; empty for all
@@ -71,13 +73,32 @@ def plan_of(machine: str, collective: str, gpus: tuple[int, ...]) -> Plan:
     name, _, able = name.partition(" ")
     text = json.loads(topoplan.load(name).to_json())
     for device in text["devices"]:
-        if device["kind"] == "nvswitch" and able:
+        if device["kind"] == "nvswitch" and able in ("switch", "adder"):
             device["multicast"], device["reduce"] = able == "switch", True
+    if able in ("pulled", "mixed", "unwritten", "apart"):
+        state_access(text, able)
     topology = topoplan.load(json.dumps(text))
     if servers == 1:
         return topoplan.plan(topology, collective, gpus=list(gpus) or None)
     each = topoplan.Server(topology, list(gpus) or None, count=servers)
     return topoplan.plan(topoplan.cluster([each], nic_gbps=100, nics=2), collective)
+
+
+def state_access(machine: dict[str, Any], which: str) -> None:
+    """State that GPUs pull, in links between them, and as facts where a switch is in between."""
+    gpus = {one["name"]: one for one in machine["devices"] if one["kind"] == "gpu"}
+    if which == "apart":
+        gpus["gpu5"].setdefault("facts", {})["unreached"] = "gpu4"
+    pulls = {(src, dst) for src in gpus for dst in gpus if src < dst or (which == "pulled" and src > dst)}
+    direct = [one for one in machine["links"] if {one["src"], one["dst"]} <= gpus.keys()]
+    for link in direct:
+        rates = (None if which == "unwritten" else 1.0, link["bandwidth"])
+        link["push"], link["pull"] = (
+            rates if (link["src"], link["dst"]) in pulls else (link["bandwidth"], None)
+        )
+    for src, dst in sorted(pulls if not direct else ()):
+        facts = gpus[dst].setdefault("facts", {})
+        facts["pulls"] = ",".join([*filter(None, [facts.get("pulls")]), src])
 
 
 def domains_of(plan: Plan) -> tuple[int, ...]:
@@ -325,6 +346,16 @@ BUGS: dict[str, tuple[str, list[tuple[str, str]]]] = {
         "compared",
         [(r"\(long long\)\(number % 2\) \* control\.ranks", "0")],
     ),
+    "a pulled slot that is read before its flag": ("pulled", [("ld.acquire.sys", "ld.relaxed.sys")]),
+    "a pulled slot that is free before it is read": (
+        "pulled",
+        [(r"(Switch::both_ways\(\);\n) *__syncthreads\(\);", r"\1")],
+    ),
+    "a pulled slot that is written before it is free": ("pulled", [(WANTED, "(arrives ? number + 1 : 0)")]),
+    "a pulled slot looked for at its reader": (
+        "pulled",
+        [(r": arenas\[end\.home\];", ": arenas[job.control.rank];")],
+    ),
     "no fence between the two ways to memory": ("switch", [(r"fence\.proxy\.alias;", "")]),
     "a fence only where a switch adds": ("spreads", [(r"if \(step\.switched\)", "if (step.gathers)")]),
     "a fence only where a switch copies": ("gathers", [(r"if \(step\.switched\)", "if (step.spreads)")]),
@@ -345,6 +376,7 @@ BUGGY = {
         Case("dgx-1v", gpus=QUAD, counts=(4, 60, 4, 4), small=True, compares=True),
         "small_sum_float32",
     ),
+    "pulled": (Case("dgx-1v pulled", gpus=QUAD, counts=(600, 60, 90)), "forest_sum_float32"),
     "switch": (
         Case("dgx-h100 switch", gpus=QUAD, counts=(600, 60, 90), dtype="int32"),
         "switch_sum_uint32",

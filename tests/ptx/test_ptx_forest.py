@@ -125,6 +125,59 @@ def test_long_buffers_of_more_blocks_between_short_ones(
     assert made.wrong() is None
 
 
+ACCESS = (
+    *(
+        Case(f"dgx-1v {way}", collective, QUAD, (100, 33, 200), direct=collective == "allgather")
+        for way in ("pulled", "mixed")
+        for collective in COLLECTIVES
+    ),
+    Case("dgx-1v mixed", gpus=QUAD, counts=(100, 33), direct=True),
+    Case("2 x dgx-1v mixed", gpus=(0, 1, 2), counts=(100, 33), op="avg", direct=True),
+    Case("dgx-2 mixed", counts=(200,), threads=64),
+    *(Case("dgx-1v apart", collective, QUAD, (100, 33), direct=True) for collective in COLLECTIVES),
+    Case("2 x dgx-1v apart", gpus=(1, 4, 5), counts=(100, 33), op="avg"),
+)
+"""Edges whose data is pulled: all, and some of them; and a pair of GPUs that exchanges messages."""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number in (0, 10, 13) else pytest.param(number, marks=pytest.mark.thorough)
+        for number in range(len(ACCESS))
+    ],
+)
+def test_pulled_edges_give_the_same_bits(number: int) -> None:
+    for seed in range(number, number + 3):
+        assert outcome(ACCESS[number], seed) is None
+
+
+def test_small_collectives_take_the_trees_if_some_writes_never_end() -> None:
+    ranks = Ranks(4, blocks=2, slot_bytes=512, small_bytes=16384)
+    arrays = [np.full(100, rank + 1, dtype=np.float32) for rank in range(4)]
+    for way, small in (("mixed", True), ("unwritten", False)):
+        results = ranks.queue(plan_of(f"dgx-1v {way}", "allreduce", QUAD), arrays)
+        run_ranks(ranks.take(), seed=1)
+        assert all((one == 10).all() for one in results)
+        assert {next(reversed(engine._programs.values())).small for engine in ranks.engines} == {small}
+
+
+@pytest.mark.parametrize("small_bytes", [0, 16384])
+def test_a_pair_on_which_no_copy_ends_reads_and_writes_nothing_of_each_other(small_bytes: int) -> None:
+    """The engine says so; all other ranks use their arenas, and small collectives their trees."""
+    ranks = Ranks(4, blocks=2, slot_bytes=512, small_bytes=small_bytes)
+    arrays = [np.full(100, rank + 1, dtype=np.float32) for rank in range(4)]
+    results = ranks.queue(plan_of("dgx-1v apart", "allreduce", QUAD), arrays)
+    traffic = run_ranks(ranks.take(), seed=1).traffic
+    assert all((one == 10).all() for one in results)
+    for rank, engine in enumerate(ranks.engines):
+        assert engine.about_pairs == "messages for gpu4-gpu5, where no copy ends"
+        for peer in set(range(4)) - {rank}:
+            there = traffic[rank][f"arena of rank {peer}"]
+            used = (there.read, there.written) != (0, 0)
+            assert used == ({rank, peer} in ({0, 2}, {1, 3}, {2, 3}))
+
+
 @pytest.mark.parametrize("domains", [(0, 0, 0, 1, 1, 1), (0,) * 6], ids=["messages", "stores"])
 def test_ranks_that_add_in_two_stages_keep_the_first_sum(domains: tuple[int, ...]) -> None:
     case = Case("three phases", counts=(100, 33), domains=domains)
@@ -258,20 +311,28 @@ def test_the_host_ends_kernels_that_wait_and_all_that_are_queued_behind(small: b
         assert not made.got[1][rank].any()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("machine", "collective", "gpus"),
     [
-        ("dgx-1v", "allreduce", QUAD),
-        ("dgx-1v", "broadcast", ()),
-        ("dgx-1v", "reduce_scatter", QUAD),
-        ("dgx-a100", "allgather", ()),
-        ("dgx-2", "allreduce", ()),
+        ("dgx-1v mixed", "allreduce", QUAD),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("dgx-1v", "allreduce", QUAD),
+                ("dgx-1v", "broadcast", ()),
+                ("dgx-1v", "reduce_scatter", QUAD),
+                ("dgx-a100", "allgather", ()),
+                ("dgx-2", "allreduce", ()),
+                ("dgx-2 mixed", "reduce", ()),
+                ("2 x dgx-1v mixed", "broadcast", (0, 1, 2)),
+            )
+        ),
     ],
 )
 def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
     machine: str, collective: str, gpus: tuple[int, ...]
 ) -> None:
+    """Of a pulled edge the destination reads them, and the source writes its own memory."""
     case = Case(machine, collective, gpus, (512,), chunk=32)
     made = prepared(case)
     found = run(made, 1)
@@ -283,15 +344,20 @@ def test_links_carry_the_bytes_of_the_plan_and_memory_is_passed_once(
     moved = np.zeros((size, size), dtype=np.int64)
     np.add.at(rows, (table.source, table.destination), 1)
     np.add.at(moved, (table.source, table.destination), (table.stop - table.start) * 4)
+    names = [(name.rpartition(".")[0], name) for name in made.plan.ranks]
+    near = np.array([[one[0] == other[0] for other in names] for one in names])
+    pulled = np.array([["mixed" in machine and one < other for other in names] for one in names])
     for rank in range(size):
         traffic = found.traffic[rank]
         for peer in range(size):
-            if peer != rank:
+            if peer != rank and near[rank, peer]:
                 # a flag behind every chunk, and one back for every chunk from there
                 flags = 8 * (rows[rank, peer] + rows[peer, rank])
-                assert traffic[f"arena of rank {peer}"].written == moved[rank, peer] + flags
-                assert traffic[f"arena of rank {peer}"].read == 0
-        assert traffic["arena of rank " + str(rank)].written == 0
+                written = moved[rank, peer] * (not pulled[rank, peer]) + flags
+                assert traffic[f"arena of rank {peer}"].written == written
+                assert traffic[f"arena of rank {peer}"].read == moved[peer, rank] * pulled[peer, rank]
+        read_by_others = bool((moved * pulled * near)[rank].any())
+        assert (traffic["arena of rank " + str(rank)].written > 0) == read_by_others
         if made.got[0][rank].size and "result" in traffic:
             assert traffic["result"].written <= made.got[0][rank].nbytes
         assert traffic["input"].read <= 4 * count * (2 if collective == "allreduce" else 1)

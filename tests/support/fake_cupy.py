@@ -8,6 +8,7 @@ and switching peer access twice, and gives times as 32-bit milliseconds.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from collections import Counter
@@ -39,7 +40,9 @@ class Machine:
 
     ``gpus`` are names in the topology in CUDA's order, ``refused`` pairs without peer access, in both directions,
     ``disturbed`` what a copy of a pair takes longer, by bytes and round (1 is the first after the warm-up), ``broken``
-    pairs whose copies fail, and ``room`` the bytes of each GPU.
+    pairs whose copies fail, and ``room`` the bytes of each GPU. ``rates`` are GB/s of the ``push`` or ``pull`` of a
+    pair that are not those of its wires. At 0 copies never end: what would wait for one in CUDA is an error here, and a
+    GPU of ``held_up`` copies nothing after it.
     """
 
     wires: Topology
@@ -54,24 +57,32 @@ class Machine:
     most_peers: int = 100
     room: int = 1 << 34
     memory_rate: float = 800.0
+    rates: dict[tuple[Pair, str], float] = field(default_factory=dict)
     failure: CUDARuntimeError | None = None
+    held_up: set[str] = field(default_factory=set)
+    endless: set[int] = field(default_factory=set)
     now: float = 0.0
     device: int = 0
     contexts: set[int] = field(default_factory=set)
     held: dict[int, tuple[int, int]] = field(default_factory=dict)
-    copies: Counter[tuple[Pair, int]] = field(default_factory=Counter)
+    copies: Counter[tuple[Pair, str, int]] = field(default_factory=Counter)
     calls: list[str] = field(default_factory=list)
 
     def clock(self) -> float:
         return self.now
 
     def seconds(self, src: int, dst: int, nbytes: int) -> float:
-        pair = (self.gpus[src], self.gpus[dst])
+        pair, access = (self.gpus[src], self.gpus[dst]), "push" if self.device == src else "pull"
         if pair in self.broken:
             raise CUDARuntimeError(77, "cudaErrorIllegalAddress: an illegal memory access was encountered")
-        self.copies[pair, nbytes] += 1
-        slower = self.disturbed.get((pair, nbytes, self.copies[pair, nbytes] - 1), 1.0)
-        rate = (
+        if self.rates.get((pair, access)) == 0 or (
+            self.device in self.endless and self.gpus[self.device] in self.held_up
+        ):
+            self.endless |= {self.device, src, dst}
+            return math.inf
+        self.copies[pair, access, nbytes] += 1
+        slower = self.disturbed.get((pair, nbytes, self.copies[pair, access, nbytes] - 1), 1.0)
+        rate = self.rates.get((pair, access)) or (
             self.memory_rate / 2 if src == dst else path_rate(self.wires, *pair, {(src, dst)} <= self.enabled)
         )
         return slower * (self.alphas.get(pair, self.alpha) + nbytes / (rate * 1e9))
@@ -131,14 +142,21 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
             self.ptr = id(self)
             streams[self.ptr] = self
 
-        def synchronize(self) -> None:
-            machine.now = max(machine.now, self.busy_until)
-
     class Event:
+        def __init__(self) -> None:
+            self.ptr = id(self)
+            events[self.ptr] = self
+
         def record(self, stream: Stream) -> None:
             self.at = max(machine.now, stream.busy_until)
 
+    def eventQuery(event: int) -> int:
+        at = events[event].at
+        machine.now = machine.now + 0.05 if at == math.inf else max(machine.now, at)
+        return 600 if machine.now < at else 0
+
     streams: dict[int, Stream] = {}
+    events: dict[int, Event] = {}
 
     def get_elapsed_time(start: Event, end: Event) -> float:
         (milliseconds,) = struct.unpack("f", struct.pack("f", (end.at - start.at) * 1e3))
@@ -150,7 +168,7 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
 
     def queue(src: int, dst: int, nbytes: int, stream: int) -> None:
         lane = streams[stream]
-        assert lane.device_id == machine.device == src, "the stream is of another device"
+        assert lane.device_id == machine.device in (src, dst), "the stream is of another device"
         lane.busy_until = max(machine.now, lane.busy_until) + machine.seconds(src, dst, nbytes)
 
     def memcpyPeerAsync(to: int, dst: int, source: int, src: int, nbytes: int, stream: int) -> None:
@@ -174,6 +192,10 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         machine.held[address] = (machine.device, nbytes)
         return address
 
+    def free(address: int) -> None:
+        assert machine.held[address][0] not in machine.endless, "it would wait for a copy that does not end"
+        del machine.held[address]
+
     def deviceEnablePeerAccess(peer: int) -> None:
         pair = (machine.device, peer)
         machine.now += ENABLE
@@ -188,6 +210,7 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
     def deviceDisablePeerAccess(peer: int) -> None:
         pair = (machine.device, peer)
         machine.now += DISABLE
+        assert not {*pair} & machine.endless, "it would wait for a copy that does not end"
         if pair not in machine.enabled:
             raise CUDARuntimeError(705, "cudaErrorPeerAccessNotEnabled: peer access has not been enabled")
         machine.enabled.remove(pair)
@@ -203,14 +226,14 @@ def install(patch: pytest.MonkeyPatch, machine: Machine) -> ModuleType:
         return len(machine.gpus)
 
     provide(runtime, CUDARuntimeError, getDeviceCount, malloc, memcpyPeerAsync, memcpyAsync)
-    provide(runtime, deviceCanAccessPeer, deviceEnablePeerAccess, deviceDisablePeerAccess)
+    provide(runtime, deviceCanAccessPeer, deviceEnablePeerAccess, deviceDisablePeerAccess, eventQuery, free)
     provide(
         runtime,
         memcpyDeviceToDevice=3,
         getDevice=lambda: machine.device,
         setDevice=use,
         deviceGetPCIBusId=lambda ordinal: machine.bus_ids[ordinal],
-        free=lambda address: machine.held.pop(address),
+        check_status=lambda status: None,
     )
     provide(cuda, Device, Stream, Event, get_elapsed_time, runtime=runtime)
     provide(cupy, cuda=cuda, __version__="13.0.0 (fake)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from topoplan.cli.output import (
     table_of,
 )
 from topoplan.cli.sources import read_machine
-from topoplan.machine.topology import FACTS, Device, Link, Topology
+from topoplan.machine.topology import ACCESS_FACTS, FACTS, Device, Link, Topology
 from topoplan.machine.variants import equivalent_servers, nic_name, representative_servers
 from topoplan.operate.diagnosis import machine_warnings
 from topoplan.operate.plot.tree_layout import grow_forest
@@ -194,7 +195,7 @@ def _model_and_facts(device: Device, homes: Set[int | None]) -> str:
     implied = device.numa in homes if device.kind != "cpu" else device.numa is None
     parts += ["" if implied else f"NUMA {device.numa}"]
     parts += [f"CPUs {known['cpus']}" if "cpus" in known and device.kind == "cpu" else ""]
-    parts += [f"{key} {value}" for key, value in device.facts if key not in FACTS]
+    parts += [f"{key} {value}" for key, value in device.facts if key not in FACTS or key in ACCESS_FACTS]
     return ", ".join(part for part in parts if part)
 
 
@@ -288,6 +289,11 @@ def _summary(topology: Topology, room: int) -> Iterator[str]:
         header, *body = zip(*(column for column in columns if any(column[1:])), strict=True)
         yield table(header, body)
         yield from folded_line(left, "row")
+    differs: dict[str, list[str]] = {}
+    for link in topology.links:
+        if link.access:
+            differs.setdefault(f"{link.access} (GB/s)", []).append(f"{link.src}>{link.dst}")
+    yield from labelled(*(("access", f"{rates}: {few(names)}") for rates, names in differs.items()))
     if topology.source:
         source = printable(topology.source)
         yield from labelled(("source", source if len(source) <= 105 else f"{source[:104]}…"))
@@ -430,13 +436,16 @@ def _link_text(topology: Topology) -> str:
     shown = set()
     for key, link in links.items():
         back = links.get((link.dst, link.src, link.channel))
-        same = back is not None and (back.bandwidth, back.count) == (link.bandwidth, link.count)
+        same = back is not None and back == replace(link, src=link.dst, dst=link.src, latency=back.latency)
         if same and (link.dst, link.src, link.channel) in shown:
             continue
         shown.add(key)
         arrow = "<->" if same else "->"
-        rows.append((link.src, arrow, link.dst, link.channel, str(link.count), f"{link.bandwidth:g}"))
-    return table(("from", "", "to", "channel", "count", "GB/s"), rows) if rows else ""
+        figures = (str(link.count), f"{link.bandwidth:g}", link.access)
+        rows.append((link.src, arrow, link.dst, link.channel, *figures))
+    heads = ("from", "", "to", "channel", "count", "GB/s", "GB/s of each access")
+    left = None if any(row[-1] for row in rows) else -1
+    return table(heads[:left], [row[:left] for row in rows]) if rows else ""
 
 
 _CODES = (

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from topoplan.errors import UsageError
-from topoplan.machine.topology import Device, Link, Topology
+from topoplan.machine.topology import PULLS, UNREACHED, UNWRITTEN, Device, Link, Topology
 
 NOT_FORWARDING = ("nic", "cpu")
 """Kinds of devices that carry data of their own server alone, unless ``forwards`` is set."""
@@ -266,6 +267,43 @@ STAGED_NOTE = "no peer access: copies over PCIe are planned by way of the CPUs' 
 def has_peer_access(gpu: Device) -> bool:
     """Return whether other GPUs may read a GPU's memory: not in MIG mode, nor if the fact ``peer_access`` is none."""
     return not gpu.fact("mig") and gpu.fact("peer_access") != "none"
+
+
+class MemoryAccess(NamedTuple):
+    """Pairs of GPUs, source first: the destination pulls the data; the source's writes never end; no copy ends."""
+
+    pulled: frozenset[tuple[str, str]]
+    unwritten: frozenset[tuple[str, str]]
+    unreached: frozenset[tuple[str, str]]
+
+
+def memory_access(topology: Topology) -> MemoryAccess:
+    """Return how data comes from one GPU to another where it is not pushed, by links and by facts of GPUs.
+
+    Copies take NVLink where there is one, so the link of another channel does not count beside it. A fact names GPUs of
+    the same server, without the server's name that a cluster puts before it.
+
+    >>> gpus = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
+    >>> found = memory_access(Topology("", gpus, (Link("gpu0", "gpu1", "pcie", 52, push=2.6, pull=52),)))
+    >>> [sorted(pairs) for pairs in found]
+    [[('gpu0', 'gpu1')], [], []]
+    """
+    links = sorted(topology.links, key=lambda link: link.channel == "nvlink")
+    pulls = {
+        ends: link for ends, link in {(link.src, link.dst): link for link in links}.items() if link.pulls
+    }
+    found = {
+        PULLS: set(pulls),
+        UNREACHED: set(),
+        UNWRITTEN: {ends for ends in pulls if pulls[ends].push is None},
+    }
+    gpus = set(topology.gpus)
+    for device in (one for one in topology.devices if one.kind == "gpu" and one.facts):
+        server = device.name.rpartition(".")[0]
+        for key, pairs in found.items():
+            for name in filter(None, device.fact(key).split(",")):
+                pairs.add((name if name in gpus else f"{server}.{name}", device.name))
+    return MemoryAccess(*(frozenset(found[key]) for key in (PULLS, UNWRITTEN, UNREACHED)))
 
 
 def _hops_to_a_cpu(topology: Topology, kinds: Mapping[str, str]) -> dict[str, int]:

@@ -86,15 +86,22 @@ FACTS = {
     "numa_nodes": "NUMA nodes of a GPU that is near several, such as 0-1",
     "peer_access": "none if no other GPU of the server may read a GPU's memory, so that copies pass the CPU's",
     "pci": "vendor, device, subsystem vendor and subsystem device of a GPU, NIC or switch, such as 10de:1db1:10de:1212",
+    "pulls": "GPUs of the server whose memory a GPU reads faster than they write its own, joined by commas",
     "removed": "yes for a GPU that `Topology.remove_gpus` took out and that keeps its number",
     "sm": "compute capability of an NVIDIA GPU without the dot, such as 70",
+    "unreached": "GPUs of the server that send nothing to a GPU, since no copy ends, joined by commas",
+    "unwritten": "GPUs of the server whose writes to a GPU's memory never end, joined by commas",
     "uuid": "identity of a GPU as the driver gives it",
     "vendor": "vendor of a CPU as the processor gives it, such as GenuineIntel",
 }
-"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are."""
+"""Keys of `Device.facts`; all values are texts, and other keys are kept as they are. `ACCESS_FACTS` name
+GPUs that no link of their own joins, whose ``push`` and ``pull`` would say so."""
 
 REMOVED = "removed"
 """The fact of a GPU that was taken out and is not planned for."""
+
+ACCESS_FACTS = PULLS, UNREACHED, UNWRITTEN = "pulls", "unreached", "unwritten"
+"""Facts of a GPU that name peers by how data comes from them."""
 
 IN_NETWORK = ("multicast", "reduce")
 """Capabilities of a switch besides forwarding: copy one input to several outputs, add several inputs."""
@@ -206,6 +213,10 @@ class Link:
         Parallel wires that ``bandwidth`` includes, 1 to `MOST_WIRES`.
     latency : float or None
         Seconds; None if unknown, which means the model's default for the channel.
+    push, pull : float or None
+        GB/s at which ``src`` writes the memory of ``dst``, and at which ``dst`` reads that of ``src``, of two GPUs for
+        which they differ; None if such copies never end; both None if they are not stated. ``bandwidth`` is then at
+        most the better of the two, and neither is above it.
 
     Raises
     ------
@@ -219,6 +230,8 @@ class Link:
     bandwidth: float
     count: int = 1
     latency: float | None = None
+    push: float | None = None
+    pull: float | None = None
 
     def __post_init__(self) -> None:
         where = f"link {self.src}->{self.dst}"
@@ -247,6 +260,35 @@ class Link:
             raise TopologyError(
                 f"{where}: latency {format_value(self.latency)} must be seconds, zero or more"
             )
+        if self.push is None and self.pull is None:
+            return
+        for key, rate in (("push", self.push), ("pull", self.pull)):
+            if rate is not None and (not is_number(rate) or not SLOWEST <= rate <= FASTEST):
+                raise TopologyError(
+                    f"{where}: {key} must be a number of GB/s from {SLOWEST:g} to {FASTEST:g}, got "
+                    f"{format_value(rate)}; write null if such copies never end"
+                )
+        # A link that is slowed down later stays consistent.
+        object.__setattr__(self, "bandwidth", min(self.bandwidth, max(self.push or 0, self.pull or 0)))
+        for key, rate in (("push", self.push), ("pull", self.pull)):
+            object.__setattr__(self, key, rate and min(rate, self.bandwidth))
+
+    @property
+    def pulls(self) -> bool:
+        """Whether ``dst`` reads faster than ``src`` writes, so that data is pulled."""
+        return (self.pull or 0) > (self.push or 0)
+
+    @property
+    def access(self) -> str:
+        """Rates of push and pull in words; empty if they are not stated.
+
+        >>> Link("gpu0", "gpu1", "pcie", 52, push=2.6, pull=52).access
+        'push 2.6, pull 52'
+        """
+        if self.push is None and self.pull is None:
+            return ""
+        rates = (("push", self.push), ("pull", self.pull))
+        return ", ".join(f"{key} {'never ends' if rate is None else f'{rate:g}'}" for key, rate in rates)
 
 
 def format_value(value: object) -> str:
@@ -336,6 +378,11 @@ class Topology:
                 if end not in names:
                     raise TopologyError(
                         f"link {link.src}->{link.dst}: device {end!r} is not listed under devices"
+                    )
+                if link.access and names[end].kind != "gpu":
+                    raise TopologyError(
+                        f"link {link.src}->{link.dst}: push and pull are of links between two GPUs, got "
+                        f"{names[end].kind} {end}; leave them out"
                     )
             key = (link.src, link.dst, link.channel)
             if key in seen:
@@ -582,9 +629,10 @@ class Topology:
             A node for each device, by its name, with the attributes ``kind``, ``server``, ``model``, ``busid``,
             ``numa``, ``multicast``, ``reduce``, ``facts`` (a dict of texts) and, if not empty, ``capable`` (a list of
             texts) and ``forwards`` of `Device`. An edge for each link, its key the channel, with the attributes
-            ``channel``, ``bandwidth`` (GB/s), ``count`` and ``latency`` (s) of `Link`, and ``position``, its place
-            among the links of the machine, since a graph keeps none. Attributes of the graph: ``name``, ``source``,
-            ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number of GPUs).
+            ``channel``, ``bandwidth`` (GB/s), ``count``, ``latency`` (s) and, if stated, ``push`` and ``pull`` of
+            `Link`, and ``position``, its place among the links of the machine, since a graph keeps none. Attributes of
+            the graph: ``name``, ``source``, ``notes`` (a list of texts), ``peer_access`` (a dict of seconds by number
+            of GPUs).
 
         Examples
         --------
@@ -617,7 +665,8 @@ class Topology:
                 **{key: known[key] for key in known if key not in ("capable", "forwards") or known[key]},
             )
         for position, link in enumerate(self.links):
-            known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in ("src", "dst")}
+            left_out = ("src", "dst") if link.access else ("src", "dst", "push", "pull")
+            known = {key: getattr(link, key) for key in _LINK_DEFAULTS if key not in left_out}
             graph.add_edge(link.src, link.dst, key=link.channel, **known, position=position)
         return graph
 
@@ -652,6 +701,8 @@ def _stated(item: Device | Link, defaults: dict[str, object]) -> dict[str, objec
         stated["capable"] = list(cast("tuple[str, ...]", stated["capable"]))
     if "facts" in stated:
         stated["facts"] = dict(cast("tuple[tuple[str, str], ...]", stated["facts"]))
+    if isinstance(item, Link) and item.access:
+        stated |= {"push": item.push, "pull": item.pull}
     return stated
 
 

@@ -209,6 +209,8 @@ _LINK_KEYS = {
     "bandwidth": NUMBER,
     "count": WHOLE,
     "latency": _or_null(NUMBER),
+    "push": _or_null(NUMBER),
+    "pull": _or_null(NUMBER),
 }
 
 
@@ -311,7 +313,25 @@ def _device(item: object, where: str) -> Device:
 
 
 def _link(item: object, where: str) -> Link:
-    return Link(**check_keys(item, _LINK_KEYS, ("src", "dst", "channel", "bandwidth"), where))  # type: ignore[arg-type]
+    stated = check_keys(item, _LINK_KEYS, ("src", "dst", "channel", "bandwidth"), where)
+    access = {key: stated[key] for key in ("push", "pull") if key in stated}
+    if len(access) == 1:
+        raise TopologyError(
+            f"{where}: push and pull must both be stated, got {next(iter(access))} alone; add the other, null if such "
+            "copies never end, or leave both out"
+        )
+    if access and set(access.values()) == {None}:
+        raise TopologyError(
+            f"{where}: push and pull must not both be null, since no copy would end; leave the link out"
+        )
+    link = Link(**stated)  # type: ignore[arg-type]
+    better = max(cast("float", rate or 0) for rate in access.values()) if access else 0
+    if better > cast("float", stated["bandwidth"]):
+        raise TopologyError(
+            f"{where}: bandwidth must be at least {better:g}, the better of push and pull, got {link.bandwidth:g}; "
+            "correct one of them"
+        )
+    return link
 
 
 def _peer_access(item: Mapping[object, object]) -> tuple[tuple[int, float], ...]:

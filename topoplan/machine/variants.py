@@ -46,7 +46,8 @@ def equivalent_servers(topology: Topology) -> tuple[tuple[str, ...], ...]:
                 _local(end, server) if home[end] == server else f" {topology.device(end).kind}"
                 for end in (link.src, link.dst)
             )
-            parts[server][ends, link.channel, link.bandwidth, link.count, link.latency] += 1
+            rates = (link.bandwidth, link.push, link.pull, link.latency)
+            parts[server][ends, link.channel, link.count, rates] += 1
     groups: dict[Hashable, list[str]] = {}
     for server, part in parts.items():
         groups.setdefault(frozenset(part.items()), []).append(server)

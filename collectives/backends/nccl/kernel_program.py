@@ -1,9 +1,11 @@
 """Build the tables of a rank's part in a plan's collectives for the one kernel that runs it (`kernels/forest.cu`).
 
 The steps are those of `tree_steps`. An *end* is a tree edge seen from one of its ranks. Data crosses an edge
-through slots in the arena of its destination; directly into that rank's result, if all results lie at one place in
-the arenas; or, between domains, as a message that moves when the kernel of its phase has ended. Steps have *parts*,
-which take the chunks of the shard in turn.
+through slots in the arena of its destination, which its source writes; if the edge is *pulled*, since the plan's
+machine states that as the faster way, through slots in the arena of its source, which its destination reads; directly
+into the destination's result, if all results lie at one place in the arenas; or, between domains, as a message that
+moves when the kernel of its phase has ended. Flags are always written. Steps have *parts*, which take the chunks of the
+shard in turn.
 
 Deadlock is impossible: chunk c of a step has its turn in round c + level, and every block of every rank takes its
 steps in the order of rounds. The input of a step, data of lower levels or a free slot, has an earlier round: an
@@ -15,6 +17,7 @@ alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -35,7 +38,9 @@ from collectives.backends.nccl.tree_steps import (
 )
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import TransferTable, place_in
+from topoplan.machine.routing import memory_access
 from topoplan.model.window_engine import LEAST_CHUNK, WindowsClock, costs_of, most_blocks
+from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT
 
 FLAG_BYTES = 128
@@ -109,6 +114,18 @@ class KernelTables:
     room: int
 
 
+def _rank_pairs(plan: Plan, pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[int, int]]:
+    """Return pairs of GPUs that are ranks, as ranks."""
+    number = {name: rank for rank, name in enumerate(plan.ranks)}
+    return frozenset((number[a], number[b]) for a, b in pairs if a in number and b in number)
+
+
+def writes_everywhere(plan: Plan) -> bool:
+    """Return whether all ranks may write data to all others, as small collectives do."""
+    access = memory_access(plan.topology)
+    return not _rank_pairs(plan, access.unwritten | access.unreached)
+
+
 class KernelPlan:
     """A plan with its place in the arenas for as long as these live; the same on all ranks.
 
@@ -121,6 +138,8 @@ class KernelPlan:
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
     `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
+    `apart`: pairs of ranks, in both orders, that exchange messages alone, since the flags of an edge are written both
+    ways. `pulled` edges have their slots in the arenas of their sources.
     """
 
     def __init__(
@@ -135,11 +154,20 @@ class KernelPlan:
         adds: bool = False,
         copies: bool = False,
     ) -> None:
-        self.steps = found = steps_of(key, domains, adds=adds, copies=copies)
+        access = memory_access(key.plan.topology)
+        unreached = _rank_pairs(key.plan, access.unreached)
+        self.apart = unreached | {(b, a) for a, b in unreached}
+        self.steps = found = steps_of(key, domains, adds=adds, copies=copies, apart=self.apart)
         self.stride = stride
         self.blocks = blocks
         self.whole = key.plan.collective in WHOLE
         self.stars = int(found.star.max(initial=-1)) + 1
+        pulled, ends = (
+            _rank_pairs(key.plan, access.pulled),
+            (found.source.tolist(), found.destination.tolist()),
+        )
+        self.pulled = np.array([pair in pulled for pair in zip(*ends, strict=True)], dtype=np.bool_)
+        self.pulled &= ~found.crosses & (found.star < 0)
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
         self.clock = clock_of(key)
         self._longest = _longest_step(key, found)
@@ -171,7 +199,7 @@ class KernelPlan:
                     end[rank] += FLAG_BYTES
         for edge in inside:
             if found.star[edge] < 0:
-                length, rank = int(found.slots[edge]) * stride, found.destination[edge]
+                length, rank = int(found.slots[edge]) * stride, self.home(edge)
                 self.slots[edge] = end[rank] + length * np.arange(parts)
                 end[rank] += length * parts
         for star in range(self.stars):
@@ -180,6 +208,10 @@ class KernelPlan:
             self.slots[edges] = end.max() + length * np.arange(parts)
             end[:] = end.max() + length * parts
         self.nbytes = int(end.max(initial=base)) - base
+
+    def home(self, edge: int) -> int:
+        """Return the rank whose arena has the slots of an edge."""
+        return int((self.steps.source if self.pulled[edge] else self.steps.destination)[edge])
 
     @property
     def most_ends(self) -> int:
@@ -331,6 +363,7 @@ class _KernelTablesBuilder:
             and not step.gathers
             and not self._found.crosses[step.arrivals[0]]
             and self._found.star[step.arrivals[0]] < 0
+            and not self._plan.pulled[step.arrivals[0]]
         )
 
     def _placed(self, what: str, number: int, start: int, stop: int) -> Buffer:
@@ -357,7 +390,7 @@ class _KernelTablesBuilder:
     def _end(self, edge: int, part: int, *, arrives: bool) -> tuple[int, ...]:
         plan, found = self._plan, self._found
         source, destination = int(found.source[edge]), int(found.destination[edge])
-        peer, home = (source if arrives else destination), destination
+        peer, home = (source if arrives else destination), plan.home(edge)
         slots, count = int(plan.slots[edge, part]), int(found.slots[edge])
         if found.receivers[edge].gathers:
             home = source

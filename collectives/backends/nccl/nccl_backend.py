@@ -336,7 +336,7 @@ class NcclBackend(OneRank):
         """All ranks have compared the signature: the arenas carry its digest from now on, and no text does."""
         engine, signature, name = self._engine, call.signature, f"topoplan {call.signature.collective}"
         bound = None if engine is None or not engine.alone or not len(call.table) else engine.kept(call)
-        if engine is None or bound is None or signature.collective == "reduce":
+        if engine is None or bound is None or not bound.alone or signature.collective == "reduce":
             return None  # of a reduce, the ranks without a result repeat nothing
         told = repr((replace(signature, call=0), self._settings))
         digest = int.from_bytes(sha256(told.encode()).digest()[:8])
@@ -424,6 +424,8 @@ class NcclBackend(OneRank):
         engine = self._engine
         bound = None if engine is None else engine.place(call)
         if engine is not None and bound is not None:
+            if engine.about_pairs not in self.about_engine:
+                self.about_engine += f"; {engine.about_pairs}"
             place = engine.place_of_result(result, one.result.nbytes)
             whole = call.plan.collective in WHOLE and not bound.small
             direct = engine.place(call, direct=True) if place and whole else None
@@ -454,6 +456,10 @@ class NcclBackend(OneRank):
                 f"has {self.about_engine}"
             )
         bound = engine.kept(call)
+        if bound is not None and not bound.alone:
+            raise UsageError(
+                f"a graph cannot capture messages, got {engine.about_pairs}; run it outside of the capture"
+            )
         self._check_engine(engine)
         offers = self._agree(call.signature, NOT_READY_TO_CAPTURE if bound is None else CAPTURES)
         averaged = call.op == "avg" and call.dtype not in AVERAGED

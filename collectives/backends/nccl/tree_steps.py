@@ -3,10 +3,11 @@
 A *step* of a rank joins the arrivals of some tree edges of a shard, and writes the sum to others: a leaf of a tree
 has one that sends the rank's input, an inner rank one that adds its children and sends on, and so on.
 
-Ranks whose GPUs reach each other's memory are a *domain*, as those of a server. Edges between domains are messages,
-for which kernels cannot wait; steps therefore have *phases*: a kernel runs those of the first, then messages move,
-then a kernel runs those of the second, and so on. Data that skips a phase inside its domain is kept by its sender,
-and a step of the later phase, a *relay*, sends it.
+Ranks whose GPUs reach each other's memory are a *domain*, as those of a server. Edges between domains, and between
+two ranks that are *apart* since no copy between their GPUs ends, are messages, for which kernels cannot wait; steps
+therefore have *phases*: a kernel runs those of the first, then messages move, then a kernel runs those of the second,
+and so on. Data that skips a phase inside its domain is kept by its sender, and a step of the later phase, a *relay*,
+sends it.
 
 If a switch adds or copies, a star that spans its domain is one step of its root: it reads the sum of one place in all
 arenas, its own included, which it has sent to itself like the others; or it writes to all at once.
@@ -75,7 +76,7 @@ class ForestSteps:
       adds.
     - `row` of each edge in the pattern.
     - `slots` of each edge inside a domain.
-    - `crosses`: the edge leads to another domain.
+    - `crosses`: the edge leads to another domain, or its ranks are apart.
     - `star` of a switch that the edge belongs to, whose edges have their slots at one place in all arenas; else -1.
     - `senders`, `receivers`: the steps of each edge.
     """
@@ -94,12 +95,17 @@ class ForestSteps:
 
 @lru_cache(maxsize=64)
 def steps_of(
-    key: PlanKey, domains: tuple[int, ...] = (), *, adds: bool = False, copies: bool = False
+    key: PlanKey,
+    domains: tuple[int, ...] = (),
+    *,
+    adds: bool = False,
+    copies: bool = False,
+    apart: frozenset[tuple[int, int]] = frozenset(),
 ) -> ForestSteps:
     """Return the steps of a plan's ranks; the results for the last 64 plans are kept.
 
     `domains` has one number for each rank; empty if all are in one. `adds`, `copies`: whether switches that can are to
-    add, and to copy.
+    add, and to copy; not between ranks that are `apart`, pairs in both orders.
 
     >>> import topoplan
     >>> plan = topoplan.plan(topoplan.load("dgx-1v"), "allreduce", gpus=[1, 4, 5, 7])
@@ -107,13 +113,22 @@ def steps_of(
     >>> [(step.shard, step.level, len(step.arrivals), len(step.departures)) for step in steps if step.rank == 1]
     [(0, 2, 2, 2), (1, 0, 0, 1), (1, 4, 1, 0)]
     """
-    return _ForestStepsBuilder(key, domains or (0,) * len(key.plan.ranks), adds, copies).build()
+    domains = domains or (0,) * len(key.plan.ranks)
+    return _ForestStepsBuilder(key, domains, adds and not apart, copies and not apart, apart).build()
 
 
 class _ForestStepsBuilder:
-    def __init__(self, key: PlanKey, domains: tuple[int, ...], adds: bool, copies: bool) -> None:
+    def __init__(
+        self,
+        key: PlanKey,
+        domains: tuple[int, ...],
+        adds: bool,
+        copies: bool,
+        apart: frozenset[tuple[int, int]],
+    ) -> None:
         self._key = key
         self._domains = domains
+        self._apart = apart
         self._stars = _stars(key.plan, domains, {"reduce": adds, "broadcast": copies})
         self._made: list[ForestStep] = []
         self._latest: dict[tuple[int, int], ForestStep] = {}
@@ -140,7 +155,7 @@ class _ForestStepsBuilder:
             slots[star == number] = slots[star == number].max()
         edges = np.array(self._edges, dtype=np.int64).reshape(-1, 5)
         sources, destinations = edges[:, 0], edges[:, 1]
-        domain = np.array(self._domains, dtype=np.int64)
+        crosses = [self._crosses(*ends) for ends in zip(sources.tolist(), destinations.tolist(), strict=True)]
         return ForestSteps(
             tuple(self._made),
             sources,
@@ -148,11 +163,14 @@ class _ForestStepsBuilder:
             edges[:, 2],
             edges[:, 4],
             slots,
-            domain[sources] != domain[destinations],
+            np.array(crosses, dtype=np.bool_),
             star,
             tuple(self._senders),
             tuple(self._receivers),
         )
+
+    def _crosses(self, source: int, destination: int) -> bool:
+        return self._domains[source] != self._domains[destination] or (source, destination) in self._apart
 
     def _new(self, rank: int, shard: int, own: int) -> ForestStep:
         step = ForestStep(rank, shard, own)
@@ -182,8 +200,7 @@ class _ForestStepsBuilder:
                 if before is not None and before.arrivals and not gathers:
                     before.keeps, takes.behind, takes.own = True, before, KEPT
         takes.arrivals.append(edge)
-        crosses = self._domains[source] != self._domains[destination]
-        takes.phase = max(takes.phase, sends.phase + crosses)
+        takes.phase = max(takes.phase, sends.phase + self._crosses(source, destination))
         self._senders.append(sends)
         self._receivers.append(takes)
 
@@ -191,7 +208,7 @@ class _ForestStepsBuilder:
         """Let senders keep data that is taken in a later phase, in which a relay sends it."""
         relays: dict[tuple[int, int], ForestStep] = {}
         for edge, (sends, takes) in enumerate(zip(self._senders, self._receivers, strict=True)):
-            if sends.phase == takes.phase or self._domains[sends.rank] != self._domains[takes.rank]:
+            if sends.phase == takes.phase or self._crosses(sends.rank, takes.rank):
                 continue
             relay = relays.get((id(sends), takes.phase))
             if relay is None:

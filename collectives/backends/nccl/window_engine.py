@@ -27,6 +27,7 @@ from collectives.backends.nccl.kernel_program import (
     KernelPhase,
     KernelPlan,
     clock_of,
+    writes_everywhere,
 )
 from collectives.backends.nccl.tree_steps import order_of
 from collectives.tables.kernels.kernel_launch import Kernels
@@ -34,6 +35,7 @@ from collectives.tables.kernels.source import TELL_CALL, forest_kernel, switch_a
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
 from topoplan.model.window_engine import SLOT_BYTES, SMALL_BLOCKS, SMALL_BYTES, WIDE_BLOCKS
+from topoplan.units import listed
 
 THREADS, SMALL_THREADS = 512, 256
 """Threads of a block, and of one of a small collective; as in ``forest.cu``."""
@@ -88,7 +90,7 @@ class BoundKernelPlan:
     """A program whose tables lie on the GPU.
 
     `room` is a CuPy array for residual sums and messages, or None. `small`: every rank sends its input to all others.
-    `kept` holds the CuPy arrays that the jobs point to.
+    `kept` holds the CuPy arrays that the jobs point to. `alone`: no rank sends messages.
     """
 
     kernel: Any
@@ -98,6 +100,7 @@ class BoundKernelPlan:
     room: Any
     small: bool
     kept: list[Any]
+    alone: bool = True
 
 
 class WindowEngine:
@@ -113,7 +116,8 @@ class WindowEngine:
     - `room_bytes` of each arena for slots and flags, the same on all ranks; the whole arena by default.
     - `exact`: sums have the plan's bits. Without it a switch that can add does so, in any order.
 
-    `alone`: all ranks are in one domain.
+    `alone`: all ranks are in one domain. `about_pairs`: why pairs of GPUs in the plans so far exchange messages, in one
+    line; the same on all ranks, and empty without such pairs.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class WindowEngine:
         self._programs: OrderedDict[Layout, BoundKernelPlan] = OrderedDict()
         self._captured: list[tuple[BoundKernelPlan, object]] = []
         self._running: BoundKernelPlan | None = None
+        self.about_pairs = ""
         words = FIRST_BLOCK + 2 * max(blocks, SMALL_BLOCKS)
         self._memory: Any = cupy.cuda.alloc_pinned_memory(8 * words)
         self._page: NDArray[np.uint64] = np.frombuffer(self._memory, dtype=np.uint64, count=words)
@@ -191,7 +196,8 @@ class WindowEngine:
         layout = (call.table, call.dtype, call.op, one.given, one.block, direct)
         if layout not in self._programs:
             with self._stream:  # the tables are copied before the kernel starts
-                bound = self._small(call) or self._large(call, direct)
+                small = self._small(call) if writes_everywhere(call.plan) else None
+                bound = small or self._large(call, direct)
             if bound is None:
                 return None
             self._programs[layout] = bound
@@ -393,11 +399,12 @@ class WindowEngine:
         kept: list[Any] = []
         launches, received = [], False
         for number, phase in enumerate(tables.phases):
-            launches.append(self._launch(number, phase, counts, kept, looks=received))
+            launches.append(self._launch(number, phase, counts, kept, looks=received, apart=bool(plan.apart)))
             received |= any(not message.sends for message in phase.messages)
         nbytes = tables.room * call.itemsize
         room = self._cupy.empty(nbytes, dtype=np.uint8) if nbytes else None
-        return BoundKernelPlan(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept)
+        alone = self.alone and not plan.apart
+        return BoundKernelPlan(kernel, tuple(launches), THREADS, call.itemsize, room, False, kept, alone)
 
     def _plan(self, call: Call[Any], *, adds: bool, copies: bool) -> tuple[KernelPlan, Any] | None:
         """Return a plan with its place in the arenas, and the counters of this rank's chunks."""
@@ -413,6 +420,9 @@ class WindowEngine:
                 adds=adds,
                 copies=copies,
             )
+            if plan.apart:
+                pairs = sorted(f"{call.plan.ranks[a]}-{call.plan.ranks[b]}" for a, b in plan.apart if a < b)
+                self.about_pairs = f"messages for {listed(pairs, noun='pairs')}, where no copy ends"
             if self._base + plan.nbytes > self._end or plan.most_ends > MOST_ENDS:
                 self._plans[digest, adds] = None
             else:
@@ -422,7 +432,7 @@ class WindowEngine:
         return self._plans[digest, adds]
 
     def _launch(
-        self, number: int, phase: KernelPhase, counts: Any, kept: list[Any], *, looks: bool
+        self, number: int, phase: KernelPhase, counts: Any, kept: list[Any], *, looks: bool, apart: bool
     ) -> KernelLaunch:
         """Return a kernel and its messages; with `looks` one without steps too, which reads whether senders gave up."""
         blocks = phase.blocks
@@ -432,7 +442,7 @@ class WindowEngine:
             blocks = np.zeros(2, dtype=np.int64)
         tables, places = self._put((blocks, phase.steps, phase.ends))
         kept.append(tables)
-        job = self._job([*places, counts.data.ptr, number])
+        job = self._job([*places, counts.data.ptr, number], apart=apart)
         return KernelLaunch(job, len(blocks) - 1, phase.messages, counts.data.ptr, phase)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
@@ -442,11 +452,11 @@ class WindowEngine:
         places = made.data.ptr + np.cumsum([0, *(len(part) for part in flat[:-1])])
         return made, [int(place) for place in places]
 
-    def _job(self, numbers: list[int]) -> Any:
+    def _job(self, numbers: list[int], *, apart: bool = False) -> Any:
         """Return the arguments of a kernel: the common ones, and these numbers."""
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
-            *(0 if self.alone else self._others.data.ptr, self._memory.ptr),
+            *(0 if self.alone and not apart else self._others.data.ptr, self._memory.ptr),
             *(self.region.rank, self.region.size),
             *(int(min(2e9 * self._timeout, LONGEST_WAIT)), self._calls_at),
         ]

@@ -69,6 +69,7 @@ class WindowBackend(OneRank):
             tensor_on_cupy(self._cupy, line, self._gpu) for line in (memory.source, memory.result)
         )
         self._kernels.run(replace(call, memory=(replace(memory, source=source, result=result),)))
+        self.about_engine = self._kernels.about_engine
 
     def repeated(self, call: Call[torch.Tensor]) -> PreparedRun | None:
         device = call.memory[0].source.device

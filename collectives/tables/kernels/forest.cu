@@ -2,7 +2,7 @@
 // arithmetic.cu precedes, the lines of the kernels follow. See backends/nccl/kernel_program.py for the tables.
 //
 // A step joins the arrivals in slots of this rank's arena, in the plan's order, and forwards the sum: to slots of
-// other ranks' arenas, and to this rank's own buffer. A flag with the chunk's number follows behind a barrier of the
+// other ranks' arenas, and to this rank's own buffer. Slots of pulled edges lie in the arena of the source. A flag with the chunk's number follows behind a barrier of the
 // block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
 
 constexpr int MOST_ENDS = 256;         // of a step
@@ -26,7 +26,7 @@ struct End {
     long long peer;
     long long home;                    // rank whose arena holds the data
     long long slots, count, stride;    // place in that arena, number, bytes from one to the next; see placed()
-    long long data, credit;            // flags: beside the slots; in the arena of the sender
+    long long data, credit;            // flags: in the arena of the receiver; in that of the sender
     long long sent;                    // index of this rank's counter of the chunks of earlier collectives
     long long row;                     // of the transfer table, for errors
 };

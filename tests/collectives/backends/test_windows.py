@@ -28,6 +28,7 @@ from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_
 from tests.support.hand_plans import forest_plan
 from tests.support.ranks_on_machine import Ranks
 from topoplan.errors import BackendError, RefusedError, UsageError
+from topoplan.machine.topology import Device, Link, Topology, facts
 from topoplan.model import window_engine
 from topoplan.model.candidates import candidates
 from topoplan.model.dataflow import dataflow
@@ -80,6 +81,39 @@ def test_all_ranks_take_the_best_that_all_have_and_say_why_it_is_no_better(
     if kind.startswith("messages"):
         assert "GPU 0 has no peer access to GPU 1 of rank 1" in said[0]
     assert not machine.memory or not peers
+
+
+def test_a_pair_on_which_no_copy_ends_exchanges_messages(machine: Machine, cupy: ModuleType) -> None:
+    """In every call, with the bits of loopback; the engine says so, and captures nothing in a graph."""
+    machine.gpus, machine.peers = 3, True
+    ends = [("gpu0", "gpu1"), ("gpu1", "gpu0"), ("gpu1", "gpu2"), ("gpu2", "gpu1")]
+    known = {"gpu1": facts(unreached="gpu0")}
+    gpus = tuple(Device(name, "gpu", facts=known.get(name, ())) for name in ("gpu0", "gpu1", "gpu2"))
+    links = tuple(Link(*one, "pcie", 52, push=2.6, pull=52) for one in ends)
+    plan = topoplan.plan(Topology("chain", gpus, links))
+    arrays = floats(3, 24)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(arrays[rank])
+        before = about_engine(comm, rank)
+        found = [comm.all_reduce(given, out=cupy.zeros(24, dtype=np.float32)).get() for _ in range(3)]
+        after, stream = about_engine(comm, rank), cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(recorded(cupy))
+        with stream:
+            stream.begin_capture()
+            with pytest.raises(
+                UsageError, match="cannot capture messages, got messages for gpu0-gpu1, where no"
+            ):
+                comm.all_reduce(given, out=given)
+        assert comm.engine == after
+        return found, after.removeprefix(before)
+
+    found = outcome(on_every_rank(cupy, plan, task, region_bytes=REGION, timeout=40.0))
+    with Communicator(plan, "loopback") as comm:
+        wanted = comm.all_reduce(arrays)
+    for rank, (results, said) in enumerate(found):
+        assert said == "; messages for gpu0-gpu1, where no copy ends"
+        assert [one.tobytes() for one in results] == [wanted[rank].tobytes()] * 3
 
 
 def test_tables_outlive_the_empty_run_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import topoplan
+from collectives.lab import calibrate_command
 from collectives.lab.calibrate_command import PeerCopies
 from tests.support import fake_cupy
 from topoplan.cli.main import main
@@ -101,7 +102,8 @@ def test_a_slow_pair_a_refused_pair_and_an_outlier_are_told(calibrate: Calibrate
     lines = calibrate(driven, "dgx-1v", "--sizes", "64KB:256MB", "--all").splitlines()
     assert lines[:2] == [
         "dgx-1v, 8 GPUs: 8 to 50 GB/s, of 56 directed pairs 2 off the median of their kind",
-        "method       CuPy 13.0.0 (fake) peer copies, timed by events on the source, 64KB to 256MB, median of 9",
+        "method       CuPy 13.0.0 (fake) peer copies, timed by events on the GPU that copies, 64KB to 256MB, median "
+        "of 9",
     ]
     assert lines[4:9] == [
         "pair        channel  us out  us back  GB/s out  GB/s back  stated  outliers",
@@ -197,6 +199,88 @@ def test_where_the_driver_allows_few_peers_it_is_said(monkeypatch: pytest.Monkey
     )
     assert not any(pair.through_host for pair in found.pairs)
     assert driven.enabled == set()
+
+
+ENDLESS = {
+    (("gpu0", "gpu1"), "push"): 2.6,
+    (("gpu1", "gpu0"), "pull"): 0.0,
+    (("gpu0", "gpu3"), "push"): 0.0,
+    (("gpu2", "gpu3"), "push"): 0.0,
+    (("gpu2", "gpu3"), "pull"): 0.0,
+    (("gpu4", "gpu3"), "push"): 2.6,  # over PCIe, as gpu0 to gpu5
+    (("gpu0", "gpu5"), "push"): 0.0,
+}
+"""GB/s of accesses; 0 never ends."""
+
+
+def test_both_accesses_are_measured_and_copies_that_never_end_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each after 2 s by the clock; what the copies show is in links and facts, and all other links are as stated."""
+    driven, path = machine(rates=ENDLESS), tmp_path / "measured.json"
+    told: list[tuple[float, str]] = []
+    begun = 0.0
+
+    def progress(text: str) -> None:
+        nonlocal begun
+        if text.startswith("copies"):
+            begun = driven.now
+        elif "end" in text:
+            told.append((driven.now - begun, text))
+
+    measured(driven, monkeypatch, progress=progress)
+    names = ["push gpu0>gpu3", "push gpu0>gpu5", "pull gpu1>gpu0", "push gpu2>gpu3", "pull gpu2>gpu3"]
+    assert [text for _, text in told] == [f"{name} did not end within 2 s" for name in names]
+    assert all(2 <= seconds < 4.5 for seconds, _ in told)
+    driven = machine(rates=ENDLESS)
+    fake_cupy.install(monkeypatch, driven)
+    monkeypatch.setattr(calibrate_command, "PeerCopies", lambda: PeerCopies(clock=driven.clock))
+    assert main(["calibrate", "dgx-1v", "-o", str(path)]) == 0
+    made = topoplan.load(path)
+    links = {(one.src, one.dst): one for one in made.links if one.channel == "nvlink"}
+    before = {(one.src, one.dst): one for one in V100S.links if one.channel == "nvlink"}
+    differ = {ends: (one.bandwidth, one.push, one.pull) for ends, one in links.items() if one.access}
+    assert differ == {
+        ("gpu0", "gpu1"): (25, 2.6, 25),
+        ("gpu1", "gpu0"): (25, 25, None),
+        ("gpu0", "gpu3"): (50, None, 50),
+    }
+    assert before.keys() - links.keys() == {("gpu2", "gpu3")}
+    assert all(one.bandwidth == before[ends].bandwidth for ends, one in links.items())
+    facts = {one.name: dict(one.facts) for one in made.devices if one.kind == "gpu"}
+    assert {name: known for name, known in facts.items() if known} == {
+        "gpu3": {"pulls": "gpu4", "unreached": "gpu2"},
+        "gpu5": {"pulls": "gpu0", "unwritten": "gpu0"},
+    }
+    notes = [note.removeprefix("calibrated: ") for note in made.notes]
+    assert [note for note in notes if "end" in note or "differ," in note] == [
+        *(f"{name} did not end within 2 s" for name in names),
+        "peer access: not switched, since a copy has not ended",
+        "push and pull differ, GB/s: gpu0>gpu1 push 2.6, pull 25, gpu0>gpu3 push never ends, pull 50, gpu0>gpu5 push "
+        "never ends, pull 8, gpu1>gpu0 push 25, pull never ends, gpu4>gpu3 push 2.6, pull 8",
+        "no copy ends, so links between the two are taken out: gpu2>gpu3",
+    ]
+    assert f"note: calibrated: {names[0]} did not end within 2 s" in capsys.readouterr().out.splitlines()
+    capsys.readouterr()
+    again = machine(rates={key: rate for key, rate in ENDLESS.items() if key[0][0] != "gpu4"})
+    fake_cupy.install(monkeypatch, again)
+    monkeypatch.setattr(calibrate_command, "PeerCopies", lambda: PeerCopies(clock=again.clock))
+    assert main(["calibrate", str(path), "--gpus", "3,4", "-o", str(path)]) == 0
+    assert dict(topoplan.load(path).device("gpu3").facts) == {"unreached": "gpu2"}, "of measured pairs only"
+
+
+def test_a_gpu_that_an_endless_copy_holds_up_is_not_blamed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other pairs are not measured, and said so; they are not said to never end."""
+    driven = machine(rates={(("gpu0", "gpu3"), "pull"): 0.0}, held_up={"gpu3"})
+    found = measured(driven, monkeypatch, gpus=[0, 1, 3])
+    assert found.notes[1:] == (
+        "pull gpu0>gpu3 did not end within 2 s",
+        "not measured, since an earlier copy holds gpu3 up: gpu1>gpu3",
+        "not measured, since an earlier copy holds gpu3 up: gpu3>gpu0",
+        "not measured, since an earlier copy holds gpu3 up: gpu3>gpu1",
+        "peer access: not switched, since a copy has not ended",
+    )
+    assert [pair.name for pair in found.pairs] == ["gpu0>gpu1", "gpu0>gpu3", "gpu1>gpu0"]
 
 
 def test_peer_access_that_was_on_is_on_again(monkeypatch: pytest.MonkeyPatch) -> None:

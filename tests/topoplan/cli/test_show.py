@@ -103,6 +103,24 @@ def test_tree_and_table_show_every_link_once(done: Done, machine: str | Path) ->
             assert edges[below] == (above, f"{link.bandwidth:g}")
 
 
+def test_push_and_pull_are_shown_where_they_differ(done: Done, tmp_path: Path) -> None:
+    """In both forms; links that differ in them alone have a row each."""
+    ends, path = (("gpu0", "gpu1"), ("gpu1", "gpu0")), tmp_path / "box.json"
+    gpus = tuple(Device(f"gpu{number}", "gpu") for number in range(2))
+    links = [Link(*one, "pcie", 52, push=push, pull=52) for one, push in zip(ends, (2.6, None), strict=True)]
+    path.write_text(Topology("box", gpus, tuple(links)).to_json())
+    rows = [
+        "access  push 2.6, pull 52 (GB/s): gpu0>gpu1",
+        "access  push never ends, pull 52 (GB/s): gpu1>gpu0",
+    ]
+    assert set(rows) <= {re.sub(" {3,}", "  ", line) for line in done("show", str(path)).splitlines()}
+    assert done("show", str(path), "--all").splitlines()[-3:] == [
+        "from      to    channel  count  GB/s  GB/s of each access",
+        "gpu0  ->  gpu1  pcie         1    52  push 2.6, pull 52",
+        "gpu1  ->  gpu0  pcie         1    52  push never ends, pull 52",
+    ]
+
+
 def test_tree_of_a_known_server() -> None:
     """Bus ids, host bridges, NVLinks to GPUs and to a CPU, unequal directions, speeds of NICs, unknown facts."""
     first = facts(host_bridge="pci0000:00", sm=70)

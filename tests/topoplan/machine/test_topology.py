@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +38,14 @@ def topologies(draw: st.DrawFn) -> Topology:
     chosen = draw(st.lists(st.sampled_from(ends), max_size=8, unique=True)) if ends else []
     drawn = (st.floats(1e-6, 1e6), st.integers(1, 18), st.none() | st.floats(0, 1))
     links = tuple(Link(*end, *(draw(value) for value in drawn)) for end in chosen)
+    rates, gpus = (
+        st.none() | st.floats(1e-6, 1e6),
+        {device.name for device in devices if device.kind == "gpu"},
+    )
+    links = tuple(
+        replace(one, push=draw(rates), pull=draw(rates)) if {one.src, one.dst} <= gpus else one
+        for one in links
+    )
     return Topology(draw(TEXTS), devices, links, tuple(draw(st.lists(TEXTS, max_size=2))), draw(TEXTS))
 
 
@@ -135,6 +144,41 @@ def device_json(**changes: object) -> str:
             link_json(speed=3),
             "key 'speed' is unknown; it may have src, dst, channel, bandwidth, count, latency",
         ),
+        *(
+            (link_json(**{"push": 2, "pull": 2, key: value}), says.format(key, text))
+            for key in ("push", "pull")
+            for value, text, says in (
+                (
+                    -1,
+                    "-1",
+                    "link a->b: {} must be a number of GB/s from 1e-06 to 1e+09, got {}; write null if",
+                ),
+                (0, "0", "link a->b: {} must be a number of GB/s from 1e-06 to 1e+09, got {}; write null if"),
+                (float("nan"), "nan", "link a->b: {} must be a number of GB/s from 1e-06 to 1e+09, got {}"),
+                ("fast", "'fast'", "link 0 (a->b): {} must be a number or null, not {}"),
+                (
+                    26,
+                    "26",
+                    "link 0 (a->b): bandwidth must be at least 26, the better of push and pull, got 25;",
+                ),
+            )
+        ),
+        (
+            link_json(pull=2),
+            "link 0 (a->b): push and pull must both be stated, got pull alone; add the other",
+        ),
+        (
+            link_json(push=None),
+            "link 0 (a->b): push and pull must both be stated, got push alone; add the other",
+        ),
+        (
+            link_json(push=None, pull=None),
+            "link 0 (a->b): push and pull must not both be null, since no copy",
+        ),
+        (
+            link_json(push=2, pull=25).replace('"b", "kind": "gpu"', '"b", "kind": "cpu"'),
+            "link a->b: push and pull are of links between two GPUs, got cpu b; leave them out",
+        ),
         ('{"devices": []}', 'no \'format\'; begin it with "format": "topoplan.topology/1"'),
         ('{"fromat": "topoplan.topology/1"}', "no 'format'; did you mean it by 'fromat'?"),
     ],
@@ -142,6 +186,37 @@ def device_json(**changes: object) -> str:
 def test_bad_files_are_refused_with_the_value(text: str, says: str) -> None:
     with refused(TopologyError, says):
         parse_topology_json(text)
+
+
+def with_access(push: float | None, pull: float | None) -> Topology:
+    """A ring of three GPUs whose links from lower to higher numbers have push and pull, stated at 60 GB/s."""
+    devices = tuple(Device(f"gpu{number}", "gpu") for number in range(3))
+    ends = [(a.name, b.name) for a in devices for b in devices if a != b]
+    links = [
+        Link(*pair, "pcie", 60, push=push, pull=pull) if pair < pair[::-1] else Link(*pair, "pcie", 52)
+        for pair in ends
+    ]
+    return Topology("box", devices, tuple(links))
+
+
+@pytest.mark.parametrize(("push", "pull"), [(2.6, 52), (52, 2.6), (None, 52), (52, None)])
+def test_a_link_is_planned_at_the_better_of_push_and_pull(push: float | None, pull: float | None) -> None:
+    """As without them at that rate; the plan's file keeps them, and its verifier has the same bound."""
+    machine = with_access(push, pull)
+    plain = replace(machine, links=tuple(replace(one, push=None, pull=None) for one in machine.links))
+    assert {one.bandwidth for one in plain.links} == {52}
+    assert [one.pulls for one in machine.links if one.access] == [pull == 52] * 3
+    made = topoplan.plan(machine)
+    again = topoplan.Plan.from_json(made.to_json())
+    assert (again.topology.links, again.certificate) == (machine.links, made.certificate)
+    assert topoplan.verify(again).exact_bound == topoplan.verify(topoplan.plan(plain)).exact_bound
+    assert (
+        topoplan.simulate(again, nbytes=1 << 26).seconds
+        == topoplan.simulate(topoplan.plan(plain), nbytes=1 << 26).seconds
+    )
+    slow = topoplan.slow_links(machine, {"gpu0-gpu1": 20})
+    assert topoplan.load(slow.to_json()) == slow == topoplan.load(slow.to_networkx())
+    assert slow.links[0].access == with_access(push and min(push, 20), pull and min(pull, 20)).links[0].access
 
 
 def test_facts_may_have_any_key() -> None:

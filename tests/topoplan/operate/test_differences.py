@@ -57,6 +57,17 @@ def test_bus_ids_come_before_names() -> None:
     assert differences(one, other).rows == ()
 
 
+def test_push_and_pull_are_a_difference_of_a_wire() -> None:
+    gpus = (Device("gpu0", "gpu"), Device("gpu1", "gpu"))
+    plain = (Link("gpu0", "gpu1", "pcie", 52), Link("gpu1", "gpu0", "pcie", 52))
+    differ = tuple(replace(link, push=2.6, pull=52) for link in plain)
+    found = differences(Topology("one", gpus, plain), Topology("other", gpus, differ))
+    assert [(one.names, one.a, one.b) for one in found.rows] == [
+        (("gpu0-gpu1",), "52 GB/s (push and pull equal)", "52 GB/s (push 2.6, pull 52)")
+    ]
+    assert found.rows[0].bounds == found.bounds_b == found.bounds_a
+
+
 @given(st.data())
 @settings(max_examples=4)
 def test_one_slower_link_is_the_one_difference_and_its_bound_is_that_of_the_other(

@@ -29,6 +29,7 @@ from topoplan.operate.plot.canvas import BLACK, GREY, Look, save_figure, write_f
 from topoplan.operate.plot.charts import MOST_BARS, draw_bands, draw_comparison, draw_sweep
 from topoplan.operate.plot.machine import MAX_DEVICES, draw_topology
 from topoplan.operate.plot.nvlink_panel import circle_order, circle_places
+from topoplan.operate.plot.page import machine_section
 from topoplan.operate.plot.panels import wires
 from topoplan.operate.plot.tree_layout import forest_positions
 from topoplan.operate.plot.trees import draw_trees
@@ -266,6 +267,15 @@ def test_direction_of_unequal_bandwidth_is_in_the_legend() -> None:
     crowd = Topology("crowd", tuple(Device(f"gpu{i}", "gpu") for i in range(MAX_DEVICES + 1)), ())
     with pytest.raises(UsageError, match=r"at most 160 devices, got 161 of crowd"):
         draw_topology(crowd)
+
+
+def test_push_and_pull_that_differ_are_in_the_legend_and_the_page() -> None:
+    gpus = tuple(Device(f"gpu{number}", "gpu") for number in range(2))
+    ends = (("gpu0", "gpu1"), ("gpu1", "gpu0"))
+    machine = Topology("box", gpus, tuple(Link(*one, "pcie", 52, push=None, pull=52) for one in ends))
+    legend = draw_topology(machine).legends[0].get_texts()
+    assert [text.get_text() for text in legend] == ["PCIe: 52 GB/s (push never ends, pull 52)"]
+    assert "52 (push never ends, pull 52)" in machine_section(machine).content
 
 
 @pytest.mark.parametrize(

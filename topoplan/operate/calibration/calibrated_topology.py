@@ -10,11 +10,11 @@ Bandwidths have four significant digits (`DIGITS`), latencies and times of switc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from topoplan.machine.topology import Link, Topology
+from topoplan.machine.topology import ACCESS_FACTS, PULLS, UNREACHED, UNWRITTEN, Device, Link, Topology, facts
 from topoplan.model.copy_routes import CopyRoute, CopyRoutes, stage_bandwidth
 from topoplan.operate.calibration.fit import Measurement, PairFit, fit_pair, outlying
 from topoplan.units import TOLERANCE as ROUNDING
@@ -374,7 +374,8 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
         for name in (samples.src, samples.dst):
             topology.device(name)
     routes = CopyRoutes(topology)
-    fits = [fit_pair(samples) for samples in measurement.pairs]
+    fits = [fit_pair(one) for one in measurement.pairs if one.times or one.pulls]
+    dead = [(one.src, one.dst) for one in measurement.pairs if not (one.times or one.pulls)]
     ways = [
         routes.between(fit.src, fit.dst, through_host=True)
         if fit.through_host
@@ -387,6 +388,11 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     copies = [MeasuredCopy(pair.fit, pair.route) for pair in pairs if pair.route]
     speeds = link_speeds(copies)
     latencies = link_latencies(copies)
+    direct = _direct_access(copies)
+    taken_out = {
+        link_key(way.links[0]) for ends in dead if (way := routes.between(*ends)) and len(way.links) == 1
+    }
+    topology = replace(topology, links=tuple(one for one in topology.links if link_key(one) not in taken_out))
     links = tuple(
         replace(
             link,
@@ -394,15 +400,19 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
             latency=significant(latencies[link_key(link)], LATENCY_DIGITS)
             if link_key(link) in latencies
             else link.latency,
+            push=direct.get(link_key(link), (link.push, link.pull))[0],
+            pull=direct.get(link_key(link), (link.push, link.pull))[1],
         )
         for link in topology.links
     )
     notes = calibration_notes(topology, measurement, fits, copies, speeds)
+    notes += tuple(MARK + note for note in _access_notes(fits, dead))
     odd = [f"{pair.fit.name} {pair.odd}" for pair in pairs if pair.odd]
     if odd:
         notes += (f"{MARK}off the median of the pairs with such links: {abbreviated(odd)}",)
     made = replace(
         topology,
+        devices=_with_access_facts(topology, fits, dead, direct),
         links=links,
         notes=(*(note for note in topology.notes if not note.startswith(MARK)), *notes),
         source=source_of(topology, measurement, date),
@@ -412,6 +422,67 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
         or topology.peer_access,
     )
     return Calibration(made, pairs, measurement, notes)
+
+
+def differing_access(fit: PairFit) -> tuple[float | None, float | None] | None:
+    """Return GB/s of push and pull; None if they were not measured, or are equal within `TOLERANCE`."""
+    if fit.access is None:
+        return None
+    push, pull = (rate and significant(rate, DIGITS) for rate in fit.access)
+    if push and pull and min(push, pull) >= (1 - TOLERANCE) * max(push, pull):
+        return None
+    return push, pull
+
+
+def _direct_access(copies: Sequence[MeasuredCopy]) -> dict[LinkKey, tuple[float | None, float | None]]:
+    """Return the push and pull of each link that is the whole route of a copy; both None if they are equal."""
+    return {
+        link_key(copy.route.links[0]): differing_access(copy.fit) or (None, None)
+        for copy in copies
+        if len(copy.route.links) == 1 and copy.fit.access is not None
+    }
+
+
+def _access_notes(fits: Sequence[PairFit], dead: Sequence[tuple[str, str]]) -> list[str]:
+    """Return pairs whose push and pull differ, and pairs on which no copy ended."""
+    differ = [
+        Link(fit.src, fit.dst, "pcie", fit.line.bandwidth, push=found[0], pull=found[1])
+        for fit in fits
+        if (found := differing_access(fit))
+    ]
+    lists = (
+        ("push and pull differ, GB/s", [f"{link_name(link)} {link.access}" for link in differ]),
+        ("no copy ends, so links between the two are taken out", [f"{src}>{dst}" for src, dst in dead]),
+    )
+    return [f"{what}: {abbreviated(names)}" for what, names in lists if names]
+
+
+def _with_access_facts(
+    topology: Topology,
+    fits: Sequence[PairFit],
+    dead: Sequence[tuple[str, str]],
+    direct: Collection[LinkKey],
+) -> tuple[Device, ...]:
+    """Return the devices with the facts of access between GPUs that no link of their own states."""
+    stated = {key[:2] for key in direct}
+    measured: dict[tuple[str, str], tuple[str, ...]] = dict.fromkeys(dead, (UNREACHED,))
+    for fit in fits:
+        if fit.access is not None:
+            push, pull = ((fit.src, fit.dst) not in stated and differing_access(fit)) or (1, 0)
+            pulls = (PULLS,) if (pull or 0) > (push or 0) else ()
+            measured[fit.src, fit.dst] = pulls if push else (*pulls, UNWRITTEN)
+
+    def updated(device: Device, key: str) -> str:
+        before = [name for name in device.fact(key).split(",") if (name, device.name) not in measured]
+        now = [src for (src, dst), found in measured.items() if dst == device.name and key in found]
+        return ",".join(sorted({*before, *now} - {""}))
+
+    return tuple(
+        replace(one, facts=facts(**dict(one.facts) | {key: updated(one, key) for key in ACCESS_FACTS}))
+        if one.kind == "gpu"
+        else one
+        for one in topology.devices
+    )
 
 
 def _oddities(

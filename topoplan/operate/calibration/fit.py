@@ -26,28 +26,39 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.units import format_size
 
+CopyTimes = tuple[tuple[int, tuple[float, ...]], ...]
+"""Bytes of copies, ascending, and the seconds of every repeat."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairSamples:
     """Times of copies from one GPU to another.
 
-    times: bytes, ascending, and the seconds of every repeat.
+    times: bytes, ascending, and the seconds of every repeat, of copies that the source pushes; empty if one did not
+    end.
     through_host: peer access is refused: the driver takes every copy through host memory.
+    pulls: the same of copies that the destination pulls; None if they were not measured.
     """
 
     src: str
     dst: str
-    times: tuple[tuple[int, tuple[float, ...]], ...]
+    times: CopyTimes
     through_host: bool = False
+    pulls: CopyTimes | None = None
 
     def __post_init__(self) -> None:
-        sizes = [nbytes for nbytes, _ in self.times]
+        for times in (self.times, self.pulls):
+            if times:
+                self._check(times)
+
+    def _check(self, times: CopyTimes) -> None:
+        sizes = [nbytes for nbytes, _ in times]
         if len(sizes) < 2 or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise UsageError(
                 f"copies {self.name}: sizes {sizes} must be two or more, ascending, from 1 byte: one size cannot tell "
                 "latency from bandwidth"
             )
-        for nbytes, seconds in self.times:
+        for nbytes, seconds in times:
             if not seconds or not all(0 < one < math.inf for one in seconds):
                 raise UsageError(
                     f"copies {self.name}: times {list(seconds)} of {nbytes} bytes must be above zero; "
@@ -151,10 +162,11 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class PairFit:
-    """Latency and bandwidth from one GPU to another.
+    """Latency and bandwidth from one GPU to another, of the faster access.
 
     through_host: as in `PairSamples`.
     outliers: they do not affect the fit.
+    access: GB/s of push and pull, None for copies that do not end; None if pulls were not measured.
     """
 
     src: str
@@ -162,6 +174,7 @@ class PairFit:
     line: HockneyLine
     through_host: bool = False
     outliers: tuple[Outlier, ...] = ()
+    access: tuple[float | None, float | None] | None = None
 
     @property
     def name(self) -> str:
@@ -198,23 +211,32 @@ def fit_line(points: Sequence[tuple[int, float]]) -> HockneyLine:
 
 
 def fit_pair(samples: PairSamples) -> PairFit:
-    """Return latency and bandwidth of a pair, and its outliers (`outlying`).
+    """Return latency and bandwidth of a pair, and its outliers (`outlying`); UsageError if no copy ended.
 
     >>> times = tuple((n << 20, (1e-5 + n / 24e3,) * 4 + (1e-3,)) for n in (1, 4, 16))
     >>> [str(outlier) for outlier in fit_pair(PairSamples("gpu0", "gpu1", times)).outliers]
     ['1MB repeat 5 (19.4x)', '4MB repeat 5 (5.66x)', '16MB repeat 5 (1.48x)']
     """
-    points = [(nbytes, median(seconds)) for nbytes, seconds in samples.times]
-    try:
-        line = fit_line(points)
-    except UsageError as error:
-        raise UsageError(f"{samples.name}: {error}") from None
+    lines: list[HockneyLine | None] = []
+    for times in (samples.times, samples.pulls or ()):
+        try:
+            lines.append(
+                fit_line([(nbytes, median(seconds)) for nbytes, seconds in times]) if times else None
+            )
+        except UsageError as error:
+            raise UsageError(f"{samples.name}: {error}") from None
+    push, pull = (line.bandwidth if line else None for line in lines)
+    pulled = (pull or 0) > (push or 0)
+    line = lines[pulled]
+    if line is None:
+        raise UsageError(f"{samples.name}: no copy ended, so no bandwidth can be fitted; leave the pair out")
     outliers = tuple(
-        Outlier(nbytes, place + 1, seconds[place], usual)
-        for (nbytes, seconds), (_, usual) in zip(samples.times, points, strict=True)
+        Outlier(nbytes, place + 1, seconds[place], median(seconds))
+        for nbytes, seconds in (samples.pulls or () if pulled else samples.times)
         for place in outlying(seconds)
     )
-    return PairFit(samples.src, samples.dst, line, samples.through_host, outliers)
+    access = None if samples.pulls is None else (push, pull)
+    return PairFit(samples.src, samples.dst, line, samples.through_host, outliers, access)
 
 
 FACTOR = 3.5

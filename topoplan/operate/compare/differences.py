@@ -346,13 +346,15 @@ def _of_links(
 
 
 def _texts(mine: Link | None, other: Link | None) -> tuple[str, str]:
-    """Return both sides' texts of a wire; the number of wires only if it differs."""
+    """Return both sides' texts of a wire; the number of wires, and push and pull, only if they differ."""
     widths = mine is not None and other is not None and mine.count != other.count
+    access = mine is not None and other is not None and mine.access != other.access
     a, b = (
         ABSENT
         if link is None
         else f"{link.bandwidth:g} GB/s"
         + (f" in {link.count}" if widths or (link.count > 1 and mine is None) else "")
+        + (f" ({link.access or 'push and pull equal'})" if access else "")
         for link in (mine, other)
     )
     return a, b

@@ -31,6 +31,7 @@ from topoplan.operate.plot.canvas import (
 from topoplan.operate.plot.nvlink_panel import nvlink_panel
 from topoplan.operate.plot.panels import (
     DrawnLink,
+    Kind,
     Panel,
     Point,
     box_width,
@@ -274,9 +275,6 @@ def draw_topology(topology: TopologyLike) -> Figure:
         alignment="left",
     )
     return figure
-
-
-Kind = tuple[str, float, float, int]
 
 
 @dataclass(frozen=True, slots=True)

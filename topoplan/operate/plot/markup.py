@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from topoplan.operate.plot.machine import Kind, MachineLayout
-from topoplan.operate.plot.panels import Panel, box_width, kind_text
+from topoplan.operate.plot.machine import MachineLayout
+from topoplan.operate.plot.panels import Kind, Panel, box_width, kind_text
 from topoplan.units import format_size
 
 VOID = frozenset({"br", "hr", "meta"})

@@ -273,7 +273,8 @@ def machine_section(topology: Topology) -> PageSection:
 
 def _link_cells(wire: DrawnLink, ends: tuple[str, ...]) -> tuple[str, ...]:
     back = f"{wire.back:g}" if wire.back else "-"
-    return STROKES[wire.channel].name, " - ".join(ends), str(wire.count), f"{wire.there:g}", back
+    there = f"{wire.there:g} ({wire.access})" if wire.access else f"{wire.there:g}"
+    return STROKES[wire.channel].name, " - ".join(ends), str(wire.count), there, back
 
 
 def health_section(topology: Topology, collective: str) -> PageSection:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+Kind = tuple[str, float, float, int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnLink:
     """One line between two devices.
@@ -28,6 +31,7 @@ class DrawnLink:
     ends: the end that the topology lists first comes first.
     count: parallel links.
     there, back: GB/s from the first end to the second and back; 0 for no link.
+    access: GB/s of push and pull in words, there and back, where they differ.
     """
 
     ends: tuple[str, str]
@@ -35,11 +39,13 @@ class DrawnLink:
     count: int
     there: float
     back: float
+    access: str = ""
 
     @property
-    def kind(self) -> tuple[str, float, float, int]:
+    def kind(self) -> Kind:
         """Key of its style: wires of equal kind share a line of the legend."""
-        return (self.channel, max(self.there, self.back), min(self.there, self.back), self.count)
+        rates = (max(self.there, self.back), min(self.there, self.back))
+        return (self.channel, *rates, self.count, self.access)
 
 
 def whole_nics(topology: Topology) -> Topology:
@@ -78,30 +84,33 @@ def wires(topology: Topology) -> tuple[DrawnLink, ...]:
             continue
         count = link.count if back is None else max(link.count, back.count)
         backward = 0.0 if back is None else back.bandwidth
-        drawn.append(DrawnLink((src, dst), channel, count, link.bandwidth, backward))
+        access = " / ".join(dict.fromkeys(one.access for one in (link, back) if one and one.access))
+        drawn.append(DrawnLink((src, dst), channel, count, link.bandwidth, backward, access))
     return tuple(drawn)
 
 
-def wire_widths(drawn: Sequence[DrawnLink]) -> dict[tuple[str, float, float, int], float]:
+def wire_widths(drawn: Sequence[DrawnLink]) -> dict[Kind, float]:
     """Return the line width in points of every kind of wire: within a channel, the faster the wider."""
-    widths: dict[tuple[str, float, float, int], float] = {}
+    widths: dict[Kind, float] = {}
     for channel in LINK_CHANNELS:
         kinds = sorted({wire.kind for wire in drawn if wire.channel == channel}, key=lambda kind: kind[1:])
         widths |= {kind: min(1.3 + 1.5 * step, 6.0) for step, kind in enumerate(kinds)}
     return widths
 
 
-def kind_text(kind: tuple[str, float, float, int]) -> str:
+def kind_text(kind: Kind) -> str:
     """Return the legend's text for a kind of wire.
 
-    >>> kind_text(("nvlink", 50.0, 50.0, 2)), kind_text(("nvlink", 150.0, 125.0, 6))
+    >>> kind_text(("nvlink", 50.0, 50.0, 2, "")), kind_text(("nvlink", 150.0, 125.0, 6, ""))
     ('NVLink ×2: 50 GB/s', 'NVLink ×6: 150 and 125 GB/s')
     """
-    channel, fast, slow, count = kind
+    channel, fast, slow, count, access = kind
     name = STROKES[channel].name + (f" ×{count}" if count > 1 else "")
     if slow == 0:
-        return f"{name}: {fast:g} GB/s, one way"
-    return f"{name}: {fast:g} GB/s" if fast == slow else f"{name}: {fast:g} and {slow:g} GB/s"
+        rates = f"{fast:g} GB/s, one way"
+    else:
+        rates = f"{fast:g} GB/s" if fast == slow else f"{fast:g} and {slow:g} GB/s"
+    return f"{name}: {rates} ({access})" if access else f"{name}: {rates}"
 
 
 Point = tuple[float, float]
@@ -225,7 +234,7 @@ def draw_panel(
     axes: Axes,
     topology: Topology,
     panel: Panel,
-    strokes: Mapping[tuple[str, float, float, int], float],
+    strokes: Mapping[Kind, float],
     *,
     marked: Mapping[DrawnLink, Sequence[str]] | None = None,
 ) -> None:

@@ -31,8 +31,8 @@ from topoplan.operate.plot.canvas import (
     text_width,
     write_text,
 )
-from topoplan.operate.plot.machine import Kind, lay_out
-from topoplan.operate.plot.panels import DrawnLink, Panel, draw_panel, wires, wires_of_trees
+from topoplan.operate.plot.machine import lay_out
+from topoplan.operate.plot.panels import DrawnLink, Kind, Panel, draw_panel, wires, wires_of_trees
 from topoplan.operate.plot.tree_layout import forest_positions
 from topoplan.plans.plan import Plan, collective_name
 from topoplan.plans.shards import Edge, Stage
