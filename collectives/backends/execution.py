@@ -27,6 +27,7 @@ from collectives.backends.backend import (
     Call,
     PreparedRun,
     RankArrays,
+    StartedCall,
 )
 from collectives.backends.exchange_rounds import ExchangeRounds
 from collectives.backends.open_backend import check_helpers
@@ -108,7 +109,7 @@ class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
 
     `traffic` counts what the collectives so far have moved. `failure` is the error of another process that ended this,
-    or None. `aborted`: `abort` was called.
+    or None. `aborted`: `abort` was called. `completion` is the end of the last collective if a GPU may still run it.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
@@ -119,6 +120,7 @@ class Execution(Generic[Array]):
         self._calls = 0
         self._failed = False
         self.failure: BackendError | None = None
+        self.completion: StartedCall | None = None
         self.aborted = False
         setting = os.environ.get(DEBUG, "0")
         self._prints = setting == "all" or (setting not in ("", "0") and 0 in backend.ranks)
@@ -207,11 +209,13 @@ class Execution(Generic[Array]):
         number = self._calls
         self._calls += 1
         try:
-            call.run(number, source, result)
+            self.completion = call.run(number, source, result)
         except BaseException as error:
             self._note_failure(error)
             raise
         self.traffic.add(call.table, itemsize=call.kind.itemsize)
+        if self.completion is not None:
+            self.completion.held = (array, out)
         if call.kept:
             library = self.backend.arrays
             copy_local_parts(call.kept, library.line(array), library.line(out), library)
@@ -409,6 +413,7 @@ class Execution(Generic[Array]):
 
     def _run(self, call: Call[Array], digest: str, nbytes: int) -> None:
         self._calls += 1
+        self.completion = None
         try:
             self._run_measured(call, digest, nbytes)
         except BaseException as error:

@@ -224,7 +224,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         self.on_failure = on_failure
         settings_of_all = JoinSettings(opened.name, {}, timeout, self.chunk_bytes, on_failure, on_slow)
         self._members = CommunicatorMembers(Execution(store, opened, chunks), plan, settings_of_all)
-        self._in_order = CallQueue(self.arrays)
+        self._in_order = CallQueue(self.arrays, lambda: getattr(self._members.now, "completion", None))
 
     @property
     def plan(self) -> Plans:

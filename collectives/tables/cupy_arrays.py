@@ -1,7 +1,8 @@
 """Implement the array library for CuPy on one GPU, and select the current GPU of a thread.
 
 Collectives run in a stream of their own. It waits for the work that the caller's current stream held before the call,
-and everything is complete when the collective returns, so the caller need not synchronise.
+and the caller's stream waits for the collective, so the caller need not synchronise, and the host does not wait. Work
+on another stream must wait for the caller's.
 
 Since CUDA 12 ``cudaSetDevice`` makes the primary context of the device, some 500 MB of its memory, and fails if
 another process holds a device in compute mode EXCLUSIVE_PROCESS. A thread starts at device 0 without having chosen
@@ -13,6 +14,7 @@ already, and otherwise leaves its own device current, as torch's device guard do
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,14 @@ from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import ELEMENTS
 from collectives.tables.numpy_arrays import OPERATORS, NumpyArrays, numpy_dtype, reduction
 from topoplan.errors import UsageError
+
+RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
+
+CAPTURED_BY_TORCH = (
+    "torch captures its current stream in a CUDA graph, and CuPy's current stream is another one; make it current with "
+    "cupy.cuda.Stream.from_external(torch.cuda.current_stream()), or call the collective outside the graph"
+)
 
 
 def use_device(cupy: Any, device: int) -> None:
@@ -61,6 +71,25 @@ class on_device:
 def is_capturing(stream: Any) -> bool:
     """Return whether work on a stream goes into a graph, which CUDA's default streams never do."""
     return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
+
+
+def captured_by_torch() -> bool:
+    """Return whether torch, if it is loaded, captures its current stream."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def may_query() -> Iterator[None]:
+    """Allow this thread to query events: in CUDA's default mode that voids a capture of any thread."""
+    driver, mode = _driver(), ctypes.c_int(RELAXED)
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def has_context(device: int) -> bool:
@@ -113,6 +142,20 @@ def broken_cupy(error: ImportError) -> str:
     )
 
 
+class StreamEnd:
+    """The end of what a stream held at an event of CuPy, as `Completion`."""
+
+    def __init__(self) -> None:
+        self.event: Any = None
+
+    @property
+    def done(self) -> bool:
+        return bool(self.event.done)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.event.synchronize()
+
+
 class CupyArrays(NumpyArrays):
     """`ArrayLibrary` of CuPy on one GPU, by its number in CUDA; by default the current one.
 
@@ -142,6 +185,21 @@ class CupyArrays(NumpyArrays):
                 stream.wait_event(self._called.popleft())
             yield stream
 
+    @contextmanager
+    def ordered(self, *, later: bool = False) -> Iterator[StreamEnd]:
+        user, end = None if later else self.users_stream(), StreamEnd()
+        yield end
+        end.event = self.lead(None if user is None or is_capturing(user) else user)
+
+    def lead(self, stream: Any = None) -> Any:
+        """Return an event behind the stream of collectives; a stream of this GPU, if one is given, waits for it."""
+        with on_device(self._cupy, self.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self.stream)
+            if stream is not None:
+                stream.wait_event(event)
+        return event
+
     def check(self, array: object, *, rank: int, what: str) -> Any:
         if not isinstance(array, self._cupy.ndarray):
             raise UsageError(
@@ -163,12 +221,15 @@ class CupyArrays(NumpyArrays):
                 f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
-        self.behind(self.users_stream())
+        stream = self.users_stream()
+        if captured_by_torch() and not is_capturing(stream):
+            raise UsageError(f"rank {rank} has an {what} while {CAPTURED_BY_TORCH}")
+        self.behind(stream)
         return found
 
     def follow_caller(self, *arrays: Any) -> bool:
         stream = self.users_stream()
-        captures = is_capturing(stream)
+        captures = captured_by_torch() or is_capturing(stream)
         if not captures:
             self.behind(stream)
         return not captures
@@ -205,9 +266,8 @@ class CupyArrays(NumpyArrays):
         return int(array.data.ptr) if array.flags.c_contiguous and array.device.id == self.device else 0
 
     def copy(self, target: Any, source: Any) -> None:
-        with self.here() as stream:
+        with self.here():
             target[...] = source
-            stream.synchronize()
 
     def reals(self, line: Any) -> Any:
         return line.view(line.dtype.char.lower()) if line.dtype.kind == "c" else line
@@ -250,9 +310,8 @@ class CupyArrays(NumpyArrays):
             stream.synchronize()
 
     def divide(self, total: Any, ranks: int) -> None:
-        with self.here() as stream:
+        with self.here():
             self.kernels.divide(total, self.dtype(total), ranks)
-            stream.synchronize()
 
     def join(self, target: Any, parts: Sequence[Any], op: str) -> None:
         with self.here():

@@ -25,7 +25,7 @@ def future_of(
     finish: Callable[[], None],
     convert_error: Callable[[TopoplanError], TopoplanError] = lambda error: error,
 ) -> torch.futures.Future[Any]:
-    """Return a future that ends with a collective.
+    """Return a future that ends with a collective, on a GPU when that is queued.
 
     It holds `result`, tensors on `device`, after `finish`, which handles the result of the collective in its thread and
     stream. On a GPU a wait for the future orders the current stream after the collective. `convert_error` turns an
@@ -38,7 +38,7 @@ def future_of(
     def ended() -> None:
         with arrays.here():
             try:
-                handle.wait()
+                handle.queued()
                 finish()
             except TopoplanError as error:
                 future.set_exception(convert_error(error))
@@ -52,7 +52,7 @@ def future_of(
             else:
                 future.set_result(result)
 
-    handle.when_done(ended)
+    handle.when_queued(ended)
     return future
 
 

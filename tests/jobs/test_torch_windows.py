@@ -73,7 +73,11 @@ def on_every_rank(
             made, about = backend_selection.window_backend(job, devices, None, engine=engine, exact=True)
             if made is None:
                 return about
-            with Communicator(plan, made, timeout=20.0, **options) as comm:
+            # each rank is a process of its own, with streams of its own
+            with (
+                torch.cuda.stream(torch.cuda.Stream()),
+                Communicator(plan, made, timeout=20.0, **options) as comm,
+            ):
                 return task(comm, rank)
 
     return as_threads(RANKS, be)

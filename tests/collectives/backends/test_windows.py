@@ -21,6 +21,7 @@ from collectives.backends.nccl import device_arenas, kernel_program, nccl_commun
 from collectives.backends.nccl import window_engine as engine
 from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps
 from collectives.backends.nccl.nccl_backend import NcclBackend
+from collectives.peers.rendezvous_client import RendezvousClient
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import result_blocks
 from tests.support import fake_nccl
@@ -101,16 +102,11 @@ def test_tables_outlive_the_empty_run_of_a_kernel(monkeypatch: pytest.MonkeyPatc
     assert alive == [True]
 
 
-@pytest.mark.parametrize(("collective", "later", "texts"), [("allreduce", 1, 0), ("reduce", 2, 1)])
+@pytest.mark.parametrize("collective", ["allreduce", "reduce"])
 def test_a_later_call_is_one_launch(
-    machine: Machine,
-    cupy: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    collective: str,
-    later: int,
-    texts: int,
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, collective: str
 ) -> None:
-    """The ranks exchange texts before the first call; of a reduce, which only the root repeats, before each."""
+    """The ranks exchange texts before the first call alone."""
     machine.gpus, machine.peers = 4, True
     texts_compared = Mock(side_effect=NcclBackend._compare)
     monkeypatch.setattr(NcclBackend, "_compare", lambda *given: texts_compared(*given))
@@ -121,10 +117,49 @@ def test_a_later_call_is_one_launch(
         check_bits(cupy, collective, 24, calls=number, **options)
         counts.append((machine.launches, texts_compared.call_count - before))
     one, other = counts
-    assert other == (one[0] + 3 * 4 * later, one[1] + 3 * 4 * texts)
+    assert other == (one[0] + 3 * 4, one[1])
     # two runs that try the peers, an empty one; word that an engine is opened and left, and that texts are compared
-    assert one[0] == 4 * (7 + later)
+    assert one[0] == 4 * 8
     assert machine.graph_launches == 0
+
+
+@pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
+def test_a_later_call_is_queued_without_a_wait_or_a_message(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """The host asks nothing of the GPU, and the caller's stream has the results in order, also of changed inputs."""
+    machine.gpus, machine.peers, calls = 2, True, 6
+    together, said = threading.Barrier(2), Counter[int]()
+    arrays, say = floats(2, length), RendezvousClient.say
+
+    def noted(client: Any, message: Any) -> None:
+        said[threading.get_ident()] += 1
+        say(client, message)
+
+    monkeypatch.setattr(RendezvousClient, "say", noted)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, me = cupy.asarray(arrays[rank]), threading.get_ident()
+        comm.all_reduce(given, out=cupy.zeros(length, dtype=np.float32))
+        together.wait()
+        before = machine.launches, machine.asked[me], said[me]
+        together.wait()
+        found = []
+        for _ in range(calls):
+            found.append(comm.all_reduce(given, op="sum"))
+            given *= 2.0
+        together.wait()
+        after = machine.launches, machine.asked[me], said[me]
+        return [b - a for a, b in zip(before, after, strict=True)], [one.get() for one in found]
+
+    with Communicator(forest_plan(2, "allreduce", "binary"), "loopback") as comm:
+        wanted = [
+            comm.all_reduce([one * np.float32(2**turn) for one in arrays])[0].tobytes()
+            for turn in range(calls)
+        ]
+    for counts, found in outcome(run_engine(cupy, 2, task, timeout=40.0)):
+        assert counts == [2 * calls, 0, 0]
+        assert [one.tobytes() for one in found] == wanted
 
 
 @pytest.mark.parametrize("other", ["new", "repeated", "refused", "elsewhere"])
@@ -148,7 +183,7 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             elif rank == turn:
                 op = "min" if other == "new" else "max"
             with pytest.raises((RefusedError, UsageError)) as raised:
-                comm.all_reduce(array, op=op)
+                comm.all_reduce(array, op=op, async_op=True).wait()
             errors.append(str(raised.value))
         return errors, comm.all_reduce(given).get()
 
@@ -160,6 +195,35 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             told = {"refused": "instead of a CuPy", "elsewhere": "on GPU 2", "repeated": "max", "new": "min"}
             assert told[other] in error, error
             assert rank == turn or f"rank {turn}" in error, error
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("other", ["new", "repeated"])
+def test_a_difference_that_is_found_after_further_calls_ends_all_ranks(
+    machine: Machine, cupy: ModuleType, other: str, calls: int
+) -> None:
+    """Nothing is written, nothing behind it runs, and all raise one error: in a later call, or when they close."""
+    machine.gpus, machine.peers = 3, True
+    arrays, outs = floats(3, 24), list[Any]()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, mine = cupy.asarray(arrays[rank]), [cupy.zeros(24, dtype=np.float32) for _ in range(calls)]
+        outs.extend(mine)
+        for op in ("sum", "max"):
+            comm.all_reduce(given, op=op)
+        for number, out in enumerate(mine):
+            op = {"new": "min", "repeated": "max"}[other] if rank == 1 and number == 0 else "sum"
+            comm.all_reduce(given, op=op, out=out)
+
+    errors = run_engine(cupy, 3, task, timeout=20.0)
+    assert all(isinstance(one, BackendError) for one in errors), errors
+    for error in errors:
+        assert re.search("rank 1 runs another collective: op 'm..' instead of 'sum'", str(error)), error
+    if calls > 1 and other == "repeated":
+        assert len({str(one) for one in errors}) == 1
+        assert "has called on meanwhile" in str(errors[0])
+    assert len(outs) == 3 * calls
+    assert not any(out.host.any() for out in outs)
 
 
 def test_a_rank_that_leaves_between_repeated_calls_is_named(machine: Machine, cupy: ModuleType) -> None:
