@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -31,8 +31,8 @@ from collectives.tables.kernels.source import ELEMENTS
 from collectives.tables.numpy_arrays import OPERATORS, NumpyArrays, numpy_dtype, reduction
 from topoplan.errors import UsageError
 
-RELAXED = 2
-"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
+NOT_READY, RELAXED = 600, 2
+"""What CUDA answers for events and streams with work left, and its capture mode without forbidden calls."""
 
 CAPTURED_BY_TORCH = (
     "torch captures its current stream in a CUDA graph, and CuPy's current stream is another one; make it current with "
@@ -145,12 +145,14 @@ def broken_cupy(error: ImportError) -> str:
 class StreamEnd:
     """The end of what a stream held at an event of CuPy, as `Completion`."""
 
-    def __init__(self) -> None:
+    def __init__(self, query: Callable[[int], int] | None = None) -> None:
         self.event: Any = None
+        self._query = query
 
     @property
     def done(self) -> bool:
-        return bool(self.event.done)
+        assert self._query is not None, "torch's events have their own"
+        return self._query(self.event.ptr) != NOT_READY  # also after a failure of the GPU
 
     def wait(self, timeout: float | None = None) -> None:
         self.event.synchronize()
@@ -187,7 +189,7 @@ class CupyArrays(NumpyArrays):
 
     @contextmanager
     def ordered(self, *, later: bool = False) -> Iterator[StreamEnd]:
-        user, end = None if later else self.users_stream(), StreamEnd()
+        user, end = None if later else self.users_stream(), StreamEnd(self._cupy.cuda.runtime.eventQuery)
         yield end
         end.event = self.lead(None if user is None or is_capturing(user) else user)
 

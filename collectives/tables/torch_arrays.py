@@ -274,7 +274,10 @@ class TorchStreamEnd(StreamEnd):
 
     @property
     def done(self) -> bool:
-        return bool(self.event.query())
+        try:
+            return bool(self.event.query())
+        except RuntimeError:  # the GPU has failed, as a wait raises
+            return True
 
 
 @contextmanager

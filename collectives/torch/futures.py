@@ -76,15 +76,17 @@ class PlannedWork(dist.Work):
         self._left = left
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, on a GPU in the order of its current stream; raises the error, or TimeoutError."""
-        if timeout:
+        """Wait for the end, on a GPU in the order of its current stream, which holds the host with a timeout alone;
+        raises the error, as far as it is known, or TimeoutError."""
+        if timeout or self._handle.done():
             try:
-                self._handle.wait(timeout.total_seconds())
+                self._handle.wait(timeout.total_seconds() if timeout else None)
             except TimeoutError:
                 self._left(self._handle)
                 raise
             except TopoplanError:
-                pass  # the future raises it
+                self._future.wait()  # raises it in its own words, unless the GPU has failed later
+                raise
         self._future.wait()
         return True
 
@@ -92,8 +94,8 @@ class PlannedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, with or without an error."""
-        return self._future.done()
+        """Return whether it has ended, on a GPU too, with or without an error."""
+        return self._future.done() and self._handle.done()
 
     def result(self) -> list[Any]:
         """Return the tensors once it has ended."""

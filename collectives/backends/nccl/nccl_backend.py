@@ -41,7 +41,7 @@ from collectives.backends.backend import (
     group_of,
 )
 from collectives.backends.nccl.agreed_setup import AgreedSteps, describe_failure
-from collectives.backends.nccl.device_arenas import NOT_READY, UNIT, count_ranks_per_gpu, open_device_arenas
+from collectives.backends.nccl.device_arenas import UNIT, count_ranks_per_gpu, open_device_arenas
 from collectives.backends.nccl.gpu_streams import (
     BoundProgram,
     GraphReplays,
@@ -69,6 +69,7 @@ from collectives.peers.environment import integer_variable, read_rank_environmen
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
 from collectives.tables.cupy_arrays import (
+    NOT_READY,
     CupyArrays,
     is_capturing,
     load_cupy,
@@ -625,7 +626,14 @@ class NcclBackend(OneRank):
         stream.wait_event(ended)
         nbytes = call.table.count * call.itemsize
         made = QueuedCall(
-            call.signature, number, engine.turn, bound, ended, nbytes, self._wait_for_call, self._has_ended
+            call.signature,
+            number,
+            engine.turn,
+            bound,
+            ended,
+            nbytes,
+            self._wait_for_call,
+            self._is_done,
         )
         self._calls.add(made)
         self._guard.attend(
@@ -637,6 +645,11 @@ class NcclBackend(OneRank):
 
     def _has_ended(self, call: QueuedCall) -> bool:
         return not self._under_way(self._cupy.cuda.runtime.eventQuery(call.ended.ptr))
+
+    def _is_done(self, call: QueuedCall) -> bool:
+        with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), may_query():
+            return self._has_ended(call)
+        return True  # the GPU has failed, as a wait raises
 
     def _has_succeeded(self, call: QueuedCall) -> bool:
         # the kernel tells a failure before it ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -127,9 +128,10 @@ def test_a_later_call_is_one_launch(
 def test_a_later_call_is_queued_without_a_wait_or_a_message(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """The host asks nothing of the GPU, and the caller's stream has the results in order, also of changed inputs."""
-    machine.gpus, machine.peers, calls = 2, True, 6
-    together, said = threading.Barrier(2), Counter[int]()
+    """One rank has queued its calls before the other one begins; the host asks nothing of the GPU, and the caller's
+    stream has the results in order, also of changed inputs."""
+    machine.gpus, machine.peers, calls = 2, True, 3
+    together, said, queued = threading.Barrier(2), Counter[int](), threading.Event()
     arrays, say = floats(2, length), RendezvousClient.say
 
     def noted(client: Any, message: Any) -> None:
@@ -145,9 +147,11 @@ def test_a_later_call_is_queued_without_a_wait_or_a_message(
         before = machine.launches, machine.asked[me], said[me]
         together.wait()
         found = []
+        assert rank == 0 or queued.wait(30)
         for _ in range(calls):
             found.append(comm.all_reduce(given, op="sum"))
             given *= 2.0
+        queued.set()
         together.wait()
         after = machine.launches, machine.asked[me], said[me]
         return [b - a for a, b in zip(before, after, strict=True)], [one.get() for one in found]
@@ -157,7 +161,7 @@ def test_a_later_call_is_queued_without_a_wait_or_a_message(
             comm.all_reduce([one * np.float32(2**turn) for one in arrays])[0].tobytes()
             for turn in range(calls)
         ]
-    for counts, found in outcome(run_engine(cupy, 2, task, timeout=40.0)):
+    for counts, found in outcome(run_engine(cupy, 2, task, chunk_bytes=1 << 20, timeout=40.0)):
         assert counts == [2 * calls, 0, 0]
         assert [one.tobytes() for one in found] == wanted
 
@@ -195,6 +199,88 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             told = {"refused": "instead of a CuPy", "elsewhere": "on GPU 2", "repeated": "max", "new": "min"}
             assert told[other] in error, error
             assert rank == turn or f"rank {turn}" in error, error
+
+
+@pytest.mark.parametrize(
+    "found", ["by a wait", pytest.param("by a call", marks=pytest.mark.thorough), "in the end"]
+)
+def test_a_rank_that_stays_away_from_queued_calls_is_named(
+    machine: Machine, cupy: ModuleType, found: str
+) -> None:
+    """The guard ends the kernels, so that the caller's stream goes on."""
+    machine.gpus, machine.peers = 2, True
+    arrays, over = floats(2, 24), threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = cupy.asarray(arrays[rank]), cupy.zeros(24, dtype=np.float32)
+        for _ in range(2):
+            comm.all_reduce(given, out=cupy.empty(24, dtype=np.float32))
+        if rank == 1:
+            over.wait(20)
+            return
+        try:
+            handle = comm.all_reduce(given, out=out, async_op=found == "by a wait")
+            if found == "by a wait":
+                assert not handle.done()
+                with pytest.raises(TimeoutError, match=r"still running after 0\.1 s"):
+                    handle.wait(0.1)
+                handle.wait()
+            assert not out.get().any()
+            if found == "by a call":
+                comm.all_reduce(given)
+            comm.close()
+        finally:
+            over.set()
+
+    error, _ = run_engine(cupy, 2, task, timeout=2.0)
+    assert isinstance(error, BackendError)
+    assert error.peer == 1
+    assert "which has not called this collective" in str(error)
+
+
+def test_arrays_of_a_queued_call_are_kept_until_its_kernel_has_ended(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    queued = threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        for turn in range(3):
+            given = cupy.asarray(floats(2, 24)[rank])
+            assert rank == 0 or turn < 2 or queued.wait(30)
+            comm.all_reduce(given)
+        kept, seen = weakref.ref(given), []
+        del given
+        seen.append(kept() is not None)
+        queued.set()
+        comm.all_reduce(cupy.zeros(24, dtype=np.float32), async_op=True).wait()
+        return rank or seen[0], kept() is None
+
+    assert outcome(run_engine(cupy, 2, task, timeout=20.0)) == [(True, True), (1, True)]
+
+
+def test_refuses_arrays_of_cupy_while_torch_captures(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's current stream is not captured then, and CUDA would void the capture at its first event."""
+    machine.gpus, machine.peers = 2, True
+    captures = threading.local()
+    torch = SimpleNamespace(
+        is_initialized=lambda: True, is_current_stream_capturing=lambda: getattr(captures, "now", False)
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=torch))  # type: ignore[arg-type]
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(floats(2, 24)[rank])
+        comm.all_reduce(given)
+        captures.now = rank == 0
+        with pytest.raises(UsageError) as error:
+            comm.all_reduce(given, async_op=True).wait()
+        return str(error.value)
+
+    for text in outcome(run_engine(cupy, 2, task, timeout=20.0)):
+        assert "rank 0 has an array while torch captures its current stream in a CUDA graph" in text
+        assert "\n" not in text
 
 
 @pytest.mark.parametrize("calls", [1, 3])
@@ -469,9 +555,9 @@ def test_a_kernel_that_the_host_has_forgotten_ends_by_itself(machine: Machine, c
         comm.all_reduce(cupy.asarray(arrays[rank]))
         backend: Any = comm._open().backend
         if rank == 1:
-            backend._engine.queue = lambda *_: None
+            backend._engine.queue = lambda *_: None  # a TypeError
         else:
-            backend._guard.watch = lambda *_: __import__("contextlib").nullcontext()
+            backend._guard.attend = lambda *_: None
         try:
             comm.all_reduce(cupy.asarray(arrays[rank]))
         finally:
