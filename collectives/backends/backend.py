@@ -232,6 +232,14 @@ class Backend(ABC, Generic[Array]):
         """
         return None
 
+    def settle(self) -> None:
+        """Wait for the collectives that a GPU still runs, and raise their failure unless it has been raised."""
+
+    @property
+    def failure(self) -> BackendError | None:
+        """Return the failure that has ended it, if that was found on a GPU."""
+        return None
+
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:
         """Return a new contiguous array of the same dtype, contents undefined, in memory with the fewest copies."""
         return self.arrays.empty(shape, like)

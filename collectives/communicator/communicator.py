@@ -355,6 +355,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         found = self.all_reduce(ones[0] if self.one_rank else ones)
         self.arrays.values(found if self.one_rank else found[0])  # waits for a GPU too
 
+    def synchronize(self) -> None:
+        """Wait until the GPU has ended the collectives of this process, and raise the failure of one.
+
+        A call on a GPU returns when it is queued, and the caller's stream waits for it. Without this method a failure
+        is raised by the next call, by the `Handle` or by `close`.
+        """
+        self._in_order.run(lambda: self._open().backend.settle(), exchanges=False)
+
     def shrink(self, without: Collection[int] | None = None) -> None:
         """Exclude failed or named ranks from this communicator; all survivors must call it.
 

@@ -161,7 +161,8 @@ class StreamEnd:
 class CupyArrays(NumpyArrays):
     """`ArrayLibrary` of CuPy on one GPU, by its number in CUDA; by default the current one.
 
-    `stream` is the stream of collectives on `device`. `check` records the caller's stream, and `here` waits for it.
+    `stream` is the stream of collectives on `device`. `check` records the caller's stream, and `here` waits for it. A
+    back end sets `settle`, which raises the failure of a collective before its result is read on the host.
     Methods that CuPy's arrays share with numpy's are inherited.
     """
 
@@ -172,6 +173,7 @@ class CupyArrays(NumpyArrays):
         self.plain: tuple[type[Any], ...] = (cupy.ndarray,)
         self.device: int = cupy.cuda.runtime.getDevice() if device is None else device
         self._called: deque[Any] = deque()
+        self.settle: Callable[[], None] = lambda: None
         with on_device(cupy, self.device):
             self.stream: Any = cupy.cuda.Stream(non_blocking=True)
             self.kernels = Kernels(cupy)
@@ -299,6 +301,7 @@ class CupyArrays(NumpyArrays):
         return self.of(values)
 
     def values(self, array: Any) -> NDArray[Any]:
+        self.settle()
         with self.here():
             found: NDArray[Any] = array.get()
             return found

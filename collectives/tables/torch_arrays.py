@@ -80,6 +80,7 @@ class TorchArrays:
         self.devices = tuple(devices)
         self._stream: torch.cuda.Stream | None = None
         self._checked = threading.local()
+        self.settle: Callable[[], None] = lambda: None  # as of CupyArrays
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of the collectives, created with the first tensor on the GPU."""
@@ -241,6 +242,7 @@ class TorchArrays:
 
     def values(self, array: torch.Tensor) -> NDArray[Any]:
         """bfloat16 becomes float32."""
+        self.settle()
         here = array.detach().cpu()
         return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
 

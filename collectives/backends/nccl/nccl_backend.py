@@ -209,6 +209,7 @@ class NcclBackend(OneRank):
         with self.arrays.here():
             self._streams = NcclStreams(cupy, self.arrays.kernels)
             self._event = cupy.cuda.Event(disable_timing=True)
+        self.arrays.settle = self.settle
         self._connection = NcclConnection(
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
@@ -329,7 +330,7 @@ class NcclBackend(OneRank):
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         survivors = self.survivors
         assert survivors is not None, "looked at before"
-        self._end_queued()
+        self.settle()
         # if ranks have joined and none has failed, all ranks that map the memory release it now
         self._leave(together=size >= self.size)
         try:
@@ -407,24 +408,21 @@ class NcclBackend(OneRank):
         return self._engine is not None and self._engine.place_of_result(address, nbytes) > 0
 
     def close(self) -> None:
-        failure = self._end_queued()
-        self._leave(together=True, ends=True)
-        self._connection.abort_parent()
-        if self.survivors is not None:
-            self.survivors.close()
-        if failure is not None:
-            raise failure
-
-    def _end_queued(self) -> Exception | None:
-        """Wait for all queued calls; return their failure if it has not been raised."""
-        if self._closed or self._calls.last is None:
-            return None
         try:
-            with self._reporting_failures(), self._gpu():
-                self._settle()
-        except Exception as error:
-            return error
-        return None
+            self.settle()
+        finally:
+            self._leave(together=True, ends=True)
+            self._connection.abort_parent()
+            if self.survivors is not None:
+                self.survivors.close()
+
+    def settle(self) -> None:
+        if (last := self._calls.last) is not None and not last.over:
+            self._wait_for_call(last, None)
+
+    @property
+    def failure(self) -> BackendError | None:
+        return self._guard.error
 
     def _leave(self, *, together: bool, ends: bool = False) -> None:
         """Leave the other ranks; with `ends` the job ends on all ranks, and no communicator is kept."""

@@ -58,6 +58,7 @@ class WindowBackend(OneRank):
         self._kernels, self._messages, self._cupy = kernels, messages, cupy
         self._world, self._timeout = kernels._world, kernels.timeout
         self._gpu = kernels.arrays.device
+        arrays.settle = kernels.settle
         self._seen: tuple[torch.cuda.Stream, Any] | None = None
 
     def run(self, call: Call[torch.Tensor]) -> None:
@@ -96,6 +97,9 @@ class WindowBackend(OneRank):
 
     def agree(self, signature: Signature) -> None:
         self._kernels.agree(signature)
+
+    def settle(self) -> None:
+        self._kernels.settle()
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         nbytes = math.prod(shape) * like.element_size()
