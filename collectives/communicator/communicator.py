@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +36,7 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import UsageError, deprecated
+from topoplan.errors import BackendError, UsageError, deprecated
 from topoplan.plans.plan import Plan, Plans
 from topoplan.units import parse_size
 
@@ -82,8 +82,8 @@ class Communicator(DenseCollectives, SparseCollectives):
     around; ``avg`` is the sum divided by the number of ranks, truncated towards zero for integers.
 
     ``async_op=True`` starts a collective and returns a `Handle`; later calls run after it. On a GPU every collective
-    runs after the work queued on the caller's current stream at the call, and its results are complete for any stream
-    when it returns, or when its handle is done.
+    runs after the work queued on the caller's current stream at the call, and work that is queued there later runs
+    after it; the call itself may return before. When a handle is done, any stream may use the results (`synchronize`).
 
     If a collective fails because of another process, every surviving rank raises `BackendError`. Its ``out`` array is
     then unchanged (but see `empty`), and so are the inputs. A rank that already had its whole result has returned it,
@@ -576,11 +576,15 @@ class Communicator(DenseCollectives, SparseCollectives):
             execution.abort(f"rank {self.rank} aborted the communicator: {reason}; make a new one")
 
     def close(self) -> None:
-        """Release all resources; every later call is an error. Idempotent."""
+        """Release all resources; every later call is an error. Idempotent.
+
+        It raises the failure of a collective on a GPU that no call has raised, unless `abort` was called.
+        """
         execution = self._members.close()
         if execution is not None:
             self._in_order.close()
-            execution.backend.close()
+            with suppress(BackendError) if execution.aborted else nullcontext():
+                execution.backend.close()
             if self._chunk_file is not None and 0 in self.ranks:
                 execution.chunks.save(self._chunk_file)
 

@@ -169,7 +169,7 @@ class QueuedCall:
 class QueuedCalls:
     """The collectives that are queued on a stream, in their order, until they have ended without a failure.
 
-    `last` is the last one, which may have ended; `ended` counts those that have. Any thread may call `retire`, and one
+    `last` is the last one, which may have ended; `ended` counts the others. Any thread may call `retire`, and one
     thread at a time `add`.
     """
 

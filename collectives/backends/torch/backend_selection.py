@@ -113,9 +113,11 @@ class WindowBackend(OneRank):
         return self._kernels.holds(array.data_ptr(), array.nbytes)
 
     def close(self) -> None:
-        self._kernels.close()
-        for close in self.on_close:
-            close()
+        try:
+            self._kernels.close()
+        finally:
+            for close in self.on_close:
+                close()
 
     def _reporting_failures(self) -> AbstractContextManager[None]:
         return self._kernels._reporting_failures()
