@@ -127,13 +127,16 @@ def test_a_work_orders_the_stream_and_does_not_hold_the_host(gpus: ModuleType) -
         future = future_of(handle, given, device=cpu, arrays=comm.arrays, finish=lambda: None)
         work = PlannedWork(handle, future, [given])
         assert work.wait()
-        early = rank == 0 and work.is_completed()
+        early = work.is_completed()
         waited.set()
         work.get_future().wait()
         assert work.wait(timedelta(seconds=20))
-        return early, work.is_completed(), given.tolist()
+        assert rank or not early
+        again = comm.all_reduce(given)
+        torch.cuda.current_stream().synchronize()
+        return work.is_completed(), given.tolist(), again.tolist()
 
-    assert outcome(on_every_rank(gpus, task)) == [(False, True, [3.0] * 8)] * RANKS
+    assert outcome(on_every_rank(gpus, task)) == [(True, [3.0] * 8, [9.0] * 8)] * RANKS
 
 
 @pytest.mark.sampled

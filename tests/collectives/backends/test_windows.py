@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from itertools import product
@@ -128,8 +129,8 @@ def test_a_later_call_is_one_launch(
 def test_a_later_call_is_queued_without_a_wait_or_a_message(
     machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    """One rank has queued its calls before the other one begins; the host asks nothing of the GPU, and the caller's
-    stream has the results in order, also of changed inputs."""
+    """One rank has queued its calls before the other one begins, and before its own stream goes on; the host asks
+    nothing of the GPU, and the caller's stream has the results in order, also of changed inputs."""
     machine.gpus, machine.peers, calls = 2, True, 3
     together, said, queued = threading.Barrier(2), Counter[int](), threading.Event()
     arrays, say = floats(2, length), RendezvousClient.say
@@ -148,9 +149,11 @@ def test_a_later_call_is_queued_without_a_wait_or_a_message(
         together.wait()
         found = []
         assert rank == 0 or queued.wait(30)
+        cupy.cuda.get_current_stream().do(queued.is_set)
         for _ in range(calls):
-            found.append(comm.all_reduce(given, op="sum"))
             given *= 2.0
+            found.append(comm.all_reduce(given, op="sum"))
+        time.sleep(0.1)  # in which a kernel that waits for nothing would begin
         queued.set()
         together.wait()
         after = machine.launches, machine.asked[me], said[me]
@@ -159,7 +162,7 @@ def test_a_later_call_is_queued_without_a_wait_or_a_message(
     with Communicator(forest_plan(2, "allreduce", "binary"), "loopback") as comm:
         wanted = [
             comm.all_reduce([one * np.float32(2**turn) for one in arrays])[0].tobytes()
-            for turn in range(calls)
+            for turn in range(1, calls + 1)
         ]
     for counts, found in outcome(run_engine(cupy, 2, task, chunk_bytes=1 << 20, timeout=40.0)):
         assert counts == [2 * calls, 0, 0]
@@ -202,7 +205,7 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
 
 
 @pytest.mark.parametrize(
-    "found", ["by a wait", pytest.param("by a call", marks=pytest.mark.thorough), "in the end"]
+    "found", ["by a wait", pytest.param("by a call", marks=pytest.mark.thorough), "on the host", "in the end"]
 )
 def test_a_rank_that_stays_away_from_queued_calls_is_named(
     machine: Machine, cupy: ModuleType, found: str
@@ -219,13 +222,18 @@ def test_a_rank_that_stays_away_from_queued_calls_is_named(
             over.wait(20)
             return
         try:
+            engine: Any = comm._open().backend
             handle = comm.all_reduce(given, out=out, async_op=found == "by a wait")
             if found == "by a wait":
                 assert not handle.done()
                 with pytest.raises(TimeoutError, match=r"still running after 0\.1 s"):
                     handle.wait(0.1)
                 handle.wait()
+            if found == "on the host":
+                comm.arrays.values(out)
+                raise AssertionError("its elements are not those of a sum")
             assert not out.get().any()
+            assert not engine._engine.late
             if found == "by a call":
                 comm.all_reduce(given)
             comm.close()
@@ -248,12 +256,13 @@ def test_arrays_of_a_queued_call_are_kept_until_its_kernel_has_ended(
         for turn in range(3):
             given = cupy.asarray(floats(2, 24)[rank])
             assert rank == 0 or turn < 2 or queued.wait(30)
-            comm.all_reduce(given)
+            handle = comm.all_reduce(given, async_op=True)
+            result = handle.wait() if turn < 2 else handle.queued()
         kept, seen = weakref.ref(given), []
         del given
         seen.append(kept() is not None)
         queued.set()
-        comm.all_reduce(cupy.zeros(24, dtype=np.float32), async_op=True).wait()
+        assert handle.wait() is result
         return rank or seen[0], kept() is None
 
     assert outcome(run_engine(cupy, 2, task, timeout=20.0)) == [(True, True), (1, True)]
@@ -283,23 +292,26 @@ def test_refuses_arrays_of_cupy_while_torch_captures(
         assert "\n" not in text
 
 
-@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize(("calls", "waits"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("other", ["new", "repeated"])
 def test_a_difference_that_is_found_after_further_calls_ends_all_ranks(
-    machine: Machine, cupy: ModuleType, other: str, calls: int
+    machine: Machine, cupy: ModuleType, other: str, calls: int, waits: bool
 ) -> None:
-    """Nothing is written, nothing behind it runs, and all raise one error: in a later call, or when they close."""
+    """Nothing is written, nothing behind it runs, and all raise one error: in a later call or wait, or in the end."""
     machine.gpus, machine.peers = 3, True
     arrays, outs = floats(3, 24), list[Any]()
 
     def task(comm: Communicator, rank: int) -> Any:
         given, mine = cupy.asarray(arrays[rank]), [cupy.zeros(24, dtype=np.float32) for _ in range(calls)]
+        handles: list[Any] = []
         outs.extend(mine)
         for op in ("sum", "max"):
             comm.all_reduce(given, op=op)
         for number, out in enumerate(mine):
             op = {"new": "min", "repeated": "max"}[other] if rank == 1 and number == 0 else "sum"
-            comm.all_reduce(given, op=op, out=out)
+            handles.append(comm.all_reduce(given, op=op, out=out, async_op=waits))
+        for handle in handles if waits else ():
+            handle.wait()
 
     errors = run_engine(cupy, 3, task, timeout=20.0)
     assert all(isinstance(one, BackendError) for one in errors), errors
