@@ -662,7 +662,9 @@ class Communicator(DenseCollectives, SparseCollectives):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # an error of the block is not replaced by one that may follow from it
+        with nullcontext() if kind is None else suppress(BackendError):
+            self.close()
 
     def _start(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool
