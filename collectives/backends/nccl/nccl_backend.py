@@ -97,9 +97,8 @@ CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
 
 CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
 
-CALLED_ON = (
-    "this rank has called on meanwhile; to go on after a refusal, wait for each call (async_op and wait)"
-)
+CALLED_ON = "this rank has called on meanwhile; to go on after a refusal, wait for each call (Handle.wait, synchronize)"
+"""What is added to a refusal that comes too late for the ranks to go on."""
 
 MOST_AGREED = 4096
 """Signatures of which all ranks remember that they have compared them."""
@@ -367,6 +366,7 @@ class NcclBackend(OneRank):
         if engine is None or bound is None:
             return None
         digest = self._digest(signature)
+        call = replace(call, memory=())  # the arrays of this one are not kept
 
         def run(number: int, source: int, result: int) -> StartedCall:
             with self._reporting_failures(), self.arrays.here() as stream, self._named(name):

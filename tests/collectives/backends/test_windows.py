@@ -27,6 +27,7 @@ from collectives.peers.rendezvous_client import RendezvousClient
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import result_blocks
 from tests.support import fake_nccl
+from tests.support.fake_gpu import owner
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
@@ -253,19 +254,20 @@ def test_arrays_of_a_queued_call_are_kept_until_its_kernel_has_ended(
     queued = threading.Event()
 
     def task(comm: Communicator, rank: int) -> Any:
+        kept = []
         for turn in range(3):
             given = cupy.asarray(floats(2, 24)[rank])
+            kept.append(weakref.ref(owner(given.host).base))
             assert rank == 0 or turn < 2 or queued.wait(30)
             handle = comm.all_reduce(given, async_op=True)
             result = handle.wait() if turn < 2 else handle.queued()
-        kept, seen = weakref.ref(given), []
         del given
-        seen.append(kept() is not None)
+        alive = kept[-1]() is not None
         queued.set()
         assert handle.wait() is result
-        return rank or seen[0], kept() is None
+        return rank or alive, [one() for one in kept]
 
-    assert outcome(run_engine(cupy, 2, task, timeout=20.0)) == [(True, True), (1, True)]
+    assert outcome(run_engine(cupy, 2, task, timeout=20.0)) == [(True, [None] * 3), (1, [None] * 3)]
 
 
 def test_refuses_arrays_of_cupy_while_torch_captures(
