@@ -229,6 +229,7 @@ class CommunicatorMembers:
         execution = self.execution
         named = checked_ranks(execution.backend, () if without is None else without)
         self.check_no_helpers("shrink")
+        execution.backend.settle()  # a failure that no call has raised comes first
         if not self._one_rank and not named:
             raise UsageError("all ranks are in this process and none has failed; name the ranks to leave out")
         doubted = self._suspected(execution.failure or execution.backend.failure)

@@ -98,7 +98,7 @@ CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
 CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
 
 CALLED_ON = "this rank has called on meanwhile; to go on after a refusal, wait for each call (Handle.wait, synchronize)"
-"""What is added to a refusal that comes too late for the ranks to go on."""
+"""End of the message of a refusal that comes too late for the ranks to go on."""
 
 MOST_AGREED = 4096
 """Signatures of which all ranks remember that they have compared them."""
@@ -329,7 +329,8 @@ class NcclBackend(OneRank):
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         survivors = self.survivors
         assert survivors is not None, "looked at before"
-        self.settle()
+        with contextlib.suppress(BackendError):  # the ranks recover from it
+            self.settle()
         # if ranks have joined and none has failed, all ranks that map the memory release it now
         self._leave(together=size >= self.size)
         try:
