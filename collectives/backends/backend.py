@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from collectives.peers.control_plane import ControlPlane, Signature
 from collectives.peers.membership_protocol import MembershipProtocol
-from collectives.tables.numpy_arrays import ArrayLibrary
+from collectives.tables.numpy_arrays import ArrayLibrary, Completion
 from collectives.tables.transfer_table import Given, TransferTable, place_in
 from topoplan.errors import BackendError, UsageError
 from topoplan.machine.topology import Topology
@@ -101,8 +101,14 @@ class Call(Generic[Array]):
     memory: tuple[RankArrays[Array], ...]
 
 
-PreparedRun = Callable[[int, int, int], None]
-"""Run a collective of a kind: its number, and the addresses of input and result."""
+class StartedCall(Completion, Protocol):
+    """A collective that a GPU may still run; it refers to the arrays in `held` until it has ended."""
+
+    held: object
+
+
+PreparedRun = Callable[[int, int, int], StartedCall | None]
+"""Start a collective of a kind: its number, and the addresses of input and result; None if it has ended on return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +227,17 @@ class Backend(ABC, Generic[Array]):
         """Return what runs calls that differ from this one only in their number and in the addresses of their arrays.
 
         It takes addresses of contiguous, aligned arrays, which overlap only if results replace their inputs; it divides
-        averages; and raises as `run`. None if that is not faster.
+        averages; and raises as `run`. None if that is not faster. A collective that is still on a GPU raises in
+        `StartedCall.wait`, in a later call or in `close`; the caller's stream is behind it.
         """
+        return None
+
+    def settle(self) -> None:
+        """Wait for the collectives that a GPU still runs, and raise their failure unless it has been raised."""
+
+    @property
+    def failure(self) -> BackendError | None:
+        """Return the failure that has ended it, if that was found on a GPU."""
         return None
 
     def empty(self, shape: tuple[int, ...], like: Any) -> Any:

@@ -28,6 +28,7 @@ from collectives.backends.backend import (
     Call,
     PreparedRun,
     RankArrays,
+    StartedCall,
 )
 from collectives.backends.exchange_rounds import ExchangeRounds
 from collectives.backends.open_backend import check_helpers
@@ -128,7 +129,7 @@ class PreparedRequest(Generic[Array]):
         self._placed = backend.arrays.placed(self._arrays)
         self._on_gpu = backend.arrays.gpu(request.inputs[0]) is not None
         self._captured = False
-        self._binds = True
+        self._tries = 2
         self._bound: Callable[[], None] | None = None
 
     def check(self) -> None:
@@ -146,9 +147,10 @@ class PreparedRequest(Generic[Array]):
 
     def run(self) -> Any:
         """Run it once, as `Execution.run`."""
-        if self._binds:
+        if self._bound is None and self._tries:
             self._bound = self._execution.bind(self.request)
-            self._binds = self._bound is None and not self._execution.lowered(self.request.kind)
+            # a back end may need a run before it can repeat it
+            self._tries -= self._execution.lowered(self.request.kind)
         if self._bound is None or self._captured:
             self._execution.run(self.request)
         else:
@@ -160,7 +162,7 @@ class Execution(Generic[Array]):
     """Runs requests one after another; the state behind a `Communicator`.
 
     `traffic` counts what the collectives so far have moved. `failure` is the error of another process that ended this,
-    or None. `aborted`: `abort` was called.
+    or None. `aborted`: `abort` was called. `completion` is the end of the last collective if a GPU may still run it.
     """
 
     def __init__(self, store: PlanStore, backend: Backend[Array], chunks: ChunkSizes) -> None:
@@ -171,6 +173,7 @@ class Execution(Generic[Array]):
         self._calls = 0
         self._failed = False
         self.failure: BackendError | None = None
+        self.completion: StartedCall | None = None
         self.aborted = False
         setting = os.environ.get(DEBUG, "0")
         self._prints = setting == "all" or (setting not in ("", "0") and 0 in backend.ranks)
@@ -307,11 +310,13 @@ class Execution(Generic[Array]):
         number = self._calls
         self._calls = number + 1
         try:
-            call.run(number, source, result)
+            self.completion = call.run(number, source, result)
         except BaseException as error:
             self._note_failure(error)
             raise
         self.traffic.add(call.table, call.kind.itemsize)
+        if self.completion is not None:
+            self.completion.held = (array, out)
         if call.kept:
             library = self.backend.arrays
             copy_local_parts(call.kept, library.line(array), library.line(out), library)
@@ -525,6 +530,7 @@ class Execution(Generic[Array]):
 
     def _run(self, call: Call[Array], digest: str, nbytes: int) -> None:
         self._calls += 1
+        self.completion = None
         try:
             self._run_measured(call, digest, nbytes)
         except BaseException as error:

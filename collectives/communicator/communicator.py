@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +42,7 @@ from collectives.recovery.survivors import (
     join_recovery,
 )
 from collectives.tables.numpy_arrays import dtype_name
-from topoplan.errors import UsageError, deprecated
+from topoplan.errors import BackendError, UsageError, deprecated
 from topoplan.plans.plan import ROOTED, Plan, Plans, check_collective
 from topoplan.units import parse_size
 
@@ -88,8 +88,8 @@ class Communicator(DenseCollectives, SparseCollectives):
     around; ``avg`` is the sum divided by the number of ranks, truncated towards zero for integers.
 
     ``async_op=True`` starts a collective and returns a `Handle`; later calls run after it. On a GPU every collective
-    runs after the work queued on the caller's current stream at the call, and its results are complete for any stream
-    when it returns, or when its handle is done.
+    runs after the work queued on the caller's current stream at the call, and work that is queued there later runs
+    after it; the call itself may return before. When a handle is done, any stream may use the results (`synchronize`).
 
     If a collective fails because of another process, every surviving rank raises `BackendError`. Its ``out`` array is
     then unchanged (but see `empty`), and so are the inputs. A rank that already had its whole result has returned it,
@@ -230,7 +230,7 @@ class Communicator(DenseCollectives, SparseCollectives):
         self.on_failure = on_failure
         settings_of_all = JoinSettings(opened.name, {}, timeout, self.chunk_bytes, on_failure, on_slow)
         self._members = CommunicatorMembers(Execution(store, opened, chunks), plan, settings_of_all)
-        self._in_order = CallQueue(self.arrays)
+        self._in_order = CallQueue(self.arrays, lambda: getattr(self._members.now, "completion", None))
 
     @property
     def plan(self) -> Plans:
@@ -436,6 +436,14 @@ class Communicator(DenseCollectives, SparseCollectives):
         ones = [self.arrays.of(np.ones(1, np.int32)) for _ in self.ranks]
         found = self.all_reduce(ones[0] if self.one_rank else ones)
         self.arrays.values(found if self.one_rank else found[0])  # waits for a GPU too
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has ended the collectives of this process, and raise the failure of one.
+
+        A call on a GPU returns when it is queued, and the caller's stream waits for it. Without this method a failure
+        is raised by the next call, by the `Handle` or by `close`.
+        """
+        self._in_order.run(lambda: self._open().backend.settle(), exchanges=False)
 
     def shrink(self, without: Collection[int] | None = None) -> None:
         """Exclude failed or named ranks from this communicator; all survivors must call it.
@@ -650,11 +658,15 @@ class Communicator(DenseCollectives, SparseCollectives):
             execution.abort(f"rank {self.rank} aborted the communicator: {reason}; make a new one")
 
     def close(self) -> None:
-        """Release all resources; every later call is an error. Idempotent."""
+        """Release all resources; every later call is an error. Idempotent.
+
+        It raises the failure of a collective on a GPU that no call has raised, unless `abort` was called.
+        """
         execution = self._members.close()
         if execution is not None:
             self._in_order.close()
-            execution.backend.close()
+            with suppress(BackendError) if execution.aborted else nullcontext():
+                execution.backend.close()
             if self._chunk_file is not None and 0 in self.ranks:
                 execution.chunks.save(self._chunk_file)
 
@@ -732,7 +744,9 @@ class Communicator(DenseCollectives, SparseCollectives):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # an error of the block is not replaced by one that may follow from it
+        with nullcontext() if kind is None else suppress(BackendError):
+            self.close()
 
     def _start(
         self, collective: str, root: int | None, op: str | None, arrays: Any, out: Any, async_op: bool

@@ -7,12 +7,14 @@ memory are fixed when it is prepared, and each start carries its number beside t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from collectives.recovery.membership import CollectiveOutcome
-from collectives.tables.numpy_arrays import ArrayLibrary, NumpyArrays
+from collectives.tables.numpy_arrays import ArrayLibrary, Completion, NumpyArrays
 from topoplan.errors import RefusedError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ class Handle(Generic[Result]):
     """A collective that was started with ``async_op=True``.
 
     Until it is done the input arrays must not be changed, and the ``out`` arrays neither read nor changed; on a GPU
-    this applies to work queued after the call. When it is done, any stream may use them.
+    this applies to work queued after the call. When it is done, any stream may use them. `ends` is filled when it is
+    queued on a GPU, with what has to end there.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class Handle(Generic[Result]):
         future: Future[Result],
         received: Callable[[object], None] | None = None,
         outcome: CollectiveOutcome | None = None,
+        ends: Sequence[Completion] = (),
     ) -> None:
+        self._ends = ends
         self._future = future
         self._received = received
         self._outcome = outcome or CollectiveOutcome()
@@ -82,11 +87,25 @@ class Handle(Generic[Result]):
 
     def done(self) -> bool:
         """Return whether it has ended, with or without an error."""
-        return self._future.done()
+        return self._future.done() and all(one.done for one in self._ends)
 
     def when_done(self, then: Callable[[], object]) -> None:
         """Call a function when it has ended, with or without an error: in the thread that ran it, or at once."""
+
+        def ended() -> None:
+            with suppress(Exception):
+                self.wait()
+            then()
+
+        self.when_queued(ended)
+
+    def when_queued(self, then: Callable[[], object]) -> None:
+        """Call a function as `when_done`, on a GPU already when it is queued there."""
         self._future.add_done_callback(lambda _: then())
+
+    def queued(self) -> Result:
+        """Return the result once it is queued; on a GPU work in the stream of collectives comes behind it."""
+        return self._future.result()
 
     def then(self, make: Callable[[Result], Other]) -> Handle[Other]:
         """Return a handle whose result is made from this one's, in the thread that ends it; errors are passed on."""
@@ -98,7 +117,7 @@ class Handle(Generic[Result]):
             except BaseException as error:  # raised by wait()
                 future.set_exception(error)
 
-        self.when_done(follow)
+        self.when_queued(follow)
         return Handle(future, outcome=self._outcome)
 
     def wait(self, timeout: float | None = None) -> Result:
@@ -106,10 +125,13 @@ class Handle(Generic[Result]):
 
         `timeout` is in seconds, unlimited by default, since a back end ends by itself when a peer fails.
         """
+        until = None if timeout is None else time.monotonic() + timeout
         try:
             result = self._future.result(timeout)
+            for end in self._ends:
+                end.wait(None if until is None else until - time.monotonic())
         except TimeoutError:
-            if self._future.done():
+            if self.done():
                 raise
             raise TimeoutError(f"the collective is still running after {timeout} s; wait again") from None
         if self._received is not None:
@@ -144,12 +166,18 @@ class StepBatch:
 class CallQueue:
     """Runs tasks one after another: in the background, or at once if the background is idle.
 
-    `arrays` orders a task after the caller's work on a GPU, in whichever thread it runs.
+    `arrays` orders a task after the caller's work on a GPU, in whichever thread it runs. `completion` returns the end
+    of the collective that a task has queued there, or None.
     """
 
-    def __init__(self, arrays: ArrayLibrary[Any] | None = None) -> None:
+    def __init__(
+        self,
+        arrays: ArrayLibrary[Any] | None = None,
+        completion: Callable[[], Completion | None] = lambda: None,
+    ) -> None:
         self._arrays: ArrayLibrary[Any] = NumpyArrays() if arrays is None else arrays
         self._on_host = isinstance(self._arrays, NumpyArrays)  # nothing to order on a GPU
+        self._completion = completion
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
         self._one = threading.Lock()
@@ -177,15 +205,18 @@ class CallQueue:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="collectives")
         if self.batch is not None and exchanges:
             task = self.batch.guarded(task)
-        turn = self._arrays.ordered()  # here, since the task must run after this thread's stream
+        # here, since the task must run after this thread's stream
+        turn, ends = self._arrays.ordered(later=True), list[Completion]()
 
         def in_turn() -> Result:
-            with self._one, turn:
-                return task()
+            with self._one, turn as end:
+                result = task()
+                ends.extend(one for one in (self._completion(), end) if one is not None)
+            return result
 
         future: Future[Result] = self._worker.submit(in_turn)
         self._last = future  # type: ignore[assignment]  # only its done() is called
-        return Handle(future, self._arrays.received, outcome)
+        return Handle(future, self._arrays.received, outcome, ends)
 
     def close(self) -> None:
         """Wait for the running task; queued ones fail."""

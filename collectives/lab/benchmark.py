@@ -312,6 +312,7 @@ def _time_block(communicator: Communicator, run: Callable[[], None], calls: int)
     started = time.perf_counter()
     for _ in range(calls):
         run()
+    communicator.synchronize()
     return time.perf_counter() - started
 
 

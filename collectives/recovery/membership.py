@@ -259,9 +259,10 @@ class CommunicatorMembers:
         execution = self.execution
         named = checked_ranks(execution.backend, () if without is None else without)
         self.check_no_helpers("shrink")
+        execution.backend.settle()  # a failure that no call has raised comes first
         if not self._one_rank and not named:
             raise UsageError("all ranks are in this process and none has failed; name the ranks to leave out")
-        doubted = self._suspected(execution.failure)
+        doubted = self._suspected(execution.failure or execution.backend.failure)
         recovered = recover(self._state(RecoveryProgress(self._handed_over)), named, doubted=doubted)
         assert recovered is not None, "only_changed is False"
         self._take(recovered)

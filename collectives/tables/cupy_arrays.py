@@ -1,7 +1,8 @@
 """Implement the array library for CuPy on one GPU, and select the current GPU of a thread.
 
 Collectives run in a stream of their own. It waits for the work that the caller's current stream held before the call,
-and everything is complete when the collective returns, so the caller need not synchronise.
+and the caller's stream waits for the collective, so the caller need not synchronise, and the host does not wait. Work
+on another stream must wait for the caller's.
 
 Since CUDA 12 ``cudaSetDevice`` makes the primary context of the device, some 500 MB of its memory, and fails if
 another process holds a device in compute mode EXCLUSIVE_PROCESS. A thread starts at device 0 without having chosen
@@ -13,6 +14,7 @@ already, and otherwise leaves its own device current, as torch's device guard do
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,14 @@ from collectives.tables.kernels.kernel_launch import Kernels
 from collectives.tables.kernels.source import ELEMENTS
 from collectives.tables.numpy_arrays import OPERATORS, NumpyArrays, numpy_dtype, placed_by, reduction
 from topoplan.errors import UsageError
+
+NOT_READY, RELAXED = 600, 2
+"""What CUDA answers for events and streams with work left, and its capture mode without forbidden calls."""
+
+CAPTURED_BY_TORCH = (
+    "torch captures its current stream in a CUDA graph, and CuPy's current stream is another one; make it current with "
+    "cupy.cuda.Stream.from_external(torch.cuda.current_stream()), or call the collective outside the graph"
+)
 
 
 def use_device(cupy: Any, device: int) -> None:
@@ -61,6 +71,25 @@ class on_device:
 def is_capturing(stream: Any) -> bool:
     """Return whether work on a stream goes into a graph, which CUDA's default streams never do."""
     return stream.ptr not in (0, 1, 2) and bool(stream.is_capturing())
+
+
+def captured_by_torch() -> bool:
+    """Return whether torch, if it is loaded, captures its current stream."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and cuda.is_initialized() and bool(cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def may_query() -> Iterator[None]:
+    """Allow this thread to query events: in CUDA's default mode that voids a capture of any thread."""
+    driver, mode = _driver(), ctypes.c_int(RELAXED)
+    if driver is not None:
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if driver is not None:
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def has_context(device: int) -> bool:
@@ -113,10 +142,27 @@ def broken_cupy(error: ImportError) -> str:
     )
 
 
+class StreamEnd:
+    """The end of what a stream held at an event of CuPy, as `Completion`."""
+
+    def __init__(self, query: Callable[[int], int] | None = None) -> None:
+        self.event: Any = None
+        self._query = query
+
+    @property
+    def done(self) -> bool:
+        assert self._query is not None, "torch's events have their own"
+        return self._query(self.event.ptr) != NOT_READY  # also after a failure of the GPU
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.event.synchronize()
+
+
 class CupyArrays(NumpyArrays):
     """`ArrayLibrary` of CuPy on one GPU, by its number in CUDA; by default the current one.
 
-    `stream` is the stream of collectives on `device`. `check` records the caller's stream, and `here` waits for it.
+    `stream` is the stream of collectives on `device`. `check` records the caller's stream, and `here` waits for it. A
+    back end sets `settle`, which raises the failure of a collective before its result is read on the host.
     Methods that CuPy's arrays share with numpy's are inherited.
     """
 
@@ -127,6 +173,7 @@ class CupyArrays(NumpyArrays):
         self.plain: tuple[type[Any], ...] = (cupy.ndarray,)
         self.device: int = cupy.cuda.runtime.getDevice() if device is None else device
         self._called: deque[Any] = deque()
+        self.settle: Callable[[], None] = lambda: None
         with on_device(cupy, self.device):
             self.stream: Any = cupy.cuda.Stream(non_blocking=True)
             self.kernels = Kernels(cupy)
@@ -141,6 +188,21 @@ class CupyArrays(NumpyArrays):
             while self._called:
                 stream.wait_event(self._called.popleft())
             yield stream
+
+    @contextmanager
+    def ordered(self, *, later: bool = False) -> Iterator[StreamEnd]:
+        user, end = None if later else self.users_stream(), StreamEnd(self._cupy.cuda.runtime.eventQuery)
+        yield end
+        end.event = self.lead(None if user is None or is_capturing(user) else user)
+
+    def lead(self, stream: Any = None) -> Any:
+        """Return an event behind the stream of collectives; a stream of this GPU, if one is given, waits for it."""
+        with on_device(self._cupy, self.device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self.stream)
+            if stream is not None:
+                stream.wait_event(event)
+        return event
 
     def check(self, array: object, *, rank: int, what: str) -> Any:
         if not isinstance(array, self._cupy.ndarray):
@@ -163,12 +225,15 @@ class CupyArrays(NumpyArrays):
                 f"rank {rank} has an {what} at address {found.data.ptr}, no multiple of its element's "
                 f"{found.dtype.itemsize} bytes; pass a copy"
             )
-        self.behind(self.users_stream())
+        stream = self.users_stream()
+        if captured_by_torch() and not is_capturing(stream):
+            raise UsageError(f"rank {rank} has an {what} while {CAPTURED_BY_TORCH}")
+        self.behind(stream)
         return found
 
     def follow_caller(self, *arrays: Any) -> bool:
         stream = self.users_stream()
-        captures = is_capturing(stream)
+        captures = captured_by_torch() or is_capturing(stream)
         if not captures:
             self.behind(stream)
         return not captures
@@ -208,9 +273,8 @@ class CupyArrays(NumpyArrays):
         return placed_by(arrays, lambda array: int(array.data.ptr))
 
     def copy(self, target: Any, source: Any) -> None:
-        with self.here() as stream:
+        with self.here():
             target[...] = source
-            stream.synchronize()
 
     def reals(self, line: Any) -> Any:
         return line.view(line.dtype.char.lower()) if line.dtype.kind == "c" else line
@@ -240,6 +304,7 @@ class CupyArrays(NumpyArrays):
         return self.of(values)
 
     def values(self, array: Any) -> NDArray[Any]:
+        self.settle()
         with self.here():
             found: NDArray[Any] = array.get()
             return found
@@ -253,9 +318,8 @@ class CupyArrays(NumpyArrays):
             stream.synchronize()
 
     def divide(self, total: Any, ranks: int) -> None:
-        with self.here() as stream:
+        with self.here():
             self.kernels.divide(total, self.dtype(total), ranks)
-            stream.synchronize()
 
     def join(self, target: Any, parts: Sequence[Any], op: str) -> None:
         with self.here():

@@ -34,6 +34,17 @@ from topoplan.errors import UsageError
 Array = TypeVar("Array")
 
 
+class Completion(Protocol):
+    """The end of work that is queued on a GPU."""
+
+    @property
+    def done(self) -> bool:
+        """Return whether the GPU has ended it, with or without an error."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end on the host; raise the error of a collective, or `TimeoutError` after so many seconds."""
+
+
 class ArrayLibrary(Protocol[Array]):
     """The operations that differ between array libraries.
 
@@ -45,12 +56,13 @@ class ArrayLibrary(Protocol[Array]):
     plain: tuple[type[Any], ...]
     """Types of arrays without state beside their elements, unlike subclasses."""
 
-    def ordered(self) -> AbstractContextManager[object]:
+    def ordered(self, *, later: bool = False) -> AbstractContextManager[Completion | None]:
         """Return a context that orders a collective behind the caller's work on the GPU.
 
         It is created where the collective is called, and entered in the thread that runs it. Inside, the GPU works
         behind the work that the caller's current stream held, if `check` has seen an array on it since the last call.
-        When the context ends without an error, everything is complete.
+        When the context ends without an error, the caller's stream is behind the work queued inside, unless that runs
+        `later`, in the background. It yields the end of that work, or None without a GPU; the host does not wait.
         """
 
     def here(self) -> AbstractContextManager[object]:
@@ -105,7 +117,7 @@ class ArrayLibrary(Protocol[Array]):
         """Return a function that tells whether all arrays still have the memory and shapes that they have now."""
 
     def copy(self, target: Array, source: Array) -> None:
-        """Copy the elements of one array into another of the same shape and dtype."""
+        """Copy the elements of one array into another of the same shape and dtype; on a GPU in order of `here`."""
 
     def part(self, line: Array, start: int, stop: int) -> Array:
         """Return a slice of a line, the same memory."""
@@ -321,7 +333,7 @@ class NumpyArrays:
     name = "numpy"
     plain: tuple[type[Any], ...] = (np.ndarray,)
 
-    def ordered(self) -> AbstractContextManager[object]:
+    def ordered(self, *, later: bool = False) -> AbstractContextManager[Completion | None]:
         return nullcontext()
 
     def here(self) -> AbstractContextManager[object]:

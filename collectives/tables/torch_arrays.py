@@ -5,8 +5,8 @@ results are detached. On the CPU numpy computes on the same memory, so results h
 products differently); bfloat16, which numpy lacks, and other devices use torch.
 
 On a GPU collectives run in a stream of their own, on any thread. It waits for the work that the caller's current
-stream held before the call, and everything is complete when the collective has ended, so the caller need not
-synchronise. CuPy's kernels get the tensor's own memory and torch's streams.
+stream held before the call, and that stream waits for the collective, so the caller need not synchronise. CuPy's
+kernels get the tensor's own memory and torch's streams.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from collectives.tables.cupy_arrays import load_cupy
-from collectives.tables.numpy_arrays import divide, placed_by, reduction
+from collectives.tables.cupy_arrays import StreamEnd, load_cupy
+from collectives.tables.numpy_arrays import Completion, divide, placed_by, reduction
 from topoplan.errors import UsageError
 
 TORCH_DTYPES: dict[torch.dtype, str] = {
@@ -80,6 +80,7 @@ class TorchArrays:
         self.devices = tuple(devices)
         self._stream: torch.cuda.Stream | None = None
         self._checked = threading.local()
+        self.settle: Callable[[], None] = lambda: None  # as of CupyArrays
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream of the collectives, created with the first tensor on the GPU."""
@@ -87,17 +88,18 @@ class TorchArrays:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
-    def ordered(self) -> AbstractContextManager[object]:
+    def ordered(self, *, later: bool = False) -> AbstractContextManager[Completion | None]:
         """A call with tensors on the host does not wait for the GPU."""
         if self._stream is None or not getattr(self._checked, "on_gpu", False):
             return self.here()
         self._checked.on_gpu = False
-        return _run_behind(torch.cuda.current_stream(self._stream.device).record_event(), self._stream)
+        user = torch.cuda.current_stream(self._stream.device)
+        return _run_behind(user.record_event(), self._stream, None if later else user)
 
-    def here(self) -> AbstractContextManager[object]:
+    def here(self) -> AbstractContextManager[None]:
         if self._stream is None:
             return nullcontext()
-        context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        context: AbstractContextManager[None] = torch.cuda.stream(self._stream)
         return context
 
     def follow_caller(self, *arrays: torch.Tensor) -> bool:
@@ -243,6 +245,7 @@ class TorchArrays:
 
     def values(self, array: torch.Tensor) -> NDArray[Any]:
         """bfloat16 becomes float32."""
+        self.settle()
         here = array.detach().cpu()
         return np.asarray((here.float() if here.dtype == torch.bfloat16 else here).numpy())
 
@@ -271,13 +274,31 @@ class TorchArrays:
                 add(goal, join_operand(part), out=goal)
 
 
+class TorchStreamEnd(StreamEnd):
+    """The end of what a stream held at an event of torch."""
+
+    @property
+    def done(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError:  # the GPU has failed, as a wait raises
+            return True
+
+
 @contextmanager
-def _run_behind(event: torch.cuda.Event, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run the body in a stream behind an event, and synchronise; not after an error, when the stream may never end."""
+def _run_behind(
+    event: torch.cuda.Event, stream: torch.cuda.Stream, user: torch.cuda.Stream | None
+) -> Iterator[TorchStreamEnd]:
+    """Run the body in a stream behind an event, and another stream behind it; not after an error, when the stream may
+    never end.
+    """
+    end = TorchStreamEnd()
     with torch.cuda.stream(stream):
         stream.wait_event(event)
-        yield
-        stream.synchronize()
+        yield end
+        end.event = stream.record_event()
+    if user is not None:
+        user.wait_event(end.event)
 
 
 def on_gpu(array: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ def future_of(
     finish: Callable[[], None],
     convert_error: Callable[[TopoplanError], TopoplanError] = lambda error: error,
 ) -> torch.futures.Future[Any]:
-    """Return a future that ends with a collective.
+    """Return a future that ends with a collective, on a GPU when that is queued.
 
     It holds `result`, tensors on `device`, after `finish`, which handles the result of the collective in its thread and
     stream. On a GPU a wait for the future orders the current stream after the collective. `convert_error` turns an
@@ -38,7 +38,7 @@ def future_of(
     def ended() -> None:
         with arrays.here():
             try:
-                handle.wait()
+                handle.queued()
                 finish()
             except TopoplanError as error:
                 future.set_exception(convert_error(error))
@@ -52,7 +52,7 @@ def future_of(
             else:
                 future.set_result(result)
 
-    handle.when_done(ended)
+    handle.when_queued(ended)
     return future
 
 
@@ -76,15 +76,17 @@ class PlannedWork(dist.Work):
         self._left = left
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, on a GPU in the order of its current stream; raises the error, or TimeoutError."""
-        if timeout:
+        """Wait for the end, on a GPU in the order of its current stream, which holds the host with a timeout alone;
+        raises the error, as far as it is known, or TimeoutError."""
+        if timeout or self._handle.done():
             try:
-                self._handle.wait(timeout.total_seconds())
+                self._handle.wait(timeout.total_seconds() if timeout else None)
             except TimeoutError:
                 self._left(self._handle)
                 raise
             except TopoplanError:
-                pass  # the future raises it
+                self._future.wait()  # raises it in its own words, unless the GPU has failed later
+                raise
         self._future.wait()
         return True
 
@@ -92,8 +94,8 @@ class PlannedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, with or without an error."""
-        return self._future.done()
+        """Return whether it has ended, on a GPU too, with or without an error."""
+        return self._future.done() and self._handle.done()
 
     def result(self) -> list[Any]:
         """Return the tensors once it has ended."""

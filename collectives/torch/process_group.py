@@ -342,17 +342,18 @@ class ProcessGroupTopoplan(GroupCollectives):
 
     def shutdown(self) -> None:
         """Close the communicator and the inner groups."""
-        if self.communicator is not None:
-            if any(not handle.done() for handle in self._timed_out):
-                self.communicator.abort(
-                    "a wait for a collective has timed out, and the process group is destroyed"
-                )
-            self.communicator.close()
-        wait_for_gloo_threads()
-        if self.carrier is not self.inner:
-            self.carrier.shutdown()
-        self.inner.shutdown()
-        self._lost.clear()
+        if self.communicator is not None and any(not handle.done() for handle in self._timed_out):
+            self.communicator.abort(
+                "a wait for a collective has timed out, and the process group is destroyed"
+            )
+        with ExitStack() as groups:
+            groups.callback(self._lost.clear)
+            groups.callback(self.inner.shutdown)
+            if self.carrier is not self.inner:
+                groups.callback(self.carrier.shutdown)
+            groups.callback(wait_for_gloo_threads)
+            if self.communicator is not None:
+                self.communicator.close()  # raises what a collective on a GPU has met after the last call
 
     def abort(self) -> None:
         """Abort all running collectives: pending waits raise."""

@@ -496,7 +496,9 @@ class LocalAverager(Averager):
             results = [out] if comm.one_rank else list(out)
         for result, one in zip(results, given, strict=True):
             if not comm.arrays.same(result, one):
-                comm.arrays.copy(result, one)
+                comm.arrays.follow_caller(one)
+                with comm.arrays.ordered():
+                    comm.arrays.copy(result, one)
         return Handle.of(results[0] if comm.one_rank else results)
 
     def end_step(self) -> None:

@@ -184,7 +184,7 @@ def _compare(cupy: Any, comm: Communicator, rank: int, rival: Callable[[Any], An
     bound = 2 * comm.size * np.finfo(np.float32).eps * most
     assert (np.abs(found - other) <= bound).all(), "sums of float32 differ by more than their order explains"
     out = cupy.empty(given.shape, dtype=given.dtype)
-    own, theirs = (_median(call) for call in (lambda: comm.all_reduce(given, out=out), lambda: rival(given)))
+    own, theirs = (_median(call) for call in (lambda: _reduced(comm, given, out), lambda: rival(given)))
     if rank == 0:
         say(
             f"rank 0: allreduce: int32 as ncclAllReduce, float32 within rounding; {count >> 18} MB in {own * 1e3:.2f} "
@@ -229,9 +229,36 @@ def measure(comm: Communicator, rank: int) -> None:
     for megabytes in (1, 16, 256):
         given = cupy.full(megabytes << 18, rank + 1, dtype=np.float32)
         out = cupy.empty(given.shape, dtype=given.dtype)
-        seconds = _median(lambda given=given, out=out: comm.all_reduce(given, out=out))
+        seconds = _median(lambda given=given, out=out: _reduced(comm, given, out))
         if rank == 0:
             say(f"{megabytes} {seconds}")
+
+
+def _reduced(comm: Communicator, given: Any, out: Any) -> None:
+    """Run an allreduce to its end on the GPU."""
+    comm.all_reduce(given, out=out)
+    comm.synchronize()
+
+
+def queue(comm: Communicator, rank: int, calls: int = 40) -> None:
+    """The last rank begins when the others have queued their calls; rank 0 prints the host's time for one of them."""
+    import cupy
+
+    last, out = comm.size - 1, cupy.empty(16, dtype=np.float32)
+    given = cupy.asarray(np.full(16, 2, np.float32))
+    for _ in range(ROUNDS):
+        _reduced(comm, given, out)
+    given[:] = np.float32(1)
+    if rank == last:
+        time.sleep(0.5)
+    started = time.perf_counter()
+    for _ in range(calls):
+        comm.all_reduce(given, out=out)
+    host = time.perf_counter() - started
+    assert out.get().tolist() == [comm.size] * 16
+    whole = time.perf_counter() - started
+    assert rank == last or host < 0.4 < whole, f"{calls} calls held the host {host:.3f} of {whole:.3f} s"
+    say(f"rank {rank}: queue: ok, {host / calls * 1e6:.1f} us of the host for a call")
 
 
 def _median(call: Callable[[], object], runs: int = 10) -> float:
@@ -247,7 +274,7 @@ def refuse(comm: Communicator, rank: int) -> None:
     """The last rank passes an array that does not fit, after a graph was replayed; every rank raises."""
     given, out = _replayed(comm)
     wrong = np.zeros(given.size, dtype=np.float32) if rank == comm.size - 1 else given
-    _raises("refuse", rank, lambda: comm.all_reduce(wrong, out=out))
+    _raises("refuse", rank, lambda: _reduced(comm, wrong, out))
 
 
 def die(comm: Communicator, rank: int) -> None:
@@ -255,7 +282,7 @@ def die(comm: Communicator, rank: int) -> None:
     given, out = _replayed(comm)
     if rank == comm.size - 1:
         killed()
-    _raises("die", rank, lambda: comm.all_reduce(given, out=out))
+    _raises("die", rank, lambda: _reduced(comm, given, out))
 
 
 def killed() -> None:
@@ -267,7 +294,7 @@ def die_inside(comm: Communicator, rank: int) -> None:
     given, out = _replayed(comm)
     if rank == comm.size - 1:
         _engine(comm).queue = lambda *_, **__: killed()
-    _raises("die-inside", rank, lambda: comm.all_reduce(given + 1, out=out))
+    _raises("die-inside", rank, lambda: _reduced(comm, given + 1, out))
 
 
 def die_running(comm: Communicator, rank: int) -> None:
@@ -326,7 +353,7 @@ def rates(comm: Communicator, rank: int) -> None:
         for nbytes in SIZES:
             given = cupy.zeros(nbytes // 4, dtype=np.float32)
             out = cupy.empty(given.shape, dtype=given.dtype)
-            own = _median(lambda given=given, out=out: comm.all_reduce(given, out=out))
+            own = _median(lambda given=given, out=out: _reduced(comm, given, out))
             theirs = _median(lambda given=given: rival(given))
             if rank == 0:
                 say(
@@ -343,7 +370,7 @@ def shrink(comm: Communicator, rank: int) -> None:
         killed()
     started = time.monotonic()
     try:
-        comm.all_reduce(given, out=out)
+        _reduced(comm, given, out)
     except TopoplanError:
         _goes_on(comm, "shrink", started, ())
         return
@@ -428,6 +455,7 @@ TASKS: dict[str, Callable[[Communicator, int], None]] = {
     "die-running": die_running,
     "by-switch": by_switch,
     "rates": rates,
+    "queue": queue,
     "shrink": shrink,
     "leave": leave,
     "graph": graph,

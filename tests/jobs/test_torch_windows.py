@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from collectives import Communicator  # noqa: E402
 from collectives.backends.nccl.nccl_backend import NcclBackend  # noqa: E402
 from collectives.backends.torch import backend_selection, process_groups  # noqa: E402
 from collectives.tables.torch_arrays import TorchArrays  # noqa: E402
+from collectives.torch.futures import PlannedWork, future_of  # noqa: E402
 from tests.support.fake_streams import Machine  # noqa: E402
 from tests.support.fake_torch_cuda import install, on_gpu_0, seen_by  # noqa: E402
 from tests.support.gpu_ranks import cupy, floats, machine, outcome  # noqa: E402
@@ -73,7 +75,11 @@ def on_every_rank(
             made, about = backend_selection.window_backend(job, devices, None, engine=engine, exact=True)
             if made is None:
                 return about
-            with Communicator(plan, made, timeout=20.0, **options) as comm:
+            # each rank is a process of its own, with streams of its own
+            with (
+                torch.cuda.stream(torch.cuda.Stream()),
+                Communicator(plan, made, timeout=20.0, **options) as comm,
+            ):
                 return task(comm, rank)
 
     return as_threads(RANKS, be)
@@ -107,6 +113,30 @@ def test_tensors_are_summed_in_place_with_the_bits_of_loopback(machine: Machine,
         for one, want in zip(found, (average, total, total), strict=True):
             assert one.tobytes() == want[rank].tobytes()
         assert half == whole[RANKS - 1].tolist()
+
+
+def test_a_work_orders_the_stream_and_does_not_hold_the_host(gpus: ModuleType) -> None:
+    """Rank 0 waits for its work before the others have called; a wait with a timeout holds it."""
+    waited = threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, cpu = torch.full((8,), float(rank)), torch.device("cpu")
+        comm.all_reduce(given)
+        assert rank == 0 or waited.wait(20)
+        handle = comm.all_reduce(given, out=given, async_op=True)
+        future = future_of(handle, given, device=cpu, arrays=comm.arrays, finish=lambda: None)
+        work = PlannedWork(handle, future, [given])
+        assert work.wait()
+        early = work.is_completed()
+        waited.set()
+        work.get_future().wait()
+        assert work.wait(timedelta(seconds=20))
+        assert rank or not early
+        again = comm.all_reduce(given)
+        torch.cuda.current_stream().synchronize()
+        return work.is_completed(), given.tolist(), again.tolist()
+
+    assert outcome(on_every_rank(gpus, task)) == [(True, [3.0] * 8, [9.0] * 8)] * RANKS
 
 
 @pytest.mark.sampled

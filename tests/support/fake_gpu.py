@@ -232,6 +232,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
     pools: dict[tuple[int, int], list[Any]] = {}
 
     def streamQuery(ptr: int) -> int:
+        machine.asked[threading.get_ident()] += 1
         machine.advance(machine.random.randrange(1, 6))
         fault = machine.fault or machine.faults.get(machine.device)
         return fault or (NOT_READY if by_address[ptr].queue else 0)
@@ -240,6 +241,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         event = events[ptr]
         if event.node is not None:
             return CAPTURED_EVENT
+        machine.asked[threading.get_ident()] += 1
         machine.advance(machine.random.randrange(1, 6))
         fault = machine.fault or machine.faults.get(machine.device)
         return fault or (0 if event.unit is None or event.unit.done else NOT_READY)
@@ -484,7 +486,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         runtime,
         streamQuery,
         ipcCloseMemHandle=machine.opened.remove,
-        deviceSynchronize=machine.bind,
+        deviceSynchronize=lambda: machine.until(lambda: not any(one.queue for one in machine.streams)),
         deviceGetPCIBusId=lambda device: f"0000:{machine.first + device:02x}:00.0",
         deviceGetAttribute=lambda number, device: 0,
         getDevice=lambda: machine.device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from types import ModuleType
@@ -32,6 +33,9 @@ class Driver:
 
     def __init__(self, contexts: set[int]) -> None:
         self._contexts = contexts
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        return 0
 
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
         device._obj.value = ordinal
@@ -134,6 +138,8 @@ class Machine:
         self.kept: list[Any] = []
         self.compiled: list[str] = []
         self.launches = 0
+        # how often a thread waited for the GPU, or asked whether it has ended
+        self.asked: Counter[int] = Counter()
         self.graph_launches = 0
         self.here = threading.local()
         self.worlds: dict[bytes, Any] = {}
@@ -225,6 +231,7 @@ class Machine:
         return any(unit.run() for unit in heads)
 
     def until(self, done: Callable[[], bool]) -> None:
+        self.asked[threading.get_ident()] += 1
         end = time.monotonic() + PATIENCE
         while not done():
             fault = self.fault or self.faults.get(self.device, 0)

@@ -32,6 +32,13 @@ class Event:
         self.stream = current_stream() if stream is None else stream
         self.place = self.stream.queued
 
+    def query(self) -> bool:
+        return self.stream is None or self.stream.queued - len(self.stream.left) >= self.place
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self.stream.until(self.place)
+
 
 class Stream:
     """As `torch.cuda.Stream`; ``calls`` are what it was told, and by which thread."""
@@ -43,6 +50,7 @@ class Stream:
         self.capturing = False
         self.queued = 0
         self.left: list[Callable[[], object]] = []
+        self.late = False  # waits for a GPU, so what waits for it has to wait too
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.cuda_stream)
@@ -54,7 +62,9 @@ class Stream:
     def until(self, place: int) -> None:
         """Run what was queued up to there."""
         while self.queued - len(self.left) < place:
-            self.left.pop(0)()
+            self.left[0]()
+            self.left.pop(0)
+        self.late = self.late and bool(self.left)
 
     def record_event(self, event: Event | None = None) -> Event:
         made = Event() if event is None else event
@@ -63,8 +73,13 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.calls.append(("wait_event", threading.current_thread().name))
-        assert event.stream is not None
-        event.stream.until(event.place)
+        other, place = event.stream, event.place
+        assert other is not None
+        if other.late and other is not self:
+            self.late = True
+            self.do(lambda: other.until(place))
+        else:
+            other.until(place)
 
     def synchronize(self) -> None:
         self.calls.append(("synchronize", threading.current_thread().name))
@@ -119,15 +134,25 @@ def seen_by(cupy: Any, patch: pytest.MonkeyPatch) -> None:
     plain: Any = cupy.cuda.Stream
 
     class Shared(plain):  # type: ignore[misc]
-        """A stream of torch's: what it is told is done at once, as torch's own work here."""
+        """A stream of torch's: what it is told is done at once, as torch's own work here; but it waits for the GPU
+        when somebody waits for it."""
+
+        of_torch: Any
 
         def push(self, make: Callable[[], Any]) -> None:
             super().push(make)
             self.synchronize()
 
+        def wait_event(self, event: Any) -> None:
+            super().wait_event(event)
+            self.of_torch.late = True
+            self.of_torch.do(self.synchronize)
+
     def from_external(stream: Any) -> Any:
         stream.__cuda_stream__()
-        return Shared()
+        made = Shared()
+        made.of_torch = stream
+        return made
 
     def from_dlpack(tensor: torch.Tensor) -> Any:
         return cupy.ndarray(None, host=tensor.numpy(), device=0)

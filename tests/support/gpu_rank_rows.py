@@ -123,7 +123,11 @@ def collectives_of(
     text = ranks(count, tasks, shared=shared, timeout=timeout, **settings)
     closed = seconds_of(text, "close", range(count), CLOSE_SECONDS)
     done = [f"{task} on {len(said(text, task))} ranks" for task in tasks.split(",") if task != "close"]
-    compared = [said(text, "allreduce").get(0), *re.findall(r"^rank 0: (rates \d+: .*)$", text, re.MULTILINE)]
+    compared = [
+        said(text, "allreduce").get(0),
+        said(text, "queue").get(0),
+        *re.findall(r"^rank 0: (rates \d+: .*)$", text, re.MULTILINE),
+    ]
     lines = [f"{', '.join(done)}; closed in {closed:.3f} s", engine_of(text, kind), *filter(None, compared)]
     return "\n".join(lines)
 

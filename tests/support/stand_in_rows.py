@@ -123,6 +123,7 @@ def start(
         "check": partial(nccl_rank.check, counts=COUNTS),
         "sparse": partial(nccl_rank.sparse, size=701),
         "allreduce": partial(nccl_rank.allreduce, count=5000),
+        "queue": partial(nccl_rank.queue, calls=8),
     }
 
     def be(comm: Communicator, rank: int) -> None:

@@ -612,14 +612,19 @@ def test_a_rival_that_fails_is_told_by_its_error() -> None:
 
 
 @pytest.mark.thorough
-def test_rows_of_one_gpu_hold_on_the_stand_ins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "rows"),
+    [("1", "windows-1/region,windows-1/missing,nccl-2/steps"), ("2", "windows-each/queue")],
+)
+def test_rows_hold_on_the_stand_ins(tmp_path: Path, gpus: str, rows: str) -> None:
     """Each row in a process of its own, as on a GPU: a row that calls the back end wrongly fails here first."""
-    rows = "windows-1/region,windows-1/missing,nccl-2/steps"
     done = subprocess.run(
         [
             sys.executable,
             "-m",
             "tests.support.stand_in_rows",
+            "--gpus",
+            gpus,
             "--rows",
             rows,
             "-o",
@@ -631,4 +636,4 @@ def test_rows_of_one_gpu_hold_on_the_stand_ins(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 ok, 0 failed or missed, 0 cannot run" in done.stdout
+    assert f"{2 + rows.count(',')} ok, 0 failed or missed, 0 cannot run" in done.stdout

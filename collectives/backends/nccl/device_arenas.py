@@ -44,6 +44,7 @@ from collectives.backends.nccl.nccl_library import (
 )
 from collectives.peers.control_plane import ControlPlane
 from collectives.peers.shared_memory import RangeAllocator
+from collectives.tables.cupy_arrays import NOT_READY
 from collectives.tables.kernels.kernel_launch import load_kernel
 from collectives.tables.kernels.source import TRY_PEERS, forest_source
 from topoplan.errors import TopoplanError, UsageError
@@ -74,9 +75,6 @@ TRIAL_THREADS, TRIAL_BYTES, HEARD = 32, 16, 1
 """Threads of the kernel that tries the peers, bytes of a rank in an arena, and the kernel's code for a peer whose
 stores have arrived; as in ``peers.cu``.
 """
-
-NOT_READY = 600
-"""CUDA's cudaErrorNotReady, which is not an error."""
 
 PROCESS = secrets.token_hex(8)
 """Id of this process: process numbers are the same in several containers of a host."""

@@ -11,7 +11,9 @@ same: replay if all have the same graph; capture if all have run with these addr
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,11 +24,17 @@ from numpy.typing import NDArray
 
 from collectives.backends.nccl.nccl_communicators import NcclConnection
 from collectives.backends.nccl.nccl_library import NcclCommunicator
+from collectives.backends.nccl.window_engine import BoundKernelPlan
 from collectives.backends.stepped_program import ProgramStep, SteppedProgram
+from collectives.peers.control_plane import Signature
 from collectives.tables.kernels.kernel_launch import DeviceWork, Kernels, work_of
+from topoplan.errors import BackendError
 
 REMEMBERED = 8
 """Sets of addresses kept for a program."""
+
+MOST_QUEUED, MOST_HELD = 64, 1 << 30
+"""Collectives that are queued at once, and the bytes of their arrays; two may have more."""
 
 NEW, SEEN, FIRST_GRAPH = 0, 1, 2
 """Offers: never run, run before, and from here on the numbers of graphs."""
@@ -126,6 +134,93 @@ class NcclStreams:
         runtime = self._cupy.cuda.runtime
         source = bound.steps.data.ptr + 4 * value
         runtime.memcpyAsync(self._memory.ptr, source, 4, runtime.memcpyDeviceToHost, self._marking.ptr)
+
+
+@dataclass(slots=True, eq=False)
+class QueuedCall:
+    """A collective whose kernel is queued, as `StartedCall`.
+
+    `turn` is its number among the calls that kernels compare, `ended` an event behind its kernel, `nbytes` those of its
+    array. `settle` waits for it until a time, and returns whether it has ended. `over`: it has ended without a failure;
+    `refused`: all ranks have refused it, as a wait has told.
+    """
+
+    signature: Signature
+    number: int
+    turn: int
+    bound: BoundKernelPlan
+    ended: Any
+    nbytes: int
+    settle: Callable[[QueuedCall, float | None], bool]
+    ended_on_gpu: Callable[[QueuedCall], bool]
+    held: object = None
+    over: bool = False
+    refused: BackendError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.over or self.ended_on_gpu(self)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if not self.over and not self.settle(self, None if timeout is None else time.monotonic() + timeout):
+            raise TimeoutError(f"the collective is still running after {timeout} s; wait again")
+
+
+class QueuedCalls:
+    """The collectives that are queued on a stream, in their order, until they have ended without a failure.
+
+    `last` is the last one, which may have ended; `ended` counts the others. Any thread may call `retire`, and one
+    thread at a time `add`.
+    """
+
+    def __init__(self, retired: Callable[[QueuedCall], bool]) -> None:
+        self.last: QueuedCall | None = None
+        self.ended = 0
+        self._retired = retired
+        self._calls: deque[QueuedCall] = deque()
+        self._lock = threading.Lock()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: QueuedCall) -> None:
+        with self._lock:
+            self._calls.append(call)
+            self._nbytes += call.nbytes
+        self.last = call
+
+    def retire(self) -> QueuedCall | None:
+        """Drop the calls that have ended without a failure, and what they hold; return the first of the others."""
+        with self._lock:
+            while self._calls and self._retired(self._calls[0]):
+                call = self._calls.popleft()
+                call.over, call.held = True, None
+                self._nbytes -= call.nbytes
+                self.ended += 1
+            return self._calls[0] if self._calls else None
+
+    def in_the_way(self) -> QueuedCall | None:
+        """Return the call that has to end before another may be queued."""
+        calls = self._calls
+        many = len(calls) >= MOST_QUEUED or (len(calls) > 1 and self._nbytes > MOST_HELD)
+        try:
+            return calls[(len(calls) - 1) // 2] if many else None
+        except IndexError:  # another thread has retired them
+            return None
+
+    def of_turn(self, turn: int) -> QueuedCall | None:
+        """Return the call that kernels compare by this number."""
+        with self._lock:
+            return next((one for one in self._calls if one.turn == turn), None)
+
+    def clear(self) -> None:
+        """Forget all calls, and what they hold."""
+        with self._lock:
+            for call in self._calls:
+                call.held = None
+            self._calls.clear()
+            self._nbytes, self.last = 0, None
 
 
 @dataclass(slots=True)

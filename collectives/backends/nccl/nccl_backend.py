@@ -2,7 +2,11 @@
 
 The ranks compare signatures before each collective. Every rank then runs its program: one kernel that writes to the
 other GPUs' memory (`window_engine`); or messages grouped by steps that match on all ranks, and joins beside them
-(`stepped_program`). A collective returns when the GPU has finished.
+(`stepped_program`).
+
+A later call of a kind, among ranks in one domain, returns when its kernel is queued: the caller's stream waits for it.
+The guard's thread finds a failure, and `StartedCall.wait`, the next call or `close` raises it; kernels queued behind it
+end at once. Other collectives return when the GPU has finished.
 
 Tests without GPUs cannot show speeds, nor the overlap of NCCL's kernels and the joins.
 """
@@ -13,6 +17,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,14 +37,17 @@ from collectives.backends.backend import (
     Call,
     OneRank,
     PreparedRun,
+    StartedCall,
     group_of,
 )
 from collectives.backends.nccl.agreed_setup import AgreedSteps, describe_failure
-from collectives.backends.nccl.device_arenas import NOT_READY, UNIT, count_ranks_per_gpu, open_device_arenas
+from collectives.backends.nccl.device_arenas import UNIT, count_ranks_per_gpu, open_device_arenas
 from collectives.backends.nccl.gpu_streams import (
     BoundProgram,
     GraphReplays,
     NcclStreams,
+    QueuedCall,
+    QueuedCalls,
     bind_program,
     replay_decision,
 )
@@ -60,7 +68,15 @@ from collectives.peers.control_plane import Signature
 from collectives.peers.environment import integer_variable, read_rank_environment
 from collectives.peers.membership_protocol import MembershipProtocol
 from collectives.peers.tcp_control_plane import TcpControlPlane, rendezvous_within
-from collectives.tables.cupy_arrays import CupyArrays, is_capturing, load_cupy, on_device, use_device
+from collectives.tables.cupy_arrays import (
+    NOT_READY,
+    CupyArrays,
+    is_capturing,
+    load_cupy,
+    may_query,
+    on_device,
+    use_device,
+)
 from collectives.tables.transfer_table import Given
 from topoplan.errors import BackendError, RefusedError, TopoplanError, UsageError
 from topoplan.model.window_engine import BLOCKS, SLOT_BYTES, WIDE_BLOCKS
@@ -81,6 +97,12 @@ CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
 """Offers of ranks that capture a collective in a graph, or have their arrays on the host."""
 
 CAPTURED_ALONE = "some ranks capture this collective in a graph and others run it; do the same on all"
+
+CALLED_ON = "this rank has called on meanwhile; to go on after a refusal, wait for each call (Handle.wait, synchronize)"
+"""End of the message of a refusal that comes too late for the ranks to go on."""
+
+MOST_AGREED = 4096
+"""Signatures of which all ranks remember that they have compared them."""
 
 UNDER_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables that Open MPI and MPICH set for the processes that they start."""
@@ -179,10 +201,15 @@ class NcclBackend(OneRank):
         self._on_close: list[Callable[[], None]] = []
         self._programs: OrderedDict[Layout, tuple[BoundProgram, GraphReplays]] = OrderedDict()
         self._captures = 0
+        self._agreed: dict[Signature, int] = {}
+        self._calls = QueuedCalls(self._has_succeeded)
+        self._refused: tuple[QueuedCall, RefusedError] | None = None
+        self._comparing, self._ending = threading.Lock(), threading.RLock()
         self._closed = False
         with self.arrays.here():
             self._streams = NcclStreams(cupy, self.arrays.kernels)
             self._event = cupy.cuda.Event(disable_timing=True)
+        self.arrays.settle = self.settle
         self._connection = NcclConnection(
             self.library, cupy, world, device=self.arrays.device, timeout=timeout, parent=parent
         )
@@ -303,6 +330,8 @@ class NcclBackend(OneRank):
     def go_on(self, gather: Gather, *, rank: int, size: int) -> Backend[Any]:
         survivors = self.survivors
         assert survivors is not None, "looked at before"
+        with contextlib.suppress(BackendError):  # the ranks recover from it
+            self.settle()
         # if ranks have joined and none has failed, all ranks that map the memory release it now
         self._leave(together=size >= self.size)
         try:
@@ -336,21 +365,20 @@ class NcclBackend(OneRank):
         """All ranks have compared the signature: the arenas carry its digest from now on, and no text does."""
         engine, signature, name = self._engine, call.signature, f"topoplan {call.signature.collective}"
         bound = None if engine is None or not engine.alone or not len(call.table) else engine.kept(call)
-        if engine is None or bound is None or not bound.alone or signature.collective == "reduce":
-            return None  # of a reduce, the ranks without a result repeat nothing
-        told = repr((replace(signature, call=0), self._settings))
-        digest = int.from_bytes(sha256(told.encode()).digest()[:8])
+        if engine is None or bound is None or not bound.alone:
+            return None
+        digest = self._digest(signature)
+        call = replace(call, memory=())  # the arrays of this one are not kept
 
-        def run(number: int, source: int, result: int) -> None:
+        def run(number: int, source: int, result: int) -> StartedCall:
             with self._reporting_failures(), self.arrays.here() as stream, self._named(name):
-                self._check_engine(engine)
-                self._run_kernel(engine, bound, source, result, self._ready(stream), digest)
-                if engine.differs:
-                    engine.forget_difference()
-                    self._compare(signature.of_call(number), 0)
-                    self._run_kernel(engine, bound, source, result, self._ready(stream))
+                return self._start(engine, bound, source, result, stream, call, number, digest)
 
         return run
+
+    def _digest(self, signature: Signature) -> int:
+        told = repr((replace(signature, call=0), self._settings))
+        return int.from_bytes(sha256(told.encode()).digest()[:8])
 
     def agree(self, signature: Signature) -> None:
         with self._reporting_failures():
@@ -382,10 +410,21 @@ class NcclBackend(OneRank):
         return self._engine is not None and self._engine.place_of_result(address, nbytes) > 0
 
     def close(self) -> None:
-        self._leave(together=True, ends=True)
-        self._connection.abort_parent()
-        if self.survivors is not None:
-            self.survivors.close()
+        try:
+            self.settle()
+        finally:
+            self._leave(together=True, ends=True)
+            self._connection.abort_parent()
+            if self.survivors is not None:
+                self.survivors.close()
+
+    def settle(self) -> None:
+        if (last := self._calls.last) is not None and not last.over:
+            self._wait_for_call(last, None)
+
+    @property
+    def failure(self) -> BackendError | None:
+        return self._guard.error
 
     def _leave(self, *, together: bool, ends: bool = False) -> None:
         """Leave the other ranks; with `ends` the job ends on all ranks, and no communicator is kept."""
@@ -420,21 +459,29 @@ class NcclBackend(OneRank):
                 survivors.close()
 
     def _run(self, call: Call[Any], stream: Any) -> None:
+        self._settle()
         one, (source, result) = call.memory[0], _addresses(call)
         engine = self._engine
         bound = None if engine is None else engine.place(call)
         if engine is not None and bound is not None:
             if engine.about_pairs not in self.about_engine:
                 self.about_engine += f"; {engine.about_pairs}"
-            place = engine.place_of_result(result, one.result.nbytes)
-            whole = call.plan.collective in WHOLE and not bound.small
-            direct = engine.place(call, direct=True) if place and whole else None
+            told = replace(call.signature, call=0)
+            digest = self._agreed.get(told)
             self._check_engine(engine)
-            offers = self._agree(call.signature, place)
-            if direct is not None and min(offers) == max(offers):
-                bound = direct
+            if digest is None:
+                place = engine.place_of_result(result, one.result.nbytes)
+                whole = call.plan.collective in WHOLE and not bound.small
+                direct = engine.place(call, direct=True) if place and whole else None
+                offers = self._agree(call.signature, place)
+                if direct is not None and min(offers) == max(offers):
+                    bound = direct
             if len(call.table):
-                self._run_kernel(engine, bound, source, result, self._ready(stream))
+                self._run_kernel(engine, bound, source, result, stream, call, digest)
+                if bound.alone and digest is None:  # on all ranks at once
+                    self._agreed[told] = self._digest(told)
+                    if len(self._agreed) > MOST_AGREED:
+                        del self._agreed[next(iter(self._agreed))]
         elif self._engine is not None and self._settings["engine"] == "windows":
             raise UsageError(
                 f"this plan is too large for a region of {format_size(self._engine.region.nbytes)} or for a kernel; "
@@ -455,6 +502,7 @@ class NcclBackend(OneRank):
                 "capturing a collective in a graph needs the windows engine on one server; this communicator "
                 f"has {self.about_engine}"
             )
+        self._settle()
         bound = engine.kept(call)
         if bound is not None and not bound.alone:
             raise UsageError(
@@ -515,6 +563,7 @@ class NcclBackend(OneRank):
                 room_bytes=region_bytes // 2 // UNIT * UNIT,
                 exact=bool(self._settings["exact"]),
             )
+            self._guard.on_stop = self._engine.stop
             if self._engine.alone:
                 self._engine.tell_call()  # loads the kernel before any rank waits in it
             origin.synchronize()
@@ -549,17 +598,142 @@ class NcclBackend(OneRank):
         bound: BoundKernelPlan,
         source: int,
         result: int,
-        ready: Any,
-        digest: int | None = None,
+        stream: Any,
+        call: Call[Any],
+        digest: int | None,
     ) -> None:
-        """Run a kernel; with a digest only if all ranks have the same (`WindowEngine.differs`)."""
-        origin = self._streams.origin
-        engine.begins(bound)
+        """Run a call to its end; with a digest only if all ranks have the same (`WindowEngine.differs`)."""
         with self._guard.watch(engine.progress, engine.waiting):
-            origin.wait_event(ready)
-            engine.queue(bound, source, result, self._move, digest=digest)
-            self._wait()
+            number = call.signature.call
+            self._complete(self._start(engine, bound, source, result, stream, call, number, digest))
+
+    def _start(
+        self,
+        engine: WindowEngine,
+        bound: BoundKernelPlan,
+        source: int,
+        result: int,
+        stream: Any,
+        call: Call[Any],
+        number: int,
+        digest: int | None,
+    ) -> QueuedCall:
+        """Queue a call behind a stream, and the stream behind it, after a failure of earlier ones is raised."""
+        first = self._calls.in_the_way()
+        if first is not None:
+            self._complete(first)
+        if engine.failed:
+            self._check_queued(engine)
+        if not len(self._calls):
+            engine.begins(bound)
+        origin, ended = self._streams.origin, self._cupy.cuda.Event(disable_timing=True)
+        origin.wait_event(self._ready(stream))
+        engine.queue(bound, source, result, self._move, digest=digest)
+        ended.record(origin)
+        stream.wait_event(ended)
+        nbytes = call.table.count * call.itemsize
+        made = QueuedCall(
+            call.signature,
+            number,
+            engine.turn,
+            bound,
+            ended,
+            nbytes,
+            self._wait_for_call,
+            self._is_done,
+        )
+        self._calls.add(made)
+        self._guard.attend(
+            lambda: (self._calls.ended << 40) + engine.progress(),
+            lambda: engine.waiting() if len(self._calls) else (None, None),
+            lambda: self._nothing_queued(engine),
+        )
+        return made
+
+    def _has_ended(self, call: QueuedCall) -> bool:
+        return not self._under_way(self._cupy.cuda.runtime.eventQuery(call.ended.ptr))
+
+    def _is_done(self, call: QueuedCall) -> bool:
+        with contextlib.suppress(self._cupy.cuda.runtime.CUDARuntimeError), may_query():
+            return self._has_ended(call)
+        return True  # the GPU has failed, as a wait raises
+
+    def _has_succeeded(self, call: QueuedCall) -> bool:
+        # the kernel tells a failure before it ends
+        return self._has_ended(call) and not (self._engine is not None and self._engine.failed)
+
+    def _nothing_queued(self, engine: WindowEngine) -> bool:
+        """Return whether no queued call is left to watch; end the communicator if one has failed, on guard's thread."""
+        try:
+            with self._gpu():
+                first = self._calls.retire()
+                if first is None:
+                    return True
+                engine.follows(first.bound)
+                with self._comparing:
+                    if engine.differs:
+                        self._refusal(engine)
+                        return True
+                self._check_engine(engine)
+        except Exception as error:  # of any kind: the thread must live on
+            self._guard.stop(self._failure(error))
+        return False
+
+    def _wait_for_call(self, call: QueuedCall, until: float | None) -> bool:
+        with self._reporting_failures(), self._gpu():
+            return self._complete(call, until)
+
+    def _settle(self) -> None:
+        """Wait for all queued calls, and raise their failure."""
+        if (last := self._calls.last) is not None and not last.over:
+            self._complete(last)
+
+    def _complete(self, call: QueuedCall, until: float | None = None) -> bool:
+        """Wait for a queued call, or until a time; return whether it has ended, and raise its failure."""
+        with may_query():
+            ended = self._poll(lambda: call.over or self._has_ended(call), until)
+            self._calls.retire()
+        if ended and not call.over and self._engine is not None:
+            self._check_queued(self._engine, call)
+        return ended
+
+    def _check_queued(self, engine: WindowEngine, waited: QueuedCall | None = None) -> None:
+        """Raise the failure of queued calls, unless the one that is waited for has ended before it.
+
+        All ranks can go on after a refusal only if it is raised before any of them calls on.
+        """
+        with self._comparing:
+            if waited is not None and waited.refused is not None:
+                raise waited.refused
+            if engine.differs:
+                first, error = self._refusal(engine)
+                if waited is not None and waited.turn < first.turn:
+                    return
+                if first is waited and first is self._calls.last:
+                    waited.refused, self._refused = error, None
+                    self._calls.clear()
+                    engine.forget_difference()
+                    raise error
+                failure = BackendError(f"{error}; {CALLED_ON}", rank=self.rank, peer=error.peer)
+                self._world.tell(failure)
+                raise self._world.trouble() or failure  # the first report, the same on all ranks
         self._check_engine(engine)
+
+    def _refusal(self, engine: WindowEngine) -> tuple[QueuedCall, RefusedError]:
+        """Return the queued call whose digest differs among ranks, and the error for it: all ranks compare its text."""
+        if self._refused is None:
+            first = self._calls.of_turn(engine.differing_turn())
+            assert first is not None, "it is kept until it has succeeded"
+            try:
+                self._compare(first.signature.of_call(first.number), 0)
+            except RefusedError as error:
+                self._refused = first, error
+            else:
+                raise BackendError(
+                    f"digests of call {first.number} differ among ranks and its texts do not; make a new communicator",
+                    rank=self.rank,
+                )
+        return self._refused
 
     def _check_engine(self, engine: WindowEngine) -> None:
         """Raise the failure of a kernel, of this call or of a caller's graph."""
@@ -624,14 +798,20 @@ class NcclBackend(OneRank):
 
     def _wait(self) -> None:
         """Wait for the GPU: at first without sleeping, since most collectives are short."""
-        ended = self._ready(self._streams.origin)
-        runtime = self._cupy.cuda.runtime
+        ended, runtime = self._ready(self._streams.origin), self._cupy.cuda.runtime
+        self._poll(lambda: not self._under_way(runtime.eventQuery(ended.ptr)))
+
+    def _poll(self, ended: Callable[[], bool], until: float | None = None) -> bool:
+        """Wait until something has ended, or until a time; return whether it has, and raise what ends all calls."""
         pause = 0.0
-        while self._under_way(runtime.eventQuery(ended.ptr)):
+        while not ended():
             self._guard.check()
+            if until is not None and time.monotonic() >= until:
+                return False
             time.sleep(pause)
             pause = min(1e-3, pause + 1e-5)
         self._guard.check()
+        return True
 
     def _under_way(self, status: int) -> bool:
         """Return whether the GPU still works; raise its failure, of which CuPy's ``done`` does not tell."""
@@ -641,6 +821,7 @@ class NcclBackend(OneRank):
 
     def _agree(self, signature: Signature, offer: int) -> list[int]:
         """Compare the collective with all ranks, and return the offer of each."""
+        self._settle()
         self._tell_call()
         return self._compare(signature, offer)
 
@@ -723,6 +904,10 @@ class NcclBackend(OneRank):
 
     def _end(self, failure: BackendError) -> None:
         """Abort the communicator, and let the GPU finish queued work before its memory is released."""
+        with self._ending:
+            self._end_alone(failure)
+
+    def _end_alone(self, failure: BackendError) -> None:
         self._guard.stop(failure)
         engine = self._engine
         self._leave_engine(together=False)
@@ -735,6 +920,7 @@ class NcclBackend(OneRank):
             # only an abort ends a kernel that has not read the stop word, as one in a graph
             self._connection.abort_parent()
             self._drain()
+        self._calls.clear()
 
     def _drain(self) -> bool:
         """Wait at most `DRAIN_SECONDS` for the GPU to finish queued work; return whether it has."""

@@ -33,7 +33,7 @@ from collectives.backends.nccl.nccl_library import (
     find_library,
 )
 from collectives.peers.control_plane import ControlPlane, Waiting, waits_for_no_peer
-from collectives.tables.cupy_arrays import use_device
+from collectives.tables.cupy_arrays import may_query, use_device
 from topoplan.errors import BackendError
 from topoplan.units import format_size
 
@@ -361,22 +361,27 @@ class NcclConnection:
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """A collective under way: what tells its progress, since when that is the same, and what it was then."""
+    """Collectives under way: what tells their progress, since when that is the same, and what it was then.
+
+    `over` returns whether they have ended; the guard calls it at each look.
+    """
 
     progress: Callable[[], int]
     since: float
     last: int | None = None
+    over: Callable[[], bool] = lambda: False
 
 
 class CollectiveGuard:
-    """Watch one collective at a time, and abort the communicator if no step ends within `timeout` seconds.
+    """Watch collectives, and abort the communicator if no step ends within `timeout` seconds.
 
-    `error` is the reason of the abort, or None. The thread looks every `WATCH_SECONDS`, so that short collectives do
-    not wake it.
+    `error` is the reason of the abort, or None. `on_stop` is called before it. The thread looks every `WATCH_SECONDS`,
+    so that short collectives do not wake it.
     """
 
     def __init__(self, world: ControlPlane, connection: NcclConnection, *, timeout: float) -> None:
         self.error: BackendError | None = None
+        self.on_stop: Callable[[], None] = lambda: None
         self._world = world
         self._connection = connection
         self._timeout = timeout
@@ -392,16 +397,28 @@ class CollectiveGuard:
     @contextmanager
     def watch(self, progress: Callable[[], int], place: Place) -> Iterator[None]:
         """Watch what runs inside; `progress` returns a number that changes whenever a step has ended."""
-        watch = self._watch = _Watch(progress, time.monotonic())
-        self._world.waiting = lambda: Waiting(*place(), time.monotonic() - watch.since)
-        if self._idle:
-            with self._changed:
-                self._changed.notify_all()
+        with self._changed:
+            self._begin(_Watch(progress, time.monotonic()), place)
         try:
             yield
         finally:
-            self._watch = None
-            self._world.waiting = waits_for_no_peer
+            self._end()
+
+    def attend(self, progress: Callable[[], int], place: Place, over: Callable[[], bool]) -> None:
+        """Watch what is queued as `watch`, until `over` returns true; nothing if something is watched already."""
+        with self._changed:
+            if self._watch is None:
+                self._begin(_Watch(progress, time.monotonic(), over=over), place)
+
+    def _begin(self, watch: _Watch, place: Place) -> None:
+        self._watch = watch
+        self._world.waiting = lambda: Waiting(*place(), time.monotonic() - watch.since)
+        if self._idle:
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        self._watch = None
+        self._world.waiting = waits_for_no_peer
 
     def check(self) -> None:
         """Raise `error`, if there is one."""
@@ -414,6 +431,7 @@ class CollectiveGuard:
             self.error = self.error or error
             first, self._aborted = not self._aborted, True
         if first:
+            self.on_stop()
             self._connection.abort()
 
     def close(self) -> None:
@@ -424,6 +442,10 @@ class CollectiveGuard:
         self._thread.join(SHUTDOWN_NOTICE_SECONDS)
 
     def _work(self) -> None:
+        with may_query():
+            self._look_on()
+
+    def _look_on(self) -> None:
         while True:
             with self._changed:
                 if self._watch is None:
@@ -439,6 +461,11 @@ class CollectiveGuard:
 
     def _look(self, watch: _Watch) -> None:
         """Look at a collective, and end it if it has failed."""
+        if watch.over():  # without the lock, since it may compare texts
+            with self._changed:
+                if self._watch is watch and watch.over():  # nothing was queued meanwhile
+                    self._end()
+            return
         progress = watch.progress()
         error = self._world.trouble() or self._own_error()
         if error is None and progress != watch.last:

@@ -176,9 +176,26 @@ class WindowEngine:
             self._kernels.forest(TELL_CALL)((1,), (TELLING_THREADS,), (self._told, np.uint64(self._calls)))
 
     @property
+    def turn(self) -> int:
+        """Return the number by which kernels compare the last call that was told."""
+        return self._calls
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a kernel has failed: none runs any more."""
+        return bool(self._page[FAILED])
+
+    @property
     def differs(self) -> bool:
         """Return whether the ranks have told different calls."""
         return bool(self._page[FAILED] == DIFFERS)
+
+    def differing_turn(self) -> int:
+        """Return the `turn` of the call that `differs`: the last one that this rank's kernels have told."""
+        arena, size, rank = self.region.addresses[self.region.rank], self.region.size, self.region.rank
+        return max(
+            self._word(arena + self._calls_at + (half * size + rank) * CALL_BYTES + 8) for half in (0, 1)
+        )
 
     def forget_difference(self) -> None:
         """Let kernels run again after a difference, which has ended all queued ones."""
@@ -251,8 +268,12 @@ class WindowEngine:
 
     def begins(self, bound: BoundKernelPlan) -> None:
         """Reset progress and waits of the blocks; no kernel may run."""
-        self._running = bound
+        self.follows(bound)
         self._page[FIRST_BLOCK:] = 0
+
+    def follows(self, bound: BoundKernelPlan) -> None:
+        """Note that the kernels before this program's have ended."""
+        self._running = bound
 
     def progress(self) -> int:
         """Return a number that changes whenever a chunk is done."""
@@ -265,7 +286,9 @@ class WindowEngine:
         Between two kernels it is the peer whose message has not come, if there is only one.
         """
         running = self._running
-        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2].tolist() if word]
+        # other blocks have words of an earlier program
+        count = 0 if running is None else max((one.grid for one in running.launches), default=0)
+        words = [word for word in self._page[FIRST_BLOCK + 1 :: 2][:count].tolist() if word]
         if words:
             small = running is not None and running.small
             return (min(words) >> 24 & 0xFFFF) - 1, None if small else min(words) & 0xFFFFFF

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from collectives.backends.backend import AVERAGED, Backend, Call, OneRank, PreparedRun
+from collectives.backends.backend import AVERAGED, Backend, Call, OneRank, PreparedRun, StartedCall
 from collectives.backends.nccl.nccl_backend import ENGINES, NcclBackend, no_windows
 from collectives.backends.nccl.nccl_library import find_library
 from collectives.backends.shared.shared_backend import SharedBackend
@@ -58,6 +58,8 @@ class WindowBackend(OneRank):
         self._kernels, self._messages, self._cupy = kernels, messages, cupy
         self._world, self._timeout = kernels._world, kernels.timeout
         self._gpu = kernels.arrays.device
+        arrays.settle = kernels.settle
+        self._seen: tuple[torch.cuda.Stream, Any] | None = None
 
     def run(self, call: Call[torch.Tensor]) -> None:
         (memory,) = call.memory
@@ -77,20 +79,28 @@ class WindowBackend(OneRank):
         if run is None:
             return None
 
-        def run_behind(number: int, source: int, result: int) -> None:
-            self._follow(device)
-            run(number, source, result)
+        def run_behind(number: int, source: int, result: int) -> StartedCall | None:
+            stream = self._follow(device)
+            started = run(number, source, result)
+            self._kernels.arrays.lead(stream)
+            return started
 
         return run_behind
 
-    def _follow(self, device: torch.device) -> None:
-        """Let the kernels wait for torch's current stream."""
-        with on_device(self._cupy, self._gpu):
-            stream = torch.cuda.current_stream(device)
-            self._kernels.arrays.behind(stream_on_cupy(self._cupy, stream, self._gpu))
+    def _follow(self, device: torch.device) -> Any:
+        """Let the kernels wait for torch's current stream, and return it as CuPy's."""
+        stream = torch.cuda.current_stream(device)
+        if self._seen is None or self._seen[0] != stream:
+            with on_device(self._cupy, self._gpu):
+                self._seen = stream, stream_on_cupy(self._cupy, stream, self._gpu)
+        self._kernels.arrays.behind(self._seen[1])
+        return self._seen[1]
 
     def agree(self, signature: Signature) -> None:
         self._kernels.agree(signature)
+
+    def settle(self) -> None:
+        self._kernels.settle()
 
     def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         nbytes = math.prod(shape) * like.element_size()
@@ -104,9 +114,11 @@ class WindowBackend(OneRank):
         return self._kernels.holds(array.data_ptr(), array.nbytes)
 
     def close(self) -> None:
-        self._kernels.close()
-        for close in self.on_close:
-            close()
+        try:
+            self._kernels.close()
+        finally:
+            for close in self.on_close:
+                close()
 
     def _reporting_failures(self) -> AbstractContextManager[None]:
         return self._kernels._reporting_failures()

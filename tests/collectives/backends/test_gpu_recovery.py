@@ -167,6 +167,34 @@ def test_a_live_rank_is_excluded_without_an_error(machine: Machine, cupy: Module
     assert all(one.aborted or one.destroyed for one in comms(machine))
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_ranks_recover_from_the_failure_of_queued_calls(
+    machine: Machine, cupy: ModuleType, told: bool
+) -> None:
+    """Whether they were told before they shrink or not, which raises the failure then."""
+    machine.gpus, machine.peers = 3, True
+    arrays, queued = floats(3, 24), threading.Barrier(3)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = cupy.asarray(arrays[rank]), cupy.zeros(24, dtype=np.float32)
+        for _ in range(2):
+            comm.all_reduce(given)
+        comm.synchronize()
+        queued.wait()
+        if rank == 2:
+            return dies(backend_of(comm))
+        for _ in range(3):
+            comm.all_reduce(given, out=out)
+        with pytest.raises(BackendError) as raised:
+            comm.synchronize() if told else comm.shrink()
+        assert raised.value.peer == 2
+        assert not out.get().any()
+        comm.shrink()
+        return comm.plan, comm.all_reduce(given).get()
+
+    recovered(machine, cupy, 3, (0, 1), task, **SMALL)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("windows", [True, False])
 def test_kernels_that_wait_for_a_dead_rank_end(machine: Machine, cupy: ModuleType, windows: bool) -> None:

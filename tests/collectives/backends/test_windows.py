@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from itertools import product
@@ -20,9 +22,11 @@ from collectives.backends.backend import RankArrays
 from collectives.backends.nccl import device_arenas, kernel_program, nccl_communicators, tree_steps
 from collectives.backends.nccl.agreed_setup import AgreedStepFailed, AgreedSteps
 from collectives.backends.nccl.nccl_backend import NcclBackend
+from collectives.peers.rendezvous_client import RendezvousClient
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import result_blocks
 from tests.support import fake_nccl
+from tests.support.fake_gpu import owner
 from tests.support.fake_streams import Machine
 from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
 from tests.support.hand_plans import forest_plan
@@ -143,16 +147,11 @@ def test_inboxes_take_a_small_part_of_the_room_in_whole_lines(size: int) -> None
     assert engine._calls_at % kernel_program.FLAG_BYTES == inboxes % kernel_program.FLAG_BYTES == 0
 
 
-@pytest.mark.parametrize(("collective", "later", "texts"), [("allreduce", 1, 0), ("reduce", 2, 1)])
+@pytest.mark.parametrize("collective", ["allreduce", "reduce"])
 def test_a_later_call_is_one_launch(
-    machine: Machine,
-    cupy: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    collective: str,
-    later: int,
-    texts: int,
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, collective: str
 ) -> None:
-    """The ranks exchange texts before the first call; of a reduce, which only the root repeats, before each."""
+    """The ranks exchange texts before the first call alone."""
     machine.gpus, machine.peers = 4, True
     texts_compared = Mock(side_effect=NcclBackend._compare)
     monkeypatch.setattr(NcclBackend, "_compare", lambda *given: texts_compared(*given))
@@ -163,10 +162,54 @@ def test_a_later_call_is_one_launch(
         check_bits(cupy, collective, 24, calls=number, **options)
         counts.append((machine.launches, texts_compared.call_count - before))
     one, other = counts
-    assert other == (one[0] + 3 * 4 * later, one[1] + 3 * 4 * texts)
+    assert other == (one[0] + 3 * 4, one[1])
     # two runs that try the peers, an empty one; word that an engine is opened and left, and that texts are compared
-    assert one[0] == 4 * (7 + later)
+    assert one[0] == 4 * 8
     assert machine.graph_launches == 0
+
+
+@pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
+def test_a_later_call_is_queued_without_a_wait_or_a_message(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """One rank has queued its calls before the other one begins, and before its own stream goes on; the host asks
+    nothing of the GPU, and the caller's stream has the results in order, also of changed inputs."""
+    machine.gpus, machine.peers, calls = 2, True, 3
+    together, said, queued = threading.Barrier(2), Counter[int](), threading.Event()
+    arrays, say = floats(2, length), RendezvousClient.say
+
+    def noted(client: Any, message: Any) -> None:
+        said[threading.get_ident()] += 1
+        say(client, message)
+
+    monkeypatch.setattr(RendezvousClient, "say", noted)
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, me = cupy.asarray(arrays[rank]), threading.get_ident()
+        comm.all_reduce(given, out=cupy.zeros(length, dtype=np.float32))
+        together.wait()
+        before = machine.launches, machine.asked[me], said[me]
+        together.wait()
+        found = []
+        assert rank == 0 or queued.wait(30)
+        cupy.cuda.get_current_stream().do(queued.is_set)
+        for _ in range(calls):
+            given *= 2.0
+            found.append(comm.all_reduce(given, op="sum"))
+        time.sleep(0.1)  # in which a kernel that waits for nothing would begin
+        queued.set()
+        together.wait()
+        after = machine.launches, machine.asked[me], said[me]
+        return [b - a for a, b in zip(before, after, strict=True)], [one.get() for one in found]
+
+    with Communicator(forest_plan(2, "allreduce", "binary"), "loopback") as comm:
+        wanted = [
+            comm.all_reduce([one * np.float32(2**turn) for one in arrays])[0].tobytes()
+            for turn in range(1, calls + 1)
+        ]
+    for counts, found in outcome(run_engine(cupy, 2, task, chunk_bytes=1 << 20, timeout=40.0)):
+        assert counts == [2 * calls, 0, 0]
+        assert [one.tobytes() for one in found] == wanted
 
 
 @pytest.mark.parametrize("other", ["new", "repeated", "refused", "elsewhere"])
@@ -190,7 +233,7 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             elif rank == turn:
                 op = "min" if other == "new" else "max"
             with pytest.raises((RefusedError, UsageError)) as raised:
-                comm.all_reduce(array, op=op)
+                comm.all_reduce(array, op=op, async_op=True).wait()
             errors.append(str(raised.value))
         return errors, comm.all_reduce(given).get()
 
@@ -202,6 +245,127 @@ def test_calls_that_differ_are_refused_by_all_ranks_which_go_on(
             told = {"refused": "instead of a CuPy", "elsewhere": "on GPU 2", "repeated": "max", "new": "min"}
             assert told[other] in error, error
             assert rank == turn or f"rank {turn}" in error, error
+
+
+@pytest.mark.parametrize(
+    "found", ["by a wait", pytest.param("by a call", marks=pytest.mark.thorough), "on the host", "in the end"]
+)
+def test_a_rank_that_stays_away_from_queued_calls_is_named(
+    machine: Machine, cupy: ModuleType, found: str
+) -> None:
+    """The guard ends the kernels, so that the caller's stream goes on."""
+    machine.gpus, machine.peers = 2, True
+    arrays, over = floats(2, 24), threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, out = cupy.asarray(arrays[rank]), cupy.zeros(24, dtype=np.float32)
+        for _ in range(2):
+            comm.all_reduce(given, out=cupy.empty(24, dtype=np.float32))
+        if rank == 1:
+            over.wait(20)
+            return
+        try:
+            engine: Any = comm._open().backend
+            handle = comm.all_reduce(given, out=out, async_op=found == "by a wait")
+            if found == "by a wait":
+                assert not handle.done()
+                with pytest.raises(TimeoutError, match=r"still running after 0\.1 s"):
+                    handle.wait(0.1)
+                handle.wait()
+            if found == "on the host":
+                comm.arrays.values(out)
+                raise AssertionError("its elements are not those of a sum")
+            assert not out.get().any()
+            assert not engine._engine.late
+            if found == "by a call":
+                comm.all_reduce(given)
+            comm.close()
+        finally:
+            over.set()
+
+    error, _ = run_engine(cupy, 2, task, timeout=2.0)
+    assert isinstance(error, BackendError)
+    assert error.peer == 1
+    assert "which has not called this collective" in str(error)
+
+
+def test_arrays_of_a_queued_call_are_kept_until_its_kernel_has_ended(
+    machine: Machine, cupy: ModuleType
+) -> None:
+    machine.gpus, machine.peers = 2, True
+    queued = threading.Event()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        kept = []
+        for turn in range(3):
+            given = cupy.asarray(floats(2, 24)[rank])
+            kept.append(weakref.ref(owner(given.host).base))
+            assert rank == 0 or turn < 2 or queued.wait(30)
+            handle = comm.all_reduce(given, async_op=True)
+            result = handle.wait() if turn < 2 else handle.queued()
+        del given
+        alive = kept[-1]() is not None
+        queued.set()
+        assert handle.wait() is result
+        return rank or alive, [one() for one in kept]
+
+    assert outcome(run_engine(cupy, 2, task, timeout=20.0)) == [(True, [None] * 3), (1, [None] * 3)]
+
+
+def test_refuses_arrays_of_cupy_while_torch_captures(
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's current stream is not captured then, and CUDA would void the capture at its first event."""
+    machine.gpus, machine.peers = 2, True
+    captures = threading.local()
+    torch = SimpleNamespace(
+        is_initialized=lambda: True, is_current_stream_capturing=lambda: getattr(captures, "now", False)
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=torch))  # type: ignore[arg-type]
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given = cupy.asarray(floats(2, 24)[rank])
+        comm.all_reduce(given)
+        captures.now = rank == 0
+        with pytest.raises(UsageError) as error:
+            comm.all_reduce(given, async_op=True).wait()
+        return str(error.value)
+
+    for text in outcome(run_engine(cupy, 2, task, timeout=20.0)):
+        assert "rank 0 has an array while torch captures its current stream in a CUDA graph" in text
+        assert "\n" not in text
+
+
+@pytest.mark.parametrize(("calls", "waits"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("other", ["new", "repeated"])
+def test_a_difference_that_is_found_after_further_calls_ends_all_ranks(
+    machine: Machine, cupy: ModuleType, other: str, calls: int, waits: bool
+) -> None:
+    """Nothing is written, nothing behind it runs, and all raise one error: in a later call or wait, or in the end."""
+    machine.gpus, machine.peers = 3, True
+    arrays, outs = floats(3, 24), list[Any]()
+
+    def task(comm: Communicator, rank: int) -> Any:
+        given, mine = cupy.asarray(arrays[rank]), [cupy.zeros(24, dtype=np.float32) for _ in range(calls)]
+        handles: list[Any] = []
+        outs.extend(mine)
+        for op in ("sum", "max"):
+            comm.all_reduce(given, op=op)
+        for number, out in enumerate(mine):
+            op = {"new": "min", "repeated": "max"}[other] if rank == 1 and number == 0 else "sum"
+            handles.append(comm.all_reduce(given, op=op, out=out, async_op=waits))
+        for handle in handles if waits else ():
+            handle.wait()
+
+    errors = run_engine(cupy, 3, task, timeout=20.0)
+    assert all(isinstance(one, BackendError) for one in errors), errors
+    for error in errors:
+        assert re.search("rank 1 runs another collective: op 'm..' instead of 'sum'", str(error)), error
+    if calls > 1 and other == "repeated":
+        assert len({str(one) for one in errors}) == 1
+        assert "has called on meanwhile" in str(errors[0])
+    assert len(outs) == 3 * calls
+    assert not any(out.host.any() for out in outs)
 
 
 def test_a_rank_that_leaves_between_repeated_calls_is_named(machine: Machine, cupy: ModuleType) -> None:
@@ -447,9 +611,9 @@ def test_a_kernel_that_the_host_has_forgotten_ends_by_itself(machine: Machine, c
         comm.all_reduce(cupy.asarray(arrays[rank]))
         backend: Any = comm._open().backend
         if rank == 1:
-            backend._engine.queue = lambda *_: None
+            backend._engine.queue = lambda *_: None  # a TypeError
         else:
-            backend._guard.watch = lambda *_: __import__("contextlib").nullcontext()
+            backend._guard.attend = lambda *_: None
         try:
             comm.all_reduce(cupy.asarray(arrays[rank]))
         finally:
