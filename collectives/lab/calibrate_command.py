@@ -411,12 +411,13 @@ def _ends(runtime: Any, mark: Any, seconds: float, clock: Callable[[], float]) -
 def _answers(cupy: ModuleType, gpu: VisibleGpu, ends: tuple[int, int], clock: Callable[[], float]) -> bool:
     """Return whether a GPU with a copy that has not ended still copies in its own memory."""
     runtime = cupy.cuda.runtime
-    with on_device(cupy, gpu.ordinal):
+    with suppress(runtime.CUDARuntimeError), on_device(cupy, gpu.ordinal):
         stream, mark = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event()
         _abandoned.append((stream, mark))
         runtime.memcpyAsync(ends[1], ends[0], 1, runtime.memcpyDeviceToDevice, stream.ptr)
         mark.record(stream)
         return _ends(runtime, mark, LIMIT, clock)
+    return False
 
 
 LINE = "measure this machine's links between GPUs"
@@ -530,7 +531,7 @@ def _pair_to_object(pair: Pair) -> dict[str, object]:
 def _calibration_lines(made: Calibration, *, every: bool) -> Iterator[str]:
     """Yield the range of bandwidths, then the pairs, odd ones first, and what was found."""
     measurement = made.measurement
-    gpus = len({pair.fit.src for pair in made.pairs}) or 1
+    gpus = len({name for pair in measurement.pairs for name in (pair.src, pair.dst)}) or 1
     where = f"{made.topology.name}, {counted(gpus, 'GPU')}"
     if made.pairs:
         rates = sorted(pair.fit.line.bandwidth for pair in made.pairs)
@@ -561,24 +562,25 @@ def pair_rows(pairs: Sequence[Pair]) -> list[tuple[str, ...]]:
     """Return a row for every two GPUs, out and back, in the columns of `PAIR_COLUMNS`."""
     found = {(pair.fit.src, pair.fit.dst): pair for pair in pairs}
     rows = []
-    for src, dst in tuple(found):
-        if {(src, dst), (dst, src)} <= found.keys():
-            rows.append(_pair_row(found[src, dst], found.pop((dst, src))))
+    for ends in tuple(found):
+        if ends in found:
+            rows.append(_pair_row(found.pop(ends), found.pop(ends[::-1], None)))
     return rows
 
 
-def _pair_row(out: Pair, back: Pair) -> tuple[str, ...]:
+def _pair_row(out: Pair, back: Pair | None) -> tuple[str, ...]:
+    """Return a row; without a way back, on which no copy ended, it has dashes."""
+    both = [pair for pair in (out, back) if pair]
     channels = dict.fromkeys(
-        "host" if pair.fit.through_host else pair.route.channel if pair.route else "unknown"
-        for pair in (out, back)
+        "host" if pair.fit.through_host else pair.route.channel if pair.route else "unknown" for pair in both
     )
-    stated = dict.fromkeys("-" if pair.stated is None else f"{pair.stated:g}" for pair in (out, back))
+    stated = dict.fromkeys("-" if pair.stated is None else f"{pair.stated:g}" for pair in both)
     return (
         out.fit.src,
         out.fit.dst,
         "/".join(channels),
-        *(f"{pair.fit.line.alpha * 1e6:.1f}" for pair in (out, back)),
-        *(f"{pair.fit.line.bandwidth:.4g}" for pair in (out, back)),
+        *(f"{pair.fit.line.alpha * 1e6:.1f}" if pair else "-" for pair in (out, back)),
+        *(f"{pair.fit.line.bandwidth:.4g}" if pair else "-" for pair in (out, back)),
         "/".join(stated),
-        str(len(out.fit.outliers) + len(back.fit.outliers)),
+        str(sum(len(pair.fit.outliers) for pair in both)),
     )

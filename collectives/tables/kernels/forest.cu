@@ -2,8 +2,9 @@
 // arithmetic.cu precedes, the lines of the kernels follow. See backends/nccl/kernel_program.py for the tables.
 //
 // A step joins the arrivals in slots of this rank's arena, in the plan's order, and forwards the sum: to slots of
-// other ranks' arenas, and to this rank's own buffer. Slots of pulled edges lie in the arena of the source. A flag with the chunk's number follows behind a barrier of the
-// block; a flag back says that a slot is free again. Flags only grow, and each has one writer.
+// other ranks' arenas, and to this rank's own buffer. Slots of pulled edges lie in the arena of the source. A flag with
+// the chunk's number follows behind a barrier of the block; a flag back says that a slot is free again. Flags only grow,
+// and each has one writer.
 
 constexpr int MOST_ENDS = 256;         // of a step
 constexpr int TABLE_WORDS = 2048;      // of 8 bytes, for the tables of a block in shared memory

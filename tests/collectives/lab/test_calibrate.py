@@ -235,7 +235,7 @@ def test_both_accesses_are_measured_and_copies_that_never_end_are_told(
     driven = machine(rates=ENDLESS)
     fake_cupy.install(monkeypatch, driven)
     monkeypatch.setattr(calibrate_command, "PeerCopies", lambda: PeerCopies(clock=driven.clock))
-    assert main(["calibrate", "dgx-1v", "-o", str(path)]) == 0
+    assert main(["calibrate", "dgx-1v", "--all", "-o", str(path)]) == 0
     made = topoplan.load(path)
     links = {(one.src, one.dst): one for one in made.links if one.channel == "nvlink"}
     before = {(one.src, one.dst): one for one in V100S.links if one.channel == "nvlink"}
@@ -260,7 +260,9 @@ def test_both_accesses_are_measured_and_copies_that_never_end_are_told(
         "never ends, pull 8, gpu1>gpu0 push 25, pull never ends, gpu4>gpu3 push 2.6, pull 8",
         "no copy ends, so links between the two are taken out: gpu2>gpu3",
     ]
-    assert f"note: calibrated: {names[0]} did not end within 2 s" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"note: calibrated: {names[0]} did not end within 2 s" in lines
+    assert "gpu3  gpu2  nvlink     10.0        -        50          -      50         0" in lines
     capsys.readouterr()
     again = machine(rates={key: rate for key, rate in ENDLESS.items() if key[0][0] != "gpu4"})
     fake_cupy.install(monkeypatch, again)
