@@ -176,7 +176,7 @@ class CallQueue:
         completion: Callable[[], Completion | None] = lambda: None,
     ) -> None:
         self._arrays: ArrayLibrary[Any] = NumpyArrays() if arrays is None else arrays
-        self._on_host = isinstance(self._arrays, NumpyArrays)  # nothing to order on a GPU
+        self._on_host = type(self._arrays).ordered is NumpyArrays.ordered  # nothing to order on a GPU
         self._completion = completion
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
