@@ -32,6 +32,7 @@ from tests.support.compiled_kernels import launch, widths
 from tests.support.fake_nccl import nccl_faces
 from tests.support.fake_streams import (
     POISON,
+    RELAXED,
     Capture,
     Captured,
     CUDARuntimeError,
@@ -164,7 +165,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
 
         def begin_capture(self, mode: int | None = None) -> None:
             assert self.capture is None
-            self.capture = Capture(self)
+            self.capture = Capture(self, RELAXED if mode is None else mode)
 
         def end_capture(self) -> Graph:
             assert self.capture is not None
@@ -232,7 +233,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
     pools: dict[tuple[int, int], list[Any]] = {}
 
     def streamQuery(ptr: int) -> int:
-        machine.asked[threading.get_ident()] += 1
+        machine.queried()
         machine.advance(machine.random.randrange(1, 6))
         fault = machine.fault or machine.faults.get(machine.device)
         return fault or (NOT_READY if by_address[ptr].queue else 0)
@@ -241,7 +242,7 @@ def fake_cupy(machine: Machine) -> ModuleType:
         event = events[ptr]
         if event.node is not None:
             return CAPTURED_EVENT
-        machine.asked[threading.get_ident()] += 1
+        machine.queried()
         machine.advance(machine.random.randrange(1, 6))
         fault = machine.fault or machine.faults.get(machine.device)
         return fault or (0 if event.unit is None or event.unit.done else NOT_READY)

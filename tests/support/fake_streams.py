@@ -28,6 +28,10 @@ def provide(module: ModuleType, *things: Any, **named: Any) -> None:
     vars(module).update({thing.__name__: thing for thing in things}, **named)
 
 
+GLOBAL, RELAXED = 0, 2
+modes = threading.local()  # CUDA's mode of capture for each thread, by default the global one
+
+
 class Driver:
     """``libcuda.so.1`` as `collectives.tables.cupy_arrays` asks it; ``contexts`` are the devices that have one."""
 
@@ -35,6 +39,8 @@ class Driver:
         self._contexts = contexts
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        found, modes.mode = getattr(modes, "mode", GLOBAL), mode._obj.value
+        mode._obj.value = found
         return 0
 
     def cuDeviceGet(self, device: Any, ordinal: int) -> int:
@@ -90,8 +96,8 @@ class GraphRun(Unit):
 class Capture:
     """What is captured from one stream, and from those that wait for it."""
 
-    def __init__(self, origin: Any) -> None:
-        self.origin = origin
+    def __init__(self, origin: Any, mode: int) -> None:
+        self.origin, self.mode = origin, mode
         self.nodes: Nodes = []
         self.streams = {origin.ptr: origin}
         self.last: dict[int, list[int]] = {origin.ptr: []}
@@ -229,6 +235,13 @@ class Machine:
         elif self.order == "last":
             heads.reverse()
         return any(unit.run() for unit in heads)
+
+    def queried(self) -> None:
+        """Note that this thread asks for an event or a stream; it must not while a capture forbids that."""
+        self.asked[threading.get_ident()] += 1
+        captures = [one.capture for one in self.streams if one.capture is not None]
+        if getattr(modes, "mode", GLOBAL) != RELAXED and any(one.mode == GLOBAL for one in captures):
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnsupported")
 
     def until(self, done: Callable[[], bool]) -> None:
         self.asked[threading.get_ident()] += 1

@@ -19,8 +19,9 @@ import pytest
 
 import topoplan
 from collectives.backends.nccl import device_arenas
+from collectives.tables import cupy_arrays
 from tests.support import fake_cupy as wires
-from tests.support import gpu_facts
+from tests.support import fake_streams, gpu_facts
 from tests.support.checkout import ROOT
 from tests.support.fake_gpu import fake_cupy
 from tests.support.fake_nccl import CommShrinkFlag, Groups, Result, nccl4py_modules, nccl_faces
@@ -388,6 +389,11 @@ def test_numbers_of_cuda_are_those_of_the_genuine_bindings() -> None:
     }
     assert genuine == gpu_facts.ATTRIBUTES
     assert genuine["MPS"] == device_arenas.MPS_ENABLED
+    modes = driver.CUstreamCaptureMode
+    assert int(modes.CU_STREAM_CAPTURE_MODE_RELAXED) == cupy_arrays.RELAXED == fake_streams.RELAXED
+    assert int(modes.CU_STREAM_CAPTURE_MODE_GLOBAL) == fake_streams.GLOBAL
+    assert int(driver.CUresult.CUDA_ERROR_NOT_READY) == cupy_arrays.NOT_READY
+    assert {name for name in vars(fake_streams.Driver) if name.startswith("cu")} <= {*dir(driver)}
     peer = {
         "performance rank": "PERFORMANCE_RANK",
         "access": "ACCESS_SUPPORTED",

@@ -140,7 +140,7 @@ class NcclStreams:
 class QueuedCall:
     """A collective whose kernel is queued, as `StartedCall`.
 
-    `turn` is its number among the calls that kernels compare, `ended` an event behind its kernel, `nbytes` those of its
+    `turn` and `digest` are what kernels compare, `ended` an event behind its kernel, `nbytes` those of its
     array. `settle` waits for it until a time, and returns whether it has ended. `over`: it has ended without a failure;
     `refused`: all ranks have refused it, as a wait has told.
     """
@@ -148,6 +148,7 @@ class QueuedCall:
     signature: Signature
     number: int
     turn: int
+    digest: int | None
     bound: BoundKernelPlan
     ended: Any
     nbytes: int
@@ -209,10 +210,13 @@ class QueuedCalls:
         except IndexError:  # another thread has retired them
             return None
 
-    def of_turn(self, turn: int) -> QueuedCall | None:
-        """Return the call that kernels compare by this number."""
+    def find(self, differs_at: Callable[[int, int], bool]) -> QueuedCall | None:
+        """Return the first call with a turn and a digest of which this is true."""
         with self._lock:
-            return next((one for one in self._calls if one.turn == turn), None)
+            return next(
+                (one for one in self._calls if one.digest is not None and differs_at(one.turn, one.digest)),
+                None,
+            )
 
     def clear(self) -> None:
         """Forget all calls, and what they hold."""

@@ -636,6 +636,7 @@ class NcclBackend(OneRank):
             call.signature,
             number,
             engine.turn,
+            digest,
             bound,
             ended,
             nbytes,
@@ -722,8 +723,9 @@ class NcclBackend(OneRank):
     def _refusal(self, engine: WindowEngine) -> tuple[QueuedCall, RefusedError]:
         """Return the queued call whose digest differs among ranks, and the error for it: all ranks compare its text."""
         if self._refused is None:
-            first = self._calls.of_turn(engine.differing_turn())
+            first = self._calls.find(engine.differs_at)
             assert first is not None, "it is kept until it has succeeded"
+            engine.tell_call(first.turn)
             try:
                 self._compare(first.signature.of_call(first.number), 0)
             except RefusedError as error:

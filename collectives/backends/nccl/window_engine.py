@@ -169,11 +169,17 @@ class WindowEngine:
             self._told = self._job([])
             self._base += -(-2 * CALL_BYTES * region.size // FLAG_BYTES) * FLAG_BYTES
 
-    def tell_call(self) -> None:
-        """Queue word to all ranks that this one makes a call that it does not compare (`queue`)."""
-        self._calls += 1
+    def tell_call(self, turn: int | None = None) -> None:
+        """Queue word to all ranks that this one makes a call that it does not compare (`queue`), by default the next.
+
+        A block that notices a difference may end the others before the first one tells this rank's own call of a
+        `turn`: ranks that wait for that get this word.
+        """
+        if turn is None:
+            self._calls += 1
+            turn = self._calls
         with self._stream:
-            self._kernels.forest(TELL_CALL)((1,), (TELLING_THREADS,), (self._told, np.uint64(self._calls)))
+            self._kernels.forest(TELL_CALL)((1,), (TELLING_THREADS,), (self._told, np.uint64(turn)))
 
     @property
     def turn(self) -> int:
@@ -190,12 +196,12 @@ class WindowEngine:
         """Return whether the ranks have told different calls."""
         return bool(self._page[FAILED] == DIFFERS)
 
-    def differing_turn(self) -> int:
-        """Return the `turn` of the call that `differs`: the last one that this rank's kernels have told."""
-        arena, size, rank = self.region.addresses[self.region.rank], self.region.size, self.region.rank
-        return max(
-            self._word(arena + self._calls_at + (half * size + rank) * CALL_BYTES + 8) for half in (0, 1)
-        )
+    def differs_at(self, turn: int, digest: int) -> bool:
+        """Return whether a rank has told another call than this digest at a turn, after which no kernel has run."""
+        size = self.region.size
+        arena = self.region.addresses[self.region.rank]
+        told = self._words(arena + self._calls_at + turn % 2 * size * CALL_BYTES, 2 * size).reshape(-1, 2)
+        return any(number == turn and other != digest for other, number in told.tolist())
 
     def forget_difference(self) -> None:
         """Let kernels run again after a difference, which has ended all queued ones."""
@@ -352,11 +358,14 @@ class WindowEngine:
         return lines
 
     def _word(self, address: int) -> int:
-        """Return 8 bytes of the GPU's memory as a number."""
-        word = np.zeros(1, dtype=np.uint64)
+        return int(self._words(address, 1)[0])
+
+    def _words(self, address: int, count: int) -> NDArray[np.uint64]:
+        """Return so many times 8 bytes of the GPU's memory as numbers."""
+        words = np.zeros(count, dtype=np.uint64)
         runtime = self._cupy.cuda.runtime
-        runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)
-        return int(word[0])
+        runtime.memcpy(words.ctypes.data, address, words.nbytes, runtime.memcpyDeviceToHost)
+        return words
 
     def stop(self) -> None:
         """Make the kernel end, and all later ones; from any thread."""

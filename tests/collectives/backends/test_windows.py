@@ -459,11 +459,12 @@ def test_a_graph_of_the_caller_is_replayed(machine: Machine, cupy: ModuleType, l
     def task(comm: Communicator, rank: int) -> Any:
         given, out = cupy.asarray(arrays[rank]), cupy.zeros(length, dtype=np.float32)
         refused = []
-        comm.all_reduce(given, op="avg")
+        for _ in range(2):
+            comm.all_reduce(given, op="avg")  # the second is queued, and asked for in the capture
         stream = cupy.cuda.Stream(non_blocking=True)
         stream.wait_event(recorded(cupy))
         with stream:
-            stream.begin_capture()
+            stream.begin_capture(0)  # in CUDA's default mode, as torch captures
             assert comm.all_reduce(given, op="avg", out=out) is out
             graph = stream.end_capture()
         found = []
