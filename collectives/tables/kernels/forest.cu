@@ -587,12 +587,13 @@ struct Exchange {
              unsigned long long digest) {                                                          \
         __shared__ ELEMENT* places[MOST_ENDS];                                                     \
         __shared__ unsigned long long words[TABLE_WORDS];                                          \
+        __shared__ Tables tables;                                                                  \
         __shared__ int failed;                                                                     \
         const Job job = *wanted;                                                                   \
-        const Tables tables = tables_of(job, words);                                               \
+        const Tables found = tables_of(job, words);                                                \
         const Block<ELEMENT, OPERATION, LAST, SWITCH> block = {job,  tables, given,  result,       \
                                                                room, places, &failed};             \
-        if (threadIdx.x == 0) failed = 0;                                                          \
+        if (threadIdx.x == 0) tables = found, failed = 0;                                          \
         if (begins(job.control, number, digest)) block.run_all();                                  \
     }
 
