@@ -121,7 +121,7 @@ dgx-1v --channels all --method mwu  |  below the upper bound
 mi250 --collective alltoall  |  provably optimal
 dgx-2 --collective broadcast  |  provably optimal
 dgx-1v --sizes  |  4 schedules by size, from 391.6KB, 2.37MB, 23.5MB
-dgx-2 --sizes --engine windows  |  2 schedules by size, from 16KB
+dgx-2 --sizes --engine windows  |  2 schedules by size, from 4.001KB
 dgx-1v --mesh dp=2,tp=4  |  provably optimal
 CLUSTER 8 --mesh dp=8,tp=8  |  provably optimal without in-network reduction
 dgx-2 --survive 1  |  33 single failures, worst 6.4 GB/s without nvswitch0
