@@ -168,7 +168,9 @@ def test_bad_invitations_and_closed_doors_say_so() -> None:
         with pytest.raises(BackendError, match=r"no rank admitted this process within 0\.2 s"):
             Communicator.join(alone.invitation, wait=0.2)
         told = alone.invitation
-    with pytest.raises(BackendError, match="none of the 1 ranks of the invitation is running"):
+    # another job may listen at its port by now
+    closed = "none of the 1 ranks of the invitation is running|the ranks that this process asked have ended"
+    with pytest.raises(BackendError, match=closed):
         Communicator.join(told, wait=0.2)
 
 
