@@ -168,9 +168,10 @@ def test_a_later_call_is_one_launch(
     assert machine.graph_launches == 0
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("length", [24, pytest.param(LONG, marks=pytest.mark.thorough)])
 def test_a_later_call_is_queued_without_a_wait_or_a_message(
-    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int
+    machine: Machine, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch, length: int, is_prepared: bool
 ) -> None:
     """One rank has queued its calls before the other one begins, and before its own stream goes on; the host asks
     nothing of the GPU, and the caller's stream has the results in order, also of changed inputs."""
@@ -187,15 +188,16 @@ def test_a_later_call_is_queued_without_a_wait_or_a_message(
     def task(comm: Communicator, rank: int) -> Any:
         given, me = cupy.asarray(arrays[rank]), threading.get_ident()
         comm.all_reduce(given, out=cupy.zeros(length, dtype=np.float32))
+        prepared = [comm.prepare("all_reduce", given) for _ in range(calls if is_prepared else 0)]
         together.wait()
         before = machine.launches, machine.asked[me], said[me]
         together.wait()
         found = []
         assert rank == 0 or queued.wait(30)
         cupy.cuda.get_current_stream().do(queued.is_set)
-        for _ in range(calls):
+        for turn in range(calls):
             given *= 2.0
-            found.append(comm.all_reduce(given, op="sum"))
+            found.append(prepared[turn]() if prepared else comm.all_reduce(given, op="sum"))
         time.sleep(0.1)  # in which a kernel that waits for nothing would begin
         queued.set()
         together.wait()
