@@ -254,7 +254,7 @@ class PreparedCall(Generic[Result]):
         self._run = run
         self._queue = queue
         self._changed = changed
-        self._idle = threading.Lock()
+        self._idle, self._ending = threading.Lock(), threading.Lock()
         self._started: Handle[Result] | None = None
 
     @property
@@ -298,9 +298,10 @@ class PreparedCall(Generic[Result]):
         try:
             return started.wait(timeout)
         finally:
-            if started.done():
-                self._started = None
-                self._idle.release()
+            with self._ending:
+                if started.done() and self._started is started:
+                    self._started = None
+                    self._idle.release()
 
     @property
     def _number(self) -> int:
