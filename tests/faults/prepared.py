@@ -135,7 +135,7 @@ def main() -> int:
     for job in range(options.jobs):
         seed = options.seed + job
         killed = random.Random(seed).randrange(RANKS) if job < options.kills else None
-        starts = options.starts // options.jobs
+        starts = options.starts // max(1, options.jobs - options.kills)
         # a job with a kill has as many starts as it lives for
         said = one_job(options.backend, 10**9 if killed is not None else starts, seed, killed)
         for rank, one in enumerate(said):
