@@ -109,7 +109,8 @@ class CachedCall:
 class PreparedRequest(Generic[Array]):
     """A request that all ranks have agreed on, and run as often as they like, on arrays that keep their memory.
 
-    `result` is that of every run; a list with one for each rank if this process has several.
+    `result` is that of every run; a list with one for each rank if this process has several. `quick` runs it as `run`
+    once nothing remains to be prepared and its arrays lie on the host; else None.
     """
 
     def __init__(self, execution: Execution[Array], request: Request[Array]) -> None:
@@ -131,6 +132,7 @@ class PreparedRequest(Generic[Array]):
         self._captured = False
         self._tries = 2
         self._bound: Callable[[], None] | None = None
+        self.quick: Callable[[], None] | None = None
 
     def check(self) -> None:
         """Order the next run behind the caller's work; `UsageError` if an array has other memory or shape now."""
@@ -149,6 +151,7 @@ class PreparedRequest(Generic[Array]):
         """Run it once, as `Execution.run`."""
         if self._bound is None and self._tries:
             self._bound = self._execution.bind(self.request)
+            self.quick = None if self._on_gpu else self._bound
             # a back end may need a run before it can repeat it
             self._tries -= self._execution.lowered(self.request.kind)
         if self._bound is None or self._captured:

@@ -167,7 +167,7 @@ class CallQueue:
     """Runs tasks one after another: in the background, or at once if the background is idle.
 
     `arrays` orders a task after the caller's work on a GPU, in whichever thread it runs. `completion` returns the end
-    of the collective that a task has queued there, or None.
+    of the collective that a task has queued there, or None. Who runs a task has the `turn`.
     """
 
     def __init__(
@@ -180,19 +180,24 @@ class CallQueue:
         self._completion = completion
         self._worker: ThreadPoolExecutor | None = None
         self._last: Future[object] | None = None
-        self._one = threading.Lock()
+        self.turn = threading.Lock()
         self.batch: StepBatch | None = None  # the batch of the exchanges that are started from now on
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task runs or waits in the background."""
+        return self._last is not None and not self._last.done()
 
     def run(self, task: Callable[[], Result], *, exchanges: bool = True) -> Result:
         """Return the task's result, after all earlier tasks; one that exchanges nothing is in no batch."""
-        if self._last is not None and not self._last.done():
+        if self.is_busy:
             return self.submit(task, exchanges=exchanges).wait()
         if self.batch is not None and exchanges:
             task = self.batch.guarded(task)
         if self._on_host:
-            with self._one:
+            with self.turn:
                 return task()
-        with self._one, self._arrays.ordered():
+        with self.turn, self._arrays.ordered():
             result = task()
         self._arrays.received(result)
         return result
@@ -209,7 +214,7 @@ class CallQueue:
         turn, ends = self._arrays.ordered(later=True), list[Completion]()
 
         def in_turn() -> Result:
-            with self._one, turn as end:
+            with self.turn, turn as end:
                 result = task()
                 ends.extend(one for one in (self._completion(), end) if one is not None)
             return result
@@ -252,6 +257,7 @@ class PreparedCall(Generic[Result]):
     ) -> None:
         self._request = request
         self._run = run
+        self._otherwise = run != request.run
         self._queue = queue
         self._changed = changed
         self._idle, self._ending = threading.Lock(), threading.Lock()
@@ -273,7 +279,13 @@ class PreparedCall(Generic[Result]):
         """Run the call to its end, and return `result`."""
         self._begin()
         try:
-            return self._queue.run(self._run)
+            quick, queue = self._request.quick, self._queue
+            if quick is None or self._otherwise or queue.batch or queue.is_busy:
+                return queue.run(self._run)
+            with queue.turn:
+                quick()
+            result: Result = self._request.result
+            return result
         finally:
             self._idle.release()
 
