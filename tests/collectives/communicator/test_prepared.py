@@ -88,7 +88,10 @@ def test_arrays_must_keep_their_memory_and_shape(change: str) -> None:
     with comm:
         call()
         if change == "moved":
+            before = arrays[1].ctypes.data
             arrays[1].resize(1 << 20, refcheck=False)
+            arrays[1].resize(4, refcheck=False)
+            assert arrays[1].ctypes.data != before
         elif change == "resized":
             arrays[1].resize(3, refcheck=False)
         else:
