@@ -148,11 +148,11 @@ def the_last_bucket_is_averaged_in_the_thread_of_backward() -> None:
             backend: Any = state.communicator._open().backend
             names: list[str] = []
 
-            def run(*call: Any, real: Any = backend._run_here, names: list[str] = names) -> None:
+            def start(*call: Any, real: Any = backend._runner.start, names: list[str] = names) -> None:
                 names.append(threading.current_thread().name)
                 real(*call)
 
-            backend._run_here = run  # which also runs calls like earlier ones
+            backend._runner.start = start  # which also runs calls like earlier ones
             ddp = wrapped(model(), state, bucket_cap_mb=megabytes)
             trained(ddp, steps=range(3))
             names.clear()

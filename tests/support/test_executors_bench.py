@@ -43,7 +43,7 @@ def test_contenders_of_two_checkouts_run_in_the_same_rounds() -> None:
         (busy, size, name)
         for busy in (0, 1)
         for size in (8, 65536)
-        for name in ("tcp", "tcp, before", "memcpy")
+        for name in ("tcp", "tcp, before", "tcp, prepared", "memcpy")
     ]
     assert all([len(blocks) for blocks in cell["seconds"]] == [2, 2] for cell in cells)
 

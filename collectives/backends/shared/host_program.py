@@ -265,8 +265,7 @@ class _HostProgram:
         else:
             self._block = FETCHED_BLOCK // self._itemsize
             self._registers = []
-            if self._method == FETCHED:
-                self._publish()
+            self._publish()
             self._add_up(*self._part(0, self._end))
             self._post()
             self._wait(self._posted)
@@ -361,14 +360,15 @@ class _HostProgram:
         return self._room + (rank * RING + number % RING) * self._slot
 
     def _publish(self) -> None:
-        """Copy inputs that are results into the line."""
+        """Copy inputs that are results into the line, or into the results."""
         copied = [piece for piece in self._line if isinstance(piece.sum, int)]
         for piece in copied:
             if piece.sum == self._rank:
                 start = place_in(self._inputs[self._rank], piece.start)
-                self._builder.add(
-                    self._copy, piece.row, piece.stop - piece.start, [(SOURCE, start)], (SHARED, piece.place)
-                )
+                for target in self._targets(piece, piece.place, piece.start):
+                    self._builder.add(
+                        self._copy, piece.row, piece.stop - piece.start, [(SOURCE, start)], target
+                    )
         if copied:
             self._post()
 

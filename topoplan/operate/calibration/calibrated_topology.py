@@ -368,7 +368,7 @@ def calibrated(topology: Topology, measurement: Measurement, *, date: str) -> Ca
     >>> found = Measurement("by hand", (1 << 20, 1 << 24, 1 << 28), 3, (PairSamples("gpu0", "gpu1", times),))
     >>> made = calibrated(topoplan.load("dgx-1v"), found, date="2026-11-21").topology
     >>> next(link for link in made.links if (link.src, link.dst) == ("gpu0", "gpu1"))
-    Link(src='gpu0', dst='gpu1', channel='nvlink', bandwidth=24.0, count=1, latency=1e-05)
+    Link(src='gpu0', dst='gpu1', channel='nvlink', bandwidth=24.0, count=1, latency=1e-05, push=None, pull=None)
     """
     for samples in measurement.pairs:
         for name in (samples.src, samples.dst):
