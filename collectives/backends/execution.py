@@ -265,15 +265,7 @@ class Execution(Generic[Array]):
         kind, backend = request.kind, self.backend
         self._prepared_calls += 1
         number = self._prepared_calls
-        self.agree(
-            collective=kind.collective,
-            root=kind.root,
-            op=kind.op,
-            dtype=kind.dtype,
-            count=kind.count,
-            shape=shape_text(kind.input_shape),
-            prepared=number,
-        )
+        self.agree(**_agreed_fields(kind), prepared=number)
         first = request.inputs[0]
         outputs = [
             backend.empty(kind.shape, first) if output is None and rank in kind.holders else output
@@ -360,16 +352,7 @@ class Execution(Generic[Array]):
         chunk_bytes = self.chunks.choose(key.digest, kind.nbytes)
         chunk_elements = max(1, chunk_bytes // max(1, kind.itemsize))
         table = lower(key.plan, kind.count, chunk_elements=chunk_elements, digest=key.digest)
-        signature = self._signature(
-            plan=key.digest[:16],
-            collective=kind.collective,
-            root=kind.root,
-            op=kind.op,
-            dtype=kind.dtype,
-            count=kind.count,
-            chunk=table.chunk_elements,
-            shape=shape_text(kind.input_shape),
-        )
+        signature = self._signature(plan=key.digest[:16], chunk=table.chunk_elements, **_agreed_fields(kind))
         if self.chunks.settled(key.digest, kind.nbytes):
             _remember(self._lowered, kind, (key, table, signature))
         return key, table, signature
@@ -668,6 +651,18 @@ class Execution(Generic[Array]):
             raise self.failure
         if self._failed:
             raise BackendError("the communicator failed in an earlier collective; make a new one")
+
+
+def _agreed_fields(kind: CallKind) -> dict[str, Any]:
+    """Return what a signature has of a kind."""
+    return {
+        "collective": kind.collective,
+        "root": kind.root,
+        "op": kind.op,
+        "dtype": kind.dtype,
+        "count": kind.count,
+        "shape": shape_text(kind.input_shape),
+    }
 
 
 def divides_first(kind: CallKind) -> bool:

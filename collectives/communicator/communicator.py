@@ -414,7 +414,7 @@ class Communicator(DenseCollectives, SparseCollectives):
             outcome = CollectiveOutcome()
             whole = prepared.request
             settled = (
-                collective,
+                name,
                 original,
                 kind,
                 whole.inputs[0],

@@ -477,7 +477,10 @@ class NcclBackend(OneRank):
                 if direct is not None and min(offers) == max(offers):
                     bound = direct
             if len(call.table):
-                self._run_kernel(engine, bound, source, result, stream, call, digest)
+                # with a digest only if all ranks have the same (`WindowEngine.differs`)
+                with self._guard.watch(engine.progress, engine.waiting):
+                    number = call.signature.call
+                    self._complete(self._start(engine, bound, source, result, stream, call, number, digest))
                 if bound.alone and digest is None:  # on all ranks at once
                     self._agreed[told] = self._digest(told)
                     if len(self._agreed) > MOST_AGREED:
@@ -591,21 +594,6 @@ class NcclBackend(OneRank):
         """Return an event behind all queued work, including copies of a program's tables; valid until the next one."""
         self._event.record(stream)
         return self._event
-
-    def _run_kernel(
-        self,
-        engine: WindowEngine,
-        bound: BoundKernelPlan,
-        source: int,
-        result: int,
-        stream: Any,
-        call: Call[Any],
-        digest: int | None,
-    ) -> None:
-        """Run a call to its end; with a digest only if all ranks have the same (`WindowEngine.differs`)."""
-        with self._guard.watch(engine.progress, engine.waiting):
-            number = call.signature.call
-            self._complete(self._start(engine, bound, source, result, stream, call, number, digest))
 
     def _start(
         self,

@@ -311,7 +311,7 @@ class SharedBackend(OneRank):
 
     def _place(self, kind: _Prepared, source: int, result: int) -> bool:
         """Place the arrays of a kind's next calls; return whether that holds for later ones at these addresses."""
-        # ranks see each other's arenas as soon as all have one, and an address may be mapped anew
+        # later calls look again: all arenas may be visible by then, and an address may belong to another mapping
         settled = kind.fetched == 0
         lies, offsets = 0, (0, 0)
         if kind.fetched and PROCESS_VM_READV and kind.aligned and self._reading.may(source, kind.fetched):

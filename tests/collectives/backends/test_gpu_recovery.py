@@ -214,7 +214,7 @@ def test_kernels_that_wait_for_a_dead_rank_end(machine: Machine, cupy: ModuleTyp
                 dies(backend)
                 raise Gone
 
-            backend._run_kernel = dies_here
+            backend._start = dies_here
             with pytest.raises(TopoplanError):
                 comm.all_reduce(given)
             return None

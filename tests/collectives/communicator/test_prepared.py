@@ -207,7 +207,9 @@ def test_survivors_repeat_a_prepared_call_in_which_a_rank_fails() -> None:
     entered = threading.Barrier(3)
 
     def body(comm: Communicator, rank: int) -> Any:
-        call = calls[rank] = comm.prepare("allreduce", np.full(4, rank + 1.0))
+        call = calls[rank] = comm.prepare("all_reduce", np.full(4, rank + 1.0))
+        gathered = comm.prepare("all_gather", np.full(1, rank))
+        assert gathered().tolist() == [0, 1, 2]
         first = call().tolist()
         entered.wait(20)  # all have handed the first one over
         if rank == 2:
