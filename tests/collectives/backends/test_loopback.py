@@ -487,14 +487,14 @@ def test_no_thread_is_left_after_close() -> None:
     with Communicator(forest_plan(4, "allreduce", "star"), Loopback(4, threads=3)) as comm:
         comm.all_reduce(arrays)
         assert len(set(threading.enumerate()) - before) == 2
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_small_calls_start_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with Communicator(forest_plan(4, "allreduce", "star"), Loopback(4, threads=3)) as comm:
         comm.all_reduce(normals(4, 10000))
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 def test_an_error_in_a_thread_ends_the_call_with_that_error_and_the_next_call_works() -> None:

@@ -200,7 +200,7 @@ def test_a_failed_communicator_stays_failed_and_leaves_no_thread() -> None:
         return "ended"
 
     assert in_threads(forest_plan(3, "allreduce", "star"), body) == ["ended"] * 3
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_rank_that_does_not_call_is_named_after_the_timeout() -> None:
