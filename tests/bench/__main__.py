@@ -17,7 +17,7 @@ low_rank modes mutations pairs planning published robustness scale selection siz
 windows
 """
 BENCHMARKS = NAMES.split()
-WITH_OPTIONS = ("executors", "hook", "mutations")
+WITH_OPTIONS = ("executors", "hook", "mutations", "published")
 
 
 def run(name: str, *options: list[str]) -> None:

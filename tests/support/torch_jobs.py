@@ -31,7 +31,8 @@ def told_by_all(
         settings["TOPOPLAN_PLAN"] = str(folder / "plan.json")
     path = str(ROOT / "tests" / "jobs" / program)
     _, errors, statuses = forked([path, str(folder)], folder, ranks=ranks, settings=settings)
-    assert statuses == [-signal.SIGKILL if rank in killed else 0 for rank in range(ranks)], errors[-5000:]
+    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(ranks)]
+    assert statuses == expected, f"ended with {statuses}: {errors[-5000:]}"
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     return [
         json.loads(one.read_text()) for rank, one in enumerate(files) if rank not in killed or one.exists()

@@ -19,9 +19,11 @@ from topoplan.cli.output import (
     MAX_COLUMNS,
     Answer,
     Column,
+    expected_words,
     folded,
     folded_line,
     gpu_set_lines,
+    microseconds,
     note_lines,
     progress_line,
     rank_names,
@@ -50,10 +52,12 @@ from topoplan.operate.compare.table import (
 )
 from topoplan.plans.plan import ALL_TO_ALL, check_collective, collective_name
 from topoplan.reading.load import load
-from topoplan.units import bus_factor, counted, labelled, name_ranges, number_ranges, rate_words
+from topoplan.units import bus_factor, counted, format_size, labelled, name_ranges, number_ranges, rate_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from topoplan.model.expected_times import Quickest
 
 
 def add_options(parser: arguments.OneLineParser) -> None:
@@ -89,7 +93,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
     )
 
 
-OMITTED_COLUMNS = ("collective", "notes", "others", "allocations")
+SIZES = tuple(1 << power for power in range(10, 31))
+"""Sizes among which the quickest implementation is looked for: 1 KB to 1 GB."""
+
+OMITTED_COLUMNS = ("collective", "notes", "others", "allocations", "quickest")
 """Keys of a row in JSON that are not columns of the CSV, or are its last column."""
 
 
@@ -145,6 +152,7 @@ def run(options: argparse.Namespace) -> Answer:
                 root=options.root,
                 channels=options.channels,
                 nbytes=options.size,
+                sizes=SIZES,
             )
             rows = (one,)
     if options.plot and not any(math.isfinite(row.trees) for row in rows):
@@ -207,6 +215,20 @@ def _lines(topology: Topology, row: Comparison) -> Iterator[str]:
                 for name, rate in row.schedules
             ],
         )
+    if row.quickest:
+        yield ""
+        yield table_of(QUICKEST, row.quickest)
+        yield f"quickest: {expected_words(row.quickest[-1])}"
+
+
+QUICKEST: tuple[Column[Quickest], ...] = (
+    Column("from", value="nbytes", form=format_size),
+    Column("quickest", value="implementation"),
+    Column("us", value="seconds", form=microseconds),
+    Column("ours us", value="ours", form=microseconds),
+    Column("NCCL us", value=lambda one: one.nccl and one.nccl.seconds, form=microseconds),
+    Column("NCCL runs", value=lambda one: one.nccl and one.nccl.runs),
+)
 
 
 def _beside_nccl(row: Comparison, trees: str) -> str:

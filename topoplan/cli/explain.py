@@ -35,7 +35,8 @@ from topoplan.machine.fabric import channel_words
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, NcclTime, attainable
+from topoplan.model.expected_times import NcclTime
+from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, attainable
 from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
 from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge_nccl
 from topoplan.operate.device_matching import gpus_of
@@ -355,7 +356,7 @@ def _expectation(options: argparse.Namespace) -> Answer:
     if len(found.gpus) == 1:
         raise UsageError("--expect needs two GPUs or more, got 1: a single GPU sends nothing")
     times = [
-        NcclTime(size, one.seconds(size), f"{one.algorithm} {one.protocol}", found.factor)
+        NcclTime(size, one.seconds(size), f"{one.algorithm} {one.protocol}", found.factor, measured=False)
         for size in EXPECTED_SIZES
         if (one := found.expected(size)) is not None
     ]

@@ -36,6 +36,7 @@ from topoplan.units import counted, labelled, name_ranges, number_ranges, plural
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from topoplan.model.expected_times import Quickest
     from topoplan.operate.plot.canvas import Look
 
 MAX_ERROR_LENGTH = 600
@@ -285,6 +286,23 @@ def rates_of(gbps: float, of: Plans | Bound, *, digits: int = 6) -> str:
     '50 GB/s, busbw 75 GB/s'
     """
     return rate_words(gbps, of.collective, len(of.ranks), digits=digits)
+
+
+def microseconds(seconds: float) -> str:
+    """Return seconds in microseconds, as tables have them."""
+    return f"{seconds * 1e6:.1f}"
+
+
+def expected_words(one: Quickest) -> str:
+    """Return where expected times come from."""
+    if one.nccl is None:
+        return "NCCL has no model of this machine; ours by the model"
+    if not one.nccl.measured:
+        return "by models alone, since no measurements of such a machine are published"
+    return (
+        "NCCL and other kernels as published measurements have them; ours is expected to be no quicker than these "
+        "kernels"
+    )
 
 
 def step_lines(steps: Sequence[str]) -> list[str]:

@@ -17,9 +17,11 @@ from topoplan.cli.output import (
     Answer,
     Column,
     collective_words,
+    expected_words,
     few,
     in_network_words,
     machine_words,
+    microseconds,
     note_lines,
     plan_notes,
     progress_line,
@@ -42,18 +44,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from topoplan.cli.results import Result
+    from topoplan.model.expected_times import Quickest
     from topoplan.model.schedule_selection import ScheduleChoice
     from topoplan.model.window_engine import KernelSetting
 
 
 @dataclass(frozen=True, slots=True)
 class SizePoint:
-    """The model time at a size, and the bound on every schedule's."""
+    """The model time at a size, the bound on every schedule's, and what is expected to be quickest."""
 
     size: int
     schedule: str
     seconds: float
     bound_seconds: float
+    expected: Quickest
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +246,7 @@ def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes], beside: int, *, 
     yield ranges
     yield ""
     taken = 1 + len(head) + 1 + ranges.count("\n") + 1 + 1
-    points = _points(choice) if plans.times is not None else []
+    points = _points(choice)
     shown = thinned(points, DEFAULT_LINES - taken - beside - 5, every=every)
     if shown:
         yield table_of(POINTS, shown)
@@ -254,6 +258,8 @@ def _lines(choice: ScheduleChoice, lines: Sequence[RangeTimes], beside: int, *, 
         f"{format_size(choice.sizes[-1])}; gain: over the next best in the middle of the range"
         + ("; blocks and chunk: there too" if choice.windows else "")
     )
+    if shown:
+        yield "quickest: " + expected_words(shown[-1].expected)
 
 
 def _of_trees(name: str) -> Callable[[RangeTimes], object]:
@@ -265,10 +271,6 @@ def _chunk(line: RangeTimes) -> int | None:
     return None if line.setting is None or line.packets else line.setting.chunk
 
 
-def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f}"
-
-
 RANGES: tuple[Column[RangeTimes], ...] = (
     Column("from", value="range.start", form=format_size),
     Column("to", value="range.stop", form=format_size),
@@ -278,40 +280,57 @@ RANGES: tuple[Column[RangeTimes], ...] = (
     Column("GB/s", value=_of_trees("rate"), form=".4g"),
     Column("blocks", value="setting.blocks"),
     Column("chunk", value=_chunk, form=format_size),
-    Column("us at from", value=lambda line: line.seconds[0], form=_microseconds),
-    Column("us at to", value=lambda line: line.seconds[1], form=_microseconds),
+    Column("us at from", value=lambda line: line.seconds[0], form=microseconds),
+    Column("us at to", value=lambda line: line.seconds[1], form=microseconds),
     Column("next best", value=lambda line: line.second and describe_schedule(line.second)),
     Column("gain", "gain", form=lambda gain: f"{gain:.2f}x"),
 )
 
+
+def _of_nccl(point: SizePoint, name: str) -> object:
+    return None if point.expected.nccl is None else getattr(point.expected.nccl, name)
+
+
 POINTS: tuple[Column[SizePoint], ...] = (
     Column("size", "size", form=format_size),
     Column("schedule", "schedule"),
-    Column("us", "seconds", form=_microseconds),
-    Column("lower bound us", "bound_seconds", form=_microseconds),
+    Column("us", "seconds", form=microseconds),
+    Column("lower bound us", "bound_seconds", form=microseconds),
     Column(
         "ratio",
         "ratio",
         lambda point: point.seconds / point.bound_seconds if point.bound_seconds else None,
         ".2f",
     ),
+    Column("NCCL us", "nccl", value=lambda one: _of_nccl(one, "seconds"), form=microseconds),
+    Column("NCCL runs", "nccl_runs", value=lambda one: _of_nccl(one, "runs")),
+    Column("quickest", "quickest", value="expected.implementation"),
+    Column("expected us", "quickest_seconds", value="expected.seconds", form=microseconds),
 )
 
 
 def _points(choice: ScheduleChoice) -> list[SizePoint]:
     """Return the time and the bound at every size; on the windows engine the bound counts bytes only."""
-    plans = choice.plans
-    if plans.times is not None:
-        return [SizePoint(size, plans.at(size).schedule, *times) for size, *times in plans.times.points]
+    from topoplan.model.expected_times import ExpectedWinners
     from topoplan.model.times_by_size import rounded
 
+    plans = choice.plans
+    if len(plans.ranks) == 1:
+        return []
+    winners = ExpectedWinners(plans)
+
+    def point(size: int, schedule: str, seconds: float, least: float) -> SizePoint:
+        return SizePoint(size, schedule, seconds, least, winners.quickest(size, seconds))
+
+    if plans.times is not None:
+        return [point(size, plans.at(size).schedule, *times) for size, *times in plans.times.points]
     bound = max(plan.bound for plan in plans.plans) * 1e9
     points = []
     for size in choice.sizes if choice.windows else ():
         plan = plans.at(size)
         setting = choice.windows[choice.candidates.index(plan)].setting(size)
         schedule = "one-shot" if setting.packets else plan.schedule
-        points.append(SizePoint(size, schedule, rounded(setting.seconds), rounded(size / bound)))
+        points.append(point(size, schedule, rounded(setting.seconds), rounded(size / bound)))
     return points
 
 

@@ -37,11 +37,11 @@ from topoplan.cli.sources import MACHINE_OPTIONS, apply_machine_options, read_pl
 from topoplan.errors import InfeasibleError, UsageError
 from topoplan.machine.topology import Topology
 from topoplan.model.event_simulation import SimulatedRun, chrome_trace, run_events
+from topoplan.model.expected_times import NcclTime, nccl_times
 from topoplan.model.fluid_simulation import PolicyRun, run_jobs
 from topoplan.model.job_policies import POLICIES, policy_named
 from topoplan.model.jobs import Workload, read_jobs
 from topoplan.model.times_by_size import Crossover, SizeRow, crossover, row, sweep
-from topoplan.operate.compare.comparison import NcclTime, nccl_times
 from topoplan.plans.certificates.exchange import Demand
 from topoplan.plans.file_values import finite
 from topoplan.plans.plan import ALL_TO_ALL, Plan, Plans
@@ -385,7 +385,12 @@ def _nccl_words(times: Sequence[NcclTime]) -> str:
     """Return where the times of NCCL come from; empty without any."""
     nvls = any("nvls" in one.runs for one in times)
     inside = "; nvls adds in switches (plans: --in-network nvswitch)" if nvls else ""
-    return f"its fastest choice by NCCL's own tuning model, as in explain{inside}" if times else ""
+    fitted = (
+        ", with times as published measurements have them"
+        if times and times[0].measured
+        else ", as in explain"
+    )
+    return f"its fastest choice by NCCL's own tuning model{fitted}{inside}" if times else ""
 
 
 def _verdict(rows: Sequence[SizeRow], others: Sequence[SizeRow | NcclTime], name: str) -> str:

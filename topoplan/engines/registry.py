@@ -1,4 +1,4 @@
-"""Look up export formats by name and export plans and machines to them, Graphviz included.
+"""Look up export formats by name and export plans and machines to them, Graphviz and thresholds included.
 
 A format is one row of `FORMATS`: its writer, its arguments, and how the file is used and seen to be used. The Graphviz
 writer draws a cluster for each stage of each shard, with data along the arrows. Readers of engine files are separate
@@ -8,8 +8,11 @@ writer draws a cluster for each stage of each shard, with data along the arrows.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 from topoplan.engines.chakra import chakra_traces
 from topoplan.engines.exported import DEFAULT_CHOICES, Choices, Exported, one_server
@@ -20,7 +23,9 @@ from topoplan.engines.nccl.topology_file import nccl_topo_xml
 from topoplan.engines.nccl.tuner_file import model_tuner
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
-from topoplan.plans.plan import Plan, Plans
+from topoplan.model.expected_times import KERNELS, ExpectedTimes, expected_times
+from topoplan.model.schedule_selection import fastest_from
+from topoplan.plans.plan import Plan, Plans, collective_name
 
 MAX_DOT_EDGES = 20_000
 """Largest number of edges that Graphviz can draw in reasonable time."""
@@ -62,6 +67,76 @@ def plan_dot(plan: Plan) -> Exported:
 def _quote_dot(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+THRESHOLDS = "topoplan.thresholds/1"
+
+_COLLECTIVES = ("allreduce", "allgather", "reduce_scatter")
+_SIZES = tuple(1 << power for power in range(10, 31))
+
+
+def thresholds(topology: Topology, counts: range | None = None) -> Exported:
+    """Return the cut-off table of a machine: the quickest kernel by number of GPUs and size.
+
+    It has the keys format, machine, source and ranges; a range has collective, gpus, from and to (bytes of the caller's
+    buffer, the last one included; null for no end), implementation (nccl, or one of
+    `topoplan.model.expected_times.KERNELS`), and us_from, the expected microseconds at ``from``, at least 1 KB. A
+    kernel is listed only near sizes at which it was measured; NCCL at all others.
+
+    counts: numbers of GPUs; from two to all for None, on several servers all.
+    UsageError if no measurements of NCCL on such a machine are published.
+
+    >>> import topoplan
+    >>> for one in json.loads(thresholds(topoplan.load("dgx-h100"), range(8, 9)).text)["ranges"]:
+    ...     print(one["from"], one["to"], one["implementation"], one["us_from"])
+    0 2047 nccl 17.6
+    2048 8191 two-shot 13.7
+    8192 107712995 multimem 10.8
+    107712996 None nccl 497.9
+    """
+    servers = {topology.device(name).server for name in topology.gpus}
+    most = len(topology.gpus)
+    if counts is None:
+        counts = range(2 if len(servers) == 1 else most, most + 1)
+    made = [one for count in counts for one in _of_count(topology, count)]
+    if not made:
+        raise UsageError(
+            f"thresholds need a machine with published measurements of NCCL, and {topology.name} is not like one; "
+            "choose a DGX A100, H100, B200 or B300, an NVL72, or an MI300X"
+        )
+    content = {
+        "format": THRESHOLDS,
+        "machine": topology.name,
+        "source": "published measurements, fitted (topoplan.model.expected_times)",
+        "ranges": made,
+    }
+    return Exported(json.dumps(content, indent=1) + "\n")
+
+
+def _of_count(topology: Topology, count: int) -> Iterator[dict[str, object]]:
+    """Yield the ranges of a number of GPUs."""
+    part = topology if count == len(topology.gpus) else topology.subset(range(count))
+    for collective in _COLLECTIVES:
+        known = expected_times(part, collective)
+        whole = [one for one in known if one.implementation == "nccl"]
+        if not whole:
+            continue
+        kernels = [one for one in known if one.implementation in KERNELS]
+        changes = fastest_from([whole[0].seconds, *map(_where_measured, kernels)], _SIZES)
+        names = ["nccl", *(one.implementation for one in kernels)]
+        for place, ((start, number), following) in enumerate(pairwise([*changes, None])):  # type: ignore[misc]
+            yield {
+                "collective": collective_name(collective),
+                "gpus": count,
+                "from": start if place else 0,
+                "to": None if following is None else following[0] - 1,
+                "implementation": names[number],
+                "us_from": round([whole[0], *kernels][number].seconds(start) * 1e6, 1),
+            }
+
+
+def _where_measured(times: ExpectedTimes) -> Callable[[int], float]:
+    return lambda nbytes: times.seconds(nbytes) if times.covers(nbytes) else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +202,15 @@ FORMATS = {
             machine if server is None else one_server(machine, server, "the file")
         ),
         lambda plan, _: model_tuner(plan.topology),
+        many_servers=True,
+    ),
+    "thresholds": ExportFormat(
+        "cut-off table (JSON): for each number of GPUs and range of sizes the kernel that published measurements "
+        "expect to be quickest: one-shot, two-shot, multimem, NCCL",
+        lambda machine, server: thresholds(
+            machine if server is None else one_server(machine, server, "the file")
+        ),
+        lambda plan, _: thresholds(plan.topology, range(len(plan.ranks), len(plan.ranks) + 1)),
         many_servers=True,
     ),
     "mscclpp": ExportFormat(

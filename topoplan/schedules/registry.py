@@ -241,8 +241,8 @@ COMPARED = frozenset(
     (
         *("allocations", "binary", "bound", "bound by", "busbw", "channel", "collective", "count"),
         *("double tree", "double_tree", "gpus", "height", "in-network", "in_network", "members", "nccl"),
-        *("nccl_kind", "nccl_nvls", "nccl_nvls_kind", "nccl_ratio", "notes", "others", "ratio", "relay"),
-        *("relay_ratio", "ring", "ring type", "ring_kind", "tree_count", "trees"),
+        *("nccl_kind", "nccl_nvls", "nccl_nvls_kind", "nccl_ratio", "notes", "others", "quickest", "ratio"),
+        *("relay", "relay_ratio", "ring", "ring type", "ring_kind", "tree_count", "trees"),
     )
 )
 """Columns of a comparison that are not schedules, in lower case: no schedule is registered under their names."""

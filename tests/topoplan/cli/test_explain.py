@@ -18,7 +18,7 @@ from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
 from tests.support.tuner_plugin import chosen, read
 from tests.topoplan.cli.conftest import Told
-from topoplan.operate.compare.comparison import nccl_model
+from topoplan.model.expected_times import nccl_model
 from topoplan.reading.pcie_tree import relation_matrix
 
 TWO = (("node1", range(8)), ("node2", range(8)))

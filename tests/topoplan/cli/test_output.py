@@ -69,7 +69,11 @@ def test_wrapped_lines_go_on_below_the_last_column_that_begins_in_the_left_half(
         ("list", "name,GPUs,links", len(library())),
         ("plan v100x4", "count,channel,share,GB/s,root,height,tree", 2),
         ("simulate v100x4 --sizes 1MB:2MB", "schedule,size,count,type,redop,time,algbw,busbw", 6),
-        ("plan v100x4 --sizes 1MB:2MB", "size,schedule,seconds,bound_seconds,ratio", 2),
+        (
+            "plan v100x4 --sizes 1MB:2MB",
+            "size,schedule,seconds,bound_seconds,ratio,nccl,nccl_runs,quickest,quickest_seconds",
+            2,
+        ),
     ],
 )
 def test_tables_are_comma_separated_values_too(done: Done, line: str, head: str, rows: int) -> None:

@@ -190,7 +190,7 @@ def test_windows_in_json_and_in_the_file(done: Done, told: Told, tmp_path: Path)
     assert set(json.loads(path.read_text())["ranges"][0]) == {"from", "to", "plan"}
     done(f"verify {path}")
     rows = done(f"{WINDOWS} --csv").splitlines()
-    assert rows[0] == "size,schedule,seconds,bound_seconds,ratio"
+    assert rows[0] == "size,schedule,seconds,bound_seconds,ratio,nccl,nccl_runs,quickest,quickest_seconds"
     assert [int(row.split(",")[0]) for row in rows[1:]] == [point["size"] for point in value["points"]]
     assert value["points"][-1]["size"] == 1 << 30
     for point in value["points"]:

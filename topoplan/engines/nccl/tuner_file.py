@@ -13,7 +13,8 @@ NCCL takes that. It holds for calls that match no line, too, so every collective
 fewer channels for small buffers, and so do the lines, in powers of two.
 
 The fastest choice comes from NCCL's own model (`topoplan.schedules.nccl_tuning`), in which switches add if the machine
-says that they could, as NVLS lets them; or from measured times.
+says that they could, as NVLS lets them, with start-ups and NVLS as published measurements have them
+(`topoplan.model.expected_times`); or from the user's measured times.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from topoplan.engines.exported import Exported
 from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
+from topoplan.model.expected_times import nccl_clocks
 from topoplan.model.schedule_selection import fastest_from
 from topoplan.schedules.nccl_tuning import (
     ALGORITHMS,
@@ -84,10 +86,15 @@ def model_tuner(topology: Topology) -> Exported:
     allreduce,131072,262143,ring,ll,4,1,8,-1,-1
     """
     here = setting_of(with_all_capabilities(topology))
-    ranges = model_ranges({collective: expectations(here, collective) for collective in COLLECTIVES})
+    known = {collective: expectations(here, collective) for collective in COLLECTIVES}
+    clocks = {collective: nccl_clocks(topology, collective, model) for collective, model in known.items()}
     most = 2 * here.channels
     exported = _exported(
-        ranges, here.servers, here.ranks, lambda _: most, f"NCCL's own model of {topology.name}"
+        model_ranges(known, clocks),
+        here.servers,
+        here.ranks,
+        lambda _: most,
+        f"NCCL's own model of {topology.name}, with published measurements where there are any",
     )
     switched = any(device.kind == "nvswitch" for device in topology.devices)
     if here.generation < HOPPER or here.multicast or not switched:
@@ -99,11 +106,18 @@ def model_tuner(topology: Topology) -> Exported:
     return replace(exported, notes=(*exported.notes, note))
 
 
-def model_ranges(known: Mapping[str, Sequence[NcclExpectation]]) -> list[TunerRange]:
-    """Return the choices that are expected to be fastest, of each collective in its order."""
+def model_ranges(
+    known: Mapping[str, Sequence[NcclExpectation]],
+    clocks: Mapping[str, Sequence[Callable[[int], float]]] | None = None,
+) -> list[TunerRange]:
+    """Return the choices that are expected to be fastest, of each collective in its order.
+
+    clocks: seconds by bytes of each expectation; NCCL's own for None.
+    """
     ranges = []
     for collective, expected in known.items():
-        changes = fastest_from([one.seconds for one in expected], _SIZES)
+        seconds = [one.seconds for one in expected] if clocks is None else clocks[collective]
+        changes = fastest_from(seconds, _SIZES)
         for place, (start, number) in enumerate(changes):
             one = expected[number]
             ranges.append(TunerRange(collective, start if place else 0, one.algorithm, one.protocol))

@@ -17,7 +17,7 @@ than its bytes at the bound. Bus bandwidth may exceed that of the NICs, n server
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -30,16 +30,16 @@ from topoplan.machine.fabric_structure import FabricServers
 from topoplan.machine.hardware import with_capable
 from topoplan.machine.topology import Topology, TopologyLike, as_topology
 from topoplan.machine.variants import with_all_capabilities
-from topoplan.model.closed_form import clock
+from topoplan.model.expected_times import ExpectedWinners, nccl_model, plan_seconds
 from topoplan.model.times_by_size import TimeBound, time_bound
 from topoplan.operate.compare.allocations import MOST_LISTED, AllocationClass, allocation_classes
 from topoplan.operate.compare.table import NO_RING, Comparison
 from topoplan.plans.build import Allocation
 from topoplan.plans.certificates.certificate import Certified, explain_certificate
-from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, Plans, check_collective, root_rank
+from topoplan.plans.plan import ALL_COLLECTIVES, ALL_TO_ALL, Plan, check_collective, root_rank
 from topoplan.plans.verify import verify
 from topoplan.schedules.low_latency import direct_sends
-from topoplan.schedules.nccl_tuning import COLLECTIVES, NcclExpectation, expectations, setting_of
+from topoplan.schedules.nccl_tuning import NcclExpectation
 from topoplan.schedules.registry import MOST_RANKS, SCHEDULES, Schedule, is_registered
 from topoplan.schedules.ring import ring_plan
 from topoplan.solve.planner import plan
@@ -67,11 +67,13 @@ def compare(
     root: int | None = None,
     channels: str = "auto",
     nbytes: int | str | None = None,
+    sizes: Sequence[int] = (),
 ) -> Comparison:
     """Compare trees with rings on one allocation.
 
     collective: allreduce, broadcast, reduce, allgather, reduce_scatter or alltoall, which has paths and direct sends.
     channels, nbytes: of the trees, as in `topoplan.plan`.
+    sizes: bytes, ascending, among which the quickest implementation is looked for; none is if empty.
 
     NVLink has no ring on GPUs 1, 4, 5, 7 of a DGX-1V, so NCCL's ring runs over PCIe, between the sockets at 8 GB/s.
 
@@ -105,6 +107,8 @@ def compare(
     ran = [name for name in (*NCCL_COLUMNS, DIRECT) if name in rivals]
     best = max(ran, key=lambda name: rivals[name].rate, default="")
     nccl = rivals.get(best)
+    timed = sizes and collective != ALL_TO_ALL and len(chosen) > 1
+    ran_by_name = {name: rivals[name] for name in ran}
     over_nccl = exact.get(best)
     notes = [f"trees: {note}" for note in trees.notes]
     able = with_all_capabilities(with_capable(topology))
@@ -159,6 +163,7 @@ def compare(
         allocations=(chosen,),
         nccl_nvls=max(switched.values(), default=None),
         nccl_nvls_kind=max(switched, key=lambda name: switched[name], default=NO_RING),
+        quickest=ExpectedWinners(trees, ran_by_name).ranges(plan_seconds(trees), sizes) if timed else (),
     )
 
 
@@ -369,62 +374,6 @@ def attainable(
         in_network_bound(proved),
         min(pcie, default=None) if nics is None else None,
     )
-
-
-def nccl_model(allocation: Topology, collective: str) -> tuple[NcclExpectation, ...]:
-    """Return NCCL's expectations; () if it does not choose, or does not know the machine."""
-    if collective not in COLLECTIVES:
-        return ()
-    try:
-        return expectations(setting_of(allocation), collective)
-    except (UsageError, InfeasibleError):
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class NcclTime:
-    """Seconds of NCCL for a buffer, and what it runs: algorithm and protocol, or the name of a schedule.
-
-    factor: bus bandwidth over algorithm bandwidth.
-    """
-
-    nbytes: int
-    seconds: float
-    runs: str
-    factor: float
-
-    @property
-    def algbw(self) -> float:
-        """GB/s of algorithm bandwidth."""
-        return self.nbytes / self.seconds / 1e9
-
-    @property
-    def busbw(self) -> float:
-        """GB/s of bus bandwidth."""
-        return self.algbw * self.factor
-
-
-def nccl_times(plan: Plans, rivals: Mapping[str, Plan], sizes: Sequence[int]) -> tuple[NcclTime, ...]:
-    """Return the times of NCCL for the request of a plan, by its own model (`nccl_model`) as `attainable` has it.
-
-    plan: its GPUs, collective and root; switches use all their capabilities.
-    rivals: NCCL's plans, of which the fastest counts if NCCL's model does not know the machine or the collective.
-
-    >>> import topoplan
-    >>> for one in nccl_times(topoplan.plan("dgx-a100"), {}, [1 << 10, 1 << 30]):
-    ...     print(one.runs, f"{one.seconds * 1e6:.1f}")
-    ring ll 15.0
-    ring simple 7885.4
-    """
-    model = nccl_model(with_all_capabilities(with_capable(plan.topology)), plan.collective)
-    clocks = [] if model else [(one.schedule, clock(one)) for one in rivals.values()]
-    found = []
-    for nbytes in sizes:
-        times = [(one.seconds(nbytes), f"{one.algorithm} {one.protocol}") for one in model]
-        times += [(time(nbytes).seconds, name) for name, time in clocks]
-        if times:
-            found.append(NcclTime(nbytes, *min(times), bus_factor(plan.collective, len(plan.ranks))))
-    return tuple(found)
 
 
 def _nics(fabric: Fabric, collective: str) -> Nics | None:

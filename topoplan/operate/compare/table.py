@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 
 from topoplan.machine.fabric import ALL
+from topoplan.model.expected_times import Quickest
 from topoplan.plans.file_values import finite
 from topoplan.units import bus_factor, counted, number_ranges
 
@@ -48,6 +49,8 @@ class Comparison:
     allocations: all allocations of the row, ascending; empty for too many.
     nccl_nvls, nccl_nvls_kind: rate and kind of NCCL's NVLS, if switches could add and are not asked to; None and "none"
     otherwise.
+    quickest: the implementation that is expected to be quickest, from each size on at which it changes; empty unless
+    asked for.
     """
 
     collective: str
@@ -73,6 +76,7 @@ class Comparison:
     allocations: tuple[tuple[int, ...], ...] = ()
     nccl_nvls: float | None = None
     nccl_nvls_kind: str = NO_RING
+    quickest: tuple[Quickest, ...] = ()
 
     @property
     def nccl_best(self) -> tuple[float, str]:
@@ -323,9 +327,9 @@ def _times(value: float | None) -> str:
 def to_object(rows: Sequence[Comparison]) -> dict[str, object]:
     """Return the rows and their summary as one JSON object.
 
-    Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` only
-    if not empty. null stands for None, for the infinite rates of a single GPU, and for a missing ring, schedule of NCCL
-    or ratio.
+    Keys are the fields of `Comparison` and ``busbw``, that of the trees, and the fields of `Summary`; ``others`` and
+    ``quickest`` only if not empty. null stands for None, for the infinite rates of a single GPU, and for a missing
+    ring, schedule of NCCL or ratio.
     """
     return {"rows": [_row_object(row) for row in rows], "summary": asdict(summary(rows))}
 
@@ -341,7 +345,9 @@ def _row_object(row: Comparison) -> dict[str, object]:
         made[one.name] = list(value) if isinstance(value, tuple) else value
         if one.name == "trees":
             made["busbw"] = finite(row.trees * bus_factor(row.collective, len(row.gpus)))
-    del made["others"]
+    del made["others"], made["quickest"]
+    if row.quickest:
+        made["quickest"] = [asdict(one) for one in row.quickest]
     if row.others:
         made["others"] = {head: None if rate is None else finite(rate) for head, rate in row.others}
     return made

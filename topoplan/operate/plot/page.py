@@ -16,9 +16,10 @@ from topoplan.errors import InfeasibleError, UsageError, warnings_first
 from topoplan.machine.fabric import channel_words
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import nic_name
+from topoplan.model.expected_times import nccl_times
 from topoplan.model.schedule_selection import ScheduleChoice, choose_by_size
 from topoplan.model.times_by_size import SizeRow, sweep
-from topoplan.operate.compare.comparison import nccl_rivals, nccl_times
+from topoplan.operate.compare.comparison import nccl_rivals
 from topoplan.operate.compare.costs import costs_of
 from topoplan.operate.compare.recommendation import recommend
 from topoplan.operate.diagnosis import diagnose
