@@ -97,7 +97,8 @@ __device__ inline void progress(const Control& control, unsigned long long done)
 // Tells the ranks that get messages from this kernel that they have no data. Each slice has a word of its own, since
 // the messages of one are read while kernels of others run.
 __device__ inline void give_up(const Control& control, Failure what) {
-    if (control.gave_up) tell(control.gave_up, (unsigned long long)what);
+    // once, since the other side of a message that was aborted may still read it
+    if (control.gave_up && !acquired(control.gave_up)) tell(control.gave_up, (unsigned long long)what);
 }
 
 // Reports the first failure.
