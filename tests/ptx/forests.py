@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from tests.ptx.machine import KernelFault, Outcome, read, run_ranks
 from tests.ptx.text import Program
 from tests.support.hand_plans import three_phase_plan
 from tests.support.kernel_data import EVERY_CASE, averaged, bits_type, joined, same_bits, special
-from tests.support.ranks_on_machine import ARENA, Ranks
+from tests.support.ranks_on_machine import ARENA, Ranks, message_programs
+from topoplan.model.window_slices import SlicedClock
 from topoplan.plans.plan import Plan
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +61,7 @@ class Case:
     domains: tuple[int, ...] = ()  # of each rank; empty for its server
     compares: bool = False  # the ranks compare digests of their calls
     again: bool = False  # all calls put their results at the same place, so that those of the last are left
+    slices: int = 1  # of the buffer, with messages beside kernels
 
     @property
     def switched(self) -> bool:
@@ -148,6 +151,7 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool =
             small_bytes=small,
             room_bytes=ARENA - longest * len(case.counts) if case.direct else ARENA,
             exact=case.exact,
+            overlaps=case.slices > 1,
         ),
     )
     generator = np.random.default_rng(seed)
@@ -156,8 +160,8 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool =
         inputs = [given(case, length, generator) for _ in range(size)]
         made.wanted.append(expected(plan, case, inputs))
         copies = [array.copy() for array in inputs]
-        made.got.append(
-            made.ranks.queue(
+        with patch.object(SlicedClock, "slices", lambda *_, **__: case.slices):
+            results = made.ranks.queue(
                 plan,
                 copies,
                 op=case.op,
@@ -167,7 +171,7 @@ def prepared(case: Case, seed: int = 0, timeout: float = 1e-2, *, filled: bool =
                 direct=place,
                 digests=[len(made.got) + 1] * size if case.compares else None,
             )
-        )
+        made.got.append(results)
     programs = [one for engine in made.ranks.engines for one in engine._programs.values()]
     assert not case.small or all(one.small for one in programs), case
     if case.again:
@@ -234,7 +238,7 @@ def run(made: Prepared, seed: int, kernel: Program | None = None, **options: Any
     queues = made.ranks.take()
     if kernel is not None:
         queues = [
-            [one if one.program.name == "messages" else replace(one, program=kernel) for one in queue]
+            [one if one.program.name in message_programs() else replace(one, program=kernel) for one in queue]
             for queue in queues
         ]
     return run_ranks(queues, seed=seed, **options)

@@ -6,8 +6,11 @@ No GPU is asked for: what only one can show is in ``docs/support.md``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from collectives import lower
 from collectives.backends.nccl import kernel_program
 from collectives.backends.nccl.kernel_program import END, STEP
+from collectives.backends.nccl.window_engine import WindowEngine
 from collectives.tables.kernels.kernel_launch import compile_source
 from collectives.tables.kernels.source import TRY_PEERS, forest_source
 from tests.ptx.forests import (
@@ -88,6 +92,70 @@ ALONE = (
 )
 def test_all_ranks_end_with_the_bits_of_loopback(number: int) -> None:
     assert outcome(SAMPLE[number], seed=number) is None
+
+
+SLICED = (
+    Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300, 33, 300), slices=2),
+    *(
+        Case("2 x dgx-1v", collective, (0, 1, 2), (300, 33), direct=True, in_place=True, slices=3)
+        for collective in COLLECTIVES
+    ),
+    Case("2 x dgx-1v mixed", gpus=(0, 1, 2), counts=(300, 33), op="avg", direct=True, slices=2),
+    Case("2 x dgx-h100 switch", gpus=(0, 1, 2), counts=(200, 33), dtype="int32", direct=True, slices=2),
+    Case("2 x dgx-1v", gpus=(0, 1, 2), counts=(300,), dtype="bfloat16", chunk=48, slices=2),
+    Case("three phases", counts=(300, 33), domains=(0, 0, 0, 1, 1, 1), slices=4),
+    Case("dgx-1v", "broadcast", QUAD, (300,), domains=(0, 1, 2, 3), slices=2),
+    Case("dgx-1v apart", gpus=QUAD, counts=(200, 33), slices=2),
+)
+"""Buffers in slices, whose messages move beside kernels; with 33 elements some slices of shards are empty."""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number in (0, 1, 3, 9) else pytest.param(number, marks=pytest.mark.thorough)
+        for number in range(len(SLICED))
+    ],
+)
+def test_slices_give_the_bits_of_loopback(number: int) -> None:
+    for seed in range(2):
+        assert outcome(SLICED[number], seed) is None
+
+
+def unordered(queues: Sequence[Sequence[Launch]]) -> tuple[int, int, int]:
+    """Return the kernels and the groups of messages in a rank's queues, and the pairs of them that may overlap.
+
+    Launches of a queue follow each other, and an event lets those behind its wait follow those before its record. The
+    first launch, which loads the kernel, does not count.
+    """
+    launches = [(stream, launch) for stream, queue in enumerate(queues) for launch in queue]
+    before = np.zeros((len(launches), len(launches)), dtype=np.bool_)
+    names = [launch.program.name for _, launch in launches]
+    records = {
+        launch.arguments[0]: at for at, (_, launch) in enumerate(launches) if names[at] == "record_event"
+    }
+    for at, (stream, launch) in enumerate(launches):
+        if at and launches[at - 1][0] == stream:
+            before[at - 1, at] = True
+        awaited = launch.arguments[{"wait_event": 0, "messages": 3}.get(names[at], 0)]
+        if names[at] in ("wait_event", "messages") and awaited:
+            before[records[awaited], at] = True
+    for middle in range(len(launches)):
+        before |= before[:, middle, None] & before[middle]
+    kernels = [at for at, name in enumerate(names) if name.startswith("forest")][1:]
+    groups = [at for at, name in enumerate(names) if name == "messages"]
+    return len(kernels), len(groups), sum(not (before[a, b] or before[b, a]) for a in kernels for b in groups)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 4])
+def test_messages_may_move_beside_kernels_of_other_slices_alone(slices: int) -> None:
+    """Each group beside one kernel of every other slice: of its phase if that is behind it, else of the next one."""
+    case = Case("three phases", counts=(900,), domains=(0, 0, 0, 1, 1, 1), slices=slices)
+    ranks = prepared(case).ranks
+    queues = ranks.take()
+    for rank in range(ranks.size):
+        found = unordered(queues[rank :: ranks.size])
+        assert found == (3 * slices, 2 * slices, 2 * slices * (slices - 1))
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
@@ -276,6 +344,48 @@ def test_when_a_rank_dies_no_server_ends_with_what_another_has_left_behind(case:
                 earlier.add(at)
                 at = engines[at].waiting()[0]
             assert case is not PAIR or at == victim
+
+
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(rank, marks=pytest.mark.thorough) for rank in range(1, 6))]
+)
+def test_a_rank_that_dies_between_slices_is_named_and_nobody_ends_with_half_of_a_result(victim: int) -> None:
+    case = replace(PAIR, slices=2)
+    whole = run(prepared(case, victim, filled=True), victim).rank_steps[victim]
+    for tenths in (3, 6, 8):
+        made = prepared(case, victim, timeout=5e-4, filled=True)
+        found = run(made, victim, stop=(victim, whole * tenths // 10))
+        engines = made.ranks.engines
+        failed = {rank for rank, engine in enumerate(engines) if engine.late or engine.peer_gave_up}
+        for rank in set(range(6)) - {victim}:
+            assert found.finished[rank]
+            assert rank in failed or same_bits(made.got[0][rank], made.wanted[0][rank])
+        assert not failed or victim in {engines[rank].waiting()[0] for rank in failed}
+
+
+@pytest.mark.parametrize(
+    ("ordered", "problem"),
+    [
+        (lambda engine, stream: stream is not engine._stream, "race|nobody has written"),
+        (lambda engine, stream: stream is engine._stream, "race|nobody has written"),
+    ],
+    ids=["kernels do not wait for messages", "messages do not wait for kernels"],
+)
+def test_an_event_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch, ordered: Any, problem: str) -> None:
+    wait = WindowEngine._wait
+    monkeypatch.setattr(
+        WindowEngine,
+        "_wait",
+        lambda engine, stream, event: wait(engine, stream, event) if ordered(engine, stream) else None,
+    )
+    assert re.search(problem, outcome(replace(PAIR, slices=2), 0) or "")
+
+
+def test_slices_that_share_a_word_for_failures_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of one slice would write what kernels of another read."""
+    words_of = WindowEngine._words_of
+    monkeypatch.setattr(WindowEngine, "_words_of", lambda engine, _: words_of(engine, 0))
+    assert "race" in (outcome(replace(PAIR, slices=2), 0) or "")
 
 
 @pytest.mark.thorough

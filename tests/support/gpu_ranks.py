@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from collectives import Communicator
+from collectives.backends.nccl import device_arenas
 from collectives.backends.nccl.nccl_backend import NcclBackend
 from collectives.peers.rendezvous import Rendezvous
 from collectives.peers.tcp_control_plane import TcpControlPlane
@@ -40,6 +41,14 @@ def machine() -> Iterator[Machine]:
 @pytest.fixture
 def cupy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return install(monkeypatch, machine)
+
+
+@pytest.fixture
+def pairs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Four GPUs on two hosts."""
+    machine.gpus, machine.teams = 4, 2
+    monkeypatch.setattr(device_arenas, "_host", lambda: f"host {machine.device // 2}")
+    return machine
 
 
 def floats(

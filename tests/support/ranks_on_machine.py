@@ -53,8 +53,8 @@ __device__ bool comes(long long flag, long long patience) {
     return true;
 }
 
-extern "C" __global__ void messages(const Item* items, long long count, long long patience) {
-    if (threadIdx.x) return;
+extern "C" __global__ void messages(const Item* items, long long count, long long patience, long long kernel) {
+    if (threadIdx.x || (kernel && !comes(kernel, patience))) return;
     for (long long k = 0; k < count; ++k)
         if (items[k].sends) put(items[k].ready);
     for (long long k = 0; k < count; ++k) {
@@ -69,17 +69,27 @@ extern "C" __global__ void messages(const Item* items, long long count, long lon
     for (long long k = 0; k < count; ++k)
         if (items[k].sends) comes(items[k].taken, patience);
 }
+
+extern "C" __global__ void record_event(long long flag) {
+    if (!threadIdx.x) put(flag);
+}
+
+extern "C" __global__ void wait_event(long long flag) {
+    if (!threadIdx.x)
+        while (!seen(flag)) {}
+}
 """
 """Sends and receives that belong together, as NCCL runs them behind a kernel: all begin before any ends. Whose message
-does not come is taken for failed, as by a host that gives up; the word says so."""
+does not come is taken for failed, as by a host that gives up; the word says so. On a stream of their own they wait for
+the event of that kernel first, and do nothing if its rank has died. The others are events between streams."""
 
 ITEM = 7  # numbers of an item
 ARENA = 4 << 20  # bytes
 
 
 @cache
-def messages_program() -> Program:
-    return read(compile_source(MESSAGES, ARCHITECTURE, to="ptx").code.decode())["messages"]
+def message_programs() -> dict[str, Program]:
+    return read(compile_source(MESSAGES, ARCHITECTURE, to="ptx").code.decode())
 
 
 class Put:
@@ -99,8 +109,8 @@ class Gpu:
     Attributes
     ----------
     memory : Memory
-    launches : list of Launch
-        What was queued since they were taken last.
+    stream, beside : Stream
+        What was queued since it was taken last: kernels, and messages beside them.
     threads : int
         Of a block, in place of those that the engine asks for: fewer are run sooner.
     filled : bool
@@ -111,9 +121,13 @@ class Gpu:
         self.filled = filled
         # no rank sees anything where another one does
         self.memory = Memory(end=(rank + 1) << 40)
-        self.launches: list[Launch] = []
         self.threads = threads
-        self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned)
+        self.cuda = SimpleNamespace(alloc_pinned_memory=self._pinned, Event=partial(Event, self))
+        self.stream, self.beside = Stream(self), Stream(self)
+
+    @property
+    def launches(self) -> list[Launch]:
+        return self.stream.launches
 
     def put(self, name: str, array: Array, *, written: bool = True, writable: bool = True) -> Any:
         line = array.view(np.uint8).reshape(-1) if array.size else np.zeros(1, dtype=np.uint8)
@@ -151,8 +165,31 @@ class Gpu:
 
 
 class Stream(nullcontext[None]):
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.launches: list[Launch] = []
+        self.awaited = 0  # the event that the next messages wait for
+
     def synchronize(self) -> None:
         pass
+
+    def queue(self, name: str, *values: int) -> None:
+        self.launches.append(Launch(message_programs()[name], 1, 1, list(values), self.gpu.memory))
+
+    def wait_event(self, event: Event) -> None:
+        if self is self.gpu.stream:
+            self.queue("wait_event", event.flag)
+        else:
+            self.awaited = event.flag
+
+
+class Event:
+    def __init__(self, gpu: Gpu, disable_timing: bool = False) -> None:
+        self.flag = gpu.put("event", np.zeros(1, dtype=np.uint64)).data.ptr
+
+    def record(self, stream: Stream) -> None:
+        stream.queue("record_event", self.flag)
 
 
 @dataclass(slots=True)
@@ -174,7 +211,10 @@ class Region:
 
 
 class Ranks:
-    """The ranks of a plan, each with an engine; of `filled` memory all may be read before it is written."""
+    """The ranks of a plan, each with an engine; of `filled` memory all may be read before it is written.
+
+    With `overlaps` the engines have a stream for messages, which run beside kernels.
+    """
 
     def __init__(
         self,
@@ -186,6 +226,7 @@ class Ranks:
         domains: tuple[int, ...] = (),
         switched: bool = False,
         filled: bool = False,
+        overlaps: bool = False,
         **settings: Any,
     ) -> None:
         self.size = size
@@ -206,7 +247,8 @@ class Ranks:
             all_ = [self.arenas[owner] for owner in near]
             multicast = gpu.memory.put_multicast("all arenas", all_) if switched else 0
             region = Region(rank, size, arena, addresses, self.domains, multicast)
-            self.engines.append(WindowEngine(gpu, gpu, region, Stream(), timeout=timeout, **settings))  # type: ignore[arg-type]
+            settings["beside"] = gpu.beside if overlaps else None
+            self.engines.append(WindowEngine(gpu, gpu, region, gpu.stream, timeout=timeout, **settings))  # type: ignore[arg-type]
 
     def queue(
         self,
@@ -273,17 +315,17 @@ class Ranks:
             engine.queue(placed, before, after, partial(self._move, rank), digest=digest)
         return results
 
-    def _move(self, rank: int, messages: Any) -> None:
+    def _move(self, rank: int, messages: Any, stream: Stream) -> None:
         gpu = self.gpus[rank]
+        words = {peer: address for sends, peer, address, _ in messages if not sends}  # the last of each peer
         items = np.zeros((len(messages), ITEM), dtype=np.int64)
         for item, (sends, peer, address, nbytes) in zip(items, messages, strict=True):
             item[:2], item[4] = (sends, nbytes), address
-            item[6] = self.engines[rank]._others.data.ptr + 8 * peer
+            item[6] = words.get(peer, 0)
             box = self._sent[rank, peer] if sends else self._received[peer, rank]
             box.append((item, gpu.part(address, nbytes)))
         table = gpu.put("messages", items, writable=False).data.ptr
-        values = [table, len(items), self.patience]
-        gpu.launches.append(Launch(messages_program(), 1, 1, values, gpu.memory))
+        stream.queue("messages", table, len(items), self.patience, stream.awaited)
 
     def _post(self) -> None:
         """Let each message that is received know the one that was sent."""
@@ -301,12 +343,16 @@ class Ranks:
             sent.clear()
 
     def take(self) -> list[list[Launch]]:
+        """Return the queues of all ranks, and behind them, if there are any, those of messages beside kernels."""
         self._post()
-        queues = [gpu.launches for gpu in self.gpus]
-        for gpu in self.gpus:
-            gpu.launches = []
+        streams = [gpu.stream for gpu in self.gpus]
+        if any(gpu.beside.launches for gpu in self.gpus):
+            streams += [gpu.beside for gpu in self.gpus]
+        queues = [stream.launches for stream in streams]
+        for stream in streams:
+            stream.launches = []
         return queues
 
     def put_back(self, queues: list[list[Launch]]) -> None:
         for gpu, queue in zip(self.gpus, queues, strict=True):
-            gpu.launches = list(queue)
+            gpu.stream.launches = list(queue)

@@ -306,8 +306,9 @@ def kernel_steps(flow: Dataflow) -> KernelSteps:
 class WindowsClock:
     """The model time of a plan on the windows engine as a function of the size.
 
-    All GPUs of the plan write to each other's memory. `packets_to` is the most bytes that go in packets; 0 for none.
-    The engine asks `packets_to` and `pieces` too, so both follow from the plan and its machine's default costs alone.
+    All GPUs of the plan write to each other's memory. `flow` has the hops of one kernel if the plan needs several
+    (`window_slices`), by default all hops. `packets_to` is the most bytes that go in packets; 0 for none. The engine
+    asks `packets_to` and `pieces` too, so both follow from the plan and its machine's default costs alone.
 
     >>> import topoplan
     >>> time = WindowsClock(topoplan.plan(topoplan.load("dgx-h100"), "allreduce"), HOPPER)
@@ -317,13 +318,13 @@ class WindowsClock:
     (4.5, 6.15)
     """
 
-    def __init__(self, plan: Plan, costs: EngineCosts) -> None:
-        flow = dataflow(plan)
+    def __init__(self, plan: Plan, costs: EngineCosts, flow: Dataflow | None = None) -> None:
+        small = flow is None and plan.collective == "allreduce" and 0 < plan.height <= SMALL_HEIGHT
+        flow = flow or dataflow(plan)
         self._steps = steps = kernel_steps(flow)
         self._costs, self._default_costs = costs, costs_of(plan.topology)[0]
         self._collective = plan.collective
         self._size = len(plan.ranks)
-        small = plan.collective == "allreduce" and 0 < plan.height <= SMALL_HEIGHT
         self._exchange = _exchange_seconds(flow.fabric) if small else 0.0
         self._links = max(flow.seconds_per_byte, default=0.0)
         loads = [self._by_rank(steps.share * edges)[:, 0] for edges in (steps.arrivals, steps.departures)]
@@ -386,19 +387,29 @@ class WindowsClock:
         return self._along_trees(nbytes, settings, self._costs, joint_blocks)
 
     def pieces(self, nbytes: int, settings: Settings) -> NDArray[np.int64]:
-        """Return the fewest of `PIECES`, (C,) int64, with the least time.
-
-        Ranks must agree on it, so it takes no functions but those whose results IEEE 754 fixes.
+        """Return the fewest of `PIECES`, (C,) int64, with the least time (`agreed_seconds`).
 
         settings: (3, C) int64, blocks of the kernel, parts of a step, and the most bytes of a chunk.
         """
-        every = np.array([*np.tile(settings, len(PIECES)), np.repeat(PIECES, settings.shape[1])])
-        seconds, _ = self._along_trees(nbytes, every, self._default_costs, np.minimum)
-        rows = seconds.reshape(len(PIECES), -1)
+        rows = self._by_pieces(nbytes, settings)
         fewest: NDArray[np.int64] = np.array(PIECES)[
             (rows <= rows.min(axis=0) * (1 + TOLERANCE)).argmax(axis=0)
         ]
         return fewest
+
+    def agreed_seconds(self, nbytes: int, blocks: int, limit: int) -> float:
+        """Return the seconds along the trees by the default costs, in chunks of `limit` bytes at most.
+
+        Ranks must agree on it, so it takes no functions but those whose results IEEE 754 fixes.
+        """
+        count = np.array([blocks])
+        return float(self._by_pieces(nbytes, np.array([count, self._parts(count), [limit]])).min())
+
+    def _by_pieces(self, nbytes: int, settings: Settings) -> Floats:
+        """Return the seconds of settings, (3, C), by the default costs, with a row for each of `PIECES`."""
+        every = np.array([*np.tile(settings, len(PIECES)), np.repeat(PIECES, settings.shape[1])])
+        seconds, _ = self._along_trees(nbytes, every, self._default_costs, np.minimum)
+        return seconds.reshape(len(PIECES), -1)
 
     def _parts(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         parts: NDArray[np.int64] = np.ceil(blocks * self._longest - 1e-9).astype(np.int64).clip(1, blocks)
@@ -421,7 +432,9 @@ class WindowsClock:
         work = self._by_rank(chunks * one)
         busy = np.minimum(blocks, steps.most * parts)
         port = self._port * nbytes / (costs.peak * 1e9)
-        moved = (work / joint(busy, work / np.maximum(port, work / _MANY))).max(axis=0)
+        full = np.maximum(port, work / _MANY)
+        enough = np.divide(work, full, out=np.ones_like(work), where=full > 0)  # a rank may have no step
+        moved = (work / joint(busy, enough)).max(axis=0)
         chain = float((longest_chains(hop, steps.forward) + hop).max())
         wires = np.maximum(port.max(axis=0), self._links * nbytes)
         seconds = np.maximum(np.maximum(pipelined, chain - costs.hop + moved), chain + wires)

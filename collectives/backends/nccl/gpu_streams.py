@@ -67,13 +67,14 @@ class NcclStreams:
     """The streams of a rank, and what runs in them.
 
     `kernels` of the GPU that is current now and in every call. `origin` is the stream before which everything starts,
-    and which continues when all has ended. `done` holds the steps of the running program whose messages have moved.
+    and which continues when all has ended. `beside` runs joins beside messages; or, with the windows engine, messages
+    beside kernels. `done` holds the steps of the running program whose messages have moved.
     """
 
     def __init__(self, cupy: ModuleType, kernels: Kernels) -> None:
         self._cupy: Any = cupy
         self._kernels = kernels
-        self.origin, self._joining, self._marking = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+        self.origin, self.beside, self._marking = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
         self._memory: Any = cupy.cuda.alloc_pinned_memory(4)
         self.done: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32, count=1)
 
@@ -95,7 +96,7 @@ class NcclStreams:
         `addresses` has the buffers' three addresses. `check` is called before each step, and may raise to end the
         collective.
         """
-        moving, joining, marking = self.origin, self._joining, self._marking
+        moving, joining, marking = self.origin, self.beside, self._marking
         begun = self._event(moving)
         joining.wait_event(begun)
         marking.wait_event(begun)

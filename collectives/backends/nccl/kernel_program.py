@@ -12,6 +12,10 @@ steps in the order of rounds. The input of a step, data of lower levels or a fre
 edge has more slots than its data skips levels. Steps can be dealt to blocks in any way, as long as the GPUs run all
 blocks of all ranks at once. Kernels of a phase wait for no later one, and messages for those of earlier phases
 alone.
+
+A long buffer of several phases is cut into slices, each a part of every shard, so that messages of one move beside
+kernels of another. All ranks run the kernels one at a time in the order of `KernelTables.phases`, and their messages in
+that order too, so both wait only for earlier ones. No element is added in another order.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -40,6 +45,7 @@ from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import TransferTable, place_in
 from topoplan.machine.routing import memory_access
 from topoplan.model.window_engine import LEAST_CHUNK, WindowsClock, costs_of, most_blocks
+from topoplan.model.window_slices import SlicedClock
 from topoplan.plans.plan import Plan
 from topoplan.plans.shards import ALIGNMENT
 
@@ -95,7 +101,7 @@ class KernelMessage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPhase:
-    """A rank's work in one kernel, and the messages behind it.
+    """A rank's work in one kernel on a slice of the buffer, and the messages behind it.
 
     `blocks` has B + 1 entries, for B blocks; no kernel runs if B is 0. `steps` has rows of `STEP`, `ends` of `END`.
     """
@@ -104,11 +110,16 @@ class KernelPhase:
     steps: NDArray[np.void]
     ends: NDArray[np.void]
     messages: tuple[KernelMessage, ...]
+    slice: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelTables:
-    """A rank's work in a collective; `room` counts the elements for sums that are needed again, and for messages."""
+    """A rank's work in a collective.
+
+    `phases` has all slices of the first phase, then those of the second, and so on. `room` counts the elements for sums
+    that are needed again, and for messages.
+    """
 
     phases: tuple[KernelPhase, ...]
     room: int
@@ -135,6 +146,7 @@ class KernelPlan:
     - `room`: bytes that the arenas have left. A plan takes as many parts as fit, at least one, in slots that are halved
       down to `LEAST_STRIDE` while fewer than three quarters of the wanted parts fit.
     - `domains` of each rank; empty if all are in one.
+    - `overlaps`: kernels run beside messages, so long buffers are cut into slices.
     - `adds`, `copies`: whether switches that can are to add, and to copy.
 
     `nbytes` is what it takes in every arena, zeroed before its first run. `stars` counts what switches add or copy.
@@ -151,6 +163,7 @@ class KernelPlan:
         blocks: int,
         room: int = 1 << 62,
         domains: tuple[int, ...] = (),
+        overlaps: bool = False,
         adds: bool = False,
         copies: bool = False,
     ) -> None:
@@ -170,6 +183,8 @@ class KernelPlan:
         self.pulled &= ~found.crosses & (found.star < 0)
         self.phases = 1 + max((step.phase for step in found.steps), default=0)
         self.clock = clock_of(key)
+        self._sliced = overlaps and self.phases > 1
+        self._domains, self._key = domains or (0,) * len(key.plan.ranks), key
         self._longest = _longest_step(key, found)
         wanted = self.wanted_parts(blocks)
         while True:
@@ -183,6 +198,14 @@ class KernelPlan:
     def wanted_parts(self, blocks: int) -> int:
         """Return into how many parts steps are cut: a rank's longest one shares blocks by its part of the work."""
         return max(1, min(blocks, math.ceil(blocks * self._longest - 1e-9)))
+
+    def slices(self, nbytes: int, blocks: int, limit: int) -> int:
+        """Return into how many slices a buffer is cut, for so many blocks and bytes of a chunk; all ranks agree."""
+        if not self._sliced:
+            return 1
+        return sliced_clock_of(self._key, self._domains, self.apart).slices(
+            nbytes, blocks=blocks, limit=limit
+        )
 
     def _lay(self, key: PlanKey, base: int, parts: int) -> None:
         """Assign flags and slots of so many parts their places in the arenas."""
@@ -240,6 +263,12 @@ def clock_of(key: PlanKey) -> WindowsClock:
     return WindowsClock(key.plan, costs_of(key.plan.topology)[0])
 
 
+@lru_cache(maxsize=64)
+def sliced_clock_of(key: PlanKey, domains: tuple[int, ...], apart: frozenset[tuple[int, int]]) -> SlicedClock:
+    """Return the model of a plan over several domains, by which its buffers are cut into slices."""
+    return SlicedClock(key.plan, domains, apart)
+
+
 def _longest_step(key: PlanKey, found: ForestSteps) -> float:
     """Return the longest step's part of its rank's work in a kernel."""
     work: dict[tuple[int, int], list[float]] = {}
@@ -269,7 +298,8 @@ class _KernelTablesBuilder:
         self._blocks = min(plan.blocks, most_blocks(nbytes))
         self._parts = min(plan.parts, plan.wanted_parts(self._blocks))
         settings = np.array([[self._blocks], [self._parts], [limit]])
-        self._pieces = int(plan.clock.pieces(nbytes, settings)[0])
+        self._slices = plan.slices(nbytes, self._blocks, limit)
+        self._pieces = int(plan.clock.pieces(-(-nbytes // self._slices), settings)[0])
         self._itemsize = itemsize
         # the rows of chunk 0, without empty shards
         _, firsts = np.unique(self._found.row, return_index=True)
@@ -278,7 +308,8 @@ class _KernelTablesBuilder:
         self._room: dict[tuple[str, int], Buffer] = {}
         self._length = 0
         self._values: dict[int, Buffer] = {}  # where the value of a step is after it
-        self._messages: list[list[tuple[int, KernelMessage]]] = [[] for _ in range(plan.phases)]
+        count = plan.phases * self._slices
+        self._messages: list[list[tuple[int, KernelMessage]]] = [[] for _ in range(count)]
 
     def build(self) -> KernelTables:
         pieces: list[list[tuple[ForestStep, int]]] = [[] for _ in self._messages]
@@ -290,23 +321,27 @@ class _KernelTablesBuilder:
             fixed, arrivals, departures = self._step(step)
             if not arrivals and not departures:
                 continue
-            here = ends[step.phase]
-            for part in range(self._parts):
-                size, (own, kept, *rest) = self._size(step, part), fixed
+            for cut, part in product(range(self._slices), range(self._parts)):
+                size, (own, kept, *rest) = self._size(step, cut, part), fixed
                 if not size[-1]:
                     continue
+                place = step.phase * self._slices + cut
+                here = ends[place]
                 counts = (len(here), len(arrivals), len(departures))
-                rows[step.phase].append((*size, *own, *kept, rest[0], *counts, *rest[1:]))
-                pieces[step.phase].append((step, part))
-                here += [self._end(edge, part, arrives=True) for edge in arrivals]
-                here += [self._end(edge, part, arrives=False) for edge in departures]
+                rows[place].append((*size, *own, *kept, rest[0], *counts, *rest[1:]))
+                pieces[place].append((step, part))
+                here += [self._end(edge, cut, part, arrives=True) for edge in arrivals]
+                here += [self._end(edge, cut, part, arrives=False) for edge in departures]
         phases = []
-        for mine, steps, of_steps, messages in zip(pieces, rows, ends, self._messages, strict=True):
+        for place, (mine, steps, of_steps, messages) in enumerate(
+            zip(pieces, rows, ends, self._messages, strict=True)
+        ):
             blocks, dealt, order = _dealt_to_blocks(
                 mine, np.array(steps, dtype=STEP), self._blocks, self._itemsize
             )
             moved = tuple(message for _, message in sorted(messages, key=lambda one: one[0]))
-            phases.append(KernelPhase(blocks, dealt, np.array(of_steps, dtype=END)[order], moved))
+            rows_of_ends = np.array(of_steps, dtype=END)[order]
+            phases.append(KernelPhase(blocks, dealt, rows_of_ends, moved, place % self._slices))
         return KernelTables(tuple(phases), self._length)
 
     def _step(self, step: ForestStep) -> tuple[tuple[Any, ...], list[int], list[int]]:
@@ -375,19 +410,28 @@ class _KernelTablesBuilder:
 
     def _message(self, edge: int, place: Buffer, *, sends: bool) -> None:
         peer = int((self._found.destination if sends else self._found.source)[edge])
-        shard = int(self._found.shard[edge])
-        start, stop = self._bounds[shard : shard + 2]
-        message = KernelMessage(sends, peer, place[0], start - place[1], stop - start)
-        self._messages[self._found.senders[edge].phase].append((edge, message))
+        first = self._found.senders[edge].phase * self._slices
+        for cut in range(self._slices):
+            start, stop = self._slice(int(self._found.shard[edge]), cut)
+            if start < stop:
+                message = KernelMessage(sends, peer, place[0], start - place[1], stop - start)
+                self._messages[first + cut].append((edge, message))
 
-    def _size(self, step: ForestStep, part: int) -> tuple[int, ...]:
-        start, stop = self._bounds[step.shard : step.shard + 2]
+    def _slice(self, shard: int, cut: int) -> tuple[int, int]:
+        """Return the elements of a shard that belong to a slice."""
+        start, stop = self._bounds[shard : shard + 2]
+        length, unit = stop - start, self._slices * ALIGNMENT
+        first, last = (start + min(-(-length * one // unit) * ALIGNMENT, length) for one in (cut, cut + 1))
+        return first, last
+
+    def _size(self, step: ForestStep, cut: int, part: int) -> tuple[int, ...]:
+        start, stop = self._slice(step.shard, cut)
         piece = -(-(stop - start) // (self._pieces * self._parts * ALIGNMENT)) * ALIGNMENT
         chunk = min(max(piece, LEAST_CHUNK // self._itemsize), self._longest)
         chunks = max(-(-(-(-(stop - start) // chunk) - part) // self._parts), 0)
         return step.level, start, stop, chunk, part, self._parts, chunks
 
-    def _end(self, edge: int, part: int, *, arrives: bool) -> tuple[int, ...]:
+    def _end(self, edge: int, cut: int, part: int, *, arrives: bool) -> tuple[int, ...]:
         plan, found = self._plan, self._found
         source, destination = int(found.source[edge]), int(found.destination[edge])
         peer, home = (source if arrives else destination), plan.home(edge)
@@ -395,7 +439,8 @@ class _KernelTablesBuilder:
         if found.receivers[edge].gathers:
             home = source
         elif found.crosses[edge]:
-            slots, count = self._bounds[int(found.shard[edge])] - self._room["message", edge][1], STAGED
+            slots = self._slice(int(found.shard[edge]), cut)[0] - self._room["message", edge][1]
+            count = STAGED
         elif self._is_direct(found.receivers[edge]):
             slots, count = 0, DIRECT
         number = (2 * edge + arrives) * plan.parts + part

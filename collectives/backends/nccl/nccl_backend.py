@@ -93,6 +93,9 @@ DRAIN_SECONDS = 1.0
 NOTICE_SECONDS = 1.0
 """Time for a rank that gave up to report why."""
 
+NCCL_BLOCKS = 64
+"""The most blocks of a kernel of NCCL, one for each channel (``MAXCHANNELS`` of NCCL 2.30); each takes a processor."""
+
 CAPTURES, NOT_READY_TO_CAPTURE, ON_HOST = -1, -2, -3
 """Offers of ranks that capture a collective in a graph, or have their arrays on the host."""
 
@@ -555,6 +558,8 @@ class NcclBackend(OneRank):
             each = processors // found.sharing
             most = max(min(BLOCKS, each), min(WIDE_BLOCKS, each // 3))
             blocks = -self._world.largest(-float(most), timeout=self._timeout)
+            # a kernel that waits for a peer must never keep NCCL's from starting, nor the other way round
+            spare = -self._world.largest(-(each - blocks), timeout=self._timeout)
             kernels, origin = self.arrays.kernels, self._streams.origin
             self._engine = WindowEngine(
                 self._cupy,
@@ -565,6 +570,7 @@ class NcclBackend(OneRank):
                 blocks=int(blocks),
                 room_bytes=region_bytes // 2 // UNIT * UNIT,
                 exact=bool(self._settings["exact"]),
+                beside=self._streams.beside if spare >= NCCL_BLOCKS else None,
             )
             self._guard.on_stop = self._engine.stop
             if self._engine.alone:
@@ -738,12 +744,12 @@ class NcclBackend(OneRank):
             time.sleep(1e-3)  # its report is on the way
         raise self._world.trouble() or BackendError(f"rank {peer} gave up", rank=self.rank, peer=peer)
 
-    def _move(self, messages: Sequence[tuple[bool, int, int, int]]) -> None:
+    def _move(self, messages: Sequence[tuple[bool, int, int, int]], stream: Any) -> None:
         """Queue messages behind a kernel (`window_engine.Move`)."""
-        link, stream = self._connection.link, self._streams.origin.ptr
+        link = self._connection.link
         with self._connection.group():
             for sends, peer, address, nbytes in messages:
-                (link.send if sends else link.receive)(address, nbytes, peer, stream)
+                (link.send if sends else link.receive)(address, nbytes, peer, stream.ptr)
         self._connection.settle(self._guard.check)
 
     def _run_messages(self, call: Call[Any], source: int, result: int, stream: Any) -> None:
@@ -917,10 +923,11 @@ class NcclBackend(OneRank):
         end = time.monotonic() + DRAIN_SECONDS
         runtime = self._cupy.cuda.runtime
         with contextlib.suppress(runtime.CUDARuntimeError), self._gpu():
-            while self._under_way(runtime.streamQuery(self._streams.origin.ptr)):
-                if time.monotonic() > end:
-                    return False
-                time.sleep(1e-3)
+            for stream in (self._streams.beside, self._streams.origin):
+                while self._under_way(runtime.streamQuery(stream.ptr)):
+                    if time.monotonic() > end:
+                        return False
+                    time.sleep(1e-3)
         return True
 
     def _drop_graphs(self) -> None:

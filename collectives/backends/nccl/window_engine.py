@@ -4,7 +4,8 @@ The kernel works through the tables of `kernel_program`, which are copied to the
 memory connects both: the kernel's progress and its wait, and the request to end.
 
 Between domains messages move behind each kernel but the last. Each carries the sender's failure flag, which the next
-kernel reads, so no rank returns the output of a kernel that gave up.
+kernel of the slice reads, so no rank returns the output of a kernel that gave up. Messages of a buffer in slices have
+a stream of their own: events let a kernel wait for the messages of its slice, and these for the kernel before them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from collectives.tables.kernels.source import TELL_CALL, forest_kernel, switch_a
 from collectives.tables.lowering import PlanKey
 from collectives.tables.transfer_table import Given, TransferTable
 from topoplan.model.window_engine import SLOT_BYTES, SMALL_BLOCKS, SMALL_BYTES, WIDE_BLOCKS
+from topoplan.model.window_slices import MOST_SLICES
 from topoplan.units import listed
 
 THREADS, SMALL_THREADS = 512, 256
@@ -66,8 +68,8 @@ COMPLETE = 0xFFFFFFFF
 Layout = tuple[TransferTable, str, str | None, Given, tuple[int, int], bool]
 """Key of a program: table, dtype, operation, input and result elements, and whether other ranks write to its result."""
 
-Move = Callable[[Sequence[tuple[bool, int, int, int]]], None]
-"""Queue a group of messages: whether it sends, the peer, an address and bytes."""
+Move = Callable[[Sequence[tuple[bool, int, int, int]], Any], None]
+"""Queue a group of messages on a stream: whether it sends, the peer, an address and bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +77,8 @@ class KernelLaunch:
     """A kernel of a program, and the messages behind it.
 
     `job` holds the kernel's arguments, a CuPy array, and `phase` its tables, for reports of failures; both are None if
-    no kernel runs. `counts` is the address of the numbers that count the chunks of earlier collectives.
+    no kernel runs. `counts` is the address of the numbers that count the chunks of earlier collectives. `slice` of the
+    buffer; `follows` is the launch whose messages the kernel needs, the last earlier one of its slice, or None.
     """
 
     job: Any
@@ -83,6 +86,8 @@ class KernelLaunch:
     messages: tuple[KernelMessage, ...]
     counts: int = 0
     phase: KernelPhase | None = None
+    slice: int = 0
+    follows: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +107,11 @@ class BoundKernelPlan:
     kept: list[Any]
     alone: bool = True
 
+    @property
+    def slices(self) -> int:
+        """Return into how many slices the buffer is cut."""
+        return 1 + max((one.slice for one in self.launches), default=0)
+
 
 class WindowEngine:
     """Run collectives among the ranks of arenas; all ranks have the same settings.
@@ -115,6 +125,8 @@ class WindowEngine:
     - `small_bytes`: up to this size ranks may send their input to all others, instead of along trees; a multiple of 16.
     - `room_bytes` of each arena for slots and flags, the same on all ranks; the whole arena by default.
     - `exact`: sums have the plan's bits. Without it a switch that can add does so, in any order.
+    - `beside`: a stream for the messages of buffers in slices. None, on all ranks, if kernels and messages cannot run
+      at once; no buffer is cut then.
 
     `alone`: all ranks are in one domain. `about_pairs`: why pairs of GPUs in the plans so far exchange messages, in one
     line; the same on all ranks, and empty without such pairs.
@@ -133,11 +145,13 @@ class WindowEngine:
         small_bytes: int = SMALL_BYTES,
         room_bytes: int | None = None,
         exact: bool = True,
+        beside: Any = None,
     ) -> None:
         self._cupy: Any = cupy
         self._kernels = kernels
         self.region = region
         self._stream = stream
+        self._beside = beside
         self._timeout = timeout
         self.blocks = blocks
         self._slot_bytes = slot_bytes
@@ -162,7 +176,9 @@ class WindowEngine:
         self._base += 4 * self._small_bytes * region.size
         with stream:
             self._dead = cupy.zeros(1, dtype=np.uint64)
-            self._others = cupy.zeros(region.size, dtype=np.uint64)
+            # of each slice: what this rank tells with its messages, and what each other rank has told
+            self._gave_up = cupy.zeros(MOST_SLICES, dtype=np.uint64)
+            self._others = cupy.zeros(MOST_SLICES * region.size, dtype=np.uint64)
             self._numbers = cupy.zeros(SMALL_BLOCKS, dtype=np.uint64)
             self._arenas = cupy.asarray(np.array(region.addresses, dtype=np.int64))
             self._calls, self._calls_at = 0, self._base
@@ -263,14 +279,34 @@ class WindowEngine:
             call = (self._calls, digest)
         room = 0 if bound.room is None else bound.room.data.ptr
         places = (source, result) if bound.small else (source, result, room)
+        moving = self._stream if bound.slices == 1 else self._beside
+        moved: dict[int, Any] = {}
         with self._stream:
-            for one in bound.launches:
+            for number, one in enumerate(bound.launches):
                 if one.job is not None:
+                    if one.follows is not None:
+                        self._wait(self._stream, moved[one.follows])
                     numbers = (*map(np.int64, places), *map(np.uint64, call))
                     bound.kernel((one.grid,), (bound.threads,), (one.job, *numbers))
                 if one.messages:
                     assert move is not None, "there are several domains"
-                    move(self._addressed(one.messages, (source, result, room), bound.itemsize))
+                    self._wait(moving, self._end_of(self._stream, before=moving))
+                    move(self._addressed(one, (source, result, room), bound.itemsize), moving)
+                    moved[number] = self._end_of(moving, before=self._stream)
+            if moved:
+                self._wait(self._stream, moved[max(moved)])
+
+    def _end_of(self, stream: Any, *, before: Any) -> Any:
+        """Return an event behind the queued work of a stream; None if `before` is that stream, which needs none."""
+        if stream is before:
+            return None
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        return event
+
+    def _wait(self, stream: Any, event: Any) -> None:
+        if event is not None:
+            stream.wait_event(event)
 
     def begins(self, bound: BoundKernelPlan) -> None:
         """Reset progress and waits of the blocks; no kernel may run."""
@@ -289,7 +325,7 @@ class WindowEngine:
         """Return the peer and the row for which the block furthest behind waits: following such peers leads to the
         failed rank.
 
-        Between two kernels it is the peer whose message has not come, if there is only one.
+        Between two kernels it is the peer whose message the next one needs, if there is only one.
         """
         running = self._running
         # other blocks have words of an earlier program
@@ -299,12 +335,15 @@ class WindowEngine:
             small = running is not None and running.small
             return (min(words) >> 24 & 0xFFFF) - 1, None if small else min(words) & 0xFFFFFF
         blocks = self._page[FIRST_BLOCK::2].tolist()
-        for phase, one in enumerate(() if running is None else running.launches):
-            done = one.job is None or set(blocks[: one.grid]) == {phase << 32 | COMPLETE}
-            later = any(block >> 32 > phase for block in blocks)
-            if done and not later and one.messages:
-                peers = {message.peer for message in one.messages if not message.sends}
-                return (peers.pop(), None) if len(peers) == 1 else (None, None)
+        launches = () if running is None else running.launches
+        for number, one in enumerate(launches):
+            # words only grow during a call
+            if one.job is None or min(blocks[: one.grid]) >= number << 32 | COMPLETE:
+                continue
+            if one.follows is None or any(block >> 32 == number for block in blocks):
+                break
+            peers = {message.peer for message in launches[one.follows].messages if not message.sends}
+            return (peers.pop(), None) if len(peers) == 1 else (None, None)
         return None, None
 
     def state(self) -> str:
@@ -324,7 +363,7 @@ class WindowEngine:
                 continue
             phase, chunks = done >> 32, done & 0xFFFFFFFF
             far = "complete" if chunks == COMPLETE else f"{chunks} chunks"
-            line = f"block {block}: phase {phase}, {far}"
+            line = f"block {block}: kernel {phase}, {far}"
             if not waits:
                 lines.append(line)
                 continue
@@ -387,17 +426,21 @@ class WindowEngine:
         return bool(self._page[FAILED] == PEER_GAVE_UP)
 
     def _addressed(
-        self, messages: Sequence[KernelMessage], places: tuple[int, int, int], itemsize: int
+        self, launch: KernelLaunch, places: tuple[int, int, int], itemsize: int
     ) -> list[tuple[bool, int, int, int]]:
         """Return messages with their addresses, and behind them for each peer the word for failures."""
         moved = [
             (one.sends, one.peer, places[one.buffer] + one.first * itemsize, one.count * itemsize)
-            for one in messages
+            for one in launch.messages
         ]
-        for sends, peer in sorted({(one.sends, one.peer) for one in messages}):
-            word = self._dead.data.ptr if sends else self._others.data.ptr + 8 * peer
-            moved.append((sends, peer, word, 8))
+        gave_up, others = self._words_of(launch.slice)
+        for sends, peer in sorted({(one.sends, one.peer) for one in launch.messages}):
+            moved.append((sends, peer, gave_up if sends else others + 8 * peer, 8))
         return moved
+
+    def _words_of(self, cut: int) -> tuple[int, int]:
+        """Return the addresses of a slice's words for failures: this rank's, and the first of the others'."""
+        return self._gave_up.data.ptr + 8 * cut, self._others.data.ptr + 8 * cut * self.region.size
 
     def _small(self, call: Call[Any]) -> BoundKernelPlan | None:
         """Return the program that sends every input to all ranks; None for a large collective, or one without
@@ -429,10 +472,19 @@ class WindowEngine:
         tables = plan.tables(call.table, call.memory[0], call.itemsize, direct=direct)
         kernel = self._ready(call, "switch" if plan.stars else "forest")
         kept: list[Any] = []
-        launches, received = [], False
+        launches: list[KernelLaunch] = []
+        received: set[int] = set()  # slices of which messages have come
+        moved: dict[int, int] = {}
         for number, phase in enumerate(tables.phases):
-            launches.append(self._launch(number, phase, counts, kept, looks=received, apart=bool(plan.apart)))
-            received |= any(not message.sends for message in phase.messages)
+            one = self._launch(
+                number, phase, counts, kept, looks=phase.slice in received, apart=bool(plan.apart)
+            )
+            one.slice, one.follows = phase.slice, moved.get(phase.slice)
+            launches.append(one)
+            if phase.messages:
+                moved[phase.slice] = number
+            if any(not message.sends for message in phase.messages):
+                received.add(phase.slice)
         nbytes = tables.room * call.itemsize
         room = self._cupy.empty(nbytes, dtype=np.uint8) if nbytes else None
         alone = self.alone and not plan.apart
@@ -449,6 +501,7 @@ class WindowEngine:
                 blocks=self.blocks,
                 room=(self._end - self._base) // 2,  # leave half for further plans
                 domains=self.region.domains,
+                overlaps=self._beside is not None,
                 adds=adds,
                 copies=copies,
             )
@@ -474,7 +527,7 @@ class WindowEngine:
             blocks = np.zeros(2, dtype=np.int64)
         tables, places = self._put((blocks, phase.steps, phase.ends))
         kept.append(tables)
-        job = self._job([*places, counts.data.ptr, number], apart=apart)
+        job = self._job([*places, counts.data.ptr, number], apart=apart, cut=phase.slice)
         return KernelLaunch(job, len(blocks) - 1, phase.messages, counts.data.ptr, phase)
 
     def _put(self, parts: tuple[NDArray[Any], ...]) -> tuple[Any, list[int]]:
@@ -484,11 +537,12 @@ class WindowEngine:
         places = made.data.ptr + np.cumsum([0, *(len(part) for part in flat[:-1])])
         return made, [int(place) for place in places]
 
-    def _job(self, numbers: list[int], *, apart: bool = False) -> Any:
-        """Return the arguments of a kernel: the common ones, and these numbers."""
+    def _job(self, numbers: list[int], *, apart: bool = False, cut: int = 0) -> Any:
+        """Return the arguments of a kernel: the common ones, and these numbers; `cut` is its slice."""
+        gave_up, others = (0, 0) if self.alone and not apart else self._words_of(cut)
         control = [
             *(self._arenas.data.ptr, self.region.multicast, self._dead.data.ptr),
-            *(0 if self.alone and not apart else self._others.data.ptr, self._memory.ptr),
+            *(others, gave_up, self._memory.ptr),
             *(self.region.rank, self.region.size),
             *(int(min(2e9 * self._timeout, LONGEST_WAIT)), self._calls_at),
         ]

@@ -36,7 +36,8 @@ struct Control {
     char* const* arenas;               // of all ranks, as this one sees them
     char* multicast;                   // multicast address of all arenas, for the switch; or null
     unsigned long long* dead;          // in GPU memory: not zero after any failure
-    const unsigned long long* others;  // the same word of ranks that send messages; or null
+    const unsigned long long* others;  // not zero after a failure of ranks that sent messages of this slice; or null
+    unsigned long long* gave_up;       // what the messages behind this kernel tell of it; or null
     unsigned long long* status;        // in the host's memory, see below
     long long rank, ranks;
     long long timeout;                 // nanoseconds that this rank waits for a chunk
@@ -93,8 +94,16 @@ __device__ inline void progress(const Control& control, unsigned long long done)
                  : "memory");
 }
 
+// Tells the ranks that get messages from this kernel that they have no data. Each slice has a word of its own, since
+// the messages of one are read while kernels of others run.
+__device__ inline void give_up(const Control& control, Failure what) {
+    // once, since the other side of a message that was aborted may still read it
+    if (control.gave_up && !acquired(control.gave_up)) tell(control.gave_up, (unsigned long long)what);
+}
+
 // Reports the first failure.
 __device__ inline void fail(const Control& control, Failure what) {
+    give_up(control, what);
     if (atomicCAS(control.dead, 0ull, (unsigned long long)what) == 0)
         tell(control.status + FAILED, (unsigned long long)what);
 }
@@ -107,7 +116,10 @@ __device__ inline void waits(const Control& control, long long round, long long 
 // Whether this rank or one that sends it messages failed before this kernel, or the host has stopped it. The failure
 // is recorded for the ranks that get messages from this one.
 __device__ inline bool ended(const Control& control) {
-    if (acquired(control.dead)) return true;
+    if (acquired(control.dead)) {
+        give_up(control, STOPPED);
+        return true;
+    }
     if (acquired(control.status + STOP)) {
         fail(control, STOPPED);
         return true;

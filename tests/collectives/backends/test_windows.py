@@ -28,7 +28,7 @@ from collectives.tables.transfer_table import result_blocks
 from tests.support import fake_nccl
 from tests.support.fake_gpu import owner
 from tests.support.fake_streams import Machine
-from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome
+from tests.support.gpu_ranks import check_bits, cupy, floats, machine, on_every_rank, outcome, pairs
 from tests.support.hand_plans import forest_plan
 from tests.support.ranks_on_machine import Ranks
 from topoplan.errors import BackendError, RefusedError, UsageError
@@ -39,7 +39,7 @@ from topoplan.model.dataflow import dataflow
 from topoplan.model.window_engine import SLOT_BYTES
 from topoplan.plans.plan import Plan
 
-__all__ = ["cupy", "machine"]
+__all__ = ["cupy", "machine", "pairs"]
 
 REGION = 8 << 20
 """Bytes: what these plans need, so that memory is quickly made."""
@@ -667,14 +667,6 @@ def said(cupy: ModuleType, size: int, **options: Any) -> str:
     found = {one for one, _ in outcome(run(cupy, size, about, **options))}
     assert len(found) == 1
     return found.pop()
-
-
-@pytest.fixture
-def pairs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Four GPUs on two hosts."""
-    machine.gpus, machine.teams = 4, 2
-    monkeypatch.setattr(device_arenas, "_host", lambda: f"host {machine.device // 2}")
-    return machine
 
 
 @pytest.mark.parametrize("windows", [False, True])
