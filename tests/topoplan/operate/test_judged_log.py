@@ -300,7 +300,7 @@ H100S = topoplan.load("dgx-h100")
 
 
 def verdict_on(run: PerfRun) -> RunVerdict:
-    return judge_run(judge(run, H100S, partial(known, H100S)))
+    return judge_run(judge(run, H100S, partial(known, H100S)), H100S)
 
 
 @pytest.mark.parametrize(
