@@ -149,7 +149,7 @@ class Resemblance:
     wires: expected NVLinks, both directions, between the server's own devices; empty without a machine.
     wire: GB/s of one NVLink if the description does not count them and the machine does, else 0.
     places: numbers of the machine's GPUs that the server's GPUs are compared with; empty behind a switch.
-    numbered: whether those are the numbers in the names of the server's GPUs, which are not counted from 0.
+    numbered: whether those are the numbers in the names of the server's GPUs, not counted from 0, of that model.
     lacking: pairs that have fewer NVLinks than those numbers say, although the server equals ``places``.
     """
 
@@ -441,7 +441,7 @@ def _direct(
         exact,
         _links(wanted, other.rate / scale),
         places=places,
-        numbered=places == numbers != tuple(range(count)),
+        numbered=places == numbers != tuple(range(count)) and _same_model(server, machine),
         lacking=tuple((shape.gpus[j], shape.gpus[i]) for i, j in lacking),
     )
 
