@@ -383,7 +383,7 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
     ('dgx-1v', ['gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s'])
     >>> diagnose("dgx-1v").healthy
     True
-    >>> diagnose("torus:2x2@50").healthy is None
+    >>> diagnose("torus:2,2").healthy is None
     True
     """
     topology = as_topology(topology)
