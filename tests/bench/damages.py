@@ -3,6 +3,10 @@
 Found: something is said to be amiss. Named: each damage has its fault, of the right kind on the right devices, and no
 other fault is told. Costed: the rates now and healthy are those of plans of both descriptions, made apart. The last
 line is of machines without a switch whose GPUs have other numbers than in the library, so their places must be found.
+
+The first table is of every single NVLink that is slow, thinner or gone, one at a time: as JSON, as JSON without numbers
+of wires, and as text; of whole machines, and of allocations by the machine's numbers and counted from 0. A damaged
+allocation may equal a sound one, which the answer says; or it resembles no machine, and is not called healthy.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 import topoplan
 from tests.support.damaged_machines import (
@@ -19,13 +25,19 @@ from tests.support.damaged_machines import (
     KINDS,
     NAMED,
     Damage,
+    Machine,
+    allocation,
+    allocations,
     as_text,
     damaged,
+    every_damage,
     read_library,
     renumbered,
+    uncounted,
 )
 from topoplan.operate.compare.costs import TIME_LIMIT, costs_of
 from topoplan.operate.diagnosis import Diagnosis, diagnose
+from topoplan.reading.load import library
 
 MACHINES = (
     *("dgx-1p", "dgx-1v", "dgx-2", "dgx-a100", "dgx-h100", "dgx-b200", "gb200-nvl72", "mi250", "mi250x"),
@@ -127,7 +139,62 @@ def renumbered_cases(number: int, seed: int = SEED) -> list[tuple[bool, bool]]:
     return told
 
 
+FORMS = ("JSON", "JSON without counts", "text")
+
+OUTCOMES = ("found", "named", "equals", "unknown", "healthy")
+"""A fault is told; only the right one; none, but a sound allocation is named; no machine resembled; called healthy."""
+
+
+def single_outcomes(machine: Machine) -> Iterator[tuple[str, str, set[str]]]:
+    """The form, the kind of the one damage, or ``sound``, and its outcomes."""
+    sound = [("sound", machine, None)]
+    for kind, broken, damage in [*sound, *((d.kind, b, d) for b, d in every_damage(machine))]:
+        for form in FORMS:
+            if form == "text" and (kind == "halved" or str(machine["name"]).startswith(("mi", "pcie"))):
+                continue
+            text = as_text(broken) if form == "text" else json.dumps(broken)
+            found = diagnose(topoplan.load(json.dumps(uncounted(broken)) if form == FORMS[1] else text))
+            yield form, kind, _outcomes(found, damage)
+
+
+def _outcomes(found: Diagnosis, damage: Damage | None) -> set[str]:
+    if not found.faults:
+        return {"healthy" if found.healthy else "equals" if found.places else "unknown"}
+    whole = damage is not None and any(_same(f.devices, damage, f.kind) for f in found.faults)
+    return {"found", "named"} if whole and len(found.faults) == 1 else {"found"}
+
+
+def single_tallies(names: Sequence[str]) -> dict[tuple[str, str, str], Counter[str]]:
+    """Outcomes of single damages by what was given, form and kind: of whole machines, and of their allocations."""
+    tallies: dict[tuple[str, str, str], Counter[str]] = {}
+    for name in names:
+        whole = read_library(name)
+        parts = [("whole", whole)]
+        for gpus in islice(allocations(whole), MOST_PARTS) if len(whole["devices"]) < LARGEST else ():
+            parts.append(("part", allocation(whole, gpus)))
+            if gpus != tuple(f"gpu{number}" for number in range(len(gpus))):
+                parts.append(("part from 0", allocation(whole, gpus, from_zero=True)))
+        for what, machine in parts:
+            for form, kind, outcomes in single_outcomes(machine):
+                tallies.setdefault((what, form, kind), Counter())["all"] += 1
+                tallies[what, form, kind].update(outcomes)
+    return tallies
+
+
+LARGEST = 100
+"""Devices of a machine whose allocations are not tried: of NVL72 any GPUs are alike."""
+
+MOST_PARTS = 60
+"""Allocations of a machine that are tried, the smallest first: all of a machine of 8 GPUs."""
+
+
 def main(number: int = 200) -> None:
+    tallies = single_tallies(library())
+    print("# every single damaged NVLink of the library, read by topoplan check")
+    print(f"{'given':12} {'form':20} {'damage':8} {'all':>5}", *(f"{name:>8}" for name in OUTCOMES))
+    for (what, form, kind), tally in sorted(tallies.items(), key=lambda one: one[0]):
+        print(f"{what:12} {form:20} {kind:8} {tally['all']:5}", *(f"{tally[name]:8}" for name in OUTCOMES))
+
     made = cases(number)
     print(f"# damages of library machines, read by topoplan check: {number}, seed {SEED}")
     print(f"{'damages':10} {'form':5} {'all':>5} {'found':>6} {'named':>6} {'costed':>7}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from tests.support.checkout import ROOT
@@ -57,6 +58,58 @@ def damaged(machine: Machine, kinds: Sequence[str], rng: random.Random) -> tuple
         touched |= _break(broken, kind, devices, rng)
         done.append(Damage(kind, devices))
     return broken, tuple(done)
+
+
+def every_damage(machine: Machine) -> Iterator[tuple[Machine, Damage]]:
+    """Every NVLink of the machine at half its rate, with fewer wires, and gone, one at a time."""
+    kinds = ("halved", "thinner", "gone" if _places(machine, "gone", set()) else "bare")
+    for kind in kinds:
+        for devices in _places(machine, kind, set()):
+            broken = copy.deepcopy(machine)
+            _break(broken, kind, devices, random.Random(0))
+            yield broken, Damage(kind, devices)
+
+
+def uncounted(machine: Machine) -> Machine:
+    """The machine without the numbers of wires."""
+    links = [{key: value for key, value in link.items() if key != "count"} for link in machine["links"]]
+    return machine | {"links": links}
+
+
+def allocation(machine: Machine, gpus: Sequence[str], *, from_zero: bool = False) -> Machine:
+    """Some GPUs of the machine, by its own numbers or, as in a container, counted from 0."""
+    numbers = {gpu: f"gpu{number}" for number, gpu in enumerate(gpus)} if from_zero else {}
+    devices = [
+        device | {"name": numbers.get(device["name"], device["name"])}
+        for device in machine["devices"]
+        if device["kind"] != "gpu" or device["name"] in gpus
+    ]
+    gone = {device["name"] for device in machine["devices"] if device["kind"] == "gpu"} - set(gpus)
+    links = [
+        link | {end: numbers.get(link[end], link[end]) for end in ("src", "dst")}
+        for link in machine["links"]
+        if not gone & {link["src"], link["dst"]}
+    ]
+    return machine | {"devices": devices, "links": links}
+
+
+def allocations(machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Two GPUs or more, not all: one choice for all with the same numbers of NVLinks; behind a switch the first."""
+    gpus = [device["name"] for device in machine["devices"] if device["kind"] == "gpu"]
+    wires = {
+        (link["src"], link["dst"]): link.get("count", 1)
+        for link in machine["links"]
+        if link["channel"] == "nvlink"
+    }
+    direct = any(src in gpus and dst in gpus for src, dst in wires)
+    known = set()
+    for size in range(2, len(gpus)):
+        for chosen in combinations(gpus, size) if direct else [tuple(gpus[:size])]:
+            rows = (tuple(sorted(wires.get((a, b), 0) for b in chosen)) for a in chosen)
+            sign = (size, *sorted(rows))
+            if sign not in known:
+                known.add(sign)
+                yield chosen
 
 
 def _places(machine: Machine, kind: str, touched: set[frozenset[str]]) -> list[tuple[str, ...]]:

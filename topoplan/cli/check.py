@@ -28,7 +28,7 @@ from topoplan.operate.faults import Fault, mended
 from topoplan.operate.next_steps import fault_steps
 from topoplan.plans.plan import check_collective, collective_name
 from topoplan.reading.probe import probe
-from topoplan.units import TOLERANCE, counted, labelled, rate_words
+from topoplan.units import TOLERANCE, counted, labelled, name_ranges, number_ranges, rate_words
 
 DEFAULT_COLLECTIVE = "allreduce"
 """The collective whose cost is always printed."""
@@ -106,6 +106,9 @@ def _object(
         "healthy": found.healthy,
         "machine": found.topology.name,
         "resembles": found.resembles or None,
+        "equals_allocation": sorted(found.places) or None,
+        "lacking_by_number": [list(pair) for pair in found.lacking],
+        "not_compared": list(found.unknown),
         "faults": [
             {
                 "kind": fault.kind,
@@ -170,7 +173,12 @@ MAX_STEPS = 4
 
 def _verdict(found: Diagnosis, wrong: Sequence[Fault]) -> str:
     if not found.faults:
-        return "healthy"
+        if found.healthy:
+            return "healthy"
+        if found.places and not found.unknown:
+            equal = number_ranges(sorted(found.places))
+            return f"no fault found; equals the sound allocation {equal} of {found.resembles}"
+        return "no fault found; not compared with a known machine"
     free = len(found.faults) - len(wrong)
     without = f"{counted(free, 'fault')} that {'costs' if free == 1 else 'cost'} no bandwidth" if free else ""
     return " and ".join(filter(None, (counted(len(wrong), "fault") if wrong else "", without)))
@@ -190,12 +198,24 @@ def _resembles(found: Diagnosis) -> str:
     if is_designed(found.topology):
         return "with nothing: it states neither its source nor models of GPUs, so its links are as designed"
     if not found.resembles:
-        return "with itself: it resembles no machine of the library"
+        return "with itself: it resembles no machine of the library, so a loss that it shows everywhere is not seen"
     servers = max(1, len(found.topology.servers))
     whole = found.parts * servers
-    if len(found.topology.gpus) == whole:
-        return f"with {found.resembles}" + (f", {servers} servers" if servers > 1 else "")
-    return f"with {found.resembles}, of which {len(found.topology.gpus)} of {whole} GPUs are here"
+    here = len(found.topology.gpus)
+    others = ""
+    if found.unknown:
+        others = (
+            f"; {', '.join(name_ranges(found.unknown))} with nothing: no machine of the library is like them"
+        )
+    if here == whole:
+        return f"with {found.resembles}" + (f", {servers} servers" if servers > 1 else "") + others
+    words = f"with {found.resembles}, of which {here} of {whole} GPUs are here{others}"
+    if found.lacking:
+        pairs = ", ".join("-".join(pair) for pair in found.lacking)
+        return f"{words}; by its GPUs' numbers it would lack NVLinks at {pairs}"
+    if found.places:
+        return f"{words}; other GPUs of it that lost NVLinks may look the same"
+    return words
 
 
 _TEXTS = {"devices": ("where", 30), "is": ("state", 32), "should be": ("should_be", 30)}

@@ -1,6 +1,7 @@
 """Compare logs of nccl-tests and NCCL with what the machine's links allow, ``topoplan explain``.
 
-With ``--tune`` write a file for NCCL's tuner from logs of nccl-tests, one for each algorithm.
+With ``--tune`` write a file for NCCL's tuner from logs of nccl-tests, one for each algorithm. With two logs list what
+changed from one to the other.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ from topoplan.machine.variants import with_all_capabilities
 from topoplan.model.expected_times import NcclTime
 from topoplan.operate.compare.comparison import BANDWIDTH, Attainable, attainable
 from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
+from topoplan.operate.compare.log_changes import NOISE, LogChanges, SizeChange, log_changes
 from topoplan.operate.compare.nccl_debug_run import NcclRun, choice_lines, judge_nccl
 from topoplan.operate.device_matching import gpus_of
 from topoplan.operate.next_steps import (
+    DEBUG_SETTINGS,
     KINDS,
     OF_LINKS,
     OF_MODEL,
@@ -48,6 +51,7 @@ from topoplan.operate.next_steps import (
     judge_run,
     log_steps,
     machine_for,
+    percent,
 )
 from topoplan.plans.plan import check_collective, collective_name
 from topoplan.reading.load import library
@@ -233,8 +237,10 @@ def add_options(parser: arguments.OneLineParser) -> None:
         """
         log LOG  output of nccl-tests, topoplan bench or NCCL_DEBUG=INFO, also of several runs in one file, or - for
                  stdin
+        newer NEW  a second log: what changed since LOG, by size, and in what NCCL set up; takes no machine
         """,
         log={"nargs": "?"},
+        newer={"nargs": "?"},
     )
     arguments.add_machine(parser, option="--machine")
     arguments.add_allocation(parser)
@@ -264,7 +270,7 @@ def add_options(parser: arguments.OneLineParser) -> None:
     add_all_options(parser, in_network=True)
     parser.examples = (
         "topoplan explain nccl-tests.log --machine topo.txt",
-        "topoplan explain --expect --machine topo.txt",
+        "topoplan explain old.log new.log",
         "topoplan explain --tune ring/simple=ring.log,tree/ll=tree.log -o tuner.csv",
     )
 
@@ -285,6 +291,12 @@ def run(options: argparse.Namespace) -> Answer:
         raise UsageError(
             "no LOG is given; name the output of nccl-tests, - for stdin, or --expect without one"
         )
+    if options.newer is not None:
+        if options.topo is not None:
+            raise UsageError("--machine does not go with a second log; leave one of them out")
+        others = dict.fromkeys(("gpus", "collective", "in_network", "servers"))
+        arguments.refuse_beside(options, "a second log", others)
+        return _changes(options)
     if options.log == "-" and "-" in (options.topo, options.merge):
         raise UsageError("stdin is read once; give a file to LOG or --machine")
     collective = None if options.collective is None else check_collective(options.collective)
@@ -310,7 +322,7 @@ def run(options: argparse.Namespace) -> Answer:
         judged = judge_runs(runs, machine, whole, options.gpus, collective, progress)
         gpus = machine.allocation(options.gpus)
         nccl = None if spoken is None else judge_nccl(spoken, machine.whole, gpus=gpus)
-    verdicts = [judge_run(one) for one in judged]
+    verdicts = [judge_run(one, machine.whole) for one in judged]
     servers = {whole.device(whole.gpus[gpu]).server for one in judged for gpu in one.gpus}
     ranks = [rank for one in judged if one.model for rank in one.run.ranks]
     own = not isinstance(options.topo, Topology) and options.topo not in library()
@@ -329,6 +341,75 @@ def run(options: argparse.Namespace) -> Answer:
         rows=lambda: [_flatten_row(row.to_object()) for one in judged for row in one.rows],
         notes=notes,
     )
+
+
+CHANGES: tuple[Column[SizeChange], ...] = (
+    Column("test", "test", "test", form=lambda test: collective_name(test) if test else "-"),
+    Column("size", "size", "nbytes", format_size),
+    Column("old us", "old_time", lambda one: one.old * 1e6, ".6g"),
+    Column("new us", "new_time", lambda one: one.new * 1e6, ".6g"),
+    Column("change", "change", form="{:+.1%}".format),
+    Column("old busbw", "old_busbw", form=".2f"),
+    Column("new busbw", "new_busbw", form=".2f"),
+    Column("old choice", "old_choice", lambda one: one.old_choice or None),
+    Column("new choice", "new_choice", lambda one: one.new_choice or None),
+)
+
+
+def _changes(options: argparse.Namespace) -> Answer:
+    """Return what changed from one log to another."""
+    if options.log == options.newer == "-":
+        raise UsageError("stdin is read once; give a file to LOG or NEW")
+    found = log_changes(read_log(options.log), read_log(options.newer))
+    return Answer(
+        text=lambda: _change_lines(found, every=options.all),
+        value=lambda: {
+            "rows": records_of(CHANGES, found.sizes),
+            "setup": [{"what": one.what, "old": one.old, "new": one.new} for one in found.setup],
+            "slower": len(found.slower),
+            "faster": len(found.faster),
+            "only_old": found.only_old,
+            "only_new": found.only_new,
+        },
+        rows=lambda: records_of(CHANGES, found.sizes),
+    )
+
+
+def _change_lines(found: LogChanges, *, every: bool) -> Iterator[str]:
+    """Yield the verdict, what NCCL set up otherwise, and the sizes whose time or algorithm changed."""
+    count = counted(len(found.sizes), "size")
+    noise = f"more than {100 * NOISE:g} %"
+    if not found.sizes:
+        yield "no size in common: only what NCCL says is compared"
+    elif not found.slower and not found.faster:
+        yield f"no change: {count}, none by {noise}"
+    else:
+        both = (("slower", found.slower), ("faster", found.faster))
+        words = [f"{len(ones)} {how} by {noise}, {_most(ones[0])}" for how, ones in both if ones]
+        yield f"of {count} {'; '.join(words)}"
+    yield from labelled(*((one.what, f"{one.old or '-'} -> {one.new or '-'}") for one in found.setup))
+    if not found.setup:
+        same = "both logs say the same of its setup"
+        yield from labelled(
+            ("NCCL", same if found.spoken else f"not in both logs; run with {DEBUG_SETTINGS}")
+        )
+    shown = [one for one in found.sizes if every or one.changed or one.old_choice != one.new_choice]
+    columns = [
+        column for column in CHANGES if any(column.of(one) for one in shown) or column.head == "change"
+    ]
+    few, left = folded(shown, DEFAULT_LINES - 8, every=every)
+    if few:
+        yield ""
+        yield table_of(columns, few)
+        yield from folded_line(left, "row")
+    for number, log in ((found.only_old, "LOG"), (found.only_new, "NEW")):
+        if number:
+            yield f"{counted(number, 'row')} of {log} alone {'is' if number == 1 else 'are'} not compared"
+
+
+def _most(one: SizeChange) -> str:
+    rates = f"busbw {one.old_busbw:.4g} to {one.new_busbw:.4g} GB/s" if one.old_busbw else "time only"
+    return f"most at {format_size(one.nbytes)}: {one.change:+.1%} time, {rates}"
 
 
 EXPECTED_SIZES = tuple(1 << power for power in range(10, 34))
@@ -458,6 +539,7 @@ def _object(
                 "line": one.run.line,
                 "verdict": verdict.kind,
                 "verdict_text": verdict.text,
+                "normal": verdict.normal and verdict.normal.to_object(),
                 "looks_like": verdict.likely and verdict.likely.text,
                 "gpus": list(one.gpus),
                 "references": [_reference(found) for found in one.references],
@@ -638,7 +720,7 @@ def _run_title(one: JudgedRun, verdict: RunVerdict, machine: RequestedMachine) -
 
 
 def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
-    """Return what was measured, and what NCCL and any schedule can attain."""
+    """Return what such machines measure, what was measured, and what any schedule and NCCL can attain."""
 
     def both(rate: float) -> str:
         return rate_words(rate, found.collective, len(found.gpus), digits=4)
@@ -648,25 +730,35 @@ def _reference_lines(found: Attainable, verdict: RunVerdict) -> list[str]:
 
     if len(found.gpus) == 1:
         return ["a single rank sends nothing, so nothing bounds it"]
-    measured = expected = ""
+    normal = measured = expected = part = ""
     row = verdict.row
     if row is not None and row.reachable is found:
         size, at = row.row.size, f"at {format_size(row.row.size)}"
+        normal = "no published figures of this machine"
+        if verdict.normal:
+            normal = f"busbw {verdict.normal.text}: {verdict.normal.sources}"
         measured = f"{both(row.rate)} {at}"
+        if row.of_best is not None:
+            measured += f", {percent(row.of_best)} of the upper bound"
         if model := row.expected:
             rate = bus(size / model.seconds(size) / 1e9)
-            expected = f"{rate} {at} (NCCL's model: {model.algorithm}/{model.protocol})"
+            expected = f"{rate} {at} (NCCL's model: {model.algorithm}/{model.protocol}); "
+            expected += f"measured is {percent(row.of_model or 0.0)}"
+        if row.of_nccl is not None:
+            part = f"; measured is {percent(row.of_nccl)}"
     others = "".join(f"; {name} {rate * found.factor:.4g}" for name, rate in found.nccl[1:])
     limit = f"{bus(found.nccl[0][1])} by {found.nccl[0][0]}{others}" if found.nccl else "no schedule here"
+    limit += part
     beyond = f"at most {both(found.in_network)} with in-network reduction" if found.in_network else ""
     bound = f"{both(found.best)}, over {channel_words(found.channels)}: {found.links}"
     indent = " " * LABEL_COLUMNS
     pairs = (
+        ("normal", normal),
         ("measured", measured),
-        ("expected", expected),
-        ("link limit", limit),
         ("upper bound", bound),
         ("in-network", beyond),
+        ("expected", expected),
+        ("link limit", limit),
     )
     return [line for text in labelled(*pairs) for line in _wrapped(text, indent=indent)]
 

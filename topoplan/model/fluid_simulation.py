@@ -44,6 +44,7 @@ class Policy:
     """A rule for sharing links.
 
     levels: levels of the active jobs, computed when one arrives, ends a stage, or ends; None for one level.
+    keeps: whether levels are computed only when a job arrives, and kept until the next one does.
     weight: weight of a flow in its level by the share of its bytes already sent; None for equal weights.
     shifts: seconds from each job's arrival to its start.
     """
@@ -52,6 +53,7 @@ class Policy:
     levels: Callable[[Workload, Sequence[ActiveJob]], Levels] | None = None
     weight: Callable[[float], float] | None = None
     shifts: Callable[[Workload], Sequence[float]] | None = None
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class PolicyRun:
     """A run of all jobs under a policy.
 
     order: jobs by level, highest first, at the arrival of the last one; None without levels.
+    orders: every change of the active jobs' order with its time in seconds.
     """
 
     jobs: Workload
@@ -102,6 +105,7 @@ class PolicyRun:
     order: tuple[int, ...] | None
     runs: tuple[JobRun, ...]
     flows: tuple[FluidFlow, ...]
+    orders: tuple[tuple[float, tuple[int, ...]], ...] = ()
 
     @property
     def done(self) -> bool:
@@ -155,6 +159,10 @@ class PolicyRun:
         names = [job.name for job in self.jobs.jobs]
         return {
             "order": None if self.order is None else [names[number] for number in self.order],
+            "orders": [
+                {"from": moment, "order": [names[number] for number in order]}
+                for moment, order in self.orders
+            ],
             "cost": self.cost,
             "makespan": self.makespan,
             "utilisation": self.utilisation,
@@ -208,6 +216,7 @@ class _FluidSimulation:
         self.open: dict[tuple[str, int], tuple[float, float]] = {}
         self.level = [0] * len(jobs.jobs)
         self.order: tuple[int, ...] | None = None
+        self.orders: list[tuple[float, tuple[int, ...]]] = []
         self.now = 0.0
 
     def outcome(self) -> PolicyRun:
@@ -227,34 +236,40 @@ class _FluidSimulation:
         for number, run in enumerate(self.runs):
             if number in self.states or number in waiting:
                 self._cut(number, run)
-        return PolicyRun(self.jobs, self.policy.name, self.order, self.runs, tuple(self.flows))
+        return PolicyRun(
+            self.jobs, self.policy.name, self.order, self.runs, tuple(self.flows), tuple(self.orders)
+        )
 
     def _reached(self, moment: float) -> bool:
         return moment <= self.now + _CLOSE * max(1.0, self.now)
 
     def _pass_borders(self, waiting: set[int]) -> None:
         """Start and end what is due now."""
-        changed = False
+        arrived = changed = False
         for number in sorted(waiting):
             if self._reached(self.starts[number]):
                 waiting.remove(number)
                 self.states[number] = _JobState(left=self.jobs.jobs[number].stages[0].iterations)
                 self._begin(number, computed=self.jobs.jobs[number].sends_first)
-                changed = True
+                arrived = True
         for number in list(self.states):
             state = self.states[number]
             while self._reached(state.computed) and self._reached(state.sends) and not state.remaining:
                 changed |= self._end_iteration(number, state)
                 if number not in self.states:
                     break
+        changed = arrived or (changed and not self.policy.keeps)
         if changed and self.policy.levels is not None and self.states:
             active = [self._active(number) for number in sorted(self.states)]
             levels = self.policy.levels(self.jobs, active)
             for level, members in enumerate(levels):
                 for number in members:
                     self.level[number] = level
+            order = tuple(number for members in levels for number in members)
+            if not self.orders or self.orders[-1][1] != order:
+                self.orders.append((self.now, order))
             if self.order is None and not waiting:
-                self.order = tuple(number for members in levels for number in members)
+                self.order = order
 
     def _active(self, number: int) -> ActiveJob:
         job, state = self.jobs.jobs[number], self.states[number]

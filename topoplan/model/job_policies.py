@@ -3,7 +3,8 @@
 - ``fifo``: strict priority in the order of arrival. ``fair``: equal shares.
 - ``grouper``: strict priority in the order of a primal-dual 2-approximation of weighted completion of the active stages
   (Mastrolilli et al., "Minimizing the sum of weighted completion times in a concurrent open shop", 2010, as in
-  Sincronia, SIGCOMM 2018), for groups of jobs that are compared by their first stages (Grouper, TNSM 2020).
+  Sincronia, SIGCOMM 2018), for groups of jobs that are compared by their first stages (Grouper, TNSM 2020). It is
+  computed when a job arrives and kept until the next one does, through later stages too.
 - ``jpas``: jobs in their first stage before all others, the one nearest to its end first; later stages share fairly.
   JPAS (JNCA 2020) ranks jobs by the accuracy that a second gains; a jobs file has no accuracy, so that each first stage
   counts the same.
@@ -372,7 +373,7 @@ POLICIES: Mapping[str, Policy] = {
     for one in (
         Policy("fifo", first_come),
         Policy("fair"),
-        Policy("grouper", primal_dual),
+        Policy("grouper", primal_dual, keeps=True),
         Policy("jpas", early_first),
         Policy("crux", by_intensity),
         Policy("mltcp", weight=growing),

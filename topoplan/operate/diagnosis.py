@@ -26,7 +26,7 @@ from topoplan.machine.routing import has_peer_access, unstaged
 from topoplan.machine.topology import Link, Topology, TopologyLike, as_topology
 from topoplan.machine.variants import equivalent_servers
 from topoplan.operate.faults import SLOW, Ends, Fault, Kind, compared, lower_median, most_have
-from topoplan.operate.resemblance import ALIKE, Resemblance, resemblance, server_nvlinks, shape_of
+from topoplan.operate.resemblance import ALIKE, Resemblance, counted_nvlinks, resemblance, shape_of
 from topoplan.reading.pcie_tree import CODES, relation_matrix
 from topoplan.units import counted, name_ranges
 
@@ -252,7 +252,7 @@ _WIRED = re.compile(r"SXM[3-9]|HBM3|GB[23]00")
 
 def nvlink_faults(server: Topology, found: Resemblance) -> list[Fault]:
     """Return missing and slow NVLinks, compared with the library machine, else with the usual ones."""
-    have = {(link.src, link.dst): link for link in server_nvlinks(server)}
+    have = {(link.src, link.dst): link for link in counted_nvlinks(server, found.wire)}
     if not have:
         return _dark(server)
     if found.wires:
@@ -352,16 +352,26 @@ class Diagnosis:
     resembles: the library machine of its first server, with faults or as a part; empty if none.
     parts: GPUs of that machine.
     faults: equal servers have one entry, which names the others.
+    places: GPUs of that machine that a part of it equals under other numbers than its own, so that it may as well be
+        another part that lost links; empty otherwise.
+    lacking: pairs that lost links if the GPUs have the numbers of their names.
+    unknown: servers that resemble no machine of the library; the machine's name if it names no servers.
     """
 
     topology: Topology
     resembles: str
     parts: int
     faults: tuple[Fault, ...]
+    places: tuple[int, ...] = ()
+    lacking: tuple[tuple[str, str], ...] = ()
+    unknown: tuple[str, ...] = ()
 
     @property
-    def healthy(self) -> bool:
-        return not self.faults
+    def healthy(self) -> bool | None:
+        """False for a fault; None if none was found, but a server resembles no known machine or may be another part."""
+        if self.faults:
+            return False
+        return None if self.unknown or self.places or is_designed(self.topology) else True
 
 
 def diagnose(topology: TopologyLike) -> Diagnosis:
@@ -373,25 +383,36 @@ def diagnose(topology: TopologyLike) -> Diagnosis:
     ('dgx-1v', ['gpu0-gpu3: no NVLink, should be 2 NVLinks of 25 GB/s'])
     >>> diagnose("dgx-1v").healthy
     True
+    >>> diagnose("torus:2,2").healthy is None
+    True
     """
     topology = as_topology(topology)
     faults: list[Fault] = []
+    unknown: list[str] = []
     first: Resemblance | None = None
     whole = unstaged(topology)
     for server, *others in equivalent_servers(topology) or [("",)]:
         inside = _server(whole, server)
         found = resemblance(inside) if inside.gpus else Resemblance()
         first = found if first is None else first
+        if found.machine is None and inside.gpus:
+            unknown += [name or topology.name for name in (server, *others)]
         if not is_designed(topology):
             faults += [_in_all(fault, server, others) for fault in _server_faults(inside, found)]
     faults += _rows(topology) + _unreachable(topology)
     faults += _stated_faults(topology, faults)
-    machine = first.machine if first is not None else None
+    first = first or Resemblance()
+    machine = first.machine
+    parts = 0 if machine is None else len(machine.gpus)
+    moved = first.exact and not first.numbered and len(first.places) < parts
     return Diagnosis(
         topology,
         "" if machine is None else machine.name,
-        0 if machine is None else len(machine.gpus),
+        parts,
         tuple(faults),
+        first.places if moved else (),
+        first.lacking if moved else (),
+        tuple(unknown),
     )
 
 

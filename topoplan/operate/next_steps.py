@@ -1,6 +1,7 @@
 """Judge the runs of a log in one sentence, and say what to do next after a diagnosis.
 
-A run is judged by its fastest row that bandwidth binds, and by its larger sizes. A row is as expected if it reaches
+A run is judged by its fastest row that bandwidth binds, and by its larger sizes. A row is as expected if it reaches the
+published rates of such machines (`topoplan.operate.compare.published_rates`). Without any it is if it reaches
 `OF_MODEL` of the rate of NCCL's own model at that size, or `OF_LINKS` of NCCL's best schedule on the stated links: NVLS
 reaches about 60 % of its links and 90 % of its model on a healthy H100, and an NVLink carries 70 to 95 % of its nominal
 rate. A slow run is compared with the limits of other transports first (`Likely`), since each has causes of its own.
@@ -10,8 +11,9 @@ Steps are ordered by how often each cause is the one, and by how fast it is chec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, get_args
 
 from topoplan.machine.hardware import compute_capability
@@ -19,6 +21,7 @@ from topoplan.machine.topology import Topology
 from topoplan.operate.compare.comparison import BANDWIDTH
 from topoplan.operate.compare.judged_log import ABOVE, JudgedRow, JudgedRun
 from topoplan.operate.compare.nccl_debug_run import NcclRun
+from topoplan.operate.compare.published_rates import OF_NORMAL, NormalRate, normal_rate
 from topoplan.operate.faults import Fault
 from topoplan.reading.load import library, load
 from topoplan.reading.nccl.perf_text import LoggedRank
@@ -53,17 +56,31 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The verdict on a run: its kind, a sentence, and the row that decides; None without a usable row."""
+    """The verdict on a run: its kind, a sentence, the row that decides, and the published rates at its size.
+
+    Both are None without a usable row, ``normal`` without figures of such a machine too.
+    """
 
     kind: VerdictKind
     text: str
     row: JudgedRow | None = None
+    normal: NormalRate | None = None
     wrong_model: bool = False
     likely: Likely | None = None
 
 
-def judge_run(one: JudgedRun) -> RunVerdict:
-    """Return the verdict on a run."""
+def judge_run(one: JudgedRun, machine: Topology) -> RunVerdict:
+    """Return the verdict on a run on a machine."""
+
+    @cache
+    def normal(row: JudgedRow) -> NormalRate | None:
+        return normal_rate(row, machine, one.gpus, one.model)
+
+    found = _judged(one, normal)
+    return replace(found, normal=normal(found.row)) if found.row else found
+
+
+def _judged(one: JudgedRun, normal: Callable[[JudgedRow], NormalRate | None]) -> RunVerdict:
     wrong = [row for row in one.rows if row.row.wrong]
     usable = [row for row in one.rows if not row.row.wrong and row.reachable and row.row.size]
     found = f"wrong results in {len(wrong)} of {len(one.rows)} rows"
@@ -74,12 +91,15 @@ def judge_run(one: JudgedRun) -> RunVerdict:
         return RunVerdict(kind, found if kind == "wrong results" else "no row to judge")
     binding = [row for row in usable if row.bound_by == BANDWIDTH]
     top = max(binding or usable, key=lambda row: row.rate)
-    reached = _reached(top)
+    reached = _reached(top, normal(top))
     if wrong or one.run.failed:
         return RunVerdict("wrong results", f"{found}, {reached}", top)
     if one.model:
         return RunVerdict(
-            "another machine", f"the log ran on {one.model}, another machine than this", top, True
+            "another machine",
+            f"the log ran on {one.model}, another machine than this{_of_model(top, normal(top))}",
+            top,
+            wrong_model=True,
         )
     if top.of_best is None:
         return RunVerdict("not judged", "a single rank sends nothing", top)
@@ -97,14 +117,23 @@ def judge_run(one: JudgedRun) -> RunVerdict:
         text = f"small sizes only: {reached}; latency binds, run larger sizes"
         return RunVerdict("small sizes only", text, top)
     # a run may be fast at one size and collapse at larger ones
-    slow = [row for row in binding if row.row.size >= top.row.size and not _healthy(row)]
+    slow = [row for row in binding if row.row.size >= top.row.size and not _healthy(row, normal(row))]
     if not slow:
         return RunVerdict("as expected", f"as expected: {reached}", top)
     worst = min(slow, key=lambda row: (_of_links(row), -row.row.size))
-    return RunVerdict("slow", f"slow: {_reached(worst)}", worst, likely=_likely(worst))
+    return RunVerdict("slow", f"slow: {_reached(worst, normal(worst))}", worst, likely=_likely(worst))
 
 
-def _healthy(row: JudgedRow) -> bool:
+def _of_model(row: JudgedRow, normal: NormalRate | None) -> str:
+    """Return the published rates of the model that ran beside a row's; empty without any."""
+    if normal is None or row.reachable is None:
+        return ""
+    return f"; normal for it: {normal.text}, measured {row.rate * row.reachable.factor:.4g}"
+
+
+def _healthy(row: JudgedRow, normal: NormalRate | None) -> bool:
+    if normal is not None and normal.same and row.reachable:
+        return normal.healthy(row.rate * row.reachable.factor)
     return _of_links(row) >= OF_LINKS or (row.of_model or 0.0) >= OF_MODEL
 
 
@@ -149,24 +178,20 @@ def percent(part: float) -> str:
     return f"{100 * part:.1f} %" if part < 0.0995 else f"{100 * part:.0f} %"
 
 
-def _reached(row: JudgedRow) -> str:
-    """Return the bandwidth of a row, and its part of what decides: NCCL's model, the limit of the links, or the upper
-    bound.
-    """
+def _reached(row: JudgedRow, normal: NormalRate | None) -> str:
+    """Return the bandwidth of a row beside published rates, else its part of the upper bound, or of NCCL's model."""
     factor = row.reachable.factor if row.reachable else 1.0
     text = (
         f"{'algbw' if factor == 1 else 'busbw'} {row.rate * factor:.4g} GB/s at {format_size(row.row.size)}"
     )
-    if row.of_nccl is None or (row.of_best or 0.0) > ABOVE:
-        return f"{text}, {percent(row.of_best or 0.0)} of the upper bound"
-    if row.bound_by != BANDWIDTH:
-        return (
-            text if row.of_model is None else f"{text}, {percent(row.of_model)} of what NCCL's model expects"
-        )
-    if row.of_model is not None and (row.of_model >= OF_MODEL or row.of_nccl < OF_LINKS):
-        part = f"{percent(row.of_model)} of what NCCL's model expects"
-        return f"{text}, {part} (slow below {percent(OF_MODEL)})"
-    return f"{text}, {percent(row.of_nccl)} of the link limit (slow below {percent(OF_LINKS)})"
+    if row.bound_by != BANDWIDTH and row.of_model is not None:
+        return f"{text}, {percent(row.of_model)} of what NCCL's model expects"
+    part = f"{text}, {percent(row.of_best or 0.0)} of the upper bound"
+    if normal is None or (row.of_best or 0.0) > ABOVE:
+        return part
+    if normal.same:
+        return f"{text}; normal for this machine: {normal.text} (slow below {OF_NORMAL * normal.low:.4g})"
+    return f"{part}; normal on {normal.rates[0].servers} servers: {normal.text}"
 
 
 def log_steps(

@@ -11,10 +11,11 @@ Behind an NVSwitch only the links of each GPU count, and half of the GPUs must h
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from topoplan.machine.topology import Link, Topology
@@ -26,6 +27,9 @@ ALIKE = 1.12
 """Rates of a wire within this factor are those of one kind of link: NVLinks of 25 GB/s measure 22 to 25."""
 
 _MOST_STEPS = 20_000
+
+_MULTIPLE, _MOST_MULTIPLES = 0.02, 3 / 4
+"""Distance of a whole multiple of a wire's rate, in wires, and the part of the links that makes rates nominal."""
 
 Pairs = frozenset[frozenset[int]]
 
@@ -143,11 +147,19 @@ class Resemblance:
     machine: the library machine; None for no match.
     exact: whether every pair of GPUs has its full NVLinks.
     wires: expected NVLinks, both directions, between the server's own devices; empty without a machine.
+    wire: GB/s of one NVLink if the description does not count them and the machine does, else 0.
+    places: numbers of the machine's GPUs that the server's GPUs are compared with; empty behind a switch.
+    numbered: whether those are the numbers in the names of the server's GPUs, not counted from 0, of that model.
+    lacking: pairs that have fewer NVLinks than those numbers say, although the server equals ``places``.
     """
 
     machine: Topology | None = None
     exact: bool = False
     wires: tuple[Link, ...] = ()
+    wire: float = 0.0
+    places: tuple[int, ...] = ()
+    numbered: bool = False
+    lacking: tuple[tuple[str, str], ...] = ()
 
     def whole(self, server: Topology) -> bool:
         """Return whether the server counts as whole rather than an allocation."""
@@ -166,14 +178,16 @@ def resemblance(server: Topology) -> Resemblance:
     >>> found.machine.name, found.exact, resemblance(machine.subset([1, 4, 5, 7])).exact
     ('dgx-1v', False, True)
     """
-    shape = shape_of(server)
+    stated = shape_of(server)
     found: list[tuple[tuple[object, ...], Resemblance]] = []
     for order, name in enumerate(library()):
-        if _gpus_listed(name) < len(shape.gpus):
+        if _gpus_listed(name) < len(stated.gpus):
             continue
         machine, other = _known(name)
-        if other.sort != shape.sort or _other_maker(server, machine):
+        if other.sort != stated.sort or _other_maker(server, machine):
             continue
+        wire = _wire_rate(server, machine, other)
+        shape = shape_of(server, wire=wire) if wire else stated
         if shape.sort == "none":
             equal = len(server.gpus) == len(machine.gpus) and same_parts(server, machine)
             laid = Resemblance(machine, exact=True) if equal else None
@@ -182,7 +196,8 @@ def resemblance(server: Topology) -> Resemblance:
         else:
             laid = _direct(server, shape, machine, other)
         if laid is not None:
-            found.append(((_rank(server, laid), *_distance(server, machine), order), laid))
+            laid = replace(laid, wire=wire)
+            found.append(((_rank(server, laid), bool(wire), *_distance(server, machine), order), laid))
     return min(found, key=lambda one: one[0])[1] if found else Resemblance()
 
 
@@ -222,15 +237,15 @@ class NvlinkShape:
         return max(sums) <= ALIKE * min(sums)
 
 
-def shape_of(server: Topology) -> NvlinkShape:
-    """Return the NVLinks of a server in comparable form.
+def shape_of(server: Topology, *, wire: float = 0.0) -> NvlinkShape:
+    """Return the NVLinks of a server in comparable form, counted by `counted_nvlinks` if ``wire`` is given.
 
     >>> import topoplan
     >>> shape = shape_of(topoplan.load("dgx-2"))
     >>> shape.sort, shape.carried[0], shape.wires[0], shape.rate
     ('switched', (150.0,), 6, 25.0)
     """
-    links = server_nvlinks(server)
+    links = counted_nvlinks(server, wire)
     place = {gpu: i for i, gpu in enumerate(server.gpus)}
     direct = [link for link in links if link.src in place and link.dst in place]
     ports = [link for link in links if (link.src in place) != (link.dst in place)]
@@ -265,6 +280,40 @@ def server_nvlinks(server: Topology) -> list[Link]:
     ]
 
 
+def counted_nvlinks(server: Topology, wire: float) -> list[Link]:
+    """Return `server_nvlinks`, each with the number of wires of ``wire`` GB/s that it has room for; as stated for 0.
+
+    Measured rates vary by as much as a wire of 18, so a rate counts exactly only if most rates are whole multiples.
+
+    >>> import topoplan
+    >>> [link.count for link in counted_nvlinks(topoplan.load("dgx-1v"), 25.0)[:4]]
+    [1, 1, 1, 1]
+    """
+    links = server_nvlinks(server)
+    if not wire:
+        return links
+    numbers = [link.bandwidth / wire for link in links]
+    exact = [abs(number - round(number)) < _MULTIPLE and number > 0.5 for number in numbers]
+    nominal = sum(exact) >= _MOST_MULTIPLES * len(links)
+    return [
+        replace(link, count=max(1, round(number) if nominal and fits else math.ceil(number * SLOW)))
+        for link, number, fits in zip(links, numbers, exact, strict=True)
+    ]
+
+
+def _wire_rate(server: Topology, machine: Topology, other: NvlinkShape) -> float:
+    """Return the GB/s of a wire of a server that states each bundle as one, if the machine has such bundles; else 0."""
+    links = server_nvlinks(server)
+    if any(link.count > 1 for link in links):
+        return 0.0
+    most = max((link.bandwidth for link in links), default=0.0)
+    count = round(most / other.rate) if other.rate else 0
+    if not 2 <= count <= max(link.count for link in server_nvlinks(machine)):
+        return 0.0
+    rate = most / count
+    return rate if rate <= ALIKE * other.rate and other.rate <= ALIKE * rate else 0.0
+
+
 def whole_rate(links: Sequence[Link]) -> float:
     """Return the GB/s of one whole wire: the median if close to the fastest, else the fastest; 0 for none."""
     rates = [link.bandwidth / link.count for link in links]
@@ -295,11 +344,15 @@ def _rank(server: Topology, laid: Resemblance) -> int:
     return 2 if laid.exact else 3
 
 
+def _same_model(server: Topology, machine: Topology) -> bool:
+    """Return whether all GPUs are of the machine's model."""
+    model = machine.device(machine.gpus[0]).model.lower()
+    return bool(model) and all(model in server.device(gpu).model.lower() for gpu in server.gpus)
+
+
 def _distance(server: Topology, machine: Topology) -> tuple[object, ...]:
     """Sort key of a machine's differences from a server beside NVLinks."""
-    models = {server.device(gpu).model for gpu in server.gpus}
-    model = machine.device(machine.gpus[0]).model
-    named = bool(model) and all(model.lower() in one.lower() for one in models)
+    named = _same_model(server, machine)
     own, other = (Counter(d.kind for d in one.devices) for one in (server, machine))
     parts = sum(abs(own[kind] - other[kind]) for kind in own | other)
     speeds = {link.bandwidth for link in server.links if link.channel in ("pcie", "c2c")}
@@ -342,12 +395,10 @@ def _direct(
 ) -> Resemblance | None:
     count = len(shape.gpus)
     equal_rates = _rates_equal(shape, other)
-    if equal_rates or count == len(other.gpus):
-        scale = other.rate / shape.rate
-    elif set(shape.wires) == {sum(cell > 0 for cell in row) for row in shape.carried}:
-        scale = 1.0  # counts are not stated: each bundle is one wire
-    else:
+    models = {server.device(gpu).model for gpu in server.gpus}
+    if not equal_rates and count < len(other.gpus) and any(models):
         return None
+    scale = other.rate / shape.rate  # without models rates are assumed
     have = [[cell * scale for cell in row] for row in shape.carried]
     numbers = _numbers(shape.gpus, count, len(other.gpus))
     host = (_joined(server, ONE_SWITCH), _joined(machine, DIFFERENT_CPUS))
@@ -364,11 +415,18 @@ def _direct(
                 for k in range(1, MOST_PAIRS + 1)
             )
             places = next((one for one in tries if one is not None), None)
-    elif places is None and 2 * count > len(other.gpus):
-        places = numbers if short_pairs(have, other.carried, numbers) is not None else None
+    elif places is None:
+        # numbers above the count are those of a larger machine
+        known = numbers != tuple(range(count)) or _same_model(server, machine)
+        short = short_pairs(have, other.carried, numbers)
+        if (short and len(short) == 1 and known) or (short is not None and 2 * count > len(other.gpus)):
+            places = numbers
+        elif known:
+            places = embed(have, other.carried, pairs=1, first=numbers, host=host)
     if places is None:
         return None
-    if not exact and not _credible(server, shape, machine, have, other, places):
+    single = count < len(other.gpus) and len(short_pairs(have, other.carried, places) or ()) == 1
+    if not exact and not single and not _credible(server, shape, machine, have, other, places):
         return None
     wanted = [
         (shape.gpus[i], shape.gpus[j], round(other.carried[places[i]][places[j]] / other.rate))
@@ -376,7 +434,16 @@ def _direct(
         for j in range(i + 1, count)
         if other.carried[places[i]][places[j]]
     ]
-    return Resemblance(machine, exact, _links(wanted, other.rate / scale))
+    own = exact and numbers not in (places, tuple(range(count)))
+    lacking = short_pairs(have, other.carried, numbers) or () if own else ()
+    return Resemblance(
+        machine,
+        exact,
+        _links(wanted, other.rate / scale),
+        places=places,
+        numbered=places == numbers != tuple(range(count)) and _same_model(server, machine),
+        lacking=tuple((shape.gpus[j], shape.gpus[i]) for i, j in lacking),
+    )
 
 
 def _joined(machine: Topology, how: str) -> frozenset[frozenset[int]]:

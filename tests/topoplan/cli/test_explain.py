@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import topoplan
-from tests.support.checkout import Done, Run
+from tests.support.checkout import ROOT, Done, Run
 from tests.support.matrices import uniform_matrix
 from tests.support.nccl_debug_logs import over_sockets, without_peers
 from tests.support.perf_logs import PerfLog
@@ -45,6 +45,9 @@ def matrix_of(machine: topoplan.Topology) -> str:
     names, cells = relation_matrix(machine)
     rows = [("", *names), *((name, *row) for name, row in zip(names, cells, strict=True))]
     return "\n".join("\t".join(row) for row in rows).replace("gpu", "GPU").replace("nic", "mlx5_") + "\n"
+
+
+LOGS = ROOT / "docs" / "questions" / "logs"
 
 
 def test_json_and_csv_have_a_row_for_every_size(run: Run, told: Told, log: Path) -> None:
@@ -92,7 +95,7 @@ def test_a_log_of_another_machine_says_so(done: Done, log: Path) -> None:
     out = done(f"explain {log} --machine dgx-a100")
     head = "all_reduce on dgx-a100, 8 GPUs (gpu0-7): the log ran on NVIDIA H100 80GB HBM3, another"
     assert out.startswith(head)
-    assert "link limit   busbw 300 GB/s by nvlink ring; nccl tree 300\n" in out
+    assert "link limit   busbw 300 GB/s by nvlink ring; nccl tree 300; measured is " in out
     assert "above the upper bound of these links" in out
     assert "2. or --machine dgx-h100 (8 x NVIDIA H100 80GB HBM3 on one host)" in out
 
@@ -102,12 +105,12 @@ def test_a_log_of_another_machine_says_so(done: Done, log: Path) -> None:
     [
         (
             275,
-            "as expected: busbw 478.6 GB/s at 1GB, 87 % of what NCCL's model expects (slow",
+            "as expected: busbw 478.6 GB/s at 1GB; normal for this machine: 441.8 to 466.4 GB/s (slow below 375.5)",
             "nothing to do",
         ),
         (
             120,
-            "slow: busbw 209.5 GB/s at 1GB, 38 % of what NCCL's model",
+            "slow: busbw 209.5 GB/s at 1GB; normal for this machine: 441.8 to 466.4 GB/s",
             "NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING",
         ),
     ],
@@ -355,3 +358,51 @@ def test_an_average_that_the_rows_do_not_have_is_a_warning(done: Done, log: Path
     assert "999.5" in text
     out = done("explain - --machine dgx-h100", stdin=text)
     assert "Avg bus bandwidth 999.5 is not the average" in out
+
+
+def test_two_logs_say_what_changed(done: Done, told: Told, refused: Done, tmp_path: Path) -> None:
+    """Times by size, NCCL's algorithm for them, channels and settings; a log against itself has no change."""
+    spoken = (LOGS / "chosen.log").read_text()
+    old, new = tmp_path / "old.log", tmp_path / "new.log"
+    old.write_text((LOGS / "ring.log").read_text() + spoken)
+    changed = spoken.replace("24 coll channels", "2 coll channels").replace("Algo NVLS_TREE", "Algo RING")
+    new.write_text((LOGS / "tree.log").read_text() + changed)
+    lines = done(f"explain {old} {new}").splitlines()
+    assert lines[0].startswith(
+        "of 7 sizes 3 slower by more than 5 %, most at 8GB: +31.7% time, busbw 370.2 to 281.1"
+    )
+    assert "channels     24 -> 2" in lines
+    found = told(f"explain {old} {new}")
+    assert [one["what"] for one in found["setup"]] == ["channels", "AllReduce algorithm"]
+    assert (found["slower"], found["faster"], len(found["rows"])) == (3, 4, 7)
+    row = next(row for row in found["rows"] if row["size"] == 4 << 20)
+    assert (row["old_choice"], row["new_choice"]) == ("nvls_tree/simple", "ring/simple")
+    same = done(f"explain {old} {old}").splitlines()
+    assert same == [
+        "no change: 7 sizes, none by more than 5 %",
+        "NCCL         both logs say the same of its setup",
+    ]
+    assert "--machine does not go with a second log" in refused(f"explain {old} {new} --machine dgx-1v")
+    other = tmp_path / "other.log"
+    other.write_text((LOGS / "h100.log").read_text())
+    assert "no size in common" in refused(f"explain {LOGS / 'ring.log'} {other}")
+
+
+def test_published_rates_come_first(told: Told, done: Done) -> None:
+    """The rates of such a machine decide; those of other numbers of servers are shown; an unknown machine says so."""
+    log = LOGS / "two-h100.log"
+    network = "--machine dgx-h100 --nic-bandwidth 400Gb/s --servers"
+    (run,) = told(f"explain {log} {network} 2")["runs"]
+    assert (run["normal"]["low"], run["normal"]["same_servers"], run["verdict"]) == (
+        479.28,
+        True,
+        "as expected",
+    )
+    lines = done(f"explain {log} {network} 2").splitlines()
+    assert "; normal for this machine: 479.3 GB/s (slow below 407.4)" in lines[0]
+    assert lines[1].startswith(
+        "normal       busbw 479.3 GB/s: 16 GPUs on 2 servers, published by aws-samples/"
+    )
+    slow = done(f"explain {LOGS / 'slow-dgx1.log'} --machine dgx-1v").splitlines()
+    assert slow[1] == "normal       no published figures of this machine"
+    assert "GB/s at 1GB, 6.1 % of the upper bound" in slow[0]

@@ -65,6 +65,57 @@ def weighted(loads: list[list[int]], weights: list[int], order: tuple[int, ...] 
     return cost
 
 
+@pytest.mark.parametrize("latest", [0, 20])
+def test_the_cost_of_grouper_is_that_of_the_orders_it_prints(latest: int) -> None:
+    """40 random shops: each link serves the printed orders, from each to the next, and nothing else is in the cost."""
+    arrivals = set()
+    for seed in range(40):
+        source = Random(seed)
+        count, width = source.randint(2, 7), source.randint(1, 4)
+        loads = [
+            {str(link): float(source.randint(0, 9)) for link in range(width)} | {"0": 1.0}
+            for _ in range(count)
+        ]
+        weights = [float(source.randint(1, 5)) for _ in range(count)]
+        releases = [float(source.randint(0, latest)) for _ in range(count)]
+        jobs = Workload(
+            {str(link): 1.0 for link in range(width)},
+            tuple(
+                TrainingJob(
+                    str(job),
+                    (JobStage(1, 0.0, {link: load * 1e9 for link, load in loads[job].items() if load}),),
+                    weight=weights[job],
+                    release=releases[job],
+                )
+                for job in range(count)
+            ),
+        )
+        outcome = under("grouper", jobs)
+        arrivals.add(len(outcome.orders))
+        ends = served(loads, [(start, list(order)) for start, order in outcome.orders])
+        assert outcome.cost == pytest.approx(sum(w * end for w, end in zip(weights, ends, strict=True)))
+        if not latest:
+            ((start, order),) = outcome.orders
+            assert (start, order) == (0, outcome.order)
+            whole = [[int(load[str(link)]) for link in range(width)] for load in loads]
+            assert outcome.cost == pytest.approx(weighted(whole, [int(w) for w in weights], order))
+    assert max(arrivals) > 2 or not latest
+
+
+def served(loads: list[dict[str, float]], orders: list[tuple[float, list[int]]]) -> list[float]:
+    """Ends of jobs on links of 1 per second that each serve the first job of the order in force that has bytes left."""
+    ends = [0.0] * len(loads)
+    for link in {link for load in loads for link in load}:
+        left = [load.get(link, 0.0) for load in loads]
+        for (now, order), (until, _) in pairwise([*orders, (float("inf"), [])]):
+            for job in order:
+                sent = min(left[job], until - now)
+                if sent > 0:
+                    now, left[job] = now + sent, left[job] - sent
+                    ends[job] = max(ends[job], now)
+    return ends
+
+
 def test_crux_examples() -> None:
     """Whoever goes first decides how long GPUs idle: 37.5 % and 41.7 % of 12 s; 7 s and 6 s."""
     first, second = (run_jobs(crux_one(), in_order(order)) for order in ((0, 1), (1, 0)))

@@ -15,7 +15,8 @@ from topoplan.errors import UsageError
 from topoplan.machine.topology import Topology
 from topoplan.machine.variants import with_all_capabilities
 from topoplan.operate.compare.comparison import Attainable, attainable
-from topoplan.operate.compare.judged_log import JudgedRun, judge, nic_words
+from topoplan.operate.compare.judged_log import JudgedRow, JudgedRun, judge, nic_words
+from topoplan.operate.compare.published_rates import published_rates
 from topoplan.operate.device_matching import gpus_of
 from topoplan.operate.faults import Fault, Kind
 from topoplan.operate.next_steps import (
@@ -27,7 +28,7 @@ from topoplan.operate.next_steps import (
     log_steps,
 )
 from topoplan.reading.nccl.perf_json import parse_perf_runs
-from topoplan.reading.nccl.perf_text import PerfRun
+from topoplan.reading.nccl.perf_text import LoggedRow, PerfRun, Timing
 
 TWO = (("node1", range(8)), ("node2", range(8)))
 
@@ -300,7 +301,7 @@ H100S = topoplan.load("dgx-h100")
 
 
 def verdict_on(run: PerfRun) -> RunVerdict:
-    return judge_run(judge(run, H100S, partial(known, H100S)))
+    return judge_run(judge(run, H100S, partial(known, H100S)), H100S)
 
 
 @pytest.mark.parametrize(
@@ -362,3 +363,31 @@ def test_every_kind_of_fault_has_a_step_and_equal_ones_share_it() -> None:
     two = [Fault("link slow", ("gpu0", f"gpu{n}"), "slow", "fast") for n in (1, 2)]
     (step,) = fault_steps(two)
     assert step.startswith("gpu0-gpu1 and 1 more: ")
+
+
+MACHINES = (
+    "dgx-a100",
+    "dgx-h100",
+    "mi300x",
+    "p5.48xlarge",
+    pytest.param("gb200-nvl72", marks=pytest.mark.thorough),
+)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_published_rates_are_as_expected_and_half_of_them_is_slow(name: str) -> None:
+    """The largest size of each number of GPUs in one server, judged by itself and by others of its kind."""
+    own = [rate for rate in published_rates() if rate.servers == 1 and rate.machine == name]
+    largest = {rate.gpus: rate for rate in sorted(own, key=lambda rate: rate.nbytes)}
+    assert largest
+    for rate in largest.values():
+        machine = topoplan.load(rate.machine)
+        found = attainable(with_all_capabilities(machine), rate.collective, gpus=tuple(range(rate.gpus)))
+        for part, kind in ((1.0, "as expected"), (0.5, "slow")):
+            seconds = rate.nbytes * found.factor / (part * rate.busbw * 1e9)
+            timing = Timing(seconds, part * rate.busbw / found.factor, part * rate.busbw, 0)
+            row = LoggedRow(1, rate.nbytes, "float", "sum", None, timing, None)
+            run = PerfRun(1, "all_reduce", rate.collective, "", rate.gpus, (), (row,), ())
+            one = JudgedRun(run, found.gpus, (JudgedRow(rate.collective, row, found),), (), ())
+            verdict = judge_run(one, machine)
+            assert (verdict.kind, verdict.normal and verdict.normal.same) == (kind, True), (rate, part)

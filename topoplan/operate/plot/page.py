@@ -286,8 +286,9 @@ def health_section(topology: Topology, collective: str) -> PageSection:
         if found.resembles
         else "It resembles no known machine"
     )
-    if found.healthy:
-        text = element("p", element("span", "Healthy", class_="good"), f": no faults. {what}.")
+    if not found.faults:
+        verdict = ("Healthy", ": no faults") if found.healthy else ("No fault found", "")
+        text = element("p", element("span", verdict[0], class_="good"), f"{verdict[1]}. {what}.")
         return PageSection("health", "Health", text)
     costs = costs_of(found, collective) if collective != ALL_TO_ALL else ()
     number = len(found.faults)
