@@ -34,6 +34,7 @@ class PublishedRate:
     gpus, servers: in all; ``nics`` of ``nic_gbps`` Gb/s on each server, 0 within one.
     nbytes: of the buffer; ``busbw`` in GB/s.
     read: the day on which the source was read.
+    certain: whether the source states the machine, its NICs and the size; else some of it is inferred.
     """
 
     machine: str
@@ -46,6 +47,7 @@ class PublishedRate:
     busbw: float
     source: str
     read: str
+    certain: bool
 
 
 @lru_cache(maxsize=1)
@@ -68,6 +70,7 @@ def published_rates() -> tuple[PublishedRate, ...]:
             float(row["busbw"]),
             row["source"],
             row["read"],
+            row["certain"] == "yes",
         )
         for row in csv.DictReader(text.splitlines())
     )
@@ -103,7 +106,8 @@ class NormalRate:
         servers, gpus = self.rates[0].servers, self.rates[0].gpus
         where = f"{gpus} GPUs" + (f" on {servers} servers" if servers > 1 else "")
         names = ", ".join(dict.fromkeys(rate.source for rate in self.rates))
-        return f"{where}, published by {names} (read {max(rate.read for rate in self.rates)})"
+        inferred = "" if all(rate.certain for rate in self.rates) else "; the machine is partly inferred"
+        return f"{where}, published by {names} (read {max(rate.read for rate in self.rates)}{inferred})"
 
     def healthy(self, busbw: float) -> bool:
         """Return whether a busbw in GB/s reaches `OF_NORMAL` of the lowest."""
