@@ -28,7 +28,7 @@ from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.schedules.binary_trees import server_trees
 from topoplan.schedules.nccl_channels import NcclPaths
-from topoplan.schedules.nccl_server_channels import Loads, NcclServerRoutes, summed
+from topoplan.schedules.nccl_server_routes import Loads, NcclServerRoutes, summed
 
 
 @dataclass(frozen=True, slots=True)
