@@ -10,12 +10,13 @@ at a GPU nearest to that NIC, and another GPU that does not reach the NIC sends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from math import lcm
+from typing import Any
 
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric
@@ -88,6 +89,19 @@ def nic_channels(rates: Sequence[Fraction], capability: int) -> NicChannels:
         room[nics[-1]] -= 1
     many = capability > 80 and chosen < 50 and len(nics) > 4
     return NicChannels(tuple(nics), 1 if chosen < 25 or many else 2)
+
+
+class _OpenLinks(Sequence[Fraction]):
+    """The capacities of links, 0 for closed ones."""
+
+    def __init__(self, capacity: Sequence[Fraction], closed: Collection[int]) -> None:
+        self._capacity, self._closed = capacity, closed
+
+    def __len__(self) -> int:
+        return len(self._capacity)
+
+    def __getitem__(self, number: Any) -> Any:
+        return Fraction(0) if number in self._closed else self._capacity[number]
 
 
 class ServerChannels:
@@ -199,15 +213,12 @@ class ServerChannels:
         links = self._routes.shortest(tail, head, width)
         return None if links is None or not all(width[number] for number in links) else links
 
-    def _channel_widths(self, first: int, second: int, channel: int) -> tuple[Fraction, ...]:
+    def _channel_widths(self, first: int, second: int, channel: int) -> _OpenLinks:
         closed: set[int] = set()
         for server in (first, second):
             own = self.port(server, channel)
             closed.update(*(port.links - own.links for port in self.ports[server] if own))
-        return tuple(
-            Fraction(0) if number in closed else capacity
-            for number, capacity in enumerate(self._fabric.capacity)
-        )
+        return _OpenLinks(self._fabric.capacity, closed)
 
     def _capabilities(self) -> list[int]:
         """Return the lowest compute capability of each server's GPUs, where there are several servers."""

@@ -311,10 +311,11 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     """Return the rings, and a note on them or on their absence."""
     if not fabric.direct:
         routes = DirectRoutes(fabric)
-        rings, across = switched_rings(fabric, routes), server_rings(fabric, routes)
-        if _total(across) > _total(rings):
+        across = server_rings(fabric, routes)
+        if across:
             number = "one ring" if len(across) == 1 else f"{len(across)} rings"
             return across, f"{number} that enter every server once; other orders may give faster ones"
+        rings = switched_rings(fabric, routes)
         if not rings:
             return (), "no NVLink ring exists (some hop would pass another GPU)"
         if (
@@ -337,10 +338,6 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     )
     number = counted(len(rings), "link-disjoint NVLink ring")
     return rings, f"{number} of {float(speed):g} GB/s; {proof}"
-
-
-def _total(rings: tuple[LogicalRing, ...]) -> Fraction:
-    return sum((ring.weight for ring in rings), Fraction(0))
 
 
 def _fastest_rings(fabric: Fabric) -> tuple[tuple[tuple[int, ...], ...], Fraction, bool]:

@@ -49,12 +49,41 @@ def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...
     laid = ServerChannels(fabric)
     if len(laid.members) < 2:
         return ()
-    found = [_weighed(rings, fabric) for rings in (_ServerRings(laid, fabric, routes, c) for c in _CROSSINGS)]
-    return max(found, key=lambda rings: sum((ring.weight for ring in rings), Fraction(0)))
+    nvlink = "nvlink" in fabric.channels
+    crossings = (
+        (0,) if _on_amd(fabric) else (1, 0) if nvlink else dict.fromkeys((1, max(laid.count // 2, 1), 0))
+    )
+    # Between the sockets of a server, one ring each way is faster than a third one beside them.
+    pairs = laid.count - laid.count % 2 * (laid.count > 1 and not nvlink)
+    nics = {number for ports in laid.ports for port in ports for number in port.links}
+    best: tuple[LogicalRing, ...] = ()
+    for count in dict.fromkeys((laid.count, pairs)):
+        for crossing in crossings:
+            rings = _weighed(_ServerRings(laid, fabric, routes, count, crossing), fabric)
+            if _total(rings) > _total(best):
+                best = rings
+            if rings and not _full(rings, fabric).isdisjoint(nics):
+                # Every ring crosses its NICs once, so no other order is faster.
+                return best
+    return best
 
 
-_CROSSINGS = (True, False)
-"""Whether rings leave a server over the NIC of another channel."""
+def _total(rings: Iterable[LogicalRing]) -> Fraction:
+    return sum((ring.weight for ring in rings), Fraction(0))
+
+
+def _full(rings: Sequence[LogicalRing], fabric: Fabric) -> set[int]:
+    """Return the links that rings of one weight fill."""
+    crossed = Counter(number for ring in rings for hop in ring.hops for number in hop)
+    return {number for number, times in crossed.items() if times * rings[0].weight == fabric.capacity[number]}
+
+
+def _on_amd(fabric: Fabric) -> bool:
+    """Return whether GPUs are joined through AMD's CPUs, for which NCCL runs one order of GPUs in all channels."""
+    return "nvlink" not in fabric.channels and any(
+        device.kind == "cpu" and device.fact("vendor") == "AuthenticAMD" for device in fabric.topology.devices
+    )
+
 
 Course = tuple[tuple[int, ...], tuple[Links, ...]]
 """Order of a ring, and the links of each hop."""
@@ -76,8 +105,10 @@ def _weighed(courses: Iterable[Course | None], fabric: Fabric) -> tuple[LogicalR
 class _ServerRings:
     """The rings of all channels, each with the walks through servers that add least to the most loaded link."""
 
-    def __init__(self, laid: ServerChannels, fabric: Fabric, routes: DirectRoutes, crossing: bool) -> None:
-        self._laid, self._fabric, self._routes = laid, fabric, routes
+    def __init__(
+        self, laid: ServerChannels, fabric: Fabric, routes: DirectRoutes, count: int, crossing: int
+    ) -> None:
+        self._laid, self._fabric, self._routes, self._count = laid, fabric, routes, count
         self._seconds = [float(1 / capacity) for capacity in fabric.capacity]
         self._load = [0] * len(fabric.links)
         off_network = [Fraction(link.channel != "network") for link in fabric.links]
@@ -90,15 +121,15 @@ class _ServerRings:
 
         self._inside = inside
         shifts = [number % 2 * crossing for number in range(len(laid.members))]
-        if len(shifts) % 2 and crossing:
-            shifts[-1] = 2
+        if len(shifts) % 2:
+            shifts[-1] = 2 * crossing
         self._shifts = list(zip(shifts, shifts[1:] + shifts[:1], strict=True))
 
     def __iter__(self) -> Iterator[Course | None]:
-        return (self._ring(channel) for channel in range(self._laid.count))
+        return (self._ring(channel) for channel in range(self._count))
 
     def _ring(self, first: int) -> Course | None:
-        laid, count = self._laid, self._laid.count
+        laid, count = self._laid, self._count
         order: list[int] = []
         hops: list[Links] = []
         for server, shifts in enumerate(self._shifts):
@@ -110,7 +141,7 @@ class _ServerRings:
             head = laid.start(above, (first + self._shifts[above][0]) % count)
             start = laid.start(server, enters)
             found = self._best(
-                self._crossed(server, start, laid.start(server, leaves), head)
+                self._crossed(server, start, laid.start(server, leaves), head, leaves)
                 if shifts[0] != shifts[1]
                 else self._returned(server, start, head, enters)
             )
@@ -136,11 +167,11 @@ class _ServerRings:
         fullest = max((self._load[n] + times) * self._seconds[n] for n, times in crossed.items())
         return fullest, crossed.total()
 
-    def _crossed(self, server: int, start: int, end: int, head: int) -> Iterator[Course]:
+    def _crossed(self, server: int, start: int, end: int, head: int, channel: int) -> Iterator[Course]:
         """Yield walks from one NIC's GPU to another's, and the hop from there to the next server's first GPU."""
         ranks = self._laid.members[server]
-        room = [c / (1 + load) for c, load in zip(self._fabric.capacity, self._load, strict=True)]
-        leave = self._routes.shortest(end, head, room)
+        leave = self._laid.over_nic(end, head, channel)
+        leave = leave or self._routes.shortest(end, head, self._fabric.capacity)
         if leave is not None and (start != end or len(ranks) == 1):
             yield from self._courses(ranks, start, end, leave)
 
@@ -171,15 +202,25 @@ class _ServerRings:
 def _walks(
     ranks: Sequence[int], start: int, end: int, inside: Callable[[int, int], Links | None]
 ) -> Iterator[Walk]:
-    """Yield orders of all ranks of a server from ``start`` to ``end``, in the order of their numbers if possible."""
+    """Yield orders of all ranks of a server from ``start`` to ``end``: the nearest next, then the next by number."""
     if len(ranks) == 1:
         yield (start,)
         return
     place = ranks.index(start)
     turned = [rank for rank in (*ranks[place:], *ranks[:place]) if rank not in (start, end)]
-    path = [start]
+    path: list[int] = []
+
+    def onward(rank: int) -> Iterator[int]:
+        """Add a rank to the path, and return its candidates for the next hop."""
+        path.append(rank)
+        rest = turned if len(path) < len(ranks) - 1 else [end]
+        routes = {other: inside(rank, other) for other in rest if other not in path}
+        return iter(
+            sorted((other for other, links in routes.items() if links), key=lambda o: len(routes[o] or ()))
+        )
+
     # Depth first: for every rank on the path, the next candidates.
-    pending = [iter(turned if turned else [end])]
+    pending = [onward(start)]
     for _ in range(MOST_STEPS):
         following = next(pending[-1], None)
         if following is None:
@@ -187,10 +228,7 @@ def _walks(
             path.pop()
             if not pending:
                 return
-        elif following not in path and inside(path[-1], following):
-            path.append(following)
-            if len(path) == len(ranks):
-                yield tuple(path)
-                path.pop()
-            else:
-                pending.append(iter(turned if len(path) < len(ranks) - 1 else [end]))
+        elif len(path) == len(ranks) - 1:
+            yield (*path, following)
+        else:
+            pending.append(onward(following))
