@@ -1,7 +1,7 @@
 """Compute the load of every link under an order of ranks: NCCL's ring, and its double binary tree of servers.
 
 A hop inside a server takes NCCL's path (`topoplan.schedules.nccl_channels`). A hop between servers stands for all of
-NCCL's channels, each on a NIC of its own (`topoplan.schedules.nccl_server_channels`).
+NCCL's channels, each on one NIC of every server (`topoplan.schedules.nccl_server_routes`).
 
     bus bandwidth of a ring  =  min over links of  c(e) / sum over hops of load(e)
 

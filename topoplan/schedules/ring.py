@@ -6,8 +6,8 @@ GPU between two since 2.8. The kind of ring decides a comparison, so every plan 
 Up to eight ranks on shared switches all orders are tried: least (load / capacity) on the worst link, then fewest
 link crossings, then the lowest order. Beyond, the depth-first order of the machine competes with the rank order; on
 a tree of switches it crosses every link at most once in each direction, which is optimal. A hop never passes another
-rank; if both orders need that, the orders of `hamiltonian_cycles` are taken. Across servers the rings of NCCL's
-channels (`topoplan.schedules.server_rings`) compete with one order of all ranks.
+rank; if both orders need that, the orders of `hamiltonian_cycles` are taken. Across servers the rings are those of
+NCCL's channels (`topoplan.schedules.server_rings`), or one order of all ranks if a hop between servers has no route.
 """
 
 from __future__ import annotations
@@ -185,8 +185,9 @@ def ring_plan(
         an NVSwitch one logical ring at the full port rate is the equivalent (one per plane of switches).
         ``pcie``: one ring over PCIe in the order that loads shared links least.
         ``relay``: the best mix of rings over NVLink whose hops may pass through other GPUs.
-        ``auto``: nvlink if such a ring exists, else pcie. Across servers the faster of one order of all ranks and of
-        rings that enter every server once over NICs of their own (`topoplan.schedules.ring`).
+        ``auto``: nvlink if such a ring exists, else pcie. Across servers the rings of NCCL's channels, which enter
+        every server once and leave it over a NIC of a channel (`topoplan.schedules.server_rings`); one order of all
+        ranks if the NICs do not join the servers so.
 
     Returns
     -------

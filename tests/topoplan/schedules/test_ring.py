@@ -353,7 +353,7 @@ def test_rings_fill_every_nic(servers: int) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("servers", "nics"), [(2, 1), (3, 2), (4, 3)])
 def test_rings_fill_fewer_nics_than_gpus(servers: int, nics: int) -> None:
-    """GPUs without a NIC are no doors: all NICs at their rate, both ways."""
+    """All NICs at their rate, both ways; GPUs without a NIC send through one that has it."""
     machine = topoplan.cluster([topoplan.Server("dgx-a100", count=servers)], nic_gbps=200, nics=nics)
     size = 8 * servers
     assert topoplan.verify(topoplan.ring_plan(machine)).exact_rate == Fraction(
