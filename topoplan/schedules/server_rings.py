@@ -5,7 +5,7 @@ sends through the ring's first GPU there, over NVLink (PXN). If that is slower, 
 channel (``NCCL_CROSS_NIC=2``): ring c enters server s on channel c + a(s) and leaves on c + a(s + 1), modulo their
 number, with a = 0, 1, 0, 1, …, and 2 at last if the number of servers is odd. Rings that cross NICs relay through no
 GPU, so they are taken if both are equally fast. All rings have equal parts of the buffer: the most loaded link limits
-all of them.
+all of them. Hops inside a server pass another GPU only if no walk exists without that (NVB).
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ MOST_WALKS = 32
 
 Walk = tuple[int, ...]
 """Ranks of a server, in the order of a ring."""
+
+Hop = Callable[[int, int], Links | None]
+"""Returns the links from one rank to another of its server; None without a route."""
 
 
 def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
@@ -119,7 +122,19 @@ class _ServerRings:
             links = routes.shortest(tail, head, off_network)
             return links if links and all(off_network[link] for link in links) else None
 
-        self._inside = inside
+        home = laid.servers.of_rank
+
+        @cache
+        def through(tail: int, head: int) -> Links | None:
+            """Return the same route, or the widest one through another GPU of the server (NCCL's NVB)."""
+            found = [(inside(tail, rank), inside(rank, head)) for rank in laid.members[int(home[tail])]]
+            routes = [one + other for one, other in found if one and other]
+            width = fabric.capacity
+            return inside(tail, head) or max(
+                routes, key=lambda links: min(width[n] for n in links), default=None
+            )
+
+        self._hops = (inside, through)
         shifts = [number % 2 * crossing for number in range(len(laid.members))]
         if len(shifts) % 2:
             shifts[-1] = 2 * crossing
@@ -140,11 +155,13 @@ class _ServerRings:
             above = (server + 1) % len(laid.members)
             head = laid.start(above, (first + self._shifts[above][0]) % count)
             start = laid.start(server, enters)
-            found = self._best(
-                self._crossed(server, start, laid.start(server, leaves), head, leaves)
-                if shifts[0] != shifts[1]
-                else self._returned(server, start, head, enters)
-            )
+            found = None
+            for inside in self._hops:
+                found = found or self._best(
+                    self._crossed(server, start, laid.start(server, leaves), head, leaves, inside)
+                    if shifts[0] != shifts[1]
+                    else self._returned(server, start, head, enters, inside)
+                )
             if found is None:
                 return None
             order += found[0]
@@ -167,41 +184,48 @@ class _ServerRings:
         fullest = max((self._load[n] + times) * self._seconds[n] for n, times in crossed.items())
         return fullest, crossed.total()
 
-    def _crossed(self, server: int, start: int, end: int, head: int, channel: int) -> Iterator[Course]:
+    def _crossed(
+        self, server: int, start: int, end: int, head: int, channel: int, inside: Hop
+    ) -> Iterator[Course]:
         """Yield walks from one NIC's GPU to another's, and the hop from there to the next server's first GPU."""
         ranks = self._laid.members[server]
-        leave = self._laid.over_nic(end, head, channel)
-        leave = leave or self._routes.shortest(end, head, self._fabric.capacity)
+        leave = self._laid.over_nic(end, head, channel) or self._over_any(end, head)
         if leave is not None and (start != end or len(ranks) == 1):
-            yield from self._courses(ranks, start, end, leave)
+            yield from _courses(ranks, start, end, leave, inside)
 
-    def _returned(self, server: int, start: int, head: int, channel: int) -> Iterator[Course]:
+    def _returned(self, server: int, start: int, head: int, channel: int, inside: Hop) -> Iterator[Course]:
         """Yield walks that end at a GPU near the NIC of the first one, then walks to one that sends through the first.
 
-        The hop to the next server's first GPU is over the NIC of the channel on both servers.
+        The hop to the next server's first GPU is over the NIC of the channel on both servers, or over any NICs if those
+        do not join them.
         """
         ranks = self._laid.members[server]
         place = ranks.index(start)
-        turned = (ranks[place:] + ranks[:place])[:0:-1]
-        relayed = self._laid.over_nic(start, head, channel)
-        for end in turned or ranks:
-            leave = self._laid.over_nic(end, head, channel)
+        turned = (ranks[place:] + ranks[:place])[:0:-1] or ranks
+        own = {end: self._laid.over_nic(end, head, channel) for end in ranks}
+        if not any(own.values()):
+            own = {end: self._over_any(end, head) for end in ranks}
+        for end in turned:
+            leave = own[end]
             if leave:
-                yield from self._courses(ranks, start, end, leave)
-        for end in turned if relayed else ():
-            hop = self._inside(end, start)
-            if hop and relayed and self._laid.over_nic(end, head, channel) is None:
-                yield from self._courses(ranks, start, end, hop + relayed)
+                yield from _courses(ranks, start, end, leave, inside)
+        relayed = own[start]
+        for end in turned:
+            hop = inside(end, start) if end != start and not own[end] else None
+            if hop and relayed:
+                yield from _courses(ranks, start, end, hop + relayed, inside)
 
-    def _courses(self, ranks: Sequence[int], start: int, end: int, leave: Links) -> Iterator[Course]:
-        for walk in islice(_walks(ranks, start, end, self._inside), MOST_WALKS):
-            hops = [self._inside(*hop) for hop in ring_hops(walk)[:-1]]
-            yield walk, (*(hop for hop in hops if hop), leave)
+    def _over_any(self, tail: int, head: int) -> Links | None:
+        return self._routes.shortest(tail, head, self._fabric.capacity)
 
 
-def _walks(
-    ranks: Sequence[int], start: int, end: int, inside: Callable[[int, int], Links | None]
-) -> Iterator[Walk]:
+def _courses(ranks: Sequence[int], start: int, end: int, leave: Links, inside: Hop) -> Iterator[Course]:
+    for walk in islice(_walks(ranks, start, end, inside), MOST_WALKS):
+        hops = [inside(*hop) for hop in ring_hops(walk)[:-1]]
+        yield walk, (*(hop for hop in hops if hop), leave)
+
+
+def _walks(ranks: Sequence[int], start: int, end: int, inside: Hop) -> Iterator[Walk]:
     """Yield orders of all ranks of a server from ``start`` to ``end``: the nearest next, then the next by number."""
     if len(ranks) == 1:
         yield (start,)

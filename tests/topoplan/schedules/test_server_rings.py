@@ -209,3 +209,16 @@ def test_the_second_child_of_a_tree_is_below_a_gpu_that_reaches_the_channel_s_ni
         }
         by_server = Counter(made.ranks[rank].partition(".")[0] for rank in homes)
         assert max(by_server.values()) == expected
+
+
+@pytest.mark.parametrize("nics", [1, 2])
+def test_hops_inside_a_server_pass_a_gpu_if_no_walk_exists_without_that(nics: int) -> None:
+    """GPUs 0, 1, 2, 4 of a DGX-1V: 4 has a link to 0 alone, so no walk from 0 to 1 passes 2 and 4 over direct links."""
+    part = Server("dgx-1v", [0, 1, 2, 4], count=2)
+    fabric = usable_fabric(topoplan.cluster([part], nic_gbps=100, nics=nics))
+    rings = server_rings(fabric, DirectRoutes(fabric))
+    assert [ring.weight for ring in rings] == [12] * nics
+    hops = [hop for ring in rings for hop in ring.hops]
+    inner = [hop for hop in hops if all(fabric.links[number].channel == "nvlink" for number in hop)]
+    assert max(map(len, inner)) == 2
+    assert bus_bandwidth(topoplan.ring_plan(fabric.topology)) == 12 * nics
