@@ -216,7 +216,7 @@ def far_nics(machine: Topology) -> tuple[str, ...]:
 
 
 _AMPERE = 80
-"""Compute capability below which NCCL takes NICs on a CPU beside nearer ones."""
+"""Compute capability below which NCCL takes NICs on a CPU beside nearer ones that fill their PCIe slot."""
 
 _SWITCHES = 1
 """`path_kind` of a NIC that PCIe switches alone join to a GPU, PXB: through such a GPU others send (PXN)."""
