@@ -15,7 +15,8 @@ allocation serves it.
 
 NCCL searches with NICs at the nearest kind of path first (below one PCIe switch, below several, on the GPU's CPU, on
 another one) and stops at the first kind that works (``ncclTopoCompute``, ``src/graph/search.cc``). So a NIC that is
-farther from each of its GPUs than another NIC is not used, unless a user names it as for ``NCCL_IB_HCA``.
+farther from each of its GPUs than another NIC is not used, unless a user names it as for ``NCCL_IB_HCA``. Nor is a NIC
+on a CPU if every GPU can send through a GPU below the PCIe switch of another NIC, over NVLink (PXN).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from topoplan.errors import UsageError
+from topoplan.machine.hardware import gpu_identity
 from topoplan.machine.topology import Device, Link, Topology, without_named
 from topoplan.machine.variants import SIDES
 from topoplan.units import exact, nearest_float
@@ -184,16 +186,58 @@ def wire_server(
 
 
 def far_nics(machine: Topology) -> tuple[str, ...]:
-    """Return the NICs that NCCL would not take: another NIC is nearer, by kind of path, to each of their GPUs."""
+    """Return the NICs that NCCL would not take.
+
+    Another NIC is nearer, by kind of path, to each of their GPUs; or they are on a CPU, and every GPU reaches one below
+    a PCIe switch, itself or over NVLink through a GPU near that NIC.
+    """
     nearest: dict[str, int] = {}
     kinds: dict[str, dict[str, int]] = {}
     for nic, paths in _nearest(machine, machine_nics(machine), machine.gpus).items():
         kinds[nic] = {gpu: path_kind(machine, path) for gpu, path in paths.items()}
         for gpu, kind in kinds[nic].items():
             nearest[gpu] = min(kind, nearest.get(gpu, kind))
-    return tuple(
-        nic for nic, near in kinds.items() if near and all(kind > nearest[gpu] for gpu, kind in near.items())
+    doors = {gpu for near in kinds.values() for gpu, kind in near.items() if kind <= _SWITCHES}
+    beside = _nvlink_neighbours(machine)
+    relayed = all(gpu in doors or doors & beside[gpu] for gpu in machine.gpus) and all(
+        gpu_identity(device, amd=False).capability >= _AMPERE
+        for device in machine.devices
+        if device.kind == "gpu"
     )
+    return tuple(
+        nic
+        for nic, near in kinds.items()
+        if near
+        and (
+            all(kind > nearest[gpu] for gpu, kind in near.items())
+            or (relayed and min(near.values()) > _SWITCHES)
+        )
+    )
+
+
+_AMPERE = 80
+"""Compute capability below which NCCL takes NICs on a CPU beside nearer ones that fill their PCIe slot."""
+
+_SWITCHES = 1
+"""`path_kind` of a NIC that PCIe switches alone join to a GPU, PXB: through such a GPU others send (PXN)."""
+
+
+def _nvlink_neighbours(machine: Topology) -> dict[str, set[str]]:
+    """Return the GPUs that NVLink joins to each GPU, directly or through one switch."""
+    out: dict[str, set[str]] = {}
+    for link in machine.links:
+        if link.channel == "nvlink":
+            out.setdefault(link.src, set()).add(link.dst)
+    gpus = set(machine.gpus)
+    return {
+        gpu: {
+            end
+            for near in out.get(gpu, ())
+            for end in (near, *out.get(near, ()))
+            if near not in gpus or end == near
+        }
+        for gpu in gpus
+    }
 
 
 def _sides(place: NicPlace, plugged: bool) -> tuple[str, ...]:

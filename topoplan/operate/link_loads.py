@@ -1,7 +1,7 @@
 """Compute the load of every link under an order of ranks: NCCL's ring, and its double binary tree of servers.
 
 A hop inside a server takes NCCL's path (`topoplan.schedules.nccl_channels`). A hop between servers stands for all of
-NCCL's channels, each on a NIC of its own (`topoplan.schedules.nccl_server_channels`).
+NCCL's channels, each on one NIC of every server (`topoplan.schedules.nccl_server_routes`).
 
     bus bandwidth of a ring  =  min over links of  c(e) / sum over hops of load(e)
 
@@ -28,7 +28,7 @@ from topoplan.machine.fabric import Fabric, usable_fabric
 from topoplan.machine.topology import Device, Link, Topology
 from topoplan.schedules.binary_trees import server_trees
 from topoplan.schedules.nccl_channels import NcclPaths
-from topoplan.schedules.nccl_server_channels import Loads, NcclServerRoutes, summed
+from topoplan.schedules.nccl_server_routes import Loads, NcclServerRoutes, summed
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from topoplan.operate.link_loads import HopLoads
 from topoplan.operate.rank_order import RankOrder, best_order
 from topoplan.plans.mesh_plans import groups_along
 from topoplan.plans.plan import COLLECTIVES
-from topoplan.schedules.nccl_server_channels import summed
+from topoplan.schedules.nccl_server_routes import summed
 from topoplan.solve.mesh_planner import mesh_weights, plan_mesh
 from topoplan.units import bus_factor
 

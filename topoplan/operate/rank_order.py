@@ -27,7 +27,7 @@ from topoplan.machine.fabric_structure import components
 from topoplan.machine.topology import Topology
 from topoplan.operate.link_loads import DIGITS, HopLoads, HopTable, OrderRates, least
 from topoplan.schedules.hamiltonian_cycles import all_cycles
-from topoplan.schedules.nccl_server_channels import Loads, summed
+from topoplan.schedules.nccl_server_routes import Loads, summed
 from topoplan.solve.cuts_and_partitions import FlowNetwork
 
 MOST_RANKS, MOST_SERVERS = 128, 32

@@ -9,9 +9,10 @@ path.
 
 NCCL has such a pair over the servers in each channel (``src/graph/trees.cc``). A chain begins at the GPU of
 `topoplan.schedules.nccl_server_channels`: its first GPU has the server above and the first child below, its second
-GPU the second child, NCCL's balanced tree (``src/graph/connect.cc``). On one server a channel is a chain, at most 16
-of them. A server sends 1 byte over its NICs for each byte of the buffer with two servers, 3/2 with three, 2 with
-more. An NVLS tree has a star instead of the chain, over a switch that copies and adds.
+GPU the second child, NCCL's balanced tree (``src/graph/connect.cc``), or the first GPU both if the second does not
+reach the channel's NIC. On one server a channel is a chain, at most 16 of them. A server sends 1 byte over its NICs
+for each byte of the buffer with two servers, 3/2 with three, 2 with more. An NVLS tree has a star instead of the
+chain, over a switch that copies and adds.
 """
 
 from __future__ import annotations
@@ -321,7 +322,10 @@ def _edges(
             above, last = tree[server]
             parent = inside[above]
             at = parent.second if last else parent.first
-            yield laid.between(op, at, one.first, share, channel, parent.first)
+            hops = ((at, one.first), (one.first, at))
+            if at != parent.first and any(laid.over_nic(*hop, channel) is None for hop in hops):
+                at = parent.first
+            yield laid.between(op, at, one.first, share, channel)
         for hop in one.hops:
             yield laid.through(*hop, one.plane) if one.plane else laid.inside(op, *hop, share)
 

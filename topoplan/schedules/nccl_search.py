@@ -36,6 +36,7 @@ from topoplan.plans.shards import Stage
 from topoplan.schedules.hamiltonian_cycles import all_cycles, ring_hops, varied_cycles
 from topoplan.schedules.nccl_channels import (
     MOST_CHANNELS,
+    PATH_KINDS,
     ChannelOrders,
     Graphs,
     Hops,
@@ -101,7 +102,7 @@ def chains_from(machine: Topology, paths: NcclPaths, starts: Sequence[str]) -> t
     """Return a chain for every start, each time the one that adds least to the most loaded link.
 
     Over direct links every Hamiltonian path is tried, and every order of few GPUs; through switches and PCIe the GPUs
-    follow one another by number, as they do if no other order is joined.
+    follow one another by number, or the nearest by kind of path first; by number if no other order is joined.
 
     >>> import topoplan
     >>> machine = topoplan.load("dgx-1v").subset([0, 1, 2, 3])
@@ -114,13 +115,26 @@ def chains_from(machine: Topology, paths: NcclPaths, starts: Sequence[str]) -> t
     turned = {gpu: gpus[place:] + gpus[:place] for place, gpu in enumerate(gpus)}
     direct = _direct_paths(machine)
     listed = permutations(gpus) if direct and len(gpus) <= LARGEST_LISTED else ()
-    candidates = (*direct, *(path[::-1] for path in direct), *listed, *turned.values())
+    near = () if direct else (_nearest_first(paths, turned[start]) for start in dict.fromkeys(starts))
+    candidates = (*direct, *(path[::-1] for path in direct), *listed, *turned.values(), *near)
     wanted = set(starts)
     joined = [order for order in dict.fromkeys(candidates) if order[0] in wanted and _is_joined(paths, order)]
     reached = {order[0] for order in joined}
     known = [start for start in starts if start in reached]
     chosen = iter(_even_choice(paths, joined, chain_hops, len(known), starts=known) if known else ())
     return tuple(next(chosen) if start in reached else turned[start] for start in starts)
+
+
+def _nearest_first(paths: NcclPaths, order: Order) -> Order:
+    """Return GPUs from the first of an order on, each time the nearest of the others by kind of path."""
+    try:
+        found, rest = [order[0]], list(order[1:])
+        while rest:
+            found.append(min(rest, key=lambda gpu: PATH_KINDS.index(paths.hop(found[-1], gpu).kind)))
+            rest.remove(found[-1])
+    except InfeasibleError:
+        return order
+    return tuple(found)
 
 
 def _is_joined(paths: NcclPaths, order: Order) -> bool:

@@ -1,41 +1,107 @@
-"""Find the NIC of each of NCCL's channels, the GPU at which it enters a server, and the paths between servers.
+"""Find the NIC of each of NCCL's channels on every server, and the GPU at which the channel enters.
 
-A channel takes one NIC of every server, number c modulo their count, and begins in each at a GPU nearest to that
-NIC, so all NICs carry the same number of channels. A GPU that does not reach the NIC of its channel sends through
-one of its own if that is not a detour, else through the GPU at which the channel enters (NCCL's PXN).
-
-Between two servers channel c leaves over NIC c of one and enters over NIC c of the other, each with an equal part of
-the data. All shortest paths between two NICs count, and data is striped over them at every switch by the width of the
-next links.
+NCCL gives all channels one speed (``ncclTopoCompute``, ``src/graph/search.cc``, 2.30): a NIC carries as many channels
+as its rate holds of that speed, and of the speeds that NCCL tries the one with the largest product of speed and number
+is taken, down to half of the best so far. So NICs of one rate carry equally many channels, a NIC of twice the rate
+twice as many, and 10 and 25 GB/s together no more than one channel of 24 GB/s. Up to four fast channels are run twice,
+and servers that differ run the fewest channels of any. A channel enters and leaves a server over one NIC; it begins
+at a GPU nearest to that NIC, and another GPU that does not reach the NIC sends through the first one (NCCL's PXN).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
+from math import lcm
+from typing import Any
 
 from topoplan.errors import InfeasibleError
 from topoplan.machine.fabric import Fabric
 from topoplan.machine.fabric_structure import FabricServers
-from topoplan.machine.topology import Link, Topology
+from topoplan.machine.hardware import gpu_identity, is_amd, with_assumed_capability
+from topoplan.machine.topology import Topology
 from topoplan.plans.shards import Edge
-from topoplan.schedules.nccl_channels import NcclPaths
+from topoplan.schedules.nccl_channels import MOST_CHANNELS, NcclPaths
 from topoplan.schedules.ring_forest import shortest_route
 from topoplan.schedules.routes import DirectRoutes, Links, edge_along
-from topoplan.units import exact
 
 _Find = Callable[[int, int], Links]
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelPort:
-    """A NIC of a server: its links into the network and back, and the nearest ranks."""
+    """A NIC of a server: its links into the network and back, the nearest ranks, and GB/s in one direction."""
 
     links: frozenset[int]
     ranks: tuple[int, ...]
+    rate: Fraction
+
+
+SPEEDS: Mapping[int, tuple[float, ...]] = {
+    0: (48, 30, 28, 24, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3, 2.4, 1.2, 0.24, 0.12),
+    90: (48, 45, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
+    100: (96, 86, 80, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
+}
+"""GB/s that NCCL tries for one channel between servers, from this compute capability on."""
+
+LEAST_NEXT = Fraction(49, 100)
+"""Part of the best speed so far below which no further speed is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class NicChannels:
+    """Channels of one server: the number of the NIC of each, and how often NCCL runs the whole list."""
+
+    nics: tuple[int, ...]
+    times: int
+
+
+def nic_channels(rates: Sequence[Fraction], capability: int) -> NicChannels:
+    """Return the channels on NICs of these rates in GB/s, for GPUs of this compute capability (80, 90, ...).
+
+    A NIC of 200 Gb/s beside one of 100; two of 400 Gb/s, for which the channels are run twice:
+
+    >>> nic_channels([Fraction(25), Fraction(25, 2)], 80)
+    NicChannels(nics=(0, 1, 0), times=1)
+    >>> nic_channels([Fraction(50), Fraction(50)], 90)
+    NicChannels(nics=(0, 1), times=2)
+    """
+    most = max(MOST_CHANNELS, len(rates))
+    best, chosen = Fraction(0), Fraction(0)
+    room: list[int] = []
+    for number in SPEEDS[max(least for least in SPEEDS if least <= capability)]:
+        speed = Fraction(str(number))
+        if best and speed < LEAST_NEXT * chosen:
+            break
+        held = [int(rate / speed) for rate in rates]
+        total = speed * min(sum(held), most)
+        if total > best:
+            best, chosen, room = total, speed, held
+    if not best:
+        return NicChannels(tuple(range(len(rates))), 1)
+    nics: list[int] = []
+    while len(nics) < best / chosen:
+        turn = [(len(nics) + step) % len(rates) for step in range(len(rates))]
+        nics.append(next(nic for nic in turn if room[nic]))
+        room[nics[-1]] -= 1
+    many = capability > 80 and chosen < 50 and len(nics) > 4
+    return NicChannels(tuple(nics), 1 if chosen < 25 or many else 2)
+
+
+class _OpenLinks(Sequence[Fraction]):
+    """The capacities of links, 0 for closed ones."""
+
+    def __init__(self, capacity: Sequence[Fraction], closed: Collection[int]) -> None:
+        self._capacity, self._closed = capacity, closed
+
+    def __len__(self) -> int:
+        return len(self._capacity)
+
+    def __getitem__(self, number: Any) -> Any:
+        return Fraction(0) if number in self._closed else self._capacity[number]
 
 
 class ServerChannels:
@@ -59,47 +125,53 @@ class ServerChannels:
         """Every server with several ranks as a machine of its own, and NCCL's paths in it."""
         self.ports = _ports(fabric, self.servers) if len(self.members) > 1 else []
         """NICs of every server, in the order of its links into the network."""
-        self.count = max(
-            (max(len(ports), len(self.members[s])) for s, ports in enumerate(self.ports)), default=0
-        )
-        """Number of channels: one for each NIC, or for each GPU if several share a NIC."""
+        self._own = [
+            nic_channels([port.rate for port in ports], capability) if ports else None
+            for ports, capability in zip(self.ports, self._capabilities(), strict=True)
+        ]
+        known = [own for own in self._own if own]
+        self.graph_channels = min((len(own.nics) * own.times for own in known), default=0)
+        """Number of channels of NCCL's graphs; 0 on one server."""
+        # Channels that repeat others on every server are left out: each has an equal part of the buffer.
+        period = lcm(*(len(own.nics) for own in known))
+        self.count = self.graph_channels if self.graph_channels % period else min(self.graph_channels, period)
+        """Number of channels that differ."""
+        if self.ports and not known:
+            self.count = self.graph_channels = max(map(len, self.members))
         self._widths = cache(self._channel_widths)
+
+    def port(self, server: int, channel: int) -> ChannelPort | None:
+        """Return the NIC of a channel on a server; None if the server has no NIC."""
+        own = self._own[server]
+        return self.ports[server][own.nics[channel % len(own.nics)]] if own else None
 
     def start(self, server: int, channel: int) -> int:
         """Return the rank at which a channel enters a server."""
-        ports = self.ports[server]
-        if not ports:
+        own = self._own[server]
+        if own is None:
             return self.members[server][channel % len(self.members[server])]
-        near = ports[channel % len(ports)].ranks
-        return near[(channel // len(ports) + channel % len(ports) * len(near) // len(ports)) % len(near)]
+        channel %= len(own.nics)
+        nic = own.nics[channel]
+        near = self.ports[server][nic].ranks
+        return near[(own.nics[:channel].count(nic) + nic * len(near) // len(self.ports[server])) % len(near)]
 
     def inside(self, op: str, parent: int, child: int, share: Fraction) -> Edge:
         """Return an edge within a server, on NCCL's path between its two GPUs."""
         return self._edge(op, parent, child, share, lambda tail, head: self._inner(tail, head, share))
 
-    def between(self, op: str, parent: int, child: int, share: Fraction, channel: int, entry: int) -> Edge:
-        """Return an edge from one server to the rank at which the channel enters another.
-
-        ``entry`` is the rank at which the channel enters the parent's server: the parent, or the rank through which it
-        sends.
-        """
-
-        def find(tail: int, head: int) -> Links:
-            own = self._over_channel(tail, head, channel)
-            if own is not None or entry == parent:
-                return own or self._free(tail, head) or shortest_route(self._fabric, tail, head)
-            ends = (entry, head) if tail == parent else (tail, entry)
-            outer = (
-                self._over_channel(*ends, channel) or self._free(*ends) or shortest_route(self._fabric, *ends)
-            )
-            free = self._free(tail, head)
-            if free is not None and len(free) <= len(outer):
-                return free
-            if tail == parent:
-                return self._inner(tail, entry, share) + outer
-            return outer + self._inner(entry, head, share)
-
-        return self._edge(op, parent, child, share, find)
+    def between(self, op: str, parent: int, child: int, share: Fraction, channel: int) -> Edge:
+        """Return an edge between two servers over the channel's NICs, or over any if they do not join the ranks."""
+        return self._edge(
+            op,
+            parent,
+            child,
+            share,
+            lambda tail, head: (
+                self.over_nic(tail, head, channel)
+                or self._routes.shortest(tail, head, self._room)
+                or shortest_route(self._fabric, tail, head)
+            ),
+        )
 
     def through(self, parent: int, child: int, switch: str) -> Edge:
         """Return an edge over a switch to which both ranks have a link."""
@@ -134,27 +206,27 @@ class ServerChannels:
             device = fabric.links[number].dst
         return tuple(found)
 
-    def _over_channel(self, tail: int, head: int, channel: int) -> Links | None:
+    def over_nic(self, tail: int, head: int, channel: int) -> Links | None:
         """Return the shortest route over the channel's own NICs on both servers; None if no such route exists."""
         servers = (int(self.servers.of_rank[tail]), int(self.servers.of_rank[head]))
         width = self._widths(*servers, channel)
         links = self._routes.shortest(tail, head, width)
         return None if links is None or not all(width[number] for number in links) else links
 
-    def _channel_widths(self, first: int, second: int, channel: int) -> tuple[Fraction, ...]:
+    def _channel_widths(self, first: int, second: int, channel: int) -> _OpenLinks:
         closed: set[int] = set()
         for server in (first, second):
-            ports = self.ports[server]
-            own = ports[channel % len(ports)].links if ports else frozenset()
-            closed.update(*(port.links - own for port in ports))
-        return tuple(
-            Fraction(0) if number in closed else capacity
-            for number, capacity in enumerate(self._fabric.capacity)
-        )
+            own = self.port(server, channel)
+            closed.update(*(port.links - own.links for port in self.ports[server] if own))
+        return _OpenLinks(self._fabric.capacity, closed)
 
-    def _free(self, tail: int, head: int) -> Links | None:
-        """Return the shortest route over any NICs, the least loaded among equals."""
-        return self._routes.shortest(tail, head, self._room)
+    def _capabilities(self) -> list[int]:
+        """Return the lowest compute capability of each server's GPUs, where there are several servers."""
+        machine = with_assumed_capability(self._fabric.topology)
+        gpus = {device.name: device for device in machine.devices if device.kind == "gpu"}
+        amd = is_amd(gpus.values())
+        of = [0 if amd else gpu_identity(gpus[name], amd=False).capability for name in self._fabric.ranks]
+        return [min(of[rank] for rank in ranks) for ranks in self.members[: len(self.ports)]]
 
 
 def _parts(fabric: Fabric, servers: FabricServers) -> Mapping[int, tuple[Topology, NcclPaths]]:
@@ -185,7 +257,11 @@ def _ports(fabric: Fabric, servers: FabricServers) -> list[list[ChannelPort]]:
         for (sender, leave), enter in zip(out[name].items(), back[name].values(), strict=False):
             near = _nearest(sender, fabric, servers, entering, rank_of)
             if near:
-                ports.append(ChannelPort(frozenset((*leave, *enter)), near))
+                widths = [sum(fabric.capacity[number] for number in links) for links in (leave, enter)]
+                if sender not in rank_of:
+                    feeds = (number for number in entering.get(sender, ()) if number not in enter)
+                    widths.append(sum(fabric.capacity[number] for number in feeds))
+                ports.append(ChannelPort(frozenset((*leave, *enter)), near, min(map(Fraction, widths))))
         found.append(ports)
     return found
 
@@ -213,234 +289,3 @@ def _nearest(
         )
         seen.update(level)
     return ()
-
-
-Loads = Mapping[int, Fraction]
-"""Crossings of a byte, by number of the link."""
-
-Path = tuple[int, ...]
-
-NOWHERE = Fraction(1 << 20)
-"""The distance of unconnected servers: more links than a machine has."""
-
-
-class NcclServerRoutes:
-    """The paths between the servers of a cluster; ``fabric`` holds its usable links.
-
-    >>> import topoplan
-    >>> machine = topoplan.nvswitch_cluster(3, gpus=2, rails=1)
-    >>> routes = NcclServerRoutes(machine, Fabric(machine, ("nvlink", "network")))
-    >>> routes.plugs(1), routes.distance(0, 1)
-    ((('rail0',), ('rail0',)), Fraction(4, 1))
-    """
-
-    def __init__(self, topology: Topology, fabric: Fabric) -> None:
-        self.fabric = fabric
-        self.links = topology.links
-        self.capacity = tuple(exact(link.bandwidth) for link in self.links)
-        self.number = {link: number for number, link in enumerate(self.links)}
-        self.channels = ServerChannels(fabric)
-        self.names = self.channels.servers.names
-        self.home = {device.name: device.server for device in topology.devices}
-        self._between: dict[tuple[int, int], Loads | None] = {}
-        self._ways: dict[tuple[str, str], tuple[int, Loads] | None] = {}
-        self._port_paths: dict[tuple[int, int, bool], tuple[Path, ...]] = {}
-        self._distance: dict[str, dict[str, int]] = {}
-
-    def between(self, first: int, second: int) -> Loads | None:
-        """Return the load of a byte from one server to another on each link, over all channels that join them."""
-        if (first, second) not in self._between:
-            ways = [self._way(first, second, channel) for channel in range(self.channels.count)]
-            joined = [way for way in ways if way]
-            part = Fraction(1, max(len(joined), 1))
-            whole = summed((way, Fraction(1)) for way in joined)
-            self._between[first, second] = (
-                {number: part * load for number, load in whole.items()} if joined else None
-            )
-        return self._between[first, second]
-
-    def distance(self, first: int, second: int) -> Fraction:
-        """Return the links from one server to another on the first channel that joins them, else `NOWHERE`."""
-        ways = (self._way(first, second, channel) for channel in range(self.channels.count))
-        way = next((way for way in ways if way), None)
-        return NOWHERE if way is None else sum(way.values(), Fraction(0))
-
-    def switch_ways(self) -> dict[str, tuple[str, ...]]:
-        """Map every switch of the network to its path from one in the middle; empty if the network is not a tree."""
-        near: dict[str, set[str]] = {}
-        for number in sorted(self.between_switches):
-            link = self.links[number]
-            near.setdefault(link.src, set()).add(link.dst)
-            near.setdefault(link.dst, set()).add(link.src)
-        if sum(map(len, near.values())) != 2 * (len(near) - 1):
-            return {}
-
-        def ways(root: str) -> dict[str, tuple[str, ...]]:
-            found: dict[str, tuple[str, ...]] = {root: (root,)}
-            frontier = [root]
-            for switch in frontier:
-                for other in sorted(near[switch] - set(found)):
-                    found[other] = (*found[switch], other)
-                    frontier.append(other)
-            return found
-
-        # The farthest switch from any one is an end of a longest path, whose middle is the middle of the tree.
-        far = max(ways(min(near)).items(), key=lambda item: (len(item[1]), item[0]))[0]
-        longest = max(ways(far).values(), key=lambda way: (len(way), way))
-        found = ways(longest[len(longest) // 2])
-        return found if len(found) == len(near) else {}
-
-    def plugs(self, server: int) -> tuple[tuple[str, ...], ...]:
-        """Return the devices outside a server that each of its channels leads to."""
-        return tuple(
-            tuple(self.links[way[-1]].dst for way in self._ends(server, channel, leaves=True))
-            for channel in range(self.channels.count)
-        )
-
-    @cached_property
-    def between_switches(self) -> frozenset[int]:
-        """Links that join two devices outside all servers."""
-        return frozenset(
-            number
-            for number, link in enumerate(self.links)
-            if not self.home[link.src] and not self.home[link.dst] and link.channel == "network"
-        )
-
-    @cached_property
-    def _network(self) -> tuple[dict[str, list[tuple[int, str]]], dict[str, list[tuple[int, str]]]]:
-        """Links out of and into every device outside the servers, each with its number and other end."""
-        leaving: dict[str, list[tuple[int, str]]] = {}
-        entering: dict[str, list[tuple[int, str]]] = {}
-        for number in sorted(self.between_switches):
-            link = self.links[number]
-            leaving.setdefault(link.src, []).append((number, link.dst))
-            entering.setdefault(link.dst, []).append((number, link.src))
-        return leaving, entering
-
-    def _way(self, first: int, second: int, channel: int) -> Loads | None:
-        """Return the loads of one channel between two servers: all shortest paths, by the width of their NICs."""
-        found: list[tuple[int, Path, Loads]] = []
-        for leave in self._ends(first, channel, leaves=True):
-            for enter in self._ends(second, channel, leaves=False):
-                if leave[-1] == enter[0]:
-                    found.append((len(leave) + len(enter) - 1, (*leave, *enter[1:]), {}))
-                    continue
-                way = self._middle(self.links[leave[-1]].dst, self.links[enter[0]].src)
-                if way is not None:
-                    found.append((len(leave) + len(enter) + way[0], (*leave, *enter), way[1]))
-        if not found:
-            return None
-        least = min(length for length, _, _ in found)
-        kept = [(path, middle) for length, path, middle in found if length == least]
-        if len(kept) == 1:
-            return {**dict.fromkeys(kept[0][0], Fraction(1)), **kept[0][1]}
-        width = [min(self.capacity[number] for number in path) for path, _ in kept]
-        total = sum(width, Fraction(0))
-        return summed(
-            ({**dict.fromkeys(path, Fraction(1)), **middle}, part / total)
-            for (path, middle), part in zip(kept, width, strict=True)
-        )
-
-    def _ends(self, server: int, channel: int, *, leaves: bool) -> tuple[Path, ...]:
-        """Return the links from a channel's start in a server to each link out over its NIC, or the same back."""
-        key = (server, channel, leaves)
-        if key not in self._port_paths:
-            ports = self.channels.ports[server]
-            if not ports:
-                return ()
-            port = ports[channel % len(ports)]
-            name = self.fabric.ranks[self.channels.start(server, channel)]
-            found = []
-            for number in sorted(port.links):
-                link = self.fabric.links[number]
-                near, far = (link.src, link.dst) if leaves else (link.dst, link.src)
-                if self.home[near] == self.names[server] and self.home[far] != self.names[server]:
-                    walk = self._walk(name, near, leaves=leaves)
-                    own = self.number[link]
-                    if walk is not None:
-                        found.append((*walk, own) if leaves else (own, *walk))
-            self._port_paths[key] = tuple(found)
-        return self._port_paths[key]
-
-    @cached_property
-    def _inner(self) -> tuple[dict[str, list[Link]], dict[str, list[Link]]]:
-        """Usable links inside servers, by source and by destination."""
-        leaving: dict[str, list[Link]] = {}
-        entering: dict[str, list[Link]] = {}
-        for link in self.fabric.links:
-            if self.home[link.src] == self.home[link.dst] != "":
-                leaving.setdefault(link.src, []).append(link)
-                entering.setdefault(link.dst, []).append(link)
-        return leaving, entering
-
-    def _walk(self, rank: str, device: str, *, leaves: bool) -> Path | None:
-        """Return the first shortest path in a server from a rank to a device; for ``leaves=False`` back to the rank."""
-        table = self._inner[0 if leaves else 1]
-        came: dict[str, Link | None] = {rank: None}
-        frontier = [rank]
-        for node in frontier:
-            if node == device:
-                break
-            for link in table.get(node, ()):
-                other = link.dst if leaves else link.src
-                if other not in came:
-                    came[other] = link
-                    frontier.append(other)
-        if device not in came:
-            return None
-        path: list[int] = []
-        node = device
-        while (step := came[node]) is not None:
-            path.append(self.number[step])
-            node = step.src if leaves else step.dst
-        return tuple(path[::-1] if leaves else path)
-
-    def _middle(self, source: str, target: str) -> tuple[int, Loads] | None:
-        """Return the number of links between two switches, and a byte's load on each link of the shortest paths."""
-        if self.home[source] or self.home[target]:
-            return None
-        if (source, target) not in self._ways:
-            self._ways[source, target] = self._striped(source, target)
-        return self._ways[source, target]
-
-    def _striped(self, source: str, target: str) -> tuple[int, Loads] | None:
-        leaving, entering = self._network
-        if target not in self._distance:
-            behind = {target: 0}
-            frontier = [target]
-            for node in frontier:
-                for _, other in entering.get(node, ()):
-                    if other not in behind:
-                        behind[other] = behind[node] + 1
-                        frontier.append(other)
-            self._distance[target] = behind
-        behind = self._distance[target]
-        if source not in behind:
-            return None
-        loads: dict[int, Fraction] = {}
-        there = {source: Fraction(1)}
-        for depth in range(behind[source], 0, -1):
-            onward: dict[str, list[tuple[int, str]]] = {}
-            for node in there:
-                for number, dst in leaving.get(node, ()):
-                    if behind.get(dst) == depth - 1:
-                        onward.setdefault(node, []).append((number, dst))
-            arrived: dict[str, Fraction] = {}
-            for node, part in there.items():
-                total = sum((self.capacity[number] for number, _ in onward[node]), Fraction(0))
-                for number, dst in onward[node]:
-                    loads[number] = part * self.capacity[number] / total
-                    arrived[dst] = arrived.get(dst, Fraction(0)) + loads[number]
-            there = arrived
-        return behind[source], loads
-
-
-def summed(parts: Iterable[tuple[Loads, Fraction]]) -> dict[int, Fraction]:
-    """Add up loads, each times its factor."""
-    total: dict[int, Fraction] = {}
-    for loads, times in parts:
-        for number, part in loads.items():
-            more = part if times == 1 else part * times
-            known = total.get(number)
-            total[number] = more if known is None else known + more
-    return total

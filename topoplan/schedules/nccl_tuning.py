@@ -207,7 +207,7 @@ def setting_of(topology: Topology) -> NcclSetting:
         graphs = best_graphs(machine, NcclPaths(machine))
         rates = (nearest_float(graphs.bandwidth), nearest_float(graphs.chain_rate))
         return NcclSetting(*common, graphs.count, *rates, _multicast(machine, fabric))
-    count = min(MOST_CHANNELS, ServerChannels(fabric).count)
+    count = min(MOST_CHANNELS, ServerChannels(fabric).graph_channels)
     rings = ring_plan(machine).rate * bus_factor("allreduce", len(gpus))
     return NcclSetting(*common, count, rings, nccl_tree(machine).rate, _multicast(machine, fabric))
 

@@ -6,20 +6,17 @@ GPU between two since 2.8. The kind of ring decides a comparison, so every plan 
 Up to eight ranks on shared switches all orders are tried: least (load / capacity) on the worst link, then fewest
 link crossings, then the lowest order. Beyond, the depth-first order of the machine competes with the rank order; on
 a tree of switches it crosses every link at most once in each direction, which is optimal. A hop never passes another
-rank; if both orders need that, the orders of `hamiltonian_cycles` are taken. Across servers ring c enters server s
-at door c + a(s) and leaves at door c + a(s + 1), modulo the doors, with a = 0, 1, 0, 1, …, and 2 at last if the
-number of servers is odd. Doors are the GPUs with a route out of their server past no other GPU, so all rings together
-use every NIC once in each direction.
+rank; if both orders need that, the orders of `hamiltonian_cycles` are taken. Across servers the rings are those of
+NCCL's channels (`topoplan.schedules.server_rings`), or one order of all ranks if a hop between servers has no route.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from itertools import permutations
 
 import numpy as np
@@ -39,6 +36,7 @@ from topoplan.schedules.hamiltonian_cycles import (
 )
 from topoplan.schedules.ring_forest import LogicalRing, relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes, Links
+from topoplan.schedules.server_rings import server_rings
 from topoplan.solve.cuts_and_partitions import bounded_plan
 from topoplan.units import counted
 
@@ -161,116 +159,6 @@ def _depth_first_order(fabric: Fabric) -> tuple[int, ...]:
     return tuple(node for node in seen if node < fabric.size)
 
 
-MOST_STEPS = 10_000
-"""Steps after which a walk through the GPUs of a server is given up."""
-
-Joined = Callable[[int, int], bool]
-
-
-def server_rings(fabric: Fabric, routes: DirectRoutes) -> tuple[LogicalRing, ...]:
-    """Return as many rings across servers as capacity allows, at most one for each GPU with a route out of its server.
-
-    Empty if all ranks are in one server, or no such ring has a route for every hop.
-
-    >>> import topoplan
-    >>> fabric = Fabric(topoplan.nvswitch_cluster(2, gpus=4), ("nvlink", "network"))
-    >>> for ring in server_rings(fabric, DirectRoutes(fabric)):
-    ...     print(ring.weight, *(fabric.ranks[rank] for rank in ring.order))
-    25 s0.gpu0 s0.gpu2 s0.gpu3 s0.gpu1 s1.gpu1 s1.gpu2 s1.gpu3 s1.gpu0
-    25 s0.gpu1 s0.gpu3 s0.gpu0 s0.gpu2 s1.gpu2 s1.gpu3 s1.gpu0 s1.gpu1
-    25 s0.gpu2 s0.gpu0 s0.gpu1 s0.gpu3 s1.gpu3 s1.gpu0 s1.gpu1 s1.gpu2
-    25 s0.gpu3 s0.gpu1 s0.gpu2 s0.gpu0 s1.gpu0 s1.gpu1 s1.gpu2 s1.gpu3
-    """
-    members: dict[str, list[int]] = {}
-    for rank, name in enumerate(fabric.ranks):
-        members.setdefault(fabric.topology.device(name).server, []).append(rank)
-    servers = list(members.values())
-    if len(servers) < 2:
-        return ()
-
-    off_network = [Fraction(link.channel != "network") for link in fabric.links]
-
-    @cache
-    def inside(tail: int, head: int) -> bool:
-        """Return whether a rank reaches another of its server without the network."""
-        links = routes.shortest(tail, head, off_network)
-        return links is not None and all(off_network[link] for link in links)
-
-    doors = [
-        [rank for rank in ranks if any(routes.shortest(rank, head, fabric.capacity) for head in following)]
-        or ranks
-        for ranks, following in zip(servers, servers[1:] + servers[:1], strict=True)
-    ]
-    left = list(fabric.capacity)
-    rings = []
-    for first in range(max(len(ranks) for ranks in doors)):
-        order = _order(servers, doors, first, inside)
-        hops = None if order is None else _hops(order, routes, left)
-        ring = None if order is None or hops is None else _claimed(order, hops, left)
-        if ring is not None:
-            rings.append(ring)
-    return tuple(rings)
-
-
-def _order(
-    servers: list[list[int]], doors: list[list[int]], first: int, inside: Joined
-) -> tuple[int, ...] | None:
-    """Order all ranks such that each server is entered and left at two of its doors: ranks with a route out of it."""
-    shifts = [number % 2 for number in range(len(servers))]
-    if len(servers) % 2:
-        shifts[-1] = 2
-    order: list[int] = []
-    for ranks, ports, enters, leaves in zip(servers, doors, shifts, shifts[1:] + shifts[:1], strict=True):
-        start, end = ((first + shift) % len(ports) for shift in (enters, leaves))
-        if start == end:
-            # Two doors and an odd number of servers.
-            end = (start + 1) % len(ports)
-        walk = _walk(ranks, ports[start], ports[end], inside)
-        if walk is None:
-            return None
-        order += walk
-    return tuple(order)
-
-
-def _walk(ranks: list[int], start: int, end: int, inside: Joined) -> list[int] | None:
-    """Return all ranks of a server from ``start`` to ``end``, in the order of their numbers if routes allow it."""
-    if len(ranks) == 1:
-        return [start]
-    if start == end:
-        return None
-    place = ranks.index(start)
-    turned = [rank for rank in ranks[place:] + ranks[:place] if rank not in (start, end)]
-    steps = 0
-    path = [start]
-    # Depth first: for every rank on the path, the next candidates.
-    pending = [iter(turned if turned else [end])]
-    while pending:
-        steps += 1
-        if steps > MOST_STEPS:
-            return None
-        following = next(pending[-1], None)
-        if following is None:
-            pending.pop()
-            path.pop()
-        elif following not in path and inside(path[-1], following):
-            path.append(following)
-            if len(path) == len(ranks):
-                return path
-            pending.append(iter(turned if len(path) < len(ranks) - 1 else [end]))
-    return None
-
-
-def _hops(order: tuple[int, ...], routes: DirectRoutes, left: list[Fraction]) -> tuple[Links, ...] | None:
-    """Return for every hop the shortest route with most remaining capacity; None if a hop has no route."""
-    hops = []
-    for tail, head in ring_hops(order):
-        links = routes.shortest(tail, head, left)
-        if links is None:
-            return None
-        hops.append(links)
-    return tuple(hops)
-
-
 RING_KINDS = ("auto", "nvlink", "pcie", "relay")
 
 
@@ -297,8 +185,9 @@ def ring_plan(
         an NVSwitch one logical ring at the full port rate is the equivalent (one per plane of switches).
         ``pcie``: one ring over PCIe in the order that loads shared links least.
         ``relay``: the best mix of rings over NVLink whose hops may pass through other GPUs.
-        ``auto``: nvlink if such a ring exists, else pcie. Across servers the faster of one order of all ranks and of
-        rings that enter every server once over NICs of their own (`topoplan.schedules.ring`).
+        ``auto``: nvlink if such a ring exists, else pcie. Across servers the rings of NCCL's channels, which enter
+        every server once and leave it over a NIC of a channel (`topoplan.schedules.server_rings`); one order of all
+        ranks if the NICs do not join the servers so.
 
     Returns
     -------
@@ -423,10 +312,11 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     """Return the rings, and a note on them or on their absence."""
     if not fabric.direct:
         routes = DirectRoutes(fabric)
-        rings, across = switched_rings(fabric, routes), server_rings(fabric, routes)
-        if _total(across) > _total(rings):
+        across = server_rings(fabric, routes)
+        if across:
             number = "one ring" if len(across) == 1 else f"{len(across)} rings"
             return across, f"{number} that enter every server once; other orders may give faster ones"
+        rings = switched_rings(fabric, routes)
         if not rings:
             return (), "no NVLink ring exists (some hop would pass another GPU)"
         if (
@@ -449,10 +339,6 @@ def _nvlink_rings(fabric: Fabric) -> tuple[tuple[LogicalRing, ...], str]:
     )
     number = counted(len(rings), "link-disjoint NVLink ring")
     return rings, f"{number} of {float(speed):g} GB/s; {proof}"
-
-
-def _total(rings: tuple[LogicalRing, ...]) -> Fraction:
-    return sum((ring.weight for ring in rings), Fraction(0))
 
 
 def _fastest_rings(fabric: Fabric) -> tuple[tuple[tuple[int, ...], ...], Fraction, bool]:

@@ -22,9 +22,10 @@ from topoplan.plans.plan import COLLECTIVES
 from topoplan.plans.shards import ImageShards
 from topoplan.schedules import hamiltonian_cycles
 from topoplan.schedules.hamiltonian_cycles import disjoint_rings, ring_limit
-from topoplan.schedules.ring import server_rings, switched_rings
+from topoplan.schedules.ring import switched_rings
 from topoplan.schedules.ring_forest import relay_rings, ring_forest
 from topoplan.schedules.routes import DirectRoutes
+from topoplan.schedules.server_rings import server_rings
 
 PAIRS = ["01", "02", "03", "12", "13", "23", "45", "46", "47", "56", "57", "67", "04", "15", "26", "37"]
 DOUBLED = ["03", "04", "12", "15", "23", "47", "56", "67"]
@@ -352,7 +353,7 @@ def test_rings_fill_every_nic(servers: int) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("servers", "nics"), [(2, 1), (3, 2), (4, 3)])
 def test_rings_fill_fewer_nics_than_gpus(servers: int, nics: int) -> None:
-    """GPUs without a NIC are no doors: all NICs at their rate, both ways."""
+    """All NICs at their rate, both ways; GPUs without a NIC send through one that has it."""
     machine = topoplan.cluster([topoplan.Server("dgx-a100", count=servers)], nic_gbps=200, nics=nics)
     size = 8 * servers
     assert topoplan.verify(topoplan.ring_plan(machine)).exact_rate == Fraction(
