@@ -41,9 +41,9 @@ from topoplan.model.expected_times import (
     ExpectedTimes,
     FittedCosts,
     Place,
+    default_model,
     expected_times,
     fitted_seconds,
-    nccl_model,
 )
 from topoplan.plans.plan import Plan
 from topoplan.schedules.binary_trees import nccl_tree
@@ -240,7 +240,7 @@ def known_of(row: Measured) -> tuple[Place | None, tuple[NcclExpectation, ...], 
 
 @cache
 def _known(machine: Topology, collective: str) -> tuple[Place | None, tuple[NcclExpectation, ...]]:
-    return Place.of(machine), nccl_model(machine, collective)
+    return Place.of(machine), default_model(machine, collective)
 
 
 def _planned(machine: Topology, row: Measured) -> float:

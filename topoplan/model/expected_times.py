@@ -172,7 +172,7 @@ def expected_times(topology: Topology, collective: str, planned: float = 0.0) ->
     place = Place.of(topology)
     if place is None:
         return ()
-    model = nccl_model(with_all_capabilities(with_capable(topology)), collective)
+    model = default_model(topology, collective)
     found = []
     for one in fitted_costs():
         if place.suits(one, collective):
@@ -292,6 +292,11 @@ def nccl_model(allocation: Topology, collective: str) -> tuple[NcclExpectation, 
         return ()
 
 
+def default_model(topology: Topology, collective: str) -> tuple[NcclExpectation, ...]:
+    """Return NCCL's own expectations as it runs by default: its switches do all that they can."""
+    return nccl_model(with_all_capabilities(with_capable(topology)), collective)
+
+
 def nccl_clocks(
     topology: Topology, collective: str, model: Sequence[NcclExpectation]
 ) -> list[Callable[[int], float]]:
@@ -347,7 +352,7 @@ class _NcclTimes:
         self._factor = bus_factor(plan.collective, len(plan.ranks))
         self._clocks: list[tuple[str, Callable[[int], float]]] = [
             (f"{one.algorithm} {one.protocol}", one.seconds)
-            for one in nccl_model(with_all_capabilities(with_capable(plan.topology)), plan.collective)
+            for one in default_model(plan.topology, plan.collective)
         ]
         if not self._clocks:
             self._clocks = [(one.schedule, plan_seconds(one)) for one in rivals.values()]
