@@ -31,6 +31,8 @@ from topoplan.plans.chain_limits import (
     Exits,
     GroupLimit,
     HeightLimit,
+    Limit,
+    StartLimit,
     hop_start_ups,
     rank_groups,
 )
@@ -208,8 +210,10 @@ _LONGEST = 1 << 30
 
 def chain_limits(
     fabric: Fabric, collective: str, root: int | None, rate: Fraction | None
-) -> tuple[ChainLimit, ...]:
+) -> tuple[Limit, ...]:
     """Return limits of a collective on a fabric, ascending in chain, each with a lower rate than all later ones.
+
+    The last may be that of a rank whose wires start many copies.
 
     rate: GB/s that no schedule exceeds.
 
@@ -239,7 +243,18 @@ def chain_limits(
         if limited < lowest:
             lowest = limited
             kept.append(limit)
-    return tuple(reversed(kept))
+    return (*reversed(kept), *_starts(fabric, collective, start_ups, diameter))
+
+
+def _starts(
+    fabric: Fabric, collective: str, start_ups: Sequence[float], diameter: float
+) -> tuple[StartLimit, ...]:
+    """Return the limit of the rank whose wires need longest to start its copies, if that is above the diameter."""
+    if collective in ONE_BUFFER or not fabric.direct or fabric.size > MOST_SIDES:
+        return ()
+    seconds = {limit: limit.seconds(fabric, collective, start_ups) for limit in map(StartLimit, fabric.ranks)}
+    longest = max(seconds, key=seconds.__getitem__)
+    return (longest,) if seconds[longest] > diameter * (1 + TOLERANCE) else ()
 
 
 def _tried(

@@ -22,6 +22,10 @@ start-ups has a rate of at most so much. Three kinds:
   s that counts twice, out of a for a rank v and into b for a rank u, ends no earlier than d(u, b), and leaves
   d(a, v) - s for the rest: a chain of 2 far - s or more. So no hop counts twice if the chain is below that.
 
+A `StartLimit` holds for chains of any length: a rank of an allgather receives the blocks of all others in separate
+copies, and a wire starts one at a time. N - 1 copies over links of w(i) wires and start-ups s(i) take at least the
+(N - 1)-th of all multiples k s(i) / w(i). A reduce-scatter sends as many.
+
 The caller gives the seconds of start-ups (`topoplan.model`): for every link the least start-up of a hop over it.
 Switches that copy or add have no such limits.
 """
@@ -191,6 +195,34 @@ class ExitLimit(ChainLimit):
         return {"chain": self.chain, "kind": self.kind, "far": self.far, "lengths": lengths}
 
 
+@dataclass(frozen=True, slots=True)
+class StartLimit:
+    """The start-ups of the blocks that a rank receives from all others, or sends to them, over its wires."""
+
+    kind: ClassVar[str] = "starts"
+    rank: str
+
+    def seconds(self, fabric: Fabric, collective: str, start_ups: Sequence[float]) -> float:
+        """Return the least seconds of start-ups of any schedule; PlanError if the limit proves nothing."""
+        if collective not in ("allgather", "reduce_scatter"):
+            raise PlanError(f"a limit of starts needs a block of every rank, got {collective}")
+        if self.rank not in fabric.ranks:
+            raise PlanError(f"a limit of starts names {self.rank!r}, which is not a rank"[:200])
+        graph = fabric.route_graph
+        rows = graph.entering() if collective == "allgather" else graph.leaving()
+        wires = rows[fabric.ranks.index(self.rank)]
+        if any(node >= fabric.size for _, node in wires):
+            raise PlanError("a limit of starts needs wires to ranks, and no switch")
+        every = [start_ups[link] / fabric.links[link].count for link, _ in wires]
+        return sorted(copy * seconds for seconds in every for copy in range(1, fabric.size))[fabric.size - 2]
+
+    def to_object(self) -> dict[str, object]:
+        return {"kind": self.kind, "rank": self.rank}
+
+
+Limit = ChainLimit | StartLimit
+"""A limit of a plan file."""
+
 MOST_EXITS = 8
 """Most ranks next to one whose sets are enumerated."""
 
@@ -254,10 +286,12 @@ def _link_lengths(given: Iterable[tuple[str, str, int]], fabric: Fabric) -> list
     return lengths
 
 
-def limit_from_object(item: object) -> ChainLimit:
+def limit_from_object(item: object) -> Limit:
     """Read a limit of a plan file; PlanError if its kind is unknown, or a key is missing or of a wrong type."""
     value = read_object(item, "limit")
     kind = value.get("kind")
+    if kind == StartLimit.kind:
+        return StartLimit(read_text(value.get("rank"), "limit: rank"))
     chain = read_number(value.get("chain"), "limit: chain")
     if kind == GroupLimit.kind:
         between = read_text(value.get("between"), "limit: between")
@@ -265,7 +299,7 @@ def limit_from_object(item: object) -> ChainLimit:
             raise PlanError(f"limit: between must be one of {', '.join(GROUPINGS)}, not {between!r}"[:200])
         return GroupLimit(chain, between, read_texts(value.get("side"), "limit: side"))
     if kind not in (HeightLimit.kind, ExitLimit.kind):
-        raise PlanError(f"limit: kind {repr(kind)[:60]} is unknown; use groups, heights or exits")
+        raise PlanError(f"limit: kind {repr(kind)[:60]} is unknown; use groups, heights, exits or starts")
     lengths = []
     for row in read_list(value.get("lengths"), "limit: lengths"):
         ends = read_list(row, "limit: length")

@@ -30,7 +30,14 @@ from topoplan.model.times_by_size import (
     time_bound,
     times_of,
 )
-from topoplan.plans.chain_limits import ExitLimit, GroupLimit, HeightLimit, crossings_of, limit_from_object
+from topoplan.plans.chain_limits import (
+    ExitLimit,
+    GroupLimit,
+    HeightLimit,
+    StartLimit,
+    crossings_of,
+    limit_from_object,
+)
 from topoplan.units import TOLERANCE
 
 HOP, ACROSS = START_UP["nvlink"], START_UP["network"]
@@ -90,6 +97,36 @@ def test_a_rank_sends_over_several_wires_if_chains_are_short(
     found = bound_of(topoplan.load(name), collective).steps
     assert [rate for _, rate in found] == [Fraction(rate) for _, rate in steps]
     assert [chain for chain, _ in found] == pytest.approx([hops * ACROSS for hops, _ in steps])
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "starts"),
+    [("torus:3,3,3", "allgather", 5), ("torus:3,3,3", "reduce_scatter", 5), ("torus:9", "allgather", 0)],
+)
+def test_a_wire_starts_one_block_at_a_time(name: str, collective: str, starts: int) -> None:
+    """26 blocks over six wires take five start-ups, more than the diameter of three; 8 over two take the diameter."""
+    found = bound_of(topoplan.load(name), collective)
+    assert found.starts == pytest.approx(starts * ACROSS)
+    assert found.seconds(0) == pytest.approx(LAUNCH + max(starts * ACROSS, found.steps[0][0]))
+    plan = topoplan.lowest_tree(name, collective)
+    assert topoplan.simulate(plan, nbytes=1).seconds == pytest.approx(found.seconds(1), rel=0.01)
+
+
+def test_copies_of_two_wires_start_at_once() -> None:
+    """GPU 7 of a DGX-1V has links of 2, 1, 2 and 1 wires: six copies in one start-up, and the seventh half of one on."""
+    fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
+    limit = StartLimit("gpu7")
+    assert limit.seconds(fabric, "allgather", [1.0] * len(fabric.links)) == 1.5
+    assert limit_from_object(limit.to_object()) == limit
+    for rank, collective, told in (
+        ("gpu7", "broadcast", "needs a block of every rank, got broadcast"),
+        ("gpu9", "allgather", "which is not a rank"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            StartLimit(rank).seconds(fabric, collective, [1.0] * len(fabric.links))
+    switched = Fabric(topoplan.load("dgx-2"), ("nvlink",))
+    with pytest.raises(PlanError, match="needs wires to ranks, and no switch"):
+        StartLimit("gpu0").seconds(switched, "allgather", least_start_ups(switched))
 
 
 def uneven(name: str) -> Topology:
@@ -221,7 +258,10 @@ def test_limits_of_exits_need_direct_wires_and_one_buffer() -> None:
     ("value", "told"),
     [
         ({"kind": "exits", "chain": 1.0, "far": -1, "lengths": []}, "far must be a number of zero or more"),
-        ({"kind": "guess", "chain": 1.0}, "limit: kind 'guess' is unknown; use groups, heights or exits"),
+        (
+            {"kind": "guess", "chain": 1.0},
+            "limit: kind 'guess' is unknown; use groups, heights, exits or starts",
+        ),
         ({"kind": "groups", "chain": 1.0, "between": "racks", "side": []}, "between must be one of ranks"),
         (
             {"kind": "heights", "chain": 1.0, "height": 2, "lengths": [["gpu0", 1]]},
