@@ -121,7 +121,7 @@ def candidates(
         except InfeasibleError as error:
             notes.append(f"no {schedule.words}: {cause(error)}")
     if too_large:
-        notes.append(f"rings, one hop and other regular schedules are not tried above {MOST_RANKS} GPUs")
+        notes.append(f"rings and other regular schedules are not tried above {MOST_RANKS} GPUs")
     return _distinct([one for one in made if one.channels == best.channels]), tuple(dict.fromkeys(notes))
 
 

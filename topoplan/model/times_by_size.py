@@ -7,9 +7,9 @@ R1 <= R2 <= …, and a certificate that none exceeds R. Then every schedule take
 
     T(D) = launch + min of  A0 + D / R1,  B1 + D / R2,  B2 + D / R3,  …,  Bm + D / R.
 
-and at least launch + the start-ups of the copies that one rank takes in or sends
-(`topoplan.plans.chain_limits.StartLimit`). The model is the closed form. An event simulation overlaps start-ups of some
-hops with bytes of others and may end before T, by up to 4 % on the machines of ``tests.bench sizes``.
+and at least launch + the start-ups of the copies that one rank takes in or sends (`StartLimit` there). The model is the
+closed form, which adds start-ups to bytes. An event simulation overlaps start-ups of some hops with bytes of others, so
+it may end before T: by a quarter for 16 MB around nine ranks.
 
 Absent: the time to fill pipelines, and other chunks and trees that start one after another on a wire.
 """

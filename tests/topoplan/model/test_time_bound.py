@@ -113,7 +113,7 @@ def test_a_wire_starts_one_block_at_a_time(name: str, collective: str, starts: i
 
 
 def test_copies_of_two_wires_start_at_once() -> None:
-    """GPU 7 of a DGX-1V has links of 2, 1, 2 and 1 wires: six copies in one start-up, and the seventh half of one on."""
+    """GPU 7 of a DGX-1V has links of 2, 1, 2 and 1 wires: six copies in one start-up, a seventh in half more."""
     fabric = Fabric(topoplan.load("dgx-1v"), ("nvlink",))
     limit = StartLimit("gpu7")
     assert limit.seconds(fabric, "allgather", [1.0] * len(fabric.links)) == 1.5
